@@ -52,7 +52,7 @@ def embed(images: Path, backbone: Path | str, *, resume: bool = False, out: str 
 
 
 def rows(images: Path, out: str = "out") -> dict[str, list[tuple[tuple[int, ...], np.ndarray]]]:
-    """For each image, what each of its rows is of, and its features."""
+    """Return the index columns and features of each image."""
     found: dict[str, list[tuple[tuple[int, ...], np.ndarray]]] = {}
     for path in sorted((images.parent / out / "features").iterdir()):
         with np.load(path) as part:
@@ -183,7 +183,7 @@ def test_only_unreadable_images(images: Path) -> None:
         embed(images, "mean-colour")
 
 
-def test_what_is_refused_leaves_nothing(images: Path) -> None:
+def test_invalid_input_leaves_no_files(images: Path) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"blocks": (1,)}, "--blocks requires --features patches or objects"),
         ({"size": -1}, "size must be >= 0, got -1"),

@@ -1,4 +1,4 @@
-"""A few small pictures of coloured rectangles, an encoder that is quick, and a database of them."""
+"""Small pictures of coloured rectangles, a fast encoder, and a database of them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,7 +18,7 @@ COLOURS = ((220, 30, 30), (30, 200, 40), (40, 40, 220), (230, 220, 40), (30, 210
 
 
 def picture(seed: int, size: tuple[int, int] = (64, 96)) -> np.ndarray:
-    """Grey noise with two coloured rectangles on it, of other colours for other seeds."""
+    """Return grey noise with two coloured rectangles, whose colours depend on the seed."""
     generator = np.random.default_rng(seed)
     image = generator.integers(100, 130, (*size, 3), dtype=np.uint8)
     image[8:40, 8:40] = COLOURS[seed % 5]
@@ -53,7 +53,7 @@ def info_of(encoder: PatchEncoder, folder: Path, settings: ObjectSettings = SETT
 def bring_up_to_date(
     folder: Path, encoder: PatchEncoder, prune: bool | None = True
 ) -> tuple[ObjectDatabase, IndexSummary]:
-    """Index `pictures` in a folder into `objects.db` there."""
+    """Index `pictures` of a folder into its `objects.db`."""
     place, pictures = folder / "objects.db", folder / "pictures"
     with index_lock(str(place)):
         there = (place / "about.lance").exists()
@@ -63,12 +63,12 @@ def bring_up_to_date(
 
 @pytest.fixture
 def index(pictures: Path, encoder: PatchEncoder) -> Callable[..., tuple[ObjectDatabase, IndexSummary]]:
-    """Brings a database of the pictures up to date."""
+    """Updates a database of the pictures."""
     return partial(bring_up_to_date, pictures.parent, encoder)
 
 
 def held(database: ObjectDatabase) -> dict[str, list[tuple[int, bytes, tuple[int, ...]]]]:
-    """What a database says about all images, without the numbers that it gave them."""
+    """Return the rows of all images without their entry numbers."""
     return {
         image.path: [(each.number, each.mask.counts, each.box) for each in database.objects_of(image.path)]
         for image in database.images()

@@ -32,14 +32,14 @@ def database(tmp_path: Path, encoder: PatchEncoder) -> ObjectDatabase:
 
 
 def filled(database: ObjectDatabase, images: int = 20, objects: int = 5) -> np.ndarray:
-    """Objects in random directions; (images, objects, D), of unit length."""
+    """Return random vectors of unit length, (images, objects, D)."""
     vectors = np.random.default_rng(0).standard_normal((images, objects, DIM))
     vectors /= np.linalg.norm(vectors, axis=2, keepdims=True)
     database.put([(an_image(f"{n}.png", objects), objects_of(own)) for n, own in enumerate(vectors)], replaced=())
     return vectors
 
 
-def test_what_was_put_in_is_found_again(database: ObjectDatabase) -> None:
+def test_put_objects_are_found(database: ObjectDatabase) -> None:
     vectors = filled(database)
     again = ObjectDatabase.open(database.uri)
     assert len(again) == 100
@@ -74,7 +74,7 @@ def test_the_objects_of_one_image_can_be_left_out(database: ObjectDatabase) -> N
     assert (found[0].image, found[0].object.number) == ("3.png", 0)
 
 
-def test_asking_for_more_than_there_is_gives_all(database: ObjectDatabase) -> None:
+def test_k_above_the_number_of_objects_returns_all(database: ObjectDatabase) -> None:
     vectors = filled(database, images=2)
     assert len(database.search(vectors[0, :1], 1000)[0]) == 10
 
@@ -82,7 +82,7 @@ def test_asking_for_more_than_there_is_gives_all(database: ObjectDatabase) -> No
 def test_objects_without_the_row_of_their_image_are_nowhere(database: ObjectDatabase) -> None:
     vectors = filled(database)
     query = vectors[4, :1]
-    # As a writer leaves it that is killed after the objects: of a new image, and of a new state of an old one.
+    # Left by a writer killed after writing objects: of a new image, and of a new state of an old image.
     copies = objects_of(np.repeat(query, 5, axis=0))
     row = database.image("4.png")
     assert row is not None
@@ -100,7 +100,7 @@ def test_objects_without_the_row_of_their_image_are_nowhere(database: ObjectData
     assert len(database.objects_of("4.png")) == 5
 
 
-def test_images_whose_objects_are_not_all_there_are_dropped_to_be_indexed_again(database: ObjectDatabase) -> None:
+def test_images_with_missing_objects_are_dropped(database: ObjectDatabase) -> None:
     filled(database)
     row = database.image("4.png")
     assert row is not None
@@ -110,7 +110,7 @@ def test_images_whose_objects_are_not_all_there_are_dropped_to_be_indexed_again(
     assert (len(database), database.num_rows) == (95, 95)
 
 
-def test_readers_see_what_was_written_since(database: ObjectDatabase) -> None:
+def test_readers_see_later_commits(database: ObjectDatabase) -> None:
     reader = ObjectDatabase.open(database.uri)
     vectors = filled(database)
     assert len(reader) == 100
@@ -158,19 +158,19 @@ def test_an_empty_database_says_how_to_fill_it(database: ObjectDatabase) -> None
         (np.full((1, DIM), np.nan), 1, "finite"),
     ],
 )
-def test_queries_that_cannot_be_asked(database: ObjectDatabase, vectors: np.ndarray, k: int, said: str) -> None:
+def test_invalid_queries_are_rejected(database: ObjectDatabase, vectors: np.ndarray, k: int, said: str) -> None:
     filled(database, images=1)
     with pytest.raises(ValueError, match=said):
         database.search(vectors, k)
 
 
-def test_another_backbone_is_refused_with_the_name_of_the_one_it_was_built_with(database: ObjectDatabase) -> None:
+def test_another_backbone_is_rejected_by_name(database: ObjectDatabase) -> None:
     database.require_encoder(mean_colour_encoder(8), "mean-colour")
     with pytest.raises(ConfigError, match=r"was built with the backbone mean-colour .* not with another"):
         database.require_encoder(mean_colour_encoder(16), "another")
 
 
-def test_other_settings_are_refused_with_those_it_was_built_with(database: ObjectDatabase) -> None:
+def test_other_settings_are_rejected_by_name(database: ObjectDatabase) -> None:
     settings = dataclasses.replace(database.info.settings, num_objects=7, size=32)
     with pytest.raises(ConfigError, match=r"num_objects 4 \(requested: 7\), size None \(requested: 32\)"):
         database.require_settings(settings)
@@ -204,7 +204,7 @@ def test_tables_of_others_are_left_alone(tmp_path: Path, encoder: PatchEncoder) 
         ObjectDatabase.open(tmp_path / "other")
 
 
-def test_a_database_that_was_half_made_is_made_anew(tmp_path: Path, encoder: PatchEncoder) -> None:
+def test_an_incomplete_database_is_created_again(tmp_path: Path, encoder: PatchEncoder) -> None:
     database = ObjectDatabase.create(tmp_path / "some.db", info_of(encoder, tmp_path))
     with pytest.raises(DatabaseError, match="already contains a database"):
         ObjectDatabase.create(tmp_path / "some.db", info_of(encoder, tmp_path))
@@ -217,7 +217,7 @@ def test_a_database_that_was_half_made_is_made_anew(tmp_path: Path, encoder: Pat
     assert len(ObjectDatabase.open(database.uri)) == 0
 
 
-def test_a_later_format_is_refused(database: ObjectDatabase) -> None:
+def test_a_later_format_is_rejected(database: ObjectDatabase) -> None:
     import lancedb
 
     connection = lancedb.connect(database.uri)
@@ -227,7 +227,7 @@ def test_a_later_format_is_refused(database: ObjectDatabase) -> None:
         ObjectDatabase.open(database.uri)
 
 
-def test_without_lancedb_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_lancedb_error_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lancedb", None)
     with pytest.raises(ImportError, match=r'object search needs LanceDB: pip install "cribo-ssl\[search\]"'):
         ObjectDatabase.open(tmp_path)

@@ -66,7 +66,7 @@ def test_an_image_has_the_same_objects_in_any_company() -> None:
     images = [street(seed, *size) for seed, size in enumerate([(70, 100), (64, 96), (70, 100), (160, 90), (70, 100)])]
     settings = ObjectSettings(num_objects=5, size=128)
     together = extract_objects(encoder, images, settings)
-    torch.manual_seed(7)  # the global generator has no say
+    torch.manual_seed(7)  # must have no effect
     for image, objects in zip(images, together, strict=True):
         [alone] = extract_objects(encoder, [image], settings)
         assert [each.mask for each in alone.objects] == [each.mask for each in objects.objects]
@@ -90,7 +90,7 @@ def test_small_objects_are_left_out() -> None:
     assert [each.mask for each in found.objects] == expected
 
 
-def test_adaptive_marginals_find_fewer_objects_where_there_are_fewer() -> None:
+def test_adaptive_marginals_find_fewer_objects_in_simple_images() -> None:
     encoder = mean_colour_encoder(8)
     plain = torch.full((3, 128, 128), 90, dtype=torch.uint8)
     plain[0, :, 64:] = 250
@@ -149,7 +149,7 @@ def test_settings_out_of_range(values: dict[str, object], said: str) -> None:
         ObjectSettings(**values)  # pyright: ignore[reportArgumentType]
 
 
-def test_encoders_that_cannot_be_used_are_refused() -> None:
+def test_invalid_encoders_are_rejected() -> None:
     short = PatchEncoder(lambda images: torch.ones(len(images), 3, 4), 8)
     with pytest.raises(ValueError, match="gives 3 features of 64 patches"):
         extract_objects(short, [street(0, 64, 64)], SETTINGS)

@@ -26,7 +26,7 @@ def counts(summary: IndexSummary) -> tuple[int, int, int, int]:
     return summary.new, summary.changed, summary.unchanged, summary.removed
 
 
-def test_what_is_unchanged_is_left_alone(index: Index) -> None:
+def test_unchanged_images_are_not_indexed_again(index: Index) -> None:
     database, summary = index()
     assert counts(summary) == (6, 0, 0, 0)
     assert summary.objects == len(database) == database.num_rows > 6
@@ -58,7 +58,7 @@ def test_deleted_images_can_be_kept(index: Index, pictures: Path) -> None:
     assert len(database.objects_of("b/3.png")) > 0
 
 
-def test_many_images_are_not_removed_unasked(index: Index, pictures: Path) -> None:
+def test_many_images_are_not_removed_without_prune(index: Index, pictures: Path) -> None:
     database, _ = index()
     shutil.move(pictures / "b", pictures.parent / "unmounted")
     before = held(database)
@@ -73,7 +73,7 @@ def test_many_images_are_not_removed_unasked(index: Index, pictures: Path) -> No
     database, summary = index(prune=None)
     assert counts(summary) == (0, 0, 19, 1)
     versions = len(database._images.list_versions())
-    assert versions > 1  # what was removed can be brought back
+    assert versions > 1  # removed images can be restored
     (pictures / "b" / "4.png").unlink()
     database, summary = index(prune=True)
     assert summary.removed == 1
@@ -112,9 +112,9 @@ def test_unreadable_files_are_noted_and_not_tried_again_until_they_change(index:
 def test_files_that_cannot_be_read_now_are_tried_again(index: Index, pictures: Path) -> None:
     (pictures / "a" / "link.png").symlink_to(pictures / "later.png")
     _, summary = index()
-    assert summary.unread == []  # a link to nothing is no file
+    assert summary.unread == []  # broken links are not listed
     bad = os.fsencode(pictures / "a") + b"/\xff.png"
-    with open(bad, "wb") as file:  # noqa: PTH123 - a name that is no text
+    with open(bad, "wb") as file:  # noqa: PTH123 - a name that is not valid UTF-8
         file.write((pictures / "a" / "0.png").read_bytes())
     _, summary = index()
     assert [reason for _, reason in summary.unread] == ["its name is not valid UTF-8: rename it"]
@@ -145,7 +145,7 @@ from cribo.retrieval import mean_colour_encoder
 def end(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
 
-# LanceDB is imported after the fork only: its threads would not be there in the child.
+# LanceDB is imported after the fork, because its threads do not survive it.
 for folder, moment in zip(sys.argv[1::2], sys.argv[2::2]):
     child = os.fork()
     if child == 0:
@@ -159,8 +159,8 @@ for folder, moment in zip(sys.argv[1::2], sys.argv[2::2]):
 
 
 @pytest.mark.slow  # each of the killed processes imports LanceDB
-def test_a_kill_at_any_moment_leaves_what_goes_on_to_the_same_end(index: Index, pictures: Path, tmp_path: Path) -> None:
-    """Processes are killed as they are about to do their first writing of each kind."""
+def test_a_killed_index_resumes_with_the_same_result(index: Index, pictures: Path, tmp_path: Path) -> None:
+    """Processes are killed before their first write of each kind."""
     index()
     write_picture(pictures / "c" / "6.png", 6)
     write_picture(pictures / "a" / "0.png", 9)
@@ -175,7 +175,7 @@ def test_a_kill_at_any_moment_leaves_what_goes_on_to_the_same_end(index: Index, 
     unharmed, _ = index()
     for folder in folders.values():
         database = ObjectDatabase.open(folder / "objects.db")
-        for image in database.images():  # whatever a reader sees now belongs together
+        for image in database.images():  # readers see a consistent state
             assert len(database.objects_of(image.path)) == image.objects
         database, _ = bring_up_to_date(folder, mean_colour_encoder(8))
         assert held(database) == held(unharmed)
@@ -195,7 +195,7 @@ def test_images_and_objects_are_looked_up_by_indices(index: Index, pictures: Pat
     assert "ScalarIndexQuery" in database._images.search().where("path = 'c/6.png'").explain_plan()
 
 
-def test_two_indexers_at_once_are_refused(tmp_path: Path) -> None:
+def test_two_concurrent_indexers_are_rejected(tmp_path: Path) -> None:
     with (
         index_lock(str(tmp_path / "objects.db")),
         pytest.raises(FolderError, match=r"another cribo index is writing to .*: wait until it has finished"),
@@ -206,13 +206,13 @@ def test_two_indexers_at_once_are_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_read_only_place_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FolderError, match="cannot write to"), index_lock(str(tmp_path / "file" / "db")):
         pass
 
 
-def test_an_image_that_a_list_names_twice_is_there_once(pictures: Path, encoder: PatchEncoder) -> None:
+def test_an_image_listed_twice_is_indexed_once(pictures: Path, encoder: PatchEncoder) -> None:
     names = [path.relative_to(pictures).as_posix() for path in sorted(pictures.rglob("*.png"))]
     database = ObjectDatabase.create(pictures.parent / "twice.db", info_of(encoder, pictures))
     files = ImageFiles(pictures, [*names, names[0]])
@@ -231,7 +231,9 @@ def test_an_image_beyond_a_limit_is_tried_again(pictures: Path, encoder: PatchEn
 
 
 @pytest.mark.parametrize("table", ["about", "images", "objects"])
-def test_a_database_whose_making_was_cut_short_is_made_anew(pictures: Path, encoder: PatchEncoder, table: str) -> None:
+def test_a_database_of_an_interrupted_create_is_created_again(
+    pictures: Path, encoder: PatchEncoder, table: str
+) -> None:
     place = pictures.parent / "short.db"
     ObjectDatabase.create(place, info_of(encoder, pictures))
     if table != "about":
@@ -242,7 +244,7 @@ def test_a_database_whose_making_was_cut_short_is_made_anew(pictures: Path, enco
     assert len(ObjectDatabase.create(place, info_of(encoder, pictures))) == 0
 
 
-def test_a_damaged_database_is_told(index: Index) -> None:
+def test_a_damaged_database_raises(index: Index) -> None:
     database, _ = index()
     for path in (Path(database.uri) / "objects.lance" / "data").iterdir():
         path.write_bytes(path.read_bytes()[:100])

@@ -45,19 +45,19 @@ def test_a_point_means_the_object_that_it_lies_in(index: Index) -> None:
         assert (query.regions[0].pixels(64, 96) == each.mask.pixels()).all()
 
 
-def test_a_box_means_what_is_inside(index: Index, opened: OpenEncoder, encoder: PatchEncoder) -> None:
+def test_a_box_is_the_mean_of_its_patches(index: Index, opened: OpenEncoder, encoder: PatchEncoder) -> None:
     database, _ = index()
     query = make_query(database, "a/1.png", QueryPlace(box=(8, 8, 40, 40)), opened)
     [found] = extract_objects(encoder, [query.pixels], database.info.settings)
     np.testing.assert_array_equal(query.regions[0].vector, found.box_vector((8, 8, 40, 40)))
     assert query.regions[0].pixels(64, 96).sum() == 32 * 32
-    # It is one of the rectangles: the object there is nearest.
+    # The box is one of the rectangles, so its object is nearest.
     [nearest] = database.search(query.regions[0].vector[None], 1)
     assert nearest[0].image == "a/1.png"
     assert nearest[0].object.mask.contains(20, 20)
 
 
-def test_an_image_that_changed_is_looked_at_anew(
+def test_a_changed_image_is_extracted_again(
     index: Index, pictures: Path, opened: OpenEncoder, caplog: pytest.LogCaptureFixture
 ) -> None:
     database, _ = index()
@@ -65,7 +65,7 @@ def test_an_image_that_changed_is_looked_at_anew(
     query = make_query(database, "a/1.png", QueryPlace(), opened)
     assert "has changed since it was indexed" in caplog.text
     assert query.regions[0].pixels(32, 48).shape == (32, 48)
-    assert query.indexed == "a/1.png"  # its objects as they were are of the same image
+    assert query.indexed == "a/1.png"  # for excluding its stored objects
 
 
 def test_an_image_from_elsewhere(index: Index, tmp_path: Path, opened: OpenEncoder) -> None:
@@ -89,13 +89,13 @@ def test_an_image_from_elsewhere(index: Index, tmp_path: Path, opened: OpenEncod
         (QueryPlace(number=-1), "got -1"),
     ],
 )
-def test_places_outside_of_the_image(index: Index, place: QueryPlace, said: str) -> None:
+def test_places_outside_the_image_are_rejected(index: Index, place: QueryPlace, said: str) -> None:
     database, _ = index()
     with pytest.raises(ConfigError, match=said):
         make_query(database, "a/1.png", place, refused)
 
 
-def test_a_point_in_no_object_says_so(index: Index, pictures: Path) -> None:
+def test_a_point_in_no_object_is_rejected(index: Index, pictures: Path) -> None:
     database, _ = index()
     row = database.image("a/1.png")
     assert row is not None
@@ -106,12 +106,12 @@ def test_a_point_in_no_object_says_so(index: Index, pictures: Path) -> None:
         make_query(database, "a/1.png", QueryPlace(point=(int(columns[0]), int(rows[0]))), refused)
 
 
-def test_one_place_at_most() -> None:
+def test_at_most_one_place_is_allowed() -> None:
     with pytest.raises(ConfigError, match="give at most one of --point, --box and --object"):
         QueryPlace(point=(1, 1), number=2)
 
 
-def test_images_that_are_not_there(index: Index, pictures: Path, tmp_path: Path) -> None:
+def test_missing_images_raise(index: Index, pictures: Path, tmp_path: Path) -> None:
     database, _ = index()
     with pytest.raises(MissingData, match=r"there is no 'non.png'"):
         make_query(database, str(tmp_path / "non.png"), QueryPlace(), refused)

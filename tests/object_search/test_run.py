@@ -25,7 +25,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def cribo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command in the folder of the test, and gives what it said; where it fails, its error."""
+    """Runs a command in the folder of the test and returns its output, or its error if it fails."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -128,7 +128,7 @@ def test_pairs_of_images_that_are_alike(cribo: Run, pictures: Path, tmp_path: Pa
     )
     database = ObjectDatabase.open("objects.db")
     vectors = {}
-    for image in database.images():  # as stated in the docs, with NumPy alone
+    for image in database.images():  # formula of the documentation, in NumPy
         objects = database.objects_of(image.path)
         mean = np.average([each.vector for each in objects], axis=0, weights=[each.area for each in objects])
         vectors[image.path] = mean / np.linalg.norm(mean)
@@ -161,7 +161,7 @@ def test_options_that_exclude_each_other(cribo: Run, indexed: Path) -> None:
     assert "min_similarity must be from -1 to 1, got 2.0" in cribo(*words, status=2)
 
 
-def test_the_own_image_is_found_where_it_is_asked_for(cribo: Run, indexed: Path, tmp_path: Path) -> None:
+def test_include_own_finds_the_query_image(cribo: Run, indexed: Path, tmp_path: Path) -> None:
     cribo("search", "--db", indexed, "--image", "a/1.png", "--object", 0, "--include_own", "--out", "found")
     [result] = results(tmp_path / "found")
     assert (result["found"][0]["image"], result["found"][0]["object"]) == ("a/1.png", 0)
@@ -175,7 +175,7 @@ def test_every_object_has_a_row(cribo: Run, indexed: Path, tmp_path: Path) -> No
     assert all(result["query"] in said for result in found)
 
 
-def test_what_is_known_need_not_be_said_again(cribo: Run, indexed: Path, pictures: Path) -> None:
+def test_an_update_uses_the_stored_options(cribo: Run, indexed: Path, pictures: Path) -> None:
     write_picture(pictures / "c" / "6.png", 7)
     (pictures / "a" / "broken.png").write_bytes(b"")
     said = cribo("index", "--db", indexed)
@@ -183,7 +183,7 @@ def test_what_is_known_need_not_be_said_again(cribo: Run, indexed: Path, picture
     assert "a/broken.png: the file is empty" in said
 
 
-def test_images_that_changed_or_vanished_are_told(cribo: Run, indexed: Path, pictures: Path, tmp_path: Path) -> None:
+def test_changed_and_deleted_images_are_reported(cribo: Run, indexed: Path, pictures: Path, tmp_path: Path) -> None:
     for path in (pictures / "b").iterdir():
         path.unlink()
     write_picture(pictures / "a" / "0.png", 3, (20, 30))
@@ -232,7 +232,7 @@ def test_object_storage(cribo: Run, pictures: Path, tmp_path: Path, monkeypatch:
         storage.stop()
 
 
-def test_another_backbone_is_refused(cribo: Run, indexed: Path, pictures: Path) -> None:
+def test_another_backbone_is_rejected(cribo: Run, indexed: Path, pictures: Path) -> None:
     said = cribo("index", "--backbone", "mean-colour", "--images", pictures, "--db", indexed, status=2)
     assert "was built with the backbone backbone (" in said
     assert "not with mean-colour" in said
@@ -245,10 +245,10 @@ def test_a_backbone_that_was_moved_is_found_again(cribo: Run, indexed: Path, bac
     words = ("search", "--db", indexed, "--image", "a/1.png", "--box", "0,0,32,32")
     assert "backbone" in cribo(*words, status=2)
     cribo(*words, "--backbone", moved, "--out", "found")
-    cribo("search", "--db", indexed, "--image", "a/1.png", "--point", "3,3", "--out", "point")  # needs none
+    cribo("search", "--db", indexed, "--image", "a/1.png", "--point", "3,3", "--out", "point")  # no backbone needed
 
 
-def test_other_settings_are_refused(cribo: Run, indexed: Path) -> None:
+def test_other_settings_are_rejected(cribo: Run, indexed: Path) -> None:
     said = cribo("index", "--db", indexed, "--num_objects", 9, status=2)
     assert "num_objects 4 (requested: 9)" in said
 
@@ -285,7 +285,7 @@ def test_images_that_were_moved(cribo: Run, indexed: Path, pictures: Path, tmp_p
         (("search", "--db", "nowhere", "--image", "x.png", "--pint", "1,1"), "did you mean point?"),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_made(
+def test_invalid_input_is_rejected_before_anything_is_written(
     cribo: Run, pictures: Path, tmp_path: Path, words: tuple[str, ...], said: str
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
@@ -293,7 +293,7 @@ def test_bad_input_is_refused_before_anything_is_made(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_an_empty_database_is_told(cribo: Run, tmp_path: Path) -> None:
+def test_a_search_in_an_empty_database_is_rejected(cribo: Run, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "broken.png").write_bytes(b"no picture")
     cribo("index", "--backbone", "mean-colour", "--images", "photos", "--db", "objects.db")
@@ -302,7 +302,7 @@ def test_an_empty_database_is_told(cribo: Run, tmp_path: Path) -> None:
     assert "contains no objects: index images with cribo index" in said
 
 
-def test_results_are_not_overwritten_unasked(cribo: Run, indexed: Path) -> None:
+def test_results_are_not_overwritten_by_default(cribo: Run, indexed: Path) -> None:
     words = ("search", "--db", indexed, "--image", "a/1.png", "--object", 0, "--out", "found")
     cribo(*words)
     assert "already exists" in cribo(*words, status=2)
@@ -338,7 +338,7 @@ def test_the_recall_of_an_index_does_not_count_the_object_itself(
 
 
 def test_the_same_class_is_found_on_camvid(camvid: Path, tmp_path: Path, cribo: Run) -> None:
-    """The nearest object by colour alone, in other images, has the same class more often than any object has."""
+    """The nearest object by mean colour in other images has the same class more often than a random object."""
     folder = tmp_path / "some"
     folder.mkdir()
     for path in sorted((camvid / "images" / "val").iterdir())[::9]:
@@ -362,9 +362,7 @@ def test_the_same_class_is_found_on_camvid(camvid: Path, tmp_path: Path, cribo: 
     assert right > 2 * (frequency**2).sum()
 
 
-def test_an_index_reads_the_blocks_that_it_is_told_and_keeps_to_them(
-    cribo: Run, backbone: Path, pictures: Path, tmp_path: Path
-) -> None:
+def test_an_index_stores_its_blocks(cribo: Run, backbone: Path, pictures: Path, tmp_path: Path) -> None:
     words = ("--images", pictures, "--size", 0, "--device", "cpu")
     cribo("index", "--db", "blocks.db", "--backbone", backbone, "--blocks", "1,2", *words)
     database = ObjectDatabase.open(tmp_path / "blocks.db")
@@ -390,8 +388,10 @@ def test_an_index_reads_the_blocks_that_it_is_told_and_keeps_to_them(
     assert not (tmp_path / "other.db").exists()
 
 
-def test_an_index_reads_what_adapting_has_chosen(cribo: Run, pictures: Path, backbone: Path, tmp_path: Path) -> None:
-    """An adapted backbone ends at its best block and has a linear layer behind it; blocks are read without it."""
+def test_an_index_uses_the_blocks_of_an_adapted_backbone(
+    cribo: Run, pictures: Path, backbone: Path, tmp_path: Path
+) -> None:
+    """An adapted backbone ends at its best block with a linear layer, which --blocks ignores."""
     adapted = load_backbone(backbone)
     weight = torch.randn(5, adapted.embed_dim, generator=torch.Generator().manual_seed(0))
     adapted.set_readout(weight, torch.zeros(5))

@@ -1,4 +1,4 @@
-"""Images whose features can be known exactly, and files of them."""
+"""Images with exactly known features, and their files."""
 
 from pathlib import Path
 
@@ -19,16 +19,16 @@ def _one_hot_of_red(images: torch.Tensor) -> torch.Tensor:
 
 
 PERFECT = PatchEncoder(_one_hot_of_red, PATCH, "one-hot")
-"""The class itself, as the mean red of a patch tells it."""
+"""One-hot encoder of the class, decoded from the mean red of a patch."""
 
 
 def blocks(*rows: list[int]) -> torch.Tensor:
-    """A label map of one class per patch."""
+    """Return a label map with one class per patch."""
     return torch.tensor(rows, dtype=torch.uint8).repeat_interleave(PATCH, 0).repeat_interleave(PATCH, 1)
 
 
 def image_of(labels: torch.Tensor, blue: int = 200) -> torch.Tensor:
-    """The image (3, H, W) whose red is the class of each pixel times 20."""
+    """Return the image (3, H, W) whose red is the class of each pixel times 20."""
     red = torch.where(labels == 255, 140, labels.long() * 20).to(torch.uint8)
     return torch.stack((red, torch.full_like(red, 3), torch.full_like(red, blue)))
 
@@ -36,20 +36,20 @@ def image_of(labels: torch.Tensor, blue: int = 200) -> torch.Tensor:
 def save_example(
     folder: Path, name: str, labels: torch.Tensor, *, palette: list[int] | None = None, label_name: str | None = None
 ) -> None:
-    """Write an image, losslessly, and its label map beside it."""
+    """Write a lossless image and its label map to one folder."""
     folder.mkdir(parents=True, exist_ok=True)
     save_image(folder / f"{name}.bmp", labels)
     save_labels(folder / f"{label_name or name}.png", labels, palette)
 
 
 def save_image(path: Path, labels: torch.Tensor) -> None:
-    """Write the image of some labels."""
+    """Write the image of a label map."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(image_of(labels).permute(1, 2, 0).contiguous().numpy()).save(path)
 
 
 def save_labels(path: Path, labels: torch.Tensor, palette: list[int] | None = None) -> None:
-    """Write a label map, with the colours of a palette."""
+    """Write a label map with a palette."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = Image.fromarray(labels.to(torch.uint8).numpy())
     if palette is not None:

@@ -61,7 +61,7 @@ def test_a_memory_without_an_example_is_as_if_it_had_never_been_added(saved: Pat
     assert read.fit() == fresh.fit()
     image = image_of(blocks([3, 1], [2, 0]))
     assert torch.equal(read.segment(image).confidence, fresh.segment(image).confidence)
-    assert read.extend(examples("b")) == 1  # the backbone is the same, so that examples can still be added
+    assert read.extend(examples("b")) == 1  # same backbone, so examples can be added
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,14 @@ def test_a_memory_without_an_example_is_as_if_it_had_never_been_added(saved: Pat
         (["a.bmp", "b.bmp", "3"], "cannot remove all 3 examples of the memory"),
     ],
 )
-def test_what_cannot_be_removed_leaves_the_memory_as_it_was(saved: Path, words: list[str], message: str) -> None:
+def test_an_invalid_removal_leaves_the_memory_unchanged(saved: Path, words: list[str], message: str) -> None:
     before = saved.read_bytes()
     with pytest.raises(DataError, match=message):
         remove_examples(saved, words)
     assert saved.read_bytes() == before
 
 
-def test_a_name_that_two_examples_share_is_refused_and_its_number_taken(tmp_path: Path) -> None:
+def test_an_ambiguous_name_is_rejected_and_its_number_accepted(tmp_path: Path) -> None:
     memory = memory_of("ab")
     memory.add(image_of(MAPS["c.bmp"]), MAPS["c.bmp"], name="a.bmp")
     memory.save(tmp_path / "m")

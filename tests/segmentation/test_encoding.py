@@ -15,7 +15,7 @@ def _means(images: torch.Tensor) -> torch.Tensor:
 
 
 LOCAL = PatchEncoder(_means, PATCH, "means")
-"""Sees nothing of what surrounds a patch, so windows change nothing."""
+"""Encoder without context, so windows have no effect."""
 
 
 def encoder(**settings) -> GridEncoder:
@@ -53,7 +53,7 @@ def test_windows_put_every_patch_in_its_place(height: int, width: int) -> None:
 
 def test_overlapping_windows_count_most_in_their_middle() -> None:
     def first_column(images: torch.Tensor) -> torch.Tensor:
-        """1 for patches in the left half of what is encoded, 0 for the others; the second channel the other way."""
+        """Return one-hot features of the left and right half of the encoded window."""
         rows, columns = images.shape[2] // PATCH, images.shape[3] // PATCH
         left = (torch.arange(columns) < columns // 2).float().expand(len(images), rows, columns)
         return torch.stack((left, 1 - left), dim=-1).flatten(1, 2)

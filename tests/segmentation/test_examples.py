@@ -105,7 +105,7 @@ def test_folders_without_examples(tmp_path: Path) -> None:
         find_examples(tmp_path / "file.txt")
 
 
-# ------------------------------------------------------------------------------------------- what is to be labelled
+# ------------------------------------------------------------------------------------------------ images to label
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_earlier_results_are_no_images(frames: Path) -> None:
         open_targets(str(frames), apart_from=frames)
 
 
-def test_images_that_are_not_there(frames: Path) -> None:
+def test_missing_images_raise(frames: Path) -> None:
     with pytest.raises(DataError, match=r"no images match .*\*\.jpg: searched .* for \.jpg"):
         open_targets(str(frames / "*.jpg"))
     with pytest.raises(MissingData, match="did you mean 'frames'"):

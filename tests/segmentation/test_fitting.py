@@ -1,4 +1,4 @@
-"""Left-out scores of probes by definition, and the choice of a probe."""
+"""Left-out scores of probes against their definition, and the choice of a probe."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ CLASSES, WIDTH = 4, 16
 
 
 def example(seed: int, *, telling: tuple[int, ...] = (), noise: float = 0.6, count: int = 80) -> LabelledPatches:
-    """An example whose class shows in the features of the telling blocks, and not in the others."""
+    """Return an example in which only the features of the telling blocks depend on the class."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, CLASSES, (count,), generator=generator)
     centres = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(99))
@@ -101,11 +101,11 @@ def test_without_a_clear_lead_the_default_stays() -> None:
     default = default_probe(candidates, BLOCKS)
     assert default == Probe((6, 8, 9, 10), False, "ridge")
     for count in (2, 8):
-        assert chosen(examples(count, count=800)).probe == default  # no block tells anything
+        assert chosen(examples(count, count=800)).probe == default  # no block is informative
     assert chosen(examples(8, telling=BLOCKS, noise=0.1)).probe == default
 
 
-def test_what_is_fixed_is_not_chosen() -> None:
+def test_fixed_values_are_not_chosen() -> None:
     candidates = candidate_probes(BLOCKS, blocks=(8,), whiten=False, head="knn")
     assert candidates == [Probe((8,), False, "knn")]
     assert chosen(examples(5, telling=(12,)), candidates).probe == candidates[0]
@@ -114,7 +114,7 @@ def test_what_is_fixed_is_not_chosen() -> None:
     assert candidate_probes((10,), blocks=None, whiten=False, head="knn") == [Probe((10,), False, "knn")]
 
 
-def test_one_example_is_judged_by_its_halves_and_half_an_example_by_nothing() -> None:
+def test_one_example_is_scored_by_its_halves_and_half_an_example_is_not_scored() -> None:
     part = example(0, telling=BLOCKS)
     choice = chosen([part])
     assert choice.left_out == "each half of the image"
@@ -210,7 +210,7 @@ def test_features_that_are_all_equal_are_labelled_by_the_frequent_class(value: f
 
 def test_few_patches_are_not_whitened() -> None:
     def disturbed(count: int) -> list[LabelledPatches]:
-        """Examples whose features vary most in directions that have nothing to do with the classes."""
+        """Return examples whose features vary most in directions independent of the classes."""
         parts = examples(8, telling=BLOCKS, noise=0.3, count=count)
         generator = torch.Generator().manual_seed(0)
         directions = torch.randn(4, WIDTH, generator=generator)

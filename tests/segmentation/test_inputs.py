@@ -1,4 +1,4 @@
-"""A Pillow image gives what its file gives."""
+"""Equality of inputs from files, Pillow images, arrays and tensors."""
 
 from pathlib import Path
 

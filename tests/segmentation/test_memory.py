@@ -46,7 +46,7 @@ def filled(**settings) -> SegmentationMemory:
 
 def test_a_new_image_takes_the_labels_of_its_nearest_patches() -> None:
     found = filled(neighbours=1).segment(image_of(NEW))
-    # Between the middles of patches votes are interpolated; at the middles they are the patches' own.
+    # Votes are interpolated between the centres of patches.
     middles = (slice(1, None, 4), slice(1, None, 4))
     assert torch.equal(found.labels[middles], NEW[middles])
     assert found.labels.dtype == torch.uint8
@@ -101,7 +101,7 @@ def test_patches_without_any_class_are_left_out() -> None:
     memory = perfect()
     labels = FIRST.clone()
     labels[:4] = 255
-    labels[0, 0] = 1  # a single pixel of a stroke is enough
+    labels[0, 0] = 1  # a single labelled pixel is enough
     memory.add(image_of(FIRST), labels)
     assert memory.patches == 4
 
@@ -237,7 +237,7 @@ def test_a_memory_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_cannot_be_saved(tmp_path: Path) -> None:
+def test_memories_that_cannot_be_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot write an empty memory"):
         perfect().save(tmp_path / "m")
     memory = SegmentationMemory(PatchEncoder(PERFECT.encode, PERFECT.patch_size), settings=EXACT)
@@ -296,7 +296,7 @@ def test_the_colours_of_the_first_palette_are_kept_and_others_refused(tmp_path: 
     save_labels(tmp_path / "other.png", blocks([0, 2]), [1, 2, 3, 0, 0, 0, 9, 9, 9])
     with pytest.raises(DataError, match=r"class 2 has the colour \(9, 9, 9\) in its palette, but \(7, 8, 9\)"):
         memory.add(image_of(blocks([0, 2])), tmp_path / "other.png")
-    # Colours of classes that are not in the image contradict nobody.
+    # Colours of classes that do not occur in the image are not compared.
     save_labels(tmp_path / "part.png", blocks([0, 0]), [1, 2, 3, 0, 0, 0])
     assert memory.add(image_of(blocks([0, 0])), tmp_path / "part.png")
 
@@ -393,7 +393,7 @@ def test_a_memory_of_an_older_version_is_refused(tmp_path: Path) -> None:
         SegmentationMemory.load(tmp_path / "m", PERFECT)
 
 
-def test_images_that_show_what_is_unknown_are_suggested_once() -> None:
+def test_images_with_unknown_content_are_suggested_once() -> None:
     memory = perfect()
     memory.add(image_of(FIRST), FIRST)  # classes 0 to 2
     known, new, other = blocks([0, 1], [2, 0]), blocks([4, 4], [5, 4]), blocks([6, 6], [6, 7])

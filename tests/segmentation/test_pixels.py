@@ -36,7 +36,7 @@ def test_equal_votes_are_for_the_smaller_class() -> None:
 def test_little_memory_gives_the_same(
     monkeypatch: pytest.MonkeyPatch, refine: Refine, size: tuple[int, int], reach: float
 ) -> None:
-    """One class at a time, against all at once."""
+    """Classes in groups of one give the same result as all classes at once."""
     votes, image = random_votes(19, 9, 9), random_image(*size)
     votes[..., 4] = 0
     whole = label_pixels(votes, image, patch_size=8, refine=refine, reach=reach)
@@ -48,7 +48,7 @@ def test_little_memory_gives_the_same(
 
 
 def test_refined_labels_follow_the_edge_of_the_image() -> None:
-    """An edge of the image that lies inside a patch, where votes alone put the border at the patch's side."""
+    """The border of labels moves from the side of a patch to an image edge inside it."""
     image = torch.zeros(3, 32, 32, dtype=torch.uint8)
     image[:, :, 19:] = 255
     votes = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.6, 0.4], [0.0, 1.0]]).expand(4, 4, 2)
@@ -68,7 +68,7 @@ def test_an_image_without_edges_is_labelled_as_without_a_filter() -> None:
 
 
 def test_the_filter_is_a_mean_weighted_by_distance_and_colour() -> None:
-    """By definition, at one pixel: 5 x 5 pixels, two steps to each side, of which some lie outside of the image."""
+    """The filter equals its definition at one pixel near the image border, over 5 x 5 samples."""
     image, votes = random_image(24, 32), random_votes(6, 8, 3)
     found = label_pixels(votes, image, patch_size=4, refine="bilateral", reach=1.0, contrast=0.3)
     maps = F.interpolate(votes.permute(2, 0, 1)[None], size=(24, 32), mode="bilinear")[0]

@@ -77,7 +77,7 @@ def files(out: Path) -> dict[str, bytes]:
     return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
 
 
-def test_what_is_written(folder: Path) -> None:
+def test_written_files(folder: Path) -> None:
     done = segment(folder, pictures=2)
     out = folder / "out"
     assert (done.images, done.reused, done.skipped) == (3, 0, {})
@@ -152,7 +152,7 @@ def test_labels_in_the_format_of_coco_are_those_of_the_label_maps(folder: Path) 
         assert labels.name(number) == f"{name}.bmp"
         with Image.open(out / "labels" / f"{name}.png") as image:
             expected = np.array(image).astype(int) + 1
-        expected[expected == 256] = 0  # what has no class has no annotation
+        expected[expected == 256] = 0  # unlabelled pixels have no annotation
         np.testing.assert_array_equal(labels.labels(number).numpy(), expected)
     content = json.loads((out / "coco.json").read_text())
     for annotation in content["annotations"]:
@@ -161,7 +161,7 @@ def test_labels_in_the_format_of_coco_are_those_of_the_label_maps(folder: Path) 
         x, y, width, height = annotation["bbox"]
         assert (x, y, x + width, y + height) == (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1)
         assert annotation["area"] == mask.sum()
-    # It may be asked for when all labels are there; a background is no object.
+    # --coco also works when all images are labelled; the background has no annotation.
     (out / "coco.json").unlink()
     segment_images(config(folder, min_confidence=0.7), out=out, pictures=0, coco=True, resume=True)
     assert len(CocoLabels(out / "coco.json", folder / "images")) == 3
@@ -193,9 +193,9 @@ def test_an_interrupted_command_goes_on(folder: Path, monkeypatch: pytest.Monkey
     assert not (folder / "out" / "summary.csv").exists()
     with pytest.raises(FolderError, match=r"out already exists: .* continue it with --resume"):
         segment(folder)
-    (folder / "out" / "labels" / "1.png").unlink()  # as if it had been lost: it is made again
+    (folder / "out" / "labels" / "1.png").unlink()  # a lost file is written again
     with (folder / "out" / "segmented.jsonl").open("a") as file:
-        file.write('{"name": "sub/3.bmp", "con')  # what a kill leaves of a line
+        file.write('{"name": "sub/3.bmp", "con')  # incomplete line of a killed process
     written.clear()
     monkeypatch.setattr(
         run._Results, "write", lambda self, read, *rest: (written.append(read.name), write(self, read, *rest))[1]
@@ -234,7 +234,7 @@ def test_other_settings_or_examples_do_not_go_on(folder: Path) -> None:
         segment(folder, resume=True, out="other")
 
 
-def test_a_refused_command_leaves_the_memory_alone(folder: Path) -> None:
+def test_a_rejected_command_leaves_the_memory_unchanged(folder: Path) -> None:
     memory = folder / "memory.safetensors"
     segment(folder, memory=str(memory))
     before = memory.read_bytes()
@@ -252,7 +252,7 @@ def test_two_commands_that_add_examples_to_a_memory_lose_none(folder: Path) -> N
         (folder / name / "classes.txt").write_text(classes)
         for path in (folder / "examples").glob(f"{name}*"):
             shutil.copy(path, folder / name)
-    with FileLock(folder / ".m.safetensors.lock"):  # as the first command holds it
+    with FileLock(folder / ".m.safetensors.lock"):  # held by another command
         second = Thread(target=segment, args=(folder,), kwargs={"memory": str(memory), "examples": str(folder / "b")})
         second.start()
         second.join(timeout=3)
@@ -264,7 +264,7 @@ def test_two_commands_that_add_examples_to_a_memory_lose_none(folder: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["examples", "labels", "classes", "memory"])
-def test_what_is_read_may_not_lie_where_results_are_replaced(folder: Path, name: str) -> None:
+def test_inputs_inside_the_output_folder_are_rejected(folder: Path, name: str) -> None:
     segment(folder)
     before = files(folder / "out")
     with pytest.raises(FolderError, match=r"the input .* is inside the results folder"):
@@ -294,7 +294,7 @@ def test_only_unreadable_images(folder: Path) -> None:
     assert len(summary(folder / "out")) == 2
 
 
-def test_what_is_refused_leaves_nothing_behind(folder: Path) -> None:
+def test_invalid_input_leaves_no_files(folder: Path) -> None:
     refused: list[tuple[dict, type[Exception], str]] = [
         ({"window": 8}, ValueError, "window must be a multiple of the backbone's patch size 16, got 8: use 16"),
         ({"neighbours": 0}, ValueError, "neighbours must be >= 1, got 0"),
@@ -414,7 +414,7 @@ def test_names_that_look_like_markup_are_printed_as_they_are(
 
 
 def test_street_scenes(camvid: Path, tmp_path: Path) -> None:
-    """Colours alone tell sky and road from most else: far better than chance, from four examples."""
+    """Mean colours and four examples label sky and road far better than chance."""
     done = segment(
         tmp_path,
         examples=str(_listed(camvid / "images" / "train", 92, tmp_path / "train")),
@@ -439,7 +439,7 @@ def test_street_scenes(camvid: Path, tmp_path: Path) -> None:
 
 
 def _listed(folder: Path, step: int, place: Path) -> Path:
-    """A list of some images, and links to them beside it."""
+    """Write a list of images, and links to them in the same folder."""
     place.mkdir(parents=True)
     chosen = sorted(folder.iterdir())[::step]
     for image in chosen:

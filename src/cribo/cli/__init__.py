@@ -55,7 +55,10 @@ COMMANDS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; exit status 0 success, 1 failure, 2 invalid arguments or input, 130 interrupted."""
+    """Run the command line and return its exit status.
+
+    0 is success, 1 a failure, 2 invalid arguments or input, 130 an interruption.
+    """
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
     except KeyboardInterrupt:

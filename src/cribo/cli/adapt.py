@@ -12,10 +12,10 @@ Adapt a pretrained backbone to your images: without labels, in a quarter of an h
   cribo adapt IMAGES --backbone SOURCE --minutes 1
   cribo adapt IMAGES --backbone SOURCE --labelled SOME_LABELLED --second OTHER_LABELLED
 
-IMAGES is a folder, nested or not, or a text file that lists images. First, a linear layer is fitted in closed form to
-the patches of the images (about a minute; --minutes 1 stops here). Then the last blocks are trained to give the same
-place the same features in two views. At the end, the command reports whether this helped: by dense retrieval and by
-segmentation on labelled images (at least ten), or by signs that need no labels. It exports the best network, which
+IMAGES is a folder (read recursively), or a text file that lists images. First, a linear layer is fitted in closed form
+to the patches of the images (about a minute; --minutes 1 stops here). Then the last blocks are trained to give the
+same place the same features in two views. At the end, the command reports whether this helped: by dense retrieval and
+by segmentation on labelled images (at least ten), or by signs that need no labels. It exports the best network, which
 evaluate, segment, index and export take as --backbone. To continue after an interruption, repeat the command with
 --name NAME --resume.
 """

@@ -9,7 +9,7 @@ from argcomplete.lexers import split_line
 
 
 def words_to_complete(commands: Sequence[str]) -> list[str]:
-    """Complete the name of a command and exit, or return the words of the command whose parser completes the rest.
+    """Complete the name of a command and exit, or return the words of the command to complete.
 
     Each command has its own parser. `_ARGCOMPLETE` is the index of the word that it treats as the program name.
     """

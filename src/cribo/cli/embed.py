@@ -13,8 +13,8 @@ Write the features of a folder of images to Parquet, NumPy or safetensors files.
   cribo embed IMAGES --backbone SOURCE --out FOLDER --features patches      one for each patch, with row and column
   cribo embed IMAGES --backbone SOURCE --out FOLDER --features objects      one for each object, with box and area
 
-IMAGES is a folder, nested or not, or a text file that lists images. Features are written in parts as they are computed,
-so that memory is bounded. To continue after an interruption, repeat the command with --resume.
+IMAGES is a folder (read recursively), or a text file that lists images. Features are written in parts as they are
+computed, so that memory is bounded. To continue after an interruption, repeat the command with --resume.
 """
 
 LESS_MEMORY = "lower --batch_size, or --size"

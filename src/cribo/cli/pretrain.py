@@ -94,7 +94,7 @@ def _pretrain(words: list[str]) -> None:
         run = resume(folder, overrides=overrides_in(parser.expand(words)), console=console)
     else:
         config = config_from(parsed)
-        if parsed.minutes is None and _plans_itself(parsed, words):
+        if parsed.minutes is None and _is_timed_quickstart(parsed, words):
             parsed.minutes = _QUICKSTART_MINUTES
         with loading(console):
             from cribo.pretraining.run import pretrain
@@ -112,7 +112,7 @@ def _pretrain(words: list[str]) -> None:
     _print_summary(run, console)
 
 
-def _plans_itself(parsed: Any, words: list[str]) -> bool:
+def _is_timed_quickstart(parsed: Any, words: list[str]) -> bool:
     """Whether this is the quickstart on one device without --optim.epochs."""
     from cribo.pretraining.presets import DEFAULT_PRESET, find_config
 
@@ -136,7 +136,7 @@ def _print_summary(run: "Run", console: Console) -> None:
             ("this network before training", "before"),
             ("this network after training", "after"),
         ):
-            value = "not measured" if score[key] is None else f"{100 * score[key]:.1f} %"
+            value = "unknown" if score[key] is None else f"{100 * score[key]:.1f} %"
             table.add_row(label, value, style="bold" if key == "after" else None)
         console.print(table)
     console.print(

@@ -199,7 +199,7 @@ def _check_same(path: Path, same: dict[str, Any]) -> None:
 def _by_size(
     encode: Callable[[Tensor], Float[Tensor, "b rows columns d"]], *places: str
 ) -> Callable[[Sequence[PreparedImage]], Encoded]:
-    """Return an encoder of batches of equal size; the rows of an image are its grid cells, with columns `places`."""
+    """Return a function that encodes images in batches of equal size; `places` name the index columns."""
 
     @torch.no_grad()
     def encoded(images: Sequence[PreparedImage]) -> Encoded:
@@ -282,7 +282,7 @@ def _write_parts(
 
 
 def _images_in_part(config: EmbedConfig, settings: ObjectSettings, dim: int) -> int:
-    """Return the number of images per part that fits into memory for any image sizes; equal in resumed runs."""
+    """Return the number of images per part; independent of image sizes, so equal in resumed runs."""
     rows = {"global": 1, "patches": _MOST_PATCHES, "objects": settings.num_objects}[config.features]
     return min(_MOST_IMAGES, max(1, BUDGET // (rows * dim * 4)))
 
@@ -298,7 +298,7 @@ def _batches(images: Iterator[_Read], size: int) -> Iterator[tuple[int, list[_Re
 def _encode(
     batch: list[_Read], first: int, encode: Callable[[Sequence[PreparedImage]], Encoded], out: Path
 ) -> list[tuple[int, np.ndarray, dict[str, np.ndarray]]]:
-    """Return the rows of each image with its index in the part; unreadable images are recorded as skipped."""
+    """Return the rows of each image with its index in the part; record unreadable images."""
     readable = [(place, read.prepared) for place, read in enumerate(batch, start=first) if read.prepared is not None]
     if len(readable) < len(batch):
         with (out / SKIPPED).open("a", encoding="utf-8") as file:
@@ -324,7 +324,7 @@ def _joined(
 
 
 def _skipped(out: Path) -> dict[str, str]:
-    """Return the reasons of unreadable images, by name, including those of earlier interrupted runs."""
+    """Return the reasons of unreadable images by name, including those of interrupted runs."""
     if not (out / SKIPPED).is_file():
         return {}
     skipped: dict[str, str] = {}

@@ -254,7 +254,7 @@ class ObjectDatabase:
         return found[0] if found else None
 
     def objects_of(self, image: str) -> list[ImageObject]:
-        """Return the objects of an image, sorted by number; empty if it is not indexed or unreadable.
+        """Return the objects of an image by number; empty if it is not indexed or unreadable.
 
         Args:
             image: path of the image, relative to the root.
@@ -277,7 +277,7 @@ class ObjectDatabase:
         one_per_image: bool = False,
         exact: bool = False,
     ) -> list[list[FoundObject]]:
-        """Find the k objects most similar to each query vector by cosine, in descending order of similarity.
+        """Find the k objects with the highest cosine similarity to each query vector.
 
         Args:
             vectors: (Q, D) query vectors of non-zero length.
@@ -289,7 +289,7 @@ class ObjectDatabase:
             exact: compare with every object, without the vector index.
 
         Returns:
-            The objects found for each query.
+            The objects found for each query, in descending order of similarity.
 
         Raises:
             ValueError: k is out of range, or vectors have the wrong shape, are zero or not finite.
@@ -325,9 +325,12 @@ class ObjectDatabase:
         return found
 
     def is_changed(self, image: IndexedImage) -> str:
-        """Return `missing` or `changed` if an image's file was removed or modified after indexing, else "".
+        """Check whether an image's file was deleted or modified after indexing.
 
         Compares size and modification time; the content is not read.
+
+        Returns:
+            `missing`, `changed`, or "" if the file is unchanged.
         """
         try:
             status = (self.root / image.path).stat()
@@ -351,7 +354,7 @@ class ObjectDatabase:
         return _vectors(found["vector"])
 
     def image_vectors(self) -> dict[str, Float[np.ndarray, " d"]]:
-        """Return the area-weighted mean of the object vectors of each image; images without objects are omitted."""
+        """Return the area-weighted mean of the object vectors of each image that has objects."""
         current = {image.entry: image.path for image in self.images() if image.objects}
 
         def read() -> dict[str, Float[np.ndarray, " d"]]:
@@ -441,7 +444,7 @@ class ObjectDatabase:
         return [image.path for image in broken]
 
     def tidy(self, *, alone: bool, keep_versions: bool = False) -> None:
-        """Merge small files, remove old versions, add new rows to the indices and create missing key indices.
+        """Merge small files, remove old versions and update the indices.
 
         Args:
             alone: no other process writes, so that files left by a killed writer can be removed.
@@ -511,7 +514,7 @@ class ObjectDatabase:
     def _nearest(
         self, vectors: Float[np.ndarray, "q d"], limit: int, path: str | None, *, exact: bool
     ) -> list[list[dict[str, Any]]]:
-        """Return the nearest rows of each vector; with a pattern, a superset of the images that match it."""
+        """Return the nearest rows of each vector; a pattern is matched only approximately."""
 
         def ask() -> Any:
             query = self._objects.search(vectors, vector_column_name="vector", query_type="vector")
@@ -573,7 +576,9 @@ def holds_database(uri: str | os.PathLike[str]) -> bool:
 
 
 def require_free(uri: str | os.PathLike[str]) -> None:
-    """Check that a folder is empty except for leftovers of an interrupted `create`; URLs are not checked.
+    """Check that a folder is empty except for leftovers of an interrupted `create`.
+
+    URLs are not checked.
 
     Raises:
         DatabaseError: the place is a file, or a folder with other contents.

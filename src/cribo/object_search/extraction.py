@@ -1,4 +1,4 @@
-"""Extraction of the objects of an image: clusters of patches, each with a vector, a mask, a box and an area.
+"""Extraction of the objects of an image: clusters of patches with vector, mask, box and area.
 
 Follows section 3.2.1 of the paper with one view instead of two: the tokens of an image are clustered by similarity and
 position, and an object is represented by the mean of its tokens.
@@ -115,7 +115,7 @@ class ImageObjects:
     grid: tuple[int, int]
 
     def box_vector(self, box: Box) -> Float[np.ndarray, " d"]:
-        """Return the mean token of a box, (D,) of unit length, weighting patches by their overlap with the box."""
+        """Return the normalised mean (D,) of the tokens, weighted by their overlap with a box."""
         down = _overlap(box[1], box[3], self.height, self.grid[0])
         across = _overlap(box[0], box[2], self.width, self.grid[1])
         weight = (down[:, None] * across).flatten()
@@ -189,7 +189,7 @@ def _size(encoder: PatchEncoder, height: int, width: int, settings: ObjectSettin
 
 
 def encoded_size(height: int, width: int, patch_size: int, size: int | None) -> tuple[int, int]:
-    """Return the (height, width) in pixels at which an image is encoded: multiples of the patch size.
+    """Return the (height, width) in pixels of an encoded image, multiples of the patch size.
 
     Example:
         >>> encoded_size(3000, 4000, 16, 480), encoded_size(360, 480, 16, None), encoded_size(9000, 9000, 16, None)
@@ -210,7 +210,7 @@ def extract_objects(
     *,
     device: torch.device | str = "cpu",
 ) -> list[ImageObjects]:
-    """Extract the objects of images; the result for an image does not depend on the other images.
+    """Extract the objects of images, independently for each image.
 
     Args:
         encoder: the encoder, on `device`.
@@ -243,7 +243,7 @@ def extract_prepared(
     *,
     device: torch.device | str = "cpu",
 ) -> list[ImageObjects]:
-    """Extract the objects of images from `prepare_image`; images of equal size are encoded as batches."""
+    """Extract the objects of prepared images; images of equal size are encoded as batches."""
     by_size: dict[tuple[int, ...], list[int]] = {}
     for place, image in enumerate(prepared):
         by_size.setdefault(tuple(image.pixels.shape), []).append(place)
@@ -335,7 +335,7 @@ def _objects(
 
 
 def _box(mask: UInt8[np.ndarray, "gh gw"], rows: Int[np.ndarray, " gh"], columns: Int[np.ndarray, " gw"]) -> Box:
-    """Return the bounding box of a mask, given the number of pixels of each row and column of patches."""
+    """Return the bounding box of a mask, given the pixels of each row and column of patches."""
     x0, x1 = _extent((mask.any(axis=0) & (columns > 0)), columns)
     y0, y1 = _extent((mask.any(axis=1) & (rows > 0)), rows)
     return x0, y0, x1, y1

@@ -61,7 +61,9 @@ class IndexSummary:
 
 @contextmanager
 def index_lock(uri: str) -> Iterator[None]:
-    """Lock a database for one writer. Object storage has no locks: users must run one writer at a time.
+    """Lock a database for one writer.
+
+    Object storage has no locks: users must run one writer at a time.
 
     Raises:
         FolderError: another process holds the lock, or the folder is not writable.
@@ -165,7 +167,7 @@ class _Work(NamedTuple):
 def _compare(
     database: ObjectDatabase, files: ImageFiles, summary: IndexSummary, progress: Progress | None
 ) -> tuple[list[_Work], list[IndexedImage]]:
-    """Return files whose size or modification time changed, and images whose files no longer exist."""
+    """Return new and changed files, by size and modification time, and images without files."""
     before = {image.path: image for image in database.images()}
     work: list[_Work] = []
     seen: set[str] = set()
@@ -271,7 +273,7 @@ class _Indexer:
         self._count = 0
 
     def take(self, read: _Read) -> None:
-        """Add one file. Extracts objects if a batch is full or the limit of pending images is reached."""
+        """Add one file, and extract objects if a batch or the limit of pending images is full."""
         if read.prepared is None:
             self.writer.take(read, 0, 0, ())
             return

@@ -1,4 +1,4 @@
-"""Contact sheets of a search: queries and the most similar objects, or pairs of similar images."""
+"""Contact sheets of a search: queries with similar objects, or pairs of similar images."""
 
 import dataclasses
 import math
@@ -78,7 +78,7 @@ def write_pairs(path: Path, pairs: Sequence[DuplicatePair], root: Path) -> Path:
 
 
 def _panels(query: Query, regions: int, nearest: int) -> tuple[Figure, list[Axes], list[Axes]]:
-    """Return a figure, the axes of the queries on its left, and the axes of the found objects in row-major order."""
+    """Return a figure with the axes of the queries (left) and of the found objects (row-major)."""
     height, width = query.pixels.shape[1:]
     rows = min(max(1, math.ceil(nearest / _COLUMNS)) if regions == 1 else regions, _MOST_ROWS)
     # A single query is drawn at twice the width and height of the found objects.

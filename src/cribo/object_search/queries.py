@@ -25,7 +25,9 @@ OpenEncoder = Callable[[], tuple[PatchEncoder, str]]
 
 @dataclass(frozen=True)
 class QueryPlace:
-    """Part of the image to search for; at most one attribute is set. By default, all objects are queries.
+    """Part of the image to search for; at most one attribute is set.
+
+    By default, each object of the image is a query.
 
     Attributes:
         point: x, y of a pixel; the query is the object that contains it.
@@ -141,7 +143,7 @@ def _locate(database: ObjectDatabase, image: str) -> tuple[Path, IndexedImage | 
 
 
 def _names(path: Path, root: Path) -> list[str]:
-    """Return the paths under which a database may list a file: relative or absolute, links followed or not."""
+    """Return the possible names of a file in a database: relative, absolute, links resolved or not."""
     whole = Path(os.path.abspath(path))  # noqa: PTH100 (links are followed below)
     names = [whole.as_posix()]
     for place, folder in ((whole, Path(os.path.abspath(root))), (path.resolve(), root.resolve())):  # noqa: PTH100

@@ -1,4 +1,4 @@
-"""Commands of object search: index images into a database, and write the results of a search with a picture."""
+"""Implementation of `cribo index` and `cribo search`."""
 
 import dataclasses
 import logging
@@ -125,7 +125,7 @@ def _known_backbone(known: DatabaseInfo | None) -> BackboneSource:
 
 
 def _known_blocks(known: DatabaseInfo, config: IndexConfig, place: str) -> tuple[int, ...] | None:
-    """Return the blocks with which the database was built; raise ConfigError if others are requested."""
+    """Return the blocks of the database; raise ConfigError if others are requested."""
     requested = None
     if config.blocks is not None and config.blocks != known.blocks:
         requested = f"--blocks {_listed(config.blocks)}"
@@ -145,7 +145,7 @@ def _listed(blocks: Sequence[int]) -> str:
 
 
 def _require_same_images(known: DatabaseInfo, files: ImageFiles, source: str, place: str, *, moved: bool) -> None:
-    """Raise ConfigError for another collection, because images not in it would be removed from the database."""
+    """Raise ConfigError for another collection: indexing it would remove all other images."""
     before, now = (known.images or known.root, known.root), (source, _root(files))
     if now != before and not moved:
         raise ConfigError(
@@ -350,7 +350,7 @@ def _about(config: SearchConfig, database: ObjectDatabase, command: str) -> dict
 
 
 def _write_coco(path: Path, query: Query, found: list[list[FoundObject]]) -> None:
-    """Write found objects in COCO format, with one category per query and the similarity as `score`."""
+    """Write found objects in COCO format: one category per query, the similarity as `score`."""
     sizes = {one.image: one.object.mask.image for several in found for one in several}
     ids = {name: number for number, name in enumerate(sizes, start=1)}
     annotations = (

@@ -1,4 +1,4 @@
-"""Segmentation by example: label images given a few labelled ones, without training the backbone."""
+"""Segmentation of images given a few labelled examples, without training the backbone."""
 
 from typing import TYPE_CHECKING
 

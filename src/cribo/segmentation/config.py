@@ -77,7 +77,7 @@ class SegmentConfig:
         if self.examples is None and self.memory is None:
             raise ConfigError("give --examples, a folder of labelled images, or --memory, an existing memory file")
         if self.examples is None and self.labels is not None:
-            raise ConfigError("--labels requires --examples, the images that they belong to")
+            raise ConfigError("--labels requires --examples, the folder of the labelled images")
         for name, least in (("batch_size", 1), ("workers", 0)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise ConfigError(f"{name} must be >= {least}, got {value}")

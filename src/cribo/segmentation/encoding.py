@@ -1,4 +1,4 @@
-"""Encoding of images of any size into grids of patch features, as a whole or in overlapping windows."""
+"""Encoding of images into grids of patch features, as a whole or in overlapping windows."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,9 @@ class MissingBlocks(InputError):
 
 
 def probe_encoder(backbone: Backbone, blocks: Sequence[int] | None = None) -> PatchEncoder:
-    """Create an encoder of these blocks and the last one; by default of all blocks that probes may use (`block_sets`).
+    """Create an encoder of these blocks and the last one.
+
+    By default, these are all blocks that probes may use (`block_sets`).
 
     An adapted vision transformer ends at its best block, with a whitening as readout. Its last four blocks are encoded,
     without the readout, which is meant for nearest neighbours in large memories: with two to eight examples, ridge
@@ -72,7 +74,7 @@ class GridEncoder:
         self.batch_size = batch_size
 
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the (height, width) in pixels at which an image is encoded, multiples of the patch size."""
+        """Return the (height, width) in pixels of an encoded image, multiples of the patch size."""
         factor = self.settings.factor(height, width)
         return self.encoder.size(round(height * factor), round(width * factor))
 
@@ -137,5 +139,5 @@ class GridEncoder:
 
 
 def _hann(length: int) -> Float[Tensor, " n"]:
-    """Return non-zero Hann weights, since patches near the border of a window have the least context."""
+    """Return non-zero Hann weights: patches near the border of a window have the least context."""
     return torch.hann_window(length + 2, periodic=False)[1:-1]

@@ -1,4 +1,4 @@
-"""Labelled examples in a folder: images next to label maps, in two folders, or with a COCO file."""
+"""Labelled examples on disk: images and label maps in one or two folders, or a COCO file."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -170,7 +170,7 @@ def open_targets(source: str, *, apart_from: Path | None = None) -> tuple[Path, 
 
 
 def _of_glob(pattern: Path) -> tuple[Path, list[str]]:
-    """Return the folder above the first part with a wildcard, and the matching images relative to it."""
+    """Return the folder above the first wildcard, and the matching images relative to it."""
     first = next(number for number, part in enumerate(pattern.parts) if any(sign in part for sign in "*?["))
     folder = Path(*pattern.parts[:first])
     rest = str(Path(*pattern.parts[first:]))

@@ -1,4 +1,4 @@
-"""Probes for few-shot segmentation, chosen by cross-validation over images and fitted in closed form.
+"""Probes for few-shot segmentation, chosen by cross-validation and fitted in closed form.
 
 A probe is a set of blocks, with or without partial whitening, and a head: k-nearest neighbours, ridge regression, or
 the mean of both.
@@ -78,13 +78,13 @@ class Choice:
     left_out: str
 
     def as_json(self) -> dict[str, Any]:
-        """Convert to a JSON-serialisable dictionary, the same after it was written to JSON and read back."""
+        """Convert to a JSON-serialisable dictionary that a round trip through JSON preserves."""
         # Keys are strings: sorted for a checksum, 10 comes after 9 as a number and before it as a string.
         return {**asdict(self), "per_class": {str(label): score for label, score in self.per_class.items()}}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Choice":
-        """Create a choice from the output of `as_json`, which may have been written to JSON and read back."""
+        """Create a choice from the output of `as_json`."""
         probe = Probe(**{**values["probe"], "blocks": tuple(values["probe"]["blocks"])})
         per_class = {int(label): score for label, score in values["per_class"].items()}
         return cls(**{**values, "probe": probe, "per_class": per_class})
@@ -121,7 +121,7 @@ def block_sets(depth: int) -> list[tuple[int, ...]]:
 
 
 def default_blocks(available: Sequence[int]) -> tuple[int, ...]:
-    """Return four blocks of the upper half of a network, or all available blocks if one of them is missing.
+    """Return four blocks of the upper half of a network, or all available ones if one is missing.
 
     Example:
         >>> default_blocks(range(1, 13)), default_blocks([7, 8, 9, 10])
@@ -254,11 +254,11 @@ def choose(
     neighbours: int,
     temperature: float,
 ) -> Choice:
-    """Choose a probe by cross-validation over images (mean IoU on left-out patches, see `CrossValidation`).
+    """Choose a probe by cross-validation over images (see `CrossValidation`).
 
-    A candidate replaces the default (`default_probe`) only if it leads by 12 points divided by the square root of the
-    number of examples, since with few examples most differences are noise. Whitening requires four labelled patches per
-    channel.
+    The criterion is the mean IoU on left-out patches. A candidate replaces the default (`default_probe`) only if it
+    leads by 12 points divided by the square root of the number of examples, since with few examples most differences
+    are noise. Whitening requires four labelled patches per channel.
 
     Args:
         examples: examples with patches in random order.
@@ -284,7 +284,7 @@ def choose(
 
 
 def thinned(examples: Sequence[LabelledPatches], most: int) -> list[LabelledPatches]:
-    """Limit the total number of patches to `most`, with equal shares for all examples that have enough."""
+    """Limit the total number of patches to `most`, with equal shares for all large examples."""
     lengths = sorted(len(part.shares) for part in examples)
     each, left = lengths[-1], most
     for place, length in enumerate(lengths):
@@ -307,7 +307,7 @@ class Whitening(NamedTuple):
 
     @classmethod
     def fit(cls, features: Float[Tensor, "n l d"]) -> "Whitening":
-        """Fit a partial whitening for each block, or the identity if the features of a block are constant."""
+        """Fit a partial whitening for each block; the identity for constant features."""
         layers = []
         for block in features.unbind(dim=1):
             moments = Moments(block.shape[1])
@@ -379,7 +379,7 @@ def left_out_ridge(
 
 
 def ridge(rows: Float[Tensor, "n e"], shares: Float[Tensor, "n c"]) -> Float[Tensor, "e_plus_1 c"]:
-    """Fit a weighted ridge regression from features to class shares; the last row of the result is the intercept."""
+    """Fit a weighted ridge regression from features to class shares; the last row is the intercept."""
     design, weights = _with_constant(rows), row_weights(shares)[:, None]
     gram = design.T @ (weights * design)
     gram.diagonal().add_(_penalty(len(rows)))
@@ -387,9 +387,9 @@ def ridge(rows: Float[Tensor, "n e"], shares: Float[Tensor, "n c"]) -> Float[Ten
 
 
 def row_weights(shares: Float[Tensor, "n c"]) -> Float[Tensor, " n"]:
-    """Weights of patches with a mean of 1, in which classes count by the square root of their inverse frequency.
+    """Weight patches by the square root of the inverse frequency of their class; the mean is 1.
 
-    Without them, the ridge regression lost 1 to 8 points of mIoU on street scenes, mostly in rare classes.
+    Without these weights, the ridge regression lost 1 to 8 points of mIoU on street scenes, mostly in rare classes.
     """
     weights = shares @ shares.mean(dim=0).clamp(min=1 / len(shares)).rsqrt()
     return weights / weights.mean()

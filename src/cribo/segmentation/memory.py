@@ -211,7 +211,7 @@ class SegmentationMemory:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the backbone, examples, classes and settings; equal for memories with equal predictions."""
+        """Hash of the backbone, examples, classes and settings, on which predictions depend."""
         about = [self.encoder.encoder.identity, self._classes, sorted(dataclasses.asdict(self.settings).items())]
         digest = hashlib.sha256(repr(about).encode())
         for known in self._known:
@@ -330,7 +330,7 @@ class SegmentationMemory:
             self._choice = self._labeller = None
 
     def classes_of(self, example: int) -> dict[str, float]:
-        """Return the share of each class in the labelled pixels of an example, by name, in descending order."""
+        """Return the class shares of an example's labelled pixels by name, in descending order."""
         pixels = self._known[example].pixels
         counts = torch.bincount(pixels[:, 1], weights=pixels[:, 2].double(), minlength=len(self.classes))
         shares = zip(self.classes, (counts / counts.sum()).tolist(), strict=True)
@@ -402,7 +402,9 @@ class SegmentationMemory:
     # ---------------------------------------------------------------------------------------------------- fit
 
     def fit(self) -> Choice:
-        """Choose the blocks, whitening and head that are None in the settings; cached until examples change.
+        """Choose the blocks, whitening and head that are None in the settings.
+
+        The choice is cached until examples change.
 
         Raises:
             DataError: the memory is empty.
@@ -419,7 +421,9 @@ class SegmentationMemory:
             return self._choice
 
     def labeller(self) -> Labeller:
-        """Return the fitted probe of the present examples, which is unaffected by later changes of the memory.
+        """Return the probe fitted to the present examples.
+
+        It is unaffected by later changes of the memory.
 
         Raises:
             DataError: the memory is empty.
@@ -444,7 +448,9 @@ class SegmentationMemory:
             return self._labeller
 
     def left_out(self) -> Int[Tensor, "n c c"]:
-        """Compute the confusion matrix (rows are labels) of the left-out patches of each example for the chosen probe.
+        """Compute the confusion matrix (rows are labels) of each example's left-out patches.
+
+        Uses the chosen probe.
 
         `fit().expected` is their mean IoU over the classes that occur in the rows.
 
@@ -599,7 +605,7 @@ def _content(values: UInt8[Tensor, "*shape"]) -> str:
 
 
 def _joined(palette: list[Colour] | None, labels: LabelMap, name: str) -> list[Colour] | None:
-    """Extend the palette by that of another label map; raise DataError if they differ in a class that occurs."""
+    """Extend the palette by that of a label map; raise DataError if the colours of a class differ."""
     if labels.palette is None:
         return palette
     if palette is None:

@@ -11,9 +11,10 @@ _STRONG, _LIGHT = "tab10", "tab20"  # the odd colours of tab20 are lighter varia
 
 
 def default_palette(classes: Sequence[str]) -> list[Colour]:
-    """Return colours that are distinct over photographs for up to 20 classes, and Pascal VOC's colours for more.
+    """Return colours that are distinct over photographs.
 
-    Black is reserved for the background, which overlays do not paint.
+    For more than 20 classes, they are Pascal VOC's colours. Black is reserved for the background, which overlays do not
+    paint.
 
     Args:
         classes: names of the classes; if the first is "background", it is black.

@@ -1,4 +1,4 @@
-"""Pictures of segmentations: overlays of labels, and an overview of several images with a legend."""
+"""Pictures of segmentations: overlays of labels, and an overview with a legend."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

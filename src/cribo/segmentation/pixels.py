@@ -1,4 +1,4 @@
-"""Labels of pixels from votes of patches: upsampling, refinement along image edges, and writing of label maps."""
+"""Labels of pixels from votes of patches: upsampling, refinement at image edges, and writing."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -106,9 +106,10 @@ def _resized(maps: Float[Tensor, "1 c h w"], size: tuple[int, int]) -> Float[Ten
 def _bilateral(
     guide: Float[Tensor, "3 h w"], radius: int, contrast: float
 ) -> Callable[[Float[Tensor, "c h w"]], Float[Tensor, "c h w"]]:
-    """Return a joint bilateral filter (Petschnigg et al. 2004), which averages nearby pixels of similar colour.
+    """Return a joint bilateral filter (Petschnigg et al. 2004).
 
-    The maps are smooth, so 5 x 5 pixels, evenly spaced over the square window, are sufficient.
+    It averages nearby pixels of similar colour. The maps are smooth, so 5 x 5 pixels, evenly spaced over the square
+    window, are sufficient.
     """
     height, width = guide.shape[1:]
     step = max(1, round(radius / _STEPS))

@@ -1,4 +1,4 @@
-"""Implementation of `cribo segment`: build a memory of examples, label images and write the results."""
+"""Implementation of `cribo segment`: add examples, label images and write the results."""
 
 import csv
 import dataclasses
@@ -115,7 +115,7 @@ def segment_images(
     command: str = "",
     console: Console | None = None,
 ) -> Segmented:
-    """Label many images given a few examples, and write label maps, overlays, confidences and a summary.
+    """Label images given a few examples, and write label maps, overlays, confidences and a summary.
 
     Args:
         config: options of the command.
@@ -364,7 +364,7 @@ def _suggest(
 
 @dataclass(frozen=True)
 class _Read:
-    """Result of reading an image: its pixels, the record of earlier results, or the reason of an error."""
+    """Result of reading an image: its pixels, the record of earlier results, or an error."""
 
     name: str
     content: str = ""
@@ -536,7 +536,7 @@ class _Results:
         )
 
     def finish(self, labelled: _Labelled) -> _Read:
-        """Write and record the files of an image if it has new labels; return its record without the pixels."""
+        """Write and record the files of a newly labelled image; return its record without pixels."""
         read, found = labelled
         if found is None:
             return read

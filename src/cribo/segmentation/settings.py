@@ -19,7 +19,7 @@ _LEAST, _LARGEST = 384, 1024  # limits of the shorter side in pixels
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentationSettings:
-    """Settings for encoding images, labelling patches, and converting their votes to labels of pixels.
+    """Settings for encoding images, labelling patches, and converting votes to pixel labels.
 
     Args:
         size: shorter side in pixels at which images are encoded, rounded to the patch size.

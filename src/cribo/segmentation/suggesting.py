@@ -53,7 +53,7 @@ def _cover(
     known: Float[Tensor, "m e"],
     count: int,
 ) -> list[int]:
-    """Choose groups of rows greedily so that uncertain rows of all classes are close to a chosen or known row."""
+    """Choose groups of rows greedily so that uncertain rows are close to a chosen or known row."""
     uncertainty = 1 - probabilities.amax(dim=1)
     patches_per_class = probabilities.sum(dim=0).clamp(min=1)
     covered = (rows @ known.T).amax(dim=1)

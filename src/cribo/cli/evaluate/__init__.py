@@ -1,4 +1,4 @@
-"""`cribo evaluate`: evaluate a backbone on labelled images; options and help are those of the protocol's class."""
+"""`cribo evaluate`: evaluate a backbone on labelled images, with the options of a protocol."""
 
 import shlex
 import sys
