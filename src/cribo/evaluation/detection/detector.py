@@ -24,7 +24,7 @@ class Detector(TrainedModule):
     Args:
         model: a `YolosForObjectDetection`.
         learning_rate: initial learning rate.
-        steps: of the whole training, over which the learning rate falls.
+        steps: total number of training steps, for the learning rate schedule.
         images: validation images.
         mean: mean of the colours for normalisation.
         std: standard deviation of the colours for normalisation.

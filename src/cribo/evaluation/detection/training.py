@@ -40,7 +40,7 @@ def build_detector(settings: Detection, run: Run) -> Detector:
     train, val, backbone = run.data.train, run.data.val, run.backbone
     if not train.num_boxes:
         raise ConfigError(
-            f"training requires at least one box, got none in {len(train)} images of {train.file}: raise data.limit, or "
+            f"training needs at least one box, got none in {len(train)} images of {train.file}: raise data.limit, or "
             "give another file"
         )
     backbone.remove_readout()  # the detection tokens belong to the blocks
