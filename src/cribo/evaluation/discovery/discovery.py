@@ -121,7 +121,7 @@ def _features(
     height, width = (math.ceil(side / patch) for side in pixels.shape[1:])
     if height * width > _MAX_PATCHES:
         raise InputError(
-            f"{name} must have at most {_MAX_PATCHES:,} patches, got {height} x {width}: resize images with --size "
+            f"{name} must have at most {_MAX_PATCHES:,} patches, got {height} x {width}: reduce --size to "
             f"{int(patch * _MAX_PATCHES**0.5)}"
         )
     device = next(backbone.parameters()).device
