@@ -82,7 +82,7 @@ def test_some_sets_and_protocols(sets: Path) -> None:
 def test_a_backbone_that_a_protocol_cannot_measure(sets: Path) -> None:
     plan = planned(sets, source="mean-colour")
     assert not {"segmenter", "detection"} & {name for name, _ in names(plan)}
-    assert "nothing that can be finetuned" in plan.left_out["segmenter"]
+    assert "has no weights to finetune" in plan.left_out["segmenter"]
 
 
 def test_data_without_find_is_taken_if_it_opens(sets: Path) -> None:
@@ -95,9 +95,13 @@ def test_data_without_find_is_taken_if_it_opens(sets: Path) -> None:
     ("options", "error", "message"),
     [
         ({"only": ("dens-nn",)}, ConfigError, "did you mean dense-nn?"),
-        ({"only": ("linear",), "quick": True}, ConfigError, "linear cannot be measured: --quick leaves out"),
-        ({"only": ("segmenter",), "source": "mean-colour"}, ConfigError, "segmenter cannot be measured: backbone mean"),
-        ({"sets": ("square",)}, DataError, "no known set 'square' in .*; the sets there are: boxes, half, kinds, sq"),
+        ({"only": ("linear",), "quick": True}, ConfigError, "linear cannot be evaluated: --quick excludes"),
+        (
+            {"only": ("segmenter",), "source": "mean-colour"},
+            ConfigError,
+            "segmenter cannot be evaluated: backbone",
+        ),
+        ({"sets": ("square",)}, DataError, "no known set 'square' in .*; available sets: boxes, half, kinds, sq"),
         (
             {"only": ("correspondence",)},
             DataError,

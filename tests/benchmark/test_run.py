@@ -84,7 +84,7 @@ def test_a_card_of_all_that_does_not_train(sets: Path, make_backbone: Make) -> N
     assert f"| dense-nn | squares | mIoU, memory share 1/1 | {100 * alone.best['miou']:.1f} |" in text
     assert "| 100.0 |" in text
     assert "Not measured: dense-nn on half: " in text
-    assert "Differences of a few points mean nothing" in text
+    assert "Differences of a few points are not significant" in text
     for name in ("card.png", *pictures):
         assert f"]({name})" in text
     assert imread(folder / "card.png").shape[0] > 400
@@ -145,7 +145,7 @@ def test_protocols_that_train_are_resumed(sets: Path, make_backbone: Make) -> No
 
 
 def test_only_half_a_set(sets: Path) -> None:
-    with pytest.raises(InputError, match=r"no row could be measured: dense-nn on half: no images in .*val"):
+    with pytest.raises(InputError, match=r"all evaluations failed: dense-nn on half: no images in .*val"):
         benchmark(config(sets, "mean-colour", sets=("half",)))
     assert not Path("cards").exists()
 

@@ -154,7 +154,7 @@ def test_published_figures_of_other_settings_do_not(changes: dict[str, Any], rea
     assert reason in obstacles
     text = printed(compare([result]))
     assert "(published)" not in text
-    assert f"No published figures beside mine: {obstacles[0]}" in text
+    assert f"No published figures for mine: {obstacles[0]}" in text
 
 
 def test_a_setting_that_is_not_known_keeps_published_figures_away() -> None:
@@ -168,11 +168,12 @@ def test_choices_of_which_the_paper_is_silent_are_told() -> None:
     text = printed(compare([a_result("one"), a_result("two", settings=other), a_result("three")]))
     assert "CrIBo (published)" in text
     assert (
-        "Where the paper is silent: vote majority, unlabelled drop, score patch, interpolation bicubic (one and three)."
-        in text
+        "Not specified in the paper: vote majority, unlabelled drop, score patch, "
+        "interpolation bicubic (one and three)." in text
     )
     assert (
-        "Where the paper is silent: vote similarity, unlabelled drop, score pixel, interpolation bicubic (two)." in text
+        "Not specified in the paper: vote similarity, unlabelled drop, score pixel, interpolation bicubic (two)."
+        in text
     )
 
 
@@ -447,7 +448,7 @@ def test_the_best_learning_rate_is_what_counts_and_is_said() -> None:
     assert rows["CrIBo (published)"][1:] == ["ViT-S/16", "IN1K (800)", "73.7"]
     assert "mIoU [%], best" in text
     assert "Best learning rate: one 0.0003, two 0.0003." in text
-    assert "Where the paper is silent: inference whole, weight decay 0, drop path 0 (one)" in text
+    assert "Not specified in the paper: inference whole, weight decay 0, drop path 0 (one)" in text
     assert "inference slide, weight decay 0, drop path 0 (two)" in text
     assert "These figures are NOT comparable: the results differ in inference." in text
 
@@ -513,14 +514,14 @@ def test_settings_that_differ_are_listed_and_warned_of() -> None:
     assert ["vote", "majority", "attention"] in rows_of(text)
     assert ["seed", "0", "3"] in rows_of(text)
     assert "Comparable with one only." in text
-    assert "No published figures beside two: memory is train, published with trainaug" in text
+    assert "No published figures for two: memory is train, published with trainaug" in text
 
 
 def test_settings_that_change_figures_by_chance_are_listed_without_alarm() -> None:
     comparison = compare([a_result("one"), a_result("two", settings={"seed": 1, "precision": "float16"})])
     text = printed(comparison)
     assert "NOT comparable" not in text
-    assert "The results differ in seed and precision, which changes figures by chance or rounding only." in text
+    assert "The results differ in seed and precision, which affects figures by noise or rounding only." in text
 
 
 def test_where_a_known_set_lies_does_not_matter() -> None:
@@ -622,7 +623,7 @@ def _names(comparison: Comparison) -> list[str]:
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     a_result().write(tmp_path / "one")
-    with pytest.raises(ResultError, match="at least one result to compare, got 0: give folders"):
+    with pytest.raises(ResultError, match="at least one result is required, got 0: give folders"):
         compare([])
     a_result().write(tmp_path / "two")
     with pytest.raises(ResultError, match="one is given 3 times: give each result once"):
@@ -631,7 +632,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         compare([tmp_path / "one", tmp_path / "two", tmp_path / "two"])
     with pytest.raises(ResultError, match="nowhere is not there"):
         compare([tmp_path / "one", tmp_path / "nowhere"])
-    with pytest.raises(ResultError, match="names must be 2 different ones, a name for each result, got a, a"):
+    with pytest.raises(ResultError, match="names must be distinct, one for each of the 2 results, got a, a"):
         compare([a_result("one"), a_result("two")], names=["a", "a"])
 
 

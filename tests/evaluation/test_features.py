@@ -144,7 +144,7 @@ def test_features_that_do_not_fit_are_refused_early(folder: Path, monkeypatch: p
     monkeypatch.setattr(cache_module, "available_memory", lambda device: 100)
     monkeypatch.setattr(module, "_PROBE_VIEWS", 3)
     encode = Counting()
-    with pytest.raises(ValueError, match=r"need about .* GiB, memory has .* GiB free: keep them on disk with --cache"):
+    with pytest.raises(ValueError, match=r"need about .* GiB, memory has .* GiB free: store them on disk with --cache"):
         run(folder, encode, batch_size=1)
     assert encode.images <= 3
 
@@ -263,7 +263,7 @@ def test_two_processes_fill_one_cache_at_once(folder: Path, tmp_path: Path) -> N
 
 def test_a_cache_that_cannot_be_written_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(ValueError, match=r"cannot keep features in .* --cache none"):
+    with pytest.raises(ValueError, match=r"cannot write features to .* --cache none"):
         run(folder, Counting(), tmp_path / "cache")
 
 
@@ -344,7 +344,7 @@ def test_what_is_in_the_cache_needs_no_room(folder: Path, tmp_path: Path, monkey
     monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
     again = run(folder, Counting(0), tmp_path / "cache")
     assert same(kept, again)
-    with pytest.raises(ValueError, match="GiB free: give a --cache with more room"):
+    with pytest.raises(ValueError, match="GiB free: choose a --cache on a larger disk"):
         run(folder, Counting(), tmp_path / "other", batch_size=1)
 
 
@@ -354,6 +354,6 @@ def test_a_disk_that_becomes_full(folder: Path, tmp_path: Path, monkeypatch: pyt
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(cache_module.np, "save", full)
-    with pytest.raises(ValueError, match=r"cannot keep features in .*No space left on device.*: make room"):
+    with pytest.raises(ValueError, match=r"cannot write features to .*No space left on device.*: free disk space"):
         run(folder, Counting(), tmp_path / "cache")
     assert [path.name for path in (tmp_path / "cache").rglob("*") if path.is_file()] == ["about.json"]

@@ -142,7 +142,7 @@ def test_results_are_never_overwritten(tmp_path: Path) -> None:
 
 
 def test_what_is_no_result_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ResultError, match=r"nowhere is not there: give the folder that an evaluation has written"):
+    with pytest.raises(ResultError, match=r"nowhere does not exist: give the output folder of a finished evaluation"):
         read_result(tmp_path / "nowhere")
     with pytest.raises(ResultError, match=r"holds no results\.json: give the folder"):
         read_result(tmp_path)
@@ -170,11 +170,11 @@ def damaged(content: dict[str, Any], change: str) -> str:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("truncated", "is damaged and not valid JSON"),
+        ("truncated", "is not valid JSON"),
         ("list", "is not a result of an evaluation"),
         ("foreign", "is not a result of an evaluation"),
         ("newer", r"has format 2, this version of cribo reads up to 1: update cribo"),
-        ("key", "is damaged: it has no 'classes'"),
+        ("key", "is corrupt: it has no 'classes'"),
         ("kind", "is damaged: 'results' must be a list, got 3"),
         ("row", r"is damaged: row 1 of the results lacks miou"),
     ],
@@ -188,12 +188,12 @@ def test_damaged_files_are_explained(tmp_path: Path, change: str, message: str) 
 
 def test_binary_files_are_explained(tmp_path: Path) -> None:
     (tmp_path / RESULTS).write_bytes(b"\xff\xfe\x00PNG")
-    with pytest.raises(ResultError, match="is damaged and not valid JSON"):
+    with pytest.raises(ResultError, match="is not valid JSON"):
         read_result(tmp_path)
 
 
 def test_a_value_that_cannot_be_kept_is_named() -> None:
-    with pytest.raises(TypeError, match=r"settings\.optim\.device must be something that JSON can hold, got device"):
+    with pytest.raises(TypeError, match=r"settings\.optim\.device must be JSON serialisable, got device"):
         a_result(settings={"optim": {"device": torch.device("cpu")}})
 
 
@@ -201,7 +201,7 @@ def test_a_value_that_cannot_be_kept_is_named() -> None:
     ("changes", "message"),
     [
         ({"backbone": {"source": "x"}}, r"backbone must have a name, got \['source'\]"),
-        ({"results": []}, "needs a metric and a row"),
+        ({"results": []}, "must have a metric and a row"),
         ({"metrics": ["miou", "accuracy"]}, "row 0 of the results lacks accuracy"),
     ],
 )

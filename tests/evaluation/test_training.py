@@ -200,7 +200,7 @@ def test_devices_that_would_have_nothing_to_score_are_refused(tmp_path: Path) ->
         def __len__(self) -> int:
             return 1
 
-    with pytest.raises(ConfigError, match="each of the 2 devices must have something to score, got 1: use fewer"):
+    with pytest.raises(ConfigError, match="each of the 2 devices needs at least one image to score, got 1: use fewer"):
         run(tmp_path, validation=One(), runtime={"devices": 2})
     assert not checkpoint_files(tmp_path)
 
@@ -285,7 +285,7 @@ def test_a_folder_is_gone_on_with_under_the_same_settings_only(opened: Callable[
         (folder / "work").touch()
     with opened({"layers": 1, "data": {"name": "voc"}}, resume=True) as folder:
         assert (folder / "work").exists()
-    with pytest.raises(FolderError, match=r"was begun with data\.name voc, not ade20k"):
+    with pytest.raises(FolderError, match=r"was created with data\.name voc, got ade20k"):
         opened({"layers": 1, "data": {"name": "ade20k"}}, resume=True).__enter__()
     assert (tmp_path / "out" / "work").exists()
 
@@ -338,7 +338,7 @@ def test_a_start_that_was_killed_at_once_is_gone_on_with(opened: Callable[..., A
 
 def test_what_cannot_be_gone_on_with_is_said(tmp_path: Path) -> None:
     runtime = TrainingRuntime(accelerator="cpu")
-    with pytest.raises(ConfigError, match="--resume needs --out"):
+    with pytest.raises(ConfigError, match="--resume requires --out"):
         evaluation_folder(None, "x", {}, overwrite=False, resume=True, runtime=runtime).__enter__()
     with pytest.raises(ConfigError, match=r"runtime\.accelerator gpu"):
         evaluation_folder(

@@ -1,4 +1,4 @@
-"""One card for a backbone: every protocol on every set of a folder (docs/evaluation.md)."""
+"""Benchmark of a backbone: all protocols on all data sets of a folder (docs/evaluation.md)."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""A card: the scores of a backbone and its baselines as a table, a picture, and JSON."""
+"""Benchmark cards: scores of a backbone and its baselines as a table, a picture and JSON."""
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,31 +31,31 @@ from cribo.evaluation.results import (
 from cribo.files import write_json, write_text
 
 CARD, CHART = "card.md", "card.png"
-"""The text and the picture of a card."""
+"""File names of the text and the picture of a card."""
 
 CARD_FORMAT = 1
 
 BACKBONE, UNTRAINED, MEAN = "backbone", "untrained", "mean colour"
-"""Whose scores a row has."""
+"""Roles of the evaluated networks in a row."""
 
 _ROLES: Mapping[str, str] = {BACKBONE: "#0072B2", UNTRAINED: "#E69F00", MEAN: "0.6"}
-"""The colour of each."""
+"""Colour of each role."""
 
-_SHOWN_PICTURES = 3  # on the chart
+_SHOWN_PICTURES = 3  # maximum number of pictures on the chart
 _BAR = 0.19  # inch
 _CHART_WIDTH = 9.5
 
 
 @dataclass
 class CardRow:
-    """The scores of a protocol on a set.
+    """Scores of a protocol on a data set.
 
     Attributes:
         evaluation: name of the protocol.
-        set: name of the folder of the set.
-        results: by role: `BACKBONE`, `UNTRAINED` or `MEAN`.
-        folders: of these results.
-        reasons: why a role has no result.
+        set: folder name of the data set.
+        results: results by role: `BACKBONE`, `UNTRAINED` or `MEAN`.
+        folders: folders of the results, by role.
+        reasons: reason why a role has no result, by role.
     """
 
     evaluation: str
@@ -66,17 +66,17 @@ class CardRow:
 
     @property
     def name(self) -> str:
-        """Protocol and set."""
+        """Name of protocol and data set."""
         return f"{self.evaluation} on {self.set}"
 
     @property
     def seconds(self) -> float:
-        """That the measurement of all results took."""
+        """Total duration of all evaluations."""
         return sum(result.seconds for result in self.results.values())
 
     @cached_property
     def points(self) -> dict[Any, dict[str, dict[str, Any]]]:
-        """The row of each role's result, by the value of the setting in which rows differ."""
+        """Result rows by value of the varied setting and role."""
         of_roles = {role: Entry(role, result).points for role, result in self.results.items()}
         values = dict.fromkeys(value for points in of_roles.values() for value in points)
         return {
@@ -84,7 +84,7 @@ class CardRow:
         }
 
     def measure(self, value: Any) -> str:
-        """Return the metric, and the value of the setting in which rows differ, for tables."""
+        """Return the title of the metric and the value of the varied setting, for tables."""
         result = self.results[BACKBONE]
         title = metric_title(result.headline)
         if value is None:
@@ -92,19 +92,19 @@ class CardRow:
         return f"{title}, {varied_title(result.varies)} {varied_value(result.varies, value)}"
 
     def score(self, value: Any, role: str) -> tuple[float | None, float | None]:
-        """Return the headline metric of a role in 0-1 and its standard deviation, None if unknown."""
+        """Return the headline metric of a role in 0-1 and its standard deviation; None if unknown."""
         point, headline = self.points[value].get(role, {}), self.results[BACKBONE].headline
         return point.get(headline), point.get(f"{headline}_std")
 
     @property
     def charted(self) -> list[Any]:
-        """The values that the chart shows: the first one, or all that are names, such as of methods."""
+        """Values of the varied setting to chart: all names, such as those of methods, else the first value."""
         values = list(self.points)
         return values if all(isinstance(value, str) for value in values) else values[:1]
 
     @property
     def picture(self) -> Path | None:
-        """The first picture of images in the folder of the backbone's result."""
+        """First picture of images in the folder of the backbone's result."""
         others = {"confusion", self.results[BACKBONE].headline}
         found = (path for path in self.folders[BACKBONE].glob("*.png") if path.stem not in others)
         return min(found, default=None)
@@ -112,14 +112,14 @@ class CardRow:
 
 @dataclass(frozen=True)
 class Card:
-    """Scores of a backbone and its baselines by several protocols on several sets.
+    """Scores of a backbone and its baselines with several protocols on several data sets.
 
     Attributes:
-        backbone: facts that identify it.
-        rows: in the order of the measurement.
-        left_out: the reason why a protocol has no row, by its name.
-        quick: whether they were measured with `quick`.
-        command: by which it can be repeated.
+        backbone: description of the backbone, as in `results.json`.
+        rows: rows in the order of evaluation.
+        left_out: reason why a protocol has no row, by name of the protocol.
+        quick: whether the benchmark was run with `quick`.
+        command: command line that reproduces the benchmark.
     """
 
     backbone: dict[str, Any]
@@ -130,48 +130,48 @@ class Card:
 
     @property
     def measured(self) -> list[CardRow]:
-        """The rows that have a score of the backbone."""
+        """Rows with a score of the backbone."""
         return [row for row in self.rows if BACKBONE in row.results]
 
     @cached_property
     def comparisons(self) -> list[Comparison]:
-        """The results of each measured row side by side, with published values."""
+        """Comparison of the results of each measured row, with published values."""
         return [
             compare(list(row.results.values()), names=[self._label(role) for role in row.results])
             for row in self.measured
         ]
 
     def section(self) -> Section:
-        """Return the table of all scores, with the reasons of those that are missing below."""
+        """Return the table of all scores, with notes about missing scores."""
         blocks = [list(self._cells(row)) for row in self.measured]
         header = ["evaluation", "set", "score", *_ROLES, "time"]
         return Section(self.title, header, blocks, list(self._notes()), names=3)
 
     @property
     def title(self) -> str:
-        """Name and architecture."""
+        """Name, architecture and number of parameters."""
         about = self.backbone
         architecture = architecture_name(about) or about["architecture"]
         return f"{about['name']}: {architecture}, {about['parameters'] / 1e6:.1f} million parameters"
 
     @property
     def summary(self) -> str:
-        """What was measured, and how far the scores can be used."""
+        """Description of the scores and their limitations."""
         sentence = "Scores in %, of the backbone, of the same network with random weights, and of the mean colour."
         if not self.quick:
             return sentence
         images = sorted({find_protocol(row.evaluation).quick_limit for row in self.measured})
         return (
-            f"{sentence} A first look (--quick): at most {' or '.join(map(str, images))} images of each split, small "
-            "images, one draw, and only protocols that do not train. Differences of a few points mean nothing; scores "
-            "are not comparable with published ones or with those of whole sets."
+            f"{sentence} Quick benchmark (--quick): at most {' or '.join(map(str, images))} images per split, small "
+            "images, one draw, no training. Differences of a few points are not significant, and scores "
+            "are not comparable with published ones or with those of complete data sets."
         )
 
     def markdown(self, pictures: Mapping[str, str]) -> str:
         """Return the card as Markdown.
 
         Args:
-            pictures: paths of pictures, by the name of their row.
+            pictures: paths of pictures, by name of the row.
         """
         lines = [
             f"# {self.title}",
@@ -186,7 +186,7 @@ class Card:
         return "\n".join(lines) + "\n"
 
     def record(self) -> dict[str, Any]:
-        """Return the card for JSON."""
+        """Return the card as JSON types."""
         rows = [
             {
                 "evaluation": row.evaluation,
@@ -212,7 +212,7 @@ class Card:
         }
 
     def figure(self) -> Figure:
-        """Draw a bar for each score, and pictures of up to three sets below."""
+        """Draw a bar chart of the scores, with pictures of up to three data sets below."""
         shown = self._shown_pictures()
         groups = [(row, value) for row in self.measured for value in row.charted]
         bars = sum(_BAR * (len(row.results) + 1.2) for row, _ in groups) + 1.2
@@ -222,7 +222,7 @@ class Card:
             figure = Figure(figsize=(_CHART_WIDTH, sum(heights)), layout="constrained")
             parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
             _draw_bars(parts[0].subplots(), groups)
-            parts[0].suptitle(self.title + ("\nquick: few images, a first look" if self.quick else ""))
+            parts[0].suptitle(self.title + ("\nquick benchmark with few images" if self.quick else ""))
             for part, (name, image) in zip(parts[1:], images.items(), strict=True):
                 axes = part.subplots()
                 axes.imshow(image)
@@ -231,10 +231,10 @@ class Card:
         return figure
 
     def write(self, folder: Path) -> None:
-        """Write `card.md`, `card.png`, `results.json` and the pictures of the rows into an existing folder.
+        """Write `card.md`, `card.png`, `results.json` and the pictures of the rows to an existing folder.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: a file cannot be written.
         """
         pictures = {}
         for row in self.measured:
@@ -278,7 +278,7 @@ class Card:
         all_values = " and ".join
         machine = all_values(facts.pop("hardware", {NONE: None}))
         total = duration(sum(row.seconds for row in self.measured))
-        yield f"Machine: {machine}. All rows together took {total}, those measured before included."
+        yield f"Machine: {machine}. Total time of all rows, including reused results: {total}."
         yield f"Versions: {', '.join(f'{name} {all_values(values)}' for name, values in facts.items())}."
         about = self.backbone
         blocks = (
@@ -290,7 +290,7 @@ class Card:
         yield "The folder of each evaluation, with all settings, is in `results.json`."
 
     def _shown_pictures(self) -> list[tuple[CardRow, Path]]:
-        """The first picture of each set, up to three."""
+        """Return the first picture of each data set, up to three."""
         found: dict[str, tuple[CardRow, Path]] = {}
         for row in self.measured:
             if (path := row.picture) is not None:
@@ -299,7 +299,7 @@ class Card:
 
 
 def _draw_bars(axes: Axes, groups: Sequence[tuple[CardRow, Any]]) -> None:
-    """Draw the scores of each group as bars, from the top down."""
+    """Draw the scores of each group as bars, from top to bottom."""
     place, ticks = 0.0, []
     for row, value in groups:
         begin = place

@@ -1,4 +1,4 @@
-"""Options of `cribo benchmark`, shared by the command line and Python. Nothing here needs torch."""
+"""Configuration of `cribo benchmark`. This module does not import torch."""
 
 from dataclasses import dataclass, field
 
@@ -10,10 +10,10 @@ from cribo.retrieval.source import BackboneSource
 
 @dataclass
 class BenchmarkData:
-    """Sets to measure on.
+    """Data sets of a benchmark.
 
     Attributes:
-        root: a folder that contains sets, or one set. The layouts are those of `cribo evaluate`.
+        root: folder that contains data sets, or a single data set, in the layouts of `cribo evaluate`.
         sets: names of the folders to use. [all]
     """
 
@@ -23,22 +23,22 @@ class BenchmarkData:
 
 @dataclass
 class BenchmarkConfig:
-    """Measurement of a backbone by every protocol on every set.
+    """Benchmark of a backbone with all protocols on all data sets.
 
     Attributes:
-        backbone: the network to measure.
-        data: the sets.
-        only: protocols, as named by `cribo evaluate`, or import paths of your own. [all]
-        quick: a first look, in minutes on a CPU: few and small images of each set, one draw, and no
-            protocol that trains.
-        schedule: of protocols that train: short, for small machines, or paper, for GPUs and comparison with published
-            values.
-        pictures: number of images to draw in each row.
-        runtime: of protocols that do not train.
-        training: of protocols that train; in one process.
+        backbone: the network to evaluate.
+        data: data sets.
+        only: names of protocols of `cribo evaluate`, or import paths of your own protocols. [all]
+        quick: quick benchmark in minutes on a CPU, with few and small images of each data set, one draw, and without
+            protocols that train.
+        schedule: schedule of protocols that train: short, for small machines, or paper, for GPUs and comparison with
+            published values.
+        pictures: number of images to draw per evaluation.
+        runtime: runtime of protocols that do not train.
+        training: runtime of protocols that train, with a single process.
 
     Raises:
-        ConfigError: a value out of range, or no such protocol.
+        ConfigError: a value is out of range, or a protocol does not exist.
     """
 
     backbone: BackboneSource

@@ -1,4 +1,4 @@
-"""The rows of a card: which protocol measures which set of a folder. Nothing here needs torch until sets are found."""
+"""Planning of a benchmark: the data sets of a folder and their protocols. Torch is imported on use only."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,17 +15,17 @@ from cribo.errors import DataError
 from cribo.evaluation.protocol import PROTOCOLS, Protocol, find_protocol
 
 _CONTAINERS = frozenset({"VOCdevkit"})
-"""Folders that published sets are unpacked to, with a folder for each set."""
+"""Names of folders whose subfolders are data sets."""
 
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """A protocol on a set.
+    """A protocol and a data set to evaluate it on.
 
     Attributes:
-        protocol: its class.
-        set: name of the folder.
-        data: the protocol's `data_type`.
+        protocol: class of the protocol.
+        set: folder name of the data set.
+        data: instance of the protocol's `data_type`.
     """
 
     protocol: type[Protocol]
@@ -34,24 +34,24 @@ class PlannedRow:
 
     @property
     def name(self) -> str:
-        """Protocol and set, for messages and folders."""
+        """Name of protocol and data set, for messages and folders."""
         return f"{self.protocol.name}-{self.set}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured, and what is not.
+    """Planned and excluded evaluations of a benchmark.
 
     Attributes:
-        rows: in the order of the measurement.
-        left_out: the reason why a protocol has no row, by its name.
+        rows: planned evaluations in order.
+        left_out: reason why a protocol is excluded, by name of the protocol.
     """
 
     rows: list[PlannedRow]
     left_out: dict[str, str]
 
     def table(self) -> Table:
-        """Return the protocols, and their sets or the reason why they have none."""
+        """Return a table of the protocols with their data sets, or the reason of their exclusion."""
         table = Table("evaluation", "sets")
         sets: dict[str, list[str]] = {}
         for row in self.rows:
@@ -64,7 +64,7 @@ class Plan:
 
 
 def by_reason(left_out: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the names that share each reason.
+    """Group names by reason.
 
     Example:
         >>> by_reason({"linear": "it trains", "image-nn": "no set", "detection": "it trains"})
@@ -77,18 +77,18 @@ def by_reason(left_out: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def make_plan(config: BenchmarkConfig) -> Plan:
-    """Find the sets in the folder, and the protocols that take them.
+    """Find the data sets in the folder, and the protocols that support them.
 
     Raises:
         MissingData: the folder does not exist.
-        DataError: it has no known set, or lacks one of `data.sets`.
-        ConfigError: there is no such protocol, or one of `only` cannot be measured by this backbone or quickly.
+        DataError: the folder has no known data set, or lacks one of `data.sets`.
+        ConfigError: a protocol does not exist, or one of `only` does not support the backbone or `quick`.
     """
     protocols = [find_protocol(name) for name in dict.fromkeys(PROTOCOLS if config.only is None else config.only)]
     left_out = {protocol.name: reason for protocol in protocols if (reason := _obstacle(protocol, config))}
     if config.only is not None and left_out:
         name, reason = next(iter(left_out.items()))
-        raise ConfigError(f"{name} cannot be measured: {reason}; leave it out of --only")
+        raise ConfigError(f"{name} cannot be evaluated: {reason}; remove it from --only")
     root = Path(config.data.root).expanduser()
     require(root)
     used = [protocol for protocol in protocols if protocol.name not in left_out]
@@ -115,9 +115,9 @@ def _layout(protocol: type[Protocol]) -> str:
 
 
 def _obstacle(protocol: type[Protocol], config: BenchmarkConfig) -> str:
-    """The reason why a protocol is not for this backbone or schedule; empty if there is none."""
+    """Return the reason why a protocol does not support this backbone or schedule; empty if it does."""
     if config.quick and protocol.trains():
-        return "--quick leaves out protocols that train"
+        return "--quick excludes protocols that train"
     try:
         protocol().check_backbone(config.backbone)
     except ConfigError as error:
@@ -128,7 +128,7 @@ def _obstacle(protocol: type[Protocol], config: BenchmarkConfig) -> str:
 def _sets(
     root: Path, protocols: Sequence[type[Protocol]], names: Sequence[str] | None
 ) -> dict[str, list[tuple[type[Protocol], Any]]]:
-    """The protocols that take each set, with its data; the folder itself if it is a set, else its folders."""
+    """Return protocols and data by data set: the folder itself if it is a data set, else its subfolders."""
     pairs = {folder: _takers(folder, protocols) for folder in (root, *_folders(root))}
     found = {folder.resolve().name: takers for folder, takers in pairs.items() if takers}
     if pairs[root]:
@@ -137,7 +137,7 @@ def _sets(
         return found
     if unknown := [name for name in names if name not in found]:
         there = ", ".join(found) or "none"
-        raise DataError(f"data.sets: no known set {unknown[0]!r} in {root}; the sets there are: {there}")
+        raise DataError(f"data.sets: no known set {unknown[0]!r} in {root}; available sets: {there}")
     return {name: found[name] for name in names}
 
 

@@ -1,4 +1,4 @@
-"""Measurement of the rows of a card, one after the other."""
+"""Runner of benchmarks."""
 
 import itertools
 import logging
@@ -27,7 +27,7 @@ log = logging.getLogger("cribo")
 
 @dataclass(frozen=True)
 class _Subject:
-    """A backbone or baseline, with its patch size, and the side of the only images that it takes or None."""
+    """A backbone or baseline, with its patch size and its fixed input size (None for any size)."""
 
     source: BackboneSource
     patch_size: int
@@ -35,7 +35,7 @@ class _Subject:
 
 
 CARDS = Path("cards")
-"""Parent of the folders of cards without --out."""
+"""Parent folder of cards without --out."""
 
 
 def benchmark(
@@ -47,28 +47,28 @@ def benchmark(
     command: str = "",
     console: Console | None = None,
 ) -> tuple[Card, Path]:
-    """Measure a backbone and its baselines by every protocol on every set, and write a card.
+    """Evaluate a backbone and its baselines with all protocols on all data sets, and write a card.
 
-    Each row is an evaluation in a folder of its own, as `evaluate` writes it. Finished ones of the same backbone, data
-    and settings are used and not measured again, and interrupted trainings are resumed. A row that cannot be measured
-    does not stop the others; the card gives the reason.
+    Each row is an evaluation with its own folder, as written by `evaluate`. Finished evaluations of the same backbone,
+    data and settings are reused, and interrupted trainings are resumed. A row that fails does not stop the others; the
+    card lists the reason.
 
     Args:
-        config: backbone, sets and protocols.
-        out: the folder of the card; by default `cards/<backbone>`, numbered.
-        rows: the parent of the folders of the evaluations.
+        config: backbone, data sets and protocols.
+        out: folder of the card; by default a numbered folder `cards/<backbone>`.
+        rows: parent folder of the evaluations.
         overwrite: replace an existing card in `out`.
         command: command line that reproduces the benchmark, stored in the result.
-        console: shows the plan and the progress.
+        console: console for the plan and progress bars.
 
     Returns:
         The card and its folder.
 
     Raises:
         errors of `make_plan` and `open_network`.
-        FolderError: the folder of the card cannot be used.
-        InputError: no row could be measured.
-        Interrupted: SIGTERM or SIGUSR1 was received; the same call continues. (Ctrl-C is a KeyboardInterrupt.)
+        FolderError: the folder of the card cannot be created.
+        InputError: all rows failed.
+        Interrupted: SIGTERM or SIGUSR1 was received; repeat the call to resume. (Ctrl-C raises KeyboardInterrupt.)
         NonFiniteLoss: training has diverged.
     """
     console = console or Console(quiet=True)
@@ -91,7 +91,7 @@ def benchmark(
     card = Card(about, measured, plan.left_out, config.quick, command)
     if not card.measured:
         reasons = "; ".join(f"{row.name}: {row.reasons[BACKBONE]}" for row in card.rows)
-        raise InputError(f"no row could be measured: {reasons}")
+        raise InputError(f"all evaluations failed: {reasons}")
     return card, target.create(card.write)
 
 
@@ -103,7 +103,7 @@ def _measure_row(
     command: str,
     console: Console,
 ) -> CardRow:
-    """Measure the backbone, then its baselines, which a row can lack."""
+    """Evaluate the backbone and its baselines; failed baselines are recorded in the row."""
     done = CardRow(row.protocol.name, row.set)
     for role, subject in subjects.items():
         try:
@@ -117,7 +117,7 @@ def _measure_row(
 
 
 def _subjects(source: BackboneSource, network: Backbone) -> dict[str, _Subject]:
-    """The backbone and its baselines: the same network with random weights, and the mean colour of patches."""
+    """Return the backbone and its baselines: the untrained network, and the mean colour of patches."""
     found = _Subject(source, network.patch_size, None if network.takes_any_size else network.image_size)
     subjects = {BACKBONE: found}
     if source.source != MEAN_COLOUR:
@@ -130,13 +130,13 @@ def _subjects(source: BackboneSource, network: Backbone) -> dict[str, _Subject]:
 def _evaluation(
     row: PlannedRow, subject: _Subject, config: BenchmarkConfig, parent: Path, command: str, console: Console
 ) -> tuple[EvaluationResult, Path]:
-    """Return the evaluation of this row that exists, or measure it."""
+    """Return the existing evaluation of this row, or run it."""
     runtime = _runtime(row.protocol, config)
     settings = _settings(row.protocol, subject, config)
     run, protocol = open_run(settings, subject.source, row.data, runtime, pictures=config.pictures, console=console)
     for folder in _numbered(parent / f"{row.name}-{run.about['name']}"):
         if (folder / RESULTS).is_file() and run.has_result(found := read_result(folder), protocol):
-            log.info("%s: measured before", folder)
+            log.info("%s: reusing existing results", folder)
             return found, folder
         resume = protocol.trains() and is_evaluation_of(folder, run.identity(protocol))
         if resume or not folder.exists():
@@ -156,7 +156,7 @@ def _settings(protocol: type[Protocol], subject: _Subject, config: BenchmarkConf
 
 
 def _runtime(protocol: type[Protocol], config: BenchmarkConfig) -> Any:
-    """The runtime of a protocol: its own defaults, where the configuration has those of the class."""
+    """Return the runtime of a protocol, with the protocol's defaults for unchanged options."""
     given = config.training if protocol.trains() else config.runtime
     if not isinstance(given, protocol.runtime_type):
         return None

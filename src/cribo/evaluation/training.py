@@ -173,7 +173,7 @@ def fit(
         if (count := len(cast(Any, validation))) < processes:
             # Lightning skips validation on a rank without samples, and the other ranks would hang.
             raise ConfigError(
-                f"each of the {processes} devices needs at least one image to score, got {count} images: use fewer "
+                f"each of the {processes} devices needs at least one image to score, got {count}: use fewer "
                 "--runtime.devices, or raise data.limit"
             )
         share = [[index] for index in range(rank, count, processes)]

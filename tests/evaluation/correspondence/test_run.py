@@ -115,7 +115,7 @@ def test_a_file_that_is_wrong_is_named(
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        (("--alphas", "0"), "alphas must be different numbers above 0 and up to 1"),
+        (("--alphas", "0"), "alphas must be distinct numbers > 0 and <= 1"),
         (("--size", "60"), "size must be a multiple of the patch size 16, got 60x60"),
         (("--data.split", "test"), "has no splits, got 'test': omit data.split"),
         (("--data.limit", "0"), "data.limit must be >= 1"),

@@ -459,10 +459,10 @@ def test_lists_of_the_memory(tmp_path: Path) -> None:
     assert (len(whole.draws), len(part.draws)) == (1, 2)
     assert part.patches < whole.patches
     assert "draws" not in chosen.effective()
-    with pytest.raises(InputError, match=r"1_div_8 holds no list \(\*\.txt\) for ratio 8: leave out the ratio"):
+    with pytest.raises(InputError, match=r"1_div_8 has no lists \(\*\.txt\) for ratio 8: omit the ratio"):
         images_of(memory, 8, chosen)
     (tmp_path / "1_div_2" / "c.txt").write_text("7")
-    with pytest.raises(InputError, match=r"c\.txt lists 7, which is none of the 4 images of the memory"):
+    with pytest.raises(InputError, match=r"c\.txt lists 7, which is not among the 4 images of the memory"):
         images_of(memory, 2, chosen)
     (tmp_path / "1_div_2" / "c.txt").write_text("")
     with pytest.raises(InputError, match=r"c\.txt is empty"):
@@ -516,7 +516,7 @@ def test_sets_that_cannot_be() -> None:
 @pytest.mark.parametrize("score", ["patch", "pixel", "resized"])
 def test_queries_without_any_class_are_refused(score: Any) -> None:
     queries = Coded([torch.full((8, 8), 255)])
-    with pytest.raises(ValueError, match="the queries have nothing to score"):
+    with pytest.raises(ValueError, match="the queries cannot be scored"):
         dense_nn(PERFECT, Coded(random_maps(2, 0)), queries, settings(score=score))
 
 

@@ -210,7 +210,7 @@ def test_options_from_a_file(data: Path, backbone: Path) -> None:
         (["--backbone", "mean-colour", "--devices", "cpu,meta"], "runtime.devices must be one or more devices"),
         (["--backbone", "mean-colour", "--pictures", "-1"], "pictures must be >= 0, got -1"),
         (["--backbone", "mean-colour", "--memory_patches", "9"], "memory_patches must be at least"),
-        (["--backbone", "mean-colour", "--data", "camvid", "--data.root", "null"], "data.root must be given"),
+        (["--backbone", "mean-colour", "--data", "camvid", "--data.root", "null"], "data.root is required"),
         (
             ["--backbone", "vit_tiny_patch16_224", "--pretrained", "false", "--layers", "13"],
             "layers must be 1 to 12, the blocks of vit_tiny_patch16_224, got 13",
@@ -246,7 +246,9 @@ def test_labels_that_do_not_fit(data: Path, refused: Callable[..., str]) -> None
         assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize(("split", "message"), [("train", "no labelled patch"), ("val", "nothing to score")])
+@pytest.mark.parametrize(
+    ("split", "message"), [("train", "no labelled patch"), ("val", "the queries cannot be scored")]
+)
 def test_a_set_without_any_label(data: Path, refused: Callable[..., str], split: str, message: str) -> None:
     for path in (data / "labels" / split).iterdir():
         Image.fromarray(np.full((32, 32), 255, np.uint8)).save(path)

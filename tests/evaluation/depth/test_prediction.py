@@ -118,7 +118,7 @@ def test_what_cannot_be_fitted_is_an_error() -> None:
     with pytest.raises(InputError, match="no patch of the training images has a depth"):
         fit_linear(known, {EncodedView(0): torch.full((20,), torch.nan)}, 1e-3)
     known.features(EncodedView(0))[3, 3] = torch.inf
-    with pytest.raises(InputError, match="features that are not finite"):
+    with pytest.raises(InputError, match="features of the backbone are not finite"):
         fit_linear(known, {EncodedView(0): torch.ones(20)}, 1e-3)
 
 
@@ -149,5 +149,5 @@ def test_a_row_is_the_mean_over_images_with_measurements() -> None:
     scores = [DepthScore(1.0, 0.5, 0.1), None, DepthScore(0.5, 1.5, 0.3)]
     assert row("linear", scores) == {"method": "linear", "delta1": 0.75, "rmse": 1.0, "abs_rel": 0.2, "images": 2}
     assert score_depth(torch.ones(2, 2), torch.zeros(2, 2)) is None
-    with pytest.raises(InputError, match="there is nothing to score"):
+    with pytest.raises(InputError, match="no pixel of the validation images can be scored"):
         row("linear", [None])

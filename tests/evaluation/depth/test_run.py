@@ -188,7 +188,7 @@ def test_an_image_without_measurement_is_left_out_of_the_mean(folder: Path) -> N
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        (("--methods", "linear,linear"), "methods must be different ones of neighbours,linear"),
+        (("--methods", "linear,linear"), "methods must be distinct values of neighbours,linear"),
         (("--temperature", "0"), "temperature must be > 0"),
         (("--ridge", "0"), "ridge must be > 0"),
         (("--neighbours", "0"), "neighbours must be >= 1"),

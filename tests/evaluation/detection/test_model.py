@@ -106,12 +106,12 @@ def test_building_leaves_global_draws_and_the_backbone_alone(tiny_vit: Make) -> 
 @pytest.mark.parametrize(
     ("name", "args", "said"),
     [
-        ("resnet18", {"channels": (8, 8, 8, 8)}, "it is no plain vision transformer"),
+        ("resnet18", {"channels": (8, 8, 8, 8)}, "it is not a plain vision transformer"),
         ("vit_small_patch14_reg4_dinov2", {"depth": 1}, "it has 4 register tokens"),
         ("vit_small_patch16_224", {"depth": 1, "class_token": False, "global_pool": "avg"}, r"it has no \[CLS\] token"),
         ("vit_base_patch16_clip_224", {"depth": 1}, "it has a norm before its blocks"),
-        ("vit_small_patch16_224", {"depth": 1, "qk_norm": True}, "its attention is not the plain one"),
-        ("vit_small_patch16_dinov3", {"depth": 1}, "it is no plain vision transformer"),
+        ("vit_small_patch16_224", {"depth": 1, "qk_norm": True}, "its attention is not plain self-attention"),
+        ("vit_small_patch16_dinov3", {"depth": 1}, "it is not a plain vision transformer"),
     ],
 )
 def test_other_networks_are_refused_with_advice(name: str, args: dict[str, Any], said: str) -> None:

@@ -177,7 +177,7 @@ def test_what_was_killed_is_gone_on_with_and_ends_as_if_it_had_not_been(
     assert not Path("killed/results.json").exists()
     assert "already exists" in refused(*words, "--out", "killed")
     said = refused(*words, "--out", "killed", "--resume", "--learning_rate", "0.1")
-    assert "was begun with settings.learning_rate 0.0002, not 0.1" in said
+    assert "was created with settings.learning_rate 0.0002, got 0.1" in said
     assert main([*words, "--out", "killed", "--resume"]) == 0
     assert read_result("killed").results == read_result("whole").results
     assert Path("killed/detections.json").read_bytes() == Path("whole/detections.json").read_bytes()
@@ -211,7 +211,7 @@ def test_two_processes_look_at_each_image_once_and_one_of_them_speaks(words: lis
     assert sorted({row["image_id"] for row in rows}) == [100, 101, 102]
     assert len(rows) == 3
     assert done.stdout.count("AP50") == 1
-    assert done.stdout.count("raise --tokens to have all of them") == 1
+    assert done.stdout.count("increase --tokens to detect all of them") == 1
 
 
 def test_it_trains_in_16_bits(words: list[str]) -> None:
@@ -231,7 +231,7 @@ def test_checkpointing_changes_memory_alone(words: list[str]) -> None:
 
 def test_backbones_that_cannot_be(words: list[str], refused: Callable[..., str]) -> None:
     said = refused(*words, "--backbone", "resnet18", "--pretrained", "false")
-    assert "YOLOS cannot be built on resnet18: it is no plain vision transformer; choose" in said
+    assert "YOLOS cannot be built on resnet18: it is not a plain vision transformer; choose" in said
     assert "mean-colour is not a network and cannot be finetuned as a detector: choose" in refused(
         *words, "--backbone", "mean-colour"
     )
@@ -245,7 +245,7 @@ def test_backbones_that_cannot_be(words: list[str], refused: Callable[..., str])
         (("--limit", "0"), "limit must be >= 1, got 0"),
         (("--pictures", "-1"), "pictures must be >= 0, got -1"),
         (("--learnin_rate", "1"), "did you mean learning_rate?"),
-        (("--resume",), "--resume needs --out"),
+        (("--resume",), "--resume requires --out"),
         (("--data", "nowhere"), "there is no 'nowhere'"),
         (("--data.val_annotations", "nowhere.json"), "there is no 'nowhere.json'"),
     ],
@@ -279,7 +279,7 @@ def test_more_boxes_than_can_be_found_are_said(
 ) -> None:
     assert main([*words, "--tokens", "1", "--epochs", "1", "--pictures", "0", "--out", "result"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "an image has 2 boxes, but no more than 1 can be found in one: raise --tokens" in said
+    assert "an image has 2 boxes, but at most 1 can be detected per image: increase --tokens" in said
 
 
 def test_broken_images_are_named(words: list[str], rectangles: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,7 +304,7 @@ def test_help_advises(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["evaluate", "detection", "--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "first try: --schedule short --limit 20 --epochs 2" in said
+    assert "quick trial: --schedule short --limit 20 --epochs 2" in said
     assert "[2.5e-5, short:" in said
 
 

@@ -151,8 +151,8 @@ def test_images_without_objects_are_left_out(coco: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        (("--methods", "lost,lost"), "methods must be different ones of lost,tokencut, got lost,lost"),
-        (("--methods", "ncut"), "methods must be different ones of lost,tokencut, got ncut"),
+        (("--methods", "lost,lost"), "methods must be distinct values of lost,tokencut, got lost,lost"),
+        (("--methods", "ncut"), "methods must be distinct values of lost,tokencut, got ncut"),
         (("--threshold", "1"), "threshold must be a cosine between -1 and 1, got 1.0"),
         (("--features", "keys"), "features must be tokens for mean-colour"),
         (("--candidates", "0"), "candidates must be >= 1"),
@@ -172,12 +172,12 @@ def test_what_cannot_be_used_is_refused_before_any_work(
 
 def test_a_size_that_a_network_does_not_take_is_refused() -> None:
     backbone = SimpleNamespace(takes_any_size=False, image_size=224, name="swin_tiny")
-    with pytest.raises(InputError, match="size cannot be set for swin_tiny, which takes images of 224 x 224"):
+    with pytest.raises(InputError, match="size cannot be set for swin_tiny, which only accepts images of 224 x 224"):
         Discovery(size=448).prepare(SimpleNamespace(backbone=backbone))  # pyright: ignore[reportArgumentType]
 
 
 def test_images_with_too_many_patches_are_refused(coco: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "_MAX_PATCHES", 9)
     backbone = build_backbone("resnet18", args={"channels": (8, 8, 8, 8)}, seed=0)
-    with pytest.raises(InputError, match=r"0\.jpg must have at most 9 patches, got 3 x 4: resize images, --size 96"):
+    with pytest.raises(InputError, match=r"0\.jpg must have at most 9 patches, got 3 x 4: reduce --size to 96"):
         discovery.discover(backbone, DiscoveryData(str(coco)).open().val, Discovery(features="tokens"))

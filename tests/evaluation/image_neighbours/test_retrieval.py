@@ -250,7 +250,7 @@ def test_features_that_are_not_finite_are_said_with_their_image(tmp_path: Path) 
         return torch.cat((pixels.mean(dim=(2, 3))[:-1], torch.full((1, 3), torch.nan)))
 
     encoder = ImageEncoder(broken, 1, 3, "broken")
-    with pytest.raises(ValueError, match=r"features of 002\.png that are not finite"):
+    with pytest.raises(ValueError, match=r"features of the backbone for 002\.png are not finite"):
         extract_global([encoder], images, SquareCrop(SIDE, SIDE), machine=machine(tmp_path / "cache", encoder))
     assert not list((tmp_path / "cache").rglob("*.npy"))
 
@@ -259,7 +259,7 @@ def test_features_that_do_not_fit_are_refused_before_any_work(tmp_path: Path, mo
     images, _ = drawn(tmp_path, 8, 0, [0, 1])
     monkeypatch.setattr("cribo.evaluation.cache.available_memory", lambda device: 95)  # 8 * 3 * 4 bytes are needed
     colours = Colours()
-    with pytest.raises(ValueError, match=r"memory has .* free: keep them on disk"):
+    with pytest.raises(ValueError, match=r"memory has .* free: store them on disk"):
         rows(images, colours)
     assert colours.batches == []
 
@@ -278,13 +278,13 @@ def test_an_image_is_resized_by_its_shorter_side_and_cut_from_its_centre() -> No
 @pytest.mark.parametrize(
     ("wrong", "pattern"),
     [
-        ({"neighbours": ()}, "neighbours must be numbers >= 1, at least one"),
-        ({"neighbours": (5, 0)}, "neighbours must be numbers >= 1"),
-        ({"neighbours": (5, 5)}, "neighbours must differ, got 5, 5"),
+        ({"neighbours": ()}, "neighbours must be one or more numbers >= 1"),
+        ({"neighbours": (5, 0)}, "neighbours must be one or more numbers >= 1"),
+        ({"neighbours": (5, 5)}, "neighbours must be distinct, got 5, 5"),
         ({"temperature": 0.0}, "temperature must be > 0, got 0.0"),
         ({"temperature": float("nan")}, "temperature must be > 0"),
         ({"crop": 0}, "crop must be >= 1"),
-        ({"resize": 100}, "resize must be >= crop, which is cut from it, got 100 and crop 224"),
+        ({"resize": 100}, "resize must be >= crop, got resize 100 and crop 224"),
     ],
 )
 def test_settings_out_of_range(wrong: dict[str, object], pattern: str) -> None:

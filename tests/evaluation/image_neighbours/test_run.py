@@ -131,13 +131,13 @@ def test_features_are_kept_for_the_next_time(data: Path, capsys: pytest.CaptureF
     ("more", "reason"),
     [
         (("--neighbours", "25"), "neighbours must be at most the number of training images, 24 here, got 25"),
-        (("--neighbours", "0"), "neighbours must be numbers >= 1"),
+        (("--neighbours", "0"), "neighbours must be one or more numbers >= 1"),
         (("--crop", "20"), "crop must be a multiple of 16, the patch size of mean-colour, got 20: give 16"),
         (("--crop", "32"), "resize must be >= crop"),
         (("--temperature", "0"), "temperature must be > 0"),
         (("--limit", "0"), "data.limit must be >= 1"),
         (("--pictures", "-1"), "pictures must be >= 0, got -1"),
-        (("--backbone.layers", "2"), "layers must be 1, for the global token is that of the last block, got 2"),
+        (("--backbone.layers", "2"), "layers must be 1, since the global token is that of the last block, got 2"),
         (("--data.val", "vall"), "did you mean 'val'?"),
         (("--temprature", "1"), "did you mean temperature"),
         (("--data", "imagenet"), "ImageNet-1k train in"),
@@ -155,7 +155,7 @@ def test_what_cannot_be_used_is_said_before_any_work(
 def test_folders_that_cannot_be_used(data: Path, refused: Callable[..., str]) -> None:
     without_root = words(data)
     del without_root[without_root.index("--data.root") : without_root.index("--data.root") + 2]
-    assert "data.root must be given" in refused(*without_root)
+    assert "data.root is required" in refused(*without_root)
     (data / "val" / "violet").mkdir()
     Image.new("RGB", (20, 20)).save(data / "val" / "violet" / "1.png")
     assert "classes without training images, violet" in refused(*words(data))

@@ -142,9 +142,9 @@ def test_what_cannot_be_clustered_is_refused() -> None:
     objects = Coded(images.maps, classes=("background", "b", "c", "d"))
     with pytest.raises(InputError, match="clusters must be at most the number of patches of the foreground"):
         scored(objects, clusters=(60,), foreground=True)
-    with pytest.raises(InputError, match="nothing to score"):
+    with pytest.raises(InputError, match="no image can be scored"):
         scored(Coded([torch.full((20, 24), 255)]), clusters=(2,))
     found = features_of(images)
     found.held[EncodedView(1)] = torch.full((30, 16), torch.nan)
-    with pytest.raises(InputError, match="features that are not finite"):
+    with pytest.raises(InputError, match="features of the backbone are not finite"):
         overclustering(found, images, Overclustering(clusters=(2,), size=SIZE))

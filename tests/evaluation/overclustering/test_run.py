@@ -46,7 +46,7 @@ def test_an_evaluation_leaves_its_results_and_pictures(data: Path, capsys: pytes
         (("--draws", "0"), "draws must be >= 1, got 0"),
         (("--dims", "0"), "dims must be >= 1, got 0"),
         (("--size", "60"), "size must be a multiple of the patch size 16, got 60x60"),
-        (("--foreground",), "foreground needs a background as class 0, which is 'red' here"),
+        (("--foreground",), "foreground requires background as class 0, got 'red'"),
     ],
 )
 def test_what_cannot_be_used_is_refused_before_any_work(

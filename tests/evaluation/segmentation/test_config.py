@@ -69,7 +69,7 @@ def test_what_is_said_counts() -> None:
         ({"crop": 0}, "crop must be >= 1, got 0"),
         ({"crop": 8}, "crop must be a multiple of the patch size of vit_tiny_patch16_224, 16, got 8: use 16$"),
         ({"crop": 40}, "crop must be a multiple of .*, 16, got 40: use 32 or 48"),
-        ({"learning_rates": ()}, "learning_rates must hold at least one"),
+        ({"learning_rates": ()}, "learning_rates must not be empty"),
         ({"learning_rates": (1e-3, 0.0)}, "learning_rates must be > 0, got 0"),
         ({"learning_rates": (-1e-3,)}, "learning_rates must be > 0, got -0.001"),
         ({"learning_rates": (float("nan"),)}, "learning_rates must be > 0, got nan"),
@@ -85,6 +85,6 @@ def test_a_network_of_one_size_is_slid_over_images() -> None:
     backbone = tiny_vit()
     backbone.takes_any_size = False
     for values in ({"crop": 32}, {"crop": 64, "inference": "slide"}):
-        with pytest.raises(ConfigError, match=r"pixels alone.*: give --crop 32 --inference slide"):
+        with pytest.raises(ConfigError, match=r"pixels, got .*: use --crop 32 --inference slide"):
             settings("voc", backbone, **values)
     assert settings("voc", backbone, crop=32, inference="slide").windows.window == 32

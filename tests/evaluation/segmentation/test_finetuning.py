@@ -217,7 +217,7 @@ def test_a_score_that_is_damaged_is_named(folder: Path, tmp_path: Path) -> None:
     _, out = evaluate(*made, out=tmp_path / "out", pictures=0)
     (out / "results.json").unlink()
     (out / "lr=0.001" / "score.json").write_text("{")
-    with pytest.raises(FolderError, match=r"score\.json is damaged .*: remove .*lr=0\.001 to train it again"):
+    with pytest.raises(FolderError, match=r"score\.json is corrupt .*: remove .*lr=0\.001 to repeat the training"):
         evaluate(*made, out=out, resume=True, pictures=0)
 
 
@@ -242,8 +242,8 @@ def test_two_processes_are_as_one(folder: Path, whole: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"decoder": DecoderConfig(heads=3)}, "decoder.width 32 does not divide into 3 heads"),
-        ({"decoder": DecoderConfig(width=200)}, "decoder.width 200 does not divide into 3 heads"),
+        ({"decoder": DecoderConfig(heads=3)}, "decoder.width 32 is not divisible by 3 heads"),
+        ({"decoder": DecoderConfig(width=200)}, "decoder.width 200 is not divisible by 3 heads"),
         ({"decoder": DecoderConfig(layers=0)}, "decoder.layers must be >= 1, got 0"),
         (
             {"backbone": BackboneSource("dla46_c", pretrained=False)},
@@ -273,8 +273,8 @@ def test_what_cannot_be_trained_is_refused_before_a_folder_is_made(
     [
         ({"drop_path": 1.0}, "drop_path must be >= 0 and < 1, got 1"),
         ({"backbone": BackboneSource("x", layers=4)}, "layers must be 1, got 4: Segmenter decodes .* the last block"),
-        ({"backbone": BackboneSource("mean-colour")}, "mean-colour has nothing that can be finetuned: give a network"),
-        ({"learning_rates": ()}, "learning_rates must hold at least one"),
+        ({"backbone": BackboneSource("mean-colour")}, "mean-colour has no weights to finetune: choose a network"),
+        ({"learning_rates": ()}, "learning_rates must not be empty"),
     ],
 )
 def test_what_no_segmenter_has_is_refused(folder: Path, changes: dict[str, Any], message: str) -> None:

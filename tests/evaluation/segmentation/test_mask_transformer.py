@@ -159,13 +159,13 @@ def test_a_dropped_branch_is_the_callers_choice_image_by_image() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"classes": 1}, "at least 2, got 1"),
+        ({"classes": 1}, "at least 2 classes, got 1"),
         ({"layers": 0}, "decoder.layers must be >= 1, got 0"),
         ({"width": 0}, "decoder.width must be >= 1, got 0"),
         ({"heads": 0}, "decoder.heads must be >= 1, got 0"),
-        ({"heads": 5}, "decoder.width 16 does not divide into 5 heads.*decoder.width 15 or 20"),
-        ({"width": 3, "heads": 5}, "does not divide into 5 heads.*decoder.width 5$"),
-        ({"width": 200}, "decoder.width 200 does not divide into 3 heads"),
+        ({"heads": 5}, "decoder.width 16 is not divisible by 5 heads.*decoder.width 15 or 20"),
+        ({"width": 3, "heads": 5}, "is not divisible by 5 heads.*decoder.width 5$"),
+        ({"width": 200}, "decoder.width 200 is not divisible by 3 heads"),
         ({"drop_path": 1.0}, "drop_path must be >= 0 and < 1, got 1.0"),
     ],
 )

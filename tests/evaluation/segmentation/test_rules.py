@@ -304,6 +304,6 @@ def test_an_evaluation_by_necos_rules(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_baseline_without_drop_path_is_refused_before_work(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"mean-colour has no drop path: give --drop_path 0, got 0\.1"):
+    with pytest.raises(ConfigError, match=r"mean-colour has no drop path: use --drop_path 0, got 0\.1"):
         evaluate(Linear(**TINY), "mean-colour", SegmentationData("folder", str(folder)), CPU, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -180,7 +180,7 @@ def test_two_processes_are_as_one(folder: Path, tmp_path: Path) -> None:
         ({"crop": 24}, ConfigError, "crop must be a multiple of the patch size"),
         ({"data": SegmentationData("folder", "ROOT", train="trian")}, DataError, "there is no .trian. in .*images"),
         ({"data": SegmentationData("camvid", "ROOT")}, DataError, "must list the classes of CamVid in order"),
-        ({"data": SegmentationData("voc")}, ConfigError, "data.root must be given"),
+        ({"data": SegmentationData("voc")}, ConfigError, "data.root is required"),
     ],
 )
 def test_what_cannot_be_used_is_refused_before_a_folder_is_made(
@@ -230,4 +230,4 @@ def test_the_command_prints_tables_and_places(folder: Path, tmp_path: Path, caps
     assert main(words) == 2
     assert "--overwrite" in capsys.readouterr().err
     assert main(["evaluate", "linear", *words[2:], "--learning_rates", "[]"]) == 2
-    assert "learning_rates must hold at least one" in capsys.readouterr().err
+    assert "learning_rates must not be empty" in capsys.readouterr().err

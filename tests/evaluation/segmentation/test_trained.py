@@ -72,7 +72,7 @@ def test_a_layer_norms_epsilon_comes_along(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"no tensors at all", "cannot be read .*: copy it again"),
-        (safetensors.torch.save({"a": torch.ones(1)}), "holds no segmenter: give what"),
+        (safetensors.torch.save({"a": torch.ones(1)}), "is not a segmenter: give a file written by"),
         (
             safetensors.torch.save({"a": torch.ones(1)}, {"cribo_segmenter": json.dumps({"format": 3})}),
             "has format 3, this version of cribo reads up to 2: update cribo",
@@ -86,5 +86,5 @@ def test_a_file_that_is_none_says_what_it_is(tmp_path: Path, content: bytes, mes
 
 
 def test_a_folder_without_one_says_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no segmenter at .*: give the folder that a finished"):
+    with pytest.raises(FileNotFoundError, match=r"no segmenter at .*: give the folder of a finished"):
         load_segmenter(tmp_path)

@@ -1,1 +1,1 @@
-"""Semantic correspondence: keypoints of one image found in another by nearest features."""
+"""Semantic correspondence: keypoints of an image are matched in another image by nearest features."""

@@ -1,4 +1,4 @@
-"""Keypoints matched by nearest features, and the share of correct ones (PCK)."""
+"""Keypoint matching by nearest features, and the percentage of correct keypoints (PCK)."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -14,7 +14,7 @@ from cribo.data.correspondence import Pair, PairedImages
 from cribo.data.reading import image_size
 from cribo.evaluation.features import EncodedView, PatchFeatures
 
-_CHANNELS = 64  # upsampled at once
+_CHANNELS = 64  # number of channels upsampled at once
 
 
 @torch.no_grad()
@@ -25,16 +25,16 @@ def match_pairs(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> list[Float[Tensor, "k 2"]]:
-    """Find the points of each source in its target.
+    """Match the keypoints of each source image in its target image.
 
     Args:
-        features: of the patches of all images.
-        images: in pairs.
-        device: on which they are matched.
+        features: patch features of all images.
+        images: paired images.
+        device: device of the matching.
         progress: progress callback.
 
     Returns:
-        For each pair, (k, 2): x and y in pixels of the target.
+        (k, 2) tensors, one per pair: x and y in pixels of the target.
     """
     matches: dict[int, Tensor] = {}
     order = sorted(range(len(images.pairs)), key=lambda number: images.pairs[number].target)
@@ -55,13 +55,13 @@ def match_pairs(
 def features_at(
     features: Float[Tensor, "d h w"], points: Float[Tensor, "k 2"], size: tuple[int, int]
 ) -> Float[Tensor, "k d"]:
-    """Return the features at the pixels of points, interpolated bilinearly, of unit length.
+    """Return bilinearly interpolated features of unit length at the pixels of points.
 
-    The same as indexing the feature map upsampled to the image, (D, height, width), at [:, y, x].
+    Equivalent to upsampling the feature map to the image, (D, height, width), and indexing it at [:, y, x].
 
     Args:
-        features: of an image.
-        points: x and y of each, in pixels.
+        features: feature map of an image.
+        points: x and y in pixels.
         size: height and width of the image.
     """
     height, width = size
@@ -73,7 +73,7 @@ def features_at(
 
 
 def upsampled_norms(features: Float[Tensor, "d h w"], size: tuple[int, int]) -> Float[Tensor, "height width"]:
-    """Return the lengths of the features at all pixels, of the feature map upsampled bilinearly."""
+    """Return the L2 norms of the bilinearly upsampled features at all pixels."""
     parts = (F.interpolate(part[None], size=size, mode="bilinear")[0] for part in features.split(_CHANNELS))
     return sum((part.square().sum(dim=0) for part in parts), start=features.new_zeros(size)).sqrt()
 
@@ -81,14 +81,14 @@ def upsampled_norms(features: Float[Tensor, "d h w"], size: tuple[int, int]) -> 
 def nearest_pixels(
     points: Float[Tensor, "k d"], target: Float[Tensor, "d h w"], norms: Float[Tensor, "height width"]
 ) -> Float[Tensor, "k 2"]:
-    """Return x and y of the pixel with the highest cosine, for each point.
+    """Return x and y of the pixel with the highest cosine for each point.
 
     Args:
-        points: their features.
-        target: the features of an image.
-        norms: of the target, `upsampled_norms`.
+        points: features of the points.
+        target: feature map of the target image.
+        norms: `upsampled_norms` of the target.
     """
-    # The product with upsampled features is the upsampled product.
+    # Inner products commute with upsampling.
     products = torch.einsum("kd,dhw->khw", points, target)
     cosines = F.interpolate(products[None], size=norms.shape, mode="bilinear")[0] / norms.clamp_min(1e-12)
     best = cosines.flatten(1).argmax(dim=1)
@@ -96,7 +96,7 @@ def nearest_pixels(
 
 
 def are_correct(pair: Pair, found: Float[Tensor, "k 2"], alpha: float) -> Bool[Tensor, " k"]:
-    """Return which points are at most `alpha` times the longer side of the object's box from where they belong."""
+    """Return whether points are within `alpha` times the longer side of the object's box of the ground truth."""
     left, top, right, bottom = pair.box
     return (found - pair.target_points).norm(dim=1) <= alpha * max(right - left, bottom - top)
 
@@ -104,7 +104,7 @@ def are_correct(pair: Pair, found: Float[Tensor, "k 2"], alpha: float) -> Bool[T
 def row(matches: Sequence[Float[Tensor, "k 2"]], images: PairedImages, alpha: float) -> dict[str, Any]:
     """Return the row of a result.
 
-    PCK per image is the mean of all pairs' shares of correct points, PCK per point the share of all points.
+    PCK per image averages the fraction of correct points over pairs; PCK per point is the fraction over all points.
     """
     correct = [are_correct(pair, found, alpha).double() for pair, found in zip(images.pairs, matches, strict=True)]
 

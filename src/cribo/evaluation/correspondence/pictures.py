@@ -1,4 +1,4 @@
-"""Pictures of pairs: keypoints, where they belong, and where they were found."""
+"""Pictures of image pairs with true and matched keypoints."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,14 +23,14 @@ _ROWS_PER_PICTURE = 6
 def write_pairs(
     matches: Sequence[Float[Tensor, "k 2"]], images: PairedImages, folder: Path, *, alpha: float, number: int
 ) -> None:
-    """Draw some of the pairs: `pairs.png`, `pairs-2.png`, ... of six each.
+    """Draw some of the pairs, six per file: `pairs.png`, `pairs-2.png`, ...
 
     Args:
-        matches: the points that were found in the target of each pair.
-        images: in pairs.
+        matches: matched points in the target of each pair.
+        images: paired images.
         folder: output folder.
-        alpha: up to which points are correct.
-        number: of pairs to draw.
+        alpha: threshold of correct points.
+        number: number of pairs to draw.
     """
     for name, part in pages("pairs", spread(len(images.pairs), number), _ROWS_PER_PICTURE):
         write_figure(folder / f"{name}.png", draw_pairs(part, matches, images, alpha=alpha))
@@ -39,7 +39,7 @@ def write_pairs(
 def draw_pairs(
     numbers: Sequence[int], matches: Sequence[Float[Tensor, "k 2"]], images: PairedImages, *, alpha: float
 ) -> Figure:
-    """Draw the points of each source, and beside it those that were found, with a line to where they belong."""
+    """Draw the points of each source and their matches in the target, with lines to the ground truth."""
 
     def draw(number: int, axes: Sequence[Axes]) -> str:
         pair, found = images.pairs[number], matches[number]
@@ -59,7 +59,7 @@ def draw_pairs(
             axes[1].plot(*zip(target, match, strict=True), "-", color=colour, linewidth=1.2)
             axes[1].plot(*target, "o", markersize=6, color="none", markeredgecolor="white")
             axes[1].plot(*match, "o", markersize=5, color=colour, markeredgecolor="white")
-        return f"{pair.name}: {sum(correct)} of {len(correct)} points right"
+        return f"{pair.name}: {sum(correct)} of {len(correct)} points correct"
 
     shapes = [images.load(images.pairs[number].target).shape for number in numbers]
     return draw_rows(
@@ -69,9 +69,9 @@ def draw_pairs(
         cell=(4.6, 3.8),
         headings=("source", "target"),
         handles=[
-            _dot(rgb(RIGHT), "white", f"found, within {alpha:g} of the box"),
-            _dot(rgb(WRONG), "white", "found elsewhere"),
-            _dot("none", "0.4", "where it belongs"),
+            _dot(rgb(RIGHT), "white", f"correct, within {alpha:g} of the box"),
+            _dot(rgb(WRONG), "white", "wrong"),
+            _dot("none", "0.4", "ground truth"),
         ],
     )
 

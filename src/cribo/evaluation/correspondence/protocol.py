@@ -24,7 +24,7 @@ class CorrespondenceData:
     Attributes:
         root: SPair-71k (PairAnnotation, JPEGImages), or your own folder with images, and pairs/*.json in the
             format of SPair-71k.
-        split: of SPair-71k: trn, val or test. [test]
+        split: split of SPair-71k: trn, val or test. [test]
         partial: accept SPair-71k with missing pairs. Its scores are not comparable with published ones.
         limit: maximum number of pairs, evenly spaced, for a quick trial.
     """
@@ -41,7 +41,7 @@ class CorrespondenceData:
 
     @classmethod
     def find(cls, folder: Path) -> Self | None:
-        """Return the pairs in a folder."""
+        """Return the pairs in a folder, None if there are none."""
         has_pairs = any((folder / name).is_dir() for name in ("PairAnnotation", "pairs"))
         return cls(str(folder)) if has_pairs else None
 
@@ -73,7 +73,7 @@ class Correspondence(Protocol):
     """Semantic correspondence by nearest features, as in DIFT's `eval_spair.py`.
 
     Attributes:
-        alphas: a point is correct up to this share of the longer side of the object's box; one row of results each.
+        alphas: maximum distance of a correct point, relative to the longer side of the object's box; one row each.
         size: height,width of all images, or a single number for squares. [768, or the multiple of the patch size below]
         interpolation: interpolation of resized images.
         precision: precision of the stored features; float16 halves their size.
@@ -92,12 +92,12 @@ class Correspondence(Protocol):
     less_memory: ClassVar[str] = "lower --runtime.batch_size or --size"
     description: ClassVar[str] = """\
 Semantic correspondence: each keypoint of an image is matched with the pixel of another image that has the most similar
-feature, and the share of correct keypoints is scored (PCK, per image and per point). Nothing is trained.
+feature, and the percentage of correct keypoints is scored (PCK, per image and per point). Nothing is trained.
 
   cribo evaluate correspondence --backbone vit_small_patch16_224.dino --data SPair-71k
   cribo evaluate correspondence --backbone runs/mine --data MINE --alphas 0.05,0.1
 
-Features are cached on disk. For a first try: --limit 50 --size 448
+Features are cached on disk. For a quick trial: --limit 50 --size 448
 """
 
     alphas: tuple[float, ...] = (0.1,)
@@ -111,9 +111,7 @@ Features are cached on disk. For a first try: --limit 50 --size 448
             or not all(0 < alpha <= 1 for alpha in self.alphas)
             or len({*self.alphas}) < len(self.alphas)
         ):
-            raise InputError(
-                f"alphas must be different numbers above 0 and up to 1, such as 0.05,0.1, got {self.alphas}"
-            )
+            raise InputError(f"alphas must be distinct numbers > 0 and <= 1, such as 0.05,0.1, got {self.alphas}")
 
     @classmethod
     def quick(cls, patch_size: int, image_size: int | None) -> Self:
@@ -133,7 +131,7 @@ Features are cached on disk. For a first try: --limit 50 --size 448
         return {**dataclasses.asdict(self), "layers": run.source.layers}
 
     def measure(self, run: "Run") -> Outcome:
-        """Match the keypoints of all pairs, and score them."""
+        """Match and score the keypoints of all pairs."""
         from cribo.console import Phases
         from cribo.evaluation.correspondence.matching import match_pairs, row
         from cribo.evaluation.correspondence.pictures import write_pairs

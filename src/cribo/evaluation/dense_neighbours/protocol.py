@@ -229,7 +229,7 @@ def _hummingbird_strict(patch_size: int, classes: Sequence[str]) -> dict[str, An
 
 
 def _hummingbird(patch_size: int, classes: Sequence[str]) -> dict[str, Any]:
-    """Return the defaults of the public toolkit, which labels unlabelled pixels 0 (no class in ADE20K)."""
+    """Return the defaults of the public toolkit, where unlabelled pixels are 0 (no class in ADE20K, else the first)."""
     is_ade20k = list(classes) == SEGMENTATION_SETS["ade20k"].classes
     return {
         **_hummingbird_strict(patch_size, classes),

@@ -1,4 +1,4 @@
-"""The set loss of DETR, in transformers' implementation, over a batch that may lie on several devices."""
+"""Set loss of DETR in transformers' implementation, for batches distributed over several devices."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -15,11 +15,11 @@ NO_OBJECT_WEIGHT = 0.1
 
 
 class SetLosses(NamedTuple):
-    """What the predictions for a batch cost.
+    """Losses of a batch.
 
     Attributes:
-        total: the weighted sum, which is trained.
-        label: cross-entropy of the classes, "no object" among them with a weight of 0.1.
+        total: weighted sum, which is minimised.
+        label: cross-entropy of the classes, with a weight of 0.1 for "no object".
         box: L1 distance of centre, width and height of matched boxes.
         giou: 1 - generalised IoU of matched boxes.
     """
@@ -31,14 +31,14 @@ class SetLosses(NamedTuple):
 
 
 class SetLoss(nn.Module):
-    """Matches predictions and objects of an image one to one at the least cost, and compares the pairs.
+    """Set loss with Hungarian matching of predictions and objects.
 
-    Sums are divided by what there is in the whole batch: box losses by the number of its objects, the cross-entropy by
-    the weights of all its predictions. Over several devices the gradients are therefore those of one; transformers
-    itself divides by what lies on each device. Matching is done on the host, one image after the other.
+    Box losses are normalised by the number of objects of the whole batch over all devices, the cross-entropy by the
+    total weight of its predictions. Gradients are therefore independent of the number of devices, unlike those of
+    transformers, which normalises per device. Matching runs on the CPU, image by image.
 
     Args:
-        num_classes: without "no object", which comes last.
+        num_classes: number of classes without "no object", which is the last index.
 
     Raises:
         ImportError: transformers or scipy is not installed.
@@ -61,14 +61,14 @@ class SetLoss(nn.Module):
         *,
         mean_over_devices: Callable[[Tensor], Tensor] = lambda value: value,
     ) -> SetLosses:
-        """The losses of a batch, in float32 at least.
+        """Return the losses of a batch, computed in float32 or higher precision.
 
         Args:
-            logits: of the classes, "no object" last.
-            boxes: centre, width and height in shares of the canvas.
-            true_labels: of each image, may be none.
-            true_boxes: as `boxes`.
-            mean_over_devices: of a tensor that all devices have.
+            logits: class logits, "no object" last.
+            boxes: centre, width and height, relative to the canvas.
+            true_labels: true classes of each image; may be empty.
+            true_boxes: true boxes of each image, in the format of `boxes`.
+            mean_over_devices: averages a tensor over all devices.
         """
         with torch.autocast(logits.device.type, enabled=False):
             wide = torch.promote_types(logits.dtype, torch.float32)

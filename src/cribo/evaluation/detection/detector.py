@@ -1,4 +1,4 @@
-"""The training of a detector: a Lightning module."""
+"""Lightning module of a detector."""
 
 import math
 from collections.abc import Sequence
@@ -19,19 +19,19 @@ from cribo.training.module import NonFiniteLoss
 
 
 class Detector(TrainedModule):
-    """Finetunes all of YOLOS, and scores it on whole images.
+    """Module that finetunes YOLOS, and scores it on whole images.
 
     Args:
         model: a `YolosForObjectDetection`.
-        learning_rate: at the start.
-        steps: of the whole training, over which the learning rate falls.
-        images: to score on.
-        mean: of the colours that the backbone expects.
-        std: their deviation.
+        learning_rate: initial learning rate.
+        steps: total number of training steps, for the learning rate schedule.
+        images: validation images.
+        mean: mean of the colours for normalisation.
+        std: standard deviation of the colours for normalisation.
 
     Attributes:
-        found: in these images, when they were last looked at; the same on all devices.
-        precision: how good that is.
+        found: detections in the validation images from the last validation; equal on all devices.
+        precision: average precision of these detections.
     """
 
     found: Detections
@@ -53,10 +53,10 @@ class Detector(TrainedModule):
         self.loss, self.gathered = SetLoss(len(images.classes)), Gathered()
 
     def forward(self, images: UInt8[Tensor, "b 3 h w"]) -> tuple[Float[Tensor, "b q classes"], Float[Tensor, "b q 4"]]:
-        """Logits of the classes, "no object" last; centre, width and height of the boxes in shares of the canvas.
+        """Return class logits ("no object" last), and centre, width and height of boxes relative to the canvas.
 
-        The two heads compute in float32 at least, whatever the rest does: bfloat16 knows shares above 1/2 only to
-        1/256, five pixels of a long side, and too few probabilities to put boxes in an order.
+        The two heads always compute in float32 or higher precision: values above 1/2 have a resolution of 1/256 in
+        bfloat16, which is five pixels of a long side, and too coarse to rank boxes by probability.
         """
         pixels = normalise(images.float().div_(255), mean=self.mean, std=self.std)
         tokens = self.model.vit(pixels).last_hidden_state[:, -self.model.config.num_detection_tokens :]
@@ -65,10 +65,10 @@ class Detector(TrainedModule):
             return self.model.class_labels_classifier(tokens), self.model.bbox_predictor(tokens).sigmoid()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Float[Tensor, ""]:
-        """The set loss.
+        """Return the set loss.
 
         Raises:
-            NonFiniteLoss: predictions are not finite. (Matching reads them on the host, so that looking costs no time.)
+            NonFiniteLoss: predictions are not finite. (The check is free, since matching synchronises anyway.)
         """
         logits, boxes = self(batch.images)
         if not boxes.isfinite().all():
@@ -80,12 +80,12 @@ class Detector(TrainedModule):
         return losses.total
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Find objects in whole images."""
+        """Predict boxes in whole images."""
         logits, boxes = self(batch.images)
         self.gathered.update(batch.indices, *read_off(logits, boxes, batch.extents))
 
     def on_validation_epoch_end(self) -> None:
-        """Score what was found on all devices."""
+        """Gather and score the detections of all devices."""
         self.found = Detections(*self.gathered.compute())
         self.gathered.reset()
         self.precision = average_precision(self.images, self.found)
@@ -94,7 +94,7 @@ class Detector(TrainedModule):
                 self.log(name, value, rank_zero_only=True)
 
     def configure_optimizers(self) -> Any:
-        """AdamW with a learning rate that falls along half a cosine."""
+        """Create AdamW with a cosine schedule."""
         adamw = optimiser(self.model, self.learning_rate)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             adamw, lambda step: rate_at(self.learning_rate, step, self.steps) / self.learning_rate
@@ -107,7 +107,7 @@ class Detector(TrainedModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the norm of all gradients to `CLIP`, in place of Lightning's own clipping."""
+        """Clip the norm of all gradients to `CLIP`, instead of Lightning's own clipping."""
         self.clip_gradients(optimizer, gradient_clip_val=CLIP, gradient_clip_algorithm="norm")
 
     def _mean_over_devices(self, value: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class Detector(TrainedModule):
 
 
 def rate_at(learning_rate: float, step: int, steps: int) -> float:
-    """Return the learning rate of a step, from 0: half a cosine; YOLOS lowers it once per epoch along the same curve.
+    """Return the learning rate of a step (0-based) of a cosine schedule; YOLOS updates it once per epoch.
 
     Example:
         >>> [f"{rate_at(2e-5, step, 100):.3g}" for step in (0, 50, 100)]
@@ -126,10 +126,10 @@ def rate_at(learning_rate: float, step: int, steps: int) -> float:
 
 
 def optimiser(model: Any, learning_rate: float) -> torch.optim.AdamW:
-    """Return AdamW over a `YolosForObjectDetection`.
+    """Create AdamW for a `YolosForObjectDetection`.
 
-    As in YOLOS, biases, norms, tokens and the first position embedding of the backbone do not decay; the two heads and
-    the position embeddings between blocks do.
+    As in YOLOS, biases, norms, tokens and the first position embedding of the backbone have no weight decay; the two
+    heads and the position embeddings between blocks do.
     """
     without_decay = [
         parameter

@@ -1,4 +1,4 @@
-"""YOLOS of transformers, begun with the weights of one of our backbones."""
+"""YOLOS models of transformers, initialised with the weights of a backbone."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,32 +27,32 @@ if TYPE_CHECKING:
 
 _NAMES = next(naming for naming in NAMINGS if naming.name == "Hugging Face ViT")
 _POSITIONS = "embeddings.position_embeddings"
-_NEW = ("detection_tokens", "mid_position_embeddings")  # at the end of keys: before them, versions differ
+_NEW = ("detection_tokens", "mid_position_embeddings")  # suffixes; prefixes differ between versions of transformers
 _ACTIVATIONS = {nn.GELU: "gelu", GELUTanh: "gelu_pytorch_tanh"}
-_STD = 0.02  # of what is new in the backbone
+_STD = 0.02  # standard deviation of new embeddings
 
 
 def build_yolos(
     backbone: Backbone, classes: Sequence[str], *, positions: Sequence[int], tokens: int = 100, seed: int = 0
 ) -> "YolosForObjectDetection":
-    """Build a detector with the blocks of a backbone.
+    """Build a YOLOS detector with the blocks of a backbone.
 
-    Detection tokens are added to [CLS] and patches; two small perceptrons turn their last features into a class and a
-    box each. The position embeddings of the detection tokens, and those added after every block but the last, are new
-    (truncated normal of 0.02; YOLOS, section 3 and its `models/backbone.py`). Layer scales become part of the linear
-    layers before them. The position embedding is resized as in YOLOS, bicubic and not anti-aliased.
+    Detection tokens are appended to [CLS] and patches; two MLPs predict a class and a box from their last features. The
+    position embeddings of the detection tokens, and those added after every block except the last, are new (truncated
+    normal with standard deviation 0.02; YOLOS, section 3 and its `models/backbone.py`). Layer scales are merged into
+    the preceding linear layers. The position embedding is resized as in YOLOS, bicubic without anti-aliasing.
 
     Args:
-        backbone: a plain vision transformer of timm; it is not changed.
+        backbone: a plain vision transformer of timm; not modified.
         classes: class names.
-        positions: height and width in pixels of the images for which position embeddings are stored, in the first
-            layer and between the others; for other images they are interpolated at each step.
-        tokens: number of objects that can be found in an image.
-        seed: of the new weights.
+        positions: image height and width in pixels of the stored position embeddings, in the first layer and between
+            the others; for images of other sizes they are interpolated in each step.
+        tokens: number of detection tokens, the maximum number of objects per image.
+        seed: seed of the new weights.
 
     Raises:
         ImportError: transformers or scipy is not installed.
-        ConfigError: a network that is no plain vision transformer, or positions of less than a patch.
+        ConfigError: the network is not a plain vision transformer, or positions are smaller than a patch.
     """
     transformers = require_transformers()
     reason = refusal(backbone)
@@ -85,13 +85,13 @@ def build_yolos(
 
 
 def require_transformers() -> Any:
-    """The package, with what its matching needs.
+    """Import and return transformers, and check that scipy is installed.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: transformers or scipy is not installed.
     """
     try:
-        import scipy.optimize  # noqa: F401 (by which transformers matches boxes)
+        import scipy.optimize  # noqa: F401 (used by transformers to match boxes)
         import transformers
         from transformers import YolosForObjectDetection  # noqa: F401
     except ImportError as error:
@@ -102,7 +102,7 @@ def require_transformers() -> Any:
 
 
 def save_yolos(model: Any, folder: Path) -> None:
-    """Write a detector as transformers loads it, without the bar that it would draw."""
+    """Save a detector in the format of transformers, without its progress bar."""
     from transformers.utils import logging
 
     has_bars = logging.is_progress_bar_enabled()
@@ -115,10 +115,10 @@ def save_yolos(model: Any, folder: Path) -> None:
 
 
 def refusal(backbone: Backbone) -> str | None:
-    """Why YOLOS cannot be built on a backbone; None if it can."""
+    """Return the reason why YOLOS does not support a backbone; None if it does."""
     network: Any = backbone.model
     if type(network) is not VisionTransformer or any(type(block) is not Block for block in network.blocks):
-        return "it is no plain vision transformer"
+        return "it is not a plain vision transformer"
     attention: Any = network.blocks[0].attn
     mlp: Any = network.blocks[0].mlp
     plain_attention = type(attention) is Attention and getattr(attention, "gate", None) is None
@@ -128,9 +128,9 @@ def refusal(backbone: Backbone) -> str | None:
         f"it has {network.num_reg_tokens} register tokens": network.num_reg_tokens > 0,
         "it has no position embedding": network.pos_embed is None,
         "it has a norm before its blocks": _is_there(network.norm_pre),
-        "it has a norm of its patches": _is_there(network.patch_embed.norm),
+        "it has a norm after its patch embedding": _is_there(network.patch_embed.norm),
         "it has no norm after its blocks": not _is_there(_last_norm(network)[1]),
-        "its attention is not the plain one": not plain_attention
+        "its attention is not plain self-attention": not plain_attention
         or _is_there(attention.q_norm)
         or _is_there(attention.norm),
         f"its blocks have a {type(mlp).__name__} with {activation.__name__}": type(mlp) is not Mlp
@@ -146,12 +146,12 @@ def _is_there(layer: Any) -> bool:
 
 
 def _last_norm(network: Any) -> tuple[str, Any]:
-    """Networks made for average pooling keep their last norm behind the pooling."""
+    """Return name and module of the last norm, which follows the pooling in networks with average pooling."""
     return ("fc_norm", network.fc_norm) if isinstance(network.norm, nn.Identity) else ("norm", network.norm)
 
 
 def _begin(model: Any, backbone: Backbone) -> None:
-    """Fill a model with the backbone's weights, and what is new with random ones."""
+    """Load the backbone's weights into a model, and initialise the new parameters."""
     own = {key: value.shape for key, value in model.vit.state_dict().items() if not key.endswith(_NEW)}
     state = _plain_state(backbone)
     size, dim = state["pos_embed"].shape[1:]
@@ -166,14 +166,14 @@ def _begin(model: Any, backbone: Backbone) -> None:
     for name, parameter in model.vit.named_parameters():
         if name.endswith(_NEW):
             _drawn(parameter)
-    # As YOLOS begins them; transformers would draw them with a deviation of 0.02.
+    # Initialised as in YOLOS; transformers uses a standard deviation of 0.02.
     for head in (model.class_labels_classifier, model.bbox_predictor):
         for layer in head.layers:
             layer.reset_parameters()
 
 
 def _plain_state(backbone: Backbone) -> State:
-    """The weights under timm's keys, of a network without layer scales, with its last norm before any pooling."""
+    """Return timm's state dict with layer scales merged, and with the last norm named `norm`."""
     network: Any = backbone.model
     state: State = {key: value for key, value in network.state_dict().items() if key not in backbone.unused_parameters}
     name, _ = _last_norm(network)

@@ -1,4 +1,4 @@
-"""Boxes over images: what is there beside what was found."""
+"""Pictures of images with true and predicted boxes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,22 +19,22 @@ from cribo.evaluation.detection.scoring import Detections
 from cribo.evaluation.pictures import draw_rows, pages
 
 SURE = 0.5
-"""The probability from which predictions are drawn."""
+"""Minimum probability of the predictions to draw."""
 
 _ROWS_PER_PICTURE = 6
 
 
 @dataclass(frozen=True)
 class BoxPanel:
-    """One image with its objects and what was found in it.
+    """An image with its true and predicted boxes.
 
     Attributes:
-        name: of the image.
-        image: RGB.
-        truth: its objects.
-        corners: (q, 4) of what was found.
-        labels: (q,), the class of each.
-        scores: (q,), how sure the detector is.
+        name: name of the image.
+        image: RGB image.
+        truth: true boxes.
+        corners: (q, 4) corners of the predicted boxes.
+        labels: (q,) predicted classes.
+        scores: (q,) predicted probabilities.
     """
 
     name: str
@@ -46,7 +46,7 @@ class BoxPanel:
 
 
 def panels_of(images: BoxedImages, found: Detections, count: int) -> list[BoxPanel]:
-    """Return some of the images, evenly spread."""
+    """Return panels of evenly spaced images."""
     return [
         BoxPanel(
             images.name(index),
@@ -61,21 +61,21 @@ def panels_of(images: BoxedImages, found: Detections, count: int) -> list[BoxPan
 
 
 def write_boxes(panels: Sequence[BoxPanel], classes: Sequence[str], folder: Path, *, title: str) -> None:
-    """Write `predictions.png`, `predictions-2.png`, ... of six images each into a folder."""
+    """Write `predictions.png`, `predictions-2.png`, ... with six images each to a folder."""
     for name, part in pages("predictions", panels, _ROWS_PER_PICTURE):
         write_figure(folder / f"{name}.png", draw_boxes(part, classes, title=title))
 
 
 def draw_boxes(panels: Sequence[BoxPanel], classes: Sequence[str], *, title: str) -> Figure:
-    """Draw the true boxes of each image, and beside them those found with a probability of at least 0.5.
+    """Draw the true boxes of each image next to those predicted with a probability of at least 0.5.
 
     Args:
         panels: at least one.
         classes: class names.
-        title: of the figure.
+        title: title of the figure.
 
     Raises:
-        ValueError: no panel.
+        ValueError: `panels` is empty.
     """
 
     def draw(panel: BoxPanel, axes: Sequence[Axes]) -> str:
@@ -88,7 +88,7 @@ def draw_boxes(panels: Sequence[BoxPanel], classes: Sequence[str], *, title: str
         rows = zip(truth.corners.tolist(), truth.labels.tolist(), truth.crowd.tolist(), strict=True)
         for corners, label, crowd in rows:
             _draw_box(axes[0], corners, _colour(label, classes), dashed=crowd)
-        # In ascending order: the most probable box is on top.
+        # In ascending order, so that the most probable box is on top.
         shown = [place for place in panel.scores.argsort().tolist() if panel.scores[place] >= SURE]
         for place in shown:
             colour, corners = _colour(int(panel.labels[place]), classes), panel.corners[place].tolist()
@@ -113,7 +113,7 @@ def _draw_box(
     axes: Axes, corners: Sequence[float], colour: tuple[float, float, float], *, dashed: bool = False
 ) -> None:
     left, top, right, bottom = corners
-    corner = left - 0.5, top - 0.5  # the centre of a pixel is half a pixel from its corner
+    corner = left - 0.5, top - 0.5  # imshow places pixel centres at integers
     style = {"edgecolor": colour, "linewidth": 1.4, "linestyle": "--" if dashed else "-"}
     axes.add_patch(Rectangle(corner, right - left, bottom - top, fill=False, **style))
 

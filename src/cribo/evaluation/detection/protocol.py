@@ -1,4 +1,4 @@
-"""Object detection with YOLOS protocol: data, settings and measurement."""
+"""Protocol of object detection with YOLOS: data, settings and measurement."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from cribo.evaluation.runner import Run
 
 ADVICE = "choose a vision transformer with a [CLS] token and no registers, such as vit_small_patch16_224"
-"""What to finetune in place of a network that YOLOS cannot be built on."""
+"""Advice for networks that are not supported by YOLOS."""
 
-# The paper's schedule is that of YOLOS-S: the command in YOLOS's README, but for the batch, which is CrIBo's (appendix
-# "Object detection with YOLO-S": 32 instead of 8). The short one trains a small network on a CPU in minutes: small
-# images, small batches for more steps, and a higher rate for both.
+# The paper's schedule is that of YOLOS-S (command in YOLOS's README), with the batch size of CrIBo (appendix "Object
+# detection with YOLO-S": 32 instead of 8). The short schedule trains a small network on a CPU in minutes, with small
+# images, small batches for more steps, and a higher learning rate.
 _SCHEDULES: dict[Schedule, dict[str, Any]] = {
     "paper": {"epochs": 150, "batch_size": 32, "learning_rate": 2.5e-5, "size": 800, "tokens": 100},
     "short": {"epochs": 40, "batch_size": 8, "learning_rate": 2e-4, "size": 256, "tokens": 100},
 }
-# Of all schedules; the defaults of YOLOS's `main.py`.
+# For all schedules; the defaults of YOLOS's `main.py`.
 FINAL_LEARNING_RATE = 1e-7
 WEIGHT_DECAY = 1e-4
-CLIP = 0.1  # norm to which the gradients are clipped
+CLIP = 0.1  # maximum norm of the gradients
 
 
 @dataclass
@@ -37,13 +37,13 @@ class DetectionData:
     """Images with boxes, in files of COCO's format.
 
     Attributes:
-        root: the folder of the set, in COCO's own layout (annotations/instances_train2017.json, train2017), with
-            instances_train.json and images/train, or with train/_annotations.coco.json beside the images; and the same
-            with val (or valid).
-        train_annotations: the JSON file of the training images, wherever it is.
-        train_images: their folder; that of the layout, or the file's own, when not given.
-        val_annotations: the JSON file of the images to score.
-        val_images: their folder.
+        root: folder of the data set, in COCO's own layout (annotations/instances_train2017.json, train2017), with
+            instances_train.json and images/train, or with train/_annotations.coco.json next to the images; likewise
+            for val (or valid).
+        train_annotations: JSON file of the training annotations, at any path.
+        train_images: folder of the training images. [that of the layout, or of the JSON file]
+        val_annotations: JSON file of the validation annotations, at any path.
+        val_images: folder of the validation images. [that of the layout, or of the JSON file]
         limit: maximum number of images per split, evenly spaced, for a quick trial.
     """
 
@@ -61,7 +61,7 @@ class DetectionData:
 
     @classmethod
     def find(cls, folder: "Path") -> Self | None:
-        """Return the set in a folder that has annotations in one of the layouts."""
+        """Return the data set in a folder with annotations in one of the layouts, None if there are none."""
         from cribo.data.detection import has_annotations
 
         return cls(str(folder)) if has_annotations(folder) else None
@@ -90,17 +90,17 @@ class Detection(Protocol):
     """Object detection with YOLOS.
 
     Attributes:
-        schedule: paper (YOLOS-S on COCO, days of a GPU) or short (small images, for a small machine). It decides the
-            next five unless given, see [brackets].
-        epochs: over the training images. [150, short: 40]
-        batch_size: images of a step, over all devices. [32, short: 8]
-        learning_rate: at the start; it falls along half a cosine. If the loss does not fall, or diverges, try three
-            times as much, or a third. [2.5e-5, short: 2e-4]
-        size: pixels of an image's shorter side when it is scored; in training, sides from 0.6 of it are drawn. Small
-            objects need large images; the cost grows with its fourth power where attention dominates. [800, short: 256]
-        tokens: number of objects that can be found in an image. [100]
-        checkpointing: recompute activations in the backward pass: a third more work, much less memory.
-        seed: of the new weights, of the order of the images and of their augmentation.
+        schedule: paper (YOLOS-S on COCO, days on a GPU) or short (small images, for a small machine). It sets the
+            defaults of the next five options, see [brackets].
+        epochs: number of epochs. [150, short: 40]
+        batch_size: number of images per step, over all devices. [32, short: 8]
+        learning_rate: initial learning rate of a cosine schedule. If the loss stagnates or diverges, multiply or
+            divide it by three. [2.5e-5, short: 2e-4]
+        size: shorter side of validation images in pixels; in training, it varies from 0.6 to 1 times this size. Small
+            objects require large images; the cost of attention grows with the fourth power. [800, short: 256]
+        tokens: number of detection tokens, the maximum number of objects per image. [100]
+        checkpointing: recompute activations in the backward pass; a third more computation, much less memory.
+        seed: seed of the new weights, the order of the images and their augmentation.
     """
 
     name: ClassVar[str] = "detection"
@@ -124,7 +124,7 @@ the boxes predicted for the validation images are scored (AP, AP50, AP75).
                            --data.val_annotations v.json --data.val_images v/
 
 The backbone must be a vision transformer with a [CLS] token. The paper's schedule takes days on a GPU for COCO; to
-continue after an interruption, use --out FOLDER --resume. For a first try: --schedule short --limit 20 --epochs 2
+resume after an interruption, use --out FOLDER --resume. For a quick trial: --schedule short --limit 20 --epochs 2
 Requires: pip install "cribo-ssl[detection]"
 """
 
@@ -143,20 +143,20 @@ Requires: pip install "cribo-ssl[detection]"
             raise ConfigError(f"learning_rate must be > 0, got {self.learning_rate}")
 
     def scheduled(self) -> Self:
-        """Return a copy in which the schedule has decided all settings."""
+        """Return a copy with all settings set, with the defaults of the schedule."""
         return self.decided(_SCHEDULES[self.schedule])
 
     def check_backbone(self, source: BackboneSource) -> None:
-        """Check that a detector can be built on the backbone."""
+        """Raise ConfigError for backbones that cannot be finetuned as a detector."""
         if source.source == MEAN_COLOUR:
             raise ConfigError(f"{MEAN_COLOUR} is not a network and cannot be finetuned as a detector: {ADVICE}")
         if source.layers != 1:
             raise ConfigError(
-                f"layers must be 1 for detection, got {source.layers}: detection tokens go through all blocks"
+                f"layers must be 1 for detection, got {source.layers}: detection tokens pass through all blocks"
             )
 
     def prepare(self, run: "Run") -> Self:
-        """Decide all settings, and build the detector."""
+        """Set all settings that are None, and build the detector."""
         from cribo.evaluation.detection.training import build_detector
 
         settings = self.scheduled()
@@ -164,7 +164,7 @@ Requires: pip install "cribo-ssl[detection]"
         return settings
 
     def used(self, run: "Run") -> dict[str, Any]:
-        """Return the settings of the training."""
+        """Return the settings for `results.json`."""
         return {
             "protocol": self.schedule,
             **{name: getattr(self, name) for name in _SCHEDULES[self.schedule]},
@@ -176,20 +176,20 @@ Requires: pip install "cribo-ssl[detection]"
         }
 
     def measure(self, run: "Run") -> Outcome:
-        """Finetune the detector, and score the boxes that it finds."""
+        """Finetune the detector, and score the predicted boxes."""
         from cribo.evaluation.detection.training import train_detector
 
         return train_detector(self, run)
 
     def report(self, result: "EvaluationResult") -> list[Any]:
-        """Return AP by the size of objects."""
+        """Return AP by object size."""
         from cribo.evaluation.results import percent
 
         sizes = " · ".join(f"{size} {percent(value)}" for size, value in result.results[0]["by_size"].items())
         return [f"AP by the size of objects [%]: {sizes}"]
 
     def places(self, folder: "Path") -> dict[str, Any]:
-        """Return the paths of what was found, the detector and the curves."""
+        """Return the paths of the detections, the detector and the training curves."""
         return {
             "found": folder / "detections.json",
             "detector": folder / "detector",

@@ -1,4 +1,4 @@
-"""Detections, gathered from all devices, and COCO's average precision."""
+"""Detections gathered from all devices, and COCO's average precision."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from cribo.errors import InputError
 from cribo.evaluation.detection.protocol import Detection
 from cribo.files import write_whole
 
-# In the order in which COCO's evaluation gives them.
+# In the order of the statistics of COCO's evaluation.
 METRICS = Detection.metrics
 SIZES = ("small", "medium", "large")
 
@@ -27,13 +27,13 @@ _STATES = ("indices", "corners", "labels", "scores")
 
 @dataclass(frozen=True)
 class Detections:
-    """The boxes found in images; each image once, in the order of their indices.
+    """Predicted boxes of images, sorted by image index.
 
     Attributes:
-        indices: (N,) of the images.
-        corners: (N, Q, 4), left, top, right and bottom in pixels of the image.
-        labels: (N, Q), the class of each.
-        scores: (N, Q), its probability.
+        indices: (N,) image indices.
+        corners: (N, Q, 4) left, top, right and bottom in pixels of the image.
+        labels: (N, Q) classes.
+        scores: (N, Q) probabilities of the classes.
     """
 
     indices: Int64[Tensor, " n"]
@@ -48,11 +48,11 @@ class Detections:
 def read_off(
     logits: Float[Tensor, "b q classes"], boxes: Float[Tensor, "b q 4"], extents: Float[Tensor, "b 2"]
 ) -> tuple[Float[Tensor, "b q 4"], Int64[Tensor, "b q"], Float[Tensor, "b q"]]:
-    """Return the boxes that a detector predicts: corners in pixels, the most likely class, and its probability.
+    """Return predicted boxes: corners in pixels, most likely class, and its probability.
 
     Args:
-        logits: of the classes, "no object" last.
-        boxes: centre, width and height in shares of the canvas.
+        logits: class logits, "no object" last.
+        boxes: centre, width and height, relative to the canvas.
         extents: height and width of the canvas in pixels of the image.
     """
     scores, labels = logits.float().softmax(dim=-1)[..., :-1].max(dim=-1)
@@ -62,7 +62,7 @@ def read_off(
 
 
 class Gathered(Metric):
-    """Detections of all devices; `compute` returns the same on each."""
+    """Metric that gathers the detections of all devices."""
 
     full_state_update = False
 
@@ -72,12 +72,12 @@ class Gathered(Metric):
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
     def update(self, *found: Tensor) -> None:
-        """Add some images: what `Detections` holds, in its order."""
+        """Add the detections of some images, in the order of the fields of `Detections`."""
         for name, value in zip(_STATES, found, strict=True):
             getattr(self, name).append(value.detach())
 
     def compute(self) -> tuple[Tensor, ...]:
-        """What `Detections` holds, on the host."""
+        """Return the fields of `Detections` over all devices, on the CPU."""
         states = [getattr(self, name) for name in _STATES]
         parts = [(state if isinstance(state, Tensor) else torch.cat(state)).cpu() for state in states]
         order = parts[0].argsort()
@@ -86,12 +86,12 @@ class Gathered(Metric):
 
 @dataclass(frozen=True)
 class AveragePrecision:
-    """COCO's average precision, in 0-1; None where there is no object that it could be of.
+    """COCO's average precision in 0-1; None if no object exists for it.
 
     Attributes:
-        metrics: over all classes: the mean over IoU thresholds of .50 to .95, at .50, and at .75.
-        by_size: the mean for objects of less than 32 x 32 square pixels, of up to 96 x 96, and of more.
-        per_class: the mean of each class.
+        metrics: over all classes: AP averaged over IoU thresholds of .50 to .95, AP at .50, and AP at .75.
+        by_size: AP for objects with an area of less than 32² pixels, of up to 96², and of more.
+        per_class: AP of each class.
     """
 
     metrics: dict[str, float | None]
@@ -100,17 +100,17 @@ class AveragePrecision:
 
 
 def average_precision(images: BoxedImages, found: Detections) -> AveragePrecision:
-    """Score detections by COCO's evaluation (faster-coco-eval), with up to 100 boxes for each image.
+    """Score detections with COCO's evaluation (faster-coco-eval), with up to 100 boxes per image.
 
     Args:
-        images: with the true boxes; detections in crowds are not counted.
-        found: in each image.
+        images: images with true boxes; detections in crowds are ignored.
+        found: detections of each image.
 
     Raises:
-        ValueError: not every image has detections once.
+        ValueError: images are missing or repeated in the detections.
     """
     if not torch.equal(found.indices, torch.arange(len(images))):
-        raise InputError(f"there must be detections for each of the {len(images)} images once, got {len(found)}")
+        raise InputError(f"each of the {len(images)} images must have detections exactly once, got {len(found)}")
     from faster_coco_eval.core.coco import COCO
     from faster_coco_eval.core.faster_eval_api import COCOeval_faster
 
@@ -129,7 +129,7 @@ def average_precision(images: BoxedImages, found: Detections) -> AveragePrecisio
 
 
 def _known(value: Any) -> float | None:
-    """COCO's evaluation says -1 where there is nothing to find."""
+    """Return None for -1, which COCO's evaluation returns if there are no objects."""
     return None if value < 0 else float(value)
 
 
@@ -140,7 +140,7 @@ def _as_coco(images: BoxedImages) -> dict[str, Any]:
         corners, areas = boxes.corners, boxes.areas.tolist()
         rows = torch.cat((corners[:, :2], corners[:, 2:] - corners[:, :2]), dim=1).tolist()
         for box, label, crowd, area in zip(rows, boxes.labels.tolist(), boxes.crowd.tolist(), areas, strict=True):
-            number = len(annotations) + 1  # 0 would stand for no match
+            number = len(annotations) + 1  # 0 means no match
             about = {"id": number, "image_id": index, "category_id": label}
             annotations.append({**about, "bbox": box, "area": area, "iscrowd": int(crowd)})
     return {
@@ -151,7 +151,7 @@ def _as_coco(images: BoxedImages) -> dict[str, Any]:
 
 
 def _as_table(found: Detections) -> np.ndarray:
-    """Rows of image, left, top, width, height, score, class."""
+    """Return rows of image, left, top, width, height, score and class."""
     number = found.scores.shape[1]
     image = found.indices.repeat_interleave(number)
     corners = found.corners.flatten(0, 1)
@@ -160,7 +160,7 @@ def _as_table(found: Detections) -> np.ndarray:
 
 
 def write_detections(path: Path, images: BoxedImages, found: Detections) -> Path:
-    """Write detections in COCO's format for results, with the file's own ids, atomically."""
+    """Write detections atomically in COCO's result format, with the ids of the annotation file."""
 
     def rows() -> Iterator[str]:
         for place, index in enumerate(found.indices.tolist()):

@@ -1,4 +1,4 @@
-"""The training of a detector, from a backbone to boxes, pictures and a detector in transformers' format."""
+"""Finetuning of a detector, and its detections, pictures and saved model."""
 
 import logging
 from pathlib import Path
@@ -21,12 +21,12 @@ from cribo.models import Backbone
 log = logging.getLogger("cribo")
 
 DETECTIONS = "detections.json"
-"""What was found, in COCO's format for results."""
+"""File of the detections, in COCO's result format."""
 
 DETECTOR = "detector"
-"""The folder of the trained detector, in transformers' format."""
+"""Folder of the trained detector, in the format of transformers."""
 
-_FEWEST_PATCHES = 4  # along the shorter side
+_FEWEST_PATCHES = 4  # minimum number of patches along the shorter side
 
 
 def build_detector(settings: Detection, run: Run) -> Detector:
@@ -34,13 +34,13 @@ def build_detector(settings: Detection, run: Run) -> Detector:
 
     Raises:
         ImportError: transformers or scipy is not installed.
-        ConfigError: a backbone or size that YOLOS does not take, or no boxes to train on.
+        ConfigError: YOLOS does not support the backbone or size, or there are no boxes to train on.
     """
     require_transformers()
     train, val, backbone = run.data.train, run.data.val, run.backbone
     if not train.num_boxes:
         raise ConfigError(
-            f"there must be a box to train on, got none in {len(train)} images of {train.file}: raise data.limit, or "
+            f"training needs at least one box, got none in {len(train)} images of {train.file}: raise data.limit, or "
             "give another file"
         )
     backbone.remove_readout()  # the detection tokens belong to the blocks
@@ -55,7 +55,7 @@ def build_detector(settings: Detection, run: Run) -> Detector:
         enable_checkpointing(model)
     if (most := max(train.most_boxes, val.most_boxes)) > settings.tokens:
         log.warning(
-            "an image has %d boxes, but no more than %d can be found in one: raise --tokens to have all of them",
+            "an image has %d boxes, but at most %d can be detected per image: increase --tokens to detect all of them",
             most,
             settings.tokens,
         )
@@ -68,7 +68,7 @@ def build_detector(settings: Detection, run: Run) -> Detector:
 
 
 def train_detector(settings: Detection, run: Run) -> Outcome:
-    """Finetune the detector of a run, and score the boxes that it finds."""
+    """Finetune the detector of a run, and score the predicted boxes."""
     detector, sizes = run.prepared, Sizes(settings.size)
     collate = Collate(run.backbone.patch_size, run.backbone.mean)
     trainer = fit(
@@ -103,14 +103,14 @@ def train_detector(settings: Detection, run: Run) -> Outcome:
 
 
 def enable_checkpointing(model: Any) -> None:
-    """Make a model of transformers recompute its activations in the backward pass."""
-    # Version 6 of transformers drops the older name.
+    """Enable activation checkpointing in a model of transformers."""
+    # transformers 6 removes the older name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
 
 def _save(folder: Path, detector: Detector, backbone: Backbone, sizes: Sizes) -> None:
-    """Write the detector in transformers' format, with the settings of its image processor."""
+    """Save the detector in the format of transformers, with the configuration of its image processor."""
     save_yolos(detector.model, folder)
     write_json(
         folder / "preprocessor_config.json",

@@ -1,4 +1,4 @@
-"""The inputs of a detector: augmented images for training, resized whole images for the score, and their batches."""
+"""Inputs of a detector: augmented training images, resized validation images, and their batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat
 from cribo.data.detection import BoxedImages
 from cribo.data.randomness import keyed_generator
 
-_VIEWS = 0x59_4F_4C_4F  # separates these draws from others of the same seed
+_VIEWS = 0x59_4F_4C_4F  # key of these draws, distinct from other uses of the seed
 # YOLOS's sizes for its small and base model (its `datasets/coco.py`), in pixels.
 _SIZE, _LONGEST, _SMALLEST, _STEP = 800, 1333, 480, 16
 _BEFORE_CROP, _CROP, _POSITIONS = (400, 500, 600), (384, 600), (512, 864)
@@ -23,38 +23,38 @@ _BEFORE_CROP, _CROP, _POSITIONS = (400, 500, 600), (384, 600), (512, 864)
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes in pixels: those of YOLOS at 800, and in proportion for smaller images.
+    """Image sizes in pixels: those of YOLOS for a size of 800, scaled proportionally for others.
 
     Attributes:
-        size: of the shorter side when images are scored, and the largest in training.
+        size: shorter side of validation images, and its maximum in training.
     """
 
     size: int = _SIZE
 
     @property
     def longest(self) -> int:
-        """The greatest longer side; images that would exceed it are made smaller."""
+        """Maximum of the longer side; larger images are downscaled."""
         return self.size * _LONGEST // _SIZE
 
     @property
     def sides(self) -> tuple[int, ...]:
-        """The shorter sides of training."""
+        """Shorter sides of training images."""
         (smallest,) = self._in_proportion(_SMALLEST)
         return tuple(range(self.size, smallest - 1, -_STEP))[::-1]
 
     @property
     def before_crop(self) -> tuple[int, ...]:
-        """The shorter sides before a crop."""
+        """Shorter sides before cropping."""
         return self._in_proportion(*_BEFORE_CROP)
 
     @property
     def crop(self) -> tuple[int, ...]:
-        """The least and the greatest side of a crop."""
+        """Minimum and maximum side of a crop."""
         return self._in_proportion(*_CROP)
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Height and width for which position embeddings are stored."""
+        """Image height and width of the stored position embeddings."""
         return self._in_proportion(*_POSITIONS)
 
     def _in_proportion(self, *sides: int) -> tuple[int, ...]:
@@ -62,12 +62,12 @@ class Sizes:
 
 
 class DetectionView(NamedTuple):
-    """An image as the detector sees it.
+    """An image with its boxes, as input of the detector.
 
     Attributes:
-        image: RGB.
-        corners: (n, 4), left, top, right and bottom of its boxes in pixels of the view.
-        labels: (n,), the class of each.
+        image: RGB image.
+        corners: (n, 4) left, top, right and bottom of the boxes in pixels of the view.
+        labels: (n,) classes of the boxes.
     """
 
     image: UInt8[Tensor, "3 h w"]
@@ -76,7 +76,7 @@ class DetectionView(NamedTuple):
 
 
 def training_view(view: DetectionView, sizes: Sizes, generator: torch.Generator) -> DetectionView:
-    """DETR's augmentation with the sizes of YOLOS.
+    """Apply DETR's augmentation with the sizes of YOLOS.
 
     The image is flipped with probability 0.5. With probability 0.5 it is resized to a shorter side of
     `sizes.before_crop` and cropped, with sides between `sizes.crop`; boxes are clipped to the crop. Finally it is
@@ -84,14 +84,14 @@ def training_view(view: DetectionView, sizes: Sizes, generator: torch.Generator)
 
     Args:
         view: the whole image with its boxes.
-        sizes: of all views.
-        generator: source of all draws.
+        sizes: sizes of the views.
+        generator: random number generator.
     """
 
     def draw(least: int, most: int) -> int:
         return int(torch.randint(least, most + 1, (), generator=generator))
 
-    # All draws at once: none depends on whether another one is used.
+    # All numbers are drawn first, so that no draw depends on the others.
     flip, crop = draw(0, 1), draw(0, 1)
     first, last = sizes.before_crop[draw(0, 2)], sizes.sides[draw(0, len(sizes.sides) - 1)]
     where = torch.rand(4, generator=generator)
@@ -110,7 +110,7 @@ def training_view(view: DetectionView, sizes: Sizes, generator: torch.Generator)
 
 
 def whole_view(view: DetectionView, sizes: Sizes) -> DetectionView:
-    """Resize an image for the score: its shorter side to `sizes.size`, unless the longer one exceeds its limit."""
+    """Resize an image for validation: its shorter side to `sizes.size`, its longer side to at most `longest`."""
     boxes = TF.resize(_as_boxes(view), [sizes.size], max_size=sizes.longest)
     image = TF.resize(view.image, [sizes.size], max_size=sizes.longest)
     return DetectionView(image, boxes.as_subclass(Tensor), view.labels)
@@ -123,7 +123,7 @@ def _as_boxes(view: DetectionView) -> BoundingBoxes:
 
 
 def _window(size: tuple[int, int], limits: Sequence[int], where: Sequence[float]) -> tuple[int, int, int, int]:
-    """Top, left, height and width of a crop; `where` holds four numbers in [0, 1)."""
+    """Return top, left, height and width of a crop, given four random numbers `where` in [0, 1)."""
     least, most = limits
 
     def pick(first: int, last: int, share: float) -> int:
@@ -138,7 +138,7 @@ def _window(size: tuple[int, int], limits: Sequence[int], where: Sequence[float]
 
 @dataclass(frozen=True)
 class Sample:
-    """A view, with the height and width of the image on disk, and the index of the image."""
+    """A view with the original height and width of the image, and the image index."""
 
     view: DetectionView
     original: tuple[int, int]
@@ -146,15 +146,15 @@ class Sample:
 
 
 class Batch(NamedTuple):
-    """Views on canvases of one size.
+    """Batch of views, padded to canvases of equal size.
 
     Attributes:
-        images: (B, 3, H, W), each in the upper left corner of its canvas.
-        boxes: (n, 4) of each image: centre, width and height in shares of the canvas.
-        labels: (n,) of each image.
-        extents: (B, 2), height and width of the canvas in pixels of the image on disk: shares of the canvas times
-            these are places in that image.
-        indices: (B,), of the images.
+        images: (B, 3, H, W) images, each in the upper left corner of its canvas.
+        boxes: (n, 4) boxes of each image: centre, width and height, relative to the canvas.
+        labels: (n,) classes of each image.
+        extents: (B, 2) height and width of the canvas in pixels of the original image, which convert relative to
+            absolute coordinates.
+        indices: (B,) image indices.
     """
 
     images: UInt8[Tensor, "b 3 h w"]
@@ -165,16 +165,16 @@ class Batch(NamedTuple):
 
 
 class Collate:
-    """Makes batches of views.
+    """Collates views into batches.
 
-    A canvas is as large as the largest view, rounded up to whole patches, and filled with the colour that is 0 after
-    normalisation. Boxes are in shares of the canvas, as the position embeddings, so that a share does not depend on the
-    other images of the batch. (As in transformers. YOLOS takes shares of the image, but had one image on each device;
-    it cuts off incomplete patches at the right and at the bottom.)
+    A canvas has the size of the largest view, rounded up to whole patches, and is filled with the colour that is 0
+    after normalisation. Boxes are relative to the canvas, like the position embeddings, as in transformers. (In YOLOS,
+    boxes are relative to the image, but each device has a single image; incomplete patches at the right and bottom are
+    cropped.)
 
     Args:
         patch_size: patch size in pixels.
-        colour: red, green and blue of the filling, in 0-1.
+        colour: RGB colour of the padding, in 0-1.
     """
 
     def __init__(self, patch_size: int, colour: Sequence[float]) -> None:
@@ -182,7 +182,7 @@ class Collate:
         self.colour = torch.tensor(colour).mul(255).round().to(torch.uint8)
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
-        """A batch of samples."""
+        """Collate samples into a batch."""
         patch = self.patch_size
         sizes = [sample.view.image.shape[1:] for sample in samples]
         height, width = (-(-max(size[side] for size in sizes) // patch) * patch for side in (0, 1))
@@ -205,7 +205,7 @@ class Collate:
 
 @dataclass
 class TrainingViews(Dataset[Sample]):
-    """Augmented images, by (epoch, index); draws depend on seed, epoch and index alone. Crowds are left out."""
+    """Augmented images without crowds, indexed by (epoch, index); draws depend on seed, epoch and index only."""
 
     images: BoxedImages
     sizes: Sizes
@@ -222,7 +222,7 @@ class TrainingViews(Dataset[Sample]):
 
 @dataclass
 class WholeViews(Dataset[Sample]):
-    """Whole images, by index."""
+    """Resized whole images without crowds."""
 
     images: BoxedImages
     sizes: Sizes

@@ -1,1 +1,1 @@
-"""Object discovery: one object in each image, found by the similarities of its patches."""
+"""Object discovery: one object per image, found by the similarity of its patches."""

@@ -1,4 +1,4 @@
-"""Objects of many images, and the share of images in which an annotated object was found."""
+"""Object discovery in data sets, scored by CorLoc."""
 
 import math
 from collections.abc import Mapping
@@ -24,21 +24,21 @@ from cribo.models import Backbone, evaluation_mode, normalise
 from cribo.retrieval.patches import resize_image
 
 FOUND = 0.5
-"""The IoU from which an object counts as found."""
+"""Minimum IoU of a correctly found object."""
 
 _PARTS = ("queries", "keys", "values")
-_MAX_PATCHES = 10_000  # of an image: their similarities and eigenvectors take gigabytes
+_MAX_PATCHES = 10_000  # per image, since similarities and eigenvectors take gigabytes
 
 
 @dataclass(frozen=True)
 class Discovered:
-    """The objects that a method has found.
+    """Objects found by a method.
 
     Attributes:
-        boxes: (n, 4), left, top, right and bottom in pixels of each image.
-        right: (n,), whether the IoU with any annotated object is at least 0.5.
-        objects: on the grid of patches.
-        patches: (n, 2), height and width of a patch in pixels of each image.
+        boxes: (n, 4) left, top, right and bottom in pixels of each image.
+        right: (n,) whether the IoU with any annotated object is at least 0.5.
+        objects: objects on the grid of patches.
+        patches: (n, 2) height and width of a patch in pixels of each image.
     """
 
     boxes: Float64[Tensor, "n 4"]
@@ -48,7 +48,7 @@ class Discovered:
 
     @property
     def corloc(self) -> float:
-        """Share of the images in which an object was found."""
+        """Fraction of images with a correctly found object."""
         return float(self.right.double().mean())
 
 
@@ -56,20 +56,20 @@ class Discovered:
 def discover(
     backbone: Backbone, images: Any, settings: Discovery, *, workers: int = 0, progress: Progress | None = None
 ) -> Mapping[str, Discovered]:
-    """Find one object in each image by each method.
+    """Find one object in each image with each method.
 
     Args:
-        backbone: on the device where it runs.
-        images: an ImageSource with `boxes(index)`; each image has an object that is no crowd.
+        backbone: the network, on its device.
+        images: an ImageSource with `boxes(index)`; each image must have an object that is not a crowd.
         settings: settings of the protocol after `prepare`.
         workers: number of worker processes that read images.
         progress: progress callback.
 
     Returns:
-        What was found, by method.
+        Found objects, by method.
 
     Raises:
-        InputError: an image with too many patches, or features that are not finite.
+        InputError: an image has too many patches, or features are not finite.
         UnreadableImage: an image is corrupt.
     """
     methods = {
@@ -106,7 +106,7 @@ def discover(
 
 
 def has_attention(backbone: Backbone) -> bool:
-    """Whether queries, keys and values of the last layer can be read: those of timm's VisionTransformer."""
+    """Whether queries, keys and values of the last layer are accessible, as in timm's VisionTransformer."""
     if not isinstance(backbone.model, VisionTransformer):
         return False
     last: Any = backbone.model.blocks[-1]
@@ -116,12 +116,12 @@ def has_attention(backbone: Backbone) -> bool:
 def _features(
     backbone: Backbone, pixels: UInt8[Tensor, "3 h w"], kind: str, name: str
 ) -> tuple[Float[Tensor, "n d"], tuple[int, int]]:
-    """Pad an image to whole patches with the mean colour, and return the features of its patches and their grid."""
+    """Return the patch features of an image, padded to whole patches with the mean colour, and their grid."""
     patch = backbone.patch_size
     height, width = (math.ceil(side / patch) for side in pixels.shape[1:])
     if height * width > _MAX_PATCHES:
         raise InputError(
-            f"{name} must have at most {_MAX_PATCHES:,} patches, got {height} x {width}: resize images, --size "
+            f"{name} must have at most {_MAX_PATCHES:,} patches, got {height} x {width}: reduce --size to "
             f"{int(patch * _MAX_PATCHES**0.5)}"
         )
     device = next(backbone.parameters()).device
@@ -141,12 +141,12 @@ def _features(
             prefix = backbone.model.num_prefix_tokens
             features = read[0].chunk(3, dim=-1)[_PARTS.index(kind)][0, prefix:]
     if not features.isfinite().all():
-        raise InputError(f"the backbone gives features that are not finite for {name}")
+        raise InputError(f"the features of the backbone for {name} are not finite")
     return features.float(), (height, width)
 
 
 def _corners(part: FoundObject, patch: tuple[float, ...], size: tuple[int, int]) -> Float64[Tensor, " 4"]:
-    """Return the box of an object in pixels of its image; the padding lies outside."""
+    """Return the box of an object in pixels of its image, clipped to exclude the padding."""
     left, top, right, bottom = part.box
     corners = left * patch[1], top * patch[0], min(right * patch[1], size[1]), min(bottom * patch[0], size[0])
     return torch.tensor(corners, dtype=torch.float64)
@@ -157,7 +157,7 @@ def _is_found(box: Float64[Tensor, " 4"], boxes: Any) -> bool:
 
 
 class _Resized(Dataset[Any]):
-    """Images and their own sizes, resized to a longer side, or to the only size that a network takes."""
+    """Images resized to a longer side or the fixed input size of a network, with their original sizes."""
 
     def __init__(self, images: Any, size: int | None, backbone: Backbone) -> None:
         self.images, self.size = images, size

@@ -1,4 +1,4 @@
-"""LOST and TokenCut: the main object of an image from the similarities of its patches."""
+"""LOST and TokenCut: discovery of the main object of an image from the similarity of its patches."""
 
 from dataclasses import dataclass
 
@@ -17,8 +17,8 @@ class FoundObject:
     """An object on the grid of patches.
 
     Attributes:
-        mask: patches of the object, connected by their sides.
-        seed: row and column of the patch that the object was grown from.
+        mask: patches of the object, a connected component (4-connectivity).
+        seed: row and column of the seed patch.
     """
 
     mask: Bool[np.ndarray, "h w"]
@@ -26,22 +26,22 @@ class FoundObject:
 
     @property
     def box(self) -> tuple[int, int, int, int]:
-        """Left, top, right and bottom of the mask, in patches; right and bottom are excluded."""
+        """Left, top, right and bottom of the mask in patches; right and bottom are exclusive."""
         rows, columns = (np.flatnonzero(self.mask.any(axis=axis)) for axis in (1, 0))
         return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
 
 
 def lost(features: Float[Tensor, "n d"], grid: tuple[int, int], *, candidates: int = 100) -> FoundObject:
-    """Find an object by LOST (Siméoni et al. 2021, section 3).
+    """Find an object with LOST (Siméoni et al. 2021, section 3).
 
-    The seed is the patch that is similar to the fewest others (inner product above 0). Of the `candidates` patches with
-    the fewest similar ones, those similar to the seed join it. A patch belongs to an object if the sum of its
-    inner products with them is above 0; the object that contains the seed is returned.
+    The seed is the patch with the fewest similar patches (inner product above 0). It is expanded by those of the
+    `candidates` patches with the fewest similar patches that are similar to the seed. Patches whose inner products with
+    the expanded seed have a sum above 0 belong to objects; the connected component of the seed is returned.
 
     Args:
-        features: of the patches, row by row, not normalised.
+        features: patch features, row by row, not normalised.
         grid: (h, w).
-        candidates: number of patches that may join the seed, k in the paper.
+        candidates: number of candidates for the expansion of the seed, k in the paper.
     """
     similarity = features @ features.T
     degree = (similarity.clone().fill_diagonal_(0) > 0).sum(dim=1)
@@ -53,7 +53,7 @@ def lost(features: Float[Tensor, "n d"], grid: tuple[int, int], *, candidates: i
 
 
 def tokencut(features: Float[Tensor, "n d"], grid: tuple[int, int], *, threshold: float = 0.2) -> FoundObject:
-    """Find an object by TokenCut (Wang et al. 2022, section 3).
+    """Find an object with TokenCut (Wang et al. 2022, section 3).
 
     Patches with a cosine above `threshold` are connected by an edge of weight 1, all others by 1e-5. The normalised cut
     of this graph is the second eigenvector of (D - E) y = λ D y, split at its mean. The object is on the side of the
@@ -61,7 +61,7 @@ def tokencut(features: Float[Tensor, "n d"], grid: tuple[int, int], *, threshold
     is, all cuts are equal and the object is the whole image.
 
     Args:
-        features: of the patches, row by row.
+        features: patch features, row by row.
         grid: (h, w).
         threshold: τ in the paper.
     """
@@ -73,7 +73,7 @@ def tokencut(features: Float[Tensor, "n d"], grid: tuple[int, int], *, threshold
         return FoundObject(np.ones(grid, dtype=bool), (0, 0))
     edges = torch.where(similar, 1.0, EDGE).cpu().numpy()
     scale = 1 / np.sqrt(edges.sum(axis=1))
-    # The generalised problem in its symmetric form, whose eigenvectors are D^(1/2) y.
+    # Symmetric form of the generalised eigenvalue problem, whose eigenvectors are D^(1/2) y.
     laplacian = np.eye(len(edges)) - scale[:, None] * edges * scale
     vector = scale * eigh(laplacian, subset_by_index=[1, 1])[1][:, 0]
     seed = int(np.abs(vector).argmax())
@@ -85,7 +85,7 @@ def _object(belongs: Bool[np.ndarray, "h w"], seed: tuple[int, int]) -> FoundObj
     """Return the connected component of the seed among the patches that belong to objects."""
     from scipy.ndimage import label
 
-    belongs[seed] = True  # LOST's sum is 0 for a seed without features
+    belongs[seed] = True  # the sum of LOST is 0 if the seed's features are 0
     components = np.empty(belongs.shape, dtype=np.int32)
     label(belongs, output=components)
     return FoundObject(components == components[seed], seed)

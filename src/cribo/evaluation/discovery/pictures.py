@@ -1,4 +1,4 @@
-"""Pictures of discovered objects, and their boxes in a file."""
+"""Pictures and box file of discovered objects."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,11 +22,11 @@ _TITLES = {"lost": "LOST", "tokencut": "TokenCut"}
 
 
 def write_objects(found: Mapping[str, Discovered], images: Any, folder: Path, *, number: int) -> None:
-    """Write `boxes.json`, and pictures of some images: `objects.png`, `objects-2.png`, ... of six images each.
+    """Write `boxes.json`, and pictures of six images each: `objects.png`, `objects-2.png`, ...
 
     Args:
-        found: by method.
-        images: in which they were found.
+        found: found objects, by method.
+        images: images of the objects.
         folder: output folder.
         number: number of images to draw.
     """
@@ -40,12 +40,12 @@ def write_objects(found: Mapping[str, Discovered], images: Any, folder: Path, *,
 
 
 def draw_objects(indices: Sequence[int], found: Mapping[str, Discovered], images: Any) -> Figure:
-    """Draw annotated objects, and beside them what each method has found: patches in blue, their box, and the seed.
+    """Draw annotated objects, and the objects found by each method: patches in blue, box and seed.
 
     Args:
         indices: indices of the images, at least one.
-        found: by method.
-        images: in which they were found.
+        found: found objects, by method.
+        images: images of the objects.
     """
 
     def draw(index: int, axes: Sequence[Axes]) -> str:

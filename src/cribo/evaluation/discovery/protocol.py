@@ -21,15 +21,15 @@ DiscoveryFeatures = Literal["keys", "queries", "values", "tokens"]
 
 @dataclass
 class DiscoveryData:
-    """Images with boxes: Pascal VOC, or files of COCO's format.
+    """Images with boxes: Pascal VOC, or annotations in COCO's format.
 
     Attributes:
-        root: the folder of the set: Annotations, ImageSets and JPEGImages of Pascal VOC (VOCdevkit/VOC2007); or COCO's
+        root: folder of the data set: Annotations, ImageSets and JPEGImages of Pascal VOC (VOCdevkit/VOC2007); or COCO's
             own layout (annotations/instances_val2017.json, val2017), instances_val.json with images/val, or
             val/_annotations.coco.json beside the images.
-        split: of VOC, the name of a list in ImageSets/Main; of other sets, train or val. [VOC: trainval, others: val]
-        annotations: a JSON file in COCO's format, at any path.
-        images: the folder of its images; that of the layout, or the file's own, when not given.
+        split: name of a list in ImageSets/Main for VOC, else train or val. [VOC: trainval, others: val]
+        annotations: JSON file in COCO's format, at any path.
+        images: folder of the images. [that of the layout, or of the JSON file]
         limit: maximum number of images, evenly spaced, for a quick trial.
     """
 
@@ -46,14 +46,14 @@ class DiscoveryData:
 
     @classmethod
     def find(cls, folder: Path) -> Self | None:
-        """Return the set in a folder in the layout of Pascal VOC, or with annotations in one of COCO's."""
+        """Return the data set in a folder with a layout of Pascal VOC or COCO, None if there is none."""
         from cribo.data.detection import has_annotations
         from cribo.data.voc import is_voc
 
         return cls(str(folder)) if is_voc(folder) or has_annotations(folder) else None
 
     def open(self) -> Splits:
-        """Open the images that have an object.
+        """Open the images with at least one object.
 
         Raises:
             DataError: no image has an object; see also `VocBoxes` and `open_boxes`.
@@ -72,7 +72,7 @@ class DiscoveryData:
             name = place.absolute().name
         kept = [index for index in range(len(found)) if not found.boxes(index).crowd.all()]
         if not kept:
-            raise DataError(f"no image of {name} has an object: there is nothing to discover")
+            raise DataError(f"no image of {name} has an object: discovery needs annotated objects")
         without = len(found) - len(kept)
         if self.limit is not None:
             kept = [kept[place] for place in spread(len(kept), self.limit)]
@@ -90,16 +90,15 @@ class DiscoveryData:
 
 @dataclass(frozen=True, kw_only=True)
 class Discovery(Protocol):
-    """Object discovery by LOST and TokenCut on frozen features.
+    """Object discovery with LOST and TokenCut on frozen features.
 
     Attributes:
         methods: lost (Siméoni et al. 2021) or tokencut (Wang et al. 2022), one row of results each.
-        features: keys of the last attention layer, as in both papers, its queries or values, or tokens, the features of
-            all other protocols. [keys; tokens for networks that have none, or a linear layer behind their features]
-        candidates: of LOST: number of patches that may join the seed.
-        threshold: of TokenCut: the cosine from which patches are connected.
-        size: pixels of the longer side to which images are resized. [each image's own size, or the only size that the
-            network takes]
+        features: keys, queries or values of the last attention layer (keys in both papers), or tokens, the features of
+            all other protocols. [keys; tokens for networks without attention, or with a linear readout]
+        candidates: number of candidate patches for the seed expansion of LOST.
+        threshold: minimum cosine of connected patches in TokenCut.
+        size: longer side of resized images in pixels. [each image's own size, or the fixed input size of the network]
 
     Raises:
         InputError: a value is out of range.
@@ -113,14 +112,14 @@ class Discovery(Protocol):
     pictures: ClassVar[str] = "images for which the objects are drawn"
     less_memory: ClassVar[str] = "lower --size"
     description: ClassVar[str] = """\
-Object discovery: LOST and TokenCut find one object in each image by the similarities of its patches, and the share of
-images in which it is an annotated object is scored (CorLoc: IoU with any box >= 0.5). Nothing is trained.
+Object discovery: LOST and TokenCut find one object in each image by the similarity of its patches, and the fraction of
+images with a correctly found object is scored (CorLoc: IoU with any box >= 0.5). Nothing is trained.
 
   cribo evaluate discovery --backbone vit_small_patch16_224.dino --data VOCdevkit/VOC2007
   cribo evaluate discovery --backbone runs/mine --data MINE --methods tokencut
   cribo evaluate discovery --backbone runs/mine --data.annotations boxes.json --data.images images/
 
-For a first try: --limit 50 --size 320
+For a quick trial: --limit 50 --size 320
 Requires: pip install "cribo-ssl[evaluation]"
 """
 
@@ -133,7 +132,7 @@ Requires: pip install "cribo-ssl[evaluation]"
     def __post_init__(self) -> None:
         require_least(self, {"candidates": 1, "size": 1})
         if not self.methods or len(set(self.methods)) < len(self.methods) or not set(self.methods) <= {*METHODS}:
-            raise InputError(f"methods must be different ones of {','.join(METHODS)}, got {','.join(self.methods)}")
+            raise InputError(f"methods must be distinct values of {','.join(METHODS)}, got {','.join(self.methods)}")
         if not -1 < self.threshold < 1:
             raise InputError(f"threshold must be a cosine between -1 and 1, got {self.threshold}")
 
@@ -143,34 +142,34 @@ Requires: pip install "cribo-ssl[evaluation]"
         return cls(size=QUICK_SIDE if image_size is None else None)
 
     def check_backbone(self, source: BackboneSource) -> None:
-        """Refuse several layers."""
+        """Raise ConfigError for features of several layers."""
         if source.layers != 1:
             raise ConfigError(f"layers must be 1, the last block, got {source.layers}")
 
     def prepare(self, run: "Run") -> Self:
-        """Decide the features, and check that scipy is installed."""
+        """Set the features, and check that scipy is installed."""
         from cribo.evaluation.discovery.discovery import has_attention
 
         require_packages("object discovery", "scipy")
         if self.size is not None and not run.backbone.takes_any_size:
             side = run.backbone.image_size
             raise InputError(
-                f"size cannot be set for {run.backbone.name}, which takes images of {side} x {side} pixels only, got "
-                f"{self.size}: leave out --size"
+                f"size cannot be set for {run.backbone.name}, which only accepts images of {side} x {side} pixels, got "
+                f"{self.size}: omit --size"
             )
         attention = has_attention(run.backbone)
-        # Keys do not include a linear layer behind the features, such as that of an adapted network.
+        # Keys do not pass through a linear readout, such as that of an adapted network.
         own = attention and run.backbone.readout is None
         settings = self.decided({"features": "keys" if own else "tokens"})
         if settings.features != "tokens" and not attention:
             raise InputError(
                 f"features must be tokens for {run.backbone.name}, since the {settings.features} of its last layer "
-                "cannot be read: use --features tokens"
+                "are not accessible: use --features tokens"
             )
         return settings
 
     def measure(self, run: "Run") -> Outcome:
-        """Find an object in each image, and compare it with the boxes."""
+        """Find an object in each image, and compare it with the annotated boxes."""
         import scipy
 
         from cribo.console import Phases

@@ -1,1 +1,1 @@
-"""Image-level nearest neighbours: what global tokens know of whole images."""
+"""Image-level nearest-neighbour classification with global tokens."""

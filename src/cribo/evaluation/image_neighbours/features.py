@@ -1,4 +1,4 @@
-"""One feature for each image of a set, computed once and cached on disk."""
+"""Extraction of one feature per image, with a disk cache."""
 
 import hashlib
 from collections import deque
@@ -27,40 +27,40 @@ from cribo.retrieval.choices import FeaturePrecision
 from cribo.retrieval.encoders import ImageEncoder
 from cribo.retrieval.search import in_blocks
 
-_BLOCK = 1024  # images whose features share a file; at most this many are lost by an interruption
-_BATCHES_AHEAD = 2  # for each device
+_BLOCK = 1024  # number of images per cache file; at most this many are lost by an interruption
+_BATCHES_AHEAD = 2  # number of prefetched batches per device
 
 
 @dataclass(frozen=True)
 class SquareCrop:
-    """How an image is prepared: its shorter side is resized, and a square is cut from its centre.
+    """Preprocessing of images: resize the shorter side, and crop a square from the centre.
 
     Attributes:
-        resize: pixels of the shorter side; bicubic, anti-aliased.
-        crop: pixels of the square's sides.
+        resize: shorter side in pixels; bicubic with anti-aliasing.
+        crop: side of the square in pixels.
     """
 
     resize: int = 256
     crop: int = 224
 
     def __call__(self, image: UInt8[Tensor, "3 h w"]) -> UInt8[Tensor, "3 crop crop"]:
-        """Return the pixels to encode."""
+        """Return the preprocessed image."""
         small = TF.resize(image, [self.resize], interpolation=InterpolationMode.BICUBIC, antialias=True)
         return TF.center_crop(small, [self.crop, self.crop])
 
     @property
     def key(self) -> str:
-        """Everything that decides the pixels, apart from the image."""
+        """Cache key of the preprocessing."""
         return f"resize {self.resize} crop {self.crop}"
 
 
 class ImageFeatures:
-    """Features of images, in the order of the images, as the keys of a search (`search.Keys`).
+    """Features of images in order, as the keys of a search (`search.Keys`).
 
     Args:
-        parts: rows of unit length, or the files of the cache that hold them.
-        length: rows of all parts.
-        dim: D.
+        parts: blocks of rows of unit length, or the paths of their cache files.
+        length: total number of rows.
+        dim: D, number of channels.
     """
 
     def __init__(self, parts: Sequence[Float[Tensor, "m d"] | Path], length: int, dim: int) -> None:
@@ -70,7 +70,7 @@ class ImageFeatures:
         return self._length
 
     def blocks(self, rows: int) -> Iterator[Float[Tensor, "m d"]]:
-        """All rows in order, at most `rows` at once, in the precision they are stored in."""
+        """Yield all rows in order, in blocks of at most `rows`, in their stored precision."""
         return in_blocks(map(stored, self._parts), rows)
 
 
@@ -85,23 +85,23 @@ def extract_global(
     progress: Progress | None = None,
     what: str = "features",
 ) -> ImageFeatures:
-    """Encode images, except those whose features are cached.
+    """Encode images that are not cached yet.
 
-    The cache has files of 1024 images, identified by the encoder, the preparation, the name, size and date of each
-    image, and the content of the first: reading a million images only to hash them would take as long as many a
-    network. An interrupted extraction continues, except for up to 1024 images.
+    Cache files contain 1024 images each. Their key consists of the encoder, the preparation, the name, size and
+    modification time of each image, and the content of the first image, since hashing a million images would take as
+    long as encoding them. An interrupted extraction loses at most 1024 images.
 
     Args:
-        encoders: one for each device of the machine, on that device; batches go round.
-        images: to encode.
-        preparation: how they are resized.
+        encoders: one encoder per device of the machine, on that device; batches are distributed round-robin.
+        images: images to encode.
+        preparation: preprocessing of the images.
         machine: resources of the search.
-        precision: in which features are stored.
+        precision: precision of the stored features.
         progress: progress callback.
         what: name of this phase in `progress`.
 
     Raises:
-        UnreadableImage: an image that cannot be used.
+        UnreadableImage: an image is unreadable.
         ValueError: the features do not fit in memory (without a cache) or on the disk (with one), or are not finite.
     """
     blocks = [range(start, min(start + _BLOCK, len(images))) for start in range(0, len(images), _BLOCK)]
@@ -128,7 +128,7 @@ def extract_global(
             progress(what, done, len(wanted))
 
     rows = _checked(_encoded(encoders, machine.devices, loader), images, wanted, report)
-    # Only the last block is shorter than the others, and the missing ones come in order.
+    # Valid because the missing blocks are in order, and only the last block is shorter.
     for number, part in zip(missing, in_blocks(rows, _BLOCK), strict=True):
         parts[number] = store(part.to(dtype), paths[number], cache)
     return ImageFeatures([part for part in parts if part is not None], len(images), encoders[0].dim)
@@ -137,14 +137,14 @@ def extract_global(
 def _path(
     cache: FeatureCache, images: ClassifiedFiles, block: range, preparation: SquareCrop, precision: FeaturePrecision
 ) -> Path:
-    """Return the file for the features of a block of images."""
+    """Return the cache file of a block of images."""
     digest = hashlib.sha256()
     for index in block:
         path = Path(images.path(index))
         try:
             status = path.stat()
             if index == block[0]:
-                # Archives may give all files one date, and uncompressed images have one size: train/cat/1.bmp and
+                # Files of an archive may have equal times, and uncompressed images equal sizes: train/cat/1.bmp and
                 # val/cat/1.bmp may differ only in their content.
                 digest.update(path.read_bytes())
         except OSError as error:
@@ -162,24 +162,24 @@ def _is_stored(path: Path | None, images: int, cache: FeatureCache | None) -> bo
 
 @dataclass
 class _Prepared(Dataset[UInt8[np.ndarray, "3 h w"]]):
-    """Reads and resizes, in the workers."""
+    """Data set that reads and preprocesses images in the workers."""
 
     images: ClassifiedFiles
-    indices: np.ndarray  # no Python objects, which each worker would copy
+    indices: np.ndarray  # an array, since Python objects are copied to each worker
     preparation: SquareCrop
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __getitem__(self, number: int) -> UInt8[np.ndarray, "3 h w"]:
-        # In one memory layout, with workers or without: the last bits of sums depend on it.
+        # Contiguous, since rounding in sums depends on the memory layout.
         return self.preparation(self.images.load(int(self.indices[number]))).contiguous().numpy()
 
 
 def _encoded(
     encoders: Sequence[ImageEncoder], devices: Sequence[str], batches: Iterable[UInt8[np.ndarray, "b 3 h w"]]
 ) -> Iterator[Float[Tensor, "b d"]]:
-    """Features of unit length, batch by batch; each device has a thread, and batches go round."""
+    """Yield features of unit length by batch, with one thread per device and round-robin distribution."""
     ahead: deque[Future[Tensor]] = deque()
     with ExitStack() as stack:
         threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in encoders]
@@ -192,7 +192,7 @@ def _encoded(
             yield ahead.popleft().result()
 
 
-@torch.no_grad()  # here, because it is set for each thread separately
+@torch.no_grad()  # no_grad is thread-local
 def _encode(encoder: ImageEncoder, device: str, batch: UInt8[np.ndarray, "b 3 h w"]) -> Float[Tensor, "b d"]:
     return F.normalize(encoder.features(torch.from_numpy(batch), device), dim=1).cpu()
 
@@ -203,13 +203,13 @@ def _checked(
     indices: Sequence[int],
     report: Callable[[int], None],
 ) -> Iterator[Float[Tensor, "b d"]]:
-    """The same batches; raises an error with the name of the image if features are not finite."""
+    """Yield the same batches, raising InputError with the name of the image if features are not finite."""
     done = 0
     for rows in batches:
         wrong = (~rows.isfinite().all(dim=1)).nonzero()
         if len(wrong):
             name = images.name(indices[done + int(wrong[0])])
-            raise InputError(f"the backbone gives features of {name} that are not finite: its weights cannot be used")
+            raise InputError(f"the features of the backbone for {name} are not finite: its weights are unusable")
         done += len(rows)
         report(done)
         yield rows

@@ -1,4 +1,4 @@
-"""Pictures of image-level nearest neighbours: images beside their nearest training images."""
+"""Pictures of images next to their nearest training images."""
 
 import textwrap
 from collections.abc import Sequence
@@ -13,21 +13,21 @@ from cribo.evaluation.image_neighbours.features import SquareCrop
 from cribo.evaluation.image_neighbours.retrieval import ImageRetrieval, NeighbourScore, shown_score, vote_weights
 from cribo.evaluation.pictures import RIGHT, WRONG, pages, rgb
 
-_NEIGHBOURS = 7  # beside each image
+_NEIGHBOURS = 7  # maximum number of neighbours per image
 _ROWS_PER_PICTURE = 6
 _PANEL, _TITLE, _CAPTION = 1.45, 0.3, 0.5  # inches
-_LETTERS = 20  # in a line of a caption
+_LETTERS = 20  # maximum characters per line of a caption
 
 
 def write_neighbours(
     found: ImageRetrieval, train: ClassifiedFiles, asked: ClassifiedFiles, folder: Path, *, number: int
 ) -> None:
-    """Draw images with the nearest training images: `neighbours.png`, `neighbours-2.png`, ... of six images each.
+    """Draw images with their nearest training images, six per file: `neighbours.png`, `neighbours-2.png`, ...
 
     Args:
-        found: the result of `image_nn`.
-        train: images whose classes are known.
-        asked: images that were classified.
+        found: result of `image_nn`.
+        train: training images.
+        asked: classified images.
         folder: output folder.
         number: number of images to draw.
     """
@@ -37,7 +37,7 @@ def write_neighbours(
 
 
 def chosen_images(score: NeighbourScore, number: int) -> list[int]:
-    """Choose images to draw: half of them classified wrong, if there are enough, all evenly spread.
+    """Choose evenly spaced images to draw, half of them misclassified if there are enough.
 
     Example:
         >>> import torch
@@ -66,8 +66,8 @@ def _draw(
         for row, index in zip(rows, images, strict=True):
             _draw_row(row, index, columns, found, score, train, asked)
         figure.suptitle(
-            "Images, half of them classified wrong where so many are, and their nearest training images; "
-            f"votes are shares of those of {score.neighbours}",
+            "Images, up to half of them misclassified, and their nearest training images; "
+            f"votes are relative to the sum over {score.neighbours} neighbours",
             fontsize=10,
         )
     return figure
@@ -84,7 +84,7 @@ def _draw_row(
 ) -> None:
     prepare = SquareCrop(found.settings.resize, found.settings.crop)
     label, predicted = (asked.classes[int(classes[index])] for classes in (asked.labels, score.predicted))
-    verdict, colour = ("right", RIGHT) if label == predicted else (f"taken for {predicted}", WRONG)
+    verdict, colour = ("correct", RIGHT) if label == predicted else (f"classified as {predicted}", WRONG)
     title = f"{asked.name(index)}: {label}, {verdict}"
     figure.suptitle(title, fontsize=9, x=0.005, ha="left", color=rgb(colour))
     cells = figure.subplots(1, columns, squeeze=False)[0]

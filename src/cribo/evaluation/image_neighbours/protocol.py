@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     from cribo.evaluation.runner import Run
 
 NEIGHBOURS = (10, 20, 100, 200)
-"""The k that are usually reported."""
+"""Commonly reported values of k."""
 
 PUBLISHED = 20
-"""The k that DINO recommends, and that papers report."""
+"""Value of k recommended by DINO and reported in papers."""
 
 _SHOWN_PAIRS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageNN(Protocol):
-    """Image-level nearest neighbours, as in DINO's `eval_knn.py`.
+    """Image-level nearest-neighbour classification, as in DINO's `eval_knn.py`.
 
     Attributes:
-        neighbours: k, the number of nearest training images that vote, one row of results each; published scores have
-            k = 20. [10,20,100,200, as far as there are training images]
-        temperature: the vote of a neighbour is exp(cosine / temperature): lower values favour near ones.
-        resize: pixels of an image's shorter side.
-        crop: pixels of the square that is cut from its centre; a multiple of the patch size.
+        neighbours: k, number of nearest training images that vote, one row of results each; published scores use
+            k = 20. [10,20,100,200, limited by the number of training images]
+        temperature: temperature of the votes exp(cosine / temperature); lower values favour near neighbours.
+        resize: shorter side of resized images in pixels.
+        crop: side of the centre crop in pixels; a multiple of the patch size.
         precision: precision of the stored features; float16 halves their size.
 
     Raises:
@@ -51,18 +51,18 @@ class ImageNN(Protocol):
     quick_limit: ClassVar[int] = 240
     description: ClassVar[str] = """\
 Image-level nearest neighbours: each image is classified by a vote of the training images with the most similar global
-tokens, as in DINO, and the classes are scored (top-1, top-5). Nothing is trained.
+tokens, as in DINO, and the predictions are scored (top-1, top-5). Nothing is trained.
 
   cribo evaluate image-nn --backbone runs/imagenet --data imagenet --data.root ILSVRC2012
   cribo evaluate image-nn --backbone vit_small_patch16_224.dino --data folder --data.root MINE
   cribo evaluate image-nn --backbone mean-colour --data folder --data.root MINE
 
-A folder contains train/<class>/* and val/<class>/*, or, without a split, <class>/*: each image is then classified by
-all others. If images come in series (frames of one film, crops of one photograph), provide a split that keeps each
-series on one side; otherwise images are classified by their own series, and the score is too high.
+A folder contains train/<class>/* and val/<class>/*, or, without splits, <class>/*, where each image is classified by
+all others. For related images (frames of one film, crops of one photograph), provide splits that keep them together;
+otherwise images are classified by their relatives, and the score is too high.
 
-Features are cached on disk. An interrupted evaluation continues when the same command is repeated, and the next
-evaluation of the same backbone and images starts with the search. For a first try: --limit 200
+Features are cached on disk and reused when an interrupted evaluation is repeated, and by further evaluations of the
+same backbone and images. For a quick trial: --limit 200
 """
 
     neighbours: Decided[tuple[int, ...]] = UNDECIDED
@@ -75,18 +75,18 @@ evaluation of the same backbone and images starts with the search. For a first t
         if self.is_decided("neighbours"):
             object.__setattr__(self, "neighbours", tuple(sorted(self.neighbours)))
             if not self.neighbours or min(self.neighbours) < 1:
-                raise ConfigError(f"neighbours must be numbers >= 1, at least one, got {list(self.neighbours)}")
+                raise ConfigError(f"neighbours must be one or more numbers >= 1, got {list(self.neighbours)}")
             if len(set(self.neighbours)) < len(self.neighbours):
-                raise ConfigError(f"neighbours must differ, got {', '.join(map(str, self.neighbours))}")
+                raise ConfigError(f"neighbours must be distinct, got {', '.join(map(str, self.neighbours))}")
         if not self.temperature > 0:
             raise ConfigError(f"temperature must be > 0, got {self.temperature}")
         if self.crop < 1:
             raise ConfigError(f"crop must be >= 1, got {self.crop}")
         if self.resize < self.crop:
-            raise ConfigError(f"resize must be >= crop, which is cut from it, got {self.resize} and crop {self.crop}")
+            raise ConfigError(f"resize must be >= crop, got resize {self.resize} and crop {self.crop}")
 
     def for_data(self, images: int, *, leave_one_out: bool) -> Self:
-        """Return a copy with `neighbours` decided for a number of training images.
+        """Return a copy with `neighbours` set for a number of training images.
 
         Raises:
             ConfigError: more neighbours than training images.
@@ -94,24 +94,26 @@ evaluation of the same backbone and images starts with the search. For a first t
         most = images - leave_one_out
         settings = self.decided({"neighbours": tuple(k for k in NEIGHBOURS if k <= most) or (most,)})
         if settings.neighbours[-1] > most:
-            others = "others " if leave_one_out else ""
+            others = "other " if leave_one_out else ""
             raise ConfigError(
-                f"neighbours must be at most the number of training images, {most} {others}here, got "
-                f"{settings.neighbours[-1]}: give fewer, --neighbours {min(5, most)}, say"
+                f"neighbours must be at most the number of {others}training images, {most}, got "
+                f"{settings.neighbours[-1]}: use fewer, such as --neighbours {min(5, most)}"
             )
         return settings
 
     def check_backbone(self, source: BackboneSource) -> None:
-        """Refuse several layers."""
+        """Raise ConfigError for features of several layers."""
         if source.layers != 1:
-            raise ConfigError(f"layers must be 1, for the global token is that of the last block, got {source.layers}")
+            raise ConfigError(
+                f"layers must be 1, since the global token is that of the last block, got {source.layers}"
+            )
 
     def prepare(self, run: "Run") -> Self:
-        """Decide the neighbours."""
+        """Set the numbers of neighbours."""
         return self.for_data(len(run.data.train), leave_one_out=run.data.val is None)
 
     def used(self, run: "Run") -> dict[str, Any]:
-        """Return the settings."""
+        """Return the settings, and whether images are classified by all others."""
         return {**dataclasses.asdict(self), "leave_one_out": run.data.val is None}
 
     def measure(self, run: "Run") -> Outcome:
@@ -133,7 +135,7 @@ evaluation of the same backbone and images starts with the search. For a first t
         )
 
     def report(self, result: "EvaluationResult") -> list[Any]:
-        """Return a table of the classes that are confused most often."""
+        """Return a table of the most frequently confused classes."""
         from rich.table import Table
         from rich.text import Text
 
@@ -141,9 +143,9 @@ evaluation of the same backbone and images starts with the search. For a first t
         if not row["confused"]:
             return []
         table = Table()
-        for name in ("class", "taken for"):
+        for name in ("class", "classified as"):
             table.add_column(name, overflow="fold")
         table.add_column("images", justify="right")
         for pair in row["confused"][:_SHOWN_PAIRS]:
             table.add_row(Text(pair["label"]), Text(pair["prediction"]), f"{pair['images']:,}")
-        return [Text(f"Confused most, neighbours {row['neighbours']}", style="bold"), table]
+        return [Text(f"Most frequently confused classes, neighbours {row['neighbours']}", style="bold"), table]

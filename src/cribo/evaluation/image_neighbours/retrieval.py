@@ -1,7 +1,7 @@
-"""Image-level nearest neighbours: an image takes the class that its most similar training images vote for.
+"""Image-level nearest-neighbour classification by a vote of the most similar training images.
 
-Global tokens, cosine similarity, and votes that grow with it, as in DINO (Caron et al. 2021) and in "Unsupervised
-feature learning via non-parametric instance discrimination" (Wu et al. 2018). Nothing is trained.
+Uses global tokens and votes weighted by cosine similarity, as in DINO (Caron et al. 2021) and in "Unsupervised feature
+learning via non-parametric instance discrimination" (Wu et al. 2018). Nothing is trained.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,21 +23,21 @@ from cribo.evaluation.scores import accuracy, count_confusion
 from cribo.retrieval.encoders import ImageEncoder
 from cribo.retrieval.search import Neighbours, available_memory, nearest, plan_search
 
-_NEAREST = 8  # neighbours of each image that are returned
-_VOTES_AT_ONCE = 2**24  # images times classes
-_PAIRS = 50  # of classes that are confused most often
-_CONFUSION_CLASSES = 256  # up to which results contain the whole confusion
+_NEAREST = 8  # number of returned neighbours per image
+_VOTES_AT_ONCE = 2**24  # maximum number of images times classes
+_PAIRS = 50  # number of confused pairs of classes to report
+_CONFUSION_CLASSES = 256  # maximum number of classes for a confusion matrix in results
 
 
 @dataclass(frozen=True)
 class NeighbourScore:
-    """The predictions with one number of neighbours.
+    """Predictions with one number of neighbours.
 
     Attributes:
         neighbours: k.
-        predicted: the class of each image with the most votes, the first of several.
-        place: the rank of its own class by votes, 0 for the first; C if no neighbour belongs to it.
-        votes: the sum of all votes, as multiples of the nearest neighbour's.
+        predicted: class with the most votes of each image, the first on ties.
+        place: rank of the true class by votes, 0 for the first; C if no neighbour belongs to it.
+        votes: sum of all votes, relative to the vote of the nearest neighbour.
     """
 
     neighbours: int
@@ -46,22 +46,22 @@ class NeighbourScore:
     votes: Float[Tensor, " q"]
 
     def top(self, number: int) -> float:
-        """Return the share of images whose class is among the `number` classes with the most votes."""
+        """Return the top-`number` accuracy."""
         return float((self.place < number).double().mean())
 
     def confusion(self, labels: Int64[Tensor, " q"], classes: int) -> Int64[Tensor, "c c"]:
-        """Labels (rows) against predictions."""
+        """Return the confusion matrix, with labels in rows."""
         return count_confusion(labels, self.predicted, classes)
 
 
 @dataclass(frozen=True)
 class ImageRetrieval:
-    """The result of `image_nn`.
+    """Result of `image_nn`.
 
     Attributes:
-        settings: that were used.
-        scores: one for each k.
-        nearest: up to eight of the training images that are most similar to each image.
+        settings: settings used, without None.
+        scores: score of each k.
+        nearest: up to eight nearest training images of each image.
     """
 
     settings: ImageNN
@@ -82,17 +82,17 @@ def image_nn(
     """Classify images by their nearest training images.
 
     Args:
-        encoders: one for each device of the machine, on that device.
-        train: images whose classes are known.
-        val: images to classify, of the same classes; None to classify each training image by the others.
-        settings: of the protocol.
+        encoders: one encoder per device of the machine, on that device.
+        train: training images.
+        val: images to classify, with the same classes; None to classify each training image by all others.
+        settings: settings of the protocol.
         machine: resources of the search.
-        progress: called with the progress.
+        progress: progress callback.
 
     Raises:
         ConfigError: more neighbours than training images.
-        ValueError: different classes in the two sets, or features that cannot be used or stored.
-        UnreadableImage: an image that cannot be used.
+        ValueError: train and val have different classes, or features are not finite or do not fit.
+        UnreadableImage: an image is unreadable.
 
     Example:
         >>> scores = image_nn([image_encoder(backbone)], train, val).scores  # doctest: +SKIP
@@ -120,12 +120,12 @@ def image_nn(
 
 
 def shown_score(scores: Sequence[NeighbourScore]) -> NeighbourScore:
-    """Return the score to show in detail: of k = 20, which is published, or else of the smallest k."""
+    """Return the score to show in detail: that of k = 20 if available, else that of the smallest k."""
     return next((score for score in scores if score.neighbours == PUBLISHED), scores[0])
 
 
 def row(score: NeighbourScore, asked: ClassifiedFiles, *, with_confusion: bool) -> dict[str, Any]:
-    """Return the row of a result, with the confusion if it is asked for and there are not too many classes."""
+    """Return the row of a result, optionally with the confusion matrix of up to 256 classes."""
     confusion = score.confusion(torch.from_numpy(asked.labels), len(asked.classes))
     found = {
         "neighbours": score.neighbours,
@@ -140,7 +140,7 @@ def row(score: NeighbourScore, asked: ClassifiedFiles, *, with_confusion: bool) 
 
 
 def most_confused(confusion: Int64[Tensor, "c c"], classes: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the pairs of classes confused most often: label, prediction and number of images.
+    """Return the most frequently confused pairs of classes: label, prediction and number of images.
 
     Example:
         >>> most_confused(torch.tensor([[0, 2], [0, 1]]), ["cat", "dog"])
@@ -164,7 +164,7 @@ def _neighbours(
     leave_one_out: bool,
     progress: Progress | None,
 ) -> Iterator[Neighbours]:
-    """The nearest keys of all queries in order, for as many queries at once as fit in memory."""
+    """Yield the nearest keys of all queries in order, in chunks that fit in memory."""
     count = settings.neighbours[-1] + leave_one_out
     plan = plan_search(
         len(queries),
@@ -175,7 +175,7 @@ def _neighbours(
         budget=machine.budget,
         device=machine.devices[0],
     )
-    # Features and neighbours are also on the host, and each is copied once.
+    # Features and neighbours are also on the CPU, and each is copied once.
     limit = available_memory("cpu") // 4 // (8 * keys.dim + 24 * count)
     done = 0
 
@@ -192,13 +192,13 @@ def _neighbours(
 def _without_themselves(found: Neighbours, first: int) -> Neighbours:
     """Remove each image from its own neighbours; the images are the keys from row `first` on."""
     own = torch.arange(first, first + len(found.rows))[:, None]
-    # If duplicates before it displaced an image's own row, the last neighbour is removed instead.
+    # If duplicates displace an image's own row, the last neighbour is removed instead.
     order = (found.rows == own).byte().argsort(dim=1, stable=True)[:, :-1]
     return Neighbours(found.similarity.gather(1, order), found.rows.gather(1, order))
 
 
 class _Classifier:
-    """Counts the votes of neighbours for the class of each image, block by block."""
+    """Classifies images by the votes of their neighbours, block by block."""
 
     def __init__(self, train: ClassifiedFiles, asked: ClassifiedFiles, settings: ImageNN, device: str) -> None:
         self.settings = settings
@@ -226,7 +226,7 @@ class _Classifier:
         weights = vote_weights(similarity, self.settings.temperature)
         votes = weights.new_zeros(len(rows), self.classes)
         before = 0
-        for score in self._scores:  # k ascends: the votes among 10 are part of those among 20
+        for score in self._scores:  # k ascends, so votes accumulate
             votes.scatter_add_(1, classes[:, before : score.neighbours], weights[:, before : score.neighbours])
             score.predicted[span] = votes.argmax(dim=1).cpu()
             score.place[span] = places(votes, own).cpu()
@@ -240,12 +240,12 @@ class _Classifier:
 
 
 def vote_weights(similarity: Float[Tensor, "q k"], temperature: float) -> Float[Tensor, "q k"]:
-    """Return the votes exp(cosine / temperature) of neighbours, divided by that of the nearest to avoid overflow."""
+    """Return the votes exp(cosine / temperature), divided by that of the nearest neighbour to avoid overflow."""
     return ((similarity - similarity[:, :1]) / temperature).exp()
 
 
 def places(votes: Float[Tensor, "q c"], labels: Int64[Tensor, " q"]) -> Int64[Tensor, " q"]:
-    """Return the rank of a class by votes: 0 for the first, C without votes; of equal ones the smaller index is first.
+    """Return the rank of a class by votes: 0 for the first, C without votes; ties are ordered by index.
 
     Example:
         >>> places(torch.tensor([[2.0, 0.0, 2.0]]).expand(3, 3), torch.tensor([0, 1, 2])).tolist()

@@ -1,4 +1,4 @@
-"""k-means on patches, and the matching of clusters with classes (Ziegler and Asano 2022, `sup_overcluster.py`)."""
+"""k-means on patches, and matching of clusters with classes (Ziegler and Asano 2022, `sup_overcluster.py`)."""
 
 import statistics
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ from cribo.evaluation.scores import count_confusion, iou, pairwise_iou
 
 @dataclass(frozen=True)
 class ClusterScore:
-    """The score of a number of clusters.
+    """Score of a number of clusters.
 
     Attributes:
         clusters: K.
-        matching: `hungarian`, one cluster for each class, or `greedy`, the class of most pixels for each cluster.
-        confusions: (C, C) pixels of each draw; rows are labels, columns the classes of the clusters.
+        matching: `hungarian`, one cluster per class, or `greedy`, the most frequent class of each cluster.
+        confusions: (C, C) pixel counts of each draw, with labels in rows and predicted classes in columns.
     """
 
     clusters: int
@@ -61,17 +61,17 @@ def overclustering(
     """Cluster the patches of images, and score the clusters as a segmentation.
 
     Args:
-        features: of all patches of the images, all encoded at one size.
-        images: whose labels are matched and scored.
+        features: patch features of the images, all encoded at the same size.
+        images: images with the labels for matching and scoring.
         settings: settings of the protocol after `prepare`.
-        pictures: number of images of the first number of clusters to return as panels.
+        pictures: number of images to return as panels, with the first number of clusters.
         progress: progress callback.
 
     Returns:
-        A score for each number of clusters, and the panels.
+        The score of each number of clusters, and the panels.
 
     Raises:
-        InputError: nothing to score, more clusters than patches, or features that are not finite.
+        InputError: no labels to score, more clusters than patches, or features that are not finite.
     """
     views = [EncodedView(index) for index in range(len(images))]
     ignore, classes = images.ignore_index, len(images.classes)
@@ -79,7 +79,7 @@ def overclustering(
     masks = [_mask(images, index, size, settings) for index in range(len(images))]
     labels = torch.stack(masks).flatten()
     if not (labels != ignore).any():
-        raise InputError("there is nothing to score: the labels of all images are ignored")
+        raise InputError("no image can be scored: all labels are ignored")
     rows = principal_components(features, views, settings.dims)
     sample = rows[_foreground(features, views).numpy()] if settings.foreground else rows
     if settings.foreground:
@@ -111,17 +111,17 @@ def overclustering(
 def principal_components(
     features: PatchFeatures, views: Sequence[EncodedView], dims: int
 ) -> Float32[np.ndarray, "n p"]:
-    """Standardise each channel over all patches, and project them on their first principal components.
+    """Project standardised patch features on their first principal components.
 
-    Only the projections are held in memory; features are read twice.
+    Channels are standardised over all patches. Only projections are kept in memory; features are read twice.
 
     Args:
-        features: of all patches.
-        views: whose patches to return, in order.
-        dims: number of components; all of them if there are fewer channels.
+        features: patch features.
+        views: views of the returned patches, in order.
+        dims: number of components; limited to the number of channels.
 
     Raises:
-        InputError: features that are not finite.
+        InputError: features are not finite.
     """
     count, total = 0, torch.zeros(features.dim, dtype=torch.float64)
     products = torch.zeros(features.dim, features.dim, dtype=torch.float64)
@@ -131,7 +131,7 @@ def principal_components(
         total += part.sum(dim=0)
         products += part.T @ part
     if not products.isfinite().all():
-        raise InputError("the backbone gives features that are not finite, which cannot be clustered")
+        raise InputError("the features of the backbone are not finite and cannot be clustered")
     mean = total / count
     covariance = products / count - mean[:, None] * mean
     deviation = covariance.diagonal().clamp_min(0).sqrt()
@@ -145,9 +145,9 @@ def match_clusters(counts: Int[Tensor, "c k"], matching: str) -> Int64[Tensor, "
     """Return the class of each cluster.
 
     Args:
-        counts: pixels of each class in each cluster.
-        matching: `hungarian` for the assignment of one cluster to each class that has the highest sum of IoUs, with as
-            many clusters as classes; `greedy` for the class of most pixels in each cluster, the first of equal ones.
+        counts: pixel counts of each class in each cluster.
+        matching: `hungarian` for the one-to-one assignment with the highest sum of IoUs, for equal numbers of clusters
+            and classes; `greedy` for the most frequent class of each cluster, the first on ties.
 
     Example:
         >>> counts = torch.tensor([[5, 4], [0, 3]])
@@ -171,7 +171,7 @@ def _kmeans(
     settings: Overclustering,
     seed: int,
 ) -> Int64[np.ndarray, " n"]:
-    """Return the nearest of the centres of a sample, for each row."""
+    """Fit k-means to a sample, and return the nearest centre of each row."""
     import faiss
 
     faiss.omp_set_num_threads(torch.get_num_threads())
@@ -181,7 +181,7 @@ def _kmeans(
         niter=settings.iterations,
         nredo=settings.restarts,
         seed=seed,
-        min_points_per_centroid=1,  # below which faiss prints a warning
+        min_points_per_centroid=1,  # avoids a warning of faiss
         max_points_per_centroid=settings.patches_per_cluster,
     )
     means.train(np.ascontiguousarray(sample))
@@ -189,7 +189,7 @@ def _kmeans(
 
 
 def _foreground(features: PatchFeatures, views: Sequence[EncodedView]) -> Tensor:
-    """Return whether objects take most pixels of each patch: more than background, and more than no class."""
+    """Return whether objects have more pixels than background and unlabelled pixels, for each patch."""
     counts = torch.cat([features.counts[view].dense() for view in views])
     return counts[:, 1:-1].sum(dim=1) > torch.maximum(counts[:, 0], counts[:, -1])
 
@@ -197,7 +197,7 @@ def _foreground(features: PatchFeatures, views: Sequence[EncodedView]) -> Tensor
 def _mask(
     images: LabelledImages, index: int, size: tuple[int, int] | None, settings: Overclustering
 ) -> UInt8[Tensor, "h w"]:
-    """Return the labels that are scored, of an own size if None."""
+    """Return the labels to score, resized unless `size` is None."""
     labels = images.labels(index)
     labels = labels if size is None else resize_labels(labels, size)
     return torch.where(labels == 0, images.ignore_index, labels) if settings.foreground else labels

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from cribo.evaluation.runner import Run
 
 CLUSTERS = (300, 500)
-"""The numbers of clusters that papers report, beside the number of classes."""
+"""Numbers of clusters reported in papers, in addition to the number of classes."""
 
-_SIDE = 448  # of the square images in Leopart, TimeT and NeCo
+_SIDE = 448  # side of the square images in Leopart, TimeT and NeCo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,18 +33,18 @@ class Overclustering(Protocol):
     """Unsupervised segmentation by k-means, as in Leopart, TimeT and NeCo.
 
     Attributes:
-        clusters: K, the number of clusters, one row of results each. With as many clusters as classes, the Hungarian
-            algorithm gives each class one cluster; with any other number, each cluster takes the class of most of its
-            pixels. [number of classes,300,500, as far as there are patches]
-        draws: how often k-means is repeated, each time with another seed; the score is the mean.
-        seed: of the first draw.
-        foreground: cluster and score objects only: background (class 0) is left out, as known from the labels.
-        dims: principal components of the standardised features in which they are clustered; all if there are fewer.
-        iterations: of k-means.
-        restarts: number of times that k-means starts in each draw; the clusters with the lowest error are used.
-        patches_per_cluster: patches drawn for each cluster to compute the centres, as in faiss; all patches are then
-            assigned to the nearest centre.
-        mask_size: pixels of the sides to which labels and clusters are resized for scoring.
+        clusters: K, number of clusters, one row of results each. If K equals the number of classes, clusters and
+            classes are matched one to one (Hungarian algorithm); otherwise each cluster is assigned its most frequent
+            class. [number of classes,300,500, limited by the number of patches]
+        draws: number of k-means runs with different seeds; the score is the mean.
+        seed: seed of the first draw.
+        foreground: cluster and score objects only; background (class 0) is excluded according to the labels.
+        dims: number of principal components of the standardised features to cluster, limited by their channels.
+        iterations: number of k-means iterations.
+        restarts: number of k-means restarts per draw; the clustering with the lowest error is used.
+        patches_per_cluster: number of patches sampled per cluster to compute the centres, as in faiss; all patches are
+            then assigned to the nearest centre.
+        mask_size: side in pixels to which labels and clusters are resized for scoring.
         size: height,width of all images, or a single number for squares. [448, or the multiple of the patch size below]
         interpolation: interpolation of resized images.
         precision: precision of the stored features; float16 halves their size.
@@ -60,13 +60,13 @@ class Overclustering(Protocol):
     less_memory: ClassVar[str] = "lower --runtime.batch_size, or use fewer images (--limit)"
     description: ClassVar[str] = """\
 Unsupervised segmentation: the patches of the validation images are clustered by k-means, clusters are matched with
-classes, and the result is scored as a segmentation (mIoU). Nothing is trained, and labels serve the matching only.
+classes, and the result is scored as a segmentation (mIoU). Nothing is trained; labels are used for matching only.
 
   cribo evaluate overclustering --backbone checkpoint.pth --data voc --data.root VOCdevkit/VOC2012
   cribo evaluate overclustering --backbone runs/mine --data folder --data.root MINE --clusters 50,100
   cribo evaluate overclustering --backbone runs/mine --data voc --data.root VOC --foreground
 
-Features are cached on disk. For a first try: --limit 50 --clusters 50 --draws 2
+Features are cached on disk. For a quick trial: --limit 50 --clusters 50 --draws 2
 Requires: pip install "cribo-ssl[evaluation]"
 """
 
@@ -89,14 +89,14 @@ Requires: pip install "cribo-ssl[evaluation]"
         if self.is_decided("clusters") and (
             not self.clusters or min(self.clusters) < 1 or len(set(self.clusters)) < len(self.clusters)
         ):
-            raise InputError(f"clusters must be different numbers >= 1, such as 21,300,500, got {self.clusters}")
+            raise InputError(f"clusters must be distinct numbers >= 1, such as 21,300,500, got {self.clusters}")
 
     def for_data(self, patch_size: int, classes: Sequence[str], images: int, image_size: int | None = None) -> Self:
         """Return a copy in which all settings are set.
 
         Args:
             patch_size: patch size of the backbone in pixels.
-            classes: of the data.
+            classes: classes of the data.
             images: number of images to cluster.
             image_size: fixed input size of the backbone in pixels; None if it accepts any size.
 
@@ -109,9 +109,7 @@ Requires: pip install "cribo-ssl[evaluation]"
             (2, 300, 500)
         """
         if self.foreground and (classes[0].lower() != "background" or len(classes) < 2):
-            raise InputError(
-                f"foreground needs a background as class 0, which is {classes[0]!r} here: leave out --foreground"
-            )
+            raise InputError(f"foreground requires background as class 0, got {classes[0]!r}: omit --foreground")
         settings = self.decided({"size": square(image_size or _SIDE, patch_size)})
         require_whole_patches(settings.size, patch_size)
         height, width = settings.size
@@ -168,6 +166,6 @@ def require_patches(clusters: Sequence[int], patches: int, of: str = "patches") 
     """
     if max(clusters) > patches:
         raise InputError(
-            f"clusters must be at most the number of {of}, {patches} here, got {max(clusters)}: give fewer, or more "
+            f"clusters must be at most the number of {of}, {patches}, got {max(clusters)}: use fewer clusters, or more "
             "or larger images"
         )

@@ -66,7 +66,7 @@ class SegmentationModule(TrainedModule):
         backbone: backbone of the features.
         classes: C, number of classes.
         heads: names of the heads, for curves and messages.
-        steps: of the whole training; the learning rates fall until the last one.
+        steps: total number of training steps, for the learning rate schedule.
         inference: inference mode, whole images or windows.
         rules: rules of the variant.
 

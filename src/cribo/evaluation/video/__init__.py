@@ -1,1 +1,1 @@
-"""Video label propagation: objects of the first frame are followed by nearest features (DINO, DAVIS 2017)."""
+"""Video label propagation: objects of the first frame are tracked by nearest features (DINO, DAVIS 2017)."""

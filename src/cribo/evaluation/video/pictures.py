@@ -1,4 +1,4 @@
-"""Pictures of videos with the objects that were found, and their maps in files."""
+"""Pictures and segmentation maps of videos."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,15 +28,15 @@ _OUTLINE = (255, 255, 255)
 
 
 def write_videos(found: Sequence[Segmented], images: VideoFrames, folder: Path, *, number: int) -> None:
-    """Write `segmentations/<video>/<frame>.png`, and pictures: `videos.png`, `videos-2.png`, ... of six videos each.
+    """Write `segmentations/<video>/<frame>.png`, and pictures of six videos each (`videos.png`, ...).
 
-    The maps are in the format of DAVIS, so that its own evaluation can read them.
+    The maps have the format of DAVIS and can be read by its own evaluation.
 
     Args:
-        found: the videos.
-        images: their frames.
+        found: segmented videos.
+        images: frames of the videos.
         folder: output folder.
-        number: of videos to draw.
+        number: number of videos to draw.
     """
     for part in found:
         place = folder / "segmentations" / part.video.name
@@ -49,11 +49,11 @@ def write_videos(found: Sequence[Segmented], images: VideoFrames, folder: Path, 
 
 
 def draw_videos(found: Sequence[Segmented], images: VideoFrames) -> Figure:
-    """Draw frames of each video with the objects that were found, and the outlines of the annotated ones in white.
+    """Draw frames of each video with the predicted objects, and the outlines of the annotated ones in white.
 
     Args:
-        found: the videos, at least one.
-        images: their frames.
+        found: segmented videos, at least one.
+        images: frames of the videos.
     """
 
     def draw(part: Segmented, axes: Sequence[Axes]) -> str:

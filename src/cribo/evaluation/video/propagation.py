@@ -1,4 +1,4 @@
-"""Labels propagated from frame to frame by nearest features, as in DINO's `eval_video_segmentation.py`."""
+"""Label propagation between frames by nearest features, as in DINO's `eval_video_segmentation.py`."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -14,11 +14,11 @@ from cribo.evaluation.video.protocol import VideoPropagation
 
 
 class LabelledFrame(NamedTuple):
-    """A frame whose labels are propagated.
+    """A labelled frame, as a source of propagation.
 
     Attributes:
-        features: of the patches, of unit length.
-        labels: share of background and of each object in each patch.
+        features: patch features of unit length.
+        labels: soft labels of each patch, for background and each object.
     """
 
     features: Float[Tensor, "rows columns d"]
@@ -31,16 +31,16 @@ def propagate(
     objects: int,
     settings: VideoPropagation,
 ) -> Iterator[Float[Tensor, "rows columns c"]]:
-    """Propagate the objects of the first frame to all others, one after the other.
+    """Propagate the objects of the first frame to all others in order.
 
     Args:
-        frames: features of the patches of each frame, of unit length, on the device that computes.
-        first: number of the object at each pixel of the first frame, 0 for background.
-        objects: their number.
-        settings: of the propagation.
+        frames: patch features of each frame, of unit length, on the device of the computation.
+        first: object index of each pixel of the first frame; 0 for background.
+        objects: number of objects.
+        settings: settings of the protocol.
 
     Yields:
-        The share of background and of each object in each patch of the second frame, the third, ...
+        Soft labels of each patch for background and each object, from the second frame on.
     """
     features = next(frames)
     grid = resize_labels(first, (features.shape[0], features.shape[1]))
@@ -55,15 +55,15 @@ def propagate(
 def label_frame(
     features: Float[Tensor, "rows columns d"], sources: Sequence[LabelledFrame], settings: VideoPropagation
 ) -> Float[Tensor, "rows columns c"]:
-    """Label the patches of a frame by the most similar ones of other frames, at most `radius` patches away.
+    """Label the patches of a frame by the most similar patches of other frames within `radius`.
 
-    Each patch takes the mean label of its `neighbours` most similar patches of all sources together, weighted by
-    exp(cosine / temperature).
+    The label of a patch is the mean of its `neighbours` most similar patches over all sources, at most `radius` patches
+    away in both directions, weighted by exp(cosine / temperature).
 
     Args:
-        features: of the frame.
+        features: patch features of the frame.
         sources: labelled frames of the same size.
-        settings: of the propagation.
+        settings: settings of the protocol.
     """
     keys, labels = (torch.stack(parts, dim=1) for parts in zip(*sources, strict=True))  # (rows, sources, columns, ...)
     columns = torch.arange(features.shape[1], device=features.device)
@@ -80,13 +80,13 @@ def label_frame(
 
 
 def object_map(labels: Float[Tensor, "rows columns c"], patch_size: int, size: tuple[int, int]) -> UInt8[Tensor, "h w"]:
-    """Return the number of the object at each pixel, 0 for background.
+    """Return the object index of each pixel; 0 for background.
 
-    Labels are upsampled bilinearly to the size at which the frame was encoded, and each is stretched to 0-1 over the
-    frame; the largest one wins. The map is resized to the frame's own size by the nearest pixel.
+    Labels are upsampled bilinearly to the encoded size of the frame, and each is rescaled to 0-1 over the frame; the
+    largest one wins. The map is resized to the frame's own size with nearest-neighbour interpolation.
 
     Args:
-        labels: of the patches.
+        labels: soft labels of the patches.
         patch_size: patch size in pixels.
         size: (height, width) of the frame.
     """

@@ -22,12 +22,12 @@ class VideoData:
     """Videos whose frames have annotated objects: DAVIS 2017, or a folder of the same layout.
 
     Attributes:
-        root: the folder with JPEGImages, Annotations and ImageSets of DAVIS 2017 (480p); a folder of your own may leave
-            out ImageSets for all videos.
+        root: folder with JPEGImages, Annotations and ImageSets of DAVIS 2017 (480p); without ImageSets, all videos of
+            your own folder are used.
         split: name of a list in ImageSets/2017. [val]
-        partial: accept a list or folders with fewer videos than DAVIS. The scores cannot be compared with published
+        partial: accept fewer videos than in DAVIS. The scores are not comparable with published
             ones.
-        limit: use only this many videos, evenly spread, to try things out.
+        limit: maximum number of videos, evenly spaced, for a quick trial.
     """
 
     root: str
@@ -65,13 +65,13 @@ class VideoPropagation(Protocol):
     """Video label propagation on frozen features, as in DINO's `eval_video_segmentation.py`.
 
     Attributes:
-        neighbours: k, the number of most similar patches that label a patch.
-        radius: patches down and across within which they are searched.
-        previous: number of previous frames that are searched, beside the first.
-        temperature: weights are exp(cosine / temperature).
-        side: pixels of the shorter side to which frames are resized; rounded down to a multiple of the patch size, the
-            longer side to a multiple of 64 pixels, or of the patch size if it does not divide 64. [480]
-        interpolation: of frames.
+        neighbours: k, number of most similar patches whose labels are averaged.
+        radius: search radius in patches, in both directions.
+        previous: number of previous frames to search, in addition to the first.
+        temperature: temperature of the weights exp(cosine / temperature).
+        side: shorter side of resized frames in pixels, rounded down to a multiple of the patch size; the longer side is
+            rounded down to a multiple of 64 pixels, or of the patch size if it does not divide 64.
+        interpolation: interpolation of resized frames.
         precision: precision of the stored features; float16 halves their size.
 
     Raises:
@@ -87,13 +87,13 @@ class VideoPropagation(Protocol):
     pictures: ClassVar[str] = "videos for which the objects are drawn"
     less_memory: ClassVar[str] = "lower --runtime.batch_size or --side"
     description: ClassVar[str] = """\
-Video label propagation: the objects of the first frame are followed through the video by the most similar patches of
-the frames before, and are scored by region and boundary (J&F). Nothing is trained.
+Video label propagation: the objects of the first frame are tracked through the video by the most similar patches of
+previous frames, and scored by region and boundary (J&F). Nothing is trained.
 
   cribo evaluate video --backbone vit_small_patch16_224.dino --data DAVIS
   cribo evaluate video --backbone runs/mine --data MINE
 
-Features are cached on disk. For a first try: --limit 2 --side 240
+Features are cached on disk. For a quick trial: --limit 2 --side 240
 """
 
     neighbours: int = 5
@@ -110,7 +110,7 @@ Features are cached on disk. For a first try: --limit 2 --side 240
             raise InputError(f"temperature must be > 0, got {self.temperature}")
 
     def prepare(self, run: "Run") -> Self:
-        """Use the only side that the network takes."""
+        """Use the fixed input size of the network, if it has one."""
         backbone = run.backbone
         return self if backbone.takes_any_size else dataclasses.replace(self, side=backbone.image_size)
 
@@ -119,7 +119,7 @@ Features are cached on disk. For a first try: --limit 2 --side 240
         return {**dataclasses.asdict(self), "layers": run.source.layers}
 
     def measure(self, run: "Run") -> Outcome:
-        """Follow the objects of all videos, and score them."""
+        """Propagate and score the objects of all videos."""
         from cribo.console import Phases
         from cribo.data.segmentation import LabelledSubset
         from cribo.evaluation.video.pictures import write_videos
@@ -156,17 +156,17 @@ Features are cached on disk. For a first try: --limit 2 --side 240
         )
 
     def places(self, folder: Path) -> dict[str, Any]:
-        """Return the path of the objects that were found."""
+        """Return the path of the segmentation maps."""
         return {"segmentations": folder / "segmentations"}
 
 
 def encoded_size(size: tuple[int, int], side: int, patch_size: int) -> tuple[int, int]:
-    """Return the height and width in pixels at which frames are encoded, as in DINO.
+    """Return the (height, width) in pixels at which frames are encoded, as in DINO.
 
     Args:
         size: height and width of the frames.
-        side: pixels of the shorter side.
-        patch_size: of the backbone.
+        side: shorter side in pixels.
+        patch_size: patch size of the backbone in pixels.
 
     Example:
         >>> encoded_size((480, 854), 480, 16), encoded_size((854, 480), 480, 14)

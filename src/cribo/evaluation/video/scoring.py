@@ -11,19 +11,19 @@ from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
 TOLERANCE = 0.008
-"""Distance up to which boundaries match, as a share of the image's diagonal, rounded up to pixels."""
+"""Maximum distance of matching boundary pixels relative to the image diagonal, rounded up to pixels."""
 
 _RECALLED = 0.5
 
 
 @dataclass(frozen=True)
 class VideoScore:
-    """The scores of a video.
+    """Scores of a video.
 
     Attributes:
-        name: of the video.
-        regions: J of each object in each frame that is scored.
-        boundaries: F of the same.
+        name: name of the video.
+        regions: J of each object in each scored frame.
+        boundaries: F of each object in each scored frame.
     """
 
     name: str
@@ -43,7 +43,7 @@ def score_frame(
 
 
 def region_similarity(found: Bool[Tensor, "h w"], true: Bool[Tensor, "h w"]) -> float:
-    """Return J, the IoU of two regions, 1 if both are empty."""
+    """Return J, the IoU of two regions; 1 if both are empty."""
     union = int((found | true).sum())
     return int((found & true).sum()) / union if union else 1.0
 
@@ -51,7 +51,7 @@ def region_similarity(found: Bool[Tensor, "h w"], true: Bool[Tensor, "h w"]) -> 
 def boundary_accuracy(found: Bool[Tensor, "h w"], true: Bool[Tensor, "h w"]) -> float:
     """Return F, the harmonic mean of precision and recall of boundary pixels.
 
-    A pixel is matched if the other boundary has one within the tolerance.
+    A boundary pixel is matched if the other boundary has a pixel within the tolerance.
     """
     boundaries = torch.stack([boundary(found), boundary(true)])
     counts = boundaries.sum(dim=(1, 2)).tolist()
@@ -64,17 +64,17 @@ def boundary_accuracy(found: Bool[Tensor, "h w"], true: Bool[Tensor, "h w"]) -> 
 
 
 def boundary(region: Bool[Tensor, "h w"]) -> Bool[Tensor, "h w"]:
-    """Return the pixels that differ from their right, lower or lower right neighbour, each as far as there is one."""
+    """Return the mask of pixels that differ from their right, lower or lower right neighbour."""
     padded = F.pad(region[None].byte(), (0, 1, 0, 1), mode="replicate")[0].bool()
     return (region ^ padded[:-1, 1:]) | (region ^ padded[1:, :-1]) | (region ^ padded[1:, 1:])
 
 
 def dilate(regions: Bool[Tensor, "n h w"], radius: int) -> Bool[Tensor, "n h w"]:
-    """Return the pixels at most `radius` pixels from a region."""
+    """Return the regions dilated by a disk of `radius` pixels."""
     height, width = regions.shape[1:]
     sums = F.pad(regions.int(), (radius + 1, radius, radius, radius)).cumsum(dim=2, dtype=torch.int32)
     grown = torch.zeros_like(regions)
-    for down in range(2 * radius + 1):  # rows of the disk, whose pixels are counted by a difference of two sums
+    for down in range(2 * radius + 1):  # rows of the disk, counted by differences of cumulative sums
         half, rows = math.isqrt(radius**2 - (down - radius) ** 2), sums[:, down : down + height]
         right, left = radius + half + 1, radius - half
         grown |= rows[..., right : right + width] > rows[..., left : left + width]
@@ -84,7 +84,7 @@ def dilate(regions: Bool[Tensor, "n h w"], radius: int) -> Bool[Tensor, "n h w"]
 def row(neighbours: int, scores: Sequence[VideoScore]) -> dict[str, Any]:
     """Return the row of a result: means over all objects of all videos, and J&F of each video and object.
 
-    Recall is the share of frames above 0.5. J&F is the mean of J and F.
+    Recall is the fraction of frames above 0.5. J&F is the mean of J and F.
     """
     regions, boundaries = ([getattr(score, name) for score in scores] for name in ("regions", "boundaries"))
 

@@ -1,4 +1,4 @@
-"""Objects followed through many videos, and their scores."""
+"""Propagation of objects through videos, and their scores."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -21,12 +21,12 @@ from cribo.evaluation.video.scoring import VideoScore, score_frame
 
 @dataclass(frozen=True)
 class Segmented:
-    """A video with the objects that were found in its frames.
+    """A video with the predicted objects of its frames.
 
     Attributes:
-        video: whose frames.
-        maps: of each frame, a palette PNG with the number of the object at each pixel; the first is the given one.
-        score: of all frames but the first and the last.
+        video: the video.
+        maps: palette PNG of each frame with the object index of each pixel; the first is the annotation.
+        score: scores of all frames except the first and the last.
     """
 
     video: Video
@@ -34,13 +34,13 @@ class Segmented:
     score: VideoScore
 
     def objects(self, frame: int) -> UInt8[Tensor, "h w"]:
-        """Return the number of the object at each pixel of a frame, counted from 0 in the video."""
+        """Return the object index of each pixel of a frame, given its 0-based index in the video."""
         with Image.open(io.BytesIO(self.maps[frame])) as image:
             return torch.from_numpy(np.array(image))
 
 
 def videos_by_size(images: VideoFrames) -> dict[tuple[int, int], list[Video]]:
-    """Return the videos by height and width of their frames."""
+    """Return the videos grouped by height and width of their frames."""
     found: dict[tuple[int, int], list[Video]] = {}
     for video in images.videos:
         found.setdefault(image_size(images.path(video.frames[0])), []).append(video)
@@ -61,16 +61,16 @@ def segment_videos(
     """Propagate the objects of the first frame of each video, and score them.
 
     Args:
-        features: of the patches of all frames of these videos, of unit length; views count the frames of these videos.
-        images: the frames of all videos.
-        videos: which ones.
-        settings: of the propagation.
+        features: patch features of all frames of these videos in order, of unit length.
+        images: frames of all videos.
+        videos: videos to segment.
+        settings: settings of the protocol.
         patch_size: patch size in pixels.
-        device: on which labels are propagated.
+        device: device of the propagation.
         progress: progress callback.
 
     Raises:
-        UnreadableImage, DataError: an annotation that cannot be used.
+        UnreadableImage, DataError: an annotation is unusable.
     """
     start, frames = 0, sum(len(video.frames) for video in videos)
     for video in videos:
