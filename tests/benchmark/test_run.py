@@ -154,7 +154,7 @@ def test_a_card_is_never_replaced_unasked(sets: Path) -> None:
     wanted = config(sets, "mean-colour", sets=("squares",))
     card, _ = benchmark(wanted, out=Path("card"))
     assert list(card.rows[0].results) == ["backbone"]
-    with pytest.raises(FolderError, match="card exists already"):
+    with pytest.raises(FolderError, match="card already exists"):
         benchmark(wanted, out=Path("card"))
     benchmark(wanted, out=Path("card"), overwrite=True)
     with pytest.raises(FolderError, match="lies in the folder for results"):

@@ -630,7 +630,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         compare([tmp_path / "one", tmp_path / "two", tmp_path / "other" / ".." / "one", *[tmp_path / "one"]])
     with pytest.raises(ResultError, match="two is given 2 times: give each result once"):
         compare([tmp_path / "one", tmp_path / "two", tmp_path / "two"])
-    with pytest.raises(ResultError, match="nowhere is not there"):
+    with pytest.raises(ResultError, match="nowhere does not exist"):
         compare([tmp_path / "one", tmp_path / "nowhere"])
     with pytest.raises(ResultError, match="names must be distinct, one for each of the 2 results, got a, a"):
         compare([a_result("one"), a_result("two")], names=["a", "a"])

@@ -136,7 +136,7 @@ def test_half_precision_takes_half_the_room(folder: Path) -> None:
 
 def test_an_encoder_with_another_grid_is_refused(folder: Path) -> None:
     encoder = PatchEncoder(lambda images: torch.ones(len(images), 5, 2), SIDE)
-    with pytest.raises(ValueError, match="the encoder gives 5 features of 6 patches"):
+    with pytest.raises(ValueError, match="the encoder must return 6 patch features, got 5"):
         extract_patches(encoder, open_folder(folder), VIEWS, PREPARATION)
 
 

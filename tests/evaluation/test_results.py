@@ -144,7 +144,7 @@ def test_results_are_never_overwritten(tmp_path: Path) -> None:
 def test_what_is_no_result_is_said(tmp_path: Path) -> None:
     with pytest.raises(ResultError, match=r"nowhere does not exist: give the output folder of a finished evaluation"):
         read_result(tmp_path / "nowhere")
-    with pytest.raises(ResultError, match=r"holds no results\.json: give the folder"):
+    with pytest.raises(ResultError, match=r"has no results\.json: give the output folder"):
         read_result(tmp_path)
 
 
@@ -175,8 +175,8 @@ def damaged(content: dict[str, Any], change: str) -> str:
         ("foreign", "is not a result of an evaluation"),
         ("newer", r"has format 2, this version of cribo reads up to 1: update cribo"),
         ("key", "is corrupt: it has no 'classes'"),
-        ("kind", "is damaged: 'results' must be a list, got 3"),
-        ("row", r"is damaged: row 1 of the results lacks miou"),
+        ("kind", "is corrupt: 'results' must be a list, got 3"),
+        ("row", r"is corrupt: row 1 of the results lacks miou"),
     ],
 )
 def test_damaged_files_are_explained(tmp_path: Path, change: str, message: str) -> None:
@@ -243,7 +243,7 @@ def test_of_many_classes_the_best_and_the_worst_are_shown() -> None:
     shown = [line.split()[2] for line in text.splitlines() if line.startswith("│ class")]
     # The last class would be the best, but does not occur.
     assert shown == [str(number) for number in (*range(39, 29, -1), *range(9, -1, -1))]
-    assert "of 41, results.json has all" in text
+    assert "best and worst of 41 classes, see results.json for all" in text
 
 
 def test_forty_classes_are_all_shown_in_their_order() -> None:

@@ -80,7 +80,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol(ABC):
-    """A way to measure a backbone: the data it takes, what it does, and what it returns.
+    """Base class of evaluation protocols: settings, data, measurement and description.
 
     A protocol is a frozen dataclass. Its fields are its settings; they become options of `cribo evaluate`, with the
     `Attributes:` section of its docstring as their help. Backbone, data and runtime are not part of it. Modules of

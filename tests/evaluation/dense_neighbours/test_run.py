@@ -246,9 +246,7 @@ def test_labels_that_do_not_fit(data: Path, refused: Callable[..., str]) -> None
         assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("split", "message"), [("train", "no labelled patch"), ("val", "the queries cannot be scored")]
-)
+@pytest.mark.parametrize(("split", "message"), [("train", "no labelled patch"), ("val", "queries cannot be scored")])
 def test_a_set_without_any_label(data: Path, refused: Callable[..., str], split: str, message: str) -> None:
     for path in (data / "labels" / split).iterdir():
         Image.fromarray(np.full((32, 32), 255, np.uint8)).save(path)

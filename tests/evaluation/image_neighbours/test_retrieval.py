@@ -295,9 +295,9 @@ def test_settings_out_of_range(wrong: dict[str, object], pattern: str) -> None:
 def test_more_neighbours_than_images(tmp_path: Path) -> None:
     images, _ = drawn(tmp_path, 8, 0, [0, 1])
     encoder = Colours().encoder()
-    with pytest.raises(ConfigError, match="at most the number of training images, 8 here, got 9"):
+    with pytest.raises(ConfigError, match="at most the number of training images, 8, got 9"):
         image_nn([encoder], images, images, settings(9))
-    with pytest.raises(ConfigError, match="7 others here, got 8"):
+    with pytest.raises(ConfigError, match="other training images, 7, got 8"):
         image_nn([encoder], images, None, settings(8))
     other = ClassifiedFiles(ImageFiles(tmp_path, ["000.png"]), ["x", "y"], np.zeros(1))
     with pytest.raises(ValueError, match="must have the same classes"):

@@ -130,9 +130,9 @@ def test_features_are_kept_for_the_next_time(data: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        (("--neighbours", "25"), "neighbours must be at most the number of training images, 24 here, got 25"),
+        (("--neighbours", "25"), "neighbours must be at most the number of training images, 24, got 25"),
         (("--neighbours", "0"), "neighbours must be one or more numbers >= 1"),
-        (("--crop", "20"), "crop must be a multiple of 16, the patch size of mean-colour, got 20: give 16"),
+        (("--crop", "20"), "crop must be a multiple of 16, the patch size of mean-colour, got 20: use 16"),
         (("--crop", "32"), "resize must be >= crop"),
         (("--temperature", "0"), "temperature must be > 0"),
         (("--limit", "0"), "data.limit must be >= 1"),
