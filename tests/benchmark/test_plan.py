@@ -60,7 +60,7 @@ def test_each_protocol_gets_the_sets_of_its_layout(sets: Path) -> None:
     segmenting = ("dense-nn", "overclustering", "linear", "segmenter")
     labelled = {(name, there) for name in segmenting for there in ("squares", "half")}
     assert names(plan) == labelled | {("image-nn", "kinds"), ("detection", "boxes"), ("discovery", "boxes")}
-    assert list(plan.left_out) == ["correspondence"]
+    assert plan.left_out.keys() == {"correspondence", "depth", "video"}
     assert "no set; looked for pairs/*.json" in plan.left_out["correspondence"]
     assert all(row.data.limit is None for row in plan.rows)
 
@@ -68,7 +68,7 @@ def test_each_protocol_gets_the_sets_of_its_layout(sets: Path) -> None:
 def test_quick_uses_few_images_and_does_not_train(sets: Path) -> None:
     plan = planned(sets, quick=True)
     assert {name for name, _ in names(plan)} == {"dense-nn", "overclustering", "image-nn", "discovery"}
-    assert plan.left_out.keys() == {*TRAINED, "correspondence"}
+    assert plan.left_out.keys() == {*TRAINED, "correspondence", "depth", "video"}
     assert {row.protocol.name: row.data.limit for row in plan.rows}["dense-nn"] == 40
     said = [cell for column in plan.table().columns for cell in map(str, column.cells)]
     assert "linear, segmenter, detection" in said

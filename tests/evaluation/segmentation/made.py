@@ -45,7 +45,7 @@ class Squares:
 
 
 def tiny_vit(depth: int = 2, seed: int = 0) -> Backbone:
-    """Of patches of 16 pixels."""
+    """Build a small vision transformer with patches of 16 pixels."""
     return build_backbone(
         "vit_tiny_patch16_224", args={"depth": depth, "embed_dim": 32, "num_heads": 2}, image_size=32, seed=seed
     )
