@@ -491,7 +491,7 @@ def test_plain_timm_gets_the_expected_normalisation_from_our_description(tmp_pat
 
 def test_a_damaged_list_of_files_in_an_archive_is_reported(tmp_path: Path):
     path = tmp_path / "weights.npz"
-    np.savez(path, **{name: value.numpy() for name, value in vit_state().items()})
+    np.savez(path, vit_state()["cls_token"].numpy())
     path.write_bytes(path.read_bytes().replace(b"PK\x01\x02", b"PK\x01\x03"))  # the list at the end of a zip file
     with pytest.raises(ValueError, match=r"weights\.npz is damaged or not a weight file"):
         load_backbone(path)
