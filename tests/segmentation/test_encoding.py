@@ -86,7 +86,7 @@ def test_images_of_one_size_are_encoded_together_and_come_in_their_order() -> No
 
 def test_an_encoder_that_gives_too_few_features() -> None:
     made = GridEncoder(PatchEncoder(lambda images: _means(images)[:, 1:], PATCH), SegmentationSettings(), "cpu", 1)
-    with pytest.raises(ValueError, match="the encoder gives 3 features of 4 patches"):
+    with pytest.raises(ValueError, match="the encoder must return 4 patch features, got 3"):
         made.encode([noise(4, 4)])
 
 
