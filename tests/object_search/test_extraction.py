@@ -151,7 +151,7 @@ def test_settings_out_of_range(values: dict[str, object], said: str) -> None:
 
 def test_invalid_encoders_are_rejected() -> None:
     short = PatchEncoder(lambda images: torch.ones(len(images), 3, 4), 8)
-    with pytest.raises(ValueError, match="gives 3 features of 64 patches"):
+    with pytest.raises(ValueError, match="must return 64 patch features, got 3"):
         extract_objects(short, [street(0, 64, 64)], SETTINGS)
     broken = PatchEncoder(lambda images: torch.full((len(images), 64, 4), torch.nan), 8)
     with pytest.raises(ValueError, match="not finite"):
