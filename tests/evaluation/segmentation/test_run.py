@@ -149,7 +149,7 @@ def test_processes_beside_the_first_print_nothing(
 
 def test_other_settings_are_not_gone_on_with(folder: Path, tmp_path: Path) -> None:
     evaluate(*config(folder, iterations=1), out=tmp_path / "out", pictures=0)
-    with pytest.raises(FolderError, match=r"begun with settings\.iterations 1, not 2"):
+    with pytest.raises(FolderError, match=r"created with settings\.iterations 1, got 2"):
         evaluate(*config(folder, iterations=2), out=tmp_path / "out", resume=True, pictures=0)
     with pytest.raises(FolderError, match="--overwrite"):
         evaluate(*config(folder, iterations=1), out=tmp_path / "out", pictures=0)
@@ -206,7 +206,7 @@ def test_labels_that_are_all_ignored(folder: Path, tmp_path: Path) -> None:
     for index in range(4):
         Image.new("L", (192, 128), 255).save(tmp_path / "labels" / "train" / f"{index}.png")
     data = SegmentationData("folder", str(tmp_path))
-    with pytest.raises(DataError, match="the labels of all 4 images of train are ignored"):
+    with pytest.raises(DataError, match="all labels of the 4 images of train are ignored"):
         evaluate(*config(folder, data=data), out=tmp_path / "out")
 
 
