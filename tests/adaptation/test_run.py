@@ -131,7 +131,7 @@ def test_an_interrupted_adaptation_continues_to_the_same_weights(scenes: Path, s
     again = adapt(asked, out=tmp_path, name="cut", resume=True)
     assert again.verdict == whole.verdict
     assert (folder / "backbone.safetensors").read_bytes() == weights
-    with pytest.raises(ValueError, match=r"was begun with power None, not 0\.5"):
+    with pytest.raises(ValueError, match=r"was started with power None, got 0\.5"):
         adapt(_asked(scenes, source, keep="adapted", power=0.5), out=tmp_path, name="cut", resume=True)
     with pytest.raises(ValueError, match="already exists"):
         adapt(asked, out=tmp_path, name="cut")

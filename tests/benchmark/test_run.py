@@ -157,7 +157,7 @@ def test_a_card_is_never_replaced_unasked(sets: Path) -> None:
     with pytest.raises(FolderError, match="card already exists"):
         benchmark(wanted, out=Path("card"))
     benchmark(wanted, out=Path("card"), overwrite=True)
-    with pytest.raises(FolderError, match="lies in the folder for results"):
+    with pytest.raises(FolderError, match="is inside the results folder"):
         benchmark(wanted, out=sets)
 
 

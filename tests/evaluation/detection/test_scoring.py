@@ -84,7 +84,7 @@ def test_a_class_that_does_not_occur_has_no_precision(images: BoxedImages) -> No
 def test_each_image_must_have_been_looked_at_once(images: BoxedImages) -> None:
     found = detections(images)
     twice = Detections(torch.tensor([0, 1, 1, 3]), found.corners, found.labels, found.scores)
-    with pytest.raises(ValueError, match="each of the 4 images once"):
+    with pytest.raises(ValueError, match="each of the 4 images must have detections exactly once"):
         average_precision(images, twice)
 
 
