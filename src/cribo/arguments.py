@@ -1,5 +1,6 @@
 """Parsing of the command line: one parser class for all commands."""
 
+import dataclasses
 import difflib
 import importlib
 import os
@@ -10,12 +11,17 @@ from argparse import RawDescriptionHelpFormatter
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
 from cribo.errors import InputError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Config = TypeVar("Config", bound="DataclassInstance")
 
 
 class ConfigError(InputError):
@@ -54,6 +60,15 @@ class Parser(ArgumentParser):
         if "_ARGCOMPLETE" in os.environ:
             self._set_completers()
         return super().parse_args(self.expand(sys.argv[1:] if args is None else args), **kwargs)
+
+    def build(self, config_type: type[Config], parsed: Namespace) -> Config:
+        """Create a dataclass from the parsed options of its names.
+
+        Raises:
+            InputError: a value is out of range.
+        """
+        made = self.instantiate(parsed)
+        return config_type(**{field.name: made[field.name] for field in dataclasses.fields(config_type)})
 
     def _set_completers(self) -> None:
         """Complete values by their choices, and others by names of files."""

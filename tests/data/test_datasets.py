@@ -425,7 +425,7 @@ def test_values_that_are_not_a_class_are_refused(tmp_path, name, wrong):
 
 def test_a_label_map_of_another_size_is_refused(tmp_path):
     write_ade20k(tmp_path, [[1, 1], [1, 1], [1, 1]])
-    with pytest.raises(DataError, match=r"size of their image ADE_val_00000001\.jpg, 3 x 2, got 2 x 3"):
+    with pytest.raises(DataError, match=r"size of image ADE_val_00000001\.jpg, 3 x 2, got 2 x 3"):
         open_segmentation("ade20k", tmp_path, "val", partial=True).labels(0)
 
 

@@ -256,6 +256,13 @@ class Watched:
         """Open a tab of the page."""
         self.page.get_by_role("tab", name=tab, exact=True).first.click()
 
+    def reload(self) -> None:
+        """Load the page again. Leaving a page interrupts its requests; the errors of that are not counted."""
+        before = len(self.errors)
+        self.page.reload(wait_until="commit")
+        del self.errors[before:]
+        self.page.wait_for_load_state()
+
     @property
     def fits(self) -> bool:
         """Whether no element is wider than the window."""
@@ -274,9 +281,9 @@ def watched(served: Served, browser: "Browser") -> Iterator[Watched]:
     page.goto(served.address)
     page.get_by_role("tab", name="Training").wait_for()
     yield watched
-    page.close()
     assert watched.elsewhere == []
     assert watched.errors == []
+    page.close()
 
 
 def _note_request(watched: Watched, address: str, url: str) -> None:

@@ -98,7 +98,7 @@ def test_painted_classes_segment_another_picture(watched: Watched, red: str, tmp
     expect(page.locator("#examples-text")).to_contain_text("red")
     expect(page.locator("#segmented-text")).to_contain_text("red 100%")
     expect(page.get_by_role("img", name="The picture, tinted by class")).to_be_visible()
-    page.reload()
+    watched.reload()
     watched.open("Segment")
     expect(page.locator("#examples-text")).to_contain_text("1 example")
     with page.expect_download() as download:
@@ -150,7 +150,7 @@ def test_every_tab_fits_a_phone(watched: Watched, scheme: str) -> None:
     page = watched.page
     page.emulate_media(color_scheme=scheme)  # pyright: ignore[reportArgumentType]
     page.set_viewport_size({"width": 360, "height": 740})
-    page.reload()
+    watched.reload()
     page.get_by_role("tab", name="Training").first.wait_for()
     for tab in ("Training", "View pairs", "Objects", "Features", "Segment"):
         button = page.get_by_role("tab", name=tab, exact=True).and_(page.locator(":visible"))

@@ -38,7 +38,9 @@ def gradients(backbone: Backbone, call: Any = None) -> list[torch.Tensor]:
     images, noise = inputs(backbone)
     backbone.zero_grad()
     features = (call or backbone)(images, drop_path_noise=noise)
-    (features.tokens.square().mean() + features.global_token.sum()).backward()
+    # The final norm fixes the sum and the squares of its outputs, so that only weighted outputs have gradients.
+    weights = torch.linspace(-1, 1, features.tokens.shape[-1])
+    ((features.tokens * weights).square().mean() + (features.global_token * weights).sum()).backward()
     return [features.tokens.detach(), *(p.grad for p in backbone.parameters() if p.grad is not None)]
 
 
@@ -173,5 +175,5 @@ def test_compiled_checkpointing_is_one_graph_with_the_same_results(backend: str,
     backbone.compile(fullgraph=True, backend=backend)
     assert list(backbone.state_dict()) == names
     for found, value in zip(gradients(backbone), expected, strict=True):
-        torch.testing.assert_close(found, value, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(found, value, rtol=1e-3, atol=1e-4 * value.abs().max().item())
     torch.compiler.reset()

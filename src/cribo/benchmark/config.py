@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 
 from cribo.arguments import ConfigError
+from cribo.checks import require_least
 from cribo.evaluation.protocol import find_protocol
-from cribo.evaluation.runtime import EvaluationRuntime, Schedule, TrainingRuntime, require_least
+from cribo.evaluation.runtime import EvaluationRuntime, Schedule, TrainingRuntime
 from cribo.retrieval.source import BackboneSource
 
 

@@ -49,8 +49,7 @@ def _adapt(words: list[str]) -> None:
     parser.add_argument("--config", action="config", help="a YAML file of options, overridden by the command line")
     parser.add_class_arguments(AdaptConfig, skip={"images"})
     parsed = parser.parse_args(words)
-    made = parser.instantiate(parsed)
-    config = AdaptConfig(**{name: made[name] for name in AdaptConfig.__dataclass_fields__})
+    config = parser.build(AdaptConfig, parsed)
     with loading(console):
         from cribo.adaptation.run import PICTURE, VERDICT, adapt
         from cribo.models.saving import WEIGHTS_FILE

@@ -57,8 +57,7 @@ def _benchmark(words: list[str]) -> None:
     parser.add_argument("--config", action="config", help="a YAML file of options, overridden by the command line")
     parser.add_class_arguments(BenchmarkConfig)
     parsed = parser.parse_args(words)
-    made = parser.instantiate(parsed)
-    config = BenchmarkConfig(**{name: made[name] for name in BenchmarkConfig.__dataclass_fields__})
+    config = parser.build(BenchmarkConfig, parsed)
     with loading(console):
         from cribo.benchmark.card import CARD, CHART
         from cribo.benchmark.run import benchmark

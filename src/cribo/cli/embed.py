@@ -45,8 +45,7 @@ def _embed(words: list[str]) -> None:
     parser.add_argument("--config", action="config", help="a YAML file of options, overridden by the command line")
     parser.add_class_arguments(EmbedConfig, skip={"images"})
     parsed = parser.parse_args(words)
-    made = parser.instantiate(parsed)
-    config = EmbedConfig(**{name: made[name] for name in EmbedConfig.__dataclass_fields__})
+    config = parser.build(EmbedConfig, parsed)
     with loading(console):
         from cribo.embedding.run import ABOUT, PARTS, embed_images
 

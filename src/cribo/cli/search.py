@@ -55,7 +55,7 @@ def _search(words: list[str]) -> None:
     parser.add_argument("--out", type=Path, help="folder for the results; by default searches/<image>, numbered")
     parser.add_argument("--overwrite", action="store_true", help="replace existing results in --out")
     parsed = parser.parse_args(words)
-    config = SearchConfig(**{name: parsed[name] for name in SearchConfig.__dataclass_fields__})
+    config = parser.build(SearchConfig, parsed)
     with loading(console):
         from cribo.object_search.run import COCO, RESULTS, SHEET, search_duplicates, search_objects
 

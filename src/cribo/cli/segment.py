@@ -61,8 +61,7 @@ def _segment(words: list[str]) -> None:
     parser.add_argument("--config", action="config", help="a YAML file of options, overridden by the command line")
     parser.add_class_arguments(SegmentConfig)
     parsed = parser.parse_args(words)
-    made = parser.instantiate(parsed)
-    config = SegmentConfig(**{name: made[name] for name in SegmentConfig.__dataclass_fields__})
+    config = parser.build(SegmentConfig, parsed)
     with loading(console):
         from cribo.segmentation.run import COCO, OVERVIEW, SUGGESTED, SUMMARY, segment_images, speed
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, list_files, open_images, require
 from cribo.data.limits import MAX_PIXELS
-from cribo.data.reading import image_size, open_header
+from cribo.data.reading import open_header
 from cribo.data.segmentation import UnlabelledFiles, by_stem
 
 NYU_SIZES = {"train": 24_231, "val": 654}
@@ -110,16 +110,12 @@ class DepthImages(UnlabelledFiles):
                 f"{path}: depth must be a grey PNG with 16 bits, got mode {mode}: a picture of depths with 8 bits or "
                 "in colours has no unit, take the file of the measurements"
             )
-        size = image_size(self.path(index))
-        if values.shape != size:
-            raise DataError(
-                f"{path}: depth must have the size of its image {self.name(index)}, {size[1]} x {size[0]}, got "
-                f"{values.shape[1]} x {values.shape[0]}"
-            )
-        if self.window is not None and size != _NYU_SIZE:
+        self.require_size(index, values.shape, f"{path}: depth")
+        if self.window is not None and values.shape != _NYU_SIZE:
+            height, width = values.shape
             raise DataError(
                 f"{path}: images of NYU-Depth v2 must have 640 x 480 pixels, of which the crop of Eigen et al. is "
-                f"scored, got {size[1]} x {size[0]}: give other images as images/train, depth/train, ..."
+                f"scored, got {width} x {height}: give other images as images/train, depth/train, ..."
             )
         return torch.from_numpy(values.astype(np.float32) / self.scale)
 

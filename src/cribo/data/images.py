@@ -13,7 +13,7 @@ from jaxtyping import Int, Int64, UInt8
 from torch import Tensor
 
 from cribo.data.limits import MAX_PIXELS
-from cribo.data.reading import read_image, read_reduced
+from cribo.data.reading import image_size, read_image, read_reduced
 from cribo.errors import DataError, InputError, MissingData
 
 # Compared in lower case: ImageNet's files end in .JPEG.
@@ -147,6 +147,14 @@ class ImageFiles:
     def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
         """Load an image as upright RGB. Raises UnreadableImage (see `read_image`)."""
         return read_image(self.path(index), max_pixels=self.max_pixels)
+
+    def require_size(self, index: int, size: tuple[int, ...], what: str) -> None:
+        """Raise DataError if `what`, such as a label map, does not have the (height, width) of an image."""
+        height, width = image_size(self.path(index))
+        if size != (height, width):
+            raise DataError(
+                f"{what} must have the size of image {self.name(index)}, {width} x {height}, got {size[1]} x {size[0]}"
+            )
 
     def load_reduced(self, index: int, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "3 h w"], int]:
         """Load an image as upright RGB at a fraction of its size if that is faster (see `read_reduced`)."""

@@ -173,12 +173,7 @@ class LabelledFiles(ImageFiles):
                 f"{path}: labels must be class indices in a grey or palette PNG, got colours (mode {mode}): "
                 "replace colours by class indices"
             )
-        size = image_size(self.path(index))
-        if values.shape != size:
-            raise DataError(
-                f"{path}: labels must have the size of their image {self.name(index)}, "
-                f"{size[1]} x {size[0]}, got {values.shape[1]} x {values.shape[0]}"
-            )
+        self.require_size(index, values.shape, f"{path}: labels")
         narrow = values.astype(np.uint8)  # maps may also have 1 or 16 bits per pixel
         labels = self._values.table.take(narrow)
         wrong = (labels < 0) | (narrow != values)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cribo.arguments import ConfigError
+from cribo.checks import require_least, sorted_blocks
 from cribo.method.recipe import Marginals
 from cribo.object_search.settings import ObjectSettings
 from cribo.retrieval.choices import FeaturePrecision
@@ -54,13 +55,9 @@ class EmbedConfig:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("batch_size", 1), ("workers", 0), ("size", 0)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ConfigError(f"{name} must be >= {least}, got {value}")
+        require_least(self, {"batch_size": 1, "workers": 0, "size": 0})
         if self.blocks is not None:
-            self.blocks = tuple(sorted(set(self.blocks)))
-            if not self.blocks or self.blocks[0] < 1:
-                raise ConfigError(f"blocks must be numbers from 1, got {list(self.blocks)}")
+            self.blocks = sorted_blocks(self.blocks)
             if self.features == "global":
                 raise ConfigError("--blocks requires --features patches or objects: global features have one block")
             if self.backbone.layers != 1:

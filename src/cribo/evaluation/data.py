@@ -1,15 +1,16 @@
 """Labelled images for evaluation. Torch is imported only when a data set is opened."""
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from cribo.arguments import ConfigError, import_by_path
+from cribo.checks import require_least
 from cribo.data.sets import SEGMENTATION_SETS, SegmentationSet, segmentation_set
 from cribo.errors import DataError
-from cribo.evaluation.runtime import require_least
 
 SCENES = "scenes"
 PLACES = ("root", "train_annotations", "val_annotations")
@@ -204,12 +205,17 @@ def about_splits(
     """Return the description of a data set in `results.json`, with an absolute root."""
     return {
         **dataclasses.asdict(config),
-        "root": None if root is None else str(Path(root).expanduser().absolute()),
+        "root": None if root is None else str(absolute(root)),
         "train": train_name,
         "val": val_name,
         "train_images": len(train),
         "val_images": None if val is None else len(val),
     }
+
+
+def absolute(folder: str | os.PathLike[str]) -> Path:
+    """Return an absolute path, with ~ replaced by the home folder, but symbolic links kept."""
+    return Path(folder).expanduser().absolute()
 
 
 def spread(count: int, most: int) -> list[int]:

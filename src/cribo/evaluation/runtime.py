@@ -1,31 +1,15 @@
 """Runtime configuration of evaluations: devices, precision, memory. Torch is imported on use only."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from cribo.arguments import ConfigError
+from cribo.checks import require_least
 
 TrainerPrecision = Literal["32-true", "bf16-mixed", "16-mixed"]
 
 Schedule = Literal["paper", "short"]
 """Training schedule: the paper's, for GPUs, or a short one for small data sets and CPUs."""
-
-
-def require_least(settings: object, least: Mapping[str, int], prefix: str = "") -> None:
-    """Check lower bounds of settings; None is valid.
-
-    Args:
-        settings: object with the settings as attributes.
-        least: minimum of each setting, by name.
-        prefix: prefix of the names in error messages.
-
-    Raises:
-        ConfigError: a setting is below its minimum.
-    """
-    for name, bound in least.items():
-        if (value := getattr(settings, name)) is not None and value < bound:
-            raise ConfigError(f"{prefix}{name} must be >= {bound}, got {value}")
 
 
 @dataclass

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from cribo.arguments import ConfigError
+from cribo.checks import require_least
 
 FigureName = Literal["matches", "clusters", "bootstrapping", "features", "losses", "schedules"]
 FIGURES: tuple[FigureName, ...] = get_args(FigureName)
@@ -44,6 +45,4 @@ class FigureConfig:
                 raise ConfigError(
                     f"{what} must be one or more of {', '.join(known)}, got {', '.join(unknown) or 'nothing'}"
                 )
-        for name, least in (("objects", 2), ("queries", 1), ("count", 1), ("size", 32)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be >= {least}, got {getattr(self, name)}")
+        require_least(self, {"objects": 2, "queries": 1, "count": 1, "size": 32})

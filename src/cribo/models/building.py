@@ -78,7 +78,7 @@ def build_backbone(
 def first_blocks(backbone: Backbone, count: int) -> Backbone:
     """Return the same network without its last blocks: the final norm follows block `count`.
 
-    It has no drop path, and no layer after its features, which would expect those of the last block.
+    It has no drop path, and no readout, which would expect the features of the last block.
 
     Raises:
         ValueError: the network has no or fewer transformer blocks, or parameters shared by all blocks.
@@ -91,7 +91,7 @@ def first_blocks(backbone: Backbone, count: int) -> Backbone:
     if not 1 <= count <= backbone.depth:
         raise InputError(f"{backbone.name} has blocks 1 to {backbone.depth} to choose from, got {count}")
     state = backbone.model.state_dict()
-    shorter = _build_again(backbone, {"depth": count})
+    shorter = _changed(backbone, depth=count)
     own = shorter.model.state_dict()
     for key, value in own.items():
         if state[key].shape != value.shape:
@@ -103,13 +103,13 @@ def first_blocks(backbone: Backbone, count: int) -> Backbone:
 def with_stride(backbone: Backbone, stride: int) -> Backbone:
     """Return the same convolutional network with another output stride: later stages are dilated, not downsampled.
 
-    It has no drop path, and no layer after its features.
+    It has no drop path, and no readout.
 
     Raises:
         ValueError: the network does not support this stride.
     """
     try:
-        dilated = _build_again(backbone, {"output_stride": stride})
+        dilated = _changed(backbone, output_stride=stride)
     except ValueError as error:
         raise InputError(f"{backbone.name} cannot have an output stride of {stride}: {error}") from error
     if dilated.patch_size != stride:
@@ -120,11 +120,11 @@ def with_stride(backbone: Backbone, stride: int) -> Backbone:
 
 
 def untrained(backbone: Backbone, *, seed: int = 0, drop_path: float = 0.0) -> Backbone:
-    """The same network with random weights, for a baseline; it has no layer behind its features.
+    """Return the same network with random weights, for a baseline; it has no readout.
 
     Args:
         backbone: any network.
-        seed: of the weights.
+        seed: seed of the weights.
         drop_path: as in `build_backbone`.
 
     Example:
@@ -132,23 +132,22 @@ def untrained(backbone: Backbone, *, seed: int = 0, drop_path: float = 0.0) -> B
         >>> untrained(first).name, untrained(first).fingerprint() == first.fingerprint()
         ('resnet18', False)
     """
-    again = build_backbone(
-        backbone.name, args=backbone.args, image_size=backbone.image_size, drop_path=drop_path, seed=seed
-    )
+    return _build_again(backbone, {}, drop_path=drop_path, seed=seed)
+
+
+def _build_again(backbone: Backbone, changes: Mapping[str, Any], **options: Any) -> Backbone:
+    """Build the same network with some arguments changed; `options` are passed to `build_backbone`."""
+    again = build_backbone(backbone.name, args={**backbone.args, **changes}, image_size=backbone.image_size, **options)
     again.mean, again.std = backbone.mean, backbone.std
     again.set_numerics(backbone.numerics)
     return again
 
 
-def _build_again(backbone: Backbone, changes: Mapping[str, Any]) -> Backbone:
+def _changed(backbone: Backbone, **changes: Any) -> Backbone:
     """Build the same network with some arguments changed, without weights."""
-    again = build_backbone(
-        backbone.name, args={**backbone.args, **changes}, image_size=backbone.image_size, initialise=False
-    )
-    again.to(next(backbone.parameters()))
-    again.mean, again.std, again.loaded = backbone.mean, backbone.std, backbone.loaded
-    again.set_numerics(backbone.numerics)
-    return again
+    changed = _build_again(backbone, changes, initialise=False)
+    changed.loaded = backbone.loaded
+    return changed.to(next(backbone.parameters()))
 
 
 class _SkipInPlace(TorchFunctionMode):

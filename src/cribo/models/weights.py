@@ -102,38 +102,27 @@ def load_backbone(
         return _build_from_timm(
             str(source), args, pretrained=pretrained, image_size=image_size, drop_path=drop_path, seed=seed
         )
-    if not pretrained:
-        loaded = load_backbone(
-            path,
-            name=name,
-            args=args,
-            image_size=image_size,
-            network=network,
-            positions=positions,
-            ignore=ignore,
-            trust=trust,
-            drop_path=drop_path,
-        )
-        return untrained(loaded, seed=seed, drop_path=drop_path)
     path, notes = _file_of(path)
     if is_saved(path):
         for option, value in (("name", name), ("args", args)):
             if value:
                 raise InputError(f"{option}={value!r} cannot be combined with {path}, which specifies its network")
-        return load_saved(path, image_size=image_size, positions=positions, drop_path=drop_path, trust=trust)
-    with _naming(path):
-        return _load_foreign(
-            path,
-            notes,
-            name=name,
-            args=args,
-            image_size=image_size,
-            network=network,
-            positions=positions,
-            ignore=ignore,
-            trust=trust,
-            drop_path=drop_path,
-        )
+        loaded = load_saved(path, image_size=image_size, positions=positions, drop_path=drop_path, trust=trust)
+    else:
+        with _naming(path):
+            loaded = _load_foreign(
+                path,
+                notes,
+                name=name,
+                args=args,
+                image_size=image_size,
+                network=network,
+                positions=positions,
+                ignore=ignore,
+                trust=trust,
+                drop_path=drop_path,
+            )
+    return loaded if pretrained else untrained(loaded, seed=seed, drop_path=drop_path)
 
 
 def _load_foreign(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from cribo.arguments import ConfigError
+from cribo.checks import require_least, sorted_blocks
 from cribo.method.recipe import Marginals
 from cribo.object_search.settings import ObjectSettings
 from cribo.retrieval.source import BackboneSource
@@ -55,13 +56,9 @@ class IndexConfig:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "threads"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"{name} must be >= 1, got {value}")
+        require_least(self, {"batch_size": 1, "threads": 1})
         if self.blocks is not None:
-            self.blocks = tuple(sorted(set(self.blocks)))
-            if not self.blocks or self.blocks[0] < 1:
-                raise ConfigError(f"blocks must be numbers from 1, got {list(self.blocks)}")
+            self.blocks = sorted_blocks(self.blocks)
             if self.backbone is not None and self.backbone.layers != 1:
                 raise ConfigError(f"--layers {self.backbone.layers} and --blocks exclude each other: omit one of them")
         if self.moved and self.images is None:
@@ -125,8 +122,7 @@ class SearchConfig:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ConfigError(f"k must be >= 1, got {self.k}")
+        require_least(self, {"k": 1})
         if self.min_similarity is not None and not -1 <= self.min_similarity <= 1:
             raise ConfigError(f"min_similarity must be from -1 to 1, got {self.min_similarity}")
         of_query = ("image", "point", "box", "object", "one_per_image", "include_own", "coco")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cribo.arguments import ConfigError
+from cribo.checks import require_least
 from cribo.retrieval.choices import FeaturePrecision
 from cribo.retrieval.source import BackboneSource
 from cribo.segmentation.settings import Head, Refine, SegmentationSettings
@@ -78,9 +79,7 @@ class SegmentConfig:
             raise ConfigError("give --examples, a folder of labelled images, or --memory, an existing memory file")
         if self.examples is None and self.labels is not None:
             raise ConfigError("--labels requires --examples, the folder of the labelled images")
-        for name, least in (("batch_size", 1), ("workers", 0)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ConfigError(f"{name} must be >= {least}, got {value}")
+        require_least(self, {"batch_size": 1, "workers": 0})
 
     @property
     def chosen(self) -> dict[str, Any]:

@@ -534,11 +534,10 @@ class SegmentationMemory:
                 f"{path} has features of blocks {_listed(stored.blocks)}, not of {_listed(missing)}: omit --blocks, or "
                 "create another memory with these blocks"
             )
-        is_without, backbone = backbone is None, backbone or _without_network(stored)
         another = f"{path} was created with another backbone, {stored.source} ({stored.encoder[:12]})"
         try:
             memory = cls(
-                backbone,
+                _without_network(stored) if backbone is None else backbone,
                 classes=stored.classes,
                 palette=stored.palette,
                 settings=settings,
@@ -554,7 +553,7 @@ class SegmentationMemory:
                 f"{another}, not with {memory.backbone['source']} ({str(identity)[:12]}): use that backbone, or create "
                 "another memory"
             )
-        if is_without:
+        if backbone is None:
             memory.backbone = {"source": stored.source}
         memory._known = [
             _Known(*parts) for parts in zip(stored.examples, stored.features, stored.pixels, stored.halves, strict=True)

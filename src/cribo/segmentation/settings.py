@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from cribo.checks import require_least, require_positive, sorted_blocks
 from cribo.errors import InputError
 from cribo.retrieval.choices import FeaturePrecision
 
@@ -61,17 +62,11 @@ class SegmentationSettings:
 
     def __post_init__(self) -> None:
         if self.blocks is not None:
-            object.__setattr__(self, "blocks", tuple(sorted(set(self.blocks))))
-            if not self.blocks or self.blocks[0] < 1:
-                raise InputError(f"blocks must be numbers from 1, got {list(self.blocks)}")
+            object.__setattr__(self, "blocks", sorted_blocks(self.blocks))
         if not 0 <= self.min_confidence < 1:
             raise InputError(f"min_confidence must be from 0 to below 1, got {self.min_confidence}")
-        for name in ("size", "window", "stride", "neighbours"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise InputError(f"{name} must be >= 1, got {value}")
-        for name in ("scale", "temperature", "reach", "contrast"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise InputError(f"{name} must be > 0, got {value}")
+        require_least(self, {"size": 1, "window": 1, "stride": 1, "neighbours": 1})
+        require_positive(self, "scale", "temperature", "reach", "contrast")
         if self.refine not in get_args(Refine):
             raise InputError(f"refine must be {' or '.join(get_args(Refine))}, got {self.refine!r}")
         if self.size is not None and self.scale is not None:

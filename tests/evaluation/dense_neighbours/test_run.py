@@ -235,7 +235,7 @@ def test_labels_that_do_not_fit(data: Path, refused: Callable[..., str]) -> None
         *words(data, "--backbone", "mean-colour")
     )
     Image.fromarray(np.zeros((16, 32), np.uint8)).save(path)
-    assert "labels must have the size of their image 3.png" in refused(*words(data, "--backbone", "mean-colour"))
+    assert "labels must have the size of image 3.png" in refused(*words(data, "--backbone", "mean-colour"))
     path.unlink()
     assert "there is no" in refused(*words(data, "--backbone", "mean-colour"))
     path.write_bytes(good)

@@ -160,7 +160,7 @@ def rewrite(folder: Path, values: np.ndarray, split: str) -> None:
         (np.full((*SIZE, 3), 30, np.uint8), "depth must be a grey PNG with 16 bits, got mode RGB"),
         (
             np.full((30, 40), 3000, np.uint16),
-            "depth must have the size of its image images/val/0.png, 64 x 48, got 40 x",
+            "depth must have the size of image images/val/0.png, 64 x 48, got 40 x",
         ),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 from cribo.arguments import ConfigError, Parser
 from cribo.cli.running import BACKBONE_SHORT, dispatch, guarded, print_places
 from cribo.console import command_console, loading, log_to
+from cribo.evaluation.protocol import PROTOCOLS
 from cribo.processes import is_first_process
 
 USAGE = """\
@@ -32,10 +33,7 @@ An evaluation may also be the import path of a custom protocol (docs/extending.m
 `cribo evaluate <evaluation> --help` lists its options.
 """
 
-EVALUATIONS = (
-    *("dense-nn", "linear", "segmenter", "detection", "image-nn"),
-    *("overclustering", "discovery", "correspondence", "depth", "video", "compare"),
-)
+EVALUATIONS = (*PROTOCOLS, "compare")
 
 _RUN_OPTIONS = ("out", "overwrite", "resume", "pictures")
 _SHORT = ("data.limit", "runtime.cache", "runtime.devices", "runtime.accelerator")

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from cribo.checks import require_least
 from cribo.errors import InputError
-from cribo.evaluation.data import Splits
+from cribo.evaluation.data import Splits, absolute
 from cribo.evaluation.protocol import QUICK_SIDE, UNDECIDED, Decided, Outcome, Protocol, require_whole_patches, square
-from cribo.evaluation.runtime import require_least
 from cribo.retrieval.choices import FeaturePrecision, Interpolation
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class CorrespondenceData:
         from cribo.data.correspondence import open_pairs
 
         images = open_pairs(self.root, self.split, partial=self.partial, limit=self.limit)
-        root = Path(self.root).expanduser().absolute()
+        root = absolute(self.root)
         is_spair = (root / "PairAnnotation").is_dir()
         about = {
             **dataclasses.asdict(self),

@@ -3,13 +3,11 @@
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from cribo.errors import InputError
-from cribo.evaluation.data import Splits, about_splits, spread
+from cribo.checks import require_distinct, require_least, require_positive
+from cribo.evaluation.data import Splits, about_splits, absolute, spread
 from cribo.evaluation.protocol import Outcome, Protocol, require_whole_patches, square
-from cribo.evaluation.runtime import require_least
 from cribo.retrieval.choices import FeaturePrecision, Interpolation, Vote
 
 if TYPE_CHECKING:
@@ -40,9 +38,7 @@ class DepthData:
 
     def __post_init__(self) -> None:
         require_least(self, {"limit": 1}, "data.")
-        for name in ("scale", "max_depth"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise InputError(f"data.{name} must be > 0, got {getattr(self, name)}")
+        require_positive(self, "scale", "max_depth", prefix="data.")
 
     def open(self) -> Splits:
         """Open both splits.
@@ -55,7 +51,7 @@ class DepthData:
         train, val = open_depth(self.root, scale=self.scale, max_depth=self.max_depth, partial=self.partial)
         if self.limit is not None:
             train, val = (images.subset(spread(len(images), self.limit)) for images in (train, val))
-        name = "nyu" if is_nyu(self.root) else Path(self.root).expanduser().absolute().name
+        name = "nyu" if is_nyu(self.root) else absolute(self.root).name
         return Splits(train, val, name, {"name": name, **about_splits(self, self.root, train, "train", val, "val")})
 
 
@@ -106,11 +102,8 @@ Features are cached on disk. For a quick trial: --limit 50
 
     def __post_init__(self) -> None:
         require_least(self, {"neighbours": 1})
-        if not self.methods or len(set(self.methods)) < len(self.methods) or not set(self.methods) <= {*METHODS}:
-            raise InputError(f"methods must be distinct values of {','.join(METHODS)}, got {','.join(self.methods)}")
-        for name in ("temperature", "ridge"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise InputError(f"{name} must be > 0, got {getattr(self, name)}")
+        require_positive(self, "temperature", "ridge")
+        require_distinct("methods", self.methods, METHODS)
 
     def prepare(self, run: "Run") -> Self:
         """Set the image size."""

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from cribo.arguments import ConfigError
+from cribo.checks import require_least, require_positive
 from cribo.evaluation.data import Splits, about_splits, spread
 from cribo.evaluation.protocol import UNDECIDED, Decided, Outcome, Protocol
-from cribo.evaluation.runtime import Schedule, TrainingRuntime, require_least
+from cribo.evaluation.runtime import Schedule, TrainingRuntime
 from cribo.retrieval.source import MEAN_COLOUR, BackboneSource
 
 if TYPE_CHECKING:
@@ -139,8 +140,8 @@ Requires: pip install "cribo-ssl[detection]"
 
     def __post_init__(self) -> None:
         require_least(self, {"epochs": 1, "batch_size": 1, "size": 1, "tokens": 1})
-        if self.is_decided("learning_rate") and not 0 < self.learning_rate < float("inf"):
-            raise ConfigError(f"learning_rate must be > 0, got {self.learning_rate}")
+        if self.is_decided("learning_rate"):
+            require_positive(self, "learning_rate")
 
     def scheduled(self) -> Self:
         """Return a copy with all settings set, with the defaults of the schedule."""

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from cribo.arguments import ConfigError
+from cribo.checks import require_distinct, require_least
 from cribo.errors import DataError, InputError
-from cribo.evaluation.data import Splits, spread
+from cribo.evaluation.data import Splits, absolute, spread
 from cribo.evaluation.protocol import QUICK_SIDE, UNDECIDED, Decided, Outcome, Protocol, require_packages
-from cribo.evaluation.runtime import require_least
 from cribo.retrieval.source import BackboneSource
 
 if TYPE_CHECKING:
@@ -64,12 +64,11 @@ class DiscoveryData:
         if self.annotations is None and self.root is not None and is_voc(self.root):
             split = self.split or "trainval"
             found = VocBoxes(self.root, split)
-            name = Path(self.root).expanduser().absolute().name.lower()
+            name = absolute(self.root).name.lower()
         else:
             split = self.split or "val"
             found = open_boxes(self.root, split, annotations=self.annotations, images=self.images)
-            place = found.file.parent if self.root is None else Path(self.root).expanduser()
-            name = place.absolute().name
+            name = absolute(found.file.parent if self.root is None else self.root).name
         kept = [index for index in range(len(found)) if not found.boxes(index).crowd.all()]
         if not kept:
             raise DataError(f"no image of {name} has an object: discovery needs annotated objects")
@@ -80,7 +79,7 @@ class DiscoveryData:
         about = {
             **dataclasses.asdict(self),
             "name": name,
-            "root": None if self.root is None else str(Path(self.root).expanduser().absolute()),
+            "root": None if self.root is None else str(absolute(self.root)),
             "split": split,
             "images": len(images),
             "images_without_objects": without,
@@ -131,8 +130,7 @@ Requires: pip install "cribo-ssl[evaluation]"
 
     def __post_init__(self) -> None:
         require_least(self, {"candidates": 1, "size": 1})
-        if not self.methods or len(set(self.methods)) < len(self.methods) or not set(self.methods) <= {*METHODS}:
-            raise InputError(f"methods must be distinct values of {','.join(METHODS)}, got {','.join(self.methods)}")
+        require_distinct("methods", self.methods, METHODS)
         if not -1 < self.threshold < 1:
             raise InputError(f"threshold must be a cosine between -1 and 1, got {self.threshold}")
 

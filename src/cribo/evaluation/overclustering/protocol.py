@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from cribo.checks import require_least
 from cribo.errors import InputError
 from cribo.evaluation.protocol import (
     QUICK_SIDE,
@@ -16,7 +17,6 @@ from cribo.evaluation.protocol import (
     require_whole_patches,
     square,
 )
-from cribo.evaluation.runtime import require_least
 from cribo.retrieval.choices import FeaturePrecision, Interpolation
 
 if TYPE_CHECKING:

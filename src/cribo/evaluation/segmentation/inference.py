@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from cribo.checks import require_least
 from cribo.errors import InputError
-from cribo.evaluation.runtime import require_least
 from cribo.evaluation.segmentation.rules import InferenceMode
 from cribo.models import Backbone, normalise
 from cribo.retrieval.patches import window_starts

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from cribo.arguments import ConfigError
+from cribo.checks import require_least
 from cribo.data.sets import SEGMENTATION_SETS
 from cribo.errors import DataError
 from cribo.evaluation.protocol import UNDECIDED, Decided, Outcome, Protocol
-from cribo.evaluation.runtime import Schedule, TrainingRuntime, require_least
+from cribo.evaluation.runtime import Schedule, TrainingRuntime
 from cribo.evaluation.segmentation.rules import LINEAR, SEGMENTER, InferenceMode, Rules
 from cribo.models.modes import Checkpointing
 from cribo.retrieval.source import MEAN_COLOUR, BackboneSource

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from cribo.errors import InputError
-from cribo.evaluation.data import Splits
+from cribo.checks import require_least, require_positive
+from cribo.evaluation.data import Splits, absolute
 from cribo.evaluation.protocol import Outcome, Protocol, square
-from cribo.evaluation.runtime import require_least
 from cribo.retrieval.choices import FeaturePrecision, Interpolation
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ class VideoData:
         from cribo.data.video import open_videos
 
         images = open_videos(self.root, self.split, partial=self.partial, limit=self.limit)
-        root = Path(self.root).expanduser().absolute()
+        root = absolute(self.root)
         name = "davis2017" if (root / "ImageSets" / "2017").is_dir() else root.name
         about = {
             **dataclasses.asdict(self),
@@ -106,8 +105,7 @@ Features are cached on disk. For a quick trial: --limit 2 --side 240
 
     def __post_init__(self) -> None:
         require_least(self, {"neighbours": 1, "radius": 1, "previous": 0, "side": 1})
-        if not 0 < self.temperature < float("inf"):
-            raise InputError(f"temperature must be > 0, got {self.temperature}")
+        require_positive(self, "temperature")
 
     def prepare(self, run: "Run") -> Self:
         """Use the fixed input size of the network, if it has one."""
@@ -170,7 +168,7 @@ def encoded_size(size: tuple[int, int], side: int, patch_size: int) -> tuple[int
 
     Example:
         >>> encoded_size((480, 854), 480, 16), encoded_size((854, 480), 480, 14)
-        ((480, 832), (840, 476))
+        ((480, 832), (854, 476))
     """
     multiple = _MULTIPLE if _MULTIPLE % patch_size == 0 else patch_size
     shorter = max(1, side // patch_size) * patch_size
