@@ -98,7 +98,7 @@ def damaged(draw: st.DrawFn, whole: bytes, other: bytes) -> bytes:
 
 
 def with_checksums(content: bytes) -> bytes:
-    """A PNG whose checksums fit what was changed: else nothing behind them is ever reached."""
+    """Correct the checksums of a changed PNG; with wrong ones, readers stop before they decode."""
     made, place = bytearray(content[:8]), 8
     while place + 8 <= len(content):
         length = min(int.from_bytes(content[place : place + 4], "big"), len(content) - place - 8)
@@ -139,7 +139,7 @@ def test_any_damage_gives_pixels_or_the_one_error(kind: str, tmp_path, data: st.
     start=st.sampled_from([b"", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"II*\0", b"MM\0*", b"GIF89a", b"BM", b"P6 "]),
     rest=st.binary(max_size=200),
 )
-def test_noise_behind_any_magic_number(start: bytes, rest: bytes) -> None:
+def test_noise_after_any_magic_number(start: bytes, rest: bytes) -> None:
     with warnings.catch_warnings(action="ignore"):
         try:
             read_image(EncodedImage("x", start + rest), max_pixels=MOST)

@@ -93,7 +93,7 @@ def test_any_damage_gives_tensors_or_a_clear_error(tmp_path: Path, kind: str, da
     ),
     rest=st.binary(max_size=200),
 )
-def test_noise_behind_any_magic_number(tmp_path: Path, start: bytes, rest: bytes) -> None:
+def test_noise_after_any_magic_number(tmp_path: Path, start: bytes, rest: bytes) -> None:
     assert_read_or_refused(tmp_path / "x", start + rest)
 
 

@@ -218,7 +218,7 @@ def test_criterion_and_groups() -> None:
     parts = bank.match(queries, images, group_rows=[5, 0, 7])
     single = bank.match(queries, images, group_rows=[1] * 12)
     assert everything.valid.all()
-    assert single.valid.all()  # an object that is alone in its group is its own nearest
+    assert single.valid.all()  # an object that is alone in its group matches itself
     assert torch.equal(whole.valid, match_objects(queries, rows)[1])
     for rows_of_group in (slice(0, 5), slice(5, 12)):
         alone = bank.match(queries[:, rows_of_group], images[rows_of_group])

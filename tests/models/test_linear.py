@@ -185,7 +185,7 @@ def test_compiled_code_contains_pytorchs_operator() -> None:
 
 
 class Scaled(nn.Linear):
-    """A linear layer with its own forward."""
+    """A linear layer with a custom forward method."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         return 2 * super().forward(input)

@@ -37,7 +37,7 @@ def sample_pairs(source: ImageSource, backbone: Backbone, options: ObjectiveOpti
         drop_path_sites=0,  # no student
     )
     order = torch.randperm(len(source), generator=keyed_generator(options.seed)).tolist()[:count]
-    # Of an epoch after the last one: views that were not used in training.
+    # An epoch after the last gives views that training has not used.
     dataset = SampleDataset(source, transform, seed=options.seed)
     return dataset.__getitems__([(options.optim.epochs, image) for image in order])
 

@@ -48,7 +48,7 @@ def test_without_detection_tokens_it_is_the_backbone(tiny_vit: Make) -> None:
         {"qkv_bias": False},
         {"init_values": 0.3},  # layer scale
         {"no_embed_class": True},
-        {"global_pool": "avg"},  # the last norm behind the pooling
+        {"global_pool": "avg"},  # the final norm follows the pooling
         {"mlp_ratio": 3},
     ],
 )

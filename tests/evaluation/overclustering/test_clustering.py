@@ -27,7 +27,7 @@ def features_of(images: Coded) -> PatchFeatures:
 
 
 def scored(images: Coded, **settings: Any) -> dict[str, Any]:
-    """The row of one number of clusters, with a pixel of the mask in each patch unless given."""
+    """Return the row of one number of clusters; by default a mask has one pixel per patch."""
     made = Overclustering(draws=2, size=SIZE, patches_per_cluster=1000, **{"mask_size": 60, **settings})
     (score,), _ = overclustering(features_of(images), images, made)
     return score.row(images.classes)

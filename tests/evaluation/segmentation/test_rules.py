@@ -66,7 +66,7 @@ def test_of_several_layers_the_last_alone_passes_the_final_norm() -> None:
         torch.testing.assert_close(module.logits(images)[0].flatten(2).mT, head(tokens))
 
 
-@pytest.mark.parametrize("global_pool", ["token", "avg"])  # with `avg`, the final norm is behind the pooling
+@pytest.mark.parametrize("global_pool", ["token", "avg"])  # with `avg`, the final norm follows the pooling
 def test_one_layer_always_passes_the_final_norm(global_pool: str) -> None:
     backbone = build_backbone("vit_tiny_patch16_224", args={**ARGS, "global_pool": global_pool}, image_size=32)
     images = noise(1, 3, 32, 32)
