@@ -120,7 +120,7 @@ def test_two_images_with_the_same_labels(root):
 
 def test_size_mismatch(root):
     save_labels(root / "labels" / "val" / "a.png", LABELS.T.copy())
-    with pytest.raises(DataError, match=r"size of their image a\.jpg, 3 x 2, got 2 x 3"):
+    with pytest.raises(DataError, match=r"size of image a\.jpg, 3 x 2, got 2 x 3"):
         open_segmentation("folder", root, "val").labels(0)
 
 
