@@ -55,7 +55,7 @@ sys.exit(status)
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, "-c", PROGRAM, ",".join(HEAVY)]
-    return subprocess.run([*program, *words], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([*program, *words], capture_output=True, text=True, timeout=900, check=False)
 
 
 def test_each_command_is_tested() -> None:

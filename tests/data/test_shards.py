@@ -650,7 +650,7 @@ def test_two_processes_share_a_tiny_cache(tmp_path: Path) -> None:
     processes = [context.Process(target=_read_all, args=(*arguments, epoch, results)) for epoch in (0, 1)]
     for process in processes:
         process.start()
-    found = [results.get(timeout=60) for _ in processes]
+    found = [results.get(timeout=900) for _ in processes]
     for process in processes:
         process.join(60)
         assert process.exitcode == 0

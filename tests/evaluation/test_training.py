@@ -256,7 +256,7 @@ with evaluation_folder(Path("two"), "two", {{}}, **choices) as folder:
 """
     (tmp_path / "program.py").write_text(program)
     done = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr
     one = run(tmp_path / "one")

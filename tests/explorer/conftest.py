@@ -106,7 +106,7 @@ class Served:
     def stop(self) -> int:
         """Send SIGINT, as Ctrl-C does, and return the exit status."""
         self.process.send_signal(signal.SIGINT)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=900)
 
 
 def serve(log: Path, *words: str, temporary: Path | None = None) -> Served:
@@ -174,7 +174,7 @@ class Visitor:
     """
 
     def __init__(self, address: str, name: str) -> None:
-        self.client = httpx.Client(base_url=address, timeout=60)
+        self.client = httpx.Client(base_url=address, timeout=300)
         self.name = name
         config = self.client.get("/config").json()
         self.functions = {each["api_name"]: each["id"] for each in config["dependencies"] if each["api_name"]}
@@ -273,7 +273,7 @@ class Watched:
 def watched(served: Served, browser: "Browser") -> Iterator[Watched]:
     """Open the page in a browser; external requests and errors fail the test."""
     page = browser.new_page(viewport={"width": 1280, "height": 1000})
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(60_000)
     watched = Watched(page, [], [])
     page.on("request", lambda request: _note_request(watched, served.address, request.url))
     page.on("console", lambda message: watched.errors.append(message.text) if message.type == "error" else None)

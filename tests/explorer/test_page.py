@@ -10,7 +10,7 @@ pytest.importorskip("playwright.sync_api")
 from playwright.sync_api import Locator, expect
 from tests.explorer.conftest import COLOURS, Watched, draw_square
 
-expect.set_options(timeout=30_000)  # other tests may occupy the cores
+expect.set_options(timeout=60_000)  # other tests may occupy the cores
 
 SENT = "The uploaded picture"
 

@@ -275,7 +275,7 @@ def test_a_public_page_accepts_the_names_of_its_machine() -> None:
 def test_a_password_is_required(tmp_path: Path) -> None:
     served = serve(tmp_path / "log.txt", "--backbone", "mean-colour", "--password", "open sesame")
     try:
-        client = httpx.Client(base_url=served.address, timeout=60)
+        client = httpx.Client(base_url=served.address, timeout=300)
         assert client.get("/config").status_code == 401
         picture = encoded(draw_square(COLOURS["red"], (0, 0)))
         assert client.post("/gradio_api/upload", files={"files": ("picture.png", picture)}).status_code == 401
@@ -354,6 +354,6 @@ def test_sigterm_stops_the_server_and_removes_its_files(tmp_path: Path) -> None:
     served = serve(tmp_path / "log.txt", "--backbone", "mean-colour", temporary=temporary)
     assert len(list(temporary.glob("cribo-*"))) == 2
     served.process.send_signal(signal.SIGTERM)
-    assert served.process.wait(timeout=60) == 143
+    assert served.process.wait(timeout=900) == 143
     assert "Traceback" not in served.log.read_text()
     assert not list(temporary.glob("cribo-*"))

@@ -485,7 +485,7 @@ def test_processes_resume_from_the_same_checkpoint_or_not_at_all(run: Path, tmp_
     ]
     said = []
     for process in running:
-        out, errors = process.communicate(timeout=120)
+        out, errors = process.communicate(timeout=900)
         assert process.returncode == 0, errors
         said.append(out.splitlines())
     host = socket.gethostname()

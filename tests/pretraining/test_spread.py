@@ -163,7 +163,7 @@ class Runs:
             process.start()
             started.append(process)
         for process in started:
-            process.join(timeout=300)
+            process.join(timeout=900)
         return [(process.exitcode, log.read_text()) for process, log in zip(started, logs, strict=True)]
 
 

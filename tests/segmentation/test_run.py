@@ -258,7 +258,7 @@ def test_two_commands_that_add_examples_to_a_memory_lose_none(folder: Path) -> N
         second.join(timeout=3)
         segment(folder, out="first", memory=str(folder / "first.safetensors"), examples=str(folder / "a"))
         shutil.copy(folder / "first.safetensors", memory)
-    second.join(timeout=60)
+    second.join(timeout=900)
     assert json.loads((folder / "out" / "about.json").read_text())["memory"]["examples"] == ["a.bmp", "b.bmp"]
     assert segment(folder, out="again", memory=str(memory), examples=None).images == 3
 

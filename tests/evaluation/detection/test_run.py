@@ -203,7 +203,7 @@ def test_two_processes_look_at_each_image_once_and_one_of_them_speaks(words: lis
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr

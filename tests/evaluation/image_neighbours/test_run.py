@@ -205,7 +205,7 @@ def test_a_killed_extraction_goes_on(data: Path, backbone: Path) -> None:
     command[command.index("none")] = "cache"
     run = [sys.executable, "-m", "cribo", *command]
     process = subprocess.Popen(run, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 900
     while not list(Path("cache").rglob("*.npy")) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)

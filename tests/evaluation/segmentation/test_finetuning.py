@@ -183,7 +183,7 @@ def test_one_that_was_killed_ends_as_if_it_had_not_been(
 ) -> None:
     command = words(folder, tmp_path / "out", "--resume")
     program = [sys.executable, "-c", stop_when(condition), *command]
-    done = subprocess.run(program, env=os.environ, capture_output=True, check=False, timeout=280)
+    done = subprocess.run(program, env=os.environ, capture_output=True, check=False, timeout=900)
     assert done.returncode == -signal.SIGKILL, done.stderr
     files = [path for path in (tmp_path / "out").glob("lr=*/**/*") if path.is_file() and "events" not in path.name]
     found = sorted(path.relative_to(tmp_path / "out").as_posix() for path in files)
@@ -224,7 +224,7 @@ def test_a_score_that_is_damaged_is_named(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_processes_are_as_one(folder: Path, whole: Path, tmp_path: Path) -> None:
     command = words(folder, tmp_path / "out", "--devices", "2")
-    done = subprocess.run([sys.executable, "-m", "cribo", *command], capture_output=True, check=False, timeout=250)
+    done = subprocess.run([sys.executable, "-m", "cribo", *command], capture_output=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr
     ours, others = (load_file(path / "segmenter.safetensors") for path in (tmp_path / "out", whole))
     for name, value in ours.items():

@@ -162,7 +162,7 @@ def test_two_processes_are_as_one(folder: Path, tmp_path: Path) -> None:
     words += ["--data.root", str(folder), "--iterations", "12", "--batch_size", "4", "--crop", "64"]
     words += ["--learning_rates", "0.1,1e-4", "--accelerator", "cpu", "--runtime.workers", "0"]
     words += ["--runtime.threads", "1", "--devices", "2", "--pictures", "1", "--out", str(tmp_path / "two")]
-    done = subprocess.run([sys.executable, "-m", "cribo", *words], capture_output=True, check=False, timeout=280)
+    done = subprocess.run([sys.executable, "-m", "cribo", *words], capture_output=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr
     for name, value in heads(tmp_path / "two").items():
         assert torch.allclose(value, heads(tmp_path / "one")[name], atol=1e-4)
