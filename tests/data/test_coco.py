@@ -106,7 +106,7 @@ def test_images_in_the_default_or_another_folder(tmp_path: Path) -> None:
         ([], {"categories": [{"id": 1, "name": "x"}, {"id": 2, "name": "x"}]}, "must name each class once, got 'x' 2"),
     ],
 )
-def test_files_that_are_refused(tmp_path: Path, annotations: list, changes: dict, message: str) -> None:
+def test_invalid_files_are_refused(tmp_path: Path, annotations: list, changes: dict, message: str) -> None:
     with pytest.raises(DataError, match=message):
         CocoLabels(write(tmp_path, annotations, **changes))
 
@@ -122,7 +122,7 @@ def test_files_that_are_refused(tmp_path: Path, annotations: list, changes: dict
         ({"size": [10, 12]}, "the outline of annotation 1 is invalid"),
     ],
 )
-def test_outlines_that_are_refused(tmp_path: Path, segmentation: Any, message: str) -> None:
+def test_invalid_outlines_are_refused(tmp_path: Path, segmentation: Any, message: str) -> None:
     labels = CocoLabels(write(tmp_path, [annotation(segmentation)]))
     with pytest.raises(DataError, match=message):
         labels.labels(0)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-import torchvision.transforms.v2  # noqa: F401 (which each worker would import by itself, for longer than is waited here)
+import torchvision.transforms.v2  # noqa: F401 (imported here, since the import in each worker would exceed the timeouts)
 from PIL import Image
 from tests.data.batches import assert_same, view_pairs
 from tests.data.faults import (
@@ -141,7 +141,7 @@ def test_temporary_file_system_errors_are_retried(tmp_path: Path, fault: Fault, 
     assert skipped(batches) == set()
 
 
-def test_everything_at_once(tmp_path: Path) -> None:
+def test_several_faults_at_once(tmp_path: Path) -> None:
     count = 101
     faults: dict[int, tuple[Fault, int]] = {}
     for seed, (share, fault, times) in enumerate(
@@ -333,7 +333,7 @@ def test_an_unreadable_file_is_skipped_after_the_last_attempt(tmp_path: Path, wo
         Unreadable("noise 7", str(OSError(errno.EIO, os.strerror(errno.EIO)))),
         Unreadable("noise 20", str(OSError(errno.EACCES, os.strerror(errno.EACCES)))),
     }
-    assert retried(batches) == len(PATIENT)  # of which EACCES has none
+    assert retried(batches) == len(PATIENT)  # EACCES is not retried
 
 
 def test_a_failed_image_is_not_retried_again(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_it_trains_from_the_command_line_with_its_own_names_everywhere(tmp_path: Path) -> None:
+def test_it_trains_from_the_command_line_with_its_own_column_names(tmp_path: Path) -> None:
     words = [
         *("--objective.class_path", "made.Flatten", "--objective.init_args.value", "0.25"),
         *("--data.scenes.count", "64", "--data.workers", "0", "--optim.epochs", "2", "--score.images", "[20,10]"),

@@ -38,7 +38,7 @@ def failures(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [message for message in caplog.messages if message.startswith("could not save")]
 
 
-# ------------------------------------------------------------------ what is kept
+# ------------------------------------------------------------------ kept checkpoints
 
 
 def test_only_the_last_checkpoints_are_kept(tiny: Tiny, train: Train) -> None:
@@ -101,7 +101,7 @@ def test_a_callback_state_that_cannot_be_restored_is_an_error_before_the_first_s
         train(tiny(), callbacks=[Stateful()])
 
 
-# ------------------------------------------------------------------ when a save fails
+# ------------------------------------------------------------------ failed saves
 
 
 class ReplaceFolder(L.Callback):
@@ -200,7 +200,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, tiny: Tiny) -
     assert torch.load(path, weights_only=True)["global_step"] == 12
 
 
-# ------------------------------------------------------------------ when a checkpoint is damaged
+# ------------------------------------------------------------------ damaged checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -397,7 +397,7 @@ def test_no_truncated_or_changed_checkpoint_is_loaded(
 
 @given(st.binary(max_size=500))
 @LIMITED
-def test_random_bytes_are_no_checkpoint(tmp_path: Path, content: bytes) -> None:
+def test_random_bytes_are_refused(tmp_path: Path, content: bytes) -> None:
     assert_refused(tmp_path / "file", content)
     assert_refused(tmp_path / "file", content + b"PK\5\6" + bytes(18))
 
@@ -453,7 +453,7 @@ torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_processes_resume_from_the_same_checkpoint_or_not_at_all(run: Path, tmp_path: Path) -> None:
+def test_processes_resume_from_a_common_checkpoint_or_fail(run: Path, tmp_path: Path) -> None:
     """Each process has its own folder, as on hosts without a shared file system."""
 
     def hosts(name: str) -> Path:

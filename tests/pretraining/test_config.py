@@ -217,7 +217,7 @@ def test_an_objective_is_named_in_python() -> None:
     assert config.objective == ObjectiveConfig("mine.Objective", {"rate": 0.5})
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ errors
 
 
 def test_options_that_were_removed_are_ignored_in_files_and_refused_elsewhere(tmp_path: Path) -> None:

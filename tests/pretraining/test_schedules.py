@@ -91,7 +91,7 @@ def test_a_warm_up_of_one_step_starts_at_0() -> None:
     ("epochs", "expected"), [(0, [0.07, 0.07, 0.07]), (1, [0.04, 0.07, 0.07]), (2, [0.04, 0.07, 0.07])]
 )
 def test_a_temperature_that_rises_over_few_epochs(epochs: int, expected: list[float]) -> None:
-    """As numpy.linspace(0.04, 0.07, epochs), and 0.07 afterwards."""
+    """Equal to numpy.linspace(0.04, 0.07, epochs), and 0.07 afterwards."""
     of = of_cribo(3, teacher_temperature_epochs=epochs)
     assert [of.at(3 * epoch)["teacher_temperature"] for epoch in range(3)] == expected
 
