@@ -234,7 +234,7 @@ def test_a_worker_stopped_during_a_step_is_replaced(both: bool) -> None:
     assert training.loader.restarts == 1
 
 
-def go_on(workers: Sequence[Any]) -> None:
+def continue_workers(workers: Sequence[Any]) -> None:
     for worker in workers:
         os.kill(worker.pid, signal.SIGCONT)
 
@@ -246,7 +246,7 @@ def test_a_worker_that_continues_within_the_timeout_is_not_replaced() -> None:
         if training.step == 3:
             for worker in training.workers:
                 os.kill(worker.pid, signal.SIGSTOP)
-            threading.Timer(1.0, go_on, (training.workers,)).start()
+            threading.Timer(1.0, continue_workers, (training.workers,)).start()
         batches.append(batch)
     training.loader.close()
     assert_same(batches, expected(source=Noise(MANY)))
