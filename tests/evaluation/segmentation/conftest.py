@@ -7,7 +7,7 @@ from PIL import Image
 
 from cribo.models import save_backbone
 
-from .made import Squares, tiny_vit
+from .squares import Squares, tiny_vit
 
 
 @pytest.fixture(scope="module")

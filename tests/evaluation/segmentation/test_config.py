@@ -10,7 +10,7 @@ from cribo.evaluation.segmentation.protocol import Linear
 from cribo.models import Backbone
 from cribo.retrieval import BackboneSource
 
-from .made import tiny_vit
+from .squares import tiny_vit
 
 
 def settings(data: str = "voc", backbone: Backbone | None = None, **values: Any) -> Linear:

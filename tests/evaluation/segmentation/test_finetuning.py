@@ -28,7 +28,7 @@ from cribo.files import FolderError
 from cribo.models import build_backbone, save_backbone
 from cribo.retrieval import BackboneSource
 
-from .made import Squares
+from .squares import Squares
 
 CPU: dict[str, Any] = {"accelerator": "cpu", "workers": 0, "threads": 1}
 RATES = 1e-3, 1e-6

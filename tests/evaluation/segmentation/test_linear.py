@@ -9,7 +9,7 @@ from cribo.data.crops import LabelledCrops, WholeImages
 from cribo.evaluation.segmentation.linear import LinearSegmentation, linear_head
 from cribo.models import build_backbone
 
-from .made import Squares, score, tiny_vit, train
+from .squares import Squares, score, tiny_vit, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are trying to `self.log")
 

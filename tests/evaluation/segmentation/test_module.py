@@ -13,7 +13,7 @@ from cribo.evaluation.segmentation.inference import Inference
 from cribo.evaluation.segmentation.module import NoisyCrops, SegmentationModule, pixel_cross_entropy, polynomial_decay
 from cribo.models import normalise
 
-from .made import Squares, score, tiny_vit
+from .squares import Squares, score, tiny_vit
 
 PATCH = 16
 

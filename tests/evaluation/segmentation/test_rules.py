@@ -33,7 +33,7 @@ from cribo.evaluation.segmentation.trained import load_segmenter
 from cribo.models import Backbone, build_backbone
 from cribo.retrieval import BackboneSource
 
-from .made import Squares, tiny_vit
+from .squares import Squares, tiny_vit
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are trying to `self.log")
 

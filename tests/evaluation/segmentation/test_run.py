@@ -23,7 +23,7 @@ from cribo.evaluation.segmentation.protocol import Linear
 from cribo.files import FolderError
 from cribo.retrieval import BackboneSource
 
-from .made import Squares
+from .squares import Squares
 
 CPU = {"accelerator": "cpu", "workers": 0, "threads": 1}
 

@@ -11,7 +11,7 @@ from cribo.evaluation.segmentation.module import NoisyCrops
 from cribo.evaluation.segmentation.segmenter import Segmenter, SegmenterFinetuning
 from cribo.models import build_backbone
 
-from .made import Squares, score, train
+from .squares import Squares, score, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are trying to `self.log")
 

@@ -23,7 +23,7 @@ from cribo.evaluation.segmentation.trained import (
 from cribo.models import build_backbone
 from cribo.models.numerics import Numerics
 
-from .made import Squares, tiny_vit, train
+from .squares import Squares, tiny_vit, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are trying to `self.log")
 
