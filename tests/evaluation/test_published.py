@@ -14,7 +14,7 @@ ROWS = {
     "table:yolos": 4,
     "table:linear_segmentation_4tokens": 11,
 }
-# One table of three evaluations; the row of all losses stands in Table 1 already where it is of dense retrieval.
+# One table of three evaluations; its row of dense retrieval with all losses is already in Table 1.
 ABLATION, ABLATION_ROWS = "tab:ablation_loss", {"dense-nn": 2, "detection": 3, "image-nn": 3}
 SWEEP, SWEEP_ROWS = "tab:ablation_hp", 25
 OTHERS = {

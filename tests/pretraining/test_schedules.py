@@ -101,6 +101,6 @@ def test_an_objective_without_schedules_has_those_of_the_optimiser() -> None:
     assert set(of_cribo().at(0)) == {"lr", "weight_decay", "momentum", "teacher_temperature"}
 
 
-def test_a_step_knows_its_epoch() -> None:
+def test_the_epoch_of_a_step() -> None:
     assert [schedules().step(number).epoch for number in (0, STEPS - 1, STEPS, EPOCHS * STEPS - 1)] == [0, 0, 1, 19]
     assert Step(3, 4, 8).cosine(1.0, 0.0) == pytest.approx((1 + np.cos(np.pi * 3 / 8)) / 2)
