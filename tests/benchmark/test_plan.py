@@ -70,8 +70,8 @@ def test_quick_uses_few_images_and_does_not_train(sets: Path) -> None:
     assert {name for name, _ in names(plan)} == {"dense-nn", "overclustering", "image-nn", "discovery"}
     assert plan.left_out.keys() == {*TRAINED, "correspondence", "depth", "video"}
     assert {row.protocol.name: row.data.limit for row in plan.rows}["dense-nn"] == 40
-    said = [cell for column in plan.table().columns for cell in map(str, column.cells)]
-    assert "linear, segmenter, detection" in said
+    output = [cell for column in plan.table().columns for cell in map(str, column.cells)]
+    assert "linear, segmenter, detection" in output
 
 
 def test_a_selection_of_sets_and_protocols(sets: Path) -> None:

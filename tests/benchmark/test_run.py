@@ -165,9 +165,9 @@ def test_the_command(sets: Path, make_backbone: Make, capsys: pytest.CaptureFixt
     words = ["benchmark", "--backbone", str(make_backbone()), "--data", str(sets), "--quick", "--only", "dense-nn"]
     run = ["--cache", "none", "--runtime.workers", "0", "--devices", "cpu", "--rows", "rows", "--out", "card"]
     assert main([*words, *run]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     for part in ("2/2 dense-nn on squares", "Not measured: dense-nn on half", "card/card.md", "card/card.png"):
-        assert part in said
+        assert part in output
     assert len(written(Path("rows"))) == 3
     assert main(["benchmark", "--backbone", "x", "--data", str(sets), "--only", "dense"]) == 2
     assert "did you mean dense-nn?" in capsys.readouterr().err

@@ -85,8 +85,8 @@ def test_a_custom_protocol_is_a_command(
     assert result.settings == {"sizes": [64, 96]}
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert files == {"cribo.json", "results.json", "confusion.png", "miou.png"}
-    said = " ".join(capsys.readouterr().out.split())
-    assert "class-means on scenes" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "class-means on scenes" in output
     with pytest.raises(SystemExit):
         main(["evaluate", "own_protocol.ClassMeans", "--help"])
     assert "sides of the square images" in " ".join(capsys.readouterr().out.split())

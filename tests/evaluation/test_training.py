@@ -234,9 +234,9 @@ def test_logged_values_are_in_tensorboard(tmp_path: Path) -> None:
 def test_a_line_shows_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("cribo.console._LINE_SECONDS", 0)
     run(tmp_path, console=Console(soft_wrap=True))
-    said = capsys.readouterr().out
-    assert re.search(r"linear: 11/12, ETA \d:\d\d loss [\d.]+", said)
-    assert "linear: score: 5/5" in said
+    output = capsys.readouterr().out
+    assert re.search(r"linear: 11/12, ETA \d:\d\d loss [\d.]+", output)
+    assert "linear: score: 5/5" in output
 
 
 @pytest.mark.slow
@@ -350,9 +350,9 @@ def test_folders_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "output"),
     [({"devices": "two"}, "devices must be auto or a number"), ({"log_every": 0}, "log_every must be >= 1, got 0")],
 )
-def test_an_invalid_runtime_is_refused(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_an_invalid_runtime_is_refused(change: dict[str, Any], output: str) -> None:
+    with pytest.raises(ConfigError, match=output):
         TrainingRuntime(**change)

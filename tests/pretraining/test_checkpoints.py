@@ -173,8 +173,8 @@ class Tell(L.Callback):
     def on_train_end(self, trainer, *_):
         (saves,) = [callback for callback in trainer.callbacks if hasattr(callback, "saved_step")]
         # One writing: two processes share the stream, and pieces of their lines would mix.
-        said = f"process {trainer.global_rank} from {saves.resume_from} saved {saves.saved_step}"
-        os.write(1, said.encode() + bytes([10]))
+        output = f"process {trainer.global_rank} from {saves.resume_from} saved {saves.saved_step}"
+        os.write(1, output.encode() + bytes([10]))
 """
 
 
@@ -483,13 +483,13 @@ def test_processes_resume_from_a_common_checkpoint_or_fail(run: Path, tmp_path: 
         )
         for rank in (0, 1)
     ]
-    said = []
+    output = []
     for process in running:
         out, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
-        said.append(out.splitlines())
+        output.append(out.splitlines())
     host = socket.gethostname()
-    for rank, lines in enumerate(said):
+    for rank, lines in enumerate(output):
         assert lines[0] == "4"
         assert lines[1].startswith(f"UnusableCheckpoint {path_of(behind / '1', 6)} on {host} cannot be used")
         for line, folder, what in zip(

@@ -107,9 +107,9 @@ def test_invalid_files_are_named(
 ) -> None:
     write_pair(folder / "pairs", folder / "images", **changes)
     assert main(words()) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert reason in said
-    assert "1-src-trg:cat.json" in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert reason in output
+    assert "1-src-trg:cat.json" in output
 
 
 @pytest.mark.parametrize(

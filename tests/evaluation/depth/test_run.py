@@ -56,7 +56,7 @@ def words(*more: str) -> list[str]:
     return ["evaluate", "depth", *given, *RUN, *more]
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> str:
+def output(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().err.split())
 
 
@@ -169,7 +169,7 @@ def test_invalid_depth_maps_are_refused(
 ) -> None:
     rewrite(folder, values, "val")
     assert main(words()) == 2
-    assert reason in said(capsys)
+    assert reason in output(capsys)
 
 
 def test_another_unit_is_set_by_an_option(folder: Path) -> None:
@@ -203,14 +203,14 @@ def test_invalid_settings_are_refused_before_any_result(
     folder: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], reason: str
 ) -> None:
     assert main(words(*more)) == 2
-    assert reason in said(capsys)
+    assert reason in output(capsys)
     assert sorted(path.name for path in Path().iterdir()) == ["mine"]
 
 
 def test_an_incomplete_set_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "depth/train/2.png").unlink()
     assert main(words()) == 2
-    assert "1 of the 6 images of mine/images/train or their depth maps are missing, the first is mine/depth/" in said(
+    assert "1 of the 6 images of mine/images/train or their depth maps are missing, the first is mine/depth/" in output(
         capsys
     )
     assert main(words("--data.partial", "--out", "result")) == 0

@@ -49,7 +49,7 @@ def words(*more: str) -> list[str]:
     return ["evaluate", "video", "--backbone", "mean-colour", "--data", "mine", *RUN, *more]
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> str:
+def output(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().err.split())
 
 
@@ -178,7 +178,7 @@ def spoil(folder: Path, what: str) -> None:
 def test_invalid_videos_are_named(folder: Path, capsys: pytest.CaptureFixture[str], what: str, reason: str) -> None:
     spoil(folder, what)
     assert main(words()) == 2
-    assert reason in said(capsys)
+    assert reason in output(capsys)
     assert sorted(path.name for path in Path().iterdir()) == ["mine"]
 
 
@@ -197,5 +197,5 @@ def test_invalid_settings_are_refused_before_any_work(
     folder: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], reason: str
 ) -> None:
     assert main(words(*more)) == 2
-    assert reason in said(capsys)
+    assert reason in output(capsys)
     assert sorted(path.name for path in Path().iterdir()) == ["mine"]
