@@ -151,7 +151,7 @@ def test_a_category_named_background_is_the_background(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "output"),
+    ("changes", "message"),
     [
         ({"categories": [*CATEGORIES, {"id": 7, "name": "other"}]}, "id 7 occurs twice in its categories"),
         ({"categories": [*CATEGORIES, {"id": "8", "name": "other"}]}, "must be all numbers or all strings, got '8'"),
@@ -163,6 +163,6 @@ def test_a_category_named_background_is_the_background(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_ambiguous_ids_are_refused(tmp_path: Path, changes: dict[str, Any], output: str) -> None:
-    with pytest.raises(DataError, match=output):
+def test_ambiguous_ids_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
         CocoLabels(write(tmp_path, changes.pop("annotations", []), **changes))

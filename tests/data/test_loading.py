@@ -360,18 +360,18 @@ def test_a_deleted_file_is_skipped_immediately(tmp_path: Path, workers: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("fault", "output"),
+    ("fault", "message"),
     [
         (crashes, r"was killed \(SIGSEGV\)"),
         (kills, r"was killed \(SIGKILL"),
         (stops, "no batch from 2 workers for 1 s"),
     ],
 )
-def test_an_image_that_always_kills_workers_stops_loading(tmp_path: Path, fault: Fault, output: str) -> None:
+def test_an_image_that_always_kills_workers_stops_loading(tmp_path: Path, fault: Fault, message: str) -> None:
     faulty = Faulty(Noise(IMAGES), tmp_path / "counts", {13: (fault, ALWAYS)})
     training = Training(faulty, timeout=1, max_restarts=2)
     batches = []
-    with pytest.raises(WorkersFailed, match=f"{output}.*; workers have failed 3 times for the same batch"):
+    with pytest.raises(WorkersFailed, match=f"{message}.*; workers have failed 3 times for the same batch"):
         batches += training.epoch()
     wanted = [13 in (image for _, image in keys) for keys in StepBatchSampler(IMAGES, BATCH, 0, position=lambda: 0)]
     assert training.step <= wanted.index(True)
@@ -402,7 +402,7 @@ def test_workers_that_always_fail_stop_loading(most: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "output"),
+    ("end", "message"),
     [
         (lambda: os._exit(0), "ended with status 0"),
         (lambda: os._exit(3), "ended with status 3"),
@@ -410,9 +410,9 @@ def test_workers_that_always_fail_stop_loading(most: int) -> None:
         (lambda: os.kill(os.getpid(), 40), r"was killed \(signal 40\)"),
     ],
 )
-def test_workers_that_exit_in_any_way_stop_loading(end: Callable[[], None], output: str) -> None:
+def test_workers_that_exit_in_any_way_stop_loading(end: Callable[[], None], message: str) -> None:
     training = Training(Deadly(IMAGES, end), max_restarts=1)
-    with pytest.raises(WorkersFailed, match=f"one of 2 workers {output}; workers have failed 2 times .*data.workers"):
+    with pytest.raises(WorkersFailed, match=f"one of 2 workers {message}; workers have failed 2 times .*data.workers"):
         training.batches()
 
 

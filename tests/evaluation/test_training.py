@@ -350,9 +350,9 @@ def test_folders_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "output"),
+    ("change", "message"),
     [({"devices": "two"}, "devices must be auto or a number"), ({"log_every": 0}, "log_every must be >= 1, got 0")],
 )
-def test_an_invalid_runtime_is_refused(change: dict[str, Any], output: str) -> None:
-    with pytest.raises(ConfigError, match=output):
+def test_an_invalid_runtime_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         TrainingRuntime(**change)

@@ -181,7 +181,7 @@ def test_losses_accept_weights_and_booleans(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "name", "args"),
+    ("text", "name", "args"),
     [
         ("{}", "cribo", {}),
         ("objective: dino", "dino", {}),
@@ -189,8 +189,8 @@ def test_losses_accept_weights_and_booleans(tmp_path: Path) -> None:
         ("objective: {class_path: mine.Objective, init_args: {rate: 0.5}}", "mine.Objective", {"rate": 0.5}),
     ],
 )
-def test_an_objective_is_named_in_a_file(output: str, name: str, args: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(f"{output}\n")
+def test_an_objective_is_named_in_a_file(text: str, name: str, args: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(f"{text}\n")
     config = load_config(tmp_path)
     assert config.objective == ObjectiveConfig(name, args)
     (tmp_path / "config.yaml").write_text(dump_config(config))

@@ -529,22 +529,22 @@ def test_a_bound_below_one_patch_for_each_image_is_refused_before_any_work() -> 
 
 @pytest.mark.parametrize("score", ["patch", "pixel"])
 def test_every_progress_phase_ends_once(score: Any) -> None:
-    output = []
+    reports = []
     images = Coded(random_maps(3, 0))
     dense_nn(
         PERFECT,
         images,
         images,
         settings(score=score, ratios=(1, 3), draws=2),
-        progress=lambda what, done, total: output.append((what, done == total)),
+        progress=lambda what, done, total: reports.append((what, done == total)),
     )
-    assert [what for what, ended in output if ended] == [
+    assert [what for what, ended in reports if ended] == [
         "features of the memory",
         "features of the queries",
         "labels of the memory",
         "search [%]",
     ]
-    assert [ended for what, ended in output if what == "search [%]"][-1]
+    assert [ended for what, ended in reports if what == "search [%]"][-1]
 
 
 def test_uncached_label_maps_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def test_parameters_with_weight_decay(tiny_vit: Callable[..., Backbone]) -> None
 
 
 @pytest.mark.parametrize(
-    ("values", "output"),
+    ("values", "message"),
     [
         ({"epochs": 0}, "epochs must be >= 1, got 0"),
         ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
@@ -59,8 +59,8 @@ def test_parameters_with_weight_decay(tiny_vit: Callable[..., Backbone]) -> None
         ({"learning_rate": float("nan")}, "learning_rate must be > 0, got nan"),
     ],
 )
-def test_invalid_values(values: dict[str, Any], output: str) -> None:
-    with pytest.raises(ConfigError, match=output):
+def test_invalid_values(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Detection(**values)
 
 
