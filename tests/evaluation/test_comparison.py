@@ -429,11 +429,11 @@ def test_unpublished_sets_need_no_reason() -> None:
 
 @pytest.mark.parametrize("evaluation", ["linear", "segmenter"])
 def test_differences_from_the_released_code_are_listed(evaluation: str) -> None:
-    output = "setting differs from the released code"
-    assert output in printed(compare([trained(evaluation)]))
+    note = "setting differs from the released code"
+    assert note in printed(compare([trained(evaluation)]))
     text = printed(compare([trained(evaluation, settings=RELEASED)]))
     assert "CrIBo (published)" in text
-    assert output not in text
+    assert note not in text
     changed = trained(evaluation, settings={**RELEASED, "weight_decay": 0.0})
     assert published_beside(changed) == ([], ["weight decay is 0, published with 0.01"])
 
