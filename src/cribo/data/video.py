@@ -100,8 +100,8 @@ def open_videos(
     """Open videos in the layout of DAVIS 2017.
 
     These are `JPEGImages/480p/<video>/*.jpg`, `Annotations/480p/<video>/*.png` with the same names, and
-    `ImageSets/2017/<split>.txt` with a video per line. Custom folders may omit `480p`, and the list to use all
-    videos.
+    `ImageSets/2017/<split>.txt` with a video per line. Custom folders may omit `480p`; without the list, all videos are
+    used.
 
     Args:
         root: the folder.
