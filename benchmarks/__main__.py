@@ -2,7 +2,7 @@
 
 uv run python -m benchmarks                     # on the CPU; up to an hour on two idle cores
 uv run python -m benchmarks --device cuda
-uv run python -m benchmarks --only bank losses
+uv run python -m benchmarks --only method search
 """
 
 import argparse

@@ -55,7 +55,7 @@ NO_CLASS = 255
 def indexing(encoder: PatchEncoder, folder: Path | None, number: int) -> Table:
     """Measure the throughput of indexing, and the time of each part with a single reading thread."""
     with tempfile.TemporaryDirectory() as place:
-        folder = folder or made_up_images(Path(place) / "images", number)
+        folder = folder or synthetic_images(Path(place) / "images", number)
         files = open_images(folder)
         settings = ObjectSettings()
         database_place = str(Path(place) / "objects.db")
@@ -98,7 +98,7 @@ def parts_of(encoder: PatchEncoder, paths: Sequence[str], settings: ObjectSettin
     return {name: value / len(paths) for name, value in seconds.items()}
 
 
-def made_up_images(folder: Path, number: int) -> Path:
+def synthetic_images(folder: Path, number: int) -> Path:
     """Write synthetic scenes as files."""
     from torchvision.io import write_png
 

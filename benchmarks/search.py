@@ -2,7 +2,7 @@
 
     uv run python -m benchmarks.search --threads 2
     uv run python -m benchmarks.search --backbone ../shared/weights/vits14_dinov2_descendant.safetensors   # also CamVid
-    uv run python -m benchmarks.search --device cuda    # faiss runs on the CPU, as its wheels do
+    uv run python -m benchmarks.search --device cuda    # faiss still runs on the CPU
 
 The toolkit searches, for each image, a flat inner-product index of faiss for k neighbours, gathers their features
 and labels from dense tables, and weights the labels by the softmax of the cosines at temperature 0.02. Ours is

@@ -1,4 +1,4 @@
-"""Completion in a shell: what argcomplete is told for the words before the cursor."""
+"""Shell completion: suggestions for the words before the cursor."""
 
 import os
 import subprocess

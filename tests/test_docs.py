@@ -1,7 +1,7 @@
 """The code blocks of README.md, CONTRIBUTING.md and docs/.
 
 Every block has a language. Blocks of `python` and `bash` run, in this order page by page, in a folder with a small run,
-some images and labelled examples under the names that the pages use. Two kinds of comments stand above blocks:
+some images and labelled examples under the names that the pages use. Two kinds of comments precede blocks:
 
     <!-- given: images = torch.rand(2, 3, 32, 32) -->    statements to run before a block of Python
     <!-- not run: needs COCO -->                          the block is not run; its commands are parsed all the same
@@ -86,7 +86,7 @@ def test_a_block_has_a_language(block: Block) -> None:
 
 
 class Parsed(BaseException):
-    """Raised in place of running a command: its arguments are valid."""
+    """Raised instead of running a command: its arguments are valid."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Small sets in the layouts that cards are made of, whose scores can be known."""
+"""Small sets in the layouts supported by cards, with known scores."""
 
 import json
 from collections.abc import Callable
@@ -15,7 +15,7 @@ SIDE, PATCH = 64, 16
 
 
 def write_labelled(folder: Path, splits: tuple[str, ...] = ("train", "val"), images: int = 6) -> Path:
-    """Images whose patches have one colour each, that of their class."""
+    """Write images whose patches have the colour of their class."""
     rng = np.random.default_rng(0)
     for split in splits:
         for kind in ("images", "labels"):
@@ -29,7 +29,7 @@ def write_labelled(folder: Path, splits: tuple[str, ...] = ("train", "val"), ima
 
 
 def write_classes(folder: Path) -> Path:
-    """Images in folders of classes."""
+    """Write images in folders of classes."""
     for number, colour in enumerate(COLOURS):
         (folder / f"class{number}").mkdir(parents=True)
         for image in range(4):
@@ -38,7 +38,7 @@ def write_classes(folder: Path) -> Path:
 
 
 def write_boxes(folder: Path, splits: tuple[str, ...] = ("train", "val")) -> Path:
-    """Images with a box each, in COCO's format."""
+    """Write images with one box each, in COCO's format."""
     for split in splits:
         (folder / "images" / split).mkdir(parents=True)
         Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(folder / "images" / split / "0.png")
@@ -53,7 +53,7 @@ def write_boxes(folder: Path, splits: tuple[str, ...] = ("train", "val")) -> Pat
 
 @pytest.fixture
 def sets(tmp_path: Path) -> Path:
-    """A folder with sets of several layouts, one of them only half there, and other folders."""
+    """Return a folder with sets of several layouts, one of them incomplete, and other folders."""
     root = tmp_path / "sets"
     write_labelled(root / "squares")
     half = write_labelled(root / "half", ("train",))
@@ -67,7 +67,7 @@ def sets(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_backbone(tmp_path: Path) -> Callable[..., Path]:
-    """Saves a tiny network, and returns its folder."""
+    """Return a function that saves a tiny network and returns its folder."""
 
     def make(name: str = "tiny", seed: int = 5) -> Path:
         args = {"patch_size": PATCH, "depth": 1, "embed_dim": 32, "num_heads": 2}

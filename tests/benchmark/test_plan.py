@@ -1,4 +1,4 @@
-"""Which protocols a card measures on which sets of a folder."""
+"""Selection of protocols and data sets for a card."""
 
 import json
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ TRAINED = {"linear", "segmenter", "detection"}
 
 @dataclass
 class NotesData:
-    """Says nothing of its layout."""
+    """Data without a description of its layout."""
 
     root: str
 
@@ -32,7 +32,7 @@ class NotesData:
 
 @dataclass(frozen=True, kw_only=True)
 class Notes(Protocol):
-    """A protocol of one's own, with data of its own."""
+    """A custom protocol with custom data."""
 
     name: ClassVar[str] = "notes"
     title: ClassVar[str] = "Notes"
@@ -55,7 +55,7 @@ def names(plan: Any) -> set[tuple[str, str]]:
     return {(row.protocol.name, row.set) for row in plan.rows}
 
 
-def test_each_protocol_gets_the_sets_of_its_layout(sets: Path) -> None:
+def test_protocols_are_matched_with_sets_by_layout(sets: Path) -> None:
     plan = planned(sets)
     segmenting = ("dense-nn", "overclustering", "linear", "segmenter")
     labelled = {(name, there) for name in segmenting for there in ("squares", "half")}
@@ -70,22 +70,22 @@ def test_quick_uses_few_images_and_does_not_train(sets: Path) -> None:
     assert {name for name, _ in names(plan)} == {"dense-nn", "overclustering", "image-nn", "discovery"}
     assert plan.left_out.keys() == {*TRAINED, "correspondence", "depth", "video"}
     assert {row.protocol.name: row.data.limit for row in plan.rows}["dense-nn"] == 40
-    said = [cell for column in plan.table().columns for cell in map(str, column.cells)]
-    assert "linear, segmenter, detection" in said
+    output = [cell for column in plan.table().columns for cell in map(str, column.cells)]
+    assert "linear, segmenter, detection" in output
 
 
-def test_some_sets_and_protocols(sets: Path) -> None:
+def test_a_selection_of_sets_and_protocols(sets: Path) -> None:
     assert names(planned(sets, sets=("squares",), only=("dense-nn",))) == {("dense-nn", "squares")}
     assert names(planned(sets / "squares", only=("dense-nn",))) == {("dense-nn", "squares")}
 
 
-def test_a_backbone_that_a_protocol_cannot_measure(sets: Path) -> None:
+def test_an_unsupported_backbone_is_reported(sets: Path) -> None:
     plan = planned(sets, source="mean-colour")
     assert not {"segmenter", "detection"} & {name for name, _ in names(plan)}
     assert "has no weights to finetune" in plan.left_out["segmenter"]
 
 
-def test_data_without_find_is_taken_if_it_opens(sets: Path) -> None:
+def test_data_without_find_is_used_if_it_opens(sets: Path) -> None:
     (sets / "notes" / "notes.txt").touch()
     assert names(planned(sets, only=(OWN,))) == {("notes", "notes")}
     assert "notes" not in {there for _, there in names(planned(sets))}
@@ -111,12 +111,12 @@ def test_data_without_find_is_taken_if_it_opens(sets: Path) -> None:
         ({"training": TrainingRuntime()}, ConfigError, "must be 1, got auto and 1: train on several devices with"),
     ],
 )
-def test_requests_that_are_refused(sets: Path, options: Any, error: type[Exception], message: str) -> None:
+def test_invalid_requests_are_refused(sets: Path, options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         planned(sets, **options)
 
 
-def test_a_folder_without_sets_names_what_is_looked_for(tmp_path: Path) -> None:
+def test_a_folder_without_sets_names_the_known_layouts(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no known set in .* looked for images/<split> and labels/<split>.*<class>/\*"):
         planned(tmp_path)
     with pytest.raises(MissingData, match="nowhere"):
@@ -126,7 +126,7 @@ def test_a_folder_without_sets_names_what_is_looked_for(tmp_path: Path) -> None:
 # ------------------------------------------------------------------- layouts
 
 
-def test_published_sets_are_known_by_name_and_layout(tmp_path: Path) -> None:
+def test_published_sets_are_recognised_by_name_and_layout(tmp_path: Path) -> None:
     def found(*folders: str) -> str | None:
         for folder in folders:
             (tmp_path / folder).mkdir(parents=True)
@@ -159,7 +159,7 @@ def test_class_folders(tmp_path: Path) -> None:
     write_classes(tmp_path / "stations")
     (tmp_path / "stations" / "class0").rename(tmp_path / "stations" / "train_station")
     assert root(tmp_path / "stations") == str(tmp_path / "stations")
-    # Other layouts are no classes.
+    # Other layouts are not class folders.
     assert root(write_labelled(tmp_path / "d")) is None
     assert root(write_boxes(tmp_path / "e")) is None
     for name in ("train", "trainannot", "val", "valannot"):

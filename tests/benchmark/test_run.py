@@ -58,7 +58,7 @@ def written(folder: Path = Path("evaluations")) -> dict[str, int]:
     return {path.parent.name: path.stat().st_mtime_ns for path in folder.glob("*/results.json")}
 
 
-def test_a_card_of_all_that_does_not_train(sets: Path, make_backbone: Make) -> None:
+def test_a_card_of_all_protocols_without_training(sets: Path, make_backbone: Make) -> None:
     only = ("dense-nn", "image-nn", "discovery")
     card, folder = benchmark(config(sets, make_backbone(), only))
     assert folder == Path("cards/tiny")
@@ -70,7 +70,7 @@ def test_a_card_of_all_that_does_not_train(sets: Path, make_backbone: Make) -> N
     pictures = {f"{name}.png" for name in ("dense-nn-squares", "image-nn-kinds", "discovery-boxes")}
     assert {path.name for path in folder.iterdir()} == {"cribo.json", "card.md", "card.png", "results.json", *pictures}
 
-    # The score is that of the evaluation alone, and the mean colour knows the classes.
+    # The score equals that of the separate evaluation, and mean colours separate the classes.
     row = next(row for row in card.measured if row.evaluation == "dense-nn")
     data = SegmentationData("folder", str(sets / "squares"), limit=40)
     alone, _ = evaluate(DenseNN(ratios=(1,), size=(224, 224)), "tiny", data, RUNTIME, out=Path("alone"))
@@ -100,7 +100,7 @@ def test_a_card_of_all_that_does_not_train(sets: Path, make_backbone: Make) -> N
         read_result(folder)
 
 
-def test_rows_are_kept_for_the_same_backbone_data_and_settings_only(sets: Path, make_backbone: Make) -> None:
+def test_rows_are_reused_only_for_equal_backbone_data_and_settings(sets: Path, make_backbone: Make) -> None:
     source = make_backbone()
     first, _ = benchmark(config(sets, source, sets=("squares",)))
     before = written()
@@ -109,7 +109,7 @@ def test_rows_are_kept_for_the_same_backbone_data_and_settings_only(sets: Path, 
     assert (written(), folder) == (before, Path("cards/tiny-2"))
     assert again.rows == first.rows
 
-    # One that was interrupted continues: only the missing row is measured.
+    # An interrupted card continues: only the missing row is measured.
     shutil.rmtree("evaluations/dense-nn-squares-tiny-random")
     benchmark(config(sets, source, sets=("squares",)))
     now = written()
@@ -122,7 +122,7 @@ def test_rows_are_kept_for_the_same_backbone_data_and_settings_only(sets: Path, 
     assert written() == {**now, "dense-nn-squares-tiny-2": written()["dense-nn-squares-tiny-2"]}
     assert other.rows[0].folders["backbone"] == Path("evaluations/dense-nn-squares-tiny-2")
 
-    # The same set at another place is another set.
+    # The same set in another folder is another set.
     shutil.copytree(sets / "squares", "moved/squares")
     moved, _ = benchmark(config(Path("moved"), source))
     assert moved.rows[0].folders["mean colour"] == Path("evaluations/dense-nn-squares-mean-colour-2")
@@ -144,13 +144,13 @@ def test_protocols_that_train_are_resumed(sets: Path, make_backbone: Make) -> No
     assert again.rows[0].results["untrained"].results == row.results["untrained"].results
 
 
-def test_only_half_a_set(sets: Path) -> None:
+def test_an_incomplete_set(sets: Path) -> None:
     with pytest.raises(InputError, match=r"all evaluations failed: dense-nn on half: no images in .*val"):
         benchmark(config(sets, "mean-colour", sets=("half",)))
     assert not Path("cards").exists()
 
 
-def test_a_card_is_never_replaced_unasked(sets: Path) -> None:
+def test_a_card_is_replaced_only_with_overwrite(sets: Path) -> None:
     wanted = config(sets, "mean-colour", sets=("squares",))
     card, _ = benchmark(wanted, out=Path("card"))
     assert list(card.rows[0].results) == ["backbone"]
@@ -165,15 +165,15 @@ def test_the_command(sets: Path, make_backbone: Make, capsys: pytest.CaptureFixt
     words = ["benchmark", "--backbone", str(make_backbone()), "--data", str(sets), "--quick", "--only", "dense-nn"]
     run = ["--cache", "none", "--runtime.workers", "0", "--devices", "cpu", "--rows", "rows", "--out", "card"]
     assert main([*words, *run]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     for part in ("2/2 dense-nn on squares", "Not measured: dense-nn on half", "card/card.md", "card/card.png"):
-        assert part in said
+        assert part in output
     assert len(written(Path("rows"))) == 3
     assert main(["benchmark", "--backbone", "x", "--data", str(sets), "--only", "dense"]) == 2
     assert "did you mean dense-nn?" in capsys.readouterr().err
 
 
-def test_an_unfinished_training_is_known_by_its_settings(tmp_path: Path) -> None:
+def test_an_unfinished_training_is_recognised_by_its_settings(tmp_path: Path) -> None:
     settings = {"evaluation": "linear", "settings": {"learning_rates": (1e-3, 1e-4)}}
     assert not is_evaluation_of(tmp_path, settings)
     (tmp_path / SETTINGS).write_text(json.dumps(settings))

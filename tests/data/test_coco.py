@@ -106,7 +106,7 @@ def test_images_in_the_default_or_another_folder(tmp_path: Path) -> None:
         ([], {"categories": [{"id": 1, "name": "x"}, {"id": 2, "name": "x"}]}, "must name each class once, got 'x' 2"),
     ],
 )
-def test_files_that_are_refused(tmp_path: Path, annotations: list, changes: dict, message: str) -> None:
+def test_invalid_files_are_refused(tmp_path: Path, annotations: list, changes: dict, message: str) -> None:
     with pytest.raises(DataError, match=message):
         CocoLabels(write(tmp_path, annotations, **changes))
 
@@ -122,7 +122,7 @@ def test_files_that_are_refused(tmp_path: Path, annotations: list, changes: dict
         ({"size": [10, 12]}, "the outline of annotation 1 is invalid"),
     ],
 )
-def test_outlines_that_are_refused(tmp_path: Path, segmentation: Any, message: str) -> None:
+def test_invalid_outlines_are_refused(tmp_path: Path, segmentation: Any, message: str) -> None:
     labels = CocoLabels(write(tmp_path, [annotation(segmentation)]))
     with pytest.raises(DataError, match=message):
         labels.labels(0)
@@ -151,7 +151,7 @@ def test_a_category_named_background_is_the_background(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"categories": [*CATEGORIES, {"id": 7, "name": "other"}]}, "id 7 occurs twice in its categories"),
         ({"categories": [*CATEGORIES, {"id": "8", "name": "other"}]}, "must be all numbers or all strings, got '8'"),
@@ -163,6 +163,6 @@ def test_a_category_named_background_is_the_background(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_ambiguous_ids_are_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_ambiguous_ids_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
         CocoLabels(write(tmp_path, changes.pop("annotations", []), **changes))

@@ -186,7 +186,7 @@ def test_resizing_is_not_antialiased() -> None:
     assert (resize(image, (2, 2)) == 200).all()
 
 
-def in_plain_words(image: torch.Tensor, generator: torch.Generator) -> np.ndarray:
+def distort_pixelwise(image: torch.Tensor, generator: torch.Generator) -> np.ndarray:
     """Compute `distort` pixel by pixel with the standard library's HSV."""
     chances = torch.rand(5, generator=generator).tolist()
     amounts = torch.rand(3, generator=generator).tolist()
@@ -215,7 +215,7 @@ def test_distort_agrees_with_the_reference() -> None:
     changed = set()
     for key in range(64):
         found = distort(image, keyed_generator(key)).permute(1, 2, 0).numpy()
-        expected = in_plain_words(image, keyed_generator(key))
+        expected = distort_pixelwise(image, keyed_generator(key))
         assert np.abs(found - expected).max() < 0.51
         changed.add(not np.array_equal(found, image.permute(1, 2, 0).numpy()))
     assert changed == {False, True}  # one draw in sixteen changes nothing

@@ -63,9 +63,9 @@ def test_empty_and_outside_boxes_are_dropped_with_one_warning(
     with caplog.at_level(logging.WARNING, "cribo"):
         images = BoxedImages(write(tmp_path, [BOX, annotation(box, id=77), annotation(box, id=78)]))
     assert images.num_boxes == 1
-    (said,) = caplog.messages
-    assert "dropped 2 of 3 boxes, which are empty or outside the image" in said
-    assert said.endswith(f"the first is annotation 77 of one.png, {box}")
+    (message,) = caplog.messages
+    assert "dropped 2 of 3 boxes, which are empty or outside the image" in message
+    assert message.endswith(f"the first is annotation 77 of one.png, {box}")
 
 
 def test_crowds_and_areas_are_read(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_sizes_that_are_not_listed_are_read_from_the_files(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"annotations": []}, "has no boxes in its 3 images"),
         ({"annotations": [annotation([1, 1, 0, 2])]}, "has no boxes in its 3 images"),
@@ -110,8 +110,8 @@ def test_sizes_that_are_not_listed_are_read_from_the_files(tmp_path: Path) -> No
         ({"images": [{"id": 5, "file_name": "one.png", "width": 0, "height": 10}]}, "integers > 0, got 0 and 10"),
     ],
 )
-def test_invalid_files_are_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_invalid_files_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
         BoxedImages(write(tmp_path, changes.pop("annotations", [BOX]), **changes))
 
 

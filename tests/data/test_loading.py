@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-import torchvision.transforms.v2  # noqa: F401 (which each worker would import by itself, for longer than is waited here)
+import torchvision.transforms.v2  # noqa: F401 (imported here, since the import in each worker would exceed the timeouts)
 from PIL import Image
 from tests.data.batches import assert_same, view_pairs
 from tests.data.faults import (
@@ -141,7 +141,7 @@ def test_temporary_file_system_errors_are_retried(tmp_path: Path, fault: Fault, 
     assert skipped(batches) == set()
 
 
-def test_everything_at_once(tmp_path: Path) -> None:
+def test_several_faults_at_once(tmp_path: Path) -> None:
     count = 101
     faults: dict[int, tuple[Fault, int]] = {}
     for seed, (share, fault, times) in enumerate(
@@ -234,7 +234,7 @@ def test_a_worker_stopped_during_a_step_is_replaced(both: bool) -> None:
     assert training.loader.restarts == 1
 
 
-def go_on(workers: Sequence[Any]) -> None:
+def continue_workers(workers: Sequence[Any]) -> None:
     for worker in workers:
         os.kill(worker.pid, signal.SIGCONT)
 
@@ -246,7 +246,7 @@ def test_a_worker_that_continues_within_the_timeout_is_not_replaced() -> None:
         if training.step == 3:
             for worker in training.workers:
                 os.kill(worker.pid, signal.SIGSTOP)
-            threading.Timer(1.0, go_on, (training.workers,)).start()
+            threading.Timer(1.0, continue_workers, (training.workers,)).start()
         batches.append(batch)
     training.loader.close()
     assert_same(batches, expected(source=Noise(MANY)))
@@ -333,7 +333,7 @@ def test_an_unreadable_file_is_skipped_after_the_last_attempt(tmp_path: Path, wo
         Unreadable("noise 7", str(OSError(errno.EIO, os.strerror(errno.EIO)))),
         Unreadable("noise 20", str(OSError(errno.EACCES, os.strerror(errno.EACCES)))),
     }
-    assert retried(batches) == len(PATIENT)  # of which EACCES has none
+    assert retried(batches) == len(PATIENT)  # EACCES is not retried
 
 
 def test_a_failed_image_is_not_retried_again(tmp_path: Path) -> None:
@@ -360,18 +360,18 @@ def test_a_deleted_file_is_skipped_immediately(tmp_path: Path, workers: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         (crashes, r"was killed \(SIGSEGV\)"),
         (kills, r"was killed \(SIGKILL"),
         (stops, "no batch from 2 workers for 1 s"),
     ],
 )
-def test_an_image_that_always_kills_workers_stops_loading(tmp_path: Path, fault: Fault, said: str) -> None:
+def test_an_image_that_always_kills_workers_stops_loading(tmp_path: Path, fault: Fault, message: str) -> None:
     faulty = Faulty(Noise(IMAGES), tmp_path / "counts", {13: (fault, ALWAYS)})
     training = Training(faulty, timeout=1, max_restarts=2)
     batches = []
-    with pytest.raises(WorkersFailed, match=f"{said}.*; workers have failed 3 times for the same batch"):
+    with pytest.raises(WorkersFailed, match=f"{message}.*; workers have failed 3 times for the same batch"):
         batches += training.epoch()
     wanted = [13 in (image for _, image in keys) for keys in StepBatchSampler(IMAGES, BATCH, 0, position=lambda: 0)]
     assert training.step <= wanted.index(True)
@@ -402,7 +402,7 @@ def test_workers_that_always_fail_stop_loading(most: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "said"),
+    ("end", "message"),
     [
         (lambda: os._exit(0), "ended with status 0"),
         (lambda: os._exit(3), "ended with status 3"),
@@ -410,9 +410,9 @@ def test_workers_that_always_fail_stop_loading(most: int) -> None:
         (lambda: os.kill(os.getpid(), 40), r"was killed \(signal 40\)"),
     ],
 )
-def test_workers_that_exit_in_any_way_stop_loading(end: Callable[[], None], said: str) -> None:
+def test_workers_that_exit_in_any_way_stop_loading(end: Callable[[], None], message: str) -> None:
     training = Training(Deadly(IMAGES, end), max_restarts=1)
-    with pytest.raises(WorkersFailed, match=f"one of 2 workers {said}; workers have failed 2 times .*data.workers"):
+    with pytest.raises(WorkersFailed, match=f"one of 2 workers {message}; workers have failed 2 times .*data.workers"):
         training.batches()
 
 

@@ -296,7 +296,7 @@ class Uncut:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (
             lambda index: torch.zeros(3, 4 + index // 7),
@@ -323,9 +323,9 @@ class Uncut:
         (lambda index: Drawn(torch.zeros(2), None), "'x' is of type Drawn for noise 2; fix"),  # type: ignore[arg-type]
     ],
 )
-def test_samples_that_cannot_be_stacked_are_reported(make: Callable[[int], Any], said: str) -> None:
+def test_samples_that_cannot_be_stacked_are_reported(make: Callable[[int], Any], message: str) -> None:
     dataset = SampleDataset(Flat(10), Made(make), seed=0)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         dataset.__getitems__([(0, 2), (0, 3), (0, 7), (0, 8)])
 
 

@@ -190,7 +190,7 @@ def test_broken_label_file(root):
         open_segmentation("folder", root, "val").labels(0)
 
 
-def test_colour_map_is_that_of_pascal_voc():
+def test_the_colour_map_equals_pascal_voc():
     colours = colour_map(256)
     assert len(set(colours)) == 256
     assert [colours[c] for c in (1, 8, 15, 20, 255)] == [

@@ -156,10 +156,10 @@ def test_values_out_of_range(photographs: Path, tmp_path: Path, arguments: dict[
 def test_the_command(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert main(["shard", str(photographs), str(out), "--size", "20", "--shard_mb", "0.01"]) == 0
-    said = capsys.readouterr().out
-    assert "writing shards: 40/40" in said
-    assert "40 images in" in said
-    assert f"cribo pretrain --data.root {out}" in said
+    output = capsys.readouterr().out
+    assert "writing shards: 40/40" in output
+    assert "40 images in" in output
+    assert f"cribo pretrain --data.root {out}" in output
     assert main(["shard", str(photographs), str(out)]) == 2
     assert "already exists" in capsys.readouterr().err
     assert main(["shard", str(photographs), str(tmp_path / "other"), "--sise", "20"]) == 2

@@ -64,7 +64,7 @@ def rows(images: Path, out: str = "out") -> dict[str, list[tuple[tuple[int, ...]
     return found
 
 
-def test_global_features_are_those_of_the_backbone(images: Path, backbone: Path) -> None:
+def test_global_features_equal_the_backbone(images: Path, backbone: Path) -> None:
     done = embed(images, backbone)
     assert (done.images, done.reused, done.skipped) == (5, 0, {})
     network = load_backbone(backbone).eval()
@@ -79,7 +79,7 @@ def test_global_features_are_those_of_the_backbone(images: Path, backbone: Path)
         np.testing.assert_allclose(vector, expected.numpy(), atol=1e-5)
 
 
-def test_features_of_patches_come_with_their_places(images: Path, backbone: Path) -> None:
+def test_features_of_patches_have_positions(images: Path, backbone: Path) -> None:
     embed(images, backbone, features="patches", blocks=(1, 2))
     network = load_backbone(backbone).eval()
     for name, found in rows(images).items():
@@ -91,7 +91,7 @@ def test_features_of_patches_come_with_their_places(images: Path, backbone: Path
         np.testing.assert_allclose(np.stack([v for _, v in found]), expected.tokens[0].numpy(), atol=1e-5)
 
 
-def test_features_of_objects_are_those_of_the_index(images: Path, backbone: Path) -> None:
+def test_features_of_objects_equal_the_index(images: Path, backbone: Path) -> None:
     embed(images, backbone, features="objects", num_objects=4, min_share=0.1)
     encoder = backbone_encoder(load_backbone(backbone))
     settings = ObjectSettings(num_objects=4, min_share=0.1, size=None)
@@ -102,7 +102,7 @@ def test_features_of_objects_are_those_of_the_index(images: Path, backbone: Path
             np.testing.assert_allclose(vector, each.vector, atol=1e-5)
 
 
-def test_all_formats_hold_the_same(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_formats_have_equal_content(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_MOST_IMAGES", 3)
     for name in ("numpy", "parquet", "safetensors"):
         embed(images, "mean-colour", features="patches", precision="float16", format=name, out=name)
@@ -133,7 +133,7 @@ def test_all_formats_hold_the_same(images: Path, monkeypatch: pytest.MonkeyPatch
         np.testing.assert_array_equal(one[3], third[3])
 
 
-def test_a_stopped_run_goes_on_and_a_finished_one_is_not_redone(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_run_resumes_and_a_finished_one_is_kept(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_MOST_IMAGES", 2)
     (images / "a" / "broken.png").write_bytes(b"nothing")
     embed(images, "mean-colour", out="whole")
@@ -164,7 +164,7 @@ def test_a_stopped_run_goes_on_and_a_finished_one_is_not_redone(images: Path, mo
     assert json.loads((images.parent / "out" / "about.json").read_text())["finished"]
 
 
-def test_other_settings_or_images_do_not_go_on(images: Path) -> None:
+def test_other_settings_or_images_are_not_resumed(images: Path) -> None:
     embed(images, "mean-colour")
     with pytest.raises(
         FolderError, match=r"created with different settings .*: precision was float32, is float16; size"

@@ -1,4 +1,4 @@
-"""Labelled images whose features can be known exactly."""
+"""Labelled images with exactly known features."""
 
 from dataclasses import dataclass
 
@@ -37,12 +37,12 @@ class Coded:
 
 
 def blocks(*rows: list[int], side: int = 4) -> torch.Tensor:
-    """A label map of one class per patch."""
+    """Return a label map with one class per patch."""
     return torch.tensor(rows).repeat_interleave(side, 0).repeat_interleave(side, 1)
 
 
 def random_maps(count: int, seed: int, ignored: float = 0.2) -> list[torch.Tensor]:
-    """Label maps of 5 x 6 patches of 4 pixels."""
+    """Return label maps of 5 x 6 patches of 4 pixels."""
     generator = torch.Generator().manual_seed(seed)
     maps = []
     for _ in range(count):
@@ -53,7 +53,7 @@ def random_maps(count: int, seed: int, ignored: float = 0.2) -> list[torch.Tenso
 
 
 def one_hot_of_red(images: torch.Tensor) -> torch.Tensor:
-    """Perfect features: the class itself, as the mean red of a patch tells it."""
+    """Return perfect features: the class, from the mean red of a patch."""
     red = F.avg_pool2d(images[:, :1] * 255, 4).flatten(2)[:, 0]
     return F.one_hot((red / 20).round().long(), 16).float()
 

@@ -104,10 +104,10 @@ def rows_of(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
 
 
-# ----------------------------------------------------- published beside results
+# ----------------------------------------------------- published values
 
 
-def test_published_figures_of_the_same_setting_stand_beside() -> None:
+def test_published_values_of_the_same_setting_are_shown() -> None:
     figures, obstacles = published_beside(a_result())
     assert not obstacles
     assert [(f.row.method, f.row.pretraining) for f in figures] == [
@@ -147,7 +147,7 @@ def test_published_figures_of_the_same_setting_stand_beside() -> None:
         ({"backbone": {"architecture": None}}, "none are of such a backbone"),
     ],
 )
-def test_published_figures_of_other_settings_do_not(changes: dict[str, Any], reason: str) -> None:
+def test_published_values_of_other_settings_are_not_shown(changes: dict[str, Any], reason: str) -> None:
     result = a_result(**changes)
     figures, obstacles = published_beside(result)
     assert figures == []
@@ -157,13 +157,13 @@ def test_published_figures_of_other_settings_do_not(changes: dict[str, Any], rea
     assert f"No published figures for mine: {obstacles[0]}" in text
 
 
-def test_a_setting_that_is_not_known_keeps_published_figures_away() -> None:
+def test_unknown_settings_hide_published_values() -> None:
     settings = {name: value for name, value in SETTINGS.items() if name != "size"}
     result = EvaluationResult(**{**vars(a_result()), "settings": settings})
     assert published_beside(result) == ([], ["size is not known, published with none"])
 
 
-def test_choices_of_which_the_paper_is_silent_are_told() -> None:
+def test_settings_not_stated_in_the_paper_are_listed() -> None:
     other = {"vote": "similarity", "score": "pixel"}
     text = printed(compare([a_result("one"), a_result("two", settings=other), a_result("three")]))
     assert "CrIBo (published)" in text
@@ -178,13 +178,13 @@ def test_choices_of_which_the_paper_is_silent_are_told() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"data": {"name": "camvid"}}, {"evaluation": "image-nn"}])
-def test_what_nobody_has_published_needs_no_reason(changes: dict[str, Any]) -> None:
+def test_unpublished_evaluations_need_no_reason(changes: dict[str, Any]) -> None:
     result = a_result(**changes)
     assert published_beside(result) == ([], [])
     assert "ublished" not in printed(compare([result]))
 
 
-def test_the_hummingbird_variant_has_rows_of_its_own() -> None:
+def test_the_hummingbird_variant_has_separate_rows() -> None:
     hummingbird = a_result(settings=HUMMINGBIRD, backbone=VIT_B)
     assert [f.row.method for f in published_beside(hummingbird)[0]] == ["LOCA", "Hummingbird"]
     paper = published_beside(a_result(backbone=VIT_B))[0]
@@ -205,7 +205,7 @@ def test_the_hummingbird_variant_has_rows_of_its_own() -> None:
         ("hummingbird", VIT_S14, {"mean": "present"}, [], {}),
     ],
 )
-def test_tables_of_others_stand_beside_results_of_their_variant_only(
+def test_other_tables_are_shown_only_with_their_variant(
     variant: Any,
     backbone: dict[str, Any],
     more: dict[str, Any],
@@ -224,8 +224,8 @@ def test_tables_of_others_stand_beside_results_of_their_variant_only(
         assert figures[-1].source.partition(", Table")[0] in text
 
 
-def test_hyperparameters_are_shown_when_asked_for() -> None:
-    """Of Table 4; its best row is that of Table 1."""
+def test_hyperparameter_sweeps_are_shown_on_request() -> None:
+    """The values are from Table 4; its best row is that of Table 1."""
     shown, asked = (published_beside(a_result(), sweeps=sweeps)[0] for sweeps in (False, True))
     sweep = [f for f in asked if f not in shown]
     assert len(sweep) == 25
@@ -234,7 +234,7 @@ def test_hyperparameters_are_shown_when_asked_for() -> None:
     assert few.points == {1: pytest.approx({"miou": 0.499})}
 
 
-def test_headings_have_the_variants() -> None:
+def test_headings_contain_the_variant() -> None:
     cribo, hummingbird = a_result("one"), a_result("two", settings=HUMMINGBIRD)
     assert "Dense nearest-neighbour retrieval (cribo) on Pascal VOC" in printed(compare([cribo]))
     both = printed(compare([cribo, hummingbird]))
@@ -242,14 +242,14 @@ def test_headings_have_the_variants() -> None:
     assert "NOT comparable: the results differ in variant" in both
 
 
-def test_only_ratios_that_a_result_has_are_laid_beside() -> None:
+def test_only_ratios_of_the_result_are_compared() -> None:
     comparison = compare([a_result(settings=HUMMINGBIRD, backbone=VIT_B, scores={64: 0.5})])
     (figures,) = comparison.groups[0].published
     assert figures.row.method == "Hummingbird"  # LOCA is published at 1/1 alone
     assert rows_of(printed(comparison))[1] == ["Hummingbird* (published)", "ViT-B/16", "IN1K (300)", "57.2"]
 
 
-# ------------------------------------------ published figures of other evaluations
+# ------------------------------------------- published values of other evaluations
 
 SEGMENTATION = {
     "variant": "paper",
@@ -300,7 +300,7 @@ def trained(
     data: dict[str, Any] | None = None,
     backbone: dict[str, Any] | None = None,
 ) -> EvaluationResult:
-    """A result of the paper's setting, but for what is given."""
+    """Return a result of the paper's setting with changes."""
     used, about, metrics, varies, rows = {
         "linear": (LINEAR, "voc", ["miou"], "learning_rate", {8e-4: [0.5], 3e-4: [0.6], 1e-4: [0.4], 8e-5: [0.3]}),
         "segmenter": (SEGMENTER, "voc", ["miou"], "learning_rate", {8e-5: [0.7], 3e-5: [0.6]}),
@@ -346,7 +346,7 @@ def trained(
         ("image-nn", {}, "Table 5", 3, {20: {"top1": 0.382}}),
     ],
 )
-def test_results_of_the_papers_setting_have_its_rows_beside_them(
+def test_results_of_the_paper_setting_show_its_rows(
     evaluation: str, more: dict[str, Any], source: str, rows: int, figures: dict[Any, dict[str, float]]
 ) -> None:
     found, obstacles = published_beside(trained(evaluation, **more))
@@ -400,9 +400,7 @@ LONG = {"name": "ade20k", "train": "train", "train_images": 20210, "val_images":
         ),
     ],
 )
-def test_results_of_another_setting_say_why_nothing_stands_beside_them(
-    evaluation: str, more: dict[str, Any], reasons: list[str]
-) -> None:
+def test_results_of_another_setting_state_the_reason(evaluation: str, more: dict[str, Any], reasons: list[str]) -> None:
     found, obstacles = published_beside(trained(evaluation, **more))
     assert found == []
     assert len(obstacles) == len(reasons)
@@ -411,7 +409,7 @@ def test_results_of_another_setting_say_why_nothing_stands_beside_them(
 
 
 @pytest.mark.parametrize("name", ["voc", "ade20k", "coco-stuff", "pascal-context-60"])
-def test_what_linear_segmentation_does_by_itself_is_the_papers_setting(name: str) -> None:
+def test_defaults_of_linear_segmentation_are_the_paper_setting(name: str) -> None:
     args = {"depth": 2, "embed_dim": 32, "num_heads": 2}
     backbone = build_backbone("vit_tiny_patch16_224", args=args, image_size=32)
     run: Any = SimpleNamespace(source=BackboneSource("mine"), data=SimpleNamespace(about={"name": name}))
@@ -424,23 +422,23 @@ def test_what_linear_segmentation_does_by_itself_is_the_papers_setting(name: str
     assert len(found) == 8
 
 
-def test_sets_that_are_not_published_need_no_reason() -> None:
+def test_unpublished_sets_need_no_reason() -> None:
     assert published_beside(trained("linear", data={"name": "camvid"})) == ([], [])
     assert published_beside(trained("image-nn", data={"name": "folder"})) == ([], [])
 
 
 @pytest.mark.parametrize("evaluation", ["linear", "segmenter"])
-def test_a_setting_that_differs_from_the_released_code_is_told(evaluation: str) -> None:
-    said = "setting differs from the released code"
-    assert said in printed(compare([trained(evaluation)]))
+def test_differences_from_the_released_code_are_listed(evaluation: str) -> None:
+    note = "setting differs from the released code"
+    assert note in printed(compare([trained(evaluation)]))
     text = printed(compare([trained(evaluation, settings=RELEASED)]))
     assert "CrIBo (published)" in text
-    assert said not in text
+    assert note not in text
     changed = trained(evaluation, settings={**RELEASED, "weight_decay": 0.0})
     assert published_beside(changed) == ([], ["weight decay is 0, published with 0.01"])
 
 
-def test_the_best_learning_rate_is_what_counts_and_is_said() -> None:
+def test_the_best_learning_rate_is_shown_and_named() -> None:
     comparison = compare([trained("linear", "one"), trained("linear", "two", settings={"inference": "slide"})])
     text = printed(comparison)
     rows = {row[0]: row for row in rows_of(text)}
@@ -453,14 +451,14 @@ def test_the_best_learning_rate_is_what_counts_and_is_said() -> None:
     assert "These figures are NOT comparable: the results differ in inference." in text
 
 
-def test_names_can_be_read_in_a_narrow_terminal() -> None:
+def test_names_are_readable_in_a_narrow_terminal() -> None:
     rows = rows_of(printed(compare([trained("detection", "somebody's backbone"), trained("detection", "mine")]), 80))
     assert rows[0][0] == "somebody's"
     assert rows[0][3:] == ["30.0"] * 4
     assert [row[0] for row in rows].count("mine") == 1
 
 
-def test_all_figures_of_a_detector_stand_in_columns() -> None:
+def test_all_metrics_of_a_detector_have_columns() -> None:
     text = printed(compare([trained("detection")]))
     assert "AP [%]" in text
     assert "best" not in text.lower()
@@ -486,7 +484,7 @@ def test_image_level_neighbours_have_a_table_for_each_metric() -> None:
 # --------------------------------------------------------- results side by side
 
 
-def test_results_stand_beside_each_other_and_published_ones() -> None:
+def test_results_share_a_table_with_published_ones() -> None:
     text = printed(compare([a_result("one", {1: 0.6, 8: 0.5}), a_result("two", {1: 0.4, 64: 0.3})]))
     assert rows_of(text)[:2] == [
         ["one", "ViT-S/16", "-", "-", "50.0 ± 1.0", "60.0"],
@@ -498,7 +496,7 @@ def test_results_stand_beside_each_other_and_published_ones() -> None:
     assert "NOT comparable" not in text
 
 
-def test_settings_that_differ_are_listed_and_warned_of() -> None:
+def test_differing_settings_are_listed_with_a_warning() -> None:
     one = a_result("one")
     two = a_result("two", settings={"vote": "attention", "temperature": 0.02, "seed": 3}, data={"memory": "train"})
     comparison = compare([one, two])
@@ -517,21 +515,21 @@ def test_settings_that_differ_are_listed_and_warned_of() -> None:
     assert "No published figures for two: memory is train, published with trainaug" in text
 
 
-def test_settings_that_change_figures_by_chance_are_listed_without_alarm() -> None:
+def test_random_settings_are_listed_without_a_warning() -> None:
     comparison = compare([a_result("one"), a_result("two", settings={"seed": 1, "precision": "float16"})])
     text = printed(comparison)
     assert "NOT comparable" not in text
     assert "The results differ in seed and precision, which affects figures by noise or rounding only." in text
 
 
-def test_where_a_known_set_lies_does_not_matter() -> None:
+def test_the_location_of_a_known_set_is_ignored() -> None:
     elsewhere = a_result("two", data={"root": "/elsewhere"}, settings={"ratios": [1]})
     assert compare([a_result("one"), elsewhere]).groups[0].differences == []
     named = a_result("two", data={"root": None, "train_annotations": "/a/train.json", "val_annotations": "/a/val.json"})
     assert compare([a_result("one"), named]).groups[0].differences == []
 
 
-def test_other_images_in_folders_are_other_data() -> None:
+def test_folders_with_other_images_are_other_data() -> None:
     def of_folder(name: str, root: str) -> EvaluationResult:
         folder = {**VOC, "name": "folder", "root": root}
         return EvaluationResult(**{**vars(a_result(name)), "data": folder})
@@ -541,7 +539,7 @@ def test_other_images_in_folders_are_other_data() -> None:
     assert "NOT comparable" in group.verdict
 
 
-def test_other_evaluations_and_data_have_tables_of_their_own() -> None:
+def test_other_evaluations_and_data_have_separate_tables() -> None:
     results = [
         a_result("one"),
         a_result("two", data={"name": "camvid"}),
@@ -559,7 +557,7 @@ def test_other_evaluations_and_data_have_tables_of_their_own() -> None:
     assert not any(group.differences for group in groups)
 
 
-def test_of_learning_rates_the_best_counts() -> None:
+def test_the_best_of_several_learning_rates_is_compared() -> None:
     def tried(name: str, scores: dict[float, float]) -> EvaluationResult:
         rows = [{"learning_rate": rate, "miou": score} for rate, score in scores.items()]
         return a_result(name, evaluation="linear", varies="learning_rate", results=rows)
@@ -569,7 +567,7 @@ def test_of_learning_rates_the_best_counts() -> None:
     assert "mIoU [%], best" in printed(comparison)
 
 
-def test_several_metrics_have_columns_of_their_own() -> None:
+def test_several_metrics_have_separate_columns() -> None:
     rows = [{"seed": 0, "ap": 0.3, "ap50": 0.5}]
     result = a_result(evaluation="detection", metrics=["ap", "ap50"], varies="seed", results=rows)
     assert rows_of(printed(compare([result])))[0][-2:] == ["30.0", "50.0"]
@@ -585,7 +583,7 @@ def test_classes_that_differ_most_come_first() -> None:
     value, classes = compare([one, two]).groups[0].class_differences()
     assert value == 1
     assert classes[:3] == [("dog", 0.1, 0.4), ("car", 0.0, 0.25), ("cat", 0.9, 0.8)]
-    assert [name for name, _, _ in classes[3:]] == rest, "ten in all, without those that differ less or not at all"
+    assert [name for name, _, _ in classes[3:]] == rest, "ten in total, without those with smaller or no differences"
     text = printed(compare([one, two]))
     assert "Classes that differ most, IoU [%], memory share 1/1" in text
     assert ["dog", "10.0", "40.0", "+30.0"] in rows_of(text)
@@ -607,7 +605,7 @@ def test_classes_are_compared_where_both_have_them() -> None:
 # ----------------------------------------------------------------------- names
 
 
-def test_results_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+def test_results_of_the_same_name_are_distinguished(tmp_path: Path) -> None:
     a_result("same").write(tmp_path / "first")
     a_result("same", settings={"neighbours": 30}).write(tmp_path / "second")
     a_result("other").write(tmp_path / "third")
@@ -621,7 +619,7 @@ def _names(comparison: Comparison) -> list[str]:
     return [entry.name for group in comparison.groups for entry in group.entries]
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+def test_incomparable_results_are_refused(tmp_path: Path) -> None:
     a_result().write(tmp_path / "one")
     with pytest.raises(ResultError, match="at least one result is required, got 0: give folders"):
         compare([])
@@ -677,12 +675,12 @@ def test_the_figure_has_a_curve_for_each_result_and_published_row() -> None:
     assert "CamVid" in camvid.get_title()
 
 
-def test_the_figure_warns_of_what_cannot_be_compared() -> None:
+def test_the_figure_warns_of_incomparable_results() -> None:
     comparison = compare([a_result("one"), a_result("two", settings={"neighbours": 30})])
     assert "NOT comparable: the results differ in neighbours" in comparison.figure().axes[0].get_title()
 
 
-def test_narrow_terminals_cut_nothing() -> None:
+def test_narrow_terminals_truncate_nothing() -> None:
     names = ["checkpoint_of_the_teacher_after_300_epochs", "two"]
     console = Console(width=80)
     with console.capture() as capture:

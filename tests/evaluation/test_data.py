@@ -1,4 +1,4 @@
-"""The labelled images that an evaluation is asked for by name."""
+"""Labelled images opened by name."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +13,14 @@ from cribo.evaluation.features import content_hash
 
 
 def own_set(root: str | None, split: str) -> SimpleNamespace:
-    """As docs/extending.md has it: no palette, no index of ignored pixels."""
+    """Return a set as in docs/extending.md, without palette and ignored index."""
     scenes = Scenes(10, size=32, first=0 if split == "train" else 10)
     names = {name: getattr(scenes, name) for name in ("load", "labels", "name", "classes")}
     return type("Own", (SimpleNamespace,), {"__len__": lambda self: 10})(**names)
 
 
 @pytest.mark.parametrize("limit", [None, 4])
-def test_a_set_of_ones_own_needs_what_the_documentation_says(limit: int | None) -> None:
+def test_a_custom_set_needs_the_documented_methods(limit: int | None) -> None:
     splits = SegmentationData(f"{__name__}.own_set", limit=limit).open()
     train, val = splits.train, splits.val
     assert (splits.about["train"], splits.about["val"]) == ("train", "val")
@@ -32,7 +32,7 @@ def test_a_set_of_ones_own_needs_what_the_documentation_says(limit: int | None) 
     assert len({content_hash(train, index) for index in range(len(train))}) == len(train)
 
 
-def test_images_are_known_by_their_files_also_in_a_part_of_a_set(camvid: Path) -> None:
+def test_images_of_a_subset_keep_their_names(camvid: Path) -> None:
     whole, part = (
         SegmentationData("camvid", str(camvid), train="val", limit=limit).open().train for limit in (None, 3)
     )
@@ -41,6 +41,6 @@ def test_images_are_known_by_their_files_also_in_a_part_of_a_set(camvid: Path) -
     assert torch.equal(part.labels(1), whole.labels(33))
 
 
-def test_an_unknown_set_is_refused_before_anything_is_opened() -> None:
+def test_an_unknown_set_is_refused_before_opening() -> None:
     with pytest.raises(DataError, match="unknown segmentation set 'vox'; did you mean 'voc'"):
         SegmentationData("vox", "nowhere")

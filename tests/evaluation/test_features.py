@@ -34,7 +34,7 @@ SIZES = [(16, 24), (24, 24), (16, 24), (40, 16), (24, 24), (16, 24), (17, 25)]
 
 
 class Counting:
-    """Mean colours, and how many images were encoded; raises after `limit`."""
+    """Mean colours; counts encoded images, and raises after `limit`."""
 
     def __init__(self, limit: int = 10**9) -> None:
         self.limit = limit
@@ -56,7 +56,7 @@ class Counting:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Images of several sizes, with labels."""
+    """Write images of several sizes, with labels."""
     generator = np.random.default_rng(0)
     for part in ("images", "labels"):
         (tmp_path / part).mkdir()
@@ -106,7 +106,7 @@ def test_features_are_in_the_order_of_patches_and_normalised_unless_raw(folder: 
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 1}, {"batch_size": 2}, {"workers": 2}, {"batch_size": 64}])
-def test_batches_and_workers_change_nothing(folder: Path, options: dict[str, Any]) -> None:
+def test_features_are_independent_of_batches_and_workers(folder: Path, options: dict[str, Any]) -> None:
     assert same(run(folder, Counting()), run(folder, Counting(), **options))
 
 
@@ -118,8 +118,8 @@ def test_images_of_one_size_share_a_batch(folder: Path) -> None:
     assert encode.images == len(SIZES)
 
 
-def test_few_images_wait_for_others_of_their_size(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Were every image of another size, all of them would be held until the end."""
+def test_the_number_of_waiting_images_is_bounded(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Without a bound, images of many sizes would all be held until the end."""
     monkeypatch.setattr(module, "_PENDING_BATCHES", 1)
     encode = Counting()
     found = run(folder, encode, batch_size=3)
@@ -127,7 +127,7 @@ def test_few_images_wait_for_others_of_their_size(monkeypatch: pytest.MonkeyPatc
     assert len(encode.batches) > 3
 
 
-def test_half_precision_takes_half_the_room(folder: Path) -> None:
+def test_half_precision_takes_half_the_memory(folder: Path) -> None:
     full, half = run(folder, Counting()), run(folder, Counting(), precision="float16")
     for view in VIEWS:
         assert half.features(view).dtype == torch.float16
@@ -140,7 +140,7 @@ def test_an_encoder_with_another_grid_is_refused(folder: Path) -> None:
         extract_patches(encoder, open_folder(folder), VIEWS, PREPARATION)
 
 
-def test_features_that_do_not_fit_are_refused_early(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_beyond_memory_are_refused_early(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_module, "available_memory", lambda device: 100)
     monkeypatch.setattr(module, "_PROBE_VIEWS", 3)
     encode = Counting()
@@ -161,10 +161,10 @@ def test_nothing_is_encoded_twice(folder: Path, tmp_path: Path) -> None:
     assert read.dim == 3
 
 
-def test_the_cache_goes_by_content(folder: Path, tmp_path: Path) -> None:
+def test_the_cache_is_keyed_by_content(folder: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     run(folder, Counting(), cache)
-    # The same image under another name has its features already; one that changed under its name has not.
+    # The same image under another name is cached; a changed image under the same name is not.
     image = folder / "images" / "0.png"
     (folder / "images" / "1.png").write_bytes((folder / "images" / "0.png").read_bytes())
     (folder / "labels" / "1.png").write_bytes((folder / "labels" / "0.png").read_bytes())
@@ -191,7 +191,7 @@ def test_another_preparation_has_other_features(folder: Path, tmp_path: Path, pr
     assert same(found, run(folder, Counting(), preparation=preparation))
 
 
-def test_other_precisions_and_encoders_have_their_own(folder: Path, tmp_path: Path) -> None:
+def test_other_precisions_and_encoders_are_cached_separately(folder: Path, tmp_path: Path) -> None:
     run(folder, Counting(), tmp_path / "cache")
     half, other = Counting(), Counting()
     assert run(folder, half, tmp_path / "cache", precision="float16").features(VIEWS[0]).dtype == torch.float16
@@ -201,7 +201,7 @@ def test_other_precisions_and_encoders_have_their_own(folder: Path, tmp_path: Pa
     assert (half.images, other.images) == (len(SIZES), len(SIZES))
 
 
-def test_augmented_views_are_cached_by_their_draws(folder: Path, tmp_path: Path) -> None:
+def test_augmented_views_are_cached_by_draw(folder: Path, tmp_path: Path) -> None:
     views = [EncodedView(0, 0), EncodedView(0, 1), EncodedView(1, 0)]
 
     def encode(seed: int) -> tuple[int, PatchFeatures]:
@@ -221,7 +221,7 @@ def test_augmented_views_are_cached_by_their_draws(folder: Path, tmp_path: Path)
     assert encode(1)[0] == 3
 
 
-def test_what_was_cut_short_goes_on(folder: Path, tmp_path: Path) -> None:
+def test_interrupted_extraction_resumes(folder: Path, tmp_path: Path) -> None:
     broken = Counting(limit=4)
     with pytest.raises(RuntimeError, match="the power went"):
         run(folder, broken, tmp_path / "cache", batch_size=1)
@@ -232,7 +232,7 @@ def test_what_was_cut_short_goes_on(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-7], lambda data: b"", lambda data: b"no array" + data[8:]])
-def test_damaged_files_are_made_again(folder: Path, tmp_path: Path, damage) -> None:
+def test_damaged_files_are_recomputed(folder: Path, tmp_path: Path, damage) -> None:
     run(folder, Counting(), tmp_path / "cache")
     file = sorted((tmp_path / "cache").rglob("*.npy"))[2]
     file.write_bytes(damage(file.read_bytes()))
@@ -242,7 +242,7 @@ def test_damaged_files_are_made_again(folder: Path, tmp_path: Path, damage) -> N
 
 
 def _fill(folder: Path, cache: Path, barrier) -> None:
-    torch.set_num_threads(1)  # a forked process cannot use the threads of OpenMP that its parent has begun
+    torch.set_num_threads(1)  # a forked process cannot use OpenMP threads started by its parent
     barrier.wait()
     run(folder, Counting(), cache, batch_size=1)
 
@@ -272,7 +272,7 @@ def test_an_encoder_without_identity_is_not_cached(tmp_path: Path) -> None:
         FeatureCache(tmp_path, Counting().encoder(None))
 
 
-def test_images_without_files_are_told_apart_by_their_pixels(tmp_path: Path) -> None:
+def test_images_without_files_are_distinguished_by_pixels(tmp_path: Path) -> None:
     maps = random_maps(3, 0)
     encode = Counting()
 
@@ -296,7 +296,7 @@ def test_images_without_files_are_told_apart_by_their_pixels(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 1000])
-def test_keys_come_in_blocks_without_end_or_gap(folder: Path, rows: int) -> None:
+def test_key_blocks_are_contiguous(folder: Path, rows: int) -> None:
     found = run(folder, Counting())
     kept = {view: torch.arange(number % 3, found.counts[view].patches, 2) for number, view in enumerate(VIEWS)}
     keys = SelectedKeys(found, kept)
@@ -307,7 +307,7 @@ def test_keys_come_in_blocks_without_end_or_gap(folder: Path, rows: int) -> None
     assert len(keys) == len(everything)
 
 
-def test_counts_survive_being_packed() -> None:
+def test_packed_counts_are_restored() -> None:
     counts = class_counts(torch.randint(0, 9, (24, 32), generator=torch.Generator().manual_seed(0)), 8, 9, 255)
     assert torch.equal(sparse_counts(counts).dense(), counts)
 
@@ -315,14 +315,14 @@ def test_counts_survive_being_packed() -> None:
 # ------------------------------------------------------------------ workers
 
 
-def test_what_is_wrong_in_a_worker_is_said_as_it_is(folder: Path) -> None:
+def test_errors_in_workers_are_raised_unchanged(folder: Path) -> None:
     (folder / "images" / "3.png").write_bytes(b"no picture")
     with pytest.raises(UnreadableImage, match=r"3\.png: not an image") as found:
         run(folder, Counting(), workers=1)
     assert "Traceback" not in str(found.value)
 
 
-def test_images_that_wait_hold_no_file_open(folder: Path) -> None:
+def test_waiting_images_hold_no_open_file(folder: Path) -> None:
     resource = pytest.importorskip("resource")
     images = Coded([torch.zeros(8, 8 * width, dtype=torch.long) for width in range(1, 61)])
     views = [EncodedView(number) for number in range(60)]
@@ -335,10 +335,10 @@ def test_images_that_wait_hold_no_file_open(folder: Path) -> None:
     assert len(found.held) == 60
 
 
-# ------------------------------------------------------------------ room
+# ------------------------------------------------------------------ disk space
 
 
-def test_what_is_in_the_cache_needs_no_room(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_features_need_no_disk_space(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PROBE_VIEWS", 1)
     kept = run(folder, Counting(), tmp_path / "cache")
     monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
@@ -348,7 +348,7 @@ def test_what_is_in_the_cache_needs_no_room(folder: Path, tmp_path: Path, monkey
         run(folder, Counting(), tmp_path / "other", batch_size=1)
 
 
-def test_a_disk_that_becomes_full(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(file: Any, features: np.ndarray, **options: Any) -> None:
         file.write(b"half of it")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -33,7 +33,7 @@ PALETTE = colour_map(6)[1:]
 
 
 def a_panel(ignore_index: int = 255, size: tuple[int, int] = (8, 12)) -> Panel:
-    """Left half sky, right half car; the top row has no label; predicted: all sky, but for tree at the bottom right."""
+    """Left half sky, right half car, top row unlabelled; predicted: sky, except tree at the bottom right."""
     labels = torch.zeros(size, dtype=torch.uint8)
     labels[:, size[1] // 2 :] = 2
     labels[0] = ignore_index
@@ -91,14 +91,14 @@ def test_a_prediction_of_no_class_is_wrong() -> None:
     prediction[4] = 255
     changed = Panel(panel.name, panel.image, panel.labels, prediction)
     assert changed.confusion(5)[:, 5].tolist() == [6, 0, 6, 0, 0]
-    # Grey images: the colour of wrong pixels wins over that of right ones where the tint says so.
+    # On grey images, the tint shows which pixels are correct.
     right = paint_right_and_wrong(panel)
     wrong = paint_right_and_wrong(changed)
     assert (right[4, :6] != wrong[4, :6]).any(axis=1).all()
     assert (right[5] == wrong[5]).all()
 
 
-def test_right_and_wrong_have_their_colours() -> None:
+def test_correct_and_wrong_pixels_have_their_colours() -> None:
     painted = paint_right_and_wrong(a_panel()).astype(int)
 
     def nearer(pixels: np.ndarray, colour: tuple[int, ...], other: tuple[int, ...]) -> bool:
@@ -134,7 +134,7 @@ def test_the_legend_lists_the_classes_that_are_drawn() -> None:
     assert texts(draw_predictions([labelled], CLASSES, PALETTE))[-4:] == ["sky", "tree", "right", "wrong"]
 
 
-def test_a_row_says_how_good_the_prediction_is() -> None:
+def test_a_row_shows_the_score_of_the_prediction() -> None:
     panel = a_panel()
     unlabelled = Panel("b.jpg", panel.image, torch.full_like(panel.labels, 255), panel.prediction)
     figure = draw_predictions([panel, unlabelled], CLASSES, PALETTE)
@@ -145,7 +145,7 @@ def test_a_row_says_how_good_the_prediction_is() -> None:
     ]
 
 
-def test_a_row_shows_image_labels_prediction_and_judgement() -> None:
+def test_a_row_shows_image_labels_prediction_and_errors() -> None:
     panel = a_panel()
     shown = [axes.images[0].get_array() for axes in draw_predictions([panel], CLASSES, PALETTE).subfigs[0].axes]
     expected = (
@@ -159,7 +159,7 @@ def test_a_row_shows_image_labels_prediction_and_judgement() -> None:
         np.testing.assert_array_equal(found, wanted)
 
 
-def test_pictures_of_what_does_not_fit_are_refused() -> None:
+def test_invalid_pictures_are_refused() -> None:
     panel = a_panel()
     with pytest.raises(ValueError, match=r"of a\.jpg must be of one size, got \[\(4, 12\), \(8, 12\)\]"):
         Panel("a.jpg", panel.image, panel.labels, panel.prediction[:4])
@@ -188,7 +188,7 @@ def test_the_confusion_shows_shares_of_the_labels() -> None:
     assert bars.get_title() == "mIoU 45.0 %"
 
 
-def test_of_whole_images_the_accuracy_of_each_class_counts() -> None:
+def test_class_accuracy_is_shown_for_whole_images() -> None:
     confusion = torch.tensor([[3, 1, 0], [0, 0, 0], [1, 0, 7]])
     _, bars, scale = draw_confusion(confusion, ["a", "b", "c"], metric="accuracy").axes
     assert [text.get_text() for text in bars.texts] == ["75.0", "does not occur", "87.5"]
@@ -196,7 +196,7 @@ def test_of_whole_images_the_accuracy_of_each_class_counts() -> None:
     assert scale.get_ylabel() == "share of the label's images (grey: no labels)"
 
 
-def test_a_class_that_does_not_occur_has_no_iou() -> None:
+def test_absent_classes_have_no_iou() -> None:
     bars = draw_confusion(torch.tensor([[3, 0], [0, 0]]), ["a", "b"]).axes[1]
     assert [text.get_text() for text in bars.texts] == ["100.0", "does not occur"]
     assert bars.get_title() == "mIoU 100.0 %"
@@ -215,7 +215,7 @@ def test_many_classes_are_ordered_by_frequency(count: int, sorted_by_frequency: 
 
 
 @pytest.mark.parametrize("count", [11, 21, 59, 150])
-def test_names_of_classes_do_not_overlap_and_are_not_cut(count: int) -> None:
+def test_class_names_are_neither_overlapping_nor_truncated(count: int) -> None:
     names = [f"television receiver {number}" for number in range(count)]
     figure = draw_confusion(torch.eye(count, dtype=torch.long), names)
     canvas = FigureCanvasAgg(figure)
@@ -225,7 +225,7 @@ def test_names_of_classes_do_not_overlap_and_are_not_cut(count: int) -> None:
     across = [label.get_window_extent() for label in matrix.get_xticklabels()]
     gaps = [upper.y0 - lower.y1 for upper, lower in pairwise(down)]
     gaps += [right.x0 - left.x1 for left, right in pairwise(across)]
-    assert min(gaps) > -1  # pixels; letters have room within their box
+    assert min(gaps) > -1  # in pixels: letters do not fill their boxes
     assert min(box.x0 for box in down) >= 0
     assert min(box.y0 for box in across) >= 0
 
@@ -248,7 +248,7 @@ def test_shares_of_the_memory_grow_to_the_right() -> None:
     assert varied_values(some) == [5, 10, 20]
 
 
-def test_curves_stand_at_their_values() -> None:
+def test_curves_are_drawn_at_their_values() -> None:
     curves = [Curve("one", {1: 0.5, 8: 0.4}, {8: 0.01}), Curve("two", {1: 0.3, 64: None}, {}, published=True)]
     axes = Figure().subplots()
     plot_curves(axes, curves, metric="miou", varies="ratio", values=[64, 8, 1])
@@ -292,6 +292,6 @@ def test_pictures_are_written(tmp_path: Path) -> None:
     assert sizes[2][1] > 3 * sizes[3][1], "eight rows and one"
 
 
-def test_no_picture_of_what_there_is_not(tmp_path: Path) -> None:
+def test_missing_data_gives_no_picture(tmp_path: Path) -> None:
     rows = [{"ratio": 1, "miou": 0.5}]
     assert write_pictures(a_result(results=rows), [], PALETTE, tmp_path) == []

@@ -1,4 +1,4 @@
-"""Protocols of one's own: one class in one file, run by the same runner and command."""
+"""Custom protocols: one class in one file, run by the same runner and command."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ class Counted(Protocol):
     """Counts images.
 
     Attributes:
-        step: counted in such steps.
+        step: step of counting.
     """
 
     name: ClassVar[str] = "counted"
@@ -73,7 +73,7 @@ class Undrawable(Counted):
 WORDS = ["--backbone", "mean-colour", "--data", "scenes", "--limit", "6", "--cache", "none", "--devices", "cpu"]
 
 
-def test_a_protocol_of_ones_own_is_a_command(
+def test_a_custom_protocol_is_a_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(EXAMPLES)
@@ -85,17 +85,15 @@ def test_a_protocol_of_ones_own_is_a_command(
     assert result.settings == {"sizes": [64, 96]}
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert files == {"cribo.json", "results.json", "confusion.png", "miou.png"}
-    said = " ".join(capsys.readouterr().out.split())
-    assert "class-means on scenes" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "class-means on scenes" in output
     with pytest.raises(SystemExit):
         main(["evaluate", "own_protocol.ClassMeans", "--help"])
     assert "sides of the square images" in " ".join(capsys.readouterr().out.split())
     assert "class-means" in compare([tmp_path / "out"]).markdown()
 
 
-def test_features_are_shared_by_protocols_that_encode_images_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_protocols_with_equal_encoding_share_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EXAMPLES)
     words = [*WORDS[:-4], "--devices", "cpu", "--cache", str(tmp_path / "cache"), "--runtime.workers", "0"]
     dense = ["--size", "96", "--ratios", "1", "--neighbours", "5", "--out", str(tmp_path / "dense")]
@@ -119,7 +117,7 @@ def test_from_python(tmp_path: Path) -> None:
         evaluate(Counted(), "mean-colour", data, runtime, out=tmp_path / "out", resume=True)
 
 
-def test_pictures_that_fail_do_not_cost_the_result(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_pictures_keep_the_result(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     runtime = EvaluationRuntime(devices=("cpu",), workers=0, cache="none")
     evaluate(Undrawable(), "mean-colour", SegmentationData("scenes", limit=3), runtime, out=tmp_path / "out")
     assert read_result(tmp_path / "out").results == [{"step": 1, "share": 0.5}]
@@ -127,7 +125,7 @@ def test_pictures_that_fail_do_not_cost_the_result(tmp_path: Path, caplog: pytes
     assert "no font" in caplog.text
 
 
-def test_an_unknown_variant_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_variant_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(
         InputError, match="variant must be one of cribo, hummingbird, hummingbird-strict, dip, franca, got 'paper'"
     ):
@@ -140,12 +138,14 @@ def test_an_unknown_variant_is_refused_with_the_known_ones(capsys: pytest.Captur
 
 @pytest.mark.parametrize("name", ["image-nn", "detection", "tests.evaluation.test_protocol.Counted"])
 @pytest.mark.parametrize("option", [["--variant", "released"], ["--variant=released"]])
-def test_a_protocol_without_variants_says_so(name: str, option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_protocol_without_variants_refuses_the_option(
+    name: str, option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["evaluate", name, *WORDS, *option]) == 2
     assert f"{name} has no variants: omit --variant" in capsys.readouterr().err
 
 
-def test_the_protocols_of_the_table_are_there() -> None:
+def test_all_protocols_of_the_table_exist() -> None:
     for name in PROTOCOLS:
         assert find_protocol(name).name == name
 
@@ -170,6 +170,6 @@ def test_quick_settings_fit_the_backbone(patch_size: int, image_size: int | None
         ("tests.evaluation.test_protocol.Count", "did you mean tests.evaluation.test_protocol.Counted?"),
     ],
 )
-def test_what_is_no_protocol_is_refused(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_classes_are_refused(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", name, *WORDS]) == 2
     assert message in capsys.readouterr().err

@@ -14,7 +14,7 @@ ROWS = {
     "table:yolos": 4,
     "table:linear_segmentation_4tokens": 11,
 }
-# One table of three evaluations; the row of all losses stands in Table 1 already where it is of dense retrieval.
+# One table of three evaluations; its row of dense retrieval with all losses is already in Table 1.
 ABLATION, ABLATION_ROWS = "tab:ablation_loss", {"dense-nn": 2, "detection": 3, "image-nn": 3}
 SWEEP, SWEEP_ROWS = "tab:ablation_hp", 25
 OTHERS = {
@@ -31,7 +31,7 @@ def table_of(label: str, evaluation: str | None = None) -> PublishedTable:
     return table
 
 
-def test_all_tables_are_there_and_whole() -> None:
+def test_all_tables_are_complete() -> None:
     rows = {(table.label or table.source, table.evaluation): len(table.rows) for table in published_tables()}
     whole = {(label, table_of(label).evaluation): count for label, count in (ROWS | {SWEEP: SWEEP_ROWS}).items()}
     whole |= {(ABLATION, evaluation): count for evaluation, count in ABLATION_ROWS.items()}
@@ -44,7 +44,7 @@ def test_all_tables_are_there_and_whole() -> None:
             assert row.variant in table.variants
 
 
-def test_data_sets_are_those_that_can_be_opened() -> None:
+def test_data_sets_can_be_opened() -> None:
     for table in published_tables():
         if table.evaluation == "dense-nn":
             for name, wanted in table.data.items():
@@ -67,7 +67,7 @@ def test_data_sets_are_those_that_can_be_opened() -> None:
         ("Hummingbird", "ViT-B/16", "IN1K", "voc", {128: 0.505, 64: 0.572, 1: 0.705}),
     ],
 )
-def test_figures_of_dense_retrieval(
+def test_values_of_dense_retrieval(
     method: str, backbone: str, pretraining: str, data: str, figures: dict[int, float]
 ) -> None:
     table = table_of("table:hummingbird")
@@ -80,7 +80,7 @@ def test_figures_of_dense_retrieval(
     assert row.taken_from == ("Balazevic et al. 2023" if borrowed else None)
 
 
-def test_figures_of_other_evaluations() -> None:
+def test_values_of_other_evaluations() -> None:
     detection = table_of("table:yolos")
     points = detection.figures(detection.rows[-1], "coco").points
     assert points == {None: pytest.approx({"ap": 0.357, "ap50": 0.556, "ap75": 0.374})}
@@ -91,7 +91,7 @@ def test_figures_of_other_evaluations() -> None:
 
 @pytest.mark.skipif(not PAPER.is_file(), reason="needs the paper in ../shared/paper")
 @pytest.mark.parametrize("label", ROWS)
-def test_tables_say_what_the_paper_says(label: str) -> None:
+def test_tables_equal_the_paper(label: str) -> None:
     text = PAPER.read_text(encoding="utf-8")
     place = text.index(rf"\label{{{label}}}")
     body = text[text.rindex(r"\begin{tabular}", 0, place) : place]
@@ -115,7 +115,7 @@ def test_tables_say_what_the_paper_says(label: str) -> None:
 
 
 @pytest.mark.skipif(not PAPER.is_file(), reason="needs the paper in ../shared/paper")
-def test_tables_have_the_numbers_of_the_paper() -> None:
+def test_table_numbers_equal_the_paper() -> None:
     """LaTeX counts captions of tables in the order of the text."""
     environments = re.findall(r"\\begin\{table\*?\}.*?\\end\{table\*?\}", PAPER.read_text(encoding="utf-8"), re.DOTALL)
     labels = [found[1] for text in environments if (found := re.search(r"\\label\{([^}]*)\}", text))]
@@ -126,7 +126,7 @@ def test_tables_have_the_numbers_of_the_paper() -> None:
 
 
 @pytest.mark.skipif(not PAPER.is_file(), reason="needs the paper in ../shared/paper")
-def test_the_sweep_of_hyperparameters_says_what_the_paper_says() -> None:
+def test_the_hyperparameter_sweep_equals_the_paper() -> None:
     text = PAPER.read_text(encoding="utf-8")
     place = text.index(rf"\label{{{SWEEP}}}")
     lines = text[text.rindex(r"\begin{tabular}", 0, place) : place].splitlines()
@@ -146,7 +146,7 @@ def test_the_sweep_of_hyperparameters_says_what_the_paper_says() -> None:
 
 
 @pytest.mark.skipif(not PAPER.is_file(), reason="needs the paper in ../shared/paper")
-def test_the_ablation_of_the_losses_says_what_the_paper_says() -> None:
+def test_the_ablation_of_the_losses_equals_the_paper() -> None:
     text = PAPER.read_text(encoding="utf-8")
     place = text.index(rf"\label{{{ABLATION}}}")
     lines = text[text.rindex(r"\begin{tabular}", 0, place) : place].splitlines()
@@ -156,7 +156,7 @@ def test_the_ablation_of_the_losses_says_what_the_paper_says() -> None:
         if r"\ck &" in line
     ]
     names = {1: "CrIBo, global loss only", 2: "CrIBo, no cross-image loss", 3: "CrIBo"}
-    # As the caption says.
+    # From the caption.
     known = {
         evaluation: {
             row.method: row.values
@@ -177,7 +177,7 @@ def test_the_ablation_of_the_losses_says_what_the_paper_says() -> None:
 
 
 def _cells(line: str, names: dict[str, str]) -> list[str]:
-    """The cells of a line of LaTeX as one reads them; empty ones, which only make room, are left out."""
+    """Return the text of the cells of a LaTeX row without empty spacing cells."""
     line = re.sub(r"\\rowcolor\{\w+\}|\\cite\w*\{\w+\}", "", line).replace(r"^{\dagger}", "†").replace(r"^{\star}", "*")
     line = re.sub(r"\\textbf\{([^}]*)\}", r"\1", line).strip().removesuffix(r"\\")
     line = re.sub(r"\\(\w+)", lambda found: names.get(found[1], found[0]), line).replace("$", "")
@@ -206,7 +206,7 @@ def _cells(line: str, names: dict[str, str]) -> list[str]:
         ("mean-colour", 3, 16, {}, None),
     ],
 )
-def test_architectures_have_the_names_of_papers(
+def test_architectures_are_named_as_in_papers(
     name: str, dim: int, patch_size: int, args: dict[str, int], expected: str | None
 ) -> None:
     backbone = {"architecture": name, "embed_dim": dim, "patch_size": patch_size, "args": args}

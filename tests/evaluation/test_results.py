@@ -67,9 +67,9 @@ def printed(result: EvaluationResult) -> str:
 def test_iou_is_intersection_over_union_of_pixels(extra: int) -> None:
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(0, 5, (4000,), generator=generator)
-    labels[labels == 3] = 4  # class 3 is predicted, but never a label
+    labels[labels == 3] = 4  # class 3 is predicted, but never labelled
     predicted = torch.randint(0, 6 + extra, (4000,), generator=generator)
-    labels[labels == 2], predicted[predicted == 2] = 0, 0  # class 2 is neither
+    labels[labels == 2], predicted[predicted == 2] = 0, 0  # class 2 is neither predicted nor labelled
     confusion = torch.zeros(6, 6 + extra, dtype=torch.long)
     confusion.index_put_((labels, predicted), torch.ones(4000, dtype=torch.long), accumulate=True)
     found = iou(confusion)
@@ -84,7 +84,7 @@ def test_iou_is_intersection_over_union_of_pixels(extra: int) -> None:
     assert found[3] == 0
 
 
-def test_iou_wants_a_column_for_each_class() -> None:
+def test_iou_requires_a_column_for_each_class() -> None:
     with pytest.raises(ValueError, match="a column for each of its 3 rows, got 2"):
         iou(torch.zeros(3, 2, dtype=torch.long))
 
@@ -92,14 +92,14 @@ def test_iou_wants_a_column_for_each_class() -> None:
 # ----------------------------------------------------------------------- file
 
 
-def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+def test_results_are_read_as_written(tmp_path: Path) -> None:
     result = a_result()
     path = result.write(tmp_path / "new")
     assert path == tmp_path / "new" / RESULTS
     assert read_result(tmp_path / "new") == read_result(path) == result
 
 
-def test_the_file_holds_all_figures_as_they_are(tmp_path: Path) -> None:
+def test_the_file_stores_exact_values(tmp_path: Path) -> None:
     nan = float("nan")
     rows = [{**row, "per_class": {"class 0": nan, "class 1": 0.1}} for row in a_result().results]
     content = json.loads(
@@ -120,16 +120,14 @@ def test_the_file_holds_all_figures_as_they_are(tmp_path: Path) -> None:
     ("settings", "variant"),
     [({"protocol": "paper", "seed": 0}, "cribo"), ({"protocol": "hummingbird", "seed": 0}, "hummingbird-strict")],
 )
-def test_results_from_before_variants_had_names_are_read(
-    tmp_path: Path, settings: dict[str, Any], variant: str
-) -> None:
+def test_results_without_variant_names_are_read(tmp_path: Path, settings: dict[str, Any], variant: str) -> None:
     settings |= {"unlabelled": "background"}
     read = read_result(a_result(settings=settings).write(tmp_path).parent)
     assert read.settings == {"variant": variant, "seed": 0, "mean": "present", "unlabelled": "first"}
     assert read.title == f"Dense nearest-neighbour retrieval ({variant}) on CamVid"
 
 
-def test_a_row_of_the_confusion_is_a_line(tmp_path: Path) -> None:
+def test_confusion_rows_are_written_on_one_line(tmp_path: Path) -> None:
     lines = a_result().write(tmp_path).read_text().splitlines()
     assert sum(line.strip().rstrip(",") == "[4, 5, 6, 7]" for line in lines) == 2
 
@@ -141,7 +139,7 @@ def test_results_are_never_overwritten(tmp_path: Path) -> None:
     assert read_result(tmp_path).command == a_result().command
 
 
-def test_what_is_no_result_is_said(tmp_path: Path) -> None:
+def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ResultError, match=r"nowhere does not exist: give the output folder of a finished evaluation"):
         read_result(tmp_path / "nowhere")
     with pytest.raises(ResultError, match=r"has no results\.json: give the output folder"):
@@ -192,7 +190,7 @@ def test_binary_files_are_explained(tmp_path: Path) -> None:
         read_result(tmp_path)
 
 
-def test_a_value_that_cannot_be_kept_is_named() -> None:
+def test_values_that_cannot_be_stored_are_named() -> None:
     with pytest.raises(TypeError, match=r"settings\.optim\.device must be JSON serialisable, got device"):
         a_result(settings={"optim": {"device": torch.device("cpu")}})
 
@@ -210,7 +208,7 @@ def test_incomplete_results_are_refused(changes: dict[str, Any], message: str) -
         a_result(**changes)
 
 
-def test_versions_are_those_that_run() -> None:
+def test_versions_are_the_installed_ones() -> None:
     found = versions()
     assert torch.__version__.startswith(found["torch"].partition("+")[0])
     assert found["hardware"].endswith(" cores")
@@ -219,7 +217,7 @@ def test_versions_are_those_that_run() -> None:
 # --------------------------------------------------------------------- tables
 
 
-def test_tables_show_figures_classes_and_every_setting() -> None:
+def test_tables_show_values_classes_and_settings() -> None:
     text = printed(a_result(seconds=3725.0))
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
     assert rows[:2] == [["1/1", "33.3", "12,345"], ["1/8", "4.2 ± 0.4", "1,543"]]
@@ -236,7 +234,7 @@ def test_tables_show_figures_classes_and_every_setting() -> None:
         assert said in text
 
 
-def test_of_many_classes_the_best_and_the_worst_are_shown() -> None:
+def test_only_best_and_worst_of_many_classes_are_shown() -> None:
     result = a_result(41)
     rows = [{**row, "per_class": {**row["per_class"], "class 40": None}} for row in result.results]
     text = printed(dataclasses.replace(result, results=rows))
@@ -246,12 +244,12 @@ def test_of_many_classes_the_best_and_the_worst_are_shown() -> None:
     assert "best and worst of 41 classes, see results.json for all" in text
 
 
-def test_forty_classes_are_all_shown_in_their_order() -> None:
+def test_forty_classes_are_all_shown_in_order() -> None:
     shown = [line.split()[2] for line in printed(a_result(40)).splitlines() if line.startswith("│ class")]
     assert shown == [str(number) for number in range(40)]
 
 
-def test_names_are_printed_as_they_are() -> None:
+def test_names_are_printed_unchanged() -> None:
     names = ["[bold]wall[/bold]", "[/]", "sky"]
     rows = [{**row, "per_class": dict.fromkeys(names, 0.5)} for row in a_result().results]
     result = a_result(results=rows, backbone={"name": "[red]mine"})

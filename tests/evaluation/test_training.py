@@ -79,7 +79,7 @@ class Regression(TrainedModule):
 
 
 class Stop(L.Callback):
-    """Sends this process a signal after a step."""
+    """Send this process a signal after a step."""
 
     def __init__(self, step: int, number: signal.Signals = signal.SIGTERM) -> None:
         self.step, self.number = step, number
@@ -112,14 +112,14 @@ def assert_same(module: Regression, other: Regression) -> None:
     assert module.scores[-1] == other.scores[-1]
 
 
-def test_it_learns_and_scores_every_sample_once(tmp_path: Path) -> None:
+def test_it_trains_and_scores_every_sample_once(tmp_path: Path) -> None:
     module = run(tmp_path, steps=300)
     step, error, seen = module.scores[-1]
     assert (step, seen) == (300, 5)
     assert error < 0.01 * run(tmp_path / "short", steps=1).scores[-1][1]
 
 
-def test_the_stream_is_one_permutation_after_the_other() -> None:
+def test_the_stream_is_a_sequence_of_permutations() -> None:
     keys = [key for batch in KeyStream(5, 4, 10, seed=3, position=lambda: 0) for key in batch]
     for epoch in range(8):
         indices = [index for known, index in keys if known == epoch]
@@ -128,7 +128,7 @@ def test_the_stream_is_one_permutation_after_the_other() -> None:
     assert len({tuple(keys[5 * e + i][1] for i in range(5)) for e in range(8)}) > 1
 
 
-def test_processes_share_each_batch_and_resumption_begins_where_it_was() -> None:
+def test_processes_share_each_batch_and_resume_within_the_stream() -> None:
     whole = list(KeyStream(7, 6, 9, seed=1, position=lambda: 0))
     parts = [list(KeyStream(7, 6, 9, seed=1, position=lambda: 0, rank=r, world_size=3)) for r in range(3)]
     assert [a + b + c for a, b, c in zip(*parts, strict=True)] == whole
@@ -138,7 +138,7 @@ def test_processes_share_each_batch_and_resumption_begins_where_it_was() -> None
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path, workers: int) -> None:
+def test_a_stopped_training_resumes_with_identical_results(tmp_path: Path, workers: int) -> None:
     runtime = {"workers": workers}
     whole = run(tmp_path / "whole", runtime=runtime)
     with pytest.raises(Interrupted, match="after step 6"):
@@ -147,7 +147,7 @@ def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Pat
     assert_same(run(tmp_path / "stopped", runtime=runtime), whole)
 
 
-def test_scores_on_the_way_come_at_the_same_steps_after_a_resumption(tmp_path: Path) -> None:
+def test_intermediate_scores_keep_their_steps_after_resumption(tmp_path: Path) -> None:
     runtime = {"evaluate_every": 4, "checkpoint_every": 3}
     whole = run(tmp_path / "whole", runtime=runtime)
     assert [step for step, _, _ in whole.scores] == [4, 8, 12, 12]
@@ -163,14 +163,14 @@ def test_a_finished_training_is_scored_again_without_a_step(tmp_path: Path) -> N
     assert_same(again, whole)
 
 
-def test_ctrl_c_is_an_interrupt_of_the_keyboard(tmp_path: Path) -> None:
+def test_ctrl_c_raises_keyboard_interrupt(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, callbacks=[Stop(2, signal.SIGINT)])
     assert checkpoint_files(tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_score_that_a_signal_ends_is_computed_after_a_resumption(tmp_path: Path, number: signal.Signals) -> None:
+def test_an_interrupted_score_is_computed_after_resumption(tmp_path: Path, number: signal.Signals) -> None:
     class Signalling(Points):
         def __getitem__(self, key: Any) -> tuple[Tensor, Tensor]:
             if key == 2:
@@ -195,7 +195,7 @@ def test_a_signal_in_the_last_step_ends_the_score(tmp_path: Path) -> None:
     assert checkpoint_files(tmp_path)[0].name == "step=00000012.ckpt"
 
 
-def test_devices_that_would_have_nothing_to_score_are_refused(tmp_path: Path) -> None:
+def test_more_devices_than_samples_to_score_are_refused(tmp_path: Path) -> None:
     class One(Points):
         def __len__(self) -> int:
             return 1
@@ -205,14 +205,14 @@ def test_devices_that_would_have_nothing_to_score_are_refused(tmp_path: Path) ->
     assert not checkpoint_files(tmp_path)
 
 
-def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+def test_non_finite_weights_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteLoss, match=r"not finite, seen at step 2\. .* lower learning rate"):
         run(tmp_path, Regression(lr=float("inf")), runtime={"checkpoint_every": 2})
     assert not checkpoint_files(tmp_path)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_unreadable_sample_ends_it_with_its_own_error(tmp_path: Path, workers: int) -> None:
+def test_an_unreadable_sample_raises_its_own_error(tmp_path: Path, workers: int) -> None:
     class Broken(Points):
         def __getitem__(self, key: Any) -> tuple[Tensor, Tensor]:
             if key[1] == 3:
@@ -223,7 +223,7 @@ def test_an_unreadable_sample_ends_it_with_its_own_error(tmp_path: Path, workers
         run(tmp_path, train=Broken(), runtime={"workers": workers})
 
 
-def test_tensorboard_has_what_is_logged(tmp_path: Path) -> None:
+def test_logged_values_are_in_tensorboard(tmp_path: Path) -> None:
     module = run(tmp_path)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -231,16 +231,16 @@ def test_tensorboard_has_what_is_logged(tmp_path: Path) -> None:
     assert events.Scalars("error")[-1].value == pytest.approx(module.scores[-1][1])
 
 
-def test_a_line_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_line_shows_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("cribo.console._LINE_SECONDS", 0)
     run(tmp_path, console=Console(soft_wrap=True))
-    said = capsys.readouterr().out
-    assert re.search(r"linear: 11/12, ETA \d:\d\d loss [\d.]+", said)
-    assert "linear: score: 5/5" in said
+    output = capsys.readouterr().out
+    assert re.search(r"linear: 11/12, ETA \d:\d\d loss [\d.]+", output)
+    assert "linear: score: 5/5" in output
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one(tmp_path: Path) -> None:
+def test_two_processes_train_like_one(tmp_path: Path) -> None:
     program = f"""
 import json, sys
 from pathlib import Path
@@ -280,8 +280,10 @@ def opened(tmp_path: Path) -> Callable[..., Any]:
     return call
 
 
-def test_a_folder_is_gone_on_with_under_the_same_settings_only(opened: Callable[..., Any], tmp_path: Path) -> None:
-    with opened({"layers": 1, "data": {"name": "voc"}}, resume=True) as folder:  # with none there, one is begun
+def test_a_folder_is_resumed_only_with_the_same_settings(opened: Callable[..., Any], tmp_path: Path) -> None:
+    with opened(
+        {"layers": 1, "data": {"name": "voc"}}, resume=True
+    ) as folder:  # without a folder, a new one is created
         (folder / "work").touch()
     with opened({"layers": 1, "data": {"name": "voc"}}, resume=True) as folder:
         assert (folder / "work").exists()
@@ -290,7 +292,7 @@ def test_a_folder_is_gone_on_with_under_the_same_settings_only(opened: Callable[
     assert (tmp_path / "out" / "work").exists()
 
 
-def test_a_folder_is_replaced_on_demand_only(opened: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_folder_is_replaced_only_with_overwrite(opened: Callable[..., Any], tmp_path: Path) -> None:
     with opened({}) as folder:
         (folder / "work").touch()
     with pytest.raises(FolderError, match="--resume"):
@@ -314,7 +316,7 @@ def test_a_folder_in_use_is_refused(opened: Callable[..., Any]) -> None:
                 opened({}, **{choice: True}).__enter__()
 
 
-def test_what_is_refused_before_a_step_leaves_nothing(opened: Callable[..., Any], tmp_path: Path) -> None:
+def test_errors_before_the_first_step_leave_no_files(opened: Callable[..., Any], tmp_path: Path) -> None:
     def refuse(*, worked: bool) -> None:
         with opened({}) as folder:
             if worked:
@@ -329,14 +331,14 @@ def test_what_is_refused_before_a_step_leaves_nothing(opened: Callable[..., Any]
     assert (tmp_path / "out" / "work").exists()
 
 
-def test_a_start_that_was_killed_at_once_is_gone_on_with(opened: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_training_killed_at_its_start_is_resumed(opened: Callable[..., Any], tmp_path: Path) -> None:
     with opened({}) as folder:
         (folder / "evaluation.json").unlink()
     with opened({}, resume=True) as folder:
         assert (folder / "evaluation.json").is_file()
 
 
-def test_what_cannot_be_gone_on_with_is_said(tmp_path: Path) -> None:
+def test_folders_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
     runtime = TrainingRuntime(accelerator="cpu")
     with pytest.raises(ConfigError, match="--resume requires --out"):
         evaluation_folder(None, "x", {}, overwrite=False, resume=True, runtime=runtime).__enter__()
@@ -348,9 +350,9 @@ def test_what_cannot_be_gone_on_with_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [({"devices": "two"}, "devices must be auto or a number"), ({"log_every": 0}, "log_every must be >= 1, got 0")],
 )
-def test_a_runtime_that_cannot_be_is_refused(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_an_invalid_runtime_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         TrainingRuntime(**change)

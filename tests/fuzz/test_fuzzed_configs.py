@@ -1,4 +1,4 @@
-"""Configurations of strangers, in files and in words: a configuration, or a clear error; nothing is executed."""
+"""Untrusted configurations, in files and options: a configuration or a clear error; no code is executed."""
 
 import base64
 import contextlib
@@ -39,7 +39,7 @@ VALUES = st.recursive(
 
 
 def names(values: dict[str, Any], prefix: str = "") -> list[str]:
-    """Dotted names of all values and groups."""
+    """Return the dotted names of all values and groups."""
     found: list[str] = []
     for key, value in values.items():
         found.append(prefix + key)
@@ -52,7 +52,7 @@ WHOLE: dict[str, Any] = yaml.safe_load(dump_config(PretrainConfig()))
 NAMES = names(WHOLE)
 
 
-def assert_taken_or_refused(path: Path, content: str | bytes) -> PretrainConfig | None:
+def assert_accepted_or_refused(path: Path, content: str | bytes) -> PretrainConfig | None:
     path.write_bytes(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content)
     try:
         config = load_config(path)
@@ -72,13 +72,13 @@ def test_any_value_in_any_place(tmp_path: Path, name: str, value: Any) -> None:
     for part in above:
         inside = inside[part]
     inside[last] = value
-    assert_taken_or_refused(tmp_path / "x.yaml", yaml.safe_dump(changed, allow_unicode=True))
+    assert_accepted_or_refused(tmp_path / "x.yaml", yaml.safe_dump(changed, allow_unicode=True))
 
 
 @FUZZED
 @given(value=VALUES)
 def test_any_document(tmp_path: Path, value: Any) -> None:
-    assert_taken_or_refused(tmp_path / "x.yaml", yaml.safe_dump(value, allow_unicode=True))
+    assert_accepted_or_refused(tmp_path / "x.yaml", yaml.safe_dump(value, allow_unicode=True))
 
 
 @FUZZED
@@ -125,7 +125,7 @@ def test_any_document(tmp_path: Path, value: Any) -> None:
     )
 )
 def test_any_text(tmp_path: Path, content: str | bytes) -> None:
-    assert_taken_or_refused(tmp_path / "x.yaml", content)
+    assert_accepted_or_refused(tmp_path / "x.yaml", content)
 
 
 @FUZZED
@@ -172,7 +172,7 @@ def test_any_words(name: str, value: str, joined: bool) -> None:
         ["--optim.__init__=1"],
     ],
 )
-def test_words_that_are_none(words: list[str]) -> None:
+def test_invalid_arguments(words: list[str]) -> None:
     parser = ConfigParser()
     add_config_arguments(parser)
     try:
@@ -182,7 +182,7 @@ def test_words_that_are_none(words: list[str]) -> None:
 
 
 class Payload:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -223,7 +223,7 @@ def test_nothing_is_executed(tmp_path: Path, form: str, place: str) -> None:
     made = tmp_path / "made"
 
     value = form.format(path=made, pickled=base64.b64encode(pickle.dumps(Payload(made))).decode())
-    assert_taken_or_refused(tmp_path / "x.yaml", place.format(value=value))
+    assert_accepted_or_refused(tmp_path / "x.yaml", place.format(value=value))
     parser = ConfigParser()
     add_config_arguments(parser)
     for name in ("optim", "optim.lr", "backbone.args", "objective.name", "objective.args", "data.root"):
@@ -245,17 +245,18 @@ def test_nothing_is_executed(tmp_path: Path, form: str, place: str) -> None:
 def test_aliases_of_aliases_do_not_multiply(tmp_path: Path, name: str) -> None:
     lines = ["a0: &a0 [lol, lol, lol, lol, lol, lol, lol, lol, lol]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
-    assert assert_taken_or_refused(tmp_path / "x.yaml", "\n".join([*lines, name.format(value="*a11")])) is None
+    assert assert_accepted_or_refused(tmp_path / "x.yaml", "\n".join([*lines, name.format(value="*a11")])) is None
 
 
 @pytest.mark.parametrize("opening", ["[", "{a: ", "- ", "a:\n"])
-def test_depth_without_end(tmp_path: Path, opening: str) -> None:
-    assert assert_taken_or_refused(tmp_path / "x.yaml", "backbone: {args: {x: " + opening * 5000) is None
+def test_unlimited_nesting(tmp_path: Path, opening: str) -> None:
+    assert assert_accepted_or_refused(tmp_path / "x.yaml", "backbone: {args: {x: " + opening * 5000) is None
     assert (
-        assert_taken_or_refused(tmp_path / "x.yaml", "backbone: {args: {x: " + "[" * 3000 + "]" * 3000 + "}}") is None
+        assert_accepted_or_refused(tmp_path / "x.yaml", "backbone: {args: {x: " + "[" * 3000 + "]" * 3000 + "}}")
+        is None
     )
 
 
-def test_a_mapping_that_holds_itself(tmp_path: Path) -> None:
+def test_a_recursive_mapping(tmp_path: Path) -> None:
     for text in ("&a {x: *a}", "backbone: {args: &a {x: *a}}", "optim: &a [*a]", "data: {root: &a [*a]}"):
-        assert assert_taken_or_refused(tmp_path / "x.yaml", text) is None
+        assert assert_accepted_or_refused(tmp_path / "x.yaml", text) is None

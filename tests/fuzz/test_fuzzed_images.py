@@ -1,6 +1,6 @@
-"""Image files that are damaged, forged or meant to harm: each gives pixels, or the one error for such files.
+"""Damaged, forged or malicious image files: each gives pixels or the error for unreadable images.
 
-`pytest tests/fuzz --hypothesis-profile=large` tries fifty times as many, other ones each time.
+`pytest tests/fuzz --hypothesis-profile=large` tries fifty times as many, with new random draws.
 """
 
 import io
@@ -27,7 +27,7 @@ MOST = 20_000
 
 
 def picture(mode: str) -> Image.Image:
-    """24 x 40 pixels of noise, of one of Pillow's modes."""
+    """Draw 24 x 40 pixels of noise in one of Pillow's modes."""
     channels = {"RGB": 3, "RGBA": 4, "CMYK": 4, "L": 1}.get(mode, 1)
     values = np.random.default_rng(0).integers(0, 256, (24, 40, channels), dtype=np.uint8)
     if mode == "I;16":
@@ -37,7 +37,7 @@ def picture(mode: str) -> Image.Image:
 
 
 def encoded(mode: str, kind: str, **options: object) -> bytes:
-    """The picture as a file."""
+    """Encode the picture as a file."""
     file = io.BytesIO()
     picture(mode).save(file, kind, **options)
     return file.getvalue()
@@ -72,7 +72,7 @@ FILES: dict[str, Callable[[], bytes]] = {
 
 @st.composite
 def damaged(draw: st.DrawFn, whole: bytes, other: bytes) -> bytes:
-    """A file after some of: flipped bits, forged numbers, cut out, doubled or foreign parts, a cut end."""
+    """Damage a file: flip bits, forge numbers, remove, double or insert parts, or truncate it."""
     content = bytearray(whole)
     for kind in draw(st.lists(st.sampled_from(["bits", "number", "cut", "double", "foreign", "end"]), max_size=4)):
         # Half of the changes are made in the header.
@@ -98,7 +98,7 @@ def damaged(draw: st.DrawFn, whole: bytes, other: bytes) -> bytes:
 
 
 def with_checksums(content: bytes) -> bytes:
-    """Correct the checksums of a changed PNG; with wrong ones, readers stop before they decode."""
+    """Correct the checksums of a changed PNG; with wrong ones, readers stop before decoding."""
     made, place = bytearray(content[:8]), 8
     while place + 8 <= len(content):
         length = min(int.from_bytes(content[place : place + 4], "big"), len(content) - place - 8)
@@ -111,12 +111,12 @@ def with_checksums(content: bytes) -> bytes:
 @pytest.mark.parametrize("kind", FILES)
 @FUZZED
 @given(data=st.data())
-def test_any_damage_gives_pixels_or_the_one_error(kind: str, tmp_path, data: st.DataObject) -> None:
+def test_any_damage_gives_pixels_or_the_error_for_images(kind: str, tmp_path, data: st.DataObject) -> None:
     other = FILES[data.draw(st.sampled_from(sorted(FILES)))]()
     content = data.draw(damaged(FILES[kind](), other))
     (tmp_path / "x").write_bytes(content)
     image = EncodedImage("x", content)
-    with warnings.catch_warnings(action="ignore"):  # Pillow warns of what it mends
+    with warnings.catch_warnings(action="ignore"):  # Pillow warns about errors that it corrects
         for read in (
             lambda: read_image(image, max_pixels=MOST),
             lambda: read_reduced(image, lambda height, width: 2, max_pixels=MOST)[0],

@@ -1,4 +1,4 @@
-"""Pickles made to harm: nothing outside of the list of plain data is called, and nothing shared is changed."""
+"""Malicious pickles: only listed functions of plain data are called, and no shared state changes."""
 
 import argparse
 import collections
@@ -53,15 +53,15 @@ def _watch(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(_watch)
 
 
-def state_of_the_program() -> list[Any]:
+def program_state() -> list[Any]:
     shared = [dict(vars(each)) for each in SHARED]
     return [*shared, [np.dtype(name).__reduce__() for name in DTYPES], dict(plain_pickle._ALLOWED)]
 
 
 def unpickle(content: bytes) -> Any:
-    """The object; errors are raised. No code runs, and nothing shared changes."""
+    """Unpickle, and assert that no code runs and no shared state changes; errors are raised."""
     global _watching
-    before = state_of_the_program()
+    before = program_state()
     _events.clear()
     _watching = True
     try:
@@ -69,7 +69,7 @@ def unpickle(content: bytes) -> Any:
     finally:
         _watching = False
         assert _events == []
-        assert state_of_the_program() == before
+        assert program_state() == before
 
 
 def named(name: str) -> bytes:
@@ -103,7 +103,7 @@ def test_any_steps_give_plain_data_or_an_error(steps: list[bytes]) -> None:
         unpickle(b"\x80\x04" + b"".join(steps) + b".")
     except AssertionError:
         raise
-    except Exception as error:  # whatever a reader raises, `read_weights` explains
+    except Exception as error:  # `read_weights` converts any error of a reader
         assert not isinstance(error, SystemError)  # noqa: PT017
 
 
@@ -133,7 +133,7 @@ def test_the_state_of_a_listed_name_is_set_on_a_copy(
 
 @pytest.mark.parametrize("name", FORBIDDEN)
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_other_names_are_refused_and_given(name: str, protocol: int) -> None:
+def test_other_names_are_refused_and_named(name: str, protocol: int) -> None:
     module, _, attribute = name.rpartition(".")
     stack_global = text(module) + text(attribute) + b"\x93"
     content = (b"\x80\x04" + stack_global if protocol == 4 else named(name)) + text("echo") + b"\x85R."
@@ -141,7 +141,7 @@ def test_other_names_are_refused_and_given(name: str, protocol: int) -> None:
         unpickle(content)
 
 
-def test_what_is_given_as_it_is_cannot_be_changed() -> None:
+def test_shared_objects_cannot_be_changed() -> None:
     for name, make in plain_pickle._ALLOWED.items():
         first, second = make(), make()
         if first is second:
@@ -150,7 +150,7 @@ def test_what_is_given_as_it_is_cannot_be_changed() -> None:
     assert vars(np.dtype("f8").type).get("surprise") is None
 
 
-def test_the_dtypes_of_numpy_stay_as_they_are() -> None:
+def test_numpy_dtypes_are_unchanged() -> None:
     state = b"(K\x03" + text(">") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00t"
     for arguments in (text("f8") + b"\x85", text("f8") + b"\x89\x89\x87"):  # as one asks for the shared one
         made = unpickle(b"\x80\x02" + named("numpy.dtype") + arguments + b"R" + state + b"b.")
@@ -158,7 +158,7 @@ def test_the_dtypes_of_numpy_stay_as_they_are() -> None:
     assert np.dtype("f8").isnative
 
 
-def test_memory_is_not_taken_for_what_a_pickle_does_not_hold(tmp_path: Path) -> None:
+def test_forged_sizes_allocate_no_memory(tmp_path: Path) -> None:
     forged = {
         "memo": b"\x80\x02}r" + struct.pack("<I", 2**31 - 1) + b".",
         "bytes": b"\x80\x04\x8e" + struct.pack("<Q", 2**62) + b"a.",

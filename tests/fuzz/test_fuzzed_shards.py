@@ -1,4 +1,4 @@
-"""Tar shards that are damaged, forged or meant to harm: a list of images, or a clear error; nothing is unpacked."""
+"""Damaged, forged or malicious tar shards: a list of images or a clear error; nothing is unpacked."""
 
 import io
 import tarfile
@@ -51,7 +51,7 @@ def tar_of(*names: str, kind: int = tarfile.PAX_FORMAT) -> bytes:
 
 
 def listed(path: Path, content: bytes) -> list[tuple[str, int, int]] | None:
-    """What is found in a file, which lies on the disk: a read of too many bytes is another than in memory."""
+    """List the images of a file on disk, where reading too many bytes fails differently than in memory."""
     path.write_bytes(content)
     with path.open("rb") as file:
         try:
@@ -76,7 +76,7 @@ WHOLE = [
 
 @FUZZED
 @given(whole=st.sampled_from(WHOLE), data=st.data())
-def test_any_damage_gives_a_list_or_the_clear_error(tmp_path: Path, whole: bytes, data: st.DataObject) -> None:
+def test_any_damage_gives_a_list_or_a_clear_error(tmp_path: Path, whole: bytes, data: st.DataObject) -> None:
     content = bytearray(whole)
     for _ in range(data.draw(st.integers(1, 4))):
         block = HEADER * data.draw(st.integers(0, len(content) // HEADER - 1)) if len(content) >= HEADER else 0
@@ -153,17 +153,17 @@ def test_any_value_in_an_extended_header(tmp_path: Path, key: str, value: str, s
 
 
 @pytest.mark.parametrize("kind", [b"L", b"K", b"x", b"g", b"X"])
-def test_headers_before_headers_without_end(tmp_path: Path, kind: bytes) -> None:
+def test_unlimited_chains_of_headers(tmp_path: Path, kind: bytes) -> None:
     listed(tmp_path / "x.tar", (header("long", 0, kind)) * 3000 + tar_of("1.png"))
 
 
 @pytest.mark.parametrize("size", [2**33, 2**40, 2**62, 2**63 - 1, 2**63, 2**70])
 @pytest.mark.parametrize("kind", [b"0", b"L", b"K", b"x", b"g", b"S", b"D"])
-def test_a_size_beyond_all_memory(tmp_path: Path, kind: bytes, size: int) -> None:
+def test_a_size_beyond_memory(tmp_path: Path, kind: bytes, size: int) -> None:
     assert listed(tmp_path / "x.tar", header("1.png", size, kind) + padded(image_bytes()) + bytes(1024)) is None
 
 
-def test_names_are_labels_and_links_no_images(tmp_path: Path) -> None:
+def test_names_are_not_paths_and_links_are_not_images(tmp_path: Path) -> None:
     folder, secret = tmp_path / "shards", tmp_path / "secret.png"
     folder.mkdir()
     Image.new("RGB", (8, 8), "blue").save(secret)

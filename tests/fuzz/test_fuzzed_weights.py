@@ -1,4 +1,4 @@
-"""Files of weights of strangers that are damaged, forged or meant to harm: tensors, or a clear error."""
+"""Damaged, forged or malicious weight files: tensors or a clear error."""
 
 import io
 from pathlib import Path
@@ -127,7 +127,7 @@ def test_any_names_and_shapes(names: dict[str, list[int]]) -> None:
         assert str(error).strip()  # noqa: PT017
 
 
-def test_a_mapping_that_holds_itself_or_is_nested_without_end(tmp_path: Path) -> None:
+def test_recursive_and_deeply_nested_mappings(tmp_path: Path) -> None:
     itself: dict[str, Any] = {"weight": torch.ones(2)}
     itself["again"] = itself
     nested: dict[str, Any] = {"weight": torch.ones(2)}
@@ -141,7 +141,7 @@ def test_a_mapping_that_holds_itself_or_is_nested_without_end(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("shape", [[2**62, 4], [2**31, 2**31], [-1, 4], [10**30]])
-def test_a_shape_beyond_all_memory(tmp_path: Path, shape: list[int]) -> None:
+def test_a_shape_beyond_memory(tmp_path: Path, shape: list[int]) -> None:
     header = f'{{"weight":{{"dtype":"F32","shape":{shape},"data_offsets":[0,16]}}}}'.encode()
     assert_read_or_refused(tmp_path / "x", len(header).to_bytes(8, "little") + header + bytes(16))
     file = io.BytesIO()

@@ -80,7 +80,7 @@ def test_layers_are_concatenated_with_the_last_block_last():
             backbone.encode(batch, layers=layers)
 
 
-def test_without_class_token_the_global_token_is_what_the_network_pools():
+def test_without_class_token_the_global_token_is_pooled():
     args = {**TINY_VIT, "class_token": False, "global_pool": "avg"}
     backbone = build_backbone(VIT, args=args, image_size=64).eval()
     with torch.no_grad():
@@ -124,7 +124,7 @@ def test_swin_has_its_channels_last():
     torch.testing.assert_close(features.tokens, backbone.model.forward_features(batch).flatten(1, 2))
 
 
-def test_a_network_of_one_image_size_says_which():
+def test_networks_of_fixed_size_name_it():
     args = {"depth": 1, "embed_dim": 48, "num_heads": 2}
     backbone = build_backbone("samvit_base_patch16", args=args, image_size=64)
     assert backbone.encode(images(1, 3, 64, 64)).grid == (4, 4)
@@ -323,7 +323,7 @@ def test_noise_of_another_shape_is_refused():
         backbone.encode(images(2, 3, 64, 64), drop_path_noise=torch.zeros(2, 3))
 
 
-def test_an_unknown_name_offers_the_nearest():
+def test_an_unknown_name_suggests_the_nearest():
     with pytest.raises(ValueError, match=r"unknown backbone 'vit_smal_patch16_224'.*vit_small_patch16_224"):
         build_backbone("vit_smal_patch16_224")
     with pytest.raises(ValueError, match=r"pretrained='vit_small_patch16_224\.dino'"):
@@ -453,7 +453,7 @@ def test_the_first_blocks_are_a_separate_network(name, args, tmp_path):
             first_blocks(backbone, count)
 
 
-def test_networks_that_cannot_be_shortened_say_why():
+def test_networks_that_cannot_be_shortened_are_refused():
     resnet = build_backbone("resnet18", args={"channels": (8, 8, 8, 8)})
     with pytest.raises(ValueError, match="resnet18 has no transformer blocks to choose from, got 1"):
         first_blocks(resnet, 1)

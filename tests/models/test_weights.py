@@ -100,7 +100,7 @@ def test_timm_gets_the_normalisation_of_saved_backbones(tmp_path):
     assert about["mean"] == [0.485, 0.456, 0.406]
 
 
-def test_load_backbone_restores_everything_but_drop_path(tmp_path):
+def test_load_backbone_restores_everything_except_drop_path(tmp_path):
     backbone = vit(seed=7)
     backbone.mean = (0.5, 0.5, 0.5)
     save_backbone(backbone, tmp_path)
@@ -377,7 +377,7 @@ def test_a_file_without_its_weights(tmp_path):
     assert not agree(alone, trained)
 
 
-def test_names_and_options_that_cannot_be_combined(tmp_path):
+def test_incompatible_names_and_options(tmp_path):
     torch.save(vit().model.state_dict(), tmp_path / "weights.pth")
     with pytest.raises(
         ValueError, match=r"'vit_smal_patch16_224' is neither a file nor a timm name: did you mean vit_"

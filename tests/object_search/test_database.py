@@ -54,7 +54,7 @@ def test_put_objects_are_found(database: ObjectDatabase) -> None:
     assert again.objects_of("no.png") == []
 
 
-def test_the_nearest_are_those_of_greatest_cosine(database: ObjectDatabase) -> None:
+def test_nearest_objects_have_the_greatest_cosine(database: ObjectDatabase) -> None:
     vectors = filled(database)
     queries = np.random.default_rng(1).standard_normal((3, DIM)) * [[1], [100], [0.01]]
     flat = vectors.reshape(-1, DIM)
@@ -144,7 +144,7 @@ def test_objects_that_were_added_after_the_index_are_found(database: ObjectDatab
     assert (exact[0].image, exact[0].object.number) == ("5.png", 0)
 
 
-def test_an_empty_database_says_how_to_fill_it(database: ObjectDatabase) -> None:
+def test_an_empty_database_explains_how_to_fill_it(database: ObjectDatabase) -> None:
     with pytest.raises(DatabaseError, match="contains no objects: index images with cribo index"):
         database.search(np.ones((1, DIM)), 3)
 
@@ -190,7 +190,7 @@ def test_places_that_hold_no_database(tmp_path: Path, encoder: PatchEncoder) -> 
     assert [path.name for path in (tmp_path / "photos").iterdir()] == ["mine.png"]
 
 
-def test_tables_of_others_are_left_alone(tmp_path: Path, encoder: PatchEncoder) -> None:
+def test_foreign_tables_are_unchanged(tmp_path: Path, encoder: PatchEncoder) -> None:
     import lancedb
 
     connection = lancedb.connect(tmp_path / "theirs")

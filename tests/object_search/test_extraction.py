@@ -129,7 +129,7 @@ def test_encoded_sizes_are_bounded_and_keep_the_shape(height: int, width: int, p
 
 
 @given(st.integers(1, 300), st.integers(1, 60))
-def test_a_pixel_belongs_to_the_patch_that_its_centre_lies_in(pixels: int, patches: int) -> None:
+def test_a_pixel_belongs_to_the_patch_containing_its_centre(pixels: int, patches: int) -> None:
     expected = [int((place + 0.5) / pixels * patches + 1e-9) for place in range(pixels)]
     assert patch_of_pixel(pixels, patches).tolist() == expected
 
@@ -180,7 +180,7 @@ def test_a_large_jpeg_is_reduced_while_it_is_decoded(tmp_path: Path, monkeypatch
     assert decoded[1] == (3, 600, 800)
 
 
-def test_a_network_of_one_size_encodes_images_at_that_size() -> None:
+def test_networks_of_fixed_size_encode_images_at_that_size() -> None:
     args = {"depth": 4, "embed_dim": 32, "num_heads": 2}
     encoder = backbone_encoder(build_backbone("beit_base_patch16_224", args=args, image_size=64))
     [found] = extract_objects(encoder, [street(0)], SETTINGS)

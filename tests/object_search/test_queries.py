@@ -36,7 +36,7 @@ def test_the_stored_objects_of_an_unchanged_image_need_no_backbone(index: Index,
     np.testing.assert_array_equal(query.regions[0].vector, stored[1].vector)
 
 
-def test_a_point_means_the_object_that_it_lies_in(index: Index) -> None:
+def test_a_point_selects_its_object(index: Index) -> None:
     database, _ = index()
     for each in database.objects_of("a/1.png"):
         rows, columns = each.mask.pixels().nonzero()

@@ -46,7 +46,7 @@ def test_points_of_both_views_are_the_same_points_of_the_image() -> None:
     assert len(found[0, 0].unique(dim=0)) == 9
 
 
-def test_views_without_an_overlap_do_not_count(tiny: Tiny) -> None:
+def test_views_without_overlap_are_ignored(tiny: Tiny) -> None:
     objective = make(tiny)
     batch = batch_of(objective)
     batch["coordinates"][1:, 1] += 1000
@@ -118,7 +118,7 @@ def test_objects_match_their_neighbours_in_the_bank(tiny: Tiny) -> None:
     assert output.metrics["bootstrapping_ratio"] == (matches.valid.sum(), matches.valid.numel())
 
 
-def test_soft_neighbours_are_those_of_objects_and_of_points(tiny: Tiny) -> None:
+def test_soft_neighbours_of_objects_and_points(tiny: Tiny) -> None:
     objective, batch = with_banks(tiny, points=0, object_neighbours=1, patch_neighbours=1, grid=3)
     objects_of, patches_of = objective.object_bank.bank, objective.patch_bank.bank
     assert objects_of is not None

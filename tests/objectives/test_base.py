@@ -27,7 +27,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def named(tiny: Tiny, name: str, changes: dict[str, Any] | None = None, **args: Any) -> PretrainConfig:
-    return tiny({"objective.name": f"made.{name}", "objective.args": args, **(changes or {})})
+    return tiny({"objective.name": f"custom_objectives.{name}", "objective.args": args, **(changes or {})})
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
@@ -35,9 +35,9 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_it_trains_from_the_command_line_with_its_own_names_everywhere(tmp_path: Path) -> None:
+def test_it_trains_from_the_command_line_with_its_own_column_names(tmp_path: Path) -> None:
     words = [
-        *("--objective.class_path", "made.Flatten", "--objective.init_args.value", "0.25"),
+        *("--objective.class_path", "custom_objectives.Flatten", "--objective.init_args.value", "0.25"),
         *("--data.scenes.count", "64", "--data.workers", "0", "--optim.epochs", "2", "--score.images", "[20,10]"),
         *("--runtime.log_every", "1", "--out", str(tmp_path), "--name", "mine"),
     ]
@@ -86,8 +86,11 @@ def test_a_resumed_run_is_the_same(tiny: Tiny, tmp_path: Path) -> None:
     [
         ("dinos", "objective.name must be cribo, dino, mae, alignment, or an import path .* did you mean dino"),
         ("nowhere.Objective", "module 'nowhere' not found"),
-        ("made.Flaten", "module made has no 'Flaten': did you mean made.Flatten"),
-        ("made.function", "is not a subclass of cribo.objectives.Objective"),
+        (
+            "custom_objectives.Flaten",
+            "module custom_objectives has no 'Flaten': did you mean custom_objectives.Flatten",
+        ),
+        ("custom_objectives.function", "is not a subclass of cribo.objectives.Objective"),
         ("torch.nn.Linear", "is not a subclass of cribo.objectives.Objective"),
     ],
 )
@@ -100,13 +103,13 @@ def test_an_invalid_class_path_is_rejected(tiny: Tiny, tmp_path: Path, name: str
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"valu": 1.0}, "made.Flatten has no argument valu; its arguments: value, spread_weight"),
-        ({"value": "much"}, "objective.args of made.Flatten: .*value"),
+        ({"valu": 1.0}, "custom_objectives.Flatten has no argument valu; its arguments: value, spread_weight"),
+        ({"value": "much"}, "objective.args of custom_objectives.Flatten: .*value"),
     ],
 )
 def test_arguments_are_checked(tiny: Tiny, args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_objective("made.Flatten", args, Setting(tiny(), 36, 4))
+        make_objective("custom_objectives.Flatten", args, Setting(tiny(), 36, 4))
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def failures(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [message for message in caplog.messages if message.startswith("could not save")]
 
 
-# ------------------------------------------------------------------ what is kept
+# ------------------------------------------------------------------ kept checkpoints
 
 
 def test_only_the_last_checkpoints_are_kept(tiny: Tiny, train: Train) -> None:
@@ -101,7 +101,7 @@ def test_a_callback_state_that_cannot_be_restored_is_an_error_before_the_first_s
         train(tiny(), callbacks=[Stateful()])
 
 
-# ------------------------------------------------------------------ when a save fails
+# ------------------------------------------------------------------ failed saves
 
 
 class ReplaceFolder(L.Callback):
@@ -173,8 +173,8 @@ class Tell(L.Callback):
     def on_train_end(self, trainer, *_):
         (saves,) = [callback for callback in trainer.callbacks if hasattr(callback, "saved_step")]
         # One writing: two processes share the stream, and pieces of their lines would mix.
-        said = f"process {trainer.global_rank} from {saves.resume_from} saved {saves.saved_step}"
-        os.write(1, said.encode() + bytes([10]))
+        output = f"process {trainer.global_rank} from {saves.resume_from} saved {saves.saved_step}"
+        os.write(1, output.encode() + bytes([10]))
 """
 
 
@@ -200,7 +200,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, tiny: Tiny) -
     assert torch.load(path, weights_only=True)["global_step"] == 12
 
 
-# ------------------------------------------------------------------ when a checkpoint is damaged
+# ------------------------------------------------------------------ damaged checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -397,7 +397,7 @@ def test_no_truncated_or_changed_checkpoint_is_loaded(
 
 @given(st.binary(max_size=500))
 @LIMITED
-def test_random_bytes_are_no_checkpoint(tmp_path: Path, content: bytes) -> None:
+def test_random_bytes_are_refused(tmp_path: Path, content: bytes) -> None:
     assert_refused(tmp_path / "file", content)
     assert_refused(tmp_path / "file", content + b"PK\5\6" + bytes(18))
 
@@ -453,7 +453,7 @@ torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_processes_resume_from_the_same_checkpoint_or_not_at_all(run: Path, tmp_path: Path) -> None:
+def test_processes_resume_from_a_common_checkpoint_or_fail(run: Path, tmp_path: Path) -> None:
     """Each process has its own folder, as on hosts without a shared file system."""
 
     def hosts(name: str) -> Path:
@@ -483,13 +483,13 @@ def test_processes_resume_from_the_same_checkpoint_or_not_at_all(run: Path, tmp_
         )
         for rank in (0, 1)
     ]
-    said = []
+    output = []
     for process in running:
         out, errors = process.communicate(timeout=900)
         assert process.returncode == 0, errors
-        said.append(out.splitlines())
+        output.append(out.splitlines())
     host = socket.gethostname()
-    for rank, lines in enumerate(said):
+    for rank, lines in enumerate(output):
         assert lines[0] == "4"
         assert lines[1].startswith(f"UnusableCheckpoint {path_of(behind / '1', 6)} on {host} cannot be used")
         for line, folder, what in zip(

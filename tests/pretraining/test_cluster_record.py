@@ -83,7 +83,7 @@ def test_a_run_without_objects_records_nothing(tiny: Tiny, train: Train) -> None
     folder = train(config).run.folder
     assert not (folder / "clusters.npz").exists()
     with pytest.raises(
-        FileNotFoundError, match=r"has no clusters.npz: the run has no objects, or was made by an older"
+        FileNotFoundError, match=r"has no clusters.npz: the run has no objects, or was created by an older"
     ):
         read_clusters(folder)
 

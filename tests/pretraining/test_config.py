@@ -181,7 +181,7 @@ def test_losses_accept_weights_and_booleans(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "name", "args"),
+    ("text", "name", "args"),
     [
         ("{}", "cribo", {}),
         ("objective: dino", "dino", {}),
@@ -189,8 +189,8 @@ def test_losses_accept_weights_and_booleans(tmp_path: Path) -> None:
         ("objective: {class_path: mine.Objective, init_args: {rate: 0.5}}", "mine.Objective", {"rate": 0.5}),
     ],
 )
-def test_an_objective_is_named_in_a_file(said: str, name: str, args: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(f"{said}\n")
+def test_an_objective_is_named_in_a_file(text: str, name: str, args: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(f"{text}\n")
     config = load_config(tmp_path)
     assert config.objective == ObjectiveConfig(name, args)
     (tmp_path / "config.yaml").write_text(dump_config(config))
@@ -217,7 +217,7 @@ def test_an_objective_is_named_in_python() -> None:
     assert config.objective == ObjectiveConfig("mine.Objective", {"rate": 0.5})
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ errors
 
 
 def test_options_that_were_removed_are_ignored_in_files_and_refused_elsewhere(tmp_path: Path) -> None:

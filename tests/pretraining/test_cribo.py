@@ -171,7 +171,7 @@ def test_a_forward_pass_changes_nothing_that_other_micro_batches_read(bench: Ben
     assert (images, int(moved["_extra_state"]["bank"]["counts"][-8:].sum())) == (8, objects)
 
 
-# ------------------------------------------------------------------ losses that are not in the paper
+# ------------------------------------------------------------------ losses beyond the paper
 
 
 def test_soft_neighbours_use_features_before_the_head(tiny: Tiny) -> None:
@@ -237,7 +237,7 @@ def test_entropies_distinguish_collapse_from_uniformity() -> None:
     assert entropies(torch.zeros(32, 16), 0.02) == pytest.approx((1, 1), abs=1e-6)  # uniform
 
 
-# ------------------------------------------------------------------ options that cannot be combined
+# ------------------------------------------------------------------ incompatible options
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_entropies_distinguish_collapse_from_uniformity() -> None:
         ({"objects.criterion": "no_such_module.f"}, "no_such_module.f: module 'no_such_module' not found"),
     ],
 )
-def test_options_that_cannot_be_combined_are_rejected(tiny: Tiny, changes: dict[str, Any], message: str) -> None:
+def test_incompatible_options_are_rejected(tiny: Tiny, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(tiny(changes))
 

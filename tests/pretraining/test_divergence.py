@@ -128,7 +128,7 @@ def test_a_diverged_run_resumes_from_an_earlier_checkpoint(tiny: Tiny, train: Tr
         assert torch.equal(value, again.weights[name]), name
 
 
-def test_a_run_in_which_nothing_is_finite_stops_at_the_first_check(tiny: Tiny, train: Train, tmp_path: Path) -> None:
+def test_a_run_without_finite_values_stops_at_the_first_check(tiny: Tiny, train: Train, tmp_path: Path) -> None:
     with pytest.raises(NonFiniteLoss, match="seen at step 2") as caught:
         train(tiny({"losses.student_temperature": 1e-44, "runtime.log_every": 2}))
     for option in ("optim.lr", "optim.warmup_epochs", "optim.clip"):
@@ -177,7 +177,7 @@ class Weights(L.Callback):
 SCALED = {"runtime.precision": "bf16-mixed", "optim.warmup_epochs": 0, "losses.cross_image_from_epoch": 0}
 
 
-def test_skipped_steps_of_the_loss_scaler_are_no_error(tiny: Tiny, train: Train, tmp_path: Path) -> None:
+def test_steps_skipped_by_the_loss_scaler_are_not_errors(tiny: Tiny, train: Train, tmp_path: Path) -> None:
     weights = Weights()
     config = tiny({**SCALED, "runtime.checkpoint_every": 1, "runtime.keep_checkpoints": 99})
     train(config, callbacks=[Scale(2.0**126), weights])

@@ -181,14 +181,14 @@ def test_ctrl_c_to_all_processes_saves_a_checkpoint(tmp_path: Path, tiny: Tiny) 
     """A terminal also sends it to the workers."""
     with started(tiny({"data.workers": 2, "optim.epochs": 10_000}), tmp_path) as process:
         os.killpg(process.pid, signal.SIGINT)
-        said, _ = process.communicate(timeout=900)
-    assert process.returncode == 130, said
-    assert "Traceback" not in said
-    assert "restarting workers" not in said
-    assert said.count("interrupted after step") == 1
+        output, _ = process.communicate(timeout=900)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    assert "restarting workers" not in output
+    assert output.count("interrupted after step") == 1
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     step = int(checkpoint.stem.removeprefix("step="))
-    assert f"after step {step}:" in said
+    assert f"after step {step}:" in output
 
 
 @pytest.mark.slow
@@ -198,7 +198,7 @@ def test_missing_shards_end_the_run_with_a_one_line_error(tmp_path: Path, tiny: 
     config = tiny({"data.workers": 2, "data.root": str(tmp_path / "shards"), "optim.epochs": 10_000})
     with started(config, tmp_path) as process:
         (tmp_path / "shards").rename(tmp_path / "gone")
-        said, _ = process.communicate(timeout=900)
-    assert process.returncode == 1, said
-    assert "Traceback" not in said
-    assert "file not found" in said
+        output, _ = process.communicate(timeout=900)
+    assert process.returncode == 1, output
+    assert "Traceback" not in output
+    assert "file not found" in output

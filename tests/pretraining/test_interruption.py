@@ -124,9 +124,9 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path: Path, t
         while process.poll() is None and not (metrics.is_file() and metrics.read_text().count("\n") > 3):
             time.sleep(0.2)
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=900)
-    assert process.returncode == 143, said
-    assert said.count("stopped by SIGTERM after step") == 1
+        _, output = process.communicate(timeout=900)
+    assert process.returncode == 143, output
+    assert output.count("stopped by SIGTERM after step") == 1
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     step = int(checkpoint.stem.removeprefix("step="))
-    assert f"after step {step}:" in said
+    assert f"after step {step}:" in output

@@ -162,7 +162,7 @@ def test_drop_path_reaches_the_student_only(tiny: Tiny, train: Train, monkeypatc
     assert len(noise.flatten().unique()) == noise.numel()  # different for every view of every image
 
 
-# ------------------------------------------------------------------ which losses
+# ------------------------------------------------------------------ selection of losses
 
 
 def test_the_image_level_computes_no_objects(tiny: Tiny, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:

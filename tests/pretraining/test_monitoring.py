@@ -140,7 +140,7 @@ def test_columns_are_added_with_their_first_value(tiny: Tiny, train: Train) -> N
     assert "bootstrapped" not in objectless.summary["shown"]
 
 
-# ------------------------------------------------------------------ when a file cannot be written
+# ------------------------------------------------------------------ failed writes
 
 
 class TearTable(L.Callback):
@@ -169,14 +169,14 @@ def test_rows_of_failed_writes_are_written_later(
 
 
 def test_incomplete_lines_are_skipped(tiny: Tiny, train: Train, tmp_path: Path) -> None:
-    """A power failure can leave half a line, or zeros in place of it."""
+    """A power failure can leave half a line, or zeros instead of it."""
     trained = train(tiny({"score.root": "scenes", "score.images": (4, 2), "optim.epochs": 1, "optim.warmup_epochs": 0}))
     content = (trained.run.folder / "metrics.csv").read_bytes()
     rows = read_metrics(trained.run.folder / "metrics.csv")
     starts = [position + 1 for position, byte in enumerate(content) if byte == ord("\n")]
     for number, (start, end) in enumerate(pairwise(starts)):
         for cut in range(start, end - 1):
-            # With zeros in place of its end, the line includes the next one.
+            # If its end is replaced by zeros, the line includes the next one.
             for rest in (b"", bytes(end - cut), bytes(end - cut) + content[end:]):
                 (tmp_path / "metrics.csv").write_bytes(content[:cut] + rest)
                 found = read_metrics(tmp_path / "metrics.csv")

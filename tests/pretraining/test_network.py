@@ -73,7 +73,7 @@ def test_the_moving_average() -> None:
         assert not own.requires_grad
 
 
-def test_each_level_has_a_last_layer_of_its_own() -> None:
+def test_each_level_has_a_separate_last_layer() -> None:
     one, two = network("patch"), network("patch", "image")
     assert [layer.shape for layer in one.last_layers] == [layer.shape for layer in one.prototypes("patch").parameters()]
     assert len(two.last_layers) == 2 * len(one.last_layers)

@@ -45,7 +45,7 @@ def test_the_table_contains_every_part_and_parts_sum_to_the_step(measured: Profi
     assert measured.loader_images_per_second > 0
 
 
-def test_all_parts_of_a_step_are_in_the_table() -> None:
+def test_the_table_contains_all_parts_of_a_step() -> None:
     vit = {"patch_size": 16, "depth": 2, "embed_dim": 32, "num_heads": 2}
     frozen = {"backbone__name": "vit_tiny_patch16_224", "backbone__args": vit, "backbone__train_blocks": 1}
     session = Session(config(losses__cross_image_from_epoch=0, losses__patch_neighbours=1.0, **frozen))
@@ -66,7 +66,7 @@ def test_objects_and_valid_matches_are_as_requested(measured: Profile) -> None:
         assert step.bootstrapping_ratio == pytest.approx(0.25, abs=0.02)
 
 
-def test_memory_between_steps_is_of_networks_optimiser_and_bank(measured: Profile) -> None:
+def test_memory_between_steps_is_that_of_networks_optimiser_and_bank(measured: Profile) -> None:
     module = Session(config()).make_module()
     objective = module.objective
     assert isinstance(objective, CrIBo)

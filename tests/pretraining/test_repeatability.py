@@ -71,7 +71,7 @@ def test_another_seed_gives_another_run(tiny: Tiny, train: Train) -> None:
 def test_drop_path_changes_the_run(tiny: Tiny, train: Train) -> None:
     with_drop, without = train(tiny({"backbone.drop_path": 0.4}), "a"), train(tiny({"backbone.drop_path": 0.0}), "b")
     assert with_drop.rows[0]["loss"] != without.rows[0]["loss"]
-    # Initially, teacher and student are equal, and so are their tokens without drop path.
+    # Initially, teacher and student are equal, and without drop path their tokens are, too.
     assert with_drop.rows[0]["feature_std"] == without.rows[0]["feature_std"]
 
 

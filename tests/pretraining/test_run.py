@@ -42,7 +42,7 @@ def a_folder(root: Path, count: int = 16) -> Path:
 
 @pytest.fixture(scope="module")
 def whole_run(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[PretrainConfig, Any]:
-    """A run with everything on, including figures."""
+    """A run with all features enabled, including figures."""
     config = tiny(
         {
             "score.root": "scenes",

@@ -91,7 +91,7 @@ def test_a_warm_up_of_one_step_starts_at_0() -> None:
     ("epochs", "expected"), [(0, [0.07, 0.07, 0.07]), (1, [0.04, 0.07, 0.07]), (2, [0.04, 0.07, 0.07])]
 )
 def test_a_temperature_that_rises_over_few_epochs(epochs: int, expected: list[float]) -> None:
-    """As numpy.linspace(0.04, 0.07, epochs), and 0.07 afterwards."""
+    """Equal to numpy.linspace(0.04, 0.07, epochs), and 0.07 afterwards."""
     of = of_cribo(3, teacher_temperature_epochs=epochs)
     assert [of.at(3 * epoch)["teacher_temperature"] for epoch in range(3)] == expected
 
@@ -101,6 +101,6 @@ def test_an_objective_without_schedules_has_those_of_the_optimiser() -> None:
     assert set(of_cribo().at(0)) == {"lr", "weight_decay", "momentum", "teacher_temperature"}
 
 
-def test_a_step_knows_its_epoch() -> None:
+def test_the_epoch_of_a_step() -> None:
     assert [schedules().step(number).epoch for number in (0, STEPS - 1, STEPS, EPOCHS * STEPS - 1)] == [0, 0, 1, 19]
     assert Step(3, 4, 8).cosine(1.0, 0.0) == pytest.approx((1 + np.cos(np.pi * 3 / 8)) / 2)

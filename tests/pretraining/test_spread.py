@@ -26,7 +26,7 @@ Tiny = Callable[..., PretrainConfig]
 
 STEPS = 20
 KILLED_AT = 12
-# All three losses from the first step, with everything on that could depend on the distribution.
+# All three losses from the first step, with all options that could depend on the distribution.
 COMMON: dict[str, Any] = {
     "data.scenes.count": 80,
     "backbone.drop_path": 0.3,
@@ -42,7 +42,7 @@ COMMON: dict[str, Any] = {
     "runtime.keep_checkpoints": STEPS,
     "runtime.log_every": 100,  # unread sums stay in the checkpoints, at full precision
 }
-# With layer norms: on CPUs, batch norms use statistics of their own process.
+# With layer norms: on CPUs, batch norms use the statistics of one process.
 CONVOLUTIONS = {
     "backbone__name": "convnext_atto",
     "backbone__args": {"dims": [8, 8, 16, 16], "depths": [1, 1, 2, 1]},
@@ -123,7 +123,7 @@ class Runs:
         return self.tiny({**COMMON, **own, "runtime.devices": processes})
 
     def __call__(self, processes: int, **changes: Any) -> Path:
-        """Return the run folder; names of overrides have two underscores in place of a dot."""
+        """Return the run folder; names of overrides have two underscores instead of a dot."""
         name = "-".join(str(value) for value in (processes, *changes.values()))
         if not (self.folder / name).exists():
             config = self.folder / f"{name}.yaml"
@@ -408,7 +408,7 @@ def test_processes_started_by_the_command(runs: Runs, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_machines(runs: Runs, tmp_path: Path) -> None:
-    """Two launchers that find each other, each with its own address."""
+    """Two launchers at different addresses form one run."""
     one = runs(1, runtime__precision="64-true", losses__centring="mean", optim__micro_batches=2)
     out = tmp_path / "runs"
     torchrun = ("torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-id", "cribo")

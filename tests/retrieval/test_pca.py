@@ -12,7 +12,7 @@ def two_things(height: int, width: int, noise: float, seed: int) -> torch.Tensor
     return grid + noise * torch.randn(height, width, 24, generator=generator)
 
 
-def test_components_are_those_of_all_patches_together() -> None:
+def test_components_of_all_patches() -> None:
     grids = [torch.randn(5, 7, 12), torch.randn(4, 4, 12) + 0.5]
     directions = torch.cat([torch.nn.functional.normalize(grid.double(), dim=-1).flatten(0, 1) for grid in grids])
     _, _, axes = torch.linalg.svd(directions - directions.mean(dim=0), full_matrices=False)

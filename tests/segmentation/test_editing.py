@@ -53,7 +53,7 @@ def test_examples_are_listed_without_the_backbone(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["b.bmp", "2"])
-def test_a_memory_without_an_example_is_as_if_it_had_never_been_added(saved: Path, word: str) -> None:
+def test_removing_an_example_equals_never_adding_it(saved: Path, word: str) -> None:
     left = remove_examples(saved, [word])
     assert left.names == ["a.bmp", "c.bmp"]
     read, fresh = SegmentationMemory.load(saved, PERFECT), memory_of("ac")

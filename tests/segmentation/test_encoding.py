@@ -45,13 +45,13 @@ def test_large_images_are_reduced_by_default() -> None:
 
 
 @pytest.mark.parametrize(("height", "width"), [(40, 60), (16, 60), (40, 8), (12, 12), (17, 61)])
-def test_windows_put_every_patch_in_its_place(height: int, width: int) -> None:
+def test_windows_keep_the_positions_of_patches(height: int, width: int) -> None:
     image = noise(height, width)
     whole, windows = (encoder(scale=1.0, **more).encode([image])[0] for more in ({}, {"window": 16, "stride": 8}))
     torch.testing.assert_close(windows, whole)
 
 
-def test_overlapping_windows_count_most_in_their_middle() -> None:
+def test_overlapping_windows_have_the_largest_weight_at_their_centre() -> None:
     def first_column(images: torch.Tensor) -> torch.Tensor:
         """Return one-hot features of the left and right half of the encoded window."""
         rows, columns = images.shape[2] // PATCH, images.shape[3] // PATCH
@@ -69,7 +69,7 @@ def test_overlapping_windows_count_most_in_their_middle() -> None:
     torch.testing.assert_close(row.norm(dim=-1), torch.ones(12))
 
 
-def test_images_of_one_size_are_encoded_together_and_come_in_their_order() -> None:
+def test_images_of_one_size_are_encoded_together_and_returned_in_order() -> None:
     batches = []
 
     def counted(images: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ def test_images_of_one_size_are_encoded_together_and_come_in_their_order() -> No
         torch.testing.assert_close(own, made.encode([image])[0])
 
 
-def test_an_encoder_that_gives_too_few_features() -> None:
+def test_an_encoder_with_too_few_features() -> None:
     made = GridEncoder(PatchEncoder(lambda images: _means(images)[:, 1:], PATCH), SegmentationSettings(), "cpu", 1)
     with pytest.raises(ValueError, match="the encoder must return 4 patch features, got 3"):
         made.encode([noise(4, 4)])
@@ -108,12 +108,12 @@ def test_an_encoder_that_gives_too_few_features() -> None:
         ({"contrast": float("nan")}, "contrast must be > 0, got nan"),
     ],
 )
-def test_settings_that_cannot_be_used(settings: dict, message: str) -> None:
+def test_invalid_settings(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         encoder(**settings)
 
 
-def test_a_network_of_one_size_encodes_images_at_that_size() -> None:
+def test_networks_of_fixed_size_encode_images_at_that_size() -> None:
     args = {"depth": 4, "embed_dim": 32, "num_heads": 2}
     encoder = probe_encoder(build_backbone("beit_base_patch16_224", args=args, image_size=64))
     side = 64 // encoder.patch_size

@@ -132,7 +132,7 @@ def test_images_by_folder_glob_list_and_name(frames: Path, source: str, folder: 
     assert open_targets(str(frames.parent / source)) == (frames.parent / folder, names)
 
 
-def test_earlier_results_are_no_images(frames: Path) -> None:
+def test_earlier_results_are_not_images(frames: Path) -> None:
     assert open_targets(str(frames), apart_from=frames / "a") == (frames, ["1.bmp"])
     with pytest.raises(DataError, match=r"all images of .* are in .*frames, the output folder"):
         open_targets(str(frames), apart_from=frames)
@@ -145,7 +145,7 @@ def test_missing_images_raise(frames: Path) -> None:
         open_targets(str(frames.parent / "frame"))
 
 
-def test_images_whose_results_would_have_no_place(frames: Path) -> None:
+def test_images_with_colliding_results(frames: Path) -> None:
     (frames / "a" / "list.txt").write_text("../1.bmp\n")
     with pytest.raises(DataError, match=r"lists \.\./1\.bmp, which is outside"):
         open_targets(str(frames / "a" / "list.txt"))

@@ -31,13 +31,13 @@ BLOCKS = (6, 8, 9, 10, 11, 12)
 CLASSES, WIDTH = 4, 16
 
 
-def example(seed: int, *, telling: tuple[int, ...] = (), noise: float = 0.6, count: int = 80) -> LabelledPatches:
-    """Return an example in which only the features of the telling blocks depend on the class."""
+def example(seed: int, *, informative: tuple[int, ...] = (), noise: float = 0.6, count: int = 80) -> LabelledPatches:
+    """Return an example in which only the features of the informative blocks depend on the class."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, CLASSES, (count,), generator=generator)
     centres = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(99))
     features = torch.randn(count, len(BLOCKS), WIDTH, generator=generator)
-    for block in telling:
+    for block in informative:
         place = BLOCKS.index(block)
         features[:, place] = centres[labels] + noise * features[:, place]
     halves = torch.randint(0, 2, (count,), generator=generator)
@@ -53,7 +53,7 @@ def chosen(parts: list[LabelledPatches], candidates: list[Probe] | None = None) 
     return choose(parts, candidates or everything, BLOCKS, neighbours=5, temperature=0.07)
 
 
-def test_a_ridge_regression_with_a_fold_left_out_is_one_that_never_saw_it() -> None:
+def test_leave_one_out_ridge_regression_equals_refitting() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = normalize(torch.randn(60, 7, generator=generator), dim=-1)
     shares = torch.rand(60, 3, generator=generator)
@@ -70,7 +70,7 @@ def test_a_ridge_regression_with_a_fold_left_out_is_one_that_never_saw_it() -> N
 
 
 def test_votes_come_from_the_nearest_patches_of_other_folds() -> None:
-    (part,) = examples(1, telling=(12,))
+    (part,) = examples(1, informative=(12,))
     rows, folds = part.features[:, 5], torch.arange(80) % 3
     votes = left_out_votes(rows @ rows.T, part.shares, folds, 2, 0.1)
     for query in (0, 1, 41):
@@ -80,19 +80,19 @@ def test_votes_come_from_the_nearest_patches_of_other_folds() -> None:
         torch.testing.assert_close(votes[query], weights @ part.shares[others[order[:2]]])
 
 
-def test_the_block_that_tells_classes_apart_is_read() -> None:
-    choice = chosen(examples(9, telling=(9,), noise=1.0))
+def test_the_informative_block_is_chosen() -> None:
+    choice = chosen(examples(9, informative=(9,), noise=1.0))
     assert 9 in choice.probe.blocks
     assert choice.expected is not None
     assert choice.last_block is not None
     assert choice.expected > choice.last_block + 0.3
     assert set(choice.per_class) == set(range(CLASSES))
     assert choice.left_out == "one image at a time"
-    assert chosen(examples(11, telling=(9,))).left_out == "a tenth of the images at a time"
+    assert chosen(examples(11, informative=(9,))).left_out == "a tenth of the images at a time"
 
 
 def test_a_clear_lead_of_the_last_block_is_followed() -> None:
-    choice = chosen(examples(9, telling=(12,), noise=1.0))
+    choice = chosen(examples(9, informative=(12,), noise=1.0))
     assert 12 in choice.probe.blocks
 
 
@@ -102,20 +102,20 @@ def test_without_a_clear_lead_the_default_stays() -> None:
     assert default == Probe((6, 8, 9, 10), False, "ridge")
     for count in (2, 8):
         assert chosen(examples(count, count=800)).probe == default  # no block is informative
-    assert chosen(examples(8, telling=BLOCKS, noise=0.1)).probe == default
+    assert chosen(examples(8, informative=BLOCKS, noise=0.1)).probe == default
 
 
 def test_fixed_values_are_not_chosen() -> None:
     candidates = candidate_probes(BLOCKS, blocks=(8,), whiten=False, head="knn")
     assert candidates == [Probe((8,), False, "knn")]
-    assert chosen(examples(5, telling=(12,)), candidates).probe == candidates[0]
+    assert chosen(examples(5, informative=(12,)), candidates).probe == candidates[0]
     candidates = candidate_probes(BLOCKS, blocks=None, whiten=True, head="ridge")
     assert {(probe.whiten, probe.head) for probe in candidates} == {(True, "ridge")}
     assert candidate_probes((10,), blocks=None, whiten=False, head="knn") == [Probe((10,), False, "knn")]
 
 
-def test_one_example_is_scored_by_its_halves_and_half_an_example_is_not_scored() -> None:
-    part = example(0, telling=BLOCKS)
+def test_a_single_example_is_scored_by_halves_if_both_have_labels() -> None:
+    part = example(0, informative=BLOCKS)
     choice = chosen([part])
     assert choice.left_out == "each half of the image"
     assert choice.expected is not None
@@ -128,8 +128,8 @@ def test_one_example_is_scored_by_its_halves_and_half_an_example_is_not_scored()
 
 @pytest.mark.parametrize("head", ["knn", "ridge", "both"])
 def test_confidence_is_the_share_of_correct_labels(head: Head) -> None:
-    parts = examples(8, telling=(12,), noise=2.0, count=400)
-    new = example(100, telling=(12,), noise=2.0, count=4000)
+    parts = examples(8, informative=(12,), noise=2.0, count=400)
+    new = example(100, informative=(12,), noise=2.0, count=4000)
     fit: dict[str, Any] = {"neighbours": 20, "temperature": 0.3}
     choice = choose(parts, candidate_probes(BLOCKS, blocks=(12,), whiten=False, head=head), BLOCKS, **fit)
 
@@ -154,9 +154,9 @@ def test_calibration_error_is_the_mean_gap_of_confidence_and_accuracy() -> None:
     assert calibration_error(confidence, right) == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_labeller_recovers_the_labels_of_telling_features() -> None:
-    parts = examples(3, telling=(6, 8, 9, 10), noise=0.2)
-    new = example(50, telling=(6, 8, 9, 10), noise=0.2)
+def test_a_labeller_recovers_labels_from_informative_features() -> None:
+    parts = examples(3, informative=(6, 8, 9, 10), noise=0.2)
+    new = example(50, informative=(6, 8, 9, 10), noise=0.2)
     for probe in candidate_probes(BLOCKS, blocks=(6, 8, 9, 10), whiten=None, head=None):
         choice = Choice(probe, 1.0, None, None, {}, "")
         labeller = Labeller(parts, choice, BLOCKS, neighbours=5, temperature=0.07, device=torch.device("cpu"))
@@ -165,28 +165,28 @@ def test_a_labeller_recovers_the_labels_of_telling_features() -> None:
         torch.testing.assert_close(found.sum(dim=1), torch.ones(len(found)))
 
 
-def test_rows_have_unit_length_and_each_block_counts_alike() -> None:
+def test_rows_have_unit_length_and_blocks_have_equal_weight() -> None:
     features = example(0).features * torch.tensor([1.0, 5, 1, 1, 1, 1])[:, None]
     rows = concatenate(features, [0, 1], None)
     torch.testing.assert_close(rows.norm(dim=1), torch.ones(len(rows)))
     torch.testing.assert_close(rows[:, :WIDTH].norm(dim=1), rows[:, WIDTH:].norm(dim=1))
 
 
-def test_large_examples_give_up_patches_before_small_ones() -> None:
+def test_large_examples_lose_patches_before_small_ones() -> None:
     parts = [example(0, count=100), example(1, count=10), example(2, count=60)]
     assert [len(part.shares) for part in thinned(parts, 90)] == [40, 10, 40]
     assert [len(part.shares) for part in thinned(parts, 1000)] == [100, 10, 60]
     torch.testing.assert_close(thinned(parts, 90)[0].features, parts[0].features[:40])
 
 
-def test_a_choice_survives_json() -> None:
-    choice = chosen(examples(3, telling=(9,)))
+def test_a_choice_round_trips_through_json() -> None:
+    choice = chosen(examples(3, informative=(9,)))
     again = Choice.from_json(json.loads(json.dumps(choice.as_json())))
     assert again == choice
 
 
 def test_a_class_of_a_single_example_is_not_measured() -> None:
-    parts = examples(3, telling=BLOCKS, noise=0.1)
+    parts = examples(3, informative=BLOCKS, noise=0.1)
     for number in (1, 2):
         kept = parts[number].shares[:, 3] == 0
         parts[number] = LabelledPatches(*(values[kept] for values in parts[number]))
@@ -197,7 +197,7 @@ def test_a_class_of_a_single_example_is_not_measured() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
-def test_features_that_are_all_equal_are_labelled_by_the_frequent_class(value: float) -> None:
+def test_equal_features_get_the_most_frequent_class(value: float) -> None:
     shares = one_hot(torch.tensor([0, 1, 1, 1]), 2).float()
     part = LabelledPatches(torch.full((4, 6, WIDTH), value), shares, torch.tensor([0, 1, 0, 1]))
     for probe in candidate_probes(BLOCKS, blocks=(12,), whiten=None, head=None):
@@ -211,7 +211,7 @@ def test_features_that_are_all_equal_are_labelled_by_the_frequent_class(value: f
 def test_few_patches_are_not_whitened() -> None:
     def disturbed(count: int) -> list[LabelledPatches]:
         """Return examples whose features vary most in directions independent of the classes."""
-        parts = examples(8, telling=BLOCKS, noise=0.3, count=count)
+        parts = examples(8, informative=BLOCKS, noise=0.3, count=count)
         generator = torch.Generator().manual_seed(0)
         directions = torch.randn(4, WIDTH, generator=generator)
         amounts = [torch.randn(count, 1, 4, generator=generator) for _ in parts]

@@ -81,7 +81,7 @@ def test_examples_may_be_added_later() -> None:
     assert memory.segment(image_of(NEW)).shares["3"] > 0.05
 
 
-def test_corrected_labels_take_the_place_of_the_old_ones() -> None:
+def test_corrected_labels_replace_the_old_ones() -> None:
     memory = filled(neighbours=1)
     before = memory.patches
     corrected = torch.where(FIRST == 2, 3, FIRST)
@@ -97,7 +97,7 @@ def test_all_or_none_of_several_examples_are_added() -> None:
     assert len(memory) == 0
 
 
-def test_patches_without_any_class_are_left_out() -> None:
+def test_patches_without_labels_are_excluded() -> None:
     memory = perfect()
     labels = FIRST.clone()
     labels[:4] = 255
@@ -114,7 +114,7 @@ def test_a_thin_stroke_in_a_large_image_is_not_lost() -> None:
     assert memory.patches == 4
 
 
-def test_a_small_memory_votes_as_a_whole_and_says_so_once() -> None:
+def test_a_small_memory_uses_all_patches_and_warns_once() -> None:
     memory = perfect(neighbours=30)
     memory.add(image_of(FIRST), FIRST)
     said = logging.handlers.BufferingHandler(100)
@@ -131,7 +131,7 @@ def test_a_small_memory_votes_as_a_whole_and_says_so_once() -> None:
 
 
 @pytest.mark.parametrize("refine", ["none", "bilateral"])
-def test_images_of_other_sizes_together_are_as_each_alone(refine: Refine) -> None:
+def test_images_of_several_sizes_are_labelled_independently(refine: Refine) -> None:
     memory = SegmentationMemory(tiny(), settings=SegmentationSettings(refine=refine, neighbours=5))
     generator = torch.Generator().manual_seed(0)
     images = [
@@ -143,14 +143,14 @@ def test_images_of_other_sizes_together_are_as_each_alone(refine: Refine) -> Non
     for image, together in zip(images, memory.segment_all(images), strict=True):
         alone = memory.segment(image)
         assert together.labels.shape == image.shape[1:]
-        # Rounding may decide between two classes with as many votes.
+        # Rounding may decide between two classes with equal votes.
         assert (alone.labels != together.labels).float().mean() < 0.01
         torch.testing.assert_close(alone.confidence, together.confidence, atol=1e-3, rtol=1e-3)
         assert together.confidence.min() >= 0
         assert together.confidence.max() <= 1
 
 
-def test_the_backbone_is_left_as_it_was() -> None:
+def test_the_backbone_is_unchanged() -> None:
     backbone = tiny().train()
     memory = SegmentationMemory(backbone, settings=EXACT)
     image = torch.zeros(3, 32, 32, dtype=torch.uint8)
@@ -161,7 +161,7 @@ def test_the_backbone_is_left_as_it_was() -> None:
 # ----------------------------------------------------------------------------------------------- on disk
 
 
-def test_a_memory_that_is_read_labels_as_the_one_that_was_written(tmp_path: Path) -> None:
+def test_a_loaded_memory_gives_the_same_labels(tmp_path: Path) -> None:
     memory = SegmentationMemory(tiny(), classes=["a", "b", "c"], settings=SegmentationSettings(neighbours=4))
     generator = torch.Generator().manual_seed(0)
     image = torch.randint(0, 256, (3, 40, 48), generator=generator, dtype=torch.uint8)
@@ -178,7 +178,7 @@ def test_a_memory_that_is_read_labels_as_the_one_that_was_written(tmp_path: Path
     assert torch.equal(before.confidence, after.confidence)
 
 
-def test_how_patches_vote_can_be_changed_when_a_memory_is_read(tmp_path: Path) -> None:
+def test_settings_of_votes_can_change_on_loading(tmp_path: Path) -> None:
     filled().save(tmp_path / "m")
     read = SegmentationMemory.load(tmp_path / "m", PERFECT, changes={"neighbours": 1})
     assert read.settings.neighbours == 1
@@ -222,7 +222,7 @@ def test_damaged_memories_and_other_files_are_refused(tmp_path: Path) -> None:
         SegmentationMemory.load(path, PERFECT)
 
 
-def test_a_memory_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_old_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "m"
     filled().save(path)
     old = path.read_bytes()
@@ -237,7 +237,7 @@ def test_a_memory_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_memories_that_cannot_be_saved(tmp_path: Path) -> None:
+def test_invalid_memories_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot write an empty memory"):
         perfect().save(tmp_path / "m")
     memory = SegmentationMemory(PatchEncoder(PERFECT.encode, PERFECT.patch_size), settings=EXACT)
@@ -259,14 +259,14 @@ def test_memories_that_cannot_be_saved(tmp_path: Path) -> None:
         (torch.full((8, 12), -1), "got -1 at 96 of 96 pixels"),
     ],
 )
-def test_labels_that_cannot_be_used(labels: torch.Tensor, message: str) -> None:
+def test_invalid_labels(labels: torch.Tensor, message: str) -> None:
     memory = SegmentationMemory(PERFECT, classes=["road", "sky"], settings=EXACT)
     with pytest.raises(DataError, match=message):
         memory.add(image_of(FIRST), labels)
     assert len(memory) == 0
 
 
-def test_images_that_cannot_be_used(tmp_path: Path) -> None:
+def test_invalid_images(tmp_path: Path) -> None:
     memory = filled()
     (tmp_path / "broken.jpg").write_bytes(b"no image")
     with pytest.raises(UnreadableImage, match=r"broken\.jpg: not an image"):
@@ -316,7 +316,7 @@ def test_classes_without_an_example_are_known() -> None:
     assert memory.absent == ["a", "c", "e"]
 
 
-def test_it_is_in_the_package() -> None:
+def test_it_is_exported_by_the_package() -> None:
     assert cribo.SegmentationMemory is SegmentationMemory
 
 
@@ -347,7 +347,7 @@ def test_adding_an_example_chooses_again() -> None:
     assert memory.fit().per_class != before.per_class
 
 
-def test_the_choice_is_kept_in_the_file_and_made_again_for_other_settings(tmp_path: Path) -> None:
+def test_the_choice_is_stored_and_repeated_for_other_settings(tmp_path: Path) -> None:
     memory = scenes(SegmentationMemory(deep()), 3)
     choice = memory.fit()
     memory.save(tmp_path / "m")
@@ -362,7 +362,7 @@ def test_the_choice_is_kept_in_the_file_and_made_again_for_other_settings(tmp_pa
         SegmentationMemory.load(tmp_path / "m", deep(), changes={"blocks": (2, 6)})
 
 
-def test_blocks_that_a_network_does_not_have() -> None:
+def test_unknown_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match="blocks must be at most 6, the depth of vit_tiny_patch16_224, got 7"):
         SegmentationMemory(deep(), settings=SegmentationSettings(blocks=(3, 7)))
     convolutional = build_backbone("resnet10t", image_size=64)
@@ -403,7 +403,7 @@ def test_images_with_unknown_content_are_suggested_once() -> None:
     assert suggest(memory, [], 2) == []
 
 
-def test_the_padding_of_a_palette_gives_no_colours(tmp_path: Path) -> None:
+def test_the_padding_of_a_palette_is_ignored(tmp_path: Path) -> None:
     labels = Image.fromarray(FIRST.numpy())
     labels.putpalette([1, 2, 3, 4, 5, 6, 7, 8, 9])
     labels.save(tmp_path / "a.png", bits=8)

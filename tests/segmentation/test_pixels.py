@@ -19,21 +19,21 @@ def random_votes(rows: int, columns: int, classes: int, seed: int = 0) -> torch.
     return (torch.randn(rows, columns, classes, generator=torch.Generator().manual_seed(seed)) * 2).softmax(dim=-1)
 
 
-def test_votes_are_interpolated_between_the_middles_of_patches() -> None:
+def test_votes_are_interpolated_between_patch_centres() -> None:
     votes = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
     found = label_pixels(votes, random_image(4, 8), patch_size=4)
     assert found.labels.tolist() == [[0, 0, 0, 0, 1, 1, 1, 1]] * 4
     torch.testing.assert_close(found.confidence[0], torch.tensor([1, 1, 0.875, 0.625, 0.625, 0.875, 1, 1]))
 
 
-def test_equal_votes_are_for_the_smaller_class() -> None:
+def test_ties_go_to_the_smaller_class() -> None:
     found = label_pixels(torch.full((2, 2, 5), 0.2), random_image(8, 8), patch_size=4)
     assert not found.labels.any()
 
 
 @pytest.mark.parametrize("refine", ["none", "bilateral"])
 @pytest.mark.parametrize(("size", "reach"), [((40, 56), 0.6), ((61, 33), 0.6), ((150, 70), 1.2)])
-def test_little_memory_gives_the_same(
+def test_little_memory_gives_equal_results(
     monkeypatch: pytest.MonkeyPatch, refine: Refine, size: tuple[int, int], reach: float
 ) -> None:
     """Classes in groups of one give the same result as all classes at once."""
@@ -59,7 +59,7 @@ def test_refined_labels_follow_the_edge_of_the_image() -> None:
     assert (refined.labels.bool() != truth).float().mean() < 0.005
 
 
-def test_an_image_without_edges_is_labelled_as_without_a_filter() -> None:
+def test_the_filter_hardly_changes_images_without_edges() -> None:
     image = torch.full((3, 64, 64), 90, dtype=torch.uint8)
     votes = random_votes(2, 2, 2).round()
     plain = label_pixels(votes, image, patch_size=32)
@@ -83,7 +83,7 @@ def test_the_filter_is_a_mean_weighted_by_distance_and_colour() -> None:
     assert int(found.labels[2, 20]) == int(mean.argmax())
 
 
-def test_the_reach_counts_in_patches() -> None:
+def test_the_reach_is_measured_in_patches() -> None:
     assert radius(1.0, 10, 20, (160, 320)) == 16
     assert radius(1.0, 20, 40, (160, 320)) == 8
     assert radius(0.01, 10, 20, (160, 320)) == 1

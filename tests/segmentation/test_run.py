@@ -126,7 +126,7 @@ def test_pixels_without_confidence_have_no_class_and_no_share(folder: Path) -> N
     assert 0 < sum(done.shares.values()) < 0.99
 
 
-def test_a_memory_is_written_used_and_added_to(folder: Path) -> None:
+def test_a_memory_is_written_used_and_extended(folder: Path) -> None:
     memory = folder / "m.safetensors"
     save_image(folder / "more" / "c.bmp", enlarged(blocks([0, 0])))
     save_labels(folder / "more" / "c_labels.png", enlarged(blocks([1, 1])), PALETTE)
@@ -143,7 +143,7 @@ def test_a_memory_is_written_used_and_added_to(folder: Path) -> None:
     assert memory.read_bytes() != first
 
 
-def test_labels_in_the_format_of_coco_are_those_of_the_label_maps(folder: Path) -> None:
+def test_coco_labels_equal_the_label_maps(folder: Path) -> None:
     out = folder / "out"
     segment_images(config(folder, min_confidence=0.7), out=out, pictures=0, coco=True)
     labels = CocoLabels(out / "coco.json", folder / "images")
@@ -175,7 +175,7 @@ def test_labels_in_the_format_of_coco_are_those_of_the_label_maps(folder: Path) 
     ]
 
 
-def test_an_interrupted_command_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_command_resumes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     segment(folder, out="whole")
     written = []
     write = run._Results.write
@@ -208,7 +208,7 @@ def test_an_interrupted_command_goes_on(folder: Path, monkeypatch: pytest.Monkey
     assert all(whole[name] == after[name] for name in whole if name not in ("about.json", "segmented.jsonl"))
 
 
-def test_images_that_changed_or_were_added_are_labelled_when_it_goes_on(folder: Path) -> None:
+def test_changed_and_new_images_are_labelled_on_resume(folder: Path) -> None:
     segment(folder)
     save_image(folder / "images" / "1.bmp", enlarged(SECOND))
     save_image(folder / "images" / "new.bmp", enlarged(SECOND))
@@ -219,7 +219,7 @@ def test_images_that_changed_or_were_added_are_labelled_when_it_goes_on(folder: 
     assert segment(folder, resume=True).reused == 4
 
 
-def test_other_settings_or_examples_do_not_go_on(folder: Path) -> None:
+def test_other_settings_or_examples_are_not_resumed(folder: Path) -> None:
     segment(folder)
     before = files(folder / "out")
     with pytest.raises(FolderError, match=r"was created with different settings .*: neighbours was 1, is 2"):
@@ -385,9 +385,7 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (folder / "again").exists()
 
 
-def test_the_halves_of_one_example_are_not_called_an_expectation(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_score_of_a_single_example_is_not_called_expected(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (folder / "examples").glob("b*"):
         path.unlink()
     words = ["segment", "--backbone", "mean-colour", "--images", str(folder / "images"), "--out", str(folder / "out")]
@@ -397,7 +395,7 @@ def test_the_halves_of_one_example_are_not_called_an_expectation(
     assert "expected from" not in said
 
 
-def test_names_that_look_like_markup_are_printed_as_they_are(
+def test_names_that_look_like_markup_are_printed_unchanged(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")

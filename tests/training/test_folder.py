@@ -173,7 +173,7 @@ def test_out_without_write_permission(tmp_path: Path) -> None:
         tmp_path.chmod(0o700)
 
 
-def test_a_run_is_resumed_if_there_is_one_and_started_otherwise(tmp_path: Path) -> None:
+def test_a_run_is_resumed_if_it_exists_and_started_otherwise(tmp_path: Path) -> None:
     run = a_run(tmp_path / "mine")
     assert claim_run(tmp_path, "mine", "run", resume=True) == run
     assert (run / "precious").read_text() == "results"

@@ -91,8 +91,7 @@ class ClassificationSplits(NamedTuple):
 def has_class_folders(folder: Path) -> bool:
     """Whether images are in folders of classes: `<class>/*`, or `train/<class>/*`.
 
-    All folders must have images of their own, at least two of them, and none a name that other layouts give to a part
-    of a set.
+    There must be at least two folders, all with images, and none named like a part of a set in other layouts.
     """
     if (folder / "train").is_dir():
         folder = folder / "train"

@@ -1,4 +1,4 @@
-"""Images with a depth map each: NYU-Depth v2 in the layouts of BTS and DINOv2, or folders of one's own."""
+"""Images with a depth map each: NYU-Depth v2 in the layouts of BTS and DINOv2, or custom folders."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -135,7 +135,7 @@ def open_depth(
     `nyudepthv2_test_files_with_gt.txt`; a line is the path of an image, that of its depth map, and further values that
     are ignored. Paths are below the root, or below `sync` for training and `official_splits/test` for validation.
 
-    A folder of one's own has `images/train`, `images/val`, `depth/train` and `depth/val`; the depth map of
+    A custom folder has `images/train`, `images/val`, `depth/train` and `depth/val`; the depth map of
     `images/val/a/b.jpg` is `depth/val/a/b.png`.
 
     Args:
@@ -209,6 +209,6 @@ def _complete(pairs: list[tuple[str, str]], folder: Path, source: str, *, partia
         raise MissingData(
             f"{len(missing)} of the {len(pairs)} images of {source} or their depth maps are missing, the first is "
             f"{folder / next(iter(missing.values()))}: complete the set"
-            + ("" if partial else ", or use what is there with --data.partial")
+            + ("" if partial else ", or accept an incomplete set with --data.partial")
         )
     return [pair for pair in pairs if pair not in missing]

@@ -72,8 +72,8 @@ def write_shards(
     """Write image files to tar shards with an index.
 
     The images are shuffled with a fixed seed, so that each shard is a random sample of the collection. Readable files
-    are copied unchanged; with `size`, images with a longer shorter side are converted to upright JPEGs of that shorter
-    side. `out` is created only when complete.
+    are copied unchanged; with `size`, images whose shorter side is longer are converted to upright JPEGs with that
+    shorter side. `out` is created only when complete.
 
     Args:
         source: the image files.

@@ -81,7 +81,7 @@ def read_objects(path: str | os.PathLike[str], *, max_pixels: int = MAX_PIXELS) 
 
     Raises:
         UnreadableImage: a broken file.
-        DataError: colours in place of indices.
+        DataError: colours instead of indices.
     """
     with open_header(path, max_pixels=max_pixels) as image:
         mode, values = image.mode, np.array(image)
@@ -100,8 +100,8 @@ def open_videos(
     """Open videos in the layout of DAVIS 2017.
 
     These are `JPEGImages/480p/<video>/*.jpg`, `Annotations/480p/<video>/*.png` with the same names, and
-    `ImageSets/2017/<split>.txt` with a video per line. Folders of one's own may leave out `480p`, and the list, for all
-    videos.
+    `ImageSets/2017/<split>.txt` with a video per line. Custom folders may omit `480p`; without the list, all videos are
+    used.
 
     Args:
         root: the folder.
@@ -124,7 +124,7 @@ def open_videos(
         raise MissingData(
             f"{len(missing)} of the {len(names)} videos of {root} have no folder in {frames} or {annotations}, the "
             f"first is {missing[0]}: complete the set"
-            + ("" if partial else ", or use what is there with --data.partial")
+            + ("" if partial else ", or accept an incomplete set with --data.partial")
         )
     names = [name for name in names if name not in missing]
     if limit is not None and limit < len(names):

@@ -229,7 +229,7 @@ class Backbone(nn.Module):
                 vars(module)[name] = partial(self._positions.bias, module)
 
     def set_readout(self, weight: Float[Tensor, "e d"], bias: Float[Tensor, " e"]) -> None:
-        """Add a linear layer after the features, in place of timm's classifier: tokens become (B, N, E).
+        """Add a linear layer after the features, instead of timm's classifier: tokens become (B, N, E).
 
         Equivalent in plain timm: `model.get_classifier()(model.forward_features(images))`. The layer is not trained.
 

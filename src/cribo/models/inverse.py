@@ -26,7 +26,7 @@ def write_as(
         zero: keys whose first position `rename` adds to a token that already contains the sum; set to zero.
 
     Returns:
-        A tensor for each key of `shapes`; zeros where `rename` does not read.
+        A tensor for each key of `shapes`; zero for keys that `rename` does not read.
 
     Raises:
         ValueError: a network of these shapes does not have the tensors of the state.

@@ -439,7 +439,7 @@ def _stride_notes(recognised: Recognised, architecture: Architecture) -> tuple[s
 
 
 def _check_hidden_arguments(backbone: Backbone, recognised: Recognised, path: Path) -> None:
-    """Check heads, activation and strides: weights load with others, but the features would be meaningless."""
+    """Check heads, activation and strides: weights load with wrong ones, but give meaningless features."""
     stride = recognised.output_stride
     if stride not in (None, 32, backbone.patch_size):  # a network of stride 32 may be dilated on purpose
         raise InputError(

@@ -75,7 +75,7 @@ def object_bank(options: ObjectiveOptions, num_images: int) -> RunBank:
 
 
 class PatchBank(RunBank):
-    """Bank of patches: a few of each image, drawn anew in each step.
+    """Bank of patches: a few of each image, sampled in each step.
 
     Args:
         options: options of the run.

@@ -67,7 +67,9 @@ def read_clusters(folder: Path) -> ClusterHistory:
     """
     path = folder / CLUSTERS
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no {CLUSTERS}: the run has no objects, or was made by an older version")
+        raise FileNotFoundError(
+            f"{folder} has no {CLUSTERS}: the run has no objects, or was created by an older version"
+        )
     try:
         with np.load(path, allow_pickle=False) as content:
             return ClusterHistory(

@@ -151,7 +151,7 @@ class LossConfig:
     anchor_kind: AnchorKind = "gram"
 
     def __post_init__(self) -> None:
-        # Older configurations have true or false in place of weights.
+        # Older configurations have true or false instead of weights.
         self.image, self.cross_view, self.cross_image = map(float, (self.image, self.cross_view, self.cross_image))
 
 

@@ -37,7 +37,7 @@ _FREE_SHARE = 0.9  # share of the free disk space that may be used
 class CachedViewPairs:
     """Transform that reads the tokens of an image's view pairs from the cache.
 
-    A batch contains `trunk` (B, 2, T, D) in half precision in place of `views` and `photometric`; the rest is as in
+    A batch contains `trunk` (B, 2, T, D) in half precision instead of `views` and `photometric`; the rest is as in
     `ViewPairs`. One of an image's pairs is drawn in each epoch.
 
     Args:

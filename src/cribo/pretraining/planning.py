@@ -47,7 +47,7 @@ def plan(session: Session, minutes: float) -> "TimeLimit":
 
 
 def seconds_per_step(session: Session) -> float:
-    """Time some steps. They train the session's module, which must be created anew.
+    """Time some steps. They train the session's module, which must be created again afterwards.
 
     Raises:
         ConfigError: there are several devices.

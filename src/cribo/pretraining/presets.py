@@ -45,7 +45,7 @@ class ConfigParser(Parser):
         return self.parse_string(_read(Path(path)), **kwargs)
 
     def parse_args(self, args: Sequence[str] | None = None, **kwargs: Any) -> Namespace:
-        """Parse the words of a command line."""
+        """Parse command-line arguments."""
         words = iter(sys.argv[1:] if args is None else args)
         configs: list[str] = []
         others: list[str] = []
@@ -134,7 +134,7 @@ def _objective(value: Any) -> Any:
 
 
 def with_preset(words: Sequence[str]) -> list[str]:
-    """Add the default preset to the words of a command line without --config."""
+    """Add the default preset to command-line arguments without --config."""
     named = {word.partition("=")[0] for word in words} & {"--config", "--resume"}
     return list(words) if named else ["--config", DEFAULT_PRESET, *words]
 

@@ -292,14 +292,14 @@ class _Measurement(Callback):
 def _fixed_objects(
     label_tokens: Callable[..., Int[Tensor, "b 2 n"]], objects: int, tokens: Float[Tensor, "b 2 n d"], batch: Batch
 ) -> Int[Tensor, "b 2 n"]:
-    """Run the clustering for its cost, then assign the same number of objects to every image: stripes of patches."""
+    """Run the clustering, which is timed, and replace its result by stripes: equally many objects in each image."""
     labels = label_tokens(tokens, batch)
     stripes = torch.arange(labels.shape[2], device=labels.device) * objects // labels.shape[2]
     return stripes.expand_as(labels).contiguous()
 
 
 def _fixed_ratio(match: Callable[..., Matches], ratio: float, *args: Any, **kwargs: Any) -> Matches:
-    """Run the matching for its cost, then mark a fixed share of the matches as valid."""
+    """Run the matching, which is timed, and mark a fixed share of the matches as valid."""
     nearest = match(*args, **kwargs).nearest
     places = torch.arange(nearest.shape[1], device=nearest.device)
     chosen = ((places + 1) * ratio).floor() > (places * ratio).floor()

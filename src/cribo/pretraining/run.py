@@ -171,7 +171,7 @@ def resume(
 
 
 def overrides_in(words: Sequence[str]) -> dict[str, Any]:
-    """Return the configuration options in the words of a command line, by name."""
+    """Return the configuration options among command-line arguments, by name."""
     found: dict[str, Any] = {}
     for position, word in enumerate(words):
         name, given, value = word.removeprefix("--").partition("=")

@@ -1,4 +1,4 @@
-"""Matching and PCK against a literal statement of DIFT's evaluation, and on features that are known."""
+"""Matching and PCK against a literal implementation of DIFT's evaluation, and on known features."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def pair(source: list[list[float]], target: list[list[float]], category: str = "
     return Pair("it", category, 0, 1, torch.tensor(source), torch.tensor(target), (10.0, 5.0, 50.0, 25.0))
 
 
-def test_matches_are_those_of_upsampled_feature_maps() -> None:
+def test_matches_equal_those_of_upsampled_feature_maps() -> None:
     """The whole maps are upsampled, indexed at the points, and compared by cosine."""
     generator = torch.Generator().manual_seed(0)
     source, target = torch.randn(2, 70, 5, 6, generator=generator)
@@ -35,7 +35,7 @@ def test_matches_are_those_of_upsampled_feature_maps() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_points_are_found_where_their_features_are() -> None:
+def test_points_are_matched_to_equal_features() -> None:
     """Each patch of 10 pixels has its own feature; the target is the source, shifted by two patches."""
     source = torch.eye(24).view(24, 4, 6)
     target = source.roll(2, dims=2)
@@ -46,7 +46,7 @@ def test_points_are_found_where_their_features_are() -> None:
     assert (found[1:, 1] >= 35).all()  # below the centres of the last patches, all rows are equal
 
 
-def test_points_are_correct_up_to_a_share_of_the_box() -> None:
+def test_tolerance_is_a_share_of_the_box() -> None:
     """The longer side of the box is 40 pixels."""
     made = pair([[0.0, 0.0]] * 4, [[20.0, 20.0]] * 4)
     found = torch.tensor([[24.0, 20.0], [24.1, 20.0], [23.0, 23.0], [20.0, 20.0]])

@@ -20,7 +20,7 @@ RUN = ("--cache", "none", "--devices", "cpu", "--runtime.workers", "0", "--size"
 
 
 def write_pair(folder: Path, images: Path, **changes: Any) -> dict[str, Any]:
-    """Four coloured squares on black, and in the target the same squares in another order."""
+    """Write four coloured squares on black, and the same squares in another order as the target."""
     order, content = [3, 2, 0, 1], {}
     images.mkdir(parents=True, exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def words(*more: str) -> list[str]:
 
 
 def test_points_are_found_in_a_folder(folder: Path) -> None:
-    """Around each point, both images look alike, so that points are found within a pixel or two."""
+    """Both images are alike around each point, so points are found within a pixel or two."""
     assert main(words("--alphas", "0.05,0.2", "--out", "result")) == 0
     result = read_result("result")
     assert [(row["alpha"], row["pck_image"], row["pck_point"]) for row in result.results] == [(0.05, 1, 1), (0.2, 1, 1)]
@@ -57,7 +57,7 @@ def test_points_are_found_in_a_folder(folder: Path) -> None:
     assert sorted(path.name for path in Path("result").glob("*.png")) == ["pairs.png", "pck_image.png"]
 
 
-def test_points_elsewhere_are_wrong(folder: Path) -> None:
+def test_distant_points_are_incorrect(folder: Path) -> None:
     content = write_pair(folder / "pairs", folder / "images")
     swapped = [content["trg_kps"][place] for place in (1, 0, 2, 3)]
     write_pair(folder / "pairs", folder / "images", trg_kps=swapped)
@@ -102,14 +102,14 @@ def test_spair_is_read_in_its_layout(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"trg_imname": "nowhere.png"}, "refers to the image nowhere.png, which is not in"),
     ],
 )
-def test_a_file_that_is_wrong_is_named(
+def test_invalid_files_are_named(
     folder: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], reason: str
 ) -> None:
     write_pair(folder / "pairs", folder / "images", **changes)
     assert main(words()) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert reason in said
-    assert "1-src-trg:cat.json" in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert reason in output
+    assert "1-src-trg:cat.json" in output
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_file_that_is_wrong_is_named(
         (("--data", "."), "must contain PairAnnotation and JPEGImages (SPair-71k), or pairs/*.json and images"),
     ],
 )
-def test_what_cannot_be_used_is_refused_before_any_work(
+def test_invalid_settings_are_refused_before_any_work(
     folder: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], reason: str
 ) -> None:
     assert main(words(*more)) == 2
@@ -130,7 +130,7 @@ def test_what_cannot_be_used_is_refused_before_any_work(
     assert sorted(path.name for path in Path().iterdir()) == ["mine"]
 
 
-def test_files_that_are_no_pairs_are_refused(folder: Path) -> None:
+def test_files_other_than_pairs_are_refused(folder: Path) -> None:
     (folder / "pairs" / "2.json").write_text("{}")
     with pytest.raises(DataError, match=r"2\.json is not in the format of SPair-71k: missing src_imname, trg"):
         open_pairs(folder)

@@ -26,12 +26,12 @@ def settings(**choices: Any) -> DenseNN:
     return DenseNN(**{"ratios": (1,), "neighbours": 5, **choices})
 
 
-# Imperfect features of `Textured`: a class is taken for another now and then.
+# Imperfect features of `Textured`: some patches look like another class.
 COLOURS = PatchEncoder(lambda images: F.avg_pool2d(images, 4).flatten(2).mT - 0.4, 4)
 
 
 class Textured(Coded):
-    """Classes that can be told apart most of the time only, by their mean colour."""
+    """Classes that mean colours distinguish only for most patches."""
 
     def load(self, index: int) -> torch.Tensor:
         labels = self.maps[index]
@@ -41,7 +41,7 @@ class Textured(Coded):
 
 
 def pixel_maps(count: int, seed: int) -> list[torch.Tensor]:
-    """Label maps whose borders run through patches, of several sizes that are no multiples of a patch."""
+    """Return label maps with borders inside patches, of sizes that are not multiples of the patch size."""
     generator = torch.Generator().manual_seed(seed)
     maps = []
     for number in range(count):
@@ -55,15 +55,15 @@ def pixel_maps(count: int, seed: int) -> list[torch.Tensor]:
 # ------------------------------------------------------------------ known answers
 
 
-def test_features_that_are_the_labels_score_100_percent() -> None:
+def test_perfect_features_score_100_percent() -> None:
     result = dense_nn(PERFECT, Coded(random_maps(6, 0)), Coded(random_maps(4, 1)), settings())
     assert result.scores[0].miou == 1
     assert result.scores[0].per_class == (1, 1, 1, 1)
 
 
 @pytest.mark.parametrize("variant", DenseNN.variants())
-def test_features_that_are_the_labels_by_each_variant(variant) -> None:
-    # Crops of an image move labels inside patches, so the memory of hummingbird is left as it is.
+def test_perfect_features_by_variant(variant) -> None:
+    # Crops mix labels within patches, so hummingbird's memory is not augmented.
     choices: dict[str, Any] = {"ratios": (1, 2), "draws": 2, "neighbours": 3, "size": (20, 24), "augmentations": 0}
     chosen = DenseNN(variant=variant, **choices)
     maps = [blocks(*torch.arange(30).view(5, 6).fmod(4).roll(n, 1).tolist()) for n in range(4)]
@@ -72,7 +72,7 @@ def test_features_that_are_the_labels_by_each_variant(variant) -> None:
 
 
 def test_shuffled_labels_score_chance() -> None:
-    """Four equally frequent classes that the features know nothing of: IoU = (1/16) / (1/4 + 1/4 - 1/16) = 1/7."""
+    """Four equally frequent classes that are independent of the features: IoU = (1/16) / (1/4 + 1/4 - 1/16) = 1/7."""
     maps = random_maps(60, 0, ignored=0)
 
     class Shuffled(Textured):
@@ -89,7 +89,7 @@ def test_shuffled_labels_score_chance() -> None:
 
 
 def plain(encoder: PatchEncoder, memory: Coded, queries: Coded, chosen: DenseNN) -> np.ndarray:
-    """The protocol in loops over patches, for one memory of all images; labels against predictions."""
+    """Compute the protocol in loops over patches, with all images as memory; return labels and predictions."""
     preparation = Preparation(4, chosen.size, chosen.interpolation, chosen.seed)
     classes = len(memory.classes)
     keys, targets = [], []
@@ -161,7 +161,7 @@ def plain(encoder: PatchEncoder, memory: Coded, queries: Coded, chosen: DenseNN)
     ],
     ids=str,
 )
-def test_every_choice_against_a_plain_version(choices: dict[str, Any]) -> None:
+def test_every_setting_against_a_plain_version(choices: dict[str, Any]) -> None:
     names = ("background", "b", "c", "d")
     memory, queries = Textured(pixel_maps(5, 0), names), Textured(pixel_maps(4, 1), names)
     chosen = settings(neighbours=6, **choices).for_data(4, names)
@@ -170,12 +170,12 @@ def test_every_choice_against_a_plain_version(choices: dict[str, Any]) -> None:
     found = result.scores[0].confusion.numpy()
     assert found.shape == expected.shape
     assert found.sum() == expected.sum()
-    # Nearly equal votes may fall the other way.
+    # Nearly equal votes may be decided differently.
     assert np.abs(found - expected).sum() <= 0.02 * expected.sum()
     assert 0.2 < result.scores[0].miou < 0.98
 
 
-def test_iou_of_each_class_as_torchmetrics_has_it() -> None:
+def test_iou_of_each_class_equals_torchmetrics() -> None:
     memory, queries = Textured(random_maps(8, 4)), Textured(random_maps(8, 5))
     score = dense_nn(COLOURS, memory, queries, settings(neighbours=3)).scores[0]
     labels, predictions = [], []
@@ -191,24 +191,24 @@ def test_iou_of_each_class_as_torchmetrics_has_it() -> None:
     assert 0.1 < score.miou < 0.95
 
 
-def test_patches_without_class_count_on_neither_side() -> None:
+def test_patches_without_class_are_ignored() -> None:
     memory, queries = Coded(random_maps(6, 0)), Coded(random_maps(4, 1))
     confusion = dense_nn(PERFECT, memory, queries, settings()).scores[0].confusion
     assert int(confusion.sum()) == sum(int((labels != 255).sum()) // 16 for labels in queries.maps)
-    # One labelled patch beside many without class, which share its feature: only it may vote.
+    # One labelled patch and many without class share a feature: only the labelled one may vote.
     lonely = Coded([blocks([2, 255, 255, 255])])
     alike = PatchEncoder(lambda images: torch.ones(len(images), 4, 1), 4)
     confusion = dense_nn(alike, lonely, Coded([blocks([2, 2, 0, 2])]), settings(neighbours=1)).scores[0].confusion
     assert confusion[:, 2].sum() == 4
 
 
-def test_a_class_that_does_not_occur_is_left_out_of_the_mean() -> None:
+def test_absent_classes_are_excluded_from_the_mean() -> None:
     score = dense_nn(PERFECT, Coded([blocks([0, 1])]), Coded([blocks([0, 1])]), settings(neighbours=1)).scores[0]
     assert score.miou == 1
     assert np.isnan(score.per_class[2:]).all()
 
 
-def test_neighbours_that_all_point_away_still_vote() -> None:
+def test_neighbours_with_negative_similarity_vote() -> None:
     signs = iter([1.0, -1.0])  # of the memory, then of the queries
     opposed = PatchEncoder(lambda images: next(signs) * torch.ones(len(images), 4, 1), 4)
     memory, queries = Coded([blocks([2, 2, 1, 2])]), Coded([blocks([2, 2, 0, 2])])
@@ -216,8 +216,8 @@ def test_neighbours_that_all_point_away_still_vote() -> None:
     assert dense_nn(opposed, memory, queries, chosen).scores[0].confusion[:, 2].sum() == 4 * 16
 
 
-def test_having_no_class_is_never_right() -> None:
-    """Where it is a class of its own, patches that take it are missed, and no other class is blamed."""
+def test_predictions_of_no_class_are_never_correct() -> None:
+    """As a separate class, it lowers the recall of the true class and no other IoU."""
     memory, queries = Coded([blocks([0, 255, 255, 255])]), Coded([blocks([0, 1, 1, 1])])
     same = PatchEncoder(lambda images: torch.eye(4)[[0, 1, 1, 1]].expand(len(images), -1, -1), 4)
     score = dense_nn(same, memory, queries, settings(neighbours=1, unlabelled="class")).scores[0]
@@ -225,16 +225,16 @@ def test_having_no_class_is_never_right() -> None:
     assert score.per_class[:2] == (1, 0)
 
 
-# ------------------------------------------------------------------ what must not matter
+# ------------------------------------------------------------------ invariance
 
 
 def tiny_budget(**options: Any) -> Machine:
-    """So little memory that queries and keys are searched in several parts."""
+    """Limit memory so that queries and keys are searched in several parts."""
     return Machine(memory_gib=2e-3, **options)
 
 
 @pytest.mark.parametrize("choices", [{}, {"score": "pixel"}], ids=str)
-def test_memory_batches_and_devices_change_nothing(choices: dict[str, Any]) -> None:
+def test_score_is_independent_of_memory_batches_and_devices(choices: dict[str, Any]) -> None:
     memory, queries = Textured(pixel_maps(40, 0)), Textured(pixel_maps(30, 1))
     chosen = settings(ratios=(1, 4), draws=2, **choices)
 
@@ -248,7 +248,7 @@ def test_memory_batches_and_devices_change_nothing(choices: dict[str, Any]) -> N
             assert (found - wanted).abs().sum() <= 2  # of nearly equal votes
 
 
-def test_half_precision_hardly_matters() -> None:
+def test_half_precision_changes_the_score_little() -> None:
     memory, queries = Textured(pixel_maps(10, 0)), Textured(pixel_maps(10, 1))
     full, half = (
         dense_nn(COLOURS, memory, queries, settings(precision=precision)).scores[0].confusion
@@ -257,7 +257,7 @@ def test_half_precision_hardly_matters() -> None:
     assert (full - half).abs().sum() <= 0.02 * full.sum()
 
 
-def test_the_approximate_search_reports_its_recall() -> None:
+def test_approximate_search_reports_its_recall() -> None:
     pytest.importorskip("faiss")
     memory, queries = Textured(pixel_maps(30, 0)), Textured(pixel_maps(5, 1))
     exact, all_lists, one_list = (
@@ -275,7 +275,7 @@ def test_the_approximate_search_reports_its_recall() -> None:
 
 
 def test_draws_of_the_memory() -> None:
-    # What Balazevic et al. 2023 report for Pascal VOC's trainaug and ADE20K.
+    # Values reported by Balazevic et al. 2023 for Pascal VOC's trainaug and ADE20K.
     assert [len(draw_images(10582, ratio, 0, 0)) for ratio in (1, 8, 64, 128)] == [10582, 1323, 165, 83]
     assert [len(draw_images(20210, ratio, 0, 0)) for ratio in (1, 8, 64, 128)] == [20210, 2526, 316, 158]
     assert len(draw_images(10, 100, 0, 0)) == 1
@@ -302,7 +302,7 @@ def test_mean_and_deviation_of_the_draws() -> None:
     assert int(part.confusion.sum()) == 4 * int(whole.confusion.sum())
 
 
-def test_only_images_that_a_draw_uses_are_read() -> None:
+def test_only_drawn_images_are_read() -> None:
     seen: set[int] = set()
 
     class Watched(Coded):
@@ -314,11 +314,11 @@ def test_only_images_that_a_draw_uses_are_read() -> None:
     assert 2 <= len(seen) <= 6
 
 
-def test_a_bounded_memory_is_shared_out_evenly() -> None:
+def test_a_bounded_memory_is_divided_evenly() -> None:
     memory, queries = Coded(random_maps(10, 0)), Coded(random_maps(3, 1))
     result = dense_nn(PERFECT, memory, queries, settings(memory_patches=55, neighbours=2))
     assert result.scores[0].patches == 50
-    # Rare or not, every class keeps some patches, and with perfect features some are enough.
+    # Every class keeps some patches, and with perfect features some are enough.
     assert result.scores[0].miou > 0.9
 
 
@@ -358,12 +358,12 @@ HUMMINGBIRD = {
         ("franca", {"size": (518, 518), "memory_patches": 0}),
     ],
 )
-def test_the_variants_beside_the_toolkit(variant: Any, differences: dict[str, Any]) -> None:
+def test_settings_of_variants(variant: Any, differences: dict[str, Any]) -> None:
     decided = DenseNN(variant=variant).for_data(14, ["road", "sky"])
     assert {name: getattr(decided, name) for name in HUMMINGBIRD} == HUMMINGBIRD | differences
 
 
-def test_settings_that_are_given_come_before_those_of_the_variant() -> None:
+def test_explicit_settings_override_the_variant() -> None:
     own = DenseNN(variant="hummingbird", neighbours=7, size=(64, 96), memory_patches=0).for_data(16, ["road"])
     assert (own.neighbours, own.size, own.memory_patches, own.vote) == (7, (64, 96), 0, "attention")
     assert DenseNN().for_data(16, ["road"]).size is None
@@ -376,7 +376,7 @@ def test_matching_needs_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert DenseNN(variant="hummingbird", mean="present").for_data(16, ["road"]).mean == "present"
 
 
-def test_pixels_without_class_are_the_first_class_but_of_ade20k() -> None:
+def test_pixels_without_class_are_the_first_class_except_in_ade20k() -> None:
     def unlabelled(variant: Any, classes: list[str]) -> str:
         return DenseNN(variant=variant).for_data(16, classes).unlabelled
 
@@ -386,7 +386,7 @@ def test_pixels_without_class_are_the_first_class_but_of_ade20k() -> None:
     assert strict == ["class", "class", "first"]
 
 
-# ------------------------------------------------------------------ rules by which variants differ
+# ------------------------------------------------------------------ rules of variants
 
 
 # Four patches of one feature each: those of the first kind are of class 0 or 1, those of the second of class 2.
@@ -394,20 +394,20 @@ TWO_KINDS = PatchEncoder(lambda images: torch.eye(2)[[0, 0, 1, 1]].expand(len(im
 
 
 def score_of(variant: Any, memory: list[int], queries: list[int], **choices: Any) -> RatioScore:
-    """The score of one image of four patches by a memory of one, which is not augmented."""
+    """Return the score of one image of four patches, with a memory of one image without augmentation."""
     given = {"ratios": (1,), "size": (4, 16), "augmentations": 0, "neighbours": 2, "score": "patch", **choices}
     known, asked = (Coded([blocks(labels)]) for labels in (memory, queries))
     return dense_nn(TWO_KINDS, known, asked, DenseNN(variant=variant, **given)).scores[0]
 
 
-def test_void_is_the_first_class_by_the_toolkit_and_apart_by_strict_rules() -> None:
+def test_void_is_the_first_class_or_separate_by_strict_rules() -> None:
     void, scored = [255, 255, 2, 2], [0, 0, 2, 2]
     assert score_of("hummingbird-strict", void, scored).per_class[0] == 0
     assert score_of("hummingbird", void, scored).per_class[0] == 1
     assert score_of("dip", void, scored).per_class[0] == 1
 
 
-def test_classes_that_do_not_occur_count_as_0_by_the_toolkit() -> None:
+def test_absent_classes_count_as_0_by_toolkit_rules() -> None:
     labels = [0, 0, 2, 2]  # two of four classes
     assert score_of("hummingbird-strict", labels, labels).miou == 1
     assert score_of("dip", labels, labels).miou == 1
@@ -416,18 +416,18 @@ def test_classes_that_do_not_occur_count_as_0_by_the_toolkit() -> None:
 
 
 def test_the_toolkit_matches_predictions_to_classes() -> None:
-    memory, queries = [0, 0, 2, 2], [2, 2, 0, 0]  # everything is wrong, but consistently so
+    memory, queries = [0, 0, 2, 2], [2, 2, 0, 0]  # everything is wrong, but consistently
     assert score_of("hummingbird-strict", memory, queries).miou == 0
     assert score_of("hummingbird", memory, queries).per_class == (1, 0, 1, 0)
 
 
-def test_having_no_class_counts_in_the_mean_of_the_toolkit_where_it_is_a_class() -> None:
-    """As of ADE20K: 151 classes in the mean, of which one is never right."""
+def test_no_class_counts_in_the_toolkit_mean_if_it_is_a_class() -> None:
+    """As for ADE20K: 151 classes in the mean, one of which is never correct."""
     labels = [0, 0, 2, 2]
     assert score_of("hummingbird", labels, labels, unlabelled="class").miou == pytest.approx(2 / 5)
 
 
-def test_a_lower_temperature_lets_the_nearest_decide() -> None:
+def test_lower_temperatures_give_the_nearest_more_weight() -> None:
     """Of three neighbours with cosines 1, 0.9 and 0.9, the last two win at 0.2 and lose at 0.07 and below."""
     features = torch.tensor([[1.0, 0.0], [0.9, 0.19**0.5], [0.9, 0.19**0.5], [0.0, 1.0]])
     encoder = PatchEncoder(lambda images: features.expand(len(images), -1, -1), 4)
@@ -469,7 +469,7 @@ def test_lists_of_the_memory(tmp_path: Path) -> None:
         images_of(memory, 2, chosen)
 
 
-def test_settings_without_a_say_are_not_listed() -> None:
+def test_unused_settings_are_not_listed() -> None:
     used = settings().for_data(4, CLASSES).effective()
     assert "temperature" not in used
     assert "probes" not in used
@@ -493,13 +493,13 @@ def test_settings_without_a_say_are_not_listed() -> None:
     ],
     ids=str,
 )
-def test_settings_that_cannot_be(choices: dict[str, Any], message: str) -> None:
+def test_invalid_settings(choices: dict[str, Any], message: str) -> None:
     good = Coded(random_maps(2, 0))
     with pytest.raises(ValueError, match=message):
         dense_nn(PERFECT, good, good, settings(**choices))
 
 
-def test_sets_that_cannot_be() -> None:
+def test_invalid_sets() -> None:
     good = Coded(random_maps(2, 0))
     with pytest.raises(ValueError, match="different classes"):
         dense_nn(PERFECT, good, Coded(good.maps, classes=("a", "b")), settings())
@@ -514,7 +514,7 @@ def test_sets_that_cannot_be() -> None:
 
 
 @pytest.mark.parametrize("score", ["patch", "pixel", "resized"])
-def test_queries_without_any_class_are_refused(score: Any) -> None:
+def test_queries_without_labels_are_refused(score: Any) -> None:
     queries = Coded([torch.full((8, 8), 255)])
     with pytest.raises(ValueError, match="the queries cannot be scored"):
         dense_nn(PERFECT, Coded(random_maps(2, 0)), queries, settings(score=score))
@@ -528,26 +528,26 @@ def test_a_bound_below_one_patch_for_each_image_is_refused_before_any_work() -> 
 
 
 @pytest.mark.parametrize("score", ["patch", "pixel"])
-def test_every_phase_ends_once(score: Any) -> None:
-    said = []
+def test_every_progress_phase_ends_once(score: Any) -> None:
+    reports = []
     images = Coded(random_maps(3, 0))
     dense_nn(
         PERFECT,
         images,
         images,
         settings(score=score, ratios=(1, 3), draws=2),
-        progress=lambda what, done, total: said.append((what, done == total)),
+        progress=lambda what, done, total: reports.append((what, done == total)),
     )
-    assert [what for what, ended in said if ended] == [
+    assert [what for what, ended in reports if ended] == [
         "features of the memory",
         "features of the queries",
         "labels of the memory",
         "search [%]",
     ]
-    assert [ended for what, ended in said if what == "search [%]"][-1]
+    assert [ended for what, ended in reports if what == "search [%]"][-1]
 
 
-def test_label_maps_that_are_not_kept_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncached_label_maps_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, queries = Coded(random_maps(3, 0)), Coded(random_maps(3, 1))
     chosen = settings(score="pixel", ratios=(1, 3), draws=2)
     kept = dense_nn(PERFECT, memory, queries, chosen).scores
@@ -573,14 +573,14 @@ def test_scenes_can_be_scored() -> None:
 
 @pytest.mark.slow
 def test_mean_colour_on_camvid(camvid: Path) -> None:
-    """An eighth of the training images as memory: 15.5 % was measured elsewhere; a draw moves it by a point."""
+    """An eighth of the training images as memory: the baseline is 15.5 %, and a draw changes it by a point."""
     memory, queries = (open_segmentation("camvid", camvid, split) for split in ("train", "val"))
     result = dense_nn(mean_colour_encoder(16), memory, queries, DenseNN(ratios=(8,), draws=1))
     assert 100 * result.scores[0].miou == pytest.approx(15.5, abs=1.5)
 
 
 @pytest.mark.slow
-def test_a_backbone_that_was_never_trained_is_better_than_chance(camvid: Path) -> None:
+def test_an_untrained_backbone_is_better_than_chance(camvid: Path) -> None:
     memory, queries = (open_segmentation("camvid", camvid, split) for split in ("train", "val"))
     args = {"depth": 2, "embed_dim": 64, "num_heads": 1}
     encoder = backbone_encoder(build_backbone("vit_tiny_patch16_224", args=args))

@@ -18,7 +18,7 @@ COLOURS = [(200, 40, 40), (40, 200, 40), (40, 40, 200)]
 
 
 def write_set(root: Path, train: int = 10, val: int = 4, side: int = 32) -> Path:
-    """Images of coloured blocks whose classes are their colours, in the layout of `folder`."""
+    """Write images of coloured blocks with one class per colour, in the layout of `folder`."""
     generator = np.random.default_rng(0)
     for split, count in (("train", train), ("val", val)):
         for part in ("images", "labels"):
@@ -57,7 +57,7 @@ def words(data: Path, *more: str) -> list[str]:
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command that must be refused and leave nothing; gives what it says."""
+    """Run a command that must be refused without output files, and return its message."""
 
     def call(*given: str, status: int = 2) -> str:
         before = sorted(Path().rglob("*"))
@@ -74,14 +74,14 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 # ------------------------------------------------------------------ a whole evaluation
 
 
-def test_an_evaluation_leaves_its_results_and_pictures(
+def test_an_evaluation_writes_results_and_pictures(
     data: Path, backbone: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words(data, "--backbone", str(backbone), "--out", "result", "--pictures", "2")) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "mIoU [%]" in said
     assert all(name in said for name in ("red", "green", "blue"))
-    # Every choice where the paper is silent is printed.
+    # Every setting that the paper does not state is printed.
     assert all(choice in said for choice in ("vote majority", "unlabelled drop", "score patch", "patch labels hard"))
     content = json.loads(Path("result/results.json").read_text())
     assert [row["ratio"] for row in content["results"]] == [1, 2]
@@ -104,9 +104,7 @@ def test_an_evaluation_leaves_its_results_and_pictures(
     assert read_result("result").results == content["results"]
 
 
-def test_folders_are_numbered_and_nothing_is_overwritten(
-    data: Path, backbone: Path, refused: Callable[..., str]
-) -> None:
+def test_folders_are_numbered_and_never_overwritten(data: Path, backbone: Path, refused: Callable[..., str]) -> None:
     command = words(data, "--backbone", str(backbone), "--pictures", "0")
     assert main(command) == 0
     assert main(command) == 0
@@ -123,7 +121,7 @@ def test_folders_are_numbered_and_nothing_is_overwritten(
     assert "not created by cribo, refusing to replace it" in refused(*command, "--out", "mine", "--overwrite")
 
 
-def test_old_results_stay_until_there_are_new_ones(data: Path, refused: Callable[..., str]) -> None:
+def test_old_results_remain_until_new_ones_are_complete(data: Path, refused: Callable[..., str]) -> None:
     command = words(data, "--backbone", "mean-colour", "--out", "result")
     assert main(command) == 0
     before = {path.name: path.read_bytes() for path in Path("result").iterdir()}
@@ -134,7 +132,7 @@ def test_old_results_stay_until_there_are_new_ones(data: Path, refused: Callable
     assert "miou.png" not in {path.name for path in Path("result").iterdir()}
 
 
-def test_the_cache_is_used_by_the_next_evaluation(data: Path, backbone: Path) -> None:
+def test_the_next_evaluation_uses_the_cache(data: Path, backbone: Path) -> None:
     command = words(data, "--backbone", str(backbone), "--cache", "kept")
     assert main([*command, "--out", "first"]) == 0
     files = {path: path.stat().st_mtime_ns for path in Path("kept").rglob("*.npy")}
@@ -190,7 +188,7 @@ def test_options_from_a_file(data: Path, backbone: Path) -> None:
     assert (settings["ratios"], settings["neighbours"], settings["draws"]) == ([2], 4, 1)
 
 
-# ------------------------------------------------------------------ what cannot be done
+# ------------------------------------------------------------------ errors
 
 
 @pytest.mark.parametrize(
@@ -221,13 +219,13 @@ def test_options_from_a_file(data: Path, backbone: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_is_refused_and_leaves_nothing(
+def test_invalid_input_is_refused_and_writes_nothing(
     data: Path, refused: Callable[..., str], given: list[str], message: str
 ) -> None:
     assert message in refused(*words(data), *given)
 
 
-def test_labels_that_do_not_fit(data: Path, refused: Callable[..., str]) -> None:
+def test_invalid_labels_and_images(data: Path, refused: Callable[..., str]) -> None:
     path = data / "labels" / "train" / "3.png"
     good = path.read_bytes()
     Image.fromarray(np.full((32, 32), 3, np.uint8)).save(path)
@@ -253,7 +251,9 @@ def test_a_set_without_any_label(data: Path, refused: Callable[..., str], split:
     assert message in refused(*words(data, "--backbone", "mean-colour"))
 
 
-def test_a_device_that_is_too_small(data: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_enough_memory(
+    data: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def encode(*args: Any, **options: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...")
 

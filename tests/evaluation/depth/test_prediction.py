@@ -1,4 +1,4 @@
-"""Depth of patches, its predictions and its errors, against independent statements in NumPy."""
+"""Depth of patches, predictions and errors, against independent implementations in NumPy."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ DIM = 6
 
 
 def made_features(count: int, seed: int) -> PatchFeatures:
-    """Features of images of 4 x 5 patches of 8 pixels, of different lengths."""
+    """Return features of images of 4 x 5 patches of 8 pixels, of different lengths."""
     generator = torch.Generator().manual_seed(seed)
     found = PatchFeatures(dim=DIM)
     empty = np.zeros(0, dtype=np.int32)
@@ -28,7 +28,7 @@ def made_features(count: int, seed: int) -> PatchFeatures:
 
 
 def made_depths(count: int, seed: int) -> dict[EncodedView, torch.Tensor]:
-    """Depths of the patches, some without a measurement."""
+    """Return depths of the patches, some without a measurement."""
     generator = torch.Generator().manual_seed(seed)
     depths = {EncodedView(index): 1 + 8 * torch.rand(20, generator=generator) for index in range(count)}
     depths[EncodedView(0)][::3] = torch.nan
@@ -77,14 +77,14 @@ def test_neighbours_predict_their_weighted_mean_depth(vote: str) -> None:
     assert {part.shape for part in found.values()} == {torch.Size(GRID)}
 
 
-def test_a_search_needs_as_many_patches_with_a_measurement_as_neighbours() -> None:
+def test_a_search_requires_as_many_measured_patches_as_neighbours() -> None:
     known, depths = made_features(1, 0), made_depths(1, 2)
     with pytest.raises(InputError, match="number of patches with a measurement, 13, got 14"):
         predict_by_neighbours(known, depths, known, Depth(neighbours=14), machine=Machine())
 
 
-def test_ridge_regression_is_that_of_numpy() -> None:
-    """The penalty is further rows of a least-squares problem; a constant channel is unused."""
+def test_ridge_regression_equals_numpy() -> None:
+    """The penalty is written as further rows of a least-squares problem; a constant channel is ignored."""
     known, asked, depths = made_features(3, 0), made_features(2, 1), made_depths(3, 2)
     for view in known.held:
         known.features(view)[:, 2] = 5
@@ -102,8 +102,8 @@ def test_ridge_regression_is_that_of_numpy() -> None:
         np.testing.assert_allclose(part.flatten().numpy(), expected, rtol=1e-5)
 
 
-def test_depth_that_is_linear_in_the_features_is_found() -> None:
-    """A plane of depths, of which two channels tell row and column."""
+def test_linear_depth_is_recovered() -> None:
+    """The depths form a plane, and two channels contain row and column."""
     known = made_features(2, 0)
     rows, columns = (part.flatten().float() for part in torch.meshgrid(torch.arange(4), torch.arange(5), indexing="ij"))
     plane = 2 + 0.5 * rows + 0.25 * columns
@@ -113,7 +113,7 @@ def test_depth_that_is_linear_in_the_features_is_found() -> None:
     torch.testing.assert_close(found[EncodedView(1)].flatten(), plane, rtol=1e-4, atol=1e-4)
 
 
-def test_what_cannot_be_fitted_is_an_error() -> None:
+def test_an_impossible_fit_raises() -> None:
     known = made_features(1, 0)
     with pytest.raises(InputError, match="no patch of the training images has a depth"):
         fit_linear(known, {EncodedView(0): torch.full((20,), torch.nan)}, 1e-3)
@@ -122,7 +122,7 @@ def test_what_cannot_be_fitted_is_an_error() -> None:
         fit_linear(known, {EncodedView(0): torch.ones(20)}, 1e-3)
 
 
-def test_errors_are_those_of_numpy() -> None:
+def test_errors_equal_numpy() -> None:
     generator = np.random.default_rng(0)
     depth, predicted = generator.uniform(0.5, 9, (2, 12, 16))
     depth[generator.random(depth.shape) < 0.3] = 0
@@ -139,7 +139,7 @@ def test_errors_are_those_of_numpy() -> None:
     )
 
 
-def test_predictions_are_upsampled_and_stay_within_the_limits() -> None:
+def test_predictions_are_upsampled_and_clamped() -> None:
     upsampled = upsample(torch.tensor([[2.0, 4.0], [-3.0, 40.0]]), (8, 8), 10.0)
     assert (upsampled[0, 0], upsampled[0, 7], upsampled[7, 0], upsampled[7, 7]) == (2, 4, torch.tensor(1e-3), 10)
     assert upsampled[0, 3] == pytest.approx(2 + 2 * (3.5 / 4 - 0.5))

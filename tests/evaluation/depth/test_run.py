@@ -18,7 +18,7 @@ SIZE = 48, 64
 
 
 def write_pair(image: Path, depth: Path, seed: int, size: tuple[int, int] = SIZE) -> None:
-    """Patches of 16 pixels, whose red channel tells the depth, 1 to 9 m; the upper left patch is not measured."""
+    """Write patches of 16 pixels whose red channel is the depth, 1 to 9 m; the upper left patch is not measured."""
     generator = np.random.default_rng(seed)
     metres = generator.integers(1, 10, (size[0] // 16, size[1] // 16)).repeat(16, 0).repeat(16, 1)
     pixels = np.stack((25 * metres, np.full(size, 90), 250 - 25 * metres), axis=-1).astype(np.uint8)
@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_nyu(root: Path, folders: tuple[str, str], lists: tuple[str, str]) -> None:
-    """Two images for training and one for validation."""
+    """Write two images for training and one for validation."""
     for folder, listed, count in zip(folders, lists, (2, 1), strict=True):
         lines = []
         for number in range(count):
@@ -56,12 +56,12 @@ def words(*more: str) -> list[str]:
     return ["evaluate", "depth", *given, *RUN, *more]
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> str:
+def output(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().err.split())
 
 
-def test_depth_that_the_colour_tells_is_found(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All pixels of a patch have a depth, so that only the bilinear upsampling between patches is wrong."""
+def test_depth_encoded_by_colour_is_found(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All pixels of a patch have the same depth, so errors come only from upsampling between patches."""
     assert main(words("--out", "result")) == 0
     result = read_result("result")
     assert (result.metrics, result.varies, result.title) == (["delta1", "rmse", "abs_rel"], "method", "Depth on mine")
@@ -128,14 +128,14 @@ def test_nyu_is_read_in_its_layouts(
         open_depth(root, partial=True)
 
 
-def test_images_of_nyu_have_its_size(tmp_path: Path) -> None:
+def test_nyu_images_must_have_its_size(tmp_path: Path) -> None:
     write_nyu(tmp_path, ("", ""), ("nyu_train.txt", "nyu_test.txt"))
     write_pair(tmp_path / "kitchen_0028b/rgb_00000.png", tmp_path / "kitchen_0028b/sync_depth_00000.png", 0)
     with pytest.raises(DataError, match=r"must have 640 x 480 pixels, of which the crop of Eigen et al\. is scored"):
         open_depth(tmp_path, partial=True)
 
 
-def test_depths_beyond_the_greatest_are_ignored(folder: Path) -> None:
+def test_depths_above_the_maximum_are_ignored(folder: Path) -> None:
     depth = open_depth(folder, max_depth=5.5)[1].depth(0)
     assert 0 < float(depth.max()) <= 5.5
     whole = open_depth(folder)[1].depth(0)
@@ -164,22 +164,22 @@ def rewrite(folder: Path, values: np.ndarray, split: str) -> None:
         ),
     ],
 )
-def test_depth_maps_that_are_wrong_are_refused(
+def test_invalid_depth_maps_are_refused(
     folder: Path, capsys: pytest.CaptureFixture[str], values: np.ndarray, reason: str
 ) -> None:
     rewrite(folder, values, "val")
     assert main(words()) == 2
-    assert reason in said(capsys)
+    assert reason in output(capsys)
 
 
-def test_another_unit_is_an_option(folder: Path) -> None:
+def test_another_unit_is_set_by_an_option(folder: Path) -> None:
     for split in ("train", "val"):
         rewrite(folder, np.full(SIZE, 256 * 30, np.uint16), split)
     assert main(words("--data.scale", "256", "--data.max_depth", "80", "--out", "result")) == 0
     assert read_result("result").results[0]["rmse"] == pytest.approx(0, abs=1e-5)
 
 
-def test_an_image_without_measurement_is_left_out_of_the_mean(folder: Path) -> None:
+def test_images_without_measurements_are_excluded_from_the_mean(folder: Path) -> None:
     Image.fromarray(np.zeros(SIZE, np.uint16)).save(folder / "depth/val/1.png")
     assert main(words("--out", "result")) == 0
     assert {row["images"] for row in read_result("result").results} == {1}
@@ -199,18 +199,18 @@ def test_an_image_without_measurement_is_left_out_of_the_mean(folder: Path) -> N
         (("--neighbours", "67"), "number of patches with a measurement, 66, got 67"),
     ],
 )
-def test_what_cannot_be_used_is_refused_before_any_result(
+def test_invalid_settings_are_refused_before_any_result(
     folder: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], reason: str
 ) -> None:
     assert main(words(*more)) == 2
-    assert reason in said(capsys)
+    assert reason in output(capsys)
     assert sorted(path.name for path in Path().iterdir()) == ["mine"]
 
 
-def test_a_set_that_is_half_there_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_incomplete_set_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "depth/train/2.png").unlink()
     assert main(words()) == 2
-    assert "1 of the 6 images of mine/images/train or their depth maps are missing, the first is mine/depth/" in said(
+    assert "1 of the 6 images of mine/images/train or their depth maps are missing, the first is mine/depth/" in output(
         capsys
     )
     assert main(words("--data.partial", "--out", "result")) == 0

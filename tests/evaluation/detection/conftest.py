@@ -1,4 +1,4 @@
-"""Images of coloured rectangles whose boxes are known."""
+"""Images of coloured rectangles with known boxes."""
 
 import json
 from collections.abc import Callable
@@ -16,7 +16,7 @@ IDS = {"red": 7, "green": 90}
 
 
 def write_split(root: Path, split: str, images: list[list[tuple[str, list[int]]]], side: tuple[int, int]) -> None:
-    """Images that hold (colour, [left, top, width, height]) rectangles on grey."""
+    """Write images with (colour, [left, top, width, height]) rectangles on grey."""
     folder = root / "images" / split
     folder.mkdir(parents=True, exist_ok=True)
     content: dict[str, Any] = {
@@ -40,7 +40,7 @@ def write_split(root: Path, split: str, images: list[list[tuple[str, list[int]]]
 
 @pytest.fixture
 def rectangles(tmp_path: Path) -> Path:
-    """Four images of 64 x 48 pixels for training and the same four for validation; one of them is empty."""
+    """Write four images of 64 x 48 pixels, one of them empty, for both training and validation."""
     images = [
         [("red", [4, 6, 20, 16]), ("green", [34, 20, 24, 22])],
         [("green", [8, 22, 30, 18])],
@@ -54,7 +54,7 @@ def rectangles(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tiny_vit() -> Callable[..., Backbone]:
-    """Makes a vision transformer of two blocks."""
+    """Return a function that builds a vision transformer of two blocks."""
 
     def make(name: str = "vit_tiny_patch16_224", image_size: int = 32, **args: Any) -> Backbone:
         small = {"patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2, **args}

@@ -16,7 +16,7 @@ CLASSES = 3
 
 
 def plain(logits: Tensor, boxes: Tensor, true_labels: list[Tensor], true_boxes: list[Tensor]) -> SetLosses:
-    """The loss as DETR's paper has it, image by image (equations 1 and 2, appendix A.2)."""
+    """Compute the loss of DETR's paper image by image (equations 1 and 2, appendix A.2)."""
     sums = {"label": torch.zeros((), dtype=logits.dtype), "box": 0.0, "giou": 0.0}
     weights = torch.zeros((), dtype=logits.dtype)
     for logit, box, labels, truth in zip(logits, boxes, true_labels, true_boxes, strict=True):
@@ -50,7 +50,7 @@ def batch(counts: list[int], queries: int = 9, seed: int = 0) -> tuple[Tensor, T
 
 
 @pytest.mark.parametrize("counts", [[3, 5], [4, 0, 1], [0, 0], [9], [12, 2]])
-def test_it_is_the_loss_of_the_paper_and_so_are_its_gradients(counts: list[int]) -> None:
+def test_loss_and_gradients_equal_the_paper(counts: list[int]) -> None:
     logits, boxes, labels, truth = batch(counts)
     gradients = []
     found = []
@@ -65,7 +65,7 @@ def test_it_is_the_loss_of_the_paper_and_so_are_its_gradients(counts: list[int])
         torch.testing.assert_close(value, expected, rtol=1e-8, atol=1e-9)
 
 
-def test_on_one_device_it_is_what_transformers_computes(tiny_vit: Callable[..., Backbone]) -> None:
+def test_loss_on_one_device_equals_transformers(tiny_vit: Callable[..., Backbone]) -> None:
     model: Any = build_yolos(tiny_vit(), ["a", "b", "c"], positions=(32, 32), tokens=9)
     _, _, labels, truth = batch([3, 0])
     targets = [{"class_labels": label, "boxes": box.float()} for label, box in zip(labels, truth, strict=True)]
@@ -74,8 +74,8 @@ def test_on_one_device_it_is_what_transformers_computes(tiny_vit: Callable[..., 
     torch.testing.assert_close(ours.total, outputs.loss)
 
 
-def test_a_batch_on_two_devices_has_the_gradients_of_one() -> None:
-    """What each device computes on its half, averaged as DDP does, against the whole batch."""
+def test_two_devices_give_the_gradients_of_one() -> None:
+    """The gradients of the halves, averaged like DDP, equal those of the whole batch."""
     logits, boxes, labels, truth = batch([6, 0, 1, 2])
     loss = SetLoss(CLASSES).double()
     inputs = [logits.requires_grad_(), boxes.requires_grad_()]
@@ -98,7 +98,7 @@ def test_a_batch_on_two_devices_has_the_gradients_of_one() -> None:
         torch.testing.assert_close(value, expected)
 
 
-def test_half_precision_is_widened_before_it_is_matched() -> None:
+def test_matching_runs_in_single_precision() -> None:
     logits, boxes, labels, truth = batch([3, 2])
     narrow = SetLoss(CLASSES)(logits.bfloat16(), boxes.bfloat16(), labels, [box.float() for box in truth])
     wide = SetLoss(CLASSES)(logits.bfloat16().float(), boxes.bfloat16().float(), labels, [box.float() for box in truth])

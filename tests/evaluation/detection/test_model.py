@@ -16,7 +16,7 @@ Make = Callable[..., Backbone]
 
 
 def tokens_without_detection(model: Any, images: torch.Tensor) -> torch.Tensor:
-    """[CLS] and patches after the last norm, as if there were no detection tokens."""
+    """Return [CLS] and patches after the last norm, without detection tokens."""
     vit = model.vit
     number = model.config.num_detection_tokens
     with torch.no_grad():
@@ -38,7 +38,7 @@ def assert_same_tokens(backbone: Backbone, *, atol: float = 1e-5) -> None:
     torch.testing.assert_close(tokens[:, 1:], features.tokens, atol=atol, rtol=1e-4)
 
 
-def test_without_detection_tokens_it_is_the_backbone(tiny_vit: Make) -> None:
+def test_without_detection_tokens_it_equals_the_backbone(tiny_vit: Make) -> None:
     assert_same_tokens(tiny_vit())
 
 
@@ -65,12 +65,12 @@ def test_the_real_vit_s() -> None:
 
 
 def between_blocks(model: Any) -> torch.Tensor:
-    """The position embeddings that are added between blocks, wherever this version keeps them."""
+    """Return the position embeddings added between blocks, for any version of transformers."""
     (found,) = (value for name, value in model.named_parameters() if name.endswith("mid_position_embeddings"))
     return found
 
 
-def test_positions_are_resized_and_the_new_ones_drawn(tiny_vit: Make) -> None:
+def test_positions_are_resized_and_new_ones_initialised(tiny_vit: Make) -> None:
     backbone = tiny_vit()
     model = build_yolos(backbone, ["a"], positions=(27, 40), tokens=7, seed=1)
     assert model.config.image_size == [24, 40]
@@ -92,7 +92,7 @@ def test_positions_are_resized_and_the_new_ones_drawn(tiny_vit: Make) -> None:
     assert not torch.equal(between, between_blocks(other))
 
 
-def test_building_leaves_global_draws_and_the_backbone_alone(tiny_vit: Make) -> None:
+def test_building_changes_neither_global_generator_nor_backbone(tiny_vit: Make) -> None:
     backbone = tiny_vit()
     before = backbone.fingerprint()
     torch.manual_seed(3)
@@ -120,12 +120,12 @@ def test_other_networks_are_refused_with_advice(name: str, args: dict[str, Any],
         build_yolos(backbone, ["a"], positions=(64, 64))
 
 
-def test_a_position_embedding_of_less_than_a_patch(tiny_vit: Make) -> None:
+def test_a_position_embedding_smaller_than_a_patch(tiny_vit: Make) -> None:
     with pytest.raises(ConfigError, match=r"at least a patch of 8 pixels, got \(7, 40\)"):
         build_yolos(tiny_vit(), ["a"], positions=(7, 40))
 
 
-def test_it_is_kept_as_transformers_keeps_it(tiny_vit: Make, tmp_path: Path) -> None:
+def test_it_is_saved_in_the_format_of_transformers(tiny_vit: Make, tmp_path: Path) -> None:
     model = build_yolos(tiny_vit(), ["cat", "dog"], positions=(24, 40), tokens=5).eval()
     model.save_pretrained(tmp_path)
     loaded = YolosForObjectDetection.from_pretrained(tmp_path).eval()

@@ -21,10 +21,10 @@ def found(images: BoxedImages) -> Detections:
     return Detections(torch.arange(4), corners, torch.tensor([0, 1, 1]).expand(4, 3), scores)
 
 
-def test_boxes_lie_where_their_objects_do(images: BoxedImages, found: Detections) -> None:
+def test_boxes_are_drawn_at_their_objects(images: BoxedImages, found: Detections) -> None:
     figure = draw_boxes(panels_of(images, found, 4), images.classes, title="what")
     there, predicted = figure.subfigs[0].axes
-    for axes, count in ((there, 2), (predicted, 2)):  # what is unlikely is not drawn
+    for axes, count in ((there, 2), (predicted, 2)):  # boxes of low confidence are not drawn
         drawn = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
         assert len(drawn) == count
         assert {(p.get_x(), p.get_y(), p.get_width(), p.get_height()) for p in drawn} == {
@@ -35,7 +35,7 @@ def test_boxes_lie_where_their_objects_do(images: BoxedImages, found: Detections
     assert {patch.get_edgecolor() for patch in there.patches} == {patch.get_edgecolor() for patch in predicted.patches}
 
 
-def test_titles_count_and_the_legend_names_what_is_drawn(images: BoxedImages, found: Detections) -> None:
+def test_titles_and_legend_describe_the_boxes(images: BoxedImages, found: Detections) -> None:
     figure = draw_boxes(panels_of(images, found, 2), images.classes, title="what")
     assert [row.get_suptitle() for row in figure.subfigs[:2]] == [
         "0.png: 2 objects, 2 found",

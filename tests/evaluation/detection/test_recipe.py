@@ -27,12 +27,12 @@ def test_the_paper_schedule_is_that_of_yolos_s_with_the_batch_of_cribo() -> None
     assert paper.used(run).items() >= {"final_learning_rate": 1e-7, "weight_decay": 1e-4, "clip": 0.1}.items()
 
 
-def test_the_rate_falls_along_half_a_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_learning_rate_follows_half_a_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detector, "FINAL_LEARNING_RATE", 0.2)
     assert [rate_at(1.0, step, 6) for step in (0, 2, 3, 4, 6)] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
 
 
-def test_what_decays(tiny_vit: Callable[..., Backbone]) -> None:
+def test_parameters_with_weight_decay(tiny_vit: Callable[..., Backbone]) -> None:
     model = build_yolos(tiny_vit(), ["a"], positions=(32, 32))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decaying, others = (
@@ -50,7 +50,7 @@ def test_what_decays(tiny_vit: Callable[..., Backbone]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"epochs": 0}, "epochs must be >= 1, got 0"),
         ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
@@ -59,21 +59,21 @@ def test_what_decays(tiny_vit: Callable[..., Backbone]) -> None:
         ({"learning_rate": float("nan")}, "learning_rate must be > 0, got nan"),
     ],
 )
-def test_values_that_cannot_be(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_values(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Detection(**values)
 
 
-def test_several_layers() -> None:
+def test_several_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match="layers must be 1 for detection, got 4"):
         Detection().check_backbone(BackboneSource("x", layers=4))
 
 
-def test_a_limit_below_one() -> None:
+def test_a_limit_below_one_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.limit must be >= 1, got 0"):
         DetectionData(limit=0)
 
 
-def test_what_is_given_goes_before_the_schedule() -> None:
+def test_explicit_values_override_the_schedule() -> None:
     made = Detection(schedule="short", epochs=3, size=96).scheduled()
     assert (made.epochs, made.batch_size, made.learning_rate, made.size, made.tokens) == (3, 8, 2e-4, 96, 100)

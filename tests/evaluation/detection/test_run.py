@@ -37,7 +37,7 @@ def backbone(tiny_vit: Callable[..., Backbone], tmp_path: Path) -> Path:
 
 @pytest.fixture
 def words(rectangles: Path, backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A command of two steps."""
+    """Return the arguments of a command with two steps."""
     monkeypatch.chdir(tmp_path)
     return [
         *("evaluate", "detection", "--backbone", str(backbone), "--data", str(rectangles), "--schedule", "short"),
@@ -48,7 +48,7 @@ def words(rectangles: Path, backbone: Path, tmp_path: Path, monkeypatch: pytest.
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command that must be refused and leave nothing; gives what it says."""
+    """Run a command that must be refused without output files, and return its message."""
 
     def call(*given: str) -> str:
         before = sorted(Path().rglob("*"))
@@ -62,7 +62,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return call
 
 
-def test_an_evaluation_leaves_results_boxes_pictures_and_a_detector(
+def test_an_evaluation_writes_results_boxes_pictures_and_a_detector(
     words: list[str], rectangles: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*words, "--out", "result", "--pictures", "2"]) == 0
@@ -85,7 +85,7 @@ def test_an_evaluation_leaves_results_boxes_pictures_and_a_detector(
     assert {row["category_id"] for row in rows} <= {7, 90}
     assert Path("result/predictions.png").stat().st_size > 1000
     assert any(Path("result/tensorboard").iterdir())
-    # transformers finds the same by itself
+    # transformers detects the same objects
     detector: Any
     processor: Any
     detector, processor = (
@@ -102,13 +102,13 @@ def test_an_evaluation_leaves_results_boxes_pictures_and_a_detector(
 
 
 class Unchanged(WholeViews):
-    """Whole images, in training too."""
+    """Whole images, also in training."""
 
     def __getitem__(self, key: Any) -> Sample:
         return super().__getitem__(key[1] if isinstance(key, tuple) else key)
 
 
-def test_it_learns_four_images(rectangles: Path, tiny_vit: Callable[..., Backbone], tmp_path: Path) -> None:
+def test_it_overfits_four_images(rectangles: Path, tiny_vit: Callable[..., Backbone], tmp_path: Path) -> None:
     splits = open_detection(rectangles)
     backbone = tiny_vit(embed_dim=64)
     model = build_yolos(backbone, splits.train.classes, positions=Sizes(64).positions, tokens=8)
@@ -132,7 +132,7 @@ def test_it_learns_four_images(rectangles: Path, tiny_vit: Callable[..., Backbon
     assert ap50 > 0.95
 
 
-def test_boxes_are_as_exact_in_mixed_precision(rectangles: Path, tiny_vit: Callable[..., Backbone]) -> None:
+def test_boxes_are_equally_exact_in_mixed_precision(rectangles: Path, tiny_vit: Callable[..., Backbone]) -> None:
     images = open_detection(rectangles).val
     backbone = tiny_vit()
     model = build_yolos(backbone, images.classes, positions=(48, 64), tokens=8)
@@ -155,7 +155,7 @@ class Killed(Exception):
 
 
 class KillAfter(L.Callback):
-    """Ends the training as a crash would."""
+    """Abort the training like a crash."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -165,7 +165,7 @@ class KillAfter(L.Callback):
             raise Killed
 
 
-def test_what_was_killed_is_gone_on_with_and_ends_as_if_it_had_not_been(
+def test_a_killed_training_resumes_with_identical_results(
     words: list[str], refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [*words, "--epochs", "4", "--runtime.checkpoint_every", "1", "--pictures", "0"]
@@ -182,11 +182,11 @@ def test_what_was_killed_is_gone_on_with_and_ends_as_if_it_had_not_been(
     assert read_result("killed").results == read_result("whole").results
     assert Path("killed/detections.json").read_bytes() == Path("whole/detections.json").read_bytes()
     before = Path("killed/results.json").stat().st_mtime_ns
-    assert main([*words, "--out", "killed", "--resume"]) == 0  # finished: nothing is done
+    assert main([*words, "--out", "killed", "--resume"]) == 0  # finished: no-op
     assert Path("killed/results.json").stat().st_mtime_ns == before
 
 
-def test_old_results_are_replaced_on_demand_only(words: list[str], refused: Callable[..., str]) -> None:
+def test_old_results_are_replaced_only_with_overwrite(words: list[str], refused: Callable[..., str]) -> None:
     words = [*words, "--epochs", "1", "--pictures", "0", "--out", "result"]
     assert main(words) == 0
     assert "already exists" in refused(*words)
@@ -195,7 +195,7 @@ def test_old_results_are_replaced_on_demand_only(words: list[str], refused: Call
 
 
 @pytest.mark.slow
-def test_two_processes_look_at_each_image_once_and_one_of_them_speaks(words: list[str]) -> None:
+def test_two_processes_score_each_image_once_and_one_prints(words: list[str]) -> None:
     words = [*words, "--epochs", "1", "--pictures", "0", "--out", "two", "--devices", "2", "--limit", "3"]
     words += ["--tokens", "1"]
     done = subprocess.run(
@@ -219,17 +219,17 @@ def test_it_trains_in_16_bits(words: list[str]) -> None:
     assert read_result("b").settings["precision"] == "bf16-mixed"
 
 
-def test_checkpointing_changes_memory_alone(words: list[str]) -> None:
+def test_checkpointing_does_not_change_the_result(words: list[str]) -> None:
     words = [*words, "--pictures", "0"]
     assert main([*words, "--out", "plain"]) == 0
     assert main([*words, "--out", "again", "--checkpointing"]) == 0
     assert read_result("again").results == read_result("plain").results
 
 
-# ------------------------------------------------------------------ what a user can get wrong
+# ------------------------------------------------------------------ errors of users
 
 
-def test_backbones_that_cannot_be(words: list[str], refused: Callable[..., str]) -> None:
+def test_unsupported_backbones(words: list[str], refused: Callable[..., str]) -> None:
     said = refused(*words, "--backbone", "resnet18", "--pretrained", "false")
     assert "YOLOS cannot be built on resnet18: it is not a plain vision transformer; choose" in said
     assert "mean-colour is not a network and cannot be finetuned as a detector: choose" in refused(
@@ -250,13 +250,11 @@ def test_backbones_that_cannot_be(words: list[str], refused: Callable[..., str])
         (("--data.val_annotations", "nowhere.json"), "there is no 'nowhere.json'"),
     ],
 )
-def test_options_that_cannot_be(
-    words: list[str], refused: Callable[..., str], given: tuple[str, ...], said: str
-) -> None:
+def test_invalid_options(words: list[str], refused: Callable[..., str], given: tuple[str, ...], said: str) -> None:
     assert said in refused(*words, *given)
 
 
-def test_annotations_that_cannot_be(words: list[str], refused: Callable[..., str], rectangles: Path) -> None:
+def test_invalid_annotations(words: list[str], refused: Callable[..., str], rectangles: Path) -> None:
     file = rectangles / "instances_val.json"
     content = json.loads(file.read_text())
     content["annotations"][0]["bbox"][2] = -4
@@ -266,7 +264,9 @@ def test_annotations_that_cannot_be(words: list[str], refused: Callable[..., str
     assert str(file) in said
 
 
-def test_images_without_a_box_to_train_on(words: list[str], refused: Callable[..., str], rectangles: Path) -> None:
+def test_training_images_without_boxes_are_refused(
+    words: list[str], refused: Callable[..., str], rectangles: Path
+) -> None:
     content = json.loads((rectangles / "instances_train.json").read_text())
     for annotation in content["annotations"]:
         annotation["image_id"] = 103
@@ -274,7 +274,7 @@ def test_images_without_a_box_to_train_on(words: list[str], refused: Callable[..
     assert "got none in 1 images" in refused(*words, "--limit", "1")
 
 
-def test_more_boxes_than_can_be_found_are_said(
+def test_more_objects_than_tokens_are_reported(
     words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert main([*words, "--tokens", "1", "--epochs", "1", "--pictures", "0", "--out", "result"]) == 0
@@ -290,7 +290,7 @@ def test_broken_images_are_named(words: list[str], rectangles: Path, capsys: pyt
     assert "Traceback" not in said
 
 
-def test_without_transformers_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_transformers_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r'pip install "cribo-ssl\[detection\]"'):
         require_transformers()
@@ -300,7 +300,7 @@ def test_without_transformers_it_is_said_what_to_install(monkeypatch: pytest.Mon
         require_transformers()
 
 
-def test_help_advises(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_gives_advice(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["evaluate", "detection", "--help"])
     said = " ".join(capsys.readouterr().out.split())
@@ -308,7 +308,7 @@ def test_help_advises(capsys: pytest.CaptureFixture[str]) -> None:
     assert "[2.5e-5, short:" in said
 
 
-def test_the_images_of_a_set_are_found_by_python_too(rectangles: Path) -> None:
+def test_images_of_a_set_are_found_from_python(rectangles: Path) -> None:
     data = DetectionData(str(rectangles), limit=2)
     splits = data.open()
     assert [splits.train.name(index) for index in range(2)] == ["0.png", "2.png"]

@@ -16,7 +16,7 @@ def images(rectangles: Path) -> BoxedImages:
 
 
 def detections(images: BoxedImages, *, shift: float = 0.0, noise: int = 0) -> Detections:
-    """The true boxes, shifted, with some wrong ones that are less sure."""
+    """Return the true boxes, shifted, and some wrong ones with lower scores."""
     generator = torch.Generator().manual_seed(0)
     most = images.most_boxes + noise
     corners = 40 * torch.rand(len(images), most, 4, generator=generator)
@@ -35,12 +35,12 @@ def test_true_boxes_are_perfect_and_shifted_ones_are_not(images: BoxedImages) ->
     perfect = average_precision(images, detections(images))
     assert perfect.metrics["ap"] == perfect.metrics["ap50"] == pytest.approx(1.0)
     assert perfect.per_class == {"red": pytest.approx(1.0), "green": pytest.approx(1.0)}
-    assert perfect.by_size["large"] is None  # there are none
+    assert perfect.by_size["large"] is None  # no objects of this size
     shifted = average_precision(images, detections(images, shift=3.0)).metrics
     assert shifted["ap75"] < shifted["ap50"] <= 1.0  # type: ignore[operator]
 
 
-def test_it_is_what_the_written_file_scores_against_the_annotations(images: BoxedImages, tmp_path: Path) -> None:
+def test_score_equals_that_of_the_written_file(images: BoxedImages, tmp_path: Path) -> None:
     found = detections(images, shift=1.5, noise=6)
     path = write_detections(tmp_path / "found.json", images, found)
     rows = json.loads(path.read_text())
@@ -61,34 +61,34 @@ def test_it_is_what_the_written_file_scores_against_the_annotations(images: Boxe
     assert 0.1 < ours["ap"] < 0.9  # type: ignore[operator]
 
 
-def test_crowds_make_what_is_found_there_neither_right_nor_wrong(images: BoxedImages) -> None:
+def test_detections_in_crowds_are_ignored(images: BoxedImages) -> None:
     content = json.loads(images.file.read_text())
     content["annotations"].append({"image_id": 102, "category_id": 7, "bbox": [0, 0, 64, 48], "iscrowd": 1})
     images.file.write_text(json.dumps(content))
     with_crowd = BoxedImages(images.file, images.file.parent / "images" / "val")
     found = detections(images, noise=3)
-    found.scores[2], found.labels[2] = 0.95, 0  # surer than all others, in the image that has no object
+    found.scores[2], found.labels[2] = 0.95, 0  # the highest score, in the image without objects
     without = average_precision(images, found).per_class["red"]
     assert without is not None
     assert without < 0.7
     assert average_precision(with_crowd, found).per_class["red"] == pytest.approx(1.0)
 
 
-def test_a_class_that_does_not_occur_has_no_precision(images: BoxedImages) -> None:
+def test_absent_classes_have_no_precision(images: BoxedImages) -> None:
     part = images.subset([1])
     found = detections(images)
     one = Detections(torch.arange(1), found.corners[1:2], found.labels[1:2], found.scores[1:2])
     assert average_precision(part, one).per_class == {"red": None, "green": pytest.approx(1.0)}
 
 
-def test_each_image_must_have_been_looked_at_once(images: BoxedImages) -> None:
+def test_each_image_must_be_scored_once(images: BoxedImages) -> None:
     found = detections(images)
     twice = Detections(torch.tensor([0, 1, 1, 3]), found.corners, found.labels, found.scores)
     with pytest.raises(ValueError, match="each of the 4 images must have detections exactly once"):
         average_precision(images, twice)
 
 
-def test_detections_are_gathered_in_the_order_of_their_images(images: BoxedImages) -> None:
+def test_detections_are_gathered_in_image_order(images: BoxedImages) -> None:
     found = detections(images)
     gathered = Gathered()
     for place in ([3], [0, 2], [1]):
@@ -97,7 +97,7 @@ def test_detections_are_gathered_in_the_order_of_their_images(images: BoxedImage
         assert torch.equal(value, getattr(found, name))
 
 
-def test_boxes_and_classes_are_read_off() -> None:
+def test_boxes_and_classes_are_decoded() -> None:
     logits = torch.tensor([[[0.0, 2.0, 1.0, 5.0], [3.0, 0.0, 0.0, 0.0]]])
     boxes = torch.tensor([[[0.5, 0.5, 0.5, 1.0], [0.25, 0.75, 0.1, 0.2]]])
     corners, labels, scores = read_off(logits, boxes, torch.tensor([[100.0, 200.0]]))  # height, width

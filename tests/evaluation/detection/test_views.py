@@ -19,7 +19,7 @@ SIZES = Sizes(160)
 
 
 def marked(height: int, width: int, box: list[int]) -> DetectionView:
-    """A black image with a white box."""
+    """Return a black image with a white box."""
     image = torch.zeros(3, height, width, dtype=torch.uint8)
     left, top, right, bottom = box
     image[:, top:bottom, left:right] = 255
@@ -31,7 +31,7 @@ def extent_of_white(image: Tensor) -> list[int]:
     return [int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1]
 
 
-def test_sizes_are_those_of_yolos() -> None:
+def test_sizes_equal_those_of_yolos() -> None:
     sizes = Sizes()
     assert sizes.sides == tuple(range(480, 801, 16))
     assert (sizes.longest, sizes.before_crop, sizes.crop) == (1333, (400, 500, 600), (384, 600))
@@ -70,13 +70,13 @@ def test_half_of_the_views_are_flipped_and_half_cropped() -> None:
     assert 0.4 < len(whole) / 400 < 0.65
 
 
-def test_objects_outside_of_a_crop_are_gone() -> None:
+def test_objects_outside_a_crop_are_removed() -> None:
     view = marked(120, 200, [0, 0, 4, 4])
     counts = [len(training_view(view, SIZES, torch.Generator().manual_seed(seed)).labels) for seed in range(60)]
     assert set(counts) == {0, 1}
 
 
-def test_views_depend_on_seed_epoch_and_index_alone(rectangles: Path) -> None:
+def test_views_depend_only_on_seed_epoch_and_index(rectangles: Path) -> None:
     train = open_detection(rectangles).train
     first, again = TrainingViews(train, SIZES, 5), TrainingViews(train, SIZES, 5)
     torch.manual_seed(1)
@@ -91,13 +91,13 @@ def test_views_depend_on_seed_epoch_and_index_alone(rectangles: Path) -> None:
         assert not (same_size and torch.equal(other.view.image, expected[0].image))
 
 
-def test_an_image_without_objects_is_seen_too(rectangles: Path) -> None:
+def test_images_without_objects_are_used(rectangles: Path) -> None:
     sample = TrainingViews(open_detection(rectangles).train, SIZES, 0)[(0, 2)]
     assert sample.view.corners.shape == (0, 4)
     assert Collate(8, (0.5, 0.5, 0.5))([sample]).boxes[0].shape == (0, 4)
 
 
-def test_canvases_hold_whole_patches_and_shares_lead_back_to_the_image() -> None:
+def test_canvases_contain_whole_patches_and_boxes_map_back_to_the_image() -> None:
     views = [marked(50, 33, [10, 20, 30, 44]), marked(41, 67, [5, 6, 50, 30])]
     originals = [(100, 66), (82, 134)]
     batch = Collate(16, (0.2, 0.4, 0.6))(

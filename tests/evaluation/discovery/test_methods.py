@@ -1,4 +1,4 @@
-"""LOST and TokenCut against literal statements in NumPy, and on objects that are known."""
+"""LOST and TokenCut against literal implementations in NumPy, and on known objects."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ GRID = (6, 8)
 
 
 def scene(seed: int, noise: float = 0.1) -> torch.Tensor:
-    """Patches with one object of 2 x 3 patches at row 3, column 2, whose features point away from the others."""
+    """Return patches with an object of 2 x 3 patches at row 3, column 2, whose features oppose the others."""
     generator = torch.Generator().manual_seed(seed)
     inside = torch.zeros(GRID, dtype=torch.bool)
     inside[3:5, 2:5] = True
@@ -31,7 +31,7 @@ def test_an_object_is_found(method: Callable[..., FoundObject]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_lost_is_its_definition(seed: int) -> None:
+def test_lost_equals_its_definition(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(48, 3, generator=generator) + 0.3
     rows = features.double().numpy()
@@ -45,7 +45,7 @@ def test_lost_is_its_definition(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_tokencut_is_the_generalised_eigenproblem(seed: int) -> None:
+def test_tokencut_solves_the_generalised_eigenproblem(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(48, 4, generator=generator)
     rows = features.double().numpy()
@@ -62,7 +62,7 @@ def test_tokencut_is_the_generalised_eigenproblem(seed: int) -> None:
 
 
 def flooded(above: np.ndarray, seed: tuple[int, int]) -> np.ndarray:
-    """The patches above that are reached from the seed over sides."""
+    """Return the patches above the threshold that are connected to the seed by sides."""
     reached, border = np.zeros_like(above), [seed]
     while border:
         row, column = border.pop()
@@ -73,11 +73,11 @@ def flooded(above: np.ndarray, seed: tuple[int, int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("features", [torch.ones(48, 4), torch.eye(48), torch.zeros(48, 4)])
-def test_without_a_difference_the_object_is_the_image(features: torch.Tensor) -> None:
+def test_uniform_features_give_the_whole_image(features: torch.Tensor) -> None:
     assert tokencut(features, GRID).mask.all()
     assert lost(features, GRID).mask.any()
 
 
-def test_a_single_patch_is_an_object() -> None:
+def test_a_single_patch_can_be_an_object() -> None:
     for method in (lost, tokencut):
         assert method(torch.randn(1, 4), (1, 1)).box == (0, 0, 1, 1)

@@ -1,4 +1,4 @@
-"""Object discovery from the command line, on images with objects that are known."""
+"""Object discovery from the command line, on images with known objects."""
 
 import json
 from pathlib import Path
@@ -16,14 +16,14 @@ from cribo.evaluation import Discovery, DiscoveryData, EvaluationRuntime, evalua
 from cribo.evaluation.discovery import discovery
 from cribo.models import build_backbone, normalise
 
-# Left, top, right and bottom in pixels; the third image has an object elsewhere than its annotation.
+# Left, top, right and bottom in pixels; the annotation of the third image is at another place.
 OBJECTS = [(32, 16, 80, 48), (16, 32, 48, 80), (64, 64, 112, 80)]
 ANNOTATED = [OBJECTS[0], OBJECTS[1], (0, 0, 32, 32)]
 RUN = ("--cache", "none", "--devices", "cpu", "--runtime.workers", "0")
 
 
 def write_images(folder: Path) -> None:
-    """A blue rectangle on a yellow ground, whose normalised colours point in opposite directions."""
+    """Write blue rectangles on yellow, whose normalised colours are opposite vectors."""
     folder.mkdir(parents=True)
     generator = np.random.default_rng(0)
     for number, (left, top, right, bottom) in enumerate(OBJECTS):
@@ -78,7 +78,7 @@ def test_objects_are_found(layout: str, request: pytest.FixtureRequest, tmp_path
     assert sorted(path.name for path in out.glob("*.png")) == ["corloc.png", "objects.png"]
 
 
-def test_boxes_are_those_of_resized_images(coco: Path, tmp_path: Path) -> None:
+def test_boxes_of_resized_images(coco: Path, tmp_path: Path) -> None:
     settings = Discovery(methods=("tokencut",), size=240)
     runtime = EvaluationRuntime(devices=("cpu",), workers=0, cache="none")
     _, folder = evaluate(settings, "mean-colour", DiscoveryData(str(coco)), runtime, out=tmp_path / "out")
@@ -86,7 +86,7 @@ def test_boxes_are_those_of_resized_images(coco: Path, tmp_path: Path) -> None:
     assert boxes == {f"{number}.jpg": list(map(float, box)) for number, box in enumerate(OBJECTS)}
 
 
-def test_an_iou_of_a_half_is_enough(coco: Path) -> None:
+def test_an_iou_of_a_half_counts_as_found(coco: Path) -> None:
     images = DiscoveryData(str(coco)).open().val
     half, less = (torch.tensor([32.0, 16, right, 48], dtype=torch.float64) for right in (56, 55))
     assert discovery._is_found(half, images.boxes(0))
@@ -94,7 +94,7 @@ def test_an_iou_of_a_half_is_enough(coco: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["queries", "keys", "values"])
-def test_keys_are_those_of_the_last_layer(kind: str) -> None:
+def test_keys_are_taken_from_the_last_layer(kind: str) -> None:
     args = {"patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2}
     backbone = build_backbone("vit_tiny_patch16_224", args=args, image_size=32, seed=0).eval()
     pixels = torch.randint(0, 256, (3, 30, 43), dtype=torch.uint8)
@@ -111,7 +111,7 @@ def test_keys_are_those_of_the_last_layer(kind: str) -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_voc_boxes_begin_at_zero(voc: Path) -> None:
+def test_voc_boxes_start_at_zero(voc: Path) -> None:
     assert is_voc(voc)
     images = VocBoxes(voc, "trainval")
     assert images.boxes(0).corners.tolist() == [list(map(float, ANNOTATED[0]))]
@@ -133,7 +133,7 @@ def test_a_damaged_voc_is_refused(voc: Path) -> None:
         VocBoxes(voc, "trainval")
 
 
-def test_images_without_objects_are_left_out(coco: Path) -> None:
+def test_images_without_objects_are_excluded(coco: Path) -> None:
     file = coco / "instances_val.json"
     content = json.loads(file.read_text())
     content["annotations"] = content["annotations"][:2]
@@ -162,7 +162,7 @@ def test_images_without_objects_are_left_out(coco: Path) -> None:
         (("--data.split", "train"), "set data.annotations to the file and data.images to the folder"),
     ],
 )
-def test_what_cannot_be_used_is_refused_before_any_work(
+def test_invalid_settings_are_refused_before_any_work(
     coco: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], reason: str
 ) -> None:
     assert main(["evaluate", "discovery", "--backbone", "mean-colour", "--data", "set", *RUN, *more]) == 2
@@ -170,7 +170,7 @@ def test_what_cannot_be_used_is_refused_before_any_work(
     assert sorted(path.name for path in Path().iterdir()) == ["set"]
 
 
-def test_a_size_that_a_network_does_not_take_is_refused() -> None:
+def test_a_size_that_a_network_does_not_support_is_refused() -> None:
     backbone = SimpleNamespace(takes_any_size=False, image_size=224, name="swin_tiny")
     with pytest.raises(InputError, match="size cannot be set for swin_tiny, which only accepts images of 224 x 224"):
         Discovery(size=448).prepare(SimpleNamespace(backbone=backbone))  # pyright: ignore[reportArgumentType]

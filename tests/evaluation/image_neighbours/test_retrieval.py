@@ -1,4 +1,4 @@
-"""The classifier against a plain statement of the protocol, and its features against what may befall them."""
+"""The classifier against a plain implementation of the protocol, and its features under faults."""
 
 import os
 from collections import Counter
@@ -26,7 +26,7 @@ CLASSES = ["a", "b", "c", "d", "e", "f", "g"]
 
 
 class Colours:
-    """The mean colour of an image; counts what it encodes, and raises after `limit` batches."""
+    """Mean colours; counts encoded images, and raises after `limit` batches."""
 
     def __init__(self, limit: int = 10**9) -> None:
         self.limit = limit
@@ -43,7 +43,7 @@ class Colours:
 
 
 def write(folder: Path, colours: np.ndarray, labels: list[int], prefix: str = "") -> ClassifiedFiles:
-    """Images of one colour each, with their labels."""
+    """Write images of one colour each, and their labels."""
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"{prefix}{number:03d}.png" for number in range(len(colours))]
     for name, colour in zip(names, colours.tolist(), strict=True):
@@ -52,7 +52,7 @@ def write(folder: Path, colours: np.ndarray, labels: list[int], prefix: str = ""
 
 
 def drawn(folder: Path, count: int, seed: int, classes: list[int]) -> tuple[ClassifiedFiles, np.ndarray]:
-    """Images whose classes have colours about them, and their features as NumPy has them."""
+    """Return images with colours around those of their classes, and their features computed by NumPy."""
     generator = np.random.default_rng(seed)
     centres = np.random.default_rng(9).integers(30, 225, (len(CLASSES), 3))
     labels = generator.choice(classes, count)
@@ -64,7 +64,7 @@ def drawn(folder: Path, count: int, seed: int, classes: list[int]) -> tuple[Clas
 def plain(
     train: np.ndarray, labels: np.ndarray, val: np.ndarray, k: int, *, temperature: float = 0.07, own: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The protocol in a few lines: votes of each class for each image, and the classes in their order."""
+    """Compute the protocol in a few lines: votes for each class, and classes by votes."""
     votes = np.zeros((len(val), len(CLASSES)))
     for number, feature in enumerate(val):
         similarity = train @ feature
@@ -96,12 +96,12 @@ def check(
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
-def test_it_is_the_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int | None) -> None:
-    """Class 5 is among the training images only, class 6 nowhere."""
+def test_results_equal_the_plain_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int | None) -> None:
+    """Class 5 occurs in the training images only, class 6 nowhere."""
     train, known = drawn(tmp_path / "train", 80, 0, [0, 1, 2, 3, 4, 5])
     val, asked = drawn(tmp_path / "val", 40, 1, [0, 1, 2, 3, 4])
     ks = (1, 4, 20, 80)
-    if chunk is not None:  # queries that are searched, and voted on, at once
+    if chunk is not None:  # queries per block of search and vote
         free = 4 * chunk * (8 * 3 + 24 * ks[-1])
         monkeypatch.setattr(module, "available_memory", lambda device: free)
         monkeypatch.setattr(module, "_VOTES_AT_ONCE", 2 * len(CLASSES))
@@ -112,15 +112,15 @@ def test_it_is_the_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chu
     assert torch.allclose(found.nearest.similarity.double(), torch.from_numpy(-np.sort(-similarity)[:, :8]), atol=1e-5)
 
 
-def test_without_a_split_each_image_is_classified_by_the_others(tmp_path: Path) -> None:
+def test_leave_one_out_without_a_split(tmp_path: Path) -> None:
     train, known = drawn(tmp_path, 60, 2, [0, 1, 2])
     found = image_nn([Colours().encoder()], train, None, settings(1, 5, 59))
     check(found, known, train.labels, known, train.labels, own=True)
     assert not (found.nearest.rows == torch.arange(60)[:, None]).any()
 
 
-def test_doubles_do_not_hide_that_an_image_votes_for_itself(tmp_path: Path) -> None:
-    """Six images are the same, of two classes: the last ones do not find themselves among their nearest four."""
+def test_duplicates_do_not_let_an_image_vote_for_itself(tmp_path: Path) -> None:
+    """Six images are identical, of two classes: the last ones are not among their own nearest four."""
     colours = np.array([[200, 40, 40]] * 6 + [[40, 200, 40]] * 2, dtype=np.uint8)
     images = write(tmp_path, colours, [0, 0, 1, 1, 1, 0, 2, 2])
     found = image_nn([Colours().encoder()], images, None, settings(3))
@@ -128,18 +128,18 @@ def test_doubles_do_not_hide_that_an_image_votes_for_itself(tmp_path: Path) -> N
     assert found.scores[0].predicted.tolist()[:6] == [1, 1, 0, 0, 0, 0]
 
 
-def test_classes_with_as_many_votes_come_in_their_order(tmp_path: Path) -> None:
+def test_ties_are_broken_by_class_order(tmp_path: Path) -> None:
     colours = np.array([[200, 40, 40]] * 4, dtype=np.uint8)
     train = write(tmp_path / "train", colours, [4, 2, 2, 4])
     val = write(tmp_path / "val", colours[:3], [2, 4, 6])
     (score,) = image_nn([Colours().encoder()], train, val, settings(4)).scores
     assert score.predicted.tolist() == [2, 2, 2]
-    assert score.place.tolist() == [0, 1, 7]  # a class without votes is not even among five of seven
+    assert score.place.tolist() == [0, 1, 7]  # a class without votes is not among the first five of seven
     assert (score.top(1), score.top(5)) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
     assert places(torch.tensor([[0.0, 3.0, 3.0]]), torch.tensor([2])).tolist() == [1]
 
 
-def test_no_temperature_is_too_low(tmp_path: Path) -> None:
+def test_very_low_temperatures_are_stable(tmp_path: Path) -> None:
     train, known = drawn(tmp_path / "train", 30, 3, [0, 1, 2])
     val, asked = drawn(tmp_path / "val", 10, 4, [0, 1, 2])
     cold = image_nn([Colours().encoder()], train, val, settings(10, temperature=1e-6)).scores[0]
@@ -165,7 +165,7 @@ def rows(images: ClassifiedFiles, colours: Colours, cache: Path | None = None, *
     return torch.cat(blocks)
 
 
-def test_what_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_extraction_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features_module, "_BLOCK", 4)
     images, known = drawn(tmp_path / "images", 18, 0, [0, 1])
     cache = tmp_path / "cache"
@@ -173,12 +173,12 @@ def test_what_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         rows(images, Colours(limit=4), cache)
     rest = Colours()
     found = rows(images, rest, cache)
-    assert sum(rest.batches) == 18 - 12  # 12 images were done, in three files of four
+    assert sum(rest.batches) == 18 - 12  # 12 images were finished, in three files of four
     assert torch.allclose(found.double(), torch.from_numpy(known), atol=1e-6)
     none = Colours()
     assert torch.equal(rows(images, none, cache), found)
     assert none.batches == []
-    # A file that was cut off, and an image that has changed, are made again; the others are not.
+    # A truncated file and a changed image are computed again; the others are not.
     sorted(cache.rglob("*.npy"))[0].write_bytes(b"half")
     assert torch.equal(rows(images, again := Colours(), cache), found)
     assert sum(again.batches) in (4, 2)
@@ -187,7 +187,7 @@ def test_what_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert sum(changed.batches) == 2
 
 
-def test_images_of_the_same_names_sizes_and_dates_are_not_taken_for_each_other(tmp_path: Path) -> None:
+def test_images_with_equal_names_sizes_and_dates_are_distinguished(tmp_path: Path) -> None:
     for split, colour in (("train", (250, 9, 9)), ("val", (9, 9, 250))):
         (tmp_path / split).mkdir()
         Image.new("RGB", (SIDE, SIDE), colour).save(tmp_path / split / "0.bmp")
@@ -199,7 +199,7 @@ def test_images_of_the_same_names_sizes_and_dates_are_not_taken_for_each_other(t
     assert not torch.allclose(train, val)
 
 
-def test_several_devices_and_workers_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_independent_of_devices_and_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features_module, "_BLOCK", 5)
     images, _ = drawn(tmp_path, 23, 0, [0, 1])
     alone = rows(images, Colours())
@@ -216,7 +216,7 @@ def test_several_devices_and_workers_give_the_same(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_classifies_as_the_host_does(tmp_path: Path) -> None:
+def test_gpu_and_cpu_agree(tmp_path: Path) -> None:
     train, _ = drawn(tmp_path / "train", 80, 0, [0, 1, 2, 3])
     val, _ = drawn(tmp_path / "val", 40, 1, [0, 1, 2, 3])
     host, gpu = (
@@ -236,14 +236,14 @@ def test_a_broken_image_is_named(tmp_path: Path, workers: int) -> None:
         rows(images, Colours(), workers=workers)
 
 
-def test_an_image_that_has_gone_is_named(tmp_path: Path) -> None:
+def test_a_deleted_image_is_named(tmp_path: Path) -> None:
     images, _ = drawn(tmp_path / "images", 8, 0, [0, 1])
     Path(images.path(5)).unlink()
     with pytest.raises(UnreadableImage, match=r"005\.png: No such file"):
         rows(images, Colours(), tmp_path / "cache")
 
 
-def test_features_that_are_not_finite_are_said_with_their_image(tmp_path: Path) -> None:
+def test_non_finite_features_name_their_image(tmp_path: Path) -> None:
     images, _ = drawn(tmp_path / "images", 8, 0, [0, 1])
 
     def broken(pixels: torch.Tensor) -> torch.Tensor:
@@ -255,7 +255,7 @@ def test_features_that_are_not_finite_are_said_with_their_image(tmp_path: Path) 
     assert not list((tmp_path / "cache").rglob("*.npy"))
 
 
-def test_features_that_do_not_fit_are_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_beyond_memory_are_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images, _ = drawn(tmp_path, 8, 0, [0, 1])
     monkeypatch.setattr("cribo.evaluation.cache.available_memory", lambda device: 95)  # 8 * 3 * 4 bytes are needed
     colours = Colours()
@@ -264,7 +264,7 @@ def test_features_that_do_not_fit_are_refused_before_any_work(tmp_path: Path, mo
     assert colours.batches == []
 
 
-def test_an_image_is_resized_by_its_shorter_side_and_cut_from_its_centre() -> None:
+def test_images_are_resized_by_the_shorter_side_and_centre_cropped() -> None:
     image = torch.zeros(3, 40, 80, dtype=torch.uint8)
     image[:, :, 20:60] = 200
     middle = SquareCrop(20, 18)(image)

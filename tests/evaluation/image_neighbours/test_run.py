@@ -24,7 +24,7 @@ CLASSES = {"red": (200, 40, 40), "green": (40, 200, 40), "blue": (40, 40, 200)}
 
 
 def write_classes(root: Path, each: int, *, seed: int = 0) -> Path:
-    """Images whose classes are their colours, with some noise."""
+    """Write images with one colour per class and some noise."""
     generator = np.random.default_rng(seed)
     for name, colour in CLASSES.items():
         (root / name).mkdir(parents=True)
@@ -58,7 +58,7 @@ def words(data: Path, *more: str, backbone: str | Path = "mean-colour") -> list[
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command that must be refused and leave nothing; gives what it says."""
+    """Run a command that must be refused without output files, and return its message."""
 
     def call(*given: str, status: int = 2) -> str:
         before = sorted(Path().rglob("*"))
@@ -72,12 +72,12 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return call
 
 
-def test_an_evaluation_leaves_its_results_and_pictures(
+def test_an_evaluation_writes_results_and_pictures(
     data: Path, backbone: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words(Path("set"), "--out", "result", "--neighbours", "3,5", backbone=backbone)) == 0
     result = read_result("result")
-    assert result.data["root"] == str(data)  # by which a comparison tells sets of other folders apart
+    assert result.data["root"] == str(data)  # distinguishes data sets of other folders in comparisons
     assert (result.evaluation, result.varies, result.metrics) == ("image-nn", "neighbours", ["top1", "top5"])
     assert [row["neighbours"] for row in result.results] == [3, 5]
     assert result.classes == ["blue", "green", "red"]
@@ -102,8 +102,8 @@ def test_an_evaluation_leaves_its_results_and_pictures(
             picture.verify()
 
 
-def test_colours_are_told_apart_by_their_mean(data: Path) -> None:
-    """Without a split, too; and with the k that there are images for."""
+def test_mean_colours_separate_colour_classes(data: Path) -> None:
+    """Also without a split, and with only those k that the number of images allows."""
     assert main(words(data, "--out", "split", "--pictures", "0")) == 0
     assert main(words(data / "train", "--out", "alone", "--pictures", "0")) == 0
     split, alone = read_result("split"), read_result("alone")
@@ -111,13 +111,13 @@ def test_colours_are_told_apart_by_their_mean(data: Path) -> None:
     assert split.results[0]["top1"] == alone.results[0]["top1"] == 1.0
     assert alone.settings["leave_one_out"]
     assert alone.data["val_images"] is None
-    # All others vote, and there is one less of its own class: a class more has no say against a nearer one.
+    # With five images, the four others vote.
     assert main(words(data / "train", "--out", "few", "--pictures", "0", "--limit", "5")) == 0
     assert [row["neighbours"] for row in read_result("few").results] == [4]
     assert not list(Path("few").glob("neighbours*.png"))
 
 
-def test_features_are_kept_for_the_next_time(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_features_are_cached_for_the_next_run(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     again = words(data, "--neighbours", "1")
     again[again.index("none")] = "cache"
     assert main([*again, "--out", "one"]) == 0
@@ -144,7 +144,7 @@ def test_features_are_kept_for_the_next_time(data: Path, capsys: pytest.CaptureF
         (("--runtime.devices", "cuda:99"), "cannot be used"),
     ],
 )
-def test_what_cannot_be_used_is_said_before_any_work(
+def test_invalid_arguments_are_refused_before_any_work(
     data: Path, refused: Callable[..., str], more: tuple[str, ...], reason: str
 ) -> None:
     said = refused(*words(data, *more))
@@ -152,7 +152,7 @@ def test_what_cannot_be_used_is_said_before_any_work(
     assert reason in " ".join(said.split())
 
 
-def test_folders_that_cannot_be_used(data: Path, refused: Callable[..., str]) -> None:
+def test_invalid_folders(data: Path, refused: Callable[..., str]) -> None:
     without_root = words(data)
     del without_root[without_root.index("--data.root") : without_root.index("--data.root") + 2]
     assert "data.root is required" in refused(*without_root)
@@ -165,12 +165,12 @@ def test_folders_that_cannot_be_used(data: Path, refused: Callable[..., str]) ->
     assert "has no cribo.json" in refused(*words(data / "train", "--out", "result", "--overwrite"))
 
 
-def test_a_broken_image_is_named_and_leaves_nothing(data: Path, refused: Callable[..., str]) -> None:
+def test_a_broken_image_is_named_and_nothing_is_written(data: Path, refused: Callable[..., str]) -> None:
     (data / "train" / "red" / "3.png").write_bytes(b"no image")
     assert "red/3.png: not an image of a known format" in refused(*words(data), status=1)
 
 
-def test_results_are_replaced_only_by_new_ones(data: Path) -> None:
+def test_results_are_replaced_only_by_complete_ones(data: Path) -> None:
     assert main(words(data, "--out", "result", "--neighbours", "1,2")) == 0
     before = Path("result/results.json").read_text()
     image = data / "val" / "red" / "1.png"
@@ -184,7 +184,7 @@ def test_results_are_replaced_only_by_new_ones(data: Path) -> None:
     assert not Path("result/top1.png").exists()  # of the one before
 
 
-def test_half_of_what_is_drawn_is_wrong_as_far_as_there_is() -> None:
+def test_half_of_the_pictures_show_errors_if_possible() -> None:
     def score(*places: int) -> NeighbourScore:
         place = torch.tensor(places)
         return NeighbourScore(1, torch.zeros_like(place), place, torch.ones(len(place)))
@@ -197,10 +197,10 @@ def test_half_of_what_is_drawn_is_wrong_as_far_as_there_is() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="signals as POSIX has them")
-def test_a_killed_extraction_goes_on(data: Path, backbone: Path) -> None:
-    """Killed without warning after the first file of features, it does not compute that one again."""
-    write_classes(data / "train" / "more", 700, seed=2)  # below a class of its own: 2124 images in three files
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
+def test_a_killed_extraction_resumes(data: Path, backbone: Path) -> None:
+    """After SIGKILL following the first file of features, that file is not computed again."""
+    write_classes(data / "train" / "more", 700, seed=2)  # in a separate class: 2124 images in three files
     command = words(data, "--out", "result", "--neighbours", "5", backbone=backbone)
     command[command.index("none")] = "cache"
     run = [sys.executable, "-m", "cribo", *command]

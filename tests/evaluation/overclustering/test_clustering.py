@@ -1,4 +1,4 @@
-"""Overclustering against NumPy and brute force, and on images whose clusters are known."""
+"""Overclustering against NumPy and brute force, and on images with known clusters."""
 
 import itertools
 from typing import Any
@@ -33,7 +33,7 @@ def scored(images: Coded, **settings: Any) -> dict[str, Any]:
     return score.row(images.classes)
 
 
-def test_principal_components_are_those_of_numpy() -> None:
+def test_principal_components_equal_numpy() -> None:
     generator = torch.Generator().manual_seed(0)
     mixed = torch.randn(60, 5, generator=generator) @ torch.randn(5, 8, generator=generator) + torch.arange(8.0)
     rows = torch.cat((mixed, torch.full((60, 1), 3.0)), dim=1)  # and a channel that is constant
@@ -71,13 +71,13 @@ def np_grid(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return rows.flatten(), columns.flatten()
 
 
-def test_a_cluster_takes_the_class_of_most_of_its_pixels() -> None:
+def test_a_cluster_takes_its_majority_class() -> None:
     counts = torch.tensor([[9, 0, 2, 0], [1, 4, 2, 0], [0, 5, 1, 0]])
     assert match_clusters(counts, "greedy").tolist() == [0, 2, 0, 0]
     assert pairwise_iou(counts)[2].tolist() == pytest.approx([0, 5 / 10, 1 / 10, 0])
 
 
-def test_classes_that_are_clusters_are_found() -> None:
+def test_separated_classes_are_found() -> None:
     images = Coded(random_maps(6, 0, ignored=0.0))
     row = scored(images, clusters=(4,))
     assert (row["matching"], row["miou"], row["miou_std"]) == ("hungarian", 1.0, 0.0)
@@ -86,8 +86,8 @@ def test_classes_that_are_clusters_are_found() -> None:
     assert row["per_class"] == dict.fromkeys("abcd", 1.0)
 
 
-def test_one_cluster_takes_the_most_frequent_class() -> None:
-    """A quarter of the pixels is ignored, half of the others are of class b; 15 patches of 4 x 4 pixels."""
+def test_a_single_cluster_takes_the_most_frequent_class() -> None:
+    """A quarter of the pixels is ignored, half of the others have class b; 15 patches of 4 x 4 pixels."""
     images = Coded([blocks(*[[1, 1, 1, 0, 2, 255, 255, 255]] * 5, side=4)[:, :24]] * 2)
     row = scored(images, clusters=(1,))
     assert row["matching"] == "greedy"
@@ -98,7 +98,7 @@ def test_one_cluster_takes_the_most_frequent_class() -> None:
 
 
 def test_more_clusters_than_classes_share_them() -> None:
-    """Two of four classes look alike, so one of them gets no cluster."""
+    """Two of four classes are identical, so one of them gets no cluster."""
     images = Coded(random_maps(6, 2, ignored=0.1))
     labels = [labels.clone() for labels in images.maps]
     for image in images.maps:
@@ -123,7 +123,7 @@ def test_the_foreground_is_clustered_without_the_background() -> None:
     assert row["confusion"].sum() == 2 * pixels * (60 * 60) / (20 * 24)
 
 
-def test_draws_differ_and_are_repeatable() -> None:
+def test_draws_differ_and_are_reproducible() -> None:
     generator = torch.Generator().manual_seed(0)
     images = Coded(random_maps(6, 4))
     found = features_of(images)
@@ -137,7 +137,7 @@ def test_draws_differ_and_are_repeatable() -> None:
     assert later[0][0].row(images.classes)["draws"] == row["draws"][2:]
 
 
-def test_what_cannot_be_clustered_is_refused() -> None:
+def test_impossible_clusterings_are_refused() -> None:
     images = Coded(random_maps(2, 5))
     objects = Coded(images.maps, classes=("background", "b", "c", "d"))
     with pytest.raises(InputError, match="clusters must be at most the number of patches of the foreground"):

@@ -23,7 +23,7 @@ def words(*more: str) -> list[str]:
     return ["evaluate", "overclustering", *given, "--size", "64", *RUN, *more]
 
 
-def test_an_evaluation_leaves_its_results_and_pictures(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_writes_results_and_pictures(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words("--clusters", "3,10", "--draws", "2", "--out", "result")) == 0
     result = read_result("result")
     assert (result.evaluation, result.varies, result.metrics) == ("overclustering", "clusters", ["miou"])
@@ -49,7 +49,7 @@ def test_an_evaluation_leaves_its_results_and_pictures(data: Path, capsys: pytes
         (("--foreground",), "foreground requires background as class 0, got 'red'"),
     ],
 )
-def test_what_cannot_be_used_is_refused_before_any_work(
+def test_invalid_settings_are_refused_before_any_work(
     data: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], reason: str
 ) -> None:
     assert main(words(*more)) == 2

@@ -1,4 +1,4 @@
-"""What evaluations from beginning to end are tried on."""
+"""Files for end-to-end evaluations."""
 
 from pathlib import Path
 
@@ -7,12 +7,12 @@ from PIL import Image
 
 from cribo.models import save_backbone
 
-from .made import Squares, tiny_vit
+from .squares import Squares, tiny_vit
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A set in the layout of `folder`, four images to train on and two to score, and a network beside it."""
+    """Write a set in the layout of `folder` with four training and two validation images, and a network."""
     root = tmp_path_factory.mktemp("squares")
     for split, images in (("train", Squares(4)), ("val", Squares(2, seed=1))):
         for kind in ("images", "labels"):

@@ -1,4 +1,4 @@
-"""What is decided where nothing is said, and what is refused."""
+"""Defaults of the settings, and errors of invalid ones."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ from cribo.evaluation.segmentation.protocol import Linear
 from cribo.models import Backbone
 from cribo.retrieval import BackboneSource
 
-from .made import tiny_vit
+from .squares import tiny_vit
 
 
 def settings(data: str = "voc", backbone: Backbone | None = None, **values: Any) -> Linear:
@@ -35,14 +35,14 @@ def used(data: str = "voc", **values: Any) -> dict[str, Any]:
         ("scenes", 80_000, None),
     ],
 )
-def test_the_papers_schedule(data: str, iterations: int, scale: tuple[int, int] | None) -> None:
+def test_the_paper_schedule(data: str, iterations: int, scale: tuple[int, int] | None) -> None:
     made = settings(data)
     assert (made.iterations, made.batch_size, made.crop, used(data)["scale"]) == (iterations, 16, 512, scale)
     assert made.learning_rates == (8e-4, 3e-4, 1e-4, 8e-5)
     assert (made.windows.mode, made.windows.window, made.windows.stride) == ("whole", 512, 480)
 
 
-def test_the_short_schedule_is_short_for_every_set() -> None:
+def test_the_short_schedule_is_short_for_all_sets() -> None:
     for data in ("ade20k", "camvid"):
         made = settings(data, schedule="short")
         assert made.iterations <= 1000
@@ -50,7 +50,7 @@ def test_the_short_schedule_is_short_for_every_set() -> None:
         assert min(made.learning_rates) > max(settings().learning_rates)
 
 
-def test_what_is_said_counts() -> None:
+def test_explicit_settings_override_the_schedule() -> None:
     made = settings(
         "ade20k", schedule="short", iterations=7, batch_size=3, crop=64, inference="slide", learning_rates=(0.5,)
     )
@@ -76,12 +76,12 @@ def test_what_is_said_counts() -> None:
         ({"learning_rates": (1e-3, 1e-4, 1e-3)}, "learning_rates must be all different, got 0.001 2 times"),
     ],
 )
-def test_what_is_refused(values: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         settings(**values)
 
 
-def test_a_network_of_one_size_is_slid_over_images() -> None:
+def test_networks_of_fixed_size_use_sliding_windows() -> None:
     backbone = tiny_vit()
     backbone.takes_any_size = False
     for values in ({"crop": 32}, {"crop": 64, "inference": "slide"}):

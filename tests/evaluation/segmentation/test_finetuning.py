@@ -1,4 +1,4 @@
-"""Finetuning with Segmenter from beginning to end, on files that are made here."""
+"""End-to-end finetuning with Segmenter."""
 
 import json
 import os
@@ -28,14 +28,14 @@ from cribo.files import FolderError
 from cribo.models import build_backbone, save_backbone
 from cribo.retrieval import BackboneSource
 
-from .made import Squares
+from .squares import Squares
 
 CPU: dict[str, Any] = {"accelerator": "cpu", "workers": 0, "threads": 1}
 RATES = 1e-3, 1e-6
 
 
 def config(folder: Path, *, backbone: Any = None, data: Any = None, runtime: Any = None, **changes: Any) -> Any:
-    """The arguments of `evaluate`."""
+    """Return the arguments of `evaluate`."""
     settings: dict[str, Any] = {"iterations": 6, "batch_size": 4, "crop": 64, "learning_rates": RATES, "drop_path": 0.2}
     return (
         FinetunedSegmenter(**(settings | changes)),
@@ -46,7 +46,7 @@ def config(folder: Path, *, backbone: Any = None, data: Any = None, runtime: Any
 
 
 def words(folder: Path, out: Path, *more: str) -> list[str]:
-    """The command of `config`."""
+    """Return the command for `config`."""
     return [
         *("evaluate", "segmenter", "--backbone", str(folder / "network"), "--data", "folder"),
         *("--data.root", str(folder), "--iterations", "6", "--batch_size", "4", "--crop", "64", "--drop_path", "0.2"),
@@ -57,13 +57,13 @@ def words(folder: Path, out: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An evaluation that nothing has stopped."""
+    """Return an uninterrupted evaluation."""
     made = config(folder, runtime=TrainingRuntime(**CPU, checkpoint_every=2))
     return evaluate(*made, out=tmp_path_factory.mktemp("whole") / "out", pictures=0)[1]
 
 
 def assert_same(out: Path, other: Path) -> None:
-    """Two evaluations found the same, to the last bit."""
+    """Assert that two evaluations are bit-identical."""
     assert read_result(out).results == read_result(other).results
     assert (out / "segmenter.safetensors").read_bytes() == (other / "segmenter.safetensors").read_bytes()
 
@@ -71,7 +71,7 @@ def assert_same(out: Path, other: Path) -> None:
 # ------------------------------------------------------------------ a whole evaluation
 
 
-def test_it_leaves_results_pictures_and_the_best_network(folder: Path, tmp_path: Path) -> None:
+def test_it_writes_results_pictures_and_the_best_network(folder: Path, tmp_path: Path) -> None:
     made = config(folder, iterations=60, data=SegmentationData("folder", str(folder), train="val"))
     result, out = evaluate(*made, out=tmp_path / "out", pictures=2)
     assert read_result(out) == result
@@ -79,14 +79,14 @@ def test_it_leaves_results_pictures_and_the_best_network(folder: Path, tmp_path:
     good, bad = result.results
     assert (good["learning_rate"], bad["learning_rate"]) == RATES
     assert good["miou"] > 0.9
-    assert good["pixel_accuracy"] > 0.95  # of the images that it was trained on
+    assert good["pixel_accuracy"] > 0.95  # of the training images
     assert bad["miou"] < 0.5
     assert result.settings["decoder"] == {"layers": 2, "width": 32, "heads": 1}
     assert result.settings["drop_path"] == 0.2
     assert result.settings["inference"] == "slide"
     for name in ("confusion.png", "miou.png", "predictions.png"):
         assert (out / name).is_file()
-    # The network that is left is the one that was scored.
+    # The saved network is the scored one.
     segmenter, images = load_segmenter(out), open_segmentation("folder", folder, "val")
     assert segmenter.classes == Squares().classes
     confusion = torch.zeros(4, 4, dtype=torch.long)
@@ -97,7 +97,7 @@ def test_it_leaves_results_pictures_and_the_best_network(folder: Path, tmp_path:
     assert float(iou(confusion).nanmean()) == good["miou"]
 
 
-def test_of_each_training_scores_and_curves_stay_and_what_is_large_goes(whole: Path) -> None:
+def test_scores_and_curves_are_kept_and_checkpoints_removed(whole: Path) -> None:
     assert sorted(path.name for path in whole.iterdir() if path.is_dir()) == ["lr=0.001", "lr=1e-06"]
     assert [path.relative_to(whole) for path in whole.rglob("*.safetensors")] == [Path("segmenter.safetensors")]
     assert not [*whole.rglob("*.ckpt")]
@@ -117,7 +117,7 @@ def test_bf16(folder: Path, tmp_path: Path) -> None:
     assert result.results[0]["miou"] > 0.7
 
 
-def test_a_convolutional_network_with_a_decoder_of_its_own_width(folder: Path, tmp_path: Path) -> None:
+def test_a_convolutional_network_with_a_decoder_of_another_width(folder: Path, tmp_path: Path) -> None:
     args = {"layers": (1, 1, 1, 1), "channels": (8, 8, 8, 16), "output_stride": 16}
     save_backbone(build_backbone("resnet18", args=args, image_size=64), tmp_path / "network")
     backbone = BackboneSource(str(tmp_path / "network"))
@@ -127,7 +127,7 @@ def test_a_convolutional_network_with_a_decoder_of_its_own_width(folder: Path, t
     assert load_segmenter(out).network.backbone.name == "resnet18"
 
 
-def test_less_memory_gives_the_same(folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_checkpointing_gives_equal_results(folder: Path, whole: Path, tmp_path: Path) -> None:
     made = config(folder, checkpointing="blocks")
     _, out = evaluate(*made, out=tmp_path / "out", pictures=0)
     ours, others = (load_file(path / "segmenter.safetensors") for path in (out, whole))
@@ -135,7 +135,7 @@ def test_less_memory_gives_the_same(folder: Path, whole: Path, tmp_path: Path) -
         torch.testing.assert_close(value, others[name])
 
 
-def test_positions_are_those_of_the_crops(folder: Path) -> None:
+def test_positions_are_resized_to_the_crops(folder: Path) -> None:
     protocol, source, data, _ = config(folder, crop=128)
     run = SimpleNamespace(source=source, data=data.open())
     network = build_segmenter(protocol, run)  # pyright: ignore[reportArgumentType]
@@ -144,11 +144,11 @@ def test_positions_are_those_of_the_crops(folder: Path) -> None:
     assert network.decoder.drop_path_rates == pytest.approx((0.2, 0.2))
 
 
-# ------------------------------------------------------------------ stopped, and gone on with
+# ------------------------------------------------------------------ interruption and resumption
 
 
 def stop_when(condition: str) -> str:
-    """A program that runs cribo and is killed before the training step in which a condition holds."""
+    """Return a program that runs cribo and kills itself before the training step at which a condition holds."""
     return (
         "import os, signal, sys\n"
         "from cribo.evaluation.segmentation.segmenter import SegmenterFinetuning\n"
@@ -178,7 +178,7 @@ def stop_when(condition: str) -> str:
         ),
     ],
 )
-def test_one_that_was_killed_ends_as_if_it_had_not_been(
+def test_a_killed_training_resumes_with_identical_results(
     folder: Path, whole: Path, tmp_path: Path, condition: str, left: list[str]
 ) -> None:
     command = words(folder, tmp_path / "out", "--resume")
@@ -192,18 +192,18 @@ def test_one_that_was_killed_ends_as_if_it_had_not_been(
     assert_same(tmp_path / "out", whole)
 
 
-def test_what_is_finished_is_not_done_again(folder: Path, tmp_path: Path) -> None:
+def test_finished_trainings_are_not_repeated(folder: Path, tmp_path: Path) -> None:
     made = config(folder, iterations=2)
     first, out = evaluate(*made, out=tmp_path / "out", pictures=0)
     assert evaluate(*made, out=out, resume=True, pictures=0)[0] == first
     scores = {path: path.stat().st_mtime_ns for path in out.glob("lr=*/score.json")}
-    # Killed after the last training: the best network stands there, the results do not.
+    # Killed after the last training: the best network exists, the results do not.
     (out / "results.json").unlink()
     again, _ = evaluate(*made, out=out, resume=True, pictures=0)
     assert again.results == first.results
     assert again.seconds == first.seconds
     assert {path: path.stat().st_mtime_ns for path in out.glob("lr=*/score.json")} == scores
-    # One that was taken away is trained again, and is what it was.
+    # A removed one is trained again, with identical results.
     network = (out / "segmenter.safetensors").read_bytes()
     (out / "results.json").unlink()
     shutil.rmtree(out / "lr=0.001")
@@ -212,7 +212,7 @@ def test_what_is_finished_is_not_done_again(folder: Path, tmp_path: Path) -> Non
     assert (out / "segmenter.safetensors").read_bytes() == network
 
 
-def test_a_score_that_is_damaged_is_named(folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_score_is_named(folder: Path, tmp_path: Path) -> None:
     made = config(folder, iterations=1, learning_rates=(1e-3,))
     _, out = evaluate(*made, out=tmp_path / "out", pictures=0)
     (out / "results.json").unlink()
@@ -222,7 +222,7 @@ def test_a_score_that_is_damaged_is_named(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_are_as_one(folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_two_processes_give_the_result_of_one(folder: Path, whole: Path, tmp_path: Path) -> None:
     command = words(folder, tmp_path / "out", "--devices", "2")
     done = subprocess.run([sys.executable, "-m", "cribo", *command], capture_output=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr
@@ -236,7 +236,7 @@ def test_two_processes_are_as_one(folder: Path, whole: Path, tmp_path: Path) -> 
     assert not [*(tmp_path / "out").rglob("*.ckpt")]
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ errors
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_two_processes_are_as_one(folder: Path, whole: Path, tmp_path: Path) -> 
         ({"crop": 24}, "crop must be a multiple of the patch size"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_before_a_folder_is_made(
+def test_invalid_trainings_are_refused_before_a_folder_is_created(
     folder: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -277,7 +277,7 @@ def test_what_cannot_be_trained_is_refused_before_a_folder_is_made(
         ({"learning_rates": ()}, "learning_rates must not be empty"),
     ],
 )
-def test_what_no_segmenter_has_is_refused(folder: Path, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_options_are_refused(folder: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         evaluate(*config(folder, **changes))
 

@@ -13,7 +13,7 @@ PATCH = 4
 
 
 def local(images: torch.Tensor) -> torch.Tensor:
-    """Two heads that see nothing but a patch: its mean colour, and the same backwards."""
+    """Two heads that depend on a single patch: its mean colour, and the reversed channels."""
     means = F.avg_pool2d(images, PATCH)
     return torch.stack((means, means.flip(1)))
 
@@ -23,7 +23,7 @@ def noise(height: int, width: int, channels: int = 3) -> torch.Tensor:
 
 
 def plain(image: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """Of an image whose sides are multiples of the patch size."""
+    """Return the logits of an image whose sides are multiples of the patch size."""
     full = F.interpolate(local(image[None])[:, 0], size=image.shape[1:], mode="bilinear")
     return F.interpolate(full, size=size, mode="bilinear").argmax(dim=1)
 
@@ -35,7 +35,7 @@ def test_a_whole_image() -> None:
     assert torch.equal(found.long(), plain(image, (37, 50)))
 
 
-def test_windows_that_meet_without_overlap_see_their_part_alone() -> None:
+def test_windows_without_overlap_depend_only_on_their_part() -> None:
     image = noise(16, 32)
     found = segment_image(image, local, (16, 32), Inference("slide", 16, 16), divisor=PATCH)
     expected = torch.cat([plain(image[:, :, :16], (16, 16)), plain(image[:, :, 16:], (16, 16))], dim=2)
@@ -44,7 +44,7 @@ def test_windows_that_meet_without_overlap_see_their_part_alone() -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 3, 100])
 def test_overlapping_windows_are_averaged(batch_size: int) -> None:
-    """Against a plain loop, with sides that are no multiple of the patch size."""
+    """Against a plain loop, with sides that are not multiples of the patch size."""
     image, window, stride = noise(22, 31), 10, 7
     total, count = torch.zeros(2, 3, 22, 31), torch.zeros(22, 31)
     for top in (0, 7, 12):
@@ -67,7 +67,7 @@ def test_a_window_that_is_larger_than_the_image_is_the_whole_image() -> None:
     assert torch.equal(whole, slid)
 
 
-def test_what_the_network_is_given_is_divisible() -> None:
+def test_inputs_of_the_network_are_divisible() -> None:
     seen = []
 
     def watched(images: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ def test_what_the_network_is_given_is_divisible() -> None:
     assert seen == [(1, 3, 16, 24), (3, 3, 12, 12), (1, 3, 12, 12)]
 
 
-def test_classes_are_upsampled_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_are_upsampled_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     mixing = torch.randn(2, 40, 3, generator=torch.Generator().manual_seed(1))
 
     def many(images: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ def test_classes_are_upsampled_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     assert len(at_once.unique()) > 10
 
 
-def test_of_equal_logits_the_smaller_class_wins() -> None:
+def test_ties_of_logits_go_to_the_smaller_class() -> None:
     found = segment_image(torch.zeros(3, 8, 8), local, (8, 8), Inference(), divisor=PATCH)
     assert (found == 0).all()
 
@@ -106,6 +106,6 @@ def test_of_equal_logits_the_smaller_class_wins() -> None:
         ({"window": 100, "stride": 101}, r"stride must be at most the window \(100\), got 101"),
     ],
 )
-def test_what_cannot_be_a_window(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_windows(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Inference("slide", **arguments)

@@ -1,4 +1,4 @@
-"""Linear heads on frozen tokens: trained each as if alone, and nothing else is."""
+"""Linear heads on frozen tokens: trained independently of each other, without the backbone."""
 
 import copy
 
@@ -9,14 +9,14 @@ from cribo.data.crops import LabelledCrops, WholeImages
 from cribo.evaluation.segmentation.linear import LinearSegmentation, linear_head
 from cribo.models import build_backbone
 
-from .made import Squares, score, tiny_vit, train
+from .squares import Squares, score, tiny_vit, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are trying to `self.log")
 
 RATES = (8e-4, 3e-4, 1e-4, 8e-5)
 
 
-def test_heads_trained_together_are_those_trained_alone() -> None:
+def test_heads_trained_together_equal_those_trained_alone() -> None:
     crops = LabelledCrops(Squares(), 48, None, seed=0)
     backbone = tiny_vit()
     together = LinearSegmentation(backbone, classes=4, layers=2, learning_rates=RATES, steps=5)
@@ -31,7 +31,7 @@ def test_heads_trained_together_are_those_trained_alone() -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_a_head_learns_the_images_it_is_trained_on(layers: int) -> None:
+def test_a_head_overfits_its_training_images(layers: int) -> None:
     images = Squares(4)
     module = LinearSegmentation(tiny_vit(), classes=4, layers=layers, learning_rates=(0.1, 1e-5), steps=100)
     train(module, LabelledCrops(images, 64, None, seed=0), steps=100, batch_size=4)
@@ -42,7 +42,7 @@ def test_a_head_learns_the_images_it_is_trained_on(layers: int) -> None:
     assert bad < 0.5  # learns too slowly
 
 
-def test_the_backbone_is_left_as_it_is() -> None:
+def test_the_backbone_is_unchanged() -> None:
     backbone = build_backbone("resnet10t", args={"channels": (8, 8, 8, 8)}, image_size=64)
     before = copy.deepcopy(backbone.state_dict())
     module = LinearSegmentation(backbone, classes=4, learning_rates=(0.1,), steps=2)
@@ -54,7 +54,7 @@ def test_the_backbone_is_left_as_it_is() -> None:
     assert all(parameter.grad is None for parameter in backbone.parameters())
 
 
-def test_checkpoints_hold_the_heads_alone() -> None:
+def test_checkpoints_contain_only_the_heads() -> None:
     module = LinearSegmentation(tiny_vit(), classes=4, learning_rates=RATES, steps=1)
     checkpoint = {"state_dict": module.state_dict()}
     module.on_save_checkpoint(checkpoint)
@@ -70,7 +70,7 @@ def test_checkpoints_hold_the_heads_alone() -> None:
         assert torch.equal(value, own[name])
 
 
-def test_heads_begin_alike_and_as_their_seed_says() -> None:
+def test_initial_heads_are_equal_and_depend_on_the_seed() -> None:
     first, again, other = linear_head(384, 21, 0), linear_head(384, 21, 0), linear_head(384, 21, 1)
     assert torch.equal(first.weight, again.weight)
     assert not torch.equal(first.weight, other.weight)
@@ -78,7 +78,7 @@ def test_heads_begin_alike_and_as_their_seed_says() -> None:
     assert (first.bias == 0).all()
 
 
-def test_tokens_keep_their_places() -> None:
+def test_tokens_keep_their_positions() -> None:
     module = LinearSegmentation(tiny_vit(), classes=4, learning_rates=(1e-3,), steps=1)
     images = torch.randn(2, 3, 32, 64, generator=torch.Generator().manual_seed(0))
     tokens = module.backbone.encode(images).tokens

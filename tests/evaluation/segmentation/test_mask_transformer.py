@@ -10,7 +10,7 @@ from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
 
 
 def varied(decoder: MaskTransformer) -> MaskTransformer:
-    """Weights under which a forgotten bias, scale or projection would show."""
+    """Randomise all weights, so that a missing bias, scale or projection changes the result."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in decoder.parameters():
@@ -22,7 +22,7 @@ def tokens_of(batch: int, grid: tuple[int, int], channels: int) -> Tensor:
     return torch.randn(batch, grid[0] * grid[1], channels, generator=torch.Generator().manual_seed(1))
 
 
-def test_scores_are_the_formulas_in_numpy() -> None:
+def test_scores_equal_the_formulas_in_numpy() -> None:
     grid, classes, heads = (3, 5), 4, 2
     decoder = varied(MaskTransformer(24, classes, width=16, layers=2, heads=heads)).double()
     tokens = tokens_of(2, grid, 24).double()
@@ -61,7 +61,7 @@ def test_scores_are_the_formulas_in_numpy() -> None:
     np.testing.assert_allclose(scores, expected.reshape(2, *grid, classes).transpose(0, 3, 1, 2), rtol=1e-10)
 
 
-def test_blocks_are_pytorchs_encoder_layers_with_the_norm_first() -> None:
+def test_blocks_equal_pre_norm_encoder_layers_of_pytorch() -> None:
     decoder = varied(MaskTransformer(32, 5, layers=2, heads=4))
     layers: list[nn.Module] = []
     for block in decoder.blocks:
@@ -89,17 +89,17 @@ _NAMES = {
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (3, 7), (5, 2)])
-def test_a_score_for_each_class_at_the_place_of_each_patch(grid: tuple[int, int]) -> None:
+def test_one_score_per_class_and_patch(grid: tuple[int, int]) -> None:
     decoder = varied(MaskTransformer(16, 6))
     tokens = tokens_of(2, grid, 16)
     scores = decoder(tokens, grid)
     assert scores.shape == (2, 6, *grid)
-    # Without positions, patches that change places take their scores along.
+    # Without positions, permuted patches have permuted scores.
     last_first = decoder(tokens.flip(1), grid)
     torch.testing.assert_close(last_first.flatten(2).flip(2).view_as(scores), scores, rtol=1e-4, atol=1e-5)
 
 
-def test_scores_know_no_length_of_the_projected_patches() -> None:
+def test_scores_are_independent_of_the_norm_of_projected_patches() -> None:
     decoder = varied(MaskTransformer(16, 3))
     tokens = tokens_of(1, (2, 3), 16)
     before = decoder(tokens, (2, 3))
@@ -118,7 +118,7 @@ def test_gradients_reach_every_parameter_and_the_tokens() -> None:
         assert parameter.grad.abs().sum() > 0, name
 
 
-def test_weights_begin_as_segmenters() -> None:
+def test_initial_weights_follow_segmenter() -> None:
     decoder = MaskTransformer(128, 150, seed=3)
     assert decoder.heads == 2
     for name, parameter in decoder.named_parameters():
@@ -132,7 +132,7 @@ def test_weights_begin_as_segmenters() -> None:
             assert abs(parameter.mean().item()) < std / 10, name
 
 
-def test_weights_depend_on_the_seed_alone() -> None:
+def test_initial_weights_depend_only_on_the_seed() -> None:
     before = torch.random.get_rng_state()
     first = MaskTransformer(16, 3, seed=1).state_dict()
     torch.rand(3)
@@ -144,7 +144,7 @@ def test_weights_depend_on_the_seed_alone() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_a_dropped_branch_is_the_callers_choice_image_by_image() -> None:
+def test_branches_are_dropped_per_image_by_the_noise() -> None:
     decoder = varied(MaskTransformer(16, 3, layers=2, drop_path=0.5))
     assert decoder.drop_path_rates == (0.5, 0.5)  # attention and MLP of the last block
     tokens = tokens_of(2, (2, 2), 16)
@@ -169,6 +169,6 @@ def test_a_dropped_branch_is_the_callers_choice_image_by_image() -> None:
         ({"drop_path": 1.0}, "drop_path must be >= 0 and < 1, got 1.0"),
     ],
 )
-def test_what_cannot_be_built_is_named(changes: dict[str, Any], message: str) -> None:
+def test_invalid_decoders_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MaskTransformer(**{"in_channels": 16, "classes": 3, **changes})

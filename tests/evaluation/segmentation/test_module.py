@@ -1,4 +1,4 @@
-"""The loss, the schedule and the score that segmentation trainings share."""
+"""The loss, the schedule and the score shared by segmentation trainings."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from cribo.evaluation.segmentation.inference import Inference
 from cribo.evaluation.segmentation.module import NoisyCrops, SegmentationModule, pixel_cross_entropy, polynomial_decay
 from cribo.models import normalise
 
-from .made import Squares, score, tiny_vit
+from .squares import Squares, score, tiny_vit
 
 PATCH = 16
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You are trying to `self.log")
 
 
 class Watched(SegmentationModule):
-    """Knows the classes of squares by their colour, and keeps the images that it is given."""
+    """Predicts the classes of squares from their colours, and records its inputs."""
 
     def __init__(self, heads: tuple[str, ...] = ("only",)) -> None:
         super().__init__(tiny_vit(), classes=4, heads=heads, steps=3, inference=Inference())
@@ -40,7 +40,7 @@ class Watched(SegmentationModule):
 
 
 @pytest.mark.parametrize("budget", [1, 10**9])
-def test_cross_entropy_is_that_of_the_pixels(monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
+def test_cross_entropy_over_pixels(monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
     monkeypatch.setattr(shared, "_BUDGET", budget)  # image by image, or all at once
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(0, 5, (3, 24, 16), generator=generator).to(torch.uint8)
@@ -68,7 +68,7 @@ def test_cross_entropy_of_half_precision_is_computed_in_single() -> None:
     assert logits.grad.dtype == torch.bfloat16
 
 
-def test_a_batch_without_labels_teaches_nothing() -> None:
+def test_a_batch_without_labels_has_zero_gradients() -> None:
     logits = torch.randn(1, 3, 2, 2, requires_grad=True)
     loss = pixel_cross_entropy(logits, torch.full((1, 8, 8), 255, dtype=torch.uint8))
     loss.backward()
@@ -77,7 +77,7 @@ def test_a_batch_without_labels_teaches_nothing() -> None:
     assert (logits.grad == 0).all()
 
 
-def test_rates_fall_to_a_tenth_at_the_last_step() -> None:
+def test_learning_rates_fall_to_a_tenth() -> None:
     factor = polynomial_decay(80000)
     assert factor(0) == 1
     assert factor(79999) == factor(90000) == pytest.approx(0.1)
@@ -85,7 +85,7 @@ def test_rates_fall_to_a_tenth_at_the_last_step() -> None:
     assert polynomial_decay(1)(0) == 1
 
 
-def test_rates_without_a_floor_are_torchs() -> None:
+def test_learning_rates_without_a_floor_equal_torch() -> None:
     optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(()))], lr=0.5)
     schedule = torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=9, power=0.9)
     factor = polynomial_decay(10, last=0.0)
@@ -114,23 +114,23 @@ def test_the_loss_is_the_sum_of_the_heads() -> None:
     assert torch.allclose(module.training_step(batch, 0), single[0] + single[1])
 
 
-def test_each_head_is_scored_over_all_images_and_anew_each_time() -> None:
+def test_heads_are_scored_over_all_images_in_each_validation() -> None:
     module, images = Watched(("right", "wrong")), WholeImages(Squares(), None)
     first = score(module, images)
-    assert first[0] > 0.95  # but for pixels at the edges of squares
+    assert first[0] > 0.95  # except pixels at the edges of squares
     assert first[1] < 0.01
     assert int(module.confusions[0].sum()) == sum(images[index].labels.numel() for index in range(len(images)))
     assert first[0] == float(iou(module.confusions[0]).nanmean())
     assert score(module, images) == first
 
 
-def test_predictions_have_the_size_that_is_asked_for() -> None:
+def test_predictions_have_the_requested_size() -> None:
     images = Squares()
     found = Watched().segment(images.load(0), (64, 96))
     assert (found[0] == images.labels(0)[1::2, 1::2]).float().mean() > 0.95
 
 
-def test_networks_of_one_size_are_given_that_size() -> None:
+def test_networks_of_fixed_size_receive_that_size() -> None:
     class Fixed(Watched):
         def __init__(self) -> None:
             backbone = tiny_vit()

@@ -1,4 +1,4 @@
-"""Each rule of the variants, where they differ by a known amount."""
+"""Each rule of the variants, with known differences."""
 
 import dataclasses
 from pathlib import Path
@@ -33,7 +33,7 @@ from cribo.evaluation.segmentation.trained import load_segmenter
 from cribo.models import Backbone, build_backbone
 from cribo.retrieval import BackboneSource
 
-from .made import Squares, tiny_vit
+from .squares import Squares, tiny_vit
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are trying to `self.log")
 
@@ -50,7 +50,7 @@ def heads(rules: Rules, backbone: Backbone | None = None, **changes: Any) -> Lin
     return LinearSegmentation(backbone or tiny_vit(), **(settings | changes))
 
 
-def test_of_several_layers_the_last_alone_passes_the_final_norm() -> None:
+def test_only_the_last_of_several_layers_passes_the_final_norm() -> None:
     backbone, images = tiny_vit(), noise(1, 3, 32, 32)
     norm = backbone.model.norm
     with torch.no_grad():
@@ -77,7 +77,7 @@ def test_one_layer_always_passes_the_final_norm(global_pool: str) -> None:
     assert not torch.allclose(every[..., :32], last[..., :32], atol=1e-2)
 
 
-def test_channels_are_normalised_alike() -> None:
+def test_all_channels_have_equal_normalisation() -> None:
     backbone = tiny_vit()
     before = backbone.mean
     follow_rules(LINEAR["paper"], backbone)
@@ -138,13 +138,13 @@ def test_weight_decay_is_added_to_the_gradient() -> None:
         torch.testing.assert_close(before - weight, moved * before.sign(), atol=0.01, rtol=0)
 
 
-def test_drop_path_acts_while_heads_are_trained_and_never_for_the_score() -> None:
+def test_drop_path_is_active_in_training_only() -> None:
     backbone = build_backbone("vit_tiny_patch16_224", args=ARGS, image_size=32, drop_path=0.1)
     follow_rules(RELEASED, backbone)
     module = heads(RELEASED, backbone).train()
     images, plain = noise(1, 3, 32, 32), heads(LINEAR["paper"])
     torch.testing.assert_close(module.logits(images), plain.logits(images))
-    assert backbone.num_drop_path_sites == 2  # the branches of the last block, the first has rate 0
+    assert backbone.num_drop_path_sites == 2  # the branches of the last block; the first block has rate 0
     crops = NoisyCrops(LabelledCrops(Squares(), 32, None, seed=0), 2)
     batch = default_collate([crops[0, 0]])
     losses = [
@@ -156,7 +156,7 @@ def test_drop_path_acts_while_heads_are_trained_and_never_for_the_score() -> Non
 
 
 @pytest.mark.parametrize("of_decoder", [False, True])
-def test_drop_path_drops_the_feed_forward_branch_alone(of_decoder: bool) -> None:
+def test_drop_path_drops_only_the_feed_forward_branch(of_decoder: bool) -> None:
     backbone = build_backbone("vit_tiny_patch16_224", args=ARGS, image_size=32, drop_path=0.5)
     decoder = MaskTransformer(32, 4, drop_path=0.5)
     follow_rules(SEGMENTER["released"], backbone, decoder)
@@ -166,7 +166,7 @@ def test_drop_path_drops_the_feed_forward_branch_alone(of_decoder: bool) -> None
     passed: dict[str, Tensor] = {}
     block.norm2.register_forward_hook(lambda _, inputs, __: passed.update(attended=inputs[0]))
     block.register_forward_hook(lambda _, __, output: passed.update(output=output))
-    dropped = torch.zeros(1, 2)  # all that can be dropped
+    dropped = torch.zeros(1, 2)  # all branches that can be dropped
     if of_decoder:
         decoder(noise(1, 4, 32), (2, 2), drop_path_noise=dropped)
     else:
@@ -175,7 +175,7 @@ def test_drop_path_drops_the_feed_forward_branch_alone(of_decoder: bool) -> None
     assert passed["attended"].std() > 0
 
 
-def test_the_loss_is_the_mean_over_labelled_pixels_or_over_all() -> None:
+def test_the_loss_is_the_mean_over_labelled_or_all_pixels() -> None:
     labels = torch.tensor([[[0, 3], [1, 255]]], dtype=torch.uint8)
     logits = noise(1, 4, 2, 2).requires_grad_()
     over_all, over_labelled = (pixel_cross_entropy(logits, labels, count) for count in (None, labelled_pixels(labels)))
@@ -190,11 +190,13 @@ def test_the_loss_is_the_mean_over_labelled_pixels_or_over_all() -> None:
 def test_processes_divide_by_the_mean_of_their_labelled_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    monkeypatch.setattr("torch.distributed.all_reduce", lambda count: count.add_(7))  # the labelled pixels of the other
+    monkeypatch.setattr(
+        "torch.distributed.all_reduce", lambda count: count.add_(7)
+    )  # the labelled pixels of the other process
     assert labelled_pixels(torch.tensor([[[0, 3], [1, 255]]], dtype=torch.uint8)) == (3 + 7) / 2
 
 
-def test_neco_takes_steps_with_momentum_and_decay() -> None:
+def test_neco_uses_momentum_and_weight_decay() -> None:
     module = heads(LINEAR["neco-linear"])
     group = module.configure_optimizers()["optimizer"].param_groups[0]
     assert (group["momentum"], group["weight_decay"], group["lr"]) == (0.9, 1e-4, 0.5)
@@ -205,7 +207,7 @@ def test_neco_takes_steps_with_momentum_and_decay() -> None:
     assert Linear(variant="neco-linear", schedule="short").for_data("voc", tiny_vit()).iterations == 300
 
 
-def test_decoders_begin_with_the_weights_of_their_codes() -> None:
+def test_initial_decoders_follow_their_codes() -> None:
     original, other = (
         MaskTransformer(256, 5, initial_weights=rules.initial_weights)
         for rules in (SEGMENTER["paper"], SEGMENTER["released"])
@@ -218,7 +220,7 @@ def test_decoders_begin_with_the_weights_of_their_codes() -> None:
         assert spread["blocks.1.mlp.fc1.weight"] == pytest.approx(0.02, rel=0.05)
 
 
-def test_windows_are_slid_by_both_protocols() -> None:
+def test_both_protocols_use_sliding_windows() -> None:
     modes = {
         (protocol.name, variant): protocol(variant=variant).for_data("voc", tiny_vit()).windows
         for protocol in (Linear, FinetunedSegmenter)
@@ -231,7 +233,7 @@ def test_windows_are_slid_by_both_protocols() -> None:
 
 
 def test_logits_of_a_padded_window_are_stretched() -> None:
-    """The logits of 2 x 4 patches, of which a window of 5 x 13 pixels fills 5/8 and 13/16."""
+    """Logits of 2 x 4 patches; a window of 5 x 13 pixels covers 5/8 and 13/16 of their sides."""
     image = noise(3, 5, 13)
 
     def colours(images: Tensor) -> Tensor:
@@ -263,7 +265,7 @@ def test_an_unknown_variant_is_refused() -> None:
         FinetunedSegmenter(variant=wrong)
 
 
-def test_what_is_set_counts_more_than_the_variant() -> None:
+def test_explicit_settings_override_the_variant() -> None:
     made = Linear(variant="released", inference="whole", weight_decay=0.0).for_data("voc", tiny_vit())
     assert (made.rules.inference, made.rules.weight_decay, made.rules.drop_path) == ("whole", 0.0, 0.1)
     assert made.used(run_of("voc"))["variant"] == "released"
@@ -303,7 +305,7 @@ def test_an_evaluation_by_necos_rules(folder: Path, tmp_path: Path) -> None:
     assert (out / "predictions.png").is_file()
 
 
-def test_a_baseline_without_drop_path_is_refused_before_work(folder: Path, tmp_path: Path) -> None:
+def test_a_baseline_without_drop_path_is_refused_before_any_work(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"mean-colour has no drop path: use --drop_path 0, got 0\.1"):
         evaluate(Linear(**TINY), "mean-colour", SegmentationData("folder", str(folder)), CPU, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Linear segmentation from beginning to end, on files that are made here."""
+"""End-to-end linear segmentation."""
 
 import json
 import os
@@ -23,13 +23,13 @@ from cribo.evaluation.segmentation.protocol import Linear
 from cribo.files import FolderError
 from cribo.retrieval import BackboneSource
 
-from .made import Squares
+from .squares import Squares
 
 CPU = {"accelerator": "cpu", "workers": 0, "threads": 1}
 
 
 def config(folder: Path, *, backbone: Any = None, data: Any = None, runtime: Any = None, **changes: Any) -> Any:
-    """The arguments of `evaluate`."""
+    """Return the arguments of `evaluate`."""
     settings: dict[str, Any] = {"iterations": 12, "batch_size": 4, "crop": 64, "learning_rates": (0.1, 1e-4)}
     return (
         Linear(**(settings | changes)),
@@ -44,7 +44,7 @@ def heads(out: Path) -> dict[str, torch.Tensor]:
     return torch.load(last, weights_only=True)["state_dict"]
 
 
-def test_a_result_with_all_that_belongs_to_it(folder: Path, tmp_path: Path) -> None:
+def test_an_evaluation_writes_all_its_files(folder: Path, tmp_path: Path) -> None:
     result, out = evaluate(*config(folder, iterations=60), out=tmp_path / "out", pictures=2)
     assert out == tmp_path / "out"
     assert read_result(out) == result
@@ -76,7 +76,7 @@ def test_the_mean_colour_is_a_baseline(folder: Path, tmp_path: Path) -> None:
     made = config(folder, backbone=BackboneSource("mean-colour"), iterations=100)
     result, _ = evaluate(*made, out=tmp_path / "out", pictures=0)
     assert result.backbone["name"] == "mean-colour"
-    assert result.results[0]["miou"] > 0.8  # colours are all there is to tell squares by
+    assert result.results[0]["miou"] > 0.8  # squares differ only in colour
 
 
 def test_windows(folder: Path, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_bf16(folder: Path, tmp_path: Path) -> None:
     assert result.results[0]["miou"] > 0.8
 
 
-def test_an_evaluation_that_was_killed_ends_as_if_it_had_not_been(folder: Path, tmp_path: Path) -> None:
+def test_a_killed_evaluation_resumes_with_identical_results(folder: Path, tmp_path: Path) -> None:
     runtime = TrainingRuntime(**CPU, checkpoint_every=5)
     whole, out = evaluate(*config(folder, runtime=runtime), out=tmp_path / "whole", pictures=0)
     stopped = tmp_path / "stopped"
@@ -100,7 +100,7 @@ def test_an_evaluation_that_was_killed_ends_as_if_it_had_not_been(folder: Path, 
     words += ["--learning_rates", "0.1,1e-4", "--accelerator", "cpu", "--runtime.workers", "0"]
     words += ["--runtime.threads", "1", "--runtime.checkpoint_every", "5", "--pictures", "0"]
     words += ["--out", str(stopped), "--resume"]
-    # Killed when it begins to write its eighth step's curves, without any chance to save.
+    # Killed while it writes the curves of step 8, before it can save.
     killing = (
         "import os, signal, sys\n"
         "from cribo.evaluation.segmentation.linear import LinearSegmentation\n"
@@ -120,11 +120,11 @@ def test_an_evaluation_that_was_killed_ends_as_if_it_had_not_been(folder: Path, 
         assert torch.equal(value, heads(out)[name])
     assert read_result(stopped).results == whole.results
     before = (stopped / "results.json").stat().st_mtime_ns
-    assert main(words) == 0  # finished: nothing is done again
+    assert main(words) == 0  # finished: no-op
     assert (stopped / "results.json").stat().st_mtime_ns == before
 
 
-def test_one_that_was_killed_at_its_pictures_is_not_finished(
+def test_an_evaluation_killed_at_its_pictures_is_not_finished(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = config(folder, iterations=1)
@@ -137,17 +137,17 @@ def test_one_that_was_killed_at_its_pictures_is_not_finished(
 
 
 @pytest.mark.parametrize("evaluation", ["linear", "segmenter"])
-def test_processes_beside_the_first_print_nothing(
+def test_only_rank_0_prints(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], evaluation: str
 ) -> None:
     words = ["evaluate", evaluation, "--backbone", str(folder / "network"), "--data", "folder"]
     words += ["--data.root", str(folder), "--crop", "24", "--out", str(tmp_path / "out")]
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert main(words) == 2  # after the backbone has been read, and told of
+    assert main(words) == 2  # after the backbone has been loaded and described
     assert capsys.readouterr().out == ""
 
 
-def test_other_settings_are_not_gone_on_with(folder: Path, tmp_path: Path) -> None:
+def test_other_settings_are_not_resumed(folder: Path, tmp_path: Path) -> None:
     evaluate(*config(folder, iterations=1), out=tmp_path / "out", pictures=0)
     with pytest.raises(FolderError, match=r"created with settings\.iterations 1, got 2"):
         evaluate(*config(folder, iterations=2), out=tmp_path / "out", resume=True, pictures=0)
@@ -156,7 +156,7 @@ def test_other_settings_are_not_gone_on_with(folder: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_two_processes_are_as_one(folder: Path, tmp_path: Path) -> None:
+def test_two_processes_give_the_result_of_one(folder: Path, tmp_path: Path) -> None:
     one, _ = evaluate(*config(folder), out=tmp_path / "one", pictures=1)
     words = ["evaluate", "linear", "--backbone", str(folder / "network"), "--data", "folder"]
     words += ["--data.root", str(folder), "--iterations", "12", "--batch_size", "4", "--crop", "64"]
@@ -183,7 +183,7 @@ def test_two_processes_are_as_one(folder: Path, tmp_path: Path) -> None:
         ({"data": SegmentationData("voc")}, ConfigError, "data.root is required"),
     ],
 )
-def test_what_cannot_be_used_is_refused_before_a_folder_is_made(
+def test_invalid_settings_are_refused_before_a_folder_is_created(
     folder: Path, tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     for part in changes.values():

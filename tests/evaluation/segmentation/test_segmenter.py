@@ -11,7 +11,7 @@ from cribo.evaluation.segmentation.module import NoisyCrops
 from cribo.evaluation.segmentation.segmenter import Segmenter, SegmenterFinetuning
 from cribo.models import build_backbone
 
-from .made import Squares, score, train
+from .squares import Squares, score, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are trying to `self.log")
 
@@ -27,7 +27,7 @@ def images_of(batch: int, height: int, width: int) -> Tensor:
     return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(1))
 
 
-def test_the_last_blocks_patches_are_decoded() -> None:
+def test_patches_of_the_last_block_are_decoded() -> None:
     segmenter = vit()
     images = images_of(2, 24, 40)
     scores = segmenter(images)
@@ -50,7 +50,7 @@ def test_noise_drops_branches_of_the_backbone_and_then_of_the_decoder() -> None:
     assert not torch.allclose(segmenter(images, drop_path_noise=other)[1], scores[1], atol=1e-3)
 
 
-def test_gradients_of_both_parts_are_the_same_with_less_memory() -> None:
+def test_checkpointing_gives_equal_gradients() -> None:
     noise = torch.rand(2, 4, generator=torch.Generator().manual_seed(3))
     gradients = []
     for mode in ("none", "selective", "blocks"):
@@ -73,7 +73,7 @@ def crops(images: int = 4, *, size: int = 64, sites: int = 0) -> Any:
     return NoisyCrops(LabelledCrops(Squares(images), size, None, seed=0), sites)
 
 
-def test_it_learns_the_images_it_is_trained_on() -> None:
+def test_it_overfits_its_training_images() -> None:
     module = finetuning(drop_path=0.1)
     train(module, crops(sites=module.segmenter.num_drop_path_sites), steps=60, batch_size=4)
     (miou,) = score(module, WholeImages(Squares(4), None))
@@ -81,7 +81,7 @@ def test_it_learns_the_images_it_is_trained_on() -> None:
     assert miou > 0.9
 
 
-def test_every_parameter_that_is_read_is_trained_and_no_other() -> None:
+def test_exactly_the_used_parameters_are_trained() -> None:
     backbone = build_backbone("vit_tiny_patch16_224", args={**TINY, "class_token": False, "global_pool": "avg"})
     module = SegmenterFinetuning(Segmenter(backbone, MaskTransformer(32, 4)), learning_rate=1e-3, steps=2)
     before = copy.deepcopy(dict(module.named_parameters()))
@@ -91,7 +91,7 @@ def test_every_parameter_that_is_read_is_trained_and_no_other() -> None:
         assert torch.equal(parameter, before[name]) == (name in unused), name
 
 
-def test_a_convolutional_networks_norms_go_with_the_images() -> None:
+def test_batch_norms_of_convolutional_networks_are_updated() -> None:
     backbone = build_backbone("resnet10t", args={"channels": (8, 8, 8, 16), "output_stride": 16}, image_size=64)
     module = SegmenterFinetuning(Segmenter(backbone, MaskTransformer(16, 4)), learning_rate=1e-3, steps=1)
     train(module, crops(), steps=1, batch_size=2)
@@ -100,7 +100,7 @@ def test_a_convolutional_networks_norms_go_with_the_images() -> None:
     assert all(int(count) == 1 for count in statistics)
 
 
-def test_noise_is_the_keys_own() -> None:
+def test_noise_depends_only_on_the_key() -> None:
     first, again = crops(sites=3), crops(sites=3)
     assert torch.equal(first[2, 1].drop_path_noise, again[2, 1].drop_path_noise)
     assert len({tuple(first[key].drop_path_noise.tolist()) for key in ((0, 0), (0, 1), (1, 0))}) == 3
@@ -109,7 +109,7 @@ def test_noise_is_the_keys_own() -> None:
     assert torch.equal(first[2, 1].labels, crop.labels)
 
 
-def test_a_branch_is_dropped_while_training_and_never_for_the_score() -> None:
+def test_branches_are_dropped_in_training_only() -> None:
     module = finetuning(drop_path=0.5)
     batch = torch.utils.data.default_collate([crops(sites=4)[0, index] for index in range(2)])
     all_kept, all_dropped = (batch._replace(drop_path_noise=torch.full((2, 4), value)) for value in (0.9, 0.1))

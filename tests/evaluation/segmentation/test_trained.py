@@ -1,4 +1,4 @@
-"""A trained segmenter for use: it labels as it did when it was scored, and a file that is none says so."""
+"""Loading a trained Segmenter: predictions equal those of the evaluation, and other files are refused."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ from cribo.evaluation.segmentation.trained import (
 from cribo.models import build_backbone
 from cribo.models.numerics import Numerics
 
-from .made import Squares, tiny_vit, train
+from .squares import Squares, tiny_vit, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are trying to `self.log")
 
@@ -41,7 +41,7 @@ def trained() -> TrainedSegmenter:
     return TrainedSegmenter(network.eval(), images.classes, tuple(images.palette), SCALE, INFERENCE)
 
 
-def test_it_labels_an_image_as_it_does_when_it_is_scored(tmp_path: Path) -> None:
+def test_predictions_equal_those_of_the_evaluation(tmp_path: Path) -> None:
     segmenter = trained()
     save_segmenter(segmenter, tmp_path / SEGMENTER_FILE)
     module = SegmenterFinetuning(segmenter.network, learning_rate=1e-5, steps=1, inference=INFERENCE).eval()
@@ -57,7 +57,7 @@ def test_it_labels_an_image_as_it_does_when_it_is_scored(tmp_path: Path) -> None
     assert len(torch.stack(labels).unique()) > 1
 
 
-def test_a_layer_norms_epsilon_comes_along(tmp_path: Path) -> None:
+def test_the_epsilon_of_layer_norms_is_stored(tmp_path: Path) -> None:
     backbone = build_backbone("vit_tiny_patch16_224", args={"depth": 1, "embed_dim": 32, "num_heads": 2})
     backbone.set_numerics(Numerics(norm_eps=0.5))
     network = Segmenter(backbone, MaskTransformer(32, 3, width=64, heads=4)).eval()
@@ -79,12 +79,12 @@ def test_a_layer_norms_epsilon_comes_along(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_file_that_is_none_says_what_it_is(tmp_path: Path, content: bytes, message: str) -> None:
+def test_other_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / SEGMENTER_FILE).write_bytes(content)
     with pytest.raises(UnusableSegmenter, match=message):
         load_segmenter(tmp_path)
 
 
-def test_a_folder_without_one_says_what_to_give(tmp_path: Path) -> None:
+def test_folders_without_a_segmenter_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no segmenter at .*: give the folder of a finished"):
         load_segmenter(tmp_path)

@@ -1,4 +1,4 @@
-"""Propagation against a literal statement of DINO's evaluation in NumPy, and on squares that move."""
+"""Propagation against a literal implementation of DINO's evaluation in NumPy, and on moving squares."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def made_frames(count: int) -> list[torch.Tensor]:
 def all_pairs(
     frame: np.ndarray, sources: list[tuple[np.ndarray, np.ndarray]], settings: VideoPropagation
 ) -> np.ndarray:
-    """All affinities of a frame at once, masked by the neighbourhood, the best ones normalised to a sum of 1."""
+    """Return all affinities of a frame, masked by the neighbourhood, the best ones normalised to a sum of 1."""
     rows, columns = np.divmod(np.arange(ROWS * COLUMNS), COLUMNS)
     near = (np.abs(rows[:, None] - rows) <= settings.radius) & (np.abs(columns[:, None] - columns) <= settings.radius)
     queries = frame.reshape(-1, DIM)
@@ -42,7 +42,7 @@ def all_pairs(
         VideoPropagation(radius=12, previous=0, neighbours=1),
     ],
 )
-def test_labels_are_those_of_all_pairs_of_patches(settings: VideoPropagation) -> None:
+def test_labels_equal_those_of_all_pairs(settings: VideoPropagation) -> None:
     frames = made_frames(7)
     first = torch.randint(
         0, OBJECTS + 1, (ROWS, COLUMNS), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
@@ -66,8 +66,8 @@ def test_fewer_patches_than_neighbours() -> None:
     torch.testing.assert_close(found[0, 1], torch.tensor([1.0, 1.0, 1.0]) / 3)
 
 
-def test_squares_are_followed() -> None:
-    """Two squares of 2 x 2 patches with a feature each, which move by a patch in each frame."""
+def test_squares_are_tracked() -> None:
+    """Two squares of 2 x 2 patches, with one feature each, move by a patch per frame."""
     frames, maps = [], []
     for step in range(6):
         objects = torch.zeros(8, 12, dtype=torch.uint8)
@@ -82,7 +82,7 @@ def test_squares_are_followed() -> None:
 
 
 def test_maps_are_upsampled_stretched_and_compared() -> None:
-    """DINO's order: bilinear to the encoded size, each label to 0-1 over the frame, the largest, then nearest."""
+    """DINO's order: bilinear upsampling, each label scaled to 0-1 over the frame, arg-max, then nearest."""
     labels = torch.rand(ROWS, COLUMNS, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 0.2, 0.5])
     whole = F.interpolate(labels.permute(2, 0, 1)[None], scale_factor=4, mode="bilinear")[0].double().numpy()
     stretched = np.stack([(part - part.min()) / (part - part.min()).max() for part in whole])
@@ -92,7 +92,7 @@ def test_maps_are_upsampled_stretched_and_compared() -> None:
     np.testing.assert_array_equal(found, expected[rows.astype(int)][:, columns.astype(int)])
 
 
-def test_an_object_that_is_lost_stays_lost() -> None:
+def test_a_lost_object_is_not_found_again() -> None:
     labels = torch.zeros(ROWS, COLUMNS, 3)
     labels[..., 0] = 1
     assert not object_map(labels, 4, (20, 28)).any()
@@ -108,5 +108,5 @@ def test_an_object_that_is_lost_stays_lost() -> None:
         ((300, 300), 16, (480, 480)),
     ],
 )
-def test_frames_are_encoded_at_the_sizes_of_dino(size: tuple[int, int], patch: int, expected: tuple[int, int]) -> None:
+def test_frame_sizes_equal_those_of_dino(size: tuple[int, int], patch: int, expected: tuple[int, int]) -> None:
     assert encoded_size(size, 480, patch) == expected

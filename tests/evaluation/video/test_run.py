@@ -19,7 +19,7 @@ FRAMES = 5
 
 
 def objects_at(step: int, size: tuple[int, int] = (64, 128)) -> np.ndarray:
-    """Two squares of two patches of 16 pixels on black, which move towards each other by a patch in each frame."""
+    """Draw two squares of two patches of 16 pixels on black, which approach each other by a patch per frame."""
     objects = np.zeros(size, dtype=np.uint8)
     objects[0:32, 16 * step : 16 * step + 32] = 1
     objects[32:64, 96 - 16 * step : 128 - 16 * step] = 2
@@ -49,12 +49,12 @@ def words(*more: str) -> list[str]:
     return ["evaluate", "video", "--backbone", "mean-colour", "--data", "mine", *RUN, *more]
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> str:
+def output(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().err.split())
 
 
-def test_squares_are_followed(folder: Path) -> None:
-    """Squares cover whole patches of one colour each, so that all but pixels between patches are right."""
+def test_squares_are_tracked(folder: Path) -> None:
+    """Squares cover whole patches of one colour, so only pixels between patches are wrong."""
     assert main(words("--out", "result")) == 0
     result = read_result("result")
     assert result.title == "Video label propagation on mine"
@@ -72,7 +72,7 @@ def test_squares_are_followed(folder: Path) -> None:
     np.testing.assert_array_equal(centres, objects_at(3)[8::16, 8::16])
 
 
-def test_the_score_is_that_of_the_maps_without_first_and_last_frame(folder: Path) -> None:
+def test_the_score_excludes_first_and_last_frame(folder: Path) -> None:
     assert main(words("--limit", "1", "--out", "result")) == 0
     row = read_result("result").results[0]
     regions = []
@@ -111,7 +111,7 @@ def test_davis_is_read_in_its_layout(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_frames_of_several_sizes(folder: Path) -> None:
-    """Each size is encoded by itself; results keep the order of the videos."""
+    """Each size is encoded separately; results keep the order of the videos."""
     for path in [*(folder / "JPEGImages/first").iterdir(), *(folder / "Annotations/first").iterdir()]:
         image = Image.open(path)
         image.resize((256, 128), Image.Resampling.NEAREST).save(path)
@@ -175,12 +175,10 @@ def spoil(folder: Path, what: str) -> None:
         ("grey", "00000.png: objects must be numbered from 1 to 100 at most, got 200"),
     ],
 )
-def test_a_video_that_is_wrong_is_named(
-    folder: Path, capsys: pytest.CaptureFixture[str], what: str, reason: str
-) -> None:
+def test_invalid_videos_are_named(folder: Path, capsys: pytest.CaptureFixture[str], what: str, reason: str) -> None:
     spoil(folder, what)
     assert main(words()) == 2
-    assert reason in said(capsys)
+    assert reason in output(capsys)
     assert sorted(path.name for path in Path().iterdir()) == ["mine"]
 
 
@@ -195,9 +193,9 @@ def test_a_video_that_is_wrong_is_named(
         (("--data", "mine/JPEGImages"), "there is no 'JPEGImages'"),
     ],
 )
-def test_what_cannot_be_used_is_refused_before_any_work(
+def test_invalid_settings_are_refused_before_any_work(
     folder: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], reason: str
 ) -> None:
     assert main(words(*more)) == 2
-    assert reason in said(capsys)
+    assert reason in output(capsys)
     assert sorted(path.name for path in Path().iterdir()) == ["mine"]

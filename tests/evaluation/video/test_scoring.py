@@ -1,4 +1,4 @@
-"""J and F against a literal statement of DAVIS's evaluation in NumPy, and on squares that are known."""
+"""J and F against a literal implementation of DAVIS's evaluation in NumPy, and on known squares."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from cribo.evaluation.video.scoring import (
 
 
 def blobs(seed: int, size: tuple[int, int] = (40, 56)) -> np.ndarray:
-    """A region of smooth noise, which touches the edges."""
+    """Return a region of smooth noise that touches the edges."""
     noise = np.random.default_rng(seed).normal(size=size)
     for axis in (0, 1):
         noise = np.sum([np.roll(noise, shift, axis) for shift in range(-4, 5)], axis=0)
@@ -24,7 +24,7 @@ def blobs(seed: int, size: tuple[int, int] = (40, 56)) -> np.ndarray:
 
 
 def davis_boundary(region: np.ndarray) -> np.ndarray:
-    """The boundary of DAVIS's evaluation, pixel by pixel: rows and columns at the end are compared along the edge."""
+    """Return the boundary of DAVIS's evaluation, pixel by pixel; the last rows and columns compare along the edge."""
     height, width = region.shape
     found = np.zeros_like(region)
     for y in range(height):
@@ -37,7 +37,7 @@ def davis_boundary(region: np.ndarray) -> np.ndarray:
 
 
 def davis_f(found: np.ndarray, true: np.ndarray) -> float:
-    """Precision and recall of the boundary by the distances of all pairs of boundary pixels."""
+    """Return F from the distances of all pairs of boundary pixels."""
     radius = np.ceil(0.008 * np.linalg.norm(found.shape))
     places = [np.argwhere(davis_boundary(part)) for part in (found, true)]
     distances = np.linalg.norm(places[0][:, None] - places[1][None], axis=2)
@@ -46,7 +46,7 @@ def davis_f(found: np.ndarray, true: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("size", [(40, 56), (120, 300)])
-def test_regions_and_boundaries_are_those_of_davis(size: tuple[int, int]) -> None:
+def test_regions_and_boundaries_equal_those_of_davis(size: tuple[int, int]) -> None:
     """At 120 x 300 pixels, the tolerance is three pixels, at 40 x 56 one."""
     first, second = blobs(0, size), blobs(1, size)
     second[: size[0] // 2] = first[: size[0] // 2]
@@ -58,7 +58,7 @@ def test_regions_and_boundaries_are_those_of_davis(size: tuple[int, int]) -> Non
 
 
 @pytest.mark.parametrize("radius", [1, 2, 8])
-def test_dilation_is_by_a_disk(radius: int) -> None:
+def test_dilation_uses_a_disk(radius: int) -> None:
     region = torch.zeros(20, 30, dtype=torch.bool)
     region[[0, 10, 19, 12], [3, 15, 29, 16]] = True
     rows, columns = torch.meshgrid(torch.arange(20), torch.arange(30), indexing="ij")
@@ -84,7 +84,7 @@ def test_squares() -> None:
     assert (region_similarity(empty, square(5, 5)), boundary_accuracy(empty, square(5, 5))) == (0, 0)
 
 
-def test_objects_of_a_frame_are_scored_by_their_numbers() -> None:
+def test_objects_are_scored_by_number() -> None:
     true = square(5, 5).byte() + 2 * square(40, 40).byte()
     found = 2 * square(5, 5).byte() + 2 * square(40, 40).byte()
     regions, boundaries = score_frame(found, true, 2)
@@ -92,8 +92,8 @@ def test_objects_of_a_frame_are_scored_by_their_numbers() -> None:
     assert boundaries.tolist() == pytest.approx([0, 2 / 3])  # precision of a half, recall of 1
 
 
-def test_means_are_over_all_objects_as_in_davis() -> None:
-    """A video with two objects counts twice, one with a single object once."""
+def test_means_over_all_objects_as_in_davis() -> None:
+    """A video with two objects counts twice, a video with one object once."""
     scores = [
         VideoScore("a", torch.tensor([[1.0, 0.5], [0.2, 0.6]]), torch.tensor([[1.0, 1.0], [0.0, 0.4]])),
         VideoScore("b", torch.tensor([[0.0, 0.3, 0.3]]), torch.tensor([[0.6, 0.9, 0.3]])),

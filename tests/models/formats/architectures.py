@@ -385,10 +385,10 @@ def resnet(
 ) -> Outputs:
     """pytorch/vision, torchvision/models/resnet.py: ResNet v1.5, its stride in the 3 x 3 convolution.
 
-    A dilated stage has no stride. All its blocks have its dilation, as in CVMI-Lab/SlotCon, models/resnet.py
-    (`resnet50_16s`: the last stage by 2) and in open-mmlab/mmsegmentation, mmseg/models/utils/res_layer.py; with that
-    one's `contract_dilation`, the first block has half of it. ResNetV1c and V1d of MMSegmentation, backbones/resnet.py,
-    begin with three convolutions (`stem`); V1d averages in a shortcut before its convolution.
+    A dilated stage has no stride, and all its blocks have the same dilation, as in CVMI-Lab/SlotCon, models/resnet.py
+    (`resnet50_16s`: the last stage by 2), and open-mmlab/mmsegmentation, mmseg/models/utils/res_layer.py. With
+    `contract_dilation` of MMSegmentation, the first block has half the dilation. Its ResNetV1c and V1d,
+    backbones/resnet.py, begin with three convolutions (`stem`); V1d averages in a shortcut before its convolution.
 
     In float64: the rounding errors of convolutions in float32 are as large as the tolerance of the tests.
     """

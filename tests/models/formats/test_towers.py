@@ -49,7 +49,7 @@ def test_a_bare_file_of_clip_has_quick_gelu_and_a_note(tmp_path: Path):
     ],
     ids=["Hugging Face", "open_clip", "open_clip with its configuration", "OpenAI"],
 )
-def test_what_is_assumed_is_noted(tmp_path: Path, write: Any, expected: str, unexpected: str):
+def test_assumptions_are_noted(tmp_path: Path, write: Any, expected: str, unexpected: str):
     backbone = load_backbone(write(tmp_path)[0])
     assert expected in str(backbone.loaded)
     assert unexpected not in str(backbone.loaded)

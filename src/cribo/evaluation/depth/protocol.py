@@ -44,7 +44,8 @@ class DepthData:
         """Open both splits.
 
         Raises:
-            errors of `open_depth`.
+            MissingData: a folder, list, image or depth map does not exist.
+            DataError: another layout, no images, or depth maps in another format or unit.
         """
         from cribo.data.depth import is_nyu, open_depth
 

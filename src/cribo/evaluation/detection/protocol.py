@@ -39,7 +39,7 @@ class DetectionData:
 
     Attributes:
         root: folder of the data set, in COCO's own layout (annotations/instances_train2017.json, train2017), with
-            instances_train.json and images/train, or with train/_annotations.coco.json next to the images; likewise
+            instances_train.json and images/train, or with train/_annotations.coco.json next to the images; the same
             for val (or valid).
         train_annotations: JSON file of the training annotations, at any path.
         train_images: folder of the training images. [that of the layout, or of the JSON file]

@@ -113,7 +113,7 @@ same backbone and images. For a quick trial: --limit 200
         return self.for_data(len(run.data.train), leave_one_out=run.data.val is None)
 
     def used(self, run: "Run") -> dict[str, Any]:
-        """Return the settings, and whether images are classified by all others."""
+        """Return the settings, and whether images are classified leave-one-out."""
         return {**dataclasses.asdict(self), "leave_one_out": run.data.val is None}
 
     def measure(self, run: "Run") -> Outcome:

@@ -33,7 +33,7 @@ class Rules:
         mean_std: mean and standard deviation for normalising all channels (in 0-1); the backbone's if None.
         black_padding: data sets whose small crops are padded with black before normalisation. Crops of all others are
             padded after normalisation with 0, the mean colour.
-        narrow_crops: data sets with crops of 480 of 512 pixels, padded to 512.
+        narrow_crops: data sets with crops of 480 pixels instead of 512, padded to 512.
         stretches_windows: whether the logits of windows that are padded to multiples of the patch size are stretched
             to the window, instead of cropped.
     """

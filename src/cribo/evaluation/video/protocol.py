@@ -41,7 +41,8 @@ class VideoData:
         """Open the videos.
 
         Raises:
-            errors of `open_videos`.
+            MissingData: a folder, list, frame or annotation does not exist.
+            DataError: a video cannot be scored, as in `cribo.data.video.open_videos`.
         """
         from cribo.data.video import open_videos
 

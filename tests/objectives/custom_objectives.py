@@ -46,7 +46,7 @@ class Flatten(Objective):
 
 
 class Uneven(Flatten):
-    """Its samples have random sizes."""
+    """An objective whose samples have random sizes."""
 
     def sample(self, image: LazyImage, generator: torch.Generator) -> Sample:
         side = int(torch.randint(8, 64, (), generator=generator))
@@ -72,7 +72,7 @@ class TrainersName(Flatten):
 
 
 class NotANumber(Flatten):
-    """Its metric is NaN in the first two steps."""
+    """An objective whose metric is NaN in the first two steps."""
 
     def forward(self, batch: Batch, step: Step) -> Output:
         output = super().forward(batch, step)

@@ -1,4 +1,4 @@
-"""Labelled images whose classes their colours tell, and small networks."""
+"""Labelled images with one colour per class, and small networks."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ SIDE = 64  # of the squares of one class: four patches
 
 @dataclass
 class Squares:
-    """Images of squares of one class and its colour each."""
+    """Images of squares, each with the colour of its class."""
 
     count: int = 4
     rows: int = 2
@@ -52,7 +52,7 @@ def tiny_vit(depth: int = 2, seed: int = 0) -> Backbone:
 
 
 def train(module: SegmentationModule, crops: LabelledCrops | NoisyCrops, *, steps: int, batch_size: int) -> None:
-    """Train as Lightning would, on one device: batches of keys in their order."""
+    """Train like Lightning on one device: batches of keys in order."""
     crops = crops if isinstance(crops, NoisyCrops) else NoisyCrops(crops, 0)
     optimisers = module.configure_optimizers()
     optimizer, schedule = optimisers["optimizer"], optimisers["lr_scheduler"]["scheduler"]
@@ -67,7 +67,7 @@ def train(module: SegmentationModule, crops: LabelledCrops | NoisyCrops, *, step
 
 
 def score(module: SegmentationModule, images: WholeImages) -> list[float]:
-    """The mIoU of each head."""
+    """Return the mIoU of each head."""
     module.eval()
     for index in range(len(images)):
         module.validation_step(default_collate([images[index]]), index)
