@@ -64,7 +64,7 @@ def test_a_run_without_recorded_clusters_is_drawn(run: Path, tmp_path: Path) -> 
     shutil.copytree(run, tmp_path / "old")
     (tmp_path / "old" / "clusters.npz").unlink()
     result = write_figures(
-        {"old": tmp_path / "old"}, tmp_path / "out", FigureConfig(only=("clusters", "losses"), formats=("png",))
+        {"old": tmp_path / "old"}, tmp_path / "out", FigureConfig(only=("clusters", "losses"), format=("png",))
     )
     assert "has no clusters.npz" in result.left_out["clusters"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -82,7 +82,7 @@ def test_moved_images_are_reported_before_any_work(run: Path, images: Path, tmp_
     ):
         write_figures({"run": tmp_path / "run"}, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    small = {"objects": 4, "queries": 1, "count": 2, "formats": ("png",)}
+    small = {"objects": 4, "queries": 1, "count": 2, "format": ("png",)}
     write_figures(
         {"run": tmp_path / "run"}, tmp_path / "out", FigureConfig(only=("matches",), root=str(images), **small)
     )
@@ -107,7 +107,7 @@ def test_invalid_options_are_refused(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     refusals: list[tuple[dict[str, Any], str]] = [
         ({"only": ("maches",)}, "only must be one or more of matches, clusters, .* got maches"),
-        ({"formats": ("gif",)}, "format must be one or more of pdf, png, got gif"),
+        ({"format": ("gif",)}, "format must be one or more of pdf, png, got gif"),
         ({"objects": 1}, "objects must be >= 2, got 1"),
         ({"objects": 99}, "objects must be at most 32, the number of patches of both views, got 99"),
     ]

@@ -17,7 +17,7 @@ from cribo.data import DataError, ImageSource
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import read_image
 from cribo.drawing import paper_style, write_figure
-from cribo.figures.config import FigureConfig, FigureName
+from cribo.figures.config import FigureConfig
 from cribo.figures.layout import COLUMN_WIDTH, TEXT_WIDTH, lay_out_clusters, lay_out_features, lay_out_matches
 from cribo.files import write_json, write_text
 from cribo.folders import ResultFolder
@@ -52,8 +52,8 @@ class WrittenFigures:
     """
 
     folder: Path
-    captions: Mapping[FigureName, str]
-    left_out: Mapping[FigureName, str]
+    captions: Mapping[str, str]
+    left_out: Mapping[str, str]
 
 
 class _Skipped(Exception):
@@ -96,8 +96,8 @@ def write_figures(
             raise FileNotFoundError(f"{folder} is not a run: it has no {CONFIG}")
     target = ResultFolder(out, "figures", overwrite=overwrite, inputs=[*runs.values(), config.root])
     drawer = _Drawer(runs, config, device)
-    captions: dict[FigureName, str] = {}
-    left_out: dict[FigureName, str] = {}
+    captions: dict[str, str] = {}
+    left_out: dict[str, str] = {}
 
     def write(folder: Path) -> None:
         for number, name in enumerate(config.only):
@@ -105,7 +105,7 @@ def write_figures(
             try:
                 with paper_style():  # also while writing, when matplotlib looks up colours and fonts
                     figure, captions[name] = drawer.draw(name)
-                    for kind in config.formats:
+                    for kind in config.format:
                         write_figure(folder / f"{name}.{kind}", figure, dpi=_DPI)
             except _Skipped as error:
                 left_out[name] = str(error)
@@ -156,7 +156,7 @@ class _Drawer:
             self._backbone = load_backbone(self.folder).eval().to(self.device)
         return self._backbone
 
-    def draw(self, name: FigureName) -> tuple[Figure, str]:
+    def draw(self, name: str) -> tuple[Figure, str]:
         return getattr(self, f"_{name}")()
 
     def _matches(self) -> tuple[Figure, str]:
