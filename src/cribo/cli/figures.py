@@ -9,7 +9,7 @@ HELP = """\
 Draw the figures of a paper from a run: vector text in embedded fonts, 300 dpi, two-column layout, no titles.
 
   cribo figures --run runs/camvid
-  cribo figures --run runs/camvid --images 'holiday/*.jpg' --only features
+  cribo figures --run runs/camvid --features_of 'holiday/*.jpg' --only features
   cribo figures --run runs/a --label "K = 12" --run runs/b --label "K = 64" --only bootstrapping --out compared
 
   matches        objects of query views and, in the same colour, the nearest object of another image
@@ -21,7 +21,7 @@ Draw the figures of a paper from a run: vector text in embedded fonts, 300 dpi, 
 Captions are written to captions.md.
 """
 
-LESS_MEMORY = "lower --size or --count"
+LESS_MEMORY = "lower --size or --pictures"
 
 
 def main(words: list[str]) -> int:

@@ -16,12 +16,12 @@ class FigureConfig:
     Attributes:
         only: figures to draw; figures without data in the run are skipped with a reason.
         format: pdf for print, png for screens.
-        objects: K, number of clusters per view pair in the matching figure; 12 in the paper.
+        num_objects: K, number of clusters per view pair in the matching figure; 12 in the paper.
         queries: number of query images in the matching figure.
-        images: images of the features figure, such as 'photos/*.jpg', quoted. [images of the run's data]
-        count: number of images in the features figure.
+        images: new location of the run's images, if they were moved.
+        features_of: images of the features figure, such as 'photos/*.jpg', quoted. [images of the run]
+        pictures: number of images in the features figure.
         size: limit on the shorter side of these images in pixels; larger sizes show more detail.
-        root: new location of the run's images, if they were moved.
 
     Raises:
         ConfigError: a value is out of range.
@@ -29,12 +29,12 @@ class FigureConfig:
 
     only: tuple[str, ...] = FIGURES
     format: tuple[str, ...] = FIGURE_FORMATS
-    objects: int = 12
+    num_objects: int = 12
     queries: int = 3
     images: str | None = None
-    count: int = 6
+    features_of: str | None = None
+    pictures: int = 6
     size: int = 480
-    root: str | None = None
 
     def __post_init__(self) -> None:
         for what, values, known in (("only", self.only, FIGURES), ("format", self.format, FIGURE_FORMATS)):
@@ -43,4 +43,4 @@ class FigureConfig:
                 raise ConfigError(
                     f"{what} must be one or more of {', '.join(known)}, got {', '.join(unknown) or 'nothing'}"
                 )
-        require_least(self, {"objects": 2, "queries": 1, "count": 1, "size": 32})
+        require_least(self, {"num_objects": 2, "queries": 1, "pictures": 1, "size": 32})

@@ -36,7 +36,7 @@ class IndexConfig:
         max_pixels: larger images count as unreadable.
         device: such as cuda:0 or cpu. [the first GPU, else the CPU]
         batch_size: number of images of equal size to encode at once. Lower it if the device runs out of memory.
-        threads: number of threads that read and decode images. [one per core, at most 16]
+        workers: number of threads that read images. [one per core, at most 16]
     """
 
     db: str
@@ -53,10 +53,10 @@ class IndexConfig:
     max_pixels: int | None = None
     device: str | None = None
     batch_size: int = 16
-    threads: int | None = None
+    workers: int | None = None
 
     def __post_init__(self) -> None:
-        require_least(self, {"batch_size": 1, "threads": 1})
+        require_least(self, {"batch_size": 1, "workers": 0})
         if self.blocks is not None:
             self.blocks = sorted_blocks(self.blocks)
             if self.backbone is not None and self.backbone.layers != 1:
