@@ -321,7 +321,7 @@ _NAMES: Mapping[Any, tuple[str, str]] = {
 }
 """Names of types, singular and plural."""
 
-_SYNONYMS = {"preset": "config"}
+_SYNONYMS = {"preset": "config", "threads": "workers"}
 """Other names that users may expect for an option."""
 
 _COUNTS = {2: "two", 3: "three", 4: "four"}
