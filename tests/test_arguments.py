@@ -52,6 +52,7 @@ def parser() -> Parser:
         switches=("--source.trust",),
     )
     made.add_class_arguments(Options)
+    made.add_argument("--run", nargs="+")
     made.add_argument("--format", choices=("pdf", "png"), default="pdf")
     return made
 
@@ -99,17 +100,51 @@ def test_a_size_can_be_given_in_any_syntax(words: list[str]) -> None:
 @pytest.mark.parametrize(("said", "size"), [("364", (364, 364)), ("[32, 64]", (32, 64)), ("null", None)])
 def test_a_size_in_a_file(tmp_path: Path, said: str, size: tuple[int, int] | None) -> None:
     made = parser()
-    made.add_argument("--config", action="config")
     made.add_class_arguments(Options, "inner")
     (tmp_path / "a.yaml").write_text(f"size: {said}\ninner:\n  size: {said}\n  counts: [7, 8]\n")
     parsed = made.parse_args(["--config", str(tmp_path / "a.yaml"), "--source", "a", "--inner.source.name", "a"])
     assert (parsed.size, parsed.inner.size, parsed.inner.counts) == (size, size, (7, 8))
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "source: a\ntrust: true\nratios: 2,4\nrun: x",
+        "trust: true\nsource: {name: a}\nratios: [2, 4]\nrun: [x]",
+        "source.name: a\nsource: {trust: true}\nratios: (2, 4)\nrun: x",
+    ],
+)
+def test_a_file_uses_the_syntax_of_the_command_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.yaml").write_text(content)
+    words = ["--config", str(tmp_path / "a.yaml")]
+    parsed = parser().parse_args(words)
+    assert (parsed.source.name, parsed.source.trust, parsed.ratios, parsed.run) == ("a", True, (2, 4), ["x"])
+    parsed = parser().parse_args(["--run", "y", "--ratios", "3", "--run=z", "--source", "b", *words])
+    assert (parsed.source.name, parsed.source.trust, parsed.ratios, parsed.run) == ("b", True, (3,), ["y", "z"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty: add a value, such as overwrite: true"),
+        ("[a, b]", "must be a mapping of names to values in YAML, got a list"),
+        ("ratios: [1", "is not YAML"),
+        ("a: &b {}\nsource: *b", "must not contain YAML aliases"),
+        ("rations: 3", "did you mean ratios?"),
+        ("source: {nam: a}", "did you mean source.name?"),
+        ("temperature: x", "temperature must be a number, got 'x'"),
+    ],
+)
+def test_invalid_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "a.yaml").write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        parser().parse_args(["--config", str(tmp_path / "a.yaml"), "--source", "a"])
+    assert message in str(caught.value)
+
+
 @pytest.mark.parametrize("content", ["size: [1, 2, 3]", "size: x", "counts: 7", "size: {a: 7}"])
 def test_an_invalid_size_in_a_file_is_refused(tmp_path: Path, content: str) -> None:
     made = parser()
-    made.add_argument("--config", action="config")
     (tmp_path / "a.yaml").write_text(content)
     with pytest.raises(ConfigError, match=r"must be two ints|two ints or null|Does not validate"):
         made.parse_args(["--config", str(tmp_path / "a.yaml"), "--source", "a"])

@@ -10,6 +10,7 @@ import types
 from argparse import RawDescriptionHelpFormatter
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
@@ -35,14 +36,25 @@ class _HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
 class Parser(ArgumentParser):
     """A parser without abbreviations that suggests the nearest valid name for an unknown one.
 
-    Options with several values accept `1,8,64` and `[1,8,64]`, and for numbers also `1 8 64`. Options of two integers
-    whose name ends in `size` also accept one integer for a square, on the command line and in files.
+    Options with several values accept `1,8,64` and `[1,8,64]`, and for numbers also `1 8 64`; those with `nargs="+"`
+    can be repeated, or followed by several arguments. Options of two integers whose name ends in `size` also accept
+    one integer for a square.
+
+    `--config FILE` reads options from a YAML file, in the same syntax and with the same short names; all other options
+    of the command line override it.
+
+    Attributes:
+        config_help: help of --config.
+        config_example: a line of a configuration file, for error messages.
 
     Args:
         short: short names of options, such as `--data` for `--data.name`.
         switches: boolean options that mean `true` if no value follows.
         kwargs: passed to jsonargparse's parser.
     """
+
+    config_help = "a YAML file of options, overridden by the command line"
+    config_example = "overwrite: true"
 
     def __init__(
         self,
@@ -54,21 +66,29 @@ class Parser(ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
         self._short = dict(short or {})
         self._switches = switches
+        self.add_argument("--config", action="config", help=self.config_help)
 
     def parse_args(self, args: Sequence[str] | None = None, **kwargs: Any) -> Namespace:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Parse the arguments of a command line, or complete them for a shell."""
         if "_ARGCOMPLETE" in os.environ:
             self._set_completers()
-        return super().parse_args(self.expand(sys.argv[1:] if args is None else args), **kwargs)
+        words = self._configs_first(sys.argv[1:] if args is None else args)
+        return super().parse_args(self.expand(words), **kwargs)
 
-    def build(self, config_type: type[Config], parsed: Namespace) -> Config:
+    def build(self, config_type: type[Config], parsed: Namespace, **others: Any) -> Config:
         """Create a dataclass from the parsed options of its names.
+
+        Args:
+            config_type: the dataclass.
+            parsed: the parsed options.
+            **others: fields that are not taken from the options.
 
         Raises:
             InputError: a value is out of range.
         """
         made = self.instantiate(parsed)
-        return config_type(**{field.name: made[field.name] for field in dataclasses.fields(config_type)})
+        names = [field.name for field in dataclasses.fields(config_type) if field.name not in others]
+        return config_type(**{name: made[name] for name in names}, **others)
 
     def _set_completers(self) -> None:
         """Complete values by their choices, and others by names of files."""
@@ -80,26 +100,87 @@ class Parser(ArgumentParser):
                 completer = ChoicesCompleter(choices) if choices else FilesCompleter()
                 action.completer = completer  # pyright: ignore[reportAttributeAccessIssue]
 
+    def parse_path(self, path: Any, **kwargs: Any) -> Namespace:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Parse a configuration file."""
+        return self.parse_string(self.read_config(Path(path)), **kwargs)
+
+    def read_config(self, path: Path) -> str:
+        """Read the YAML text of a configuration file.
+
+        Raises:
+            ConfigError: the file is not a YAML mapping.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+            values = yaml.safe_load(text)
+            has_aliases = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
+        except OSError as error:
+            raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not a configuration: it is not UTF-8 text") from error
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2020-99-99
+            raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        except RecursionError as error:
+            raise ConfigError(f"{path} is nested too deeply") from error
+        if values is None:
+            raise ConfigError(f"{path} is empty: add a value, such as {self.config_example}")
+        if not isinstance(values, dict):
+            kind = "a list" if isinstance(values, list) else "one value"
+            raise ConfigError(f"{path} must be a mapping of names to values in YAML, got {kind}")
+        if has_aliases:  # a short file with nested aliases may expand to exceed the memory
+            raise ConfigError(f"{path} must not contain YAML aliases (*name): write the values instead")
+        return text
+
+    def find_config(self, name: str) -> Path:
+        """Return the file that --config names.
+
+        Raises:
+            ConfigError: there is no such file.
+        """
+        if not Path(name).is_file():
+            raise ConfigError(f"--config: no file named {name}")
+        return Path(name)
+
+    def _configs_first(self, words: Sequence[str]) -> list[str]:
+        """Move --config to the front, so that other options override it."""
+        rest = iter(words)
+        configs: list[str] = []
+        others: list[str] = []
+        for word in rest:
+            option, given, value = word.partition("=")
+            if option != "--config":
+                others.append(word)
+            elif given:
+                configs.append(f"--config={self.find_config(value)}")
+            else:
+                configs += ["--config", *(str(self.find_config(name)) for name in islice(rest, 1))]
+        return [*configs, *others]
+
     def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
         """Parse the content of a configuration file."""
-        return super().parse_string(self._with_squares(content), *args, **kwargs)
+        return super().parse_string(self._in_full(content), *args, **kwargs)
 
-    def _with_squares(self, content: str) -> str:
-        """Replace each size given as one number by two equal numbers."""
+    def _in_full(self, content: str) -> str:
+        """Expand short names, sizes given as one number and lists separated by commas, as on the command line."""
         try:
-            values = yaml.safe_load(content)
+            given = yaml.safe_load(content)
         except yaml.YAMLError:  # reported by the parser, with the line
             return content
-        squares = 0
-        for option in (option for option, elements in self._lists().items() if _is_size(option, elements)):
-            *groups, name = option.removeprefix("--").split(".")
-            place = values
-            for group in groups:
-                place = place.get(group) if isinstance(place, dict) else None
-            if isinstance(place, dict) and type(place.get(name)) is int:
-                place[name] = [place[name]] * 2
-                squares += 1
-        return yaml.safe_dump(values, sort_keys=False) if squares else content
+        if not isinstance(given, dict):
+            return content
+        values = {key: value for key, value in given.items() if isinstance(value, dict)}
+        values |= {
+            key if key in values else self._short.get(f"--{key}", f"--{key}").removeprefix("--"): value
+            for key, value in given.items()
+        }
+        for option, elements in self._lists().items():
+            for group, name in _places(values, option.removeprefix("--")):
+                if isinstance(group[name], int | float | str):
+                    group[name] = _bracketed([str(group[name])], square=_is_size(option, elements))
+        for option in self._repeatable():
+            for group, name in _places(values, option.removeprefix("--")):
+                group[name] = group[name] if isinstance(group[name], list) else [group[name]]
+        return content if values == given else yaml.safe_dump(values, sort_keys=False)
 
     def _lists(self) -> dict[str, tuple[type, ...]]:
         """Return the element types of each option with several values."""
@@ -110,9 +191,13 @@ class Parser(ArgumentParser):
             for option in action.option_strings
         }
 
+    def _repeatable(self) -> set[str]:
+        return {option for action in self._actions if action.nargs == "+" for option in action.option_strings}
+
     def expand(self, words: Sequence[str]) -> list[str]:
-        """Expand short names, switches and lists to the syntax of jsonargparse."""
+        """Expand short names, switches, lists and repeated options to the syntax of jsonargparse."""
         lists = self._lists()
+        repeated: dict[str, list[str]] = {option: [] for option in self._repeatable()}
         result: list[str] = []
         rest = deque(words)
         while rest:
@@ -123,6 +208,9 @@ class Parser(ArgumentParser):
             option, given, value = word.partition("=")
             option = self._long(option)
             square = _is_size(option, lists.get(option, ()))
+            if option in repeated:
+                repeated[option] += [value] if given else _until_option(rest)
+                continue
             if given:
                 result.append(f"{option}={_bracketed([value], square=square) if option in lists else value}")
                 continue
@@ -132,6 +220,8 @@ class Parser(ArgumentParser):
                     result.append(_bracketed(values, square=square))
             elif option in self._switches and (not rest or rest[0].startswith("--")):
                 result.append("true")
+        for option, values in repeated.items():
+            result += [option, *values] if values else []
         return result
 
     def _long(self, option: str) -> str:
@@ -231,7 +321,7 @@ _NAMES: Mapping[Any, tuple[str, str]] = {
 }
 """Names of types, singular and plural."""
 
-_SYNONYMS = {"preset": "config"}
+_SYNONYMS = {"preset": "config", "threads": "workers"}
 """Other names that users may expect for an option."""
 
 _COUNTS = {2: "two", 3: "three", 4: "four"}
@@ -288,6 +378,23 @@ def _elements(hint: Any) -> tuple[type, ...]:
 
 def _is_size(option: str, elements: tuple[type, ...]) -> bool:
     return option.endswith("size") and elements == (int, int)
+
+
+def _places(values: dict[str, Any], option: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the mappings that hold an option such as `a.b`, as `a.b: 1` or as `a: {b: 1}`, and its key there."""
+    if option in values:
+        yield values, option
+    group, dot, rest = option.partition(".")
+    if dot and isinstance(values.get(group), dict):
+        yield from _places(values[group], rest)
+
+
+def _until_option(rest: deque[str]) -> list[str]:
+    """Consume the arguments up to the next option."""
+    found = []
+    while rest and not rest[0].startswith("--"):
+        found.append(rest.popleft())
+    return found
 
 
 def _values(rest: deque[str], elements: tuple[type, ...]) -> Iterator[str]:

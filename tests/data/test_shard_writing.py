@@ -58,8 +58,8 @@ def test_files_are_copied_unchanged(photographs: Path, tmp_path: Path) -> None:
 
 def test_shards_are_random_samples_and_reproducible(photographs: Path, tmp_path: Path) -> None:
     outs = [tmp_path / "a", tmp_path / "b"]
-    for out, threads in zip(outs, (1, 4), strict=True):
-        write_shards(open_images(photographs), out, shard_bytes=20_000, threads=threads)
+    for out, workers in zip(outs, (1, 4), strict=True):
+        write_shards(open_images(photographs), out, shard_bytes=20_000, workers=workers)
     ours, theirs = ({path.name: path.read_bytes() for path in out.iterdir()} for out in outs)
     assert ours == theirs
     with tarfile.open(outs[0] / "images-000000.tar") as tar:
@@ -145,6 +145,7 @@ def test_nothing_is_overwritten_or_half_written(
     [
         ({"size": 1}, "size must be >= 2 pixels, got 1"),
         ({"shard_bytes": 100}, "shard_bytes must be >= 4096, got 100"),
+        ({"workers": -1}, "workers must be >= 0, got -1"),
         ({"max_unreadable": 2}, "max_unreadable must be between 0 and 1, got 2"),
     ],
 )

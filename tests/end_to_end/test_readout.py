@@ -57,7 +57,7 @@ COMMANDS = {
     "--cache none --devices cpu --runtime.workers 0 --out out",
     "segment": "segment --backbone mine --images set/images/val --examples examples --device cpu --workers 1 --out out",
     "index": "index --backbone mine --images set/images/val --db out --num_objects 3 --size 0 --min_share 0 "
-    "--device cpu --threads 1",
+    "--device cpu --workers 1",
     "export": "export --backbone mine --to timm --out out",
 }
 

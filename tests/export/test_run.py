@@ -20,6 +20,7 @@ from cribo import load_backbone
 from cribo.cli import main
 from cribo.errors import InputError
 from cribo.export import DifferentFeatures, export_backbone
+from cribo.export.options import ExportOptions
 from cribo.export.run import compare_features
 from cribo.export.timm_folder import load as load_timm
 from cribo.files import FolderError
@@ -153,20 +154,79 @@ def test_the_printed_code_loads_the_export(target: str, kind: str, network: Netw
     assert_near(tokens, expected(backbone, images)[0])
 
 
+@pytest.mark.parametrize(
+    ("target", "kind"),
+    [
+        ("timm", "vit"),
+        ("timm", "resnet"),
+        ("transformers", "registers"),
+        ("transformers", "dinov3"),
+        ("transformers", "resnet"),
+        ("onnx", "dinov3"),
+        ("torch-export", "vit"),
+    ],
+)
+def test_half_precision_halves_the_weights_and_the_printed_code_returns_it(
+    target: str, kind: str, network: Network, tmp_path: Path
+) -> None:
+    backbone = network(kind)
+    whole = export_backbone(backbone, target, tmp_path / "whole")  # pyright: ignore[reportArgumentType]
+    half = export_backbone(backbone, target, tmp_path / "half", precision="float16")  # pyright: ignore[reportArgumentType]
+    assert whole.difference < 1e-5 < half.difference < 1e-2
+    weights = "model.safetensors" if target in ("timm", "transformers") else None
+    if weights is not None:
+        types = {value.dtype for value in safetensors.torch.load_file(tmp_path / "half" / weights).values()}
+        assert types <= {torch.float16, torch.int64}
+    file = weights or {"onnx": "backbone.onnx", "torch-export": "backbone.pt2"}[target]
+    parameters = sum(parameter.numel() for parameter in backbone.parameters())
+    assert whole.files[file] - half.files[file] > 1.5 * parameters
+    assert json.loads((tmp_path / "half" / "export.json").read_text())["options"]["precision"] == "float16"
+    assert "| precision | float16 |" in (tmp_path / "half" / "README.md").read_text()
+    pixels = np.random.default_rng(0).integers(0, 256, (backbone.image_size, backbone.image_size, 3), dtype=np.uint8)
+    names = {"picture": Image.fromarray(pixels)}
+    with torch.no_grad():
+        exec(half.how_to_load, names)
+    found = torch.as_tensor(names.get("tokens", names.get("feature_map")))
+    assert found.dtype == torch.float16
+    found = found.flatten(2).mT if found.ndim == 4 else found
+    wanted = expected(backbone, torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255)[0]
+    torch.testing.assert_close(found.float(), wanted, atol=1e-2 * float(wanted.abs().max()), rtol=0)
+
+
+def test_the_check_of_half_precision_detects_a_damaged_file(network: Network, tmp_path: Path) -> None:
+    backbone, folder, options = network("vit"), tmp_path / "out", ExportOptions(precision="float16")
+    export_backbone(backbone, "timm", folder, precision="float16")
+    path = folder / "model.safetensors"
+    state = safetensors.torch.load_file(path)
+    state["norm.bias"][3] += 0.2
+    safetensors.torch.save_file(state, path)
+    with pytest.raises(DifferentFeatures, match="tokens of images of 1x3x48x48 must differ by at most 1e-02"):
+        compare_features(backbone, lambda: load_timm(folder, options), options, lambda what, done, total: None)
+
+
+def test_weights_beyond_half_precision_are_refused_before_any_work(network: Network, tmp_path: Path) -> None:
+    backbone = network("resnet")
+    backbone.model.bn1.running_var[0] = 1e5
+    with pytest.raises(InputError, match=r"at most 65504 in float16, got 1e\+05 in bn1.running_var: use --prec"):
+        export_backbone(backbone, "timm", tmp_path / "out", precision="float16")
+    assert not list(tmp_path.iterdir())
+    assert export_backbone(backbone, "timm", tmp_path / "out").difference < 1e-5
+
+
 def test_the_check_detects_a_damaged_file(network: Network, tmp_path: Path) -> None:
     backbone, folder = network("vit"), tmp_path / "out"
     export_backbone(backbone, "timm", folder)
-    silent = lambda what, done, total: None  # noqa: E731
-    assert compare_features(backbone, lambda: load_timm(folder), 1, silent)[0] < 1e-5
+    silent, options = lambda what, done, total: None, ExportOptions()
+    assert compare_features(backbone, lambda: load_timm(folder, options), options, silent)[0] < 1e-5
     path = folder / "model.safetensors"
     state = safetensors.torch.load_file(path)
     state["blocks.1.mlp.fc2.bias"][3] += 0.01
     safetensors.torch.save_file(state, path)
     with pytest.raises(DifferentFeatures, match="tokens of images of 1x3x48x48 must differ by at most 1e-04"):
-        compare_features(backbone, lambda: load_timm(folder), 1, silent)
+        compare_features(backbone, lambda: load_timm(folder, options), options, silent)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(DifferentFeatures, match="cannot be loaded"):
-        compare_features(backbone, lambda: load_timm(folder), 1, silent)
+        compare_features(backbone, lambda: load_timm(folder, options), options, silent)
 
 
 def test_a_failed_check_leaves_no_files_and_keeps_old_ones(network: Network, tmp_path: Path) -> None:

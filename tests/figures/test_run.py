@@ -34,7 +34,7 @@ def run(tiny: Callable[..., PretrainConfig], images: Path, tmp_path_factory: pyt
 @pytest.fixture(scope="module")
 def written(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("written") / "figures"
-    result = write_figures({"run": run}, out, FigureConfig(objects=4, queries=2, count=3))
+    result = write_figures({"run": run}, out, FigureConfig(num_objects=4, queries=2, pictures=3))
     assert not result.left_out
     return out
 
@@ -54,7 +54,7 @@ def test_every_figure_is_written_for_print(written: Path) -> None:
 
 
 def test_figures_are_reproducible(run: Path, written: Path, tmp_path: Path) -> None:
-    config = FigureConfig(only=("matches", "clusters", "features"), objects=4, queries=2, count=3)
+    config = FigureConfig(only=("matches", "clusters", "features"), num_objects=4, queries=2, pictures=3)
     write_figures({"run": run}, tmp_path / "again", config)
     for name in ("matches.pdf", "clusters.pdf", "features.png"):
         assert (tmp_path / "again" / name).read_bytes() == (written / name).read_bytes()
@@ -64,7 +64,7 @@ def test_a_run_without_recorded_clusters_is_drawn(run: Path, tmp_path: Path) -> 
     shutil.copytree(run, tmp_path / "old")
     (tmp_path / "old" / "clusters.npz").unlink()
     result = write_figures(
-        {"old": tmp_path / "old"}, tmp_path / "out", FigureConfig(only=("clusters", "losses"), formats=("png",))
+        {"old": tmp_path / "old"}, tmp_path / "out", FigureConfig(only=("clusters", "losses"), format=("png",))
     )
     assert "has no clusters.npz" in result.left_out["clusters"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -78,15 +78,15 @@ def test_moved_images_are_reported_before_any_work(run: Path, images: Path, tmp_
     config.write_text(config.read_text().replace(str(images), "/gone/images"))
     with pytest.raises(
         DataError,
-        match=r"/gone/images.*give their folder with --root, or draw figures that do not need them with --images",
+        match=r"/gone/images.*give their folder with --images, or draw figures .* with --features_of",
     ):
         write_figures({"run": tmp_path / "run"}, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    small = {"objects": 4, "queries": 1, "count": 2, "formats": ("png",)}
+    small = {"num_objects": 4, "queries": 1, "pictures": 2, "format": ("png",)}
     write_figures(
-        {"run": tmp_path / "run"}, tmp_path / "out", FigureConfig(only=("matches",), root=str(images), **small)
+        {"run": tmp_path / "run"}, tmp_path / "out", FigureConfig(only=("matches",), images=str(images), **small)
     )
-    files = FigureConfig(only=("features",), images=str(images / "1*.png"), **small)
+    files = FigureConfig(only=("features",), features_of=str(images / "1*.png"), **small)
     write_figures({"run": tmp_path / "run"}, tmp_path / "features", files)
     assert (tmp_path / "features" / "features.png").is_file()
 
@@ -107,15 +107,15 @@ def test_invalid_options_are_refused(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     refusals: list[tuple[dict[str, Any], str]] = [
         ({"only": ("maches",)}, "only must be one or more of matches, clusters, .* got maches"),
-        ({"formats": ("gif",)}, "format must be one or more of pdf, png, got gif"),
-        ({"objects": 1}, "objects must be >= 2, got 1"),
-        ({"objects": 99}, "objects must be at most 32, the number of patches of both views, got 99"),
+        ({"format": ("gif",)}, "format must be one or more of pdf, png, got gif"),
+        ({"num_objects": 1}, "num_objects must be >= 2, got 1"),
+        ({"num_objects": 99}, "num_objects must be at most 32, the number of patches of both views, got 99"),
     ]
     for choices, message in refusals:
         with pytest.raises(ValueError, match=message):
             write_figures({"run": run}, out, FigureConfig(**choices))
-    with pytest.raises(FileNotFoundError, match="no files match --images"):
-        write_figures({"run": run}, out, FigureConfig(images="/nowhere/*.jpg"))
+    with pytest.raises(FileNotFoundError, match="no files match --features_of"):
+        write_figures({"run": run}, out, FigureConfig(features_of="/nowhere/*.jpg"))
     with pytest.raises(FileNotFoundError, match=r"is not a run: it has no config.yaml"):
         write_figures({"x": tmp_path}, out)
     (tmp_path / "out").mkdir()

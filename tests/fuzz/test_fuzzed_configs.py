@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cribo.arguments import ConfigError
 from cribo.pretraining.config import PretrainConfig
-from cribo.pretraining.presets import ConfigParser, add_config_arguments, config_from, dump_config, load_config
+from cribo.pretraining.presets import ConfigParser, config_from, dump_config, load_config
 
 FUZZED = settings(
     max_examples=settings().max_examples // 10,
@@ -136,7 +136,7 @@ def test_any_text(tmp_path: Path, content: str | bytes) -> None:
 )
 def test_any_words(name: str, value: str, joined: bool) -> None:
     parser = ConfigParser()
-    add_config_arguments(parser)
+    parser.add_class_arguments(PretrainConfig)
     try:
         config_from(parser.parse_args([f"--{name}={value}"] if joined else [f"--{name}", value]))
     except ConfigError as error:
@@ -174,7 +174,7 @@ def test_any_words(name: str, value: str, joined: bool) -> None:
 )
 def test_invalid_arguments(words: list[str]) -> None:
     parser = ConfigParser()
-    add_config_arguments(parser)
+    parser.add_class_arguments(PretrainConfig)
     try:
         config_from(parser.parse_args(words))
     except ConfigError as error:
@@ -225,7 +225,7 @@ def test_nothing_is_executed(tmp_path: Path, form: str, place: str) -> None:
     value = form.format(path=made, pickled=base64.b64encode(pickle.dumps(Payload(made))).decode())
     assert_accepted_or_refused(tmp_path / "x.yaml", place.format(value=value))
     parser = ConfigParser()
-    add_config_arguments(parser)
+    parser.add_class_arguments(PretrainConfig)
     for name in ("optim", "optim.lr", "backbone.args", "objective.name", "objective.args", "data.root"):
         with contextlib.suppress(ConfigError):
             config_from(parser.parse_args([f"--{name}={value}"]))

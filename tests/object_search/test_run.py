@@ -48,7 +48,7 @@ def backbone(tmp_path: Path) -> Path:
 def indexed(cribo: Run, pictures: Path, backbone: Path) -> Path:
     said = cribo(
         *("index", "--backbone", backbone, "--images", pictures, "--db", "objects.db"),
-        *("--num_objects", 4, "--size", 0, "--min_share", 0, "--device", "cpu", "--threads", 2),
+        *("--num_objects", 4, "--size", 0, "--min_share", 0, "--device", "cpu", "--workers", 2),
     )
     assert "6 new images, 0 changed, 0 unchanged, 0 removed" in said
     return pictures.parent / "objects.db"

@@ -46,7 +46,6 @@ def _adapt(words: list[str]) -> None:
     parser.add_argument("--name", type=str, help="name of the output folder; by default, that of the backbone")
     parser.add_argument("--resume", action="store_true", help="continue the interrupted adaptation --name")
     parser.add_argument("--overwrite", action="store_true", help="replace the adaptation --name")
-    parser.add_argument("--config", action="config", help="a YAML file of options, overridden by the command line")
     parser.add_class_arguments(AdaptConfig, skip={"images"})
     parsed = parser.parse_args(words)
     config = parser.build(AdaptConfig, parsed)

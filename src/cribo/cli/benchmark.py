@@ -52,7 +52,6 @@ def _benchmark(words: list[str]) -> None:
     parser.add_argument("--out", type=Path, help="folder of the card; by default cards/<backbone>, numbered")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing card in --out")
     parser.add_argument("--rows", type=Path, default=Path("evaluations"), help="parent folder of the evaluations")
-    parser.add_argument("--config", action="config", help="a YAML file of options, overridden by the command line")
     parser.add_class_arguments(BenchmarkConfig)
     parsed = parser.parse_args(words)
     config = parser.build(BenchmarkConfig, parsed)

@@ -42,7 +42,6 @@ def _embed(words: list[str]) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the results; it must be new")
     parser.add_argument("--resume", action="store_true", help="continue the interrupted command that wrote to --out")
     parser.add_argument("--overwrite", action="store_true", help="replace existing results in --out")
-    parser.add_argument("--config", action="config", help="a YAML file of options, overridden by the command line")
     parser.add_class_arguments(EmbedConfig, skip={"images"})
     parsed = parser.parse_args(words)
     config = parser.build(EmbedConfig, parsed)

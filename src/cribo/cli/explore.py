@@ -1,9 +1,14 @@
 """`cribo explore`: a web page to inspect a run or a collection."""
 
 import secrets
-from pathlib import Path
 
-from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded
+from cribo.cli.running import (
+    BACKBONE_SHORT,
+    BACKBONE_SWITCHES,
+    add_optional_backbone,
+    guarded,
+    optional_backbone,
+)
 from cribo.console import command_console, loading, log_to
 
 HELP = """\
@@ -30,7 +35,6 @@ def main(words: list[str]) -> int:
 def _explore(words: list[str]) -> None:
     from cribo.arguments import ConfigError, Parser
     from cribo.explorer.config import ExploreConfig, Limits
-    from cribo.retrieval.source import BackboneSource
 
     console = command_console()
     log_to(console)
@@ -41,12 +45,7 @@ def _explore(words: list[str]) -> None:
         short=BACKBONE_SHORT,
         switches=BACKBONE_SWITCHES,
     )
-    parser.add_argument("--run", type=Path, help="a run folder of cribo pretrain; the run may still be in progress")
-    parser.add_argument("--db", type=str, help="a database of objects of cribo index, a folder or URL")
-    parser.add_argument("--images", type=Path, help="folder of the images; by default, that of the run or database")
-    parser.add_argument(
-        "--limit", type=int, default=100, help="number of images whose objects are found at start-up, without --db"
-    )
+    parser.add_class_arguments(ExploreConfig, skip={"backbone"})
     parser.add_argument("--host", type=str, default="127.0.0.1", help="0.0.0.0 allows other machines to open the page")
     parser.add_argument("--port", type=int, default=7860, help="port of the page; 0 takes a free one")
     parser.add_argument(
@@ -55,24 +54,14 @@ def _explore(words: list[str]) -> None:
     parser.add_argument("--no_password", action="store_true", help="allow access to the page without a password")
     parser.add_argument("--max_megabytes", type=float, default=20.0, help="size limit of an uploaded picture")
     parser.add_argument("--max_megapixels", type=float, default=40.0, help="pixel limit of an uploaded picture")
-    parser.add_argument("--device", type=str, help="such as cuda:0 or cpu; by default the first GPU, else the CPU")
-    parser.add_class_arguments(BackboneSource, "backbone", skip={"source"})
-    parser.add_argument(
-        "--backbone.source",
-        type=str,
-        help="backbone to use instead of that of the database or run: a run folder, a checkpoint, a timm name, or "
+    add_optional_backbone(
+        parser,
+        "backbone to use instead of that of the database or run: a run folder, a checkpoint, a timm name, or "
         "mean-colour",
     )
     parsed = parser.parse_args(words)
     limits = Limits(megabytes=parsed.max_megabytes, megapixels=parsed.max_megapixels)
-    config = ExploreConfig(
-        run=parsed.run,
-        db=parsed.db,
-        backbone=None if parsed.backbone.source is None else BackboneSource(**vars(parsed.backbone)),
-        images=parsed.images,
-        limit=parsed.limit,
-        device=parsed.device,
-    )
+    config = parser.build(ExploreConfig, parsed, backbone=optional_backbone(parsed))
     if parsed.no_password and parsed.password is not None:
         raise ConfigError("--password and --no_password exclude each other: omit one of them")
     with loading(console):

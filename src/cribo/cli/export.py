@@ -7,7 +7,7 @@ from cribo.console import Phases, command_console, loading, log_to
 
 HELP = """\
 Write a backbone for other libraries. The export is loaded back by the other library, and kept only if its features
-agree with those of the backbone to 1e-4 of the largest, at several image sizes.
+agree with those of the backbone to 1e-4 of the largest (1e-2 in float16), at several image sizes.
 
   cribo export --backbone runs/camvid --to timm           timm.create_model("local-dir:...", pretrained=True)
   cribo export --backbone runs/camvid --to transformers   AutoModel.from_pretrained
@@ -29,6 +29,7 @@ def main(words: list[str]) -> int:
 def _export(words: list[str]) -> None:
     from cribo.arguments import Parser
     from cribo.export.options import TARGETS
+    from cribo.retrieval.choices import FeaturePrecision
     from cribo.retrieval.source import BackboneSource, backbone_name
 
     console = command_console()
@@ -43,6 +44,12 @@ def _export(words: list[str]) -> None:
     parser.add_argument("--to", required=True, choices=TARGETS, help="format to write")
     parser.add_argument("--out", type=Path, help="output folder; by default exports/BACKBONE-TARGET")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing export in --out")
+    parser.add_argument(
+        "--precision",
+        type=FeaturePrecision,
+        default="float32",
+        help="data type of weights and features; float16 halves the size of the files",
+    )
     parser.add_argument(
         "--image_size",
         type=int,
@@ -71,6 +78,7 @@ def _export(words: list[str]) -> None:
             parsed.to,
             out,
             overwrite=parsed.overwrite,
+            precision=parsed.precision,
             layers=config.layers,
             opset=parsed.opset,
             fixed_size=parsed.fixed_size,
@@ -78,7 +86,8 @@ def _export(words: list[str]) -> None:
         )
     sizes = ", ".join(f"{batch}x3x{height}x{width}" for batch, height, width in report.checked)
     console.print(
-        f"loaded back: features differ by at most {report.difference:.1e} of the largest (images of {sizes})",
+        f"loaded back in {parsed.precision}: features differ by at most {report.difference:.1e} of the largest from "
+        f"those of the backbone in float32 (images of {sizes})",
     )
     for note in report.notes:
         console.print(f"note: {note}")

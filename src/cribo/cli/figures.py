@@ -9,7 +9,7 @@ HELP = """\
 Draw the figures of a paper from a run: vector text in embedded fonts, 300 dpi, two-column layout, no titles.
 
   cribo figures --run runs/camvid
-  cribo figures --run runs/camvid --images 'holiday/*.jpg' --only features
+  cribo figures --run runs/camvid --features_of 'holiday/*.jpg' --only features
   cribo figures --run runs/a --label "K = 12" --run runs/b --label "K = 64" --only bootstrapping --out compared
 
   matches        objects of query views and, in the same colour, the nearest object of another image
@@ -21,7 +21,7 @@ Draw the figures of a paper from a run: vector text in embedded fonts, 300 dpi, 
 Captions are written to captions.md.
 """
 
-LESS_MEMORY = "lower --size or --count"
+LESS_MEMORY = "lower --size or --pictures"
 
 
 def main(words: list[str]) -> int:
@@ -31,46 +31,25 @@ def main(words: list[str]) -> int:
 
 def _figures(words: list[str]) -> None:
     from cribo.arguments import ConfigError, Parser
-    from cribo.figures.config import FIGURE_FORMATS, FIGURES, FigureConfig
+    from cribo.figures.config import FigureConfig
 
     console = command_console()
     log_to(console)
     parser = Parser(prog="cribo figures", description=HELP, usage="cribo figures --run RUN [options]")
-    parser.add_argument("--run", action="append", type=str, required=True, help="a run folder; repeat to compare runs")
-    parser.add_argument("--label", action="append", type=str, help="name of a run, in the order of --run")
+    parser.add_argument("--run", nargs="+", type=Path, required=True, help="a run folder; repeat to compare runs")
+    parser.add_argument("--label", nargs="+", type=str, help="name of a run, in the order of --run")
     parser.add_argument("--out", type=Path, help="output folder; by default RUN/figures")
     parser.add_argument("--overwrite", action="store_true", help="replace existing figures in --out")
-    parser.add_argument("--only", type=str, default=",".join(FIGURES), help="figures to draw")
-    parser.add_argument("--format", type=str, default=",".join(FIGURE_FORMATS), help="pdf for print, png for screens")
-    parser.add_argument("--objects", type=int, default=12, help="K, clusters per view pair in the matching figure")
-    parser.add_argument("--queries", type=int, default=3, help="number of query images in the matching figure")
-    parser.add_argument("--images", type=str, help="images of the features figure, such as 'photos/*.jpg', quoted")
-    parser.add_argument("--count", type=int, default=6, help="number of images in the features figure")
-    parser.add_argument(
-        "--size",
-        type=int,
-        default=480,
-        help="limit on the shorter side of these images in pixels; larger sizes show more detail",
-    )
-    parser.add_argument("--root", type=str, help="new location of the run's images, if they were moved")
+    parser.add_class_arguments(FigureConfig)
     parser.add_argument("--device", type=str, help="such as cuda:0 or cpu; by default the first GPU, else the CPU")
     parsed = parser.parse_args(words)
-    runs = [Path(run) for run in parsed.run]
+    runs: list[Path] = parsed.run
     labels: list[str] = parsed.label or [run.name for run in runs]
     if len(labels) != len(runs) or len(set(labels)) != len(labels):
         raise ConfigError(
             f"each --run needs its own --label, got {len(runs)} runs and {', '.join(labels)}: give one after each"
         )
-    config = FigureConfig(
-        only=tuple(parsed.only.split(",")),
-        formats=tuple(parsed.format.split(",")),
-        objects=parsed.objects,
-        queries=parsed.queries,
-        images=parsed.images,
-        count=parsed.count,
-        size=parsed.size,
-        root=parsed.root,
-    )
+    config = parser.build(FigureConfig, parsed)
     with loading(console):
         from cribo.devices import resolve_devices
         from cribo.figures.run import write_figures
@@ -87,5 +66,5 @@ def _figures(words: list[str]) -> None:
         )
     for name, why in written.left_out.items():
         console.print(f"skipped {name}: {why}")
-    places: dict[str, Path | str] = {name: written.folder / f"{name}.{config.formats[0]}" for name in written.captions}
+    places: dict[str, Path | str] = {name: written.folder / f"{name}.{config.format[0]}" for name in written.captions}
     print_places(console, {**places, "captions": written.folder / "captions.md"})

@@ -1,6 +1,13 @@
 """`cribo index`: store the objects of a collection of images in a database."""
 
-from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places
+from cribo.cli.running import (
+    BACKBONE_SHORT,
+    BACKBONE_SWITCHES,
+    add_optional_backbone,
+    guarded,
+    optional_backbone,
+    print_places,
+)
 from cribo.console import command_console, duration, loading, log_to
 
 HELP = """\
@@ -26,7 +33,6 @@ def main(words: list[str]) -> int:
 def _index(words: list[str]) -> None:
     from cribo.arguments import Parser
     from cribo.object_search.config import IndexConfig
-    from cribo.retrieval.source import BackboneSource
 
     console = command_console()
     log_to(console)
@@ -38,17 +44,13 @@ def _index(words: list[str]) -> None:
         switches=(*BACKBONE_SWITCHES, "--moved", "--prune"),
     )
     parser.add_class_arguments(IndexConfig, skip={"backbone"})
-    parser.add_class_arguments(BackboneSource, "backbone", skip={"source"})
-    parser.add_argument(
-        "--backbone.source",
-        type=str,
-        help="a run folder or its backbone.safetensors; a timm name; a checkpoint of another project; or "
-        "mean-colour. Not needed if --db exists",
+    add_optional_backbone(
+        parser,
+        "a run folder or its backbone.safetensors; a timm name; a checkpoint of another project; or mean-colour. Not "
+        "needed if --db exists",
     )
     parsed = parser.parse_args(words)
-    values = {name: parsed[name] for name in IndexConfig.__dataclass_fields__ if name != "backbone"}
-    backbone = None if parsed.backbone.source is None else BackboneSource(**vars(parsed.backbone))
-    config = IndexConfig(**values, backbone=backbone)
+    config = parser.build(IndexConfig, parsed, backbone=optional_backbone(parsed))
     with loading(console):
         from cribo.object_search.run import index_collection
 

@@ -41,10 +41,10 @@ def main(words: list[str]) -> int:
 
 def _pretrain(words: list[str]) -> None:
     # Local imports: `--help` and invalid options do not import torch and Lightning.
+    from cribo.pretraining.config import PretrainConfig
     from cribo.pretraining.presets import (
         SHORT,
         ConfigParser,
-        add_config_arguments,
         config_from,
         config_name,
         with_preset,
@@ -81,7 +81,7 @@ def _pretrain(words: list[str]) -> None:
         action="store_true",
         help="continue the run --name if it exists; for schedulers that restart the same command",
     )
-    add_config_arguments(parser)
+    parser.add_class_arguments(PretrainConfig)
     parsed = parser.parse_args(with_preset(words))
     if parsed.resume is not None:
         for option in ("name", "minutes", "config", "overwrite", "continue"):

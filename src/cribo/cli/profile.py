@@ -27,7 +27,8 @@ def main(words: list[str]) -> int:
 
 def _profile(words: list[str]) -> None:
     from cribo.folders import ResultFolder
-    from cribo.pretraining.presets import ConfigParser, add_config_arguments, config_from, config_name, with_preset
+    from cribo.pretraining.config import PretrainConfig
+    from cribo.pretraining.presets import ConfigParser, config_from, config_name, with_preset
 
     console = command_console()
     log_to(console)
@@ -51,7 +52,7 @@ def _profile(words: list[str]) -> None:
     parser.add_argument(
         "--trace", type=Path | None, help="file for a trace of two steps, for chrome://tracing or ui.perfetto.dev"
     )
-    add_config_arguments(parser)
+    parser.add_class_arguments(PretrainConfig)
     words = with_preset(words)
     parsed = parser.parse_args(words)
     config = config_from(parsed)

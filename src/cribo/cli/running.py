@@ -5,11 +5,18 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from cribo.errors import InputError, MissingPackage, Stopped
 from cribo.processes import is_first_process
+
+if TYPE_CHECKING:
+    from jsonargparse import Namespace
+
+    from cribo.arguments import Parser
+    from cribo.retrieval.source import BackboneSource
 
 DEBUG = "--debug"
 """Option of all commands to print the traceback of every error."""
@@ -89,6 +96,21 @@ def _is_out_of_memory(error: Exception) -> bool:
         return True
     # On the CPU, torch raises a plain RuntimeError.
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+
+
+def add_optional_backbone(parser: "Parser", explanation: str) -> None:
+    """Add the options of a `BackboneSource` that may be omitted, with the explanation of `--backbone`."""
+    from cribo.retrieval.source import BackboneSource
+
+    parser.add_class_arguments(BackboneSource, "backbone", skip={"source"})
+    parser.add_argument("--backbone.source", type=str, help=explanation)
+
+
+def optional_backbone(parsed: "Namespace") -> "BackboneSource | None":
+    """Return the backbone of `add_optional_backbone`, or None if it was omitted."""
+    from cribo.retrieval.source import BackboneSource
+
+    return None if parsed.backbone.source is None else BackboneSource(**vars(parsed.backbone))
 
 
 def print_places(console: Console, places: Mapping[str, Path | str]) -> None:

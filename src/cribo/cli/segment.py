@@ -58,7 +58,6 @@ def _segment(words: list[str]) -> None:
     parser.add_argument("--pictures", type=int, default=6, help="number of images in contact.png")
     parser.add_argument("--suggest", type=int, default=0, help="number of images to suggest for labelling next")
     parser.add_argument("--coco", action="store_true", help="also write all labels to coco.json, in COCO format")
-    parser.add_argument("--config", action="config", help="a YAML file of options, overridden by the command line")
     parser.add_class_arguments(SegmentConfig)
     parsed = parser.parse_args(words)
     config = parser.build(SegmentConfig, parsed)

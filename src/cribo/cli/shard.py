@@ -17,7 +17,7 @@ Crops are usually smaller than photographs, so --size reduces the time for decod
 atomically; unreadable images are omitted and listed in OUT/skipped.csv.
 """
 
-LESS_MEMORY = "lower --threads"
+LESS_MEMORY = "lower --workers"
 
 
 def main(words: list[str]) -> int:
@@ -40,7 +40,7 @@ def _shard(words: list[str]) -> None:
         "--max_unreadable", type=float, default=0.01, help="maximum share of unreadable images, which are omitted"
     )
     parser.add_argument("--max_pixels", type=int, default=MAX_PIXELS, help="larger images count as unreadable")
-    parser.add_argument("--threads", type=int, help="number of threads that read and decode; by default one per core")
+    parser.add_argument("--workers", type=int, help="number of threads that read images; by default one per core")
     parsed = parser.parse_args(words)
     with loading(console):
         from cribo.data.images import open_images
@@ -54,7 +54,7 @@ def _shard(words: list[str]) -> None:
             size=parsed.size,
             shard_bytes=round(parsed.shard_mb * 1e6),
             max_unreadable=parsed.max_unreadable,
-            threads=parsed.threads,
+            workers=parsed.workers,
             progress=progress,
         )
     console.print(

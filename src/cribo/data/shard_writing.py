@@ -66,7 +66,7 @@ def write_shards(
     size: int | None = None,
     shard_bytes: int = 64 * 2**20,
     max_unreadable: float = 0.01,
-    threads: int | None = None,
+    workers: int | None = None,
     progress: Progress | None = None,
 ) -> WrittenShards:
     """Write image files to tar shards with an index.
@@ -81,7 +81,7 @@ def write_shards(
         size: maximum of the shorter side in pixels; by default, files are copied unchanged.
         shard_bytes: approximate size of a shard; the last image may exceed it.
         max_unreadable: fraction of the images that may be unreadable; these are skipped and listed in `SKIPPED`.
-        threads: number of threads that read and decode; by default, one per core.
+        workers: number of threads that read images; by default, one per core.
         progress: called with the phase, the number of processed images and their total.
 
     Raises:
@@ -91,7 +91,7 @@ def write_shards(
 
     >>> written = write_shards(open_images("photographs"), "shards", size=512)  # doctest: +SKIP
     """
-    _check(size, shard_bytes, max_unreadable)
+    _check(size, shard_bytes, max_unreadable, workers)
     out = Path(out).expanduser()
     if out.exists() or out.is_symlink():
         raise FolderError(f"{out} already exists: choose another folder, or remove it")
@@ -104,7 +104,7 @@ def write_shards(
     skipped: list[tuple[str, str]] = []
 
     def write(folder: Path) -> None:
-        read = _encoded(source, size, threads or os.cpu_count() or 1)
+        read = _encoded(source, size, workers if workers is not None else os.cpu_count() or 1)
         members = _readable(source, read, max_unreadable, skipped, progress or (lambda what, done, total: None))
         _write_tars(members, folder, shard_bytes)
         build_index(LocalShards(folder)).write(folder / INDEX)
@@ -117,11 +117,13 @@ def write_shards(
     return WrittenShards(out, len(sizes), len(source) - len(skipped), sum(sizes), skipped)
 
 
-def _check(size: int | None, shard_bytes: int, max_unreadable: float) -> None:
+def _check(size: int | None, shard_bytes: int, max_unreadable: float, workers: int | None) -> None:
     if size is not None and size < 2:
         raise DataError(f"size must be >= 2 pixels, got {size}")
     if shard_bytes < _MIN_SHARD_BYTES:
         raise DataError(f"shard_bytes must be >= {_MIN_SHARD_BYTES}, got {shard_bytes}")
+    if workers is not None and workers < 0:
+        raise DataError(f"workers must be >= 0, got {workers}")
     if not 0 <= max_unreadable <= 1:
         raise DataError(f"max_unreadable must be between 0 and 1, got {max_unreadable}")
 
@@ -171,8 +173,9 @@ def _readable(
         raise DataError(f"none of the {total} images of {source.folder} can be read: {': '.join(skipped[0])}")
 
 
-def _encoded(source: ImageFiles, size: int | None, threads: int) -> Iterator[tuple[int, Encoded | UnreadableImage]]:
+def _encoded(source: ImageFiles, size: int | None, workers: int) -> Iterator[tuple[int, Encoded | UnreadableImage]]:
     """Yield all images in writing order, read by threads, since decoders release the GIL."""
+    threads = max(1, workers)
     order = torch.randperm(len(source), generator=keyed_generator(0, _WRITING_ORDER)).tolist()
     with ThreadPoolExecutor(threads) as pool:
         for start in range(0, len(order), _AHEAD * threads):

@@ -30,7 +30,14 @@ from cribo.files import FolderError, remove_parts, write_json
 from cribo.folders import ResultFolder
 from cribo.object_search.extraction import PreparedImage, extract_prepared, read_prepared
 from cribo.object_search.settings import ObjectSettings
-from cribo.retrieval.encoders import PatchEncoder, backbone_encoder, blocks_encoder, image_encoder, open_network
+from cribo.retrieval.encoders import (
+    PatchEncoder,
+    backbone_encoder,
+    blocks_encoder,
+    image_encoder,
+    map_by_size,
+    open_network,
+)
 
 log = logging.getLogger("cribo")
 
@@ -124,7 +131,8 @@ def embed_images(
         keep_freed_memory()
     backbone, about_backbone = open_network(config.backbone)
     backbone.eval().to(device)
-    settings = config.settings(backbone.image_size)
+    default = ObjectSettings(size=backbone.image_size) if config.features == "global" else ObjectSettings()
+    settings = config.settings(default)
     encoder = (
         backbone_encoder(backbone, layers=config.backbone.layers)
         if config.blocks is None
@@ -201,18 +209,15 @@ def _by_size(
 ) -> Callable[[Sequence[PreparedImage]], Encoded]:
     """Return a function that encodes images in batches of equal size; `places` name the index columns."""
 
+    def rows(batch: list[PreparedImage]) -> Encoded:
+        grids = encode(torch.stack([image.pixels for image in batch])).cpu().numpy()
+        down, across = (axis.reshape(-1).astype(np.int32) for axis in np.indices(grids.shape[1:3]))
+        columns = dict(zip(places, (down, across), strict=False))
+        return [(grid.reshape(-1, grid.shape[-1]), columns) for grid in grids]
+
     @torch.no_grad()
     def encoded(images: Sequence[PreparedImage]) -> Encoded:
-        found: dict[int, tuple[np.ndarray, dict[str, np.ndarray]]] = {}
-        for size in dict.fromkeys(image.pixels.shape for image in images):
-            members = [number for number, image in enumerate(images) if image.pixels.shape == size]
-            grids = encode(torch.stack([images[number].pixels for number in members])).cpu().numpy()
-            down, across = (axis.reshape(-1).astype(np.int32) for axis in np.indices(grids.shape[1:3]))
-            columns = dict(zip(places, (down, across), strict=False))
-            found.update(
-                {n: (grid.reshape(-1, grid.shape[-1]), columns) for n, grid in zip(members, grids, strict=True)}
-            )
-        return [found[number] for number in range(len(images))]
+        return map_by_size(rows, images, lambda image: tuple(image.pixels.shape), lambda _: len(images))
 
     return encoded
 

@@ -13,12 +13,12 @@ class ExploreConfig:
     """Contents of the page of `cribo explore`.
 
     Attributes:
-        run: a run folder.
-        db: an object database.
-        backbone: network of the features; by default that of the database or the run.
-        images: folder of the images; by default that of the database or the run.
-        limit: without a database, the number of images whose objects are found at start-up.
-        device: device of the network; by default a GPU if available.
+        run: a run folder of cribo pretrain; the run may still be in progress.
+        db: a database of objects of cribo index: a folder or URL.
+        backbone: network of the features. [that of the database or run]
+        images: folder of the images. [that of the run or database]
+        limit: number of images whose objects are found at start-up, without a database.
+        device: such as cuda:0 or cpu. [the first GPU, else the CPU]
 
     Raises:
         ConfigError: neither `run`, `db` nor `backbone` is given, or `limit` is below 1.

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float, UInt8
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from cribo.explorer.collection import Collection, ShownObject
 from cribo.explorer.network import SharedEncoder
 from cribo.explorer.pictures import SHOWN, as_shown, with_outline
 from cribo.explorer.uploads import Refused
-from cribo.object_search import GridMask, ImageObject, extract_objects
-from cribo.retrieval.patches import patch_of_pixel
+from cribo.object_search import ImageObject, extract_objects
 
 PAGE = 24
 """Images per page of the collection."""
@@ -61,7 +60,7 @@ class QueryImage:
         """
         height, width = self.image.shape[:2]
         for each in self.objects:
-            if _mask(each.mask, (height, width))[_within(y, height), _within(x, width)]:
+            if each.mask.pixels((height, width))[_within(y, height), _within(x, width)]:
                 return each.number
         raise Refused("There is no object at this point: click on a larger region.")
 
@@ -154,12 +153,12 @@ class ObjectFinder:
             picture = as_shown(self.collection.load(number, _MATCH), _MATCH)
         except Refused as error:
             return _blank(*match.object.mask.image), f"{caption} - {error}"
-        return with_outline(picture, _mask(match.object.mask, picture.shape[:2]), fade=0.6), caption
+        return with_outline(picture, match.object.mask.pixels(picture.shape[:2]), fade=0.6), caption
 
 
 def query_picture(query: QueryImage, number: int) -> UInt8[np.ndarray, "h w 3"]:
     """Outline an object in a query image, and fade the other pixels."""
-    inside = _mask(query.object(number).mask, query.image.shape[:2])
+    inside = query.object(number).mask.pixels(query.image.shape[:2])
     return with_outline(query.image, inside, fade=0.6)
 
 
@@ -173,12 +172,6 @@ def query_sentence(query: QueryImage, number: int, found: Sequence[ShownObject])
     if not found:
         return f"{what} No matches: the collection has no other images."
     return f"{what} The nearest object is in {found[0].name}, cosine similarity {found[0].similarity:.2f}."
-
-
-def _mask(mask: GridMask, size: tuple[int, ...]) -> Bool[np.ndarray, "h w"]:
-    """Enlarge a mask to the size of the shown image."""
-    rows, columns = (patch_of_pixel(pixels, patches) for pixels, patches in zip(size, mask.grid, strict=True))
-    return mask.patches()[np.ix_(rows, columns)]
 
 
 def _within(place: float, pixels: int) -> int:

@@ -1,6 +1,6 @@
 """The model card of an export: what the weights are, how to load them, and how near they are to the backbone."""
 
-from cribo.export.options import Target
+from cribo.export.options import ExportOptions, Target
 from cribo.models import Backbone
 
 CARD = "README.md"
@@ -30,6 +30,7 @@ Dense features of images: one for each patch, and one for the image. Written by 
 | architecture | `{name}` |
 | weights | {source} |
 | parameters | {parameters:.1f} million |
+| precision | {precision} |
 | channels | {channels} |
 | patch | {patch} pixels |
 | image size | {size} pixels |
@@ -43,7 +44,7 @@ Dense features of images: one for each patch, and one for the image. Written by 
 
 ## Check
 
-Loaded back, features differ from those of the backbone by at most {difference:.1e} of the largest.
+Loaded back, features differ from those of the backbone in float32 by at most {difference:.1e} of the largest.
 
 ## Licence
 
@@ -52,12 +53,13 @@ you publish this folder.
 """
 
 
-def model_card(backbone: Backbone, to: Target, *, difference: float, how_to_load: str) -> str:
+def model_card(backbone: Backbone, to: Target, options: ExportOptions, *, difference: float, how_to_load: str) -> str:
     """Describe an export in Markdown, with the header that the Hugging Face hub reads.
 
     Args:
         backbone: that was exported.
         to: its format.
+        options: of the export.
         difference: of the features, relative to the largest.
         how_to_load: lines of Python.
     """
@@ -67,6 +69,7 @@ def model_card(backbone: Backbone, to: Target, *, difference: float, how_to_load
         name=backbone.name,
         source="random" if backbone.loaded is None else f"`{backbone.loaded.source}`",
         parameters=sum(parameter.numel() for parameter in backbone.parameters()) / 1e6,
+        precision=options.precision,
         channels=backbone.embed_dim,
         patch=backbone.patch_size,
         size=backbone.image_size,

@@ -1,10 +1,11 @@
 """Export of a backbone as a graph that needs neither timm nor this package: by torch.export, and from it to ONNX.
 
 Batch size, height and width are dynamic: the position embedding of a vision transformer is resized in the graph, as in
-timm. The inputs are RGB images in 0-1, which the graph normalises.
+timm. The inputs are RGB images in 0-1 in float32, which the graph normalises and converts to its precision.
 """
 
 import contextlib
+import copy
 import json
 import logging
 import warnings
@@ -24,7 +25,7 @@ from torch.export import Dim, ExportedProgram
 
 from cribo.errors import InputError
 from cribo.export.options import ExportOptions
-from cribo.export.target import Encode, Exporter, MissingExtra, Written
+from cribo.export.target import Encode, Exporter, MissingExtra, Written, data_type
 from cribo.models import Backbone, describe, normalise
 
 _TORCH_FILE, _ONNX_FILE = "backbone.pt2", "backbone.onnx"
@@ -74,6 +75,7 @@ def trace(backbone: Backbone, options: ExportOptions) -> ExportedProgram:
     shapes: dict[str, Any] | None = {"images": free}
     if options.fixed_size is not None:
         example, shapes = torch.rand(1, 3, *options.fixed_size), None
+    backbone = copy.deepcopy(backbone).to(data_type(options))
     try:
         with _free_sizes(backbone.model):
             graph = _Graph(backbone, options.layers).eval()
@@ -133,7 +135,7 @@ def write_torch(backbone: Backbone, folder: Path, options: ExportOptions) -> Wri
     return Written(_load(_LOAD_TORCH, _TORCH_FILE, backbone, options), _notes(backbone, options))
 
 
-def load_torch(folder: Path) -> Encode:
+def load_torch(folder: Path, options: ExportOptions) -> Encode:
     """Load the file with PyTorch."""
     module = torch.export.load(folder / _TORCH_FILE).module()
 
@@ -179,7 +181,7 @@ def write_onnx(backbone: Backbone, folder: Path, options: ExportOptions) -> Writ
     return Written(_load(_LOAD_ONNX, _ONNX_FILE, backbone, options), _notes(backbone, options))
 
 
-def load_onnx(folder: Path) -> Encode:
+def load_onnx(folder: Path, options: ExportOptions) -> Encode:
     """Load the file with onnxruntime, on the host."""
     import onnxruntime
 
@@ -216,7 +218,12 @@ def _quiet(*names: str) -> Iterator[None]:
 
 def _about(backbone: Backbone, options: ExportOptions) -> str:
     """Return the description of the network for the file's metadata, as a JSON object of strings."""
-    about = {**describe(backbone), "layers": options.layers, "images": "RGB in 0-1, normalised in the graph"}
+    about = {
+        **describe(backbone),
+        "layers": options.layers,
+        "precision": options.precision,
+        "images": "RGB in 0-1 in float32, normalised in the graph",
+    }
     return json.dumps({key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()})
 
 

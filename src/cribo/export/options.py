@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from cribo.retrieval.choices import FeaturePrecision
+
 Target = Literal["timm", "transformers", "onnx", "torch-export"]
 TARGETS: tuple[Target, ...] = get_args(Target)
 
@@ -12,11 +14,13 @@ class ExportOptions:
     """Options of an export.
 
     Attributes:
+        precision: data type of weights and features; graphs take images in float32 in both.
         layers: number of last blocks whose tokens are concatenated; for `onnx` and `torch-export` only.
         opset: version of the ONNX operator set.
         fixed_size: (height, width) in pixels of the only image that a graph takes at a time; None for any size.
     """
 
+    precision: FeaturePrecision = "float32"
     layers: int = 1
     opset: int = 20
     fixed_size: tuple[int, int] | None = None

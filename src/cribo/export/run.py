@@ -15,16 +15,20 @@ from cribo.data.randomness import keyed_generator
 from cribo.errors import InputError, Stopped
 from cribo.export.card import CARD, model_card
 from cribo.export.options import TARGETS, ExportOptions, Target
-from cribo.export.target import Encode, Exporter
+from cribo.export.target import Encode, Exporter, data_type
 from cribo.files import write_json, write_text
 from cribo.folders import ResultFolder
 from cribo.models import Backbone, describe, normalise
+from cribo.retrieval.choices import FeaturePrecision
 
 ABOUT = "export.json"
 """The file that describes an export, in its folder."""
 
-TOLERANCE = 1e-4
-"""Tolerance of the largest absolute difference of features, relative to the largest absolute feature."""
+TOLERANCES: Mapping[FeaturePrecision, float] = {"float32": 1e-4, "float16": 1e-2}
+"""Tolerance of the largest absolute difference of features, relative to the largest absolute feature.
+
+float16 rounds to 5e-4; trained and untrained networks differ by 5e-4 to 2e-3 from themselves in float32.
+"""
 
 _EXPORTERS: Mapping[Target, tuple[str, str]] = {
     "timm": ("timm_folder", "TIMM"),
@@ -49,8 +53,8 @@ class ExportReport:
         target: format of the export.
         folder: folder of the export.
         files: maps file names to sizes in bytes.
-        difference: largest absolute difference of the features after loading the export, relative to the largest
-            absolute feature.
+        difference: largest absolute difference of the features after loading the export from those of the backbone
+            in float32, relative to the largest absolute feature.
         checked: (batch, height, width) of the images used for the comparison.
         how_to_load: Python code that loads the export.
         notes: notes for the user.
@@ -76,24 +80,27 @@ def export_backbone(
     out: str | Path,
     *,
     overwrite: bool = False,
+    precision: FeaturePrecision = "float32",
     layers: int = 1,
     opset: int = 20,
     fixed_size: tuple[int, int] | None = None,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> ExportReport:
-    """Export a backbone to another library, and verify that the features of the export differ by at most 1e-4.
+    """Export a backbone to another library, and verify the features of the export.
 
-    The folder is created once it is complete and verified. Weights are written in float32.
+    They may differ from those of the backbone in float32 by at most 1e-4 of the largest, in float16 by 1e-2. The folder
+    is created once it is complete and verified.
 
     Args:
         backbone: the backbone, on any device; it is not changed.
         to: `timm`: a folder for `timm.create_model("local-dir:...", pretrained=True)`.
             `transformers`: a folder for `AutoModel.from_pretrained`.
             `onnx`: `backbone.onnx`, which maps RGB `images` in 0-1 to `tokens` (B, N, D) and `global_token` (B, D);
-            batch size, height and width are dynamic.
+            batch size, height and width are dynamic. Images are float32 in both precisions.
             `torch-export`: `backbone.pt2`, the same for `torch.export.load`, without timm or this package.
         out: the folder to write.
         overwrite: replace an existing export.
+        precision: data type of weights and features; float16 halves the size of the files.
         layers: number of last blocks whose tokens are concatenated; for `onnx` and `torch-export` only.
         opset: version of the ONNX operator set, 18 to 23.
         fixed_size: (height, width) in pixels: the graph takes one image of this size, for runtimes that need fixed
@@ -115,7 +122,7 @@ def export_backbone(
         (['README.md', 'config.json', 'cribo.json', 'export.json', 'model.safetensors'], True)
     """
     out = Path(out)
-    options = ExportOptions(layers=layers, opset=opset, fixed_size=fixed_size)
+    options = ExportOptions(precision=precision, layers=layers, opset=opset, fixed_size=fixed_size)
     exporter = _exporter(to)
     _check(backbone, to, options)
     source = None if backbone.loaded is None else backbone.loaded.source
@@ -128,16 +135,14 @@ def export_backbone(
         written = exporter.write(plain, folder, options)
         progress("writing", 1, 1)
         try:
-            difference, checked = compare_features(
-                plain, lambda: exporter.load(folder), layers, progress, _sizes(plain, fixed_size)
-            )
+            difference, checked = compare_features(plain, lambda: exporter.load(folder, options), options, progress)
         except DifferentFeatures as error:
             raise DifferentFeatures(f"{to}: {error}; the export was removed{_others(plain, to)}") from error
         report = ExportReport(
             to, out, {}, difference, checked, written.how_to_load.format(folder=out.as_posix()), written.notes
         )
         write_json(folder / ABOUT, _describe(report, plain, options))
-        card = model_card(plain, to, difference=difference, how_to_load=report.how_to_load)
+        card = model_card(plain, to, options, difference=difference, how_to_load=report.how_to_load)
         write_text(folder / CARD, card)
         files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
         reports.append(replace(report, files=files))
@@ -150,19 +155,19 @@ def export_backbone(
 def compare_features(
     backbone: Backbone,
     load: Callable[[], Encode],
-    layers: int,
+    options: ExportOptions,
     progress: Callable[[str, int, int], None],
-    sizes: tuple[tuple[int, int, int], ...] | None = None,
 ) -> tuple[float, tuple[tuple[int, int, int], ...]]:
-    """Compute the largest relative difference between the features of a backbone and of its export.
+    """Compute the largest relative difference between the features of a float32 backbone and of its export.
 
     Returns:
         The difference, and (batch, height, width) of the images used.
 
     Raises:
-        DifferentFeatures: the export cannot be loaded, or its features have another shape or differ by more than 1e-4.
+        DifferentFeatures: the export cannot be loaded, or its features have another shape or data type, or differ by
+            more than the tolerance of the precision.
     """
-    sizes = sizes or _sizes(backbone, None)
+    sizes, tolerance = _sizes(backbone, options.fixed_size), TOLERANCES[options.precision]
     largest = 0.0
     try:
         encode = load()
@@ -173,7 +178,7 @@ def compare_features(
     for number, (batch, height, width) in enumerate(sizes):
         progress("comparing", number, len(sizes))
         images = torch.rand(batch, 3, height, width, generator=keyed_generator(_IMAGES, number))
-        expected = backbone.encode(normalise(images, mean=backbone.mean, std=backbone.std), layers)
+        expected = backbone.encode(normalise(images, mean=backbone.mean, std=backbone.std), options.layers)
         at = f"images of {batch}x3x{height}x{width}"
         try:
             tokens, global_token = encode(images)
@@ -185,10 +190,12 @@ def compare_features(
             ("tokens", expected.tokens, tokens),
             ("global_token", expected.global_token, global_token),
         ):
+            if other.dtype != data_type(options):
+                raise DifferentFeatures(f"{name} must be {options.precision}, got {other.dtype}")
             difference = _difference(own, other, f"{name} of {at}")
-            if not difference <= TOLERANCE:  # also for NaN
+            if not difference <= tolerance:  # also for NaN
                 raise DifferentFeatures(
-                    f"{name} of {at} must differ by at most {TOLERANCE:.0e} of the largest value, got {difference:.1e}"
+                    f"{name} of {at} must differ by at most {tolerance:.0e} of the largest value, got {difference:.1e}"
                 )
             largest = max(largest, difference)
     progress("comparing", len(sizes), len(sizes))
@@ -234,6 +241,12 @@ def _check(backbone: Backbone, to: Target, options: ExportOptions) -> None:
     for key, value in backbone.model.state_dict().items():
         if not value.isfinite().all():
             raise InputError(f"weights must be finite, got NaN or infinity in {key}; nothing was written")
+        largest = torch.finfo(data_type(options)).max
+        if value.is_floating_point() and value.abs().amax() > largest:
+            raise InputError(
+                f"weights must be at most {largest:.0f} in {options.precision}, got {value.abs().amax():.3g} in {key}: "
+                "use --precision float32"
+            )
 
 
 def _check_fixed(backbone: Backbone, to: Target, size: tuple[int, int]) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from cribo.export.options import ExportOptions
 from cribo.models import Backbone
 
 Encode = Callable[[Float[Tensor, "b 3 h w"]], tuple[Float[Tensor, "b n d"], Float[Tensor, "b d"]]]
-"""Computes tokens and global token of RGB images in 0-1 with the target's library only."""
+"""Computes tokens and global token of float32 RGB images in 0-1 with the target's library only."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,24 @@ class Exporter:
     """An export target.
 
     Attributes:
-        write: writes a float32 backbone on the host to an empty folder.
-        load: loads an export from its folder.
+        write: writes a float32 backbone on the host to an empty folder, in the precision of the options.
+        load: loads an export of these options from its folder.
         unsupported_reason: returns the reason if a backbone is not supported, otherwise None.
     """
 
     write: Callable[[Backbone, Path, ExportOptions], Written]
-    load: Callable[[Path], Encode]
+    load: Callable[[Path, ExportOptions], Encode]
     unsupported_reason: Callable[[Backbone, ExportOptions], str | None]
+
+
+def data_type(options: ExportOptions) -> torch.dtype:
+    """Return the data type of the exported weights and features."""
+    return getattr(torch, options.precision)
+
+
+def in_precision(code: str, options: ExportOptions) -> str:
+    """Return Python code whose placeholder `{half}` converts a network or images to the precision."""
+    return code.replace("{half}", ".half()" if options.precision == "float16" else "")
 
 
 class MissingExtra(MissingPackage):

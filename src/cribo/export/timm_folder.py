@@ -12,7 +12,7 @@ from timm.data.config import resolve_data_config
 from torch import Tensor, nn
 
 from cribo.export.options import ExportOptions
-from cribo.export.target import Encode, Exporter, Written
+from cribo.export.target import Encode, Exporter, Written, data_type, in_precision
 from cribo.files import write_json
 from cribo.models import Backbone, normalise
 from cribo.models.numerics import Numerics
@@ -20,26 +20,27 @@ from cribo.models.saving import TIMM_TAG, how_to_read_out, late_norm
 
 _LOAD = """\
 import timm
-model = timm.create_model("local-dir:{folder}", pretrained=True).eval()
+model = timm.create_model("local-dir:{folder}", pretrained=True).eval(){half}
 transform = timm.data.create_transform(**timm.data.resolve_data_config({{}}, model=model))
 """
-_TOKENS = "tokens = model.forward_features(transform(picture)[None])[:, {prefix}:]"
-_MAP = "feature_map = model.forward_features(transform(picture)[None])"
+_TOKENS = "tokens = model.forward_features(transform(picture)[None]{half})[:, {prefix}:]"
+_MAP = "feature_map = model.forward_features(transform(picture)[None]{half})"
 _READOUT = "the readout layer is stored as timm's classifier; the code below applies it"
 
 
 def write(backbone: Backbone, folder: Path, options: ExportOptions) -> Written:
     """Write `model.safetensors` and `config.json` in the layout of timm's own weights on the hub."""
     state = {key: value.detach().contiguous().clone() for key, value in backbone.model.state_dict().items()}
+    state = {key: value.to(data_type(options)) if value.is_floating_point() else value for key, value in state.items()}
     safetensors.torch.save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     write_json(folder / "config.json", timm_config(backbone))
-    return Written(_LOAD + how_to_encode(backbone, _MAP, _TOKENS), _notes(backbone))
+    return Written(in_precision(_LOAD + how_to_encode(backbone, _MAP, _TOKENS), options), _notes(backbone))
 
 
 def how_to_encode(backbone: Backbone, feature_map: str, tokens: str) -> str:
     """Return the line of Python that encodes a picture as feature map or tokens, including the readout."""
     prefix = getattr(backbone.model, "num_prefix_tokens", None)
-    line = feature_map if prefix is None else tokens.format(prefix=prefix)
+    line = feature_map if prefix is None else tokens.replace("{prefix}", str(prefix))
     if backbone.readout is None:
         return line
     name, _, features = line.partition(" = ")
@@ -74,14 +75,15 @@ def timm_config(backbone: Backbone) -> dict[str, Any]:
     }
 
 
-def load(folder: Path) -> Encode:
+def load(folder: Path, options: ExportOptions) -> Encode:
     """Load the folder with timm, with the normalisation of its configuration."""
-    model: Any = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    model: Any = timm.create_model(f"local-dir:{folder}", pretrained=True).eval().to(data_type(options))
     about = resolve_data_config({}, model=model)
 
     @torch.no_grad()
     def encode(images: Float[Tensor, "b 3 h w"]) -> tuple[Tensor, Tensor]:
-        return split(model, model.forward_features(normalise(images, mean=about["mean"], std=about["std"])))
+        images = normalise(images, mean=about["mean"], std=about["std"]).to(data_type(options))
+        return split(model, model.forward_features(images))
 
     return encode
 

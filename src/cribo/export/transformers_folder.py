@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from cribo.export import timm_folder
 from cribo.export.options import ExportOptions
-from cribo.export.target import Encode, Exporter, MissingExtra, Written
+from cribo.export.target import Encode, Exporter, MissingExtra, Written, data_type, in_precision
 from cribo.files import write_json
 from cribo.models import Backbone, normalise
 from cribo.models.formats.naming import State, fold_positions
@@ -31,18 +31,20 @@ from cribo.models.saving import late_norm
 
 _LOAD = """\
 from transformers import AutoImageProcessor, AutoModel
-model = AutoModel.from_pretrained("{folder}")
+model = AutoModel.from_pretrained("{folder}"){half}
 processor = AutoImageProcessor.from_pretrained("{folder}")
+images = processor(picture, return_tensors="pt")["pixel_values"]{half}
 """
 _LOAD_READOUT = """\
 from transformers import AutoImageProcessor, AutoModelForImageClassification
-model = AutoModelForImageClassification.from_pretrained("{folder}").timm_model
+model = AutoModelForImageClassification.from_pretrained("{folder}").timm_model{half}
 processor = AutoImageProcessor.from_pretrained("{folder}")
+images = processor(picture, return_tensors="pt")["pixel_values"]{half}
 """
-_TOKENS = 'tokens = model(**processor(picture, return_tensors="pt")).last_hidden_state[:, {prefix}:]'
-_MAP = 'feature_map = model(**processor(picture, return_tensors="pt")).last_hidden_state'
-_TIMM_TOKENS = 'tokens = model.forward_features(processor(picture, return_tensors="pt")["pixel_values"])[:, {prefix}:]'
-_TIMM_MAP = 'feature_map = model.forward_features(processor(picture, return_tensors="pt")["pixel_values"])'
+_TOKENS = "tokens = model(images).last_hidden_state[:, {prefix}:]"
+_MAP = "feature_map = model(images).last_hidden_state"
+_TIMM_TOKENS = "tokens = model.forward_features(images)[:, {prefix}:]"
+_TIMM_MAP = "feature_map = model.forward_features(images)"
 
 _IMAGES = "preprocessor_config.json"
 _POSITIONS = "embeddings.position_embeddings"
@@ -59,34 +61,35 @@ def write(backbone: Backbone, folder: Path, options: ExportOptions) -> Written:
     with _quiet():
         model = _native(backbone, transformers)
         if model is not None:
-            model.save_pretrained(folder)
+            model.to(data_type(options)).save_pretrained(folder)
     if model is not None:
         write_json(folder / _IMAGES, _describe_images(backbone))
-        tokens = _TOKENS.format(prefix=1 + getattr(model.config, "num_register_tokens", 0))
-        return Written(_LOAD + tokens, (f"transformers loads it as {type(model).__name__}",))
+        prefix = 1 + getattr(model.config, "num_register_tokens", 0)
+        encode = in_precision(_LOAD + _TOKENS.replace("{prefix}", str(prefix)), options)
+        return Written(encode, (f"transformers loads it as {type(model).__name__}",))
     notes = timm_folder.write(backbone, folder, options).notes
     if backbone.readout is None:
         encode, name = _LOAD + timm_folder.how_to_encode(backbone, _MAP, _TOKENS), "TimmWrapperModel"
     else:
         encode = _LOAD_READOUT + timm_folder.how_to_encode(backbone, _TIMM_MAP, _TIMM_TOKENS)
         name = "TimmWrapperForImageClassification"
-    return Written(encode, (*notes, _BY_WRAPPER.format(name=name)))
+    return Written(in_precision(encode, options), (*notes, _BY_WRAPPER.format(name=name)))
 
 
-def load(folder: Path) -> Encode:
+def load(folder: Path, options: ExportOptions) -> Encode:
     """Load the folder with transformers, with the normalisation of its image processor."""
     from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification
 
     has_readout = bool(read_json(folder / "config.json").get("num_classes"))
     with _quiet():
         kind = AutoModelForImageClassification if has_readout else AutoModel
-        model: Any = kind.from_pretrained(folder).eval()
+        model: Any = kind.from_pretrained(folder).eval().to(data_type(options))
         processor: Any = AutoImageProcessor.from_pretrained(folder)
     about = getattr(processor, "data_config", None) or {"mean": processor.image_mean, "std": processor.image_std}
 
     @torch.no_grad()
     def encode(images: Float[Tensor, "b 3 h w"]) -> tuple[Tensor, Tensor]:
-        images = normalise(images, mean=about["mean"], std=about["std"])
+        images = normalise(images, mean=about["mean"], std=about["std"]).to(data_type(options))
         if has_readout:
             return timm_folder.split(model.timm_model, model.timm_model.forward_features(images))
         output = model(images)

@@ -17,7 +17,7 @@ from cribo.data import DataError, ImageSource
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import read_image
 from cribo.drawing import paper_style, write_figure
-from cribo.figures.config import FigureConfig, FigureName
+from cribo.figures.config import FigureConfig
 from cribo.figures.layout import COLUMN_WIDTH, TEXT_WIDTH, lay_out_clusters, lay_out_features, lay_out_matches
 from cribo.files import write_json, write_text
 from cribo.folders import ResultFolder
@@ -52,8 +52,8 @@ class WrittenFigures:
     """
 
     folder: Path
-    captions: Mapping[FigureName, str]
-    left_out: Mapping[FigureName, str]
+    captions: Mapping[str, str]
+    left_out: Mapping[str, str]
 
 
 class _Skipped(Exception):
@@ -94,10 +94,10 @@ def write_figures(
     for folder in runs.values():
         if not (folder / CONFIG).is_file():
             raise FileNotFoundError(f"{folder} is not a run: it has no {CONFIG}")
-    target = ResultFolder(out, "figures", overwrite=overwrite, inputs=[*runs.values(), config.root])
+    target = ResultFolder(out, "figures", overwrite=overwrite, inputs=[*runs.values(), config.images])
     drawer = _Drawer(runs, config, device)
-    captions: dict[FigureName, str] = {}
-    left_out: dict[FigureName, str] = {}
+    captions: dict[str, str] = {}
+    left_out: dict[str, str] = {}
 
     def write(folder: Path) -> None:
         for number, name in enumerate(config.only):
@@ -105,7 +105,7 @@ def write_figures(
             try:
                 with paper_style():  # also while writing, when matplotlib looks up colours and fonts
                     figure, captions[name] = drawer.draw(name)
-                    for kind in config.formats:
+                    for kind in config.format:
                         write_figure(folder / f"{name}.{kind}", figure, dpi=_DPI)
             except _Skipped as error:
                 left_out[name] = str(error)
@@ -141,11 +141,11 @@ class _Drawer:
         self._backbone: Backbone | None = None
         self._source: ImageSource | None = None
         self._files: list[str] = []
-        if options.images is not None and "features" in options.only:
-            found = glob.glob(options.images, recursive=True)  # noqa: PTH207 (patterns may be absolute)
-            self._files = sorted(found)[: options.count]
+        if options.features_of is not None and "features" in options.only:
+            found = glob.glob(options.features_of, recursive=True)  # noqa: PTH207 (patterns may be absolute)
+            self._files = sorted(found)[: options.pictures]
             if not self._files:
-                raise FileNotFoundError(f"no files match --images {options.images!r}")
+                raise FileNotFoundError(f"no files match --features_of {options.features_of!r}")
         needs_matches = "matches" in options.only and self.config.needs_objects
         if needs_matches or ("features" in options.only and not self._files):
             self._source = _open_data(self.config, self.folder, options)
@@ -156,30 +156,30 @@ class _Drawer:
             self._backbone = load_backbone(self.folder).eval().to(self.device)
         return self._backbone
 
-    def draw(self, name: FigureName) -> tuple[Figure, str]:
+    def draw(self, name: str) -> tuple[Figure, str]:
         return getattr(self, f"_{name}")()
 
     def _matches(self) -> tuple[Figure, str]:
         if not self.config.needs_objects:
             raise _Skipped("the run was trained without objects")
         assert self._source is not None
-        objects = dataclasses.replace(self.config.objects, num_objects=self.options.objects)
+        objects = dataclasses.replace(self.config.objects, num_objects=self.options.num_objects)
         config = dataclasses.replace(self.config, objects=objects)
         side = config.views.size // self.backbone.patch_size
-        if self.options.objects > 2 * side * side:
+        if self.options.num_objects > 2 * side * side:
             raise ConfigError(
-                f"objects must be at most {2 * side * side}, the number of patches of both views, "
-                f"got {self.options.objects}"
+                f"num_objects must be at most {2 * side * side}, the number of patches of both views, "
+                f"got {self.options.num_objects}"
             )
         sample = sample_objects(self.backbone, self._source, config, count=_GALLERY)
         queries = min(self.options.queries, len(sample.pairs) // 2)
         if not queries:
             raise _Skipped("the data has only one image")
         others = len(sample.pairs) - queries
-        return lay_out_matches(sample, queries=queries, objects=self.options.objects), (
+        return lay_out_matches(sample, queries=queries, objects=self.options.num_objects), (
             f"Cross-image object-level matches: the objects of each query view in unique colours (K = "
-            f"{self.options.objects}; objects in both views only) and, in the same colour, the nearest neighbour of "
-            f"each among the objects of {others} other images. Dashed frames: not cycle-consistent."
+            f"{self.options.num_objects}; objects in both views only) and, in the same colour, the nearest neighbour "
+            f"of each among the objects of {others} other images. Dashed frames: not cycle-consistent."
         )
 
     def _clusters(self) -> tuple[Figure, str]:
@@ -236,7 +236,7 @@ class _Drawer:
             return [read_image(Path(file)) for file in self._files]
         assert self._source is not None
         order = torch.randperm(len(self._source), generator=keyed_generator(self.config.seed)).tolist()
-        return [self._source.load(index) for index in order[: self.options.count]]
+        return [self._source.load(index) for index in order[: self.options.pictures]]
 
     def _reduced(self, image: UInt8[Tensor, "3 h w"]) -> UInt8[Tensor, "3 new_h new_w"]:
         height, width = image.shape[1:]
@@ -245,13 +245,13 @@ class _Drawer:
 
 
 def _open_data(config: PretrainConfig, folder: Path, options: FigureConfig) -> ImageSource:
-    root = options.root or config.data.root
+    root = options.images or config.data.root
     try:
         return open_source(dataclasses.replace(config, data=dataclasses.replace(config.data, root=root)))
     except (DataError, OSError) as error:
         raise DataError(
-            f"cannot open the images of {folder}, {root} ({error}): give their folder with --root, or draw figures "
-            "that do not need them with --images FILES --only features,clusters,bootstrapping"
+            f"cannot open the images of {folder}, {root} ({error}): give their folder with --images, or draw "
+            "figures that do not need them with --features_of FILES --only features,clusters,bootstrapping"
         ) from error
 
 

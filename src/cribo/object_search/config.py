@@ -4,13 +4,12 @@ from dataclasses import dataclass
 
 from cribo.arguments import ConfigError
 from cribo.checks import require_least, sorted_blocks
-from cribo.method.recipe import Marginals
-from cribo.object_search.settings import ObjectSettings
+from cribo.object_search.settings import ObjectOptions
 from cribo.retrieval.source import BackboneSource
 
 
 @dataclass
-class IndexConfig:
+class IndexConfig(ObjectOptions):
     """Index the objects of a folder of images.
 
     If the database exists, backbone, images and settings default to those that it was built with.
@@ -21,62 +20,34 @@ class IndexConfig:
         backbone: the network to use.
         blocks: numbers, from 1, of the blocks whose features are concatenated, such as 6,8,9,10; the linear layer of an
             adapted backbone is then ignored. [the last block; for an adapted backbone, through its linear layer]
-        num_objects: K, the maximum number of objects per image. Higher values find smaller objects and split large
-            ones. [16]
-        marginals: adaptive adapts number and sizes of the objects to the image; uniform gives K objects of about equal
-            size. [adaptive]
-        position_weight: weight of position relative to similarity; 0 joins similar patches regardless of position.
-            [1.0]
-        size: shorter side in pixels at which images are encoded; larger sizes find smaller objects and take longer. 0
-            for each image's own size. [480]
-        min_share: minimum share of the image that an object covers; smaller objects are dropped. [0.005]
         prune: remove images that are no longer in the folder, and old versions of the database immediately; false
             keeps these images. [up to 5 % of the images are removed; old versions are kept for a week]
         moved: the folder was moved after it was indexed; --images is its new location.
         max_pixels: larger images count as unreadable.
         device: such as cuda:0 or cpu. [the first GPU, else the CPU]
         batch_size: number of images of equal size to encode at once. Lower it if the device runs out of memory.
-        threads: number of threads that read and decode images. [one per core, at most 16]
+        workers: number of threads that read images. [one per core, at most 16]
     """
 
     db: str
     images: str | None = None
     backbone: BackboneSource | None = None
     blocks: tuple[int, ...] | None = None
-    num_objects: int | None = None
-    marginals: Marginals | None = None
-    position_weight: float | None = None
-    size: int | None = None
-    min_share: float | None = None
     prune: bool | None = None
     moved: bool = False
     max_pixels: int | None = None
     device: str | None = None
     batch_size: int = 16
-    threads: int | None = None
+    workers: int | None = None
 
     def __post_init__(self) -> None:
-        require_least(self, {"batch_size": 1, "threads": 1})
+        require_least(self, {"batch_size": 1, "workers": 0})
         if self.blocks is not None:
             self.blocks = sorted_blocks(self.blocks)
             if self.backbone is not None and self.backbone.layers != 1:
                 raise ConfigError(f"--layers {self.backbone.layers} and --blocks exclude each other: omit one of them")
         if self.moved and self.images is None:
             raise ConfigError("--moved requires --images, the new location of the folder")
-
-    def settings(self, default: ObjectSettings) -> ObjectSettings:
-        """Return the object settings; options that are not given are taken from `default`.
-
-        Raises:
-            ConfigError: a value out of range.
-        """
-        names = ("num_objects", "marginals", "position_weight", "min_share")
-        values = {
-            name: getattr(default, name) if getattr(self, name) is None else getattr(self, name) for name in names
-        }
-        if self.size is not None and self.size < 0:
-            raise ConfigError(f"size must be >= 1 pixel, or 0 for the image's own, got {self.size}")
-        return ObjectSettings(**values, size=default.size if self.size is None else self.size or None)
 
 
 @dataclass

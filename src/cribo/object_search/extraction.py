@@ -5,6 +5,7 @@ position, and an object is represented by the mean of its tokens.
 """
 
 import hashlib
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from cribo.data.reading import EncodedImage, read_reduced
 from cribo.errors import InputError
 from cribo.method import cluster_tokens, draw_initial_tokens
 from cribo.object_search.settings import ObjectSettings
-from cribo.retrieval.encoders import PatchEncoder
+from cribo.retrieval.encoders import PatchEncoder, map_by_size
 from cribo.retrieval.patches import grid_size, patch_of_pixel, resize_image
 
 _INITIAL_TOKENS = 0x6F626A  # separates these draws from others with the same image key
@@ -55,9 +56,10 @@ class GridMask:
         """Return the mask over patches."""
         return coco_mask.decode({"size": list(self.grid), "counts": self.counts}).astype(bool)
 
-    def pixels(self) -> Bool[np.ndarray, "h w"]:
-        """Return the mask over pixels."""
-        rows, columns = (patch_of_pixel(pixels, patches) for pixels, patches in zip(self.image, self.grid, strict=True))
+    def pixels(self, size: tuple[int, ...] | None = None) -> Bool[np.ndarray, "h w"]:
+        """Return the mask over pixels of the image, resized to a (height, width) if given."""
+        size = size or self.image
+        rows, columns = (patch_of_pixel(pixels, patches) for pixels, patches in zip(size, self.grid, strict=True))
         return self.patches()[np.ix_(rows, columns)]
 
     def contains(self, x: int, y: int) -> bool:
@@ -244,18 +246,16 @@ def extract_prepared(
     device: torch.device | str = "cpu",
 ) -> list[ImageObjects]:
     """Extract the objects of prepared images; images of equal size are encoded as batches."""
-    by_size: dict[tuple[int, ...], list[int]] = {}
-    for place, image in enumerate(prepared):
-        by_size.setdefault(tuple(image.pixels.shape), []).append(place)
-    found: dict[int, ImageObjects] = {}
-    for (_, height, width), places in by_size.items():
-        grid = (height // encoder.patch_size, width // encoder.patch_size)
-        at_once = max(1, _PATCHES_AT_ONCE // (grid[0] * grid[1]))
-        for start in range(0, len(places), at_once):
-            part = places[start : start + at_once]
-            batch = [prepared[place] for place in part]
-            found.update(zip(part, _extract_batch(encoder, batch, grid, settings, device), strict=True))
-    return [found[place] for place in range(len(prepared))]
+
+    def grid(size: tuple[int, ...]) -> tuple[int, int]:
+        return size[0] // encoder.patch_size, size[1] // encoder.patch_size
+
+    return map_by_size(
+        lambda batch: _extract_batch(encoder, batch, grid(batch[0].pixels.shape[1:]), settings, device),
+        prepared,
+        lambda image: tuple(image.pixels.shape[1:]),
+        lambda size: max(1, _PATCHES_AT_ONCE // math.prod(grid(size))),
+    )
 
 
 def _extract_batch(

@@ -98,7 +98,7 @@ def index_images(
     prune: bool | None = None,
     device: torch.device | str = "cpu",
     batch_size: int = 16,
-    threads: int = 2,
+    workers: int = 2,
     progress: Progress | None = None,
 ) -> IndexSummary:
     """Update a database with the new, changed and removed images of a folder.
@@ -113,7 +113,7 @@ def index_images(
             keeps them. By default, up to 5 % of the images are removed, and old versions are kept for a week.
         device: device of the encoder.
         batch_size: number of images of equal size to encode at once.
-        threads: number of threads that read and decode images.
+        workers: number of threads that read images; 0 is one, as 1.
         progress: called with the progress.
 
     Raises:
@@ -134,7 +134,7 @@ def index_images(
     started = time.perf_counter()
     writer = _Writer(database, summary)
     indexer = _Indexer(encoder, database.info.settings, writer, device, batch_size)
-    for done, read in enumerate(_read_all(files, work, encoder, database.info.settings, threads, batch_size), 1):
+    for done, read in enumerate(_read_all(files, work, encoder, database.info.settings, workers, batch_size), 1):
         indexer.take(read)
         if progress is not None:
             progress("objects", done, len(work))
@@ -218,7 +218,7 @@ def _read_all(
     work: Sequence[_Work],
     encoder: PatchEncoder,
     settings: ObjectSettings,
-    threads: int,
+    workers: int,
     batch_size: int,
 ) -> Iterator[_Read]:
     """Read files ahead, in order."""
@@ -230,7 +230,7 @@ def _read_all(
     return map_ahead(
         read,
         work,
-        threads=threads,
+        threads=max(1, workers),
         ahead=_READ_AHEAD * batch_size,
         nbytes=lambda _, read: None if read is None else read.nbytes,
     )

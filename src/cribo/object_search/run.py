@@ -42,7 +42,7 @@ log = logging.getLogger("cribo")
 RESULTS, SHEET, COCO = "results.json", "sheet.png", "coco.json"
 _DUPLICATES_FROM = 0.95  # default minimum similarity of a pair
 _OUT = Path("searches")
-_MOST_THREADS = 16
+_MOST_WORKERS = 16
 
 
 class Indexed(NamedTuple):
@@ -103,7 +103,7 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
             prune=config.prune,
             device=device,
             batch_size=config.batch_size,
-            threads=config.threads or min(os.cpu_count() or 1, _MOST_THREADS),
+            workers=min(os.cpu_count() or 1, _MOST_WORKERS) if config.workers is None else config.workers,
             progress=progress,
         )
         return Indexed(summary, database, index_vectors(database))

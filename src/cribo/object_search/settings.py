@@ -1,10 +1,45 @@
 """Settings that define the objects of an image, together with the backbone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import get_args
 
 from cribo.arguments import ConfigError
+from cribo.checks import require_least
 from cribo.method.recipe import Marginals
+
+
+@dataclass(kw_only=True)
+class ObjectOptions:
+    """Options of commands for the settings that define objects.
+
+    Attributes:
+        num_objects: K, the maximum number of objects per image. Higher values find smaller objects and split large
+            ones. [16]
+        marginals: adaptive adapts number and sizes of the objects to the image; uniform gives K objects of about equal
+            size. [adaptive]
+        position_weight: weight of position relative to similarity; 0 joins similar patches regardless of position.
+            [1.0]
+        size: shorter side in pixels at which images are encoded; larger sizes find smaller objects and take longer. 0
+            for each image's own size. [480]
+        min_share: minimum share of the image that an object covers; smaller objects are dropped. [0.005]
+    """
+
+    num_objects: int | None = None
+    marginals: Marginals | None = None
+    position_weight: float | None = None
+    size: int | None = None
+    min_share: float | None = None
+
+    def settings(self, default: "ObjectSettings") -> "ObjectSettings":
+        """Return the settings; options that are not given are taken from `default`.
+
+        Raises:
+            ConfigError: a value is out of range.
+        """
+        require_least(self, {"size": 0})
+        given = {field.name: getattr(self, field.name) for field in fields(ObjectSettings)}
+        values = {name: value for name, value in given.items() if value is not None}
+        return replace(default, **values | ({"size": None} if self.size == 0 else {}))
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,14 @@
 import difflib
 import json
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import resources
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import Namespace
 
 from cribo.arguments import ConfigError, Parser
 from cribo.method import ViewRecipe
@@ -37,33 +35,39 @@ SHORT = {
 """Aliases of options."""
 
 
-class ConfigParser(Parser):
-    """Parser whose --config also accepts the name of a preset; all other options override it."""
-
-    def parse_path(self, path: Any, **kwargs: Any) -> Namespace:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Parse a configuration file."""
-        return self.parse_string(_read(Path(path)), **kwargs)
-
-    def parse_args(self, args: Sequence[str] | None = None, **kwargs: Any) -> Namespace:
-        """Parse command-line arguments."""
-        words = iter(sys.argv[1:] if args is None else args)
-        configs: list[str] = []
-        others: list[str] = []
-        for word in words:
-            option, given, value = word.partition("=")
-            if option != "--config":
-                others.append(word)
-            elif given:
-                configs.append(f"--config={find_config(value)}")
-            else:
-                configs += ["--config", *(str(find_config(name)) for name in islice(words, 1))]
-        return super().parse_args([*configs, *others], **kwargs)
-
-
 def preset_names() -> list[str]:
     """Return the names of the presets."""
     folder = resources.files("cribo") / "presets"
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+class ConfigParser(Parser):
+    """Parser whose --config also accepts the name of a preset."""
+
+    config_help = (
+        f"a preset ({', '.join(preset_names())}) or a YAML file; other options override it (default: {DEFAULT_PRESET})"
+    )
+    config_example = "optim: {epochs: 100}"
+
+    def find_config(self, name: str) -> Path:
+        """Return the configuration file of a preset, a file or a run folder."""
+        return find_config(name)
+
+    def read_config(self, path: Path) -> str:
+        """Read a configuration file, drop removed options, and rename those of `ObjectiveConfig`."""
+        text = super().read_config(path)
+        values = yaml.safe_load(text)
+        groups = {name: group for name, group in values.items() if isinstance(group, dict)}
+        removed = [
+            (group, name) for group, names in _REMOVED.items() for name in names if name in groups.get(group, ())
+        ]
+        for group, name in removed:
+            log.info("ignoring %s.%s in the configuration: the option was removed", group, name)
+            del values[group][name]
+        objective = values.get("objective")
+        if objective is not None:
+            values["objective"] = _objective(objective)
+        return yaml.safe_dump(values, sort_keys=False) if removed or objective is not None else text
 
 
 def find_config(name: str | Path) -> Path:
@@ -88,42 +92,6 @@ def find_config(name: str | Path) -> Path:
     raise ConfigError(f"no preset or file named {name}: {advice}the presets are {', '.join(names)}")
 
 
-def _read(path: Path) -> str:
-    """Read a configuration file, drop removed options, and rename those of `ObjectiveConfig`.
-
-    Raises:
-        ConfigError: the file is not a YAML mapping.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = yaml.safe_load(text)
-        has_aliases = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not a configuration: it is not UTF-8 text") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2020-99-99
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{path} is nested too deeply") from error
-    if values is None:
-        raise ConfigError(f"{path} is empty: add a value, such as optim: {{epochs: 100}}")
-    if not isinstance(values, dict):
-        kind = "a list" if isinstance(values, list) else "one value"
-        raise ConfigError(f"{path} must be a mapping of names to values in YAML, got {kind}")
-    if has_aliases:  # a short file with nested aliases may expand to exceed the memory
-        raise ConfigError(f"{path} must not contain YAML aliases (*name): write the values instead")
-    groups = {name: group for name, group in values.items() if isinstance(group, dict)}
-    removed = [(group, name) for group, names in _REMOVED.items() for name in names if name in groups.get(group, ())]
-    for group, name in removed:
-        log.info("ignoring %s.%s in the configuration: the option was removed", group, name)
-        del values[group][name]
-    objective = values.get("objective")
-    if objective is not None:
-        values["objective"] = _objective(objective)
-    return yaml.safe_dump(values, sort_keys=False) if removed or objective is not None else text
-
-
 def _objective(value: Any) -> Any:
     """Convert an objective's name, or jsonargparse's form of a class, to the fields of `ObjectiveConfig`."""
     if isinstance(value, str):
@@ -143,17 +111,6 @@ def config_name(config: object) -> str:
     """Return the default name of a run: that of its preset, file, or original run."""
     path = Path(str(config))
     return path.resolve().parent.name if path.name == "config.yaml" else path.stem
-
-
-def add_config_arguments(parser: ArgumentParser) -> None:
-    """Add --config and all options of a pretraining configuration to a parser."""
-    parser.add_argument(
-        "--config",
-        action="config",
-        help=f"a preset ({', '.join(preset_names())}) or a YAML file; other options override it "
-        f"(default: {DEFAULT_PRESET})",
-    )
-    parser.add_class_arguments(PretrainConfig)
 
 
 def config_from(arguments: Namespace) -> PretrainConfig:
@@ -232,5 +189,5 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _config_parser() -> ConfigParser:
     parser = ConfigParser(short={short: long for short, long in SHORT.items() if "." in short})
-    add_config_arguments(parser)
+    parser.add_class_arguments(PretrainConfig)
     return parser

@@ -2,9 +2,9 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,41 @@ from cribo.retrieval.patches import grid_size
 from cribo.retrieval.source import MEAN_COLOUR, BackboneSource, backbone_name
 
 _MEAN_COLOUR_PATCH = 16
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def map_by_size(
+    function: Callable[[list[Item]], Iterable[Result]],
+    items: Sequence[Item],
+    size: Callable[[Item], tuple[int, ...]],
+    at_once: Callable[[tuple[int, ...]], int],
+) -> list[Result]:
+    """Apply a function to batches of items of equal size, and return the results in the order of the items.
+
+    Args:
+        function: returns one result for each item of a batch.
+        items: such as images.
+        size: returns the size of an item.
+        at_once: returns the maximum number of items of a size in a batch.
+
+    Example:
+        >>> words = ["one", "three", "two"]
+        >>> map_by_size(lambda batch: [",".join(batch)] * len(batch), words, lambda word: (len(word),), lambda size: 2)
+        ['one,two', 'three', 'one,two']
+    """
+    members: dict[tuple[int, ...], list[int]] = {}
+    for number, item in enumerate(items):
+        members.setdefault(size(item), []).append(number)
+    found: dict[int, Result] = {}
+    for own, numbers in members.items():
+        most = at_once(own)
+        for start in range(0, len(numbers), most):
+            batch = numbers[start : start + most]
+            found.update(zip(batch, function([items[number] for number in batch]), strict=True))
+    return [found[number] for number in range(len(items))]
 
 
 @dataclass(frozen=True)

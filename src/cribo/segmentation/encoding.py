@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cribo.errors import InputError
 from cribo.models import Backbone
-from cribo.retrieval.encoders import PatchEncoder, backbone_encoder, blocks_encoder
+from cribo.retrieval.encoders import PatchEncoder, backbone_encoder, blocks_encoder, map_by_size
 from cribo.retrieval.patches import resize_image, window_starts
 from cribo.segmentation.fitting import block_sets
 from cribo.segmentation.settings import SegmentationSettings
@@ -92,15 +92,12 @@ class GridEncoder:
             ValueError: the encoder's features are not finite or do not match the number of patches.
         """
         chosen = [self.encoder.blocks.index(block) for block in blocks or self.encoder.blocks]
-        sizes = [self.size(image.shape[1], image.shape[2]) for image in images]
-        found: dict[int, Tensor] = {}
-        for size in dict.fromkeys(sizes):
-            members = [number for number, own in enumerate(sizes) if own == size]
-            for start in range(0, len(members), self.batch_size):
-                part = members[start : start + self.batch_size]
-                pixels = torch.stack([resize_image(images[number], size, "bicubic") for number in part])
-                found.update(zip(part, self._of_one_size(pixels, chosen), strict=True))
-        return [found[number] for number in range(len(images))]
+
+        def encode(batch: list[Tensor]) -> Tensor:
+            size = self.size(*batch[0].shape[1:])
+            return self._of_one_size(torch.stack([resize_image(image, size, "bicubic") for image in batch]), chosen)
+
+        return map_by_size(encode, images, lambda image: self.size(*image.shape[1:]), lambda _: self.batch_size)
 
     def _of_one_size(self, pixels: UInt8[Tensor, "b 3 h w"], chosen: list[int]) -> Float[Tensor, "b rows columns l d"]:
         patch = self.encoder.patch_size

@@ -119,7 +119,6 @@ def evaluation_parser(name: str, protocol: type[Any]) -> Parser:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing evaluation in --out")
     parser.add_argument("--pictures", type=int, default=6, help=f"number of {protocol.pictures}")
-    parser.add_argument("--config", action="config", help="a YAML file of options, overridden by the command line")
     if protocol.trains():
         advice = "continue the evaluation in --out if it exists, else start it; for job schedulers"
         parser.add_argument("--resume", action="store_true", help=advice)
