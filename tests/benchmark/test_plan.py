@@ -62,6 +62,7 @@ def test_protocols_are_matched_with_sets_by_layout(sets: Path) -> None:
     assert names(plan) == labelled | {("image-nn", "kinds"), ("detection", "boxes"), ("discovery", "boxes")}
     assert plan.left_out.keys() == {"correspondence", "depth", "video"}
     assert "no set; looked for pairs/*.json" in plan.left_out["correspondence"]
+    assert "no set; looked for images/<split> and depth/<split>" in plan.left_out["depth"]
     assert all(row.data.limit is None for row in plan.rows)
 
 
@@ -176,3 +177,12 @@ def test_pairs(tmp_path: Path) -> None:
     (tmp_path / "own" / "pairs").mkdir(parents=True)
     (tmp_path / "own" / "pairs" / "0.json").write_text(json.dumps({}))
     assert names(planned(tmp_path)) == {("correspondence", "own")}
+
+
+def test_depth_maps_and_videos_match_even_if_incomplete(tmp_path: Path) -> None:
+    (tmp_path / "rooms" / "depth" / "train").mkdir(parents=True)
+    (tmp_path / "nyu").mkdir()
+    (tmp_path / "nyu" / "nyu_train.txt").touch()
+    for name in ("JPEGImages", "Annotations"):
+        (tmp_path / "davis" / name / "480p" / "bear").mkdir(parents=True)
+    assert names(planned(tmp_path)) == {("depth", "rooms"), ("depth", "nyu"), ("video", "davis")}

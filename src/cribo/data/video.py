@@ -94,6 +94,11 @@ def read_objects(path: str | os.PathLike[str], *, max_pixels: int = MAX_PIXELS) 
     return torch.from_numpy(np.where(values == IGNORE_INDEX, 0, values))
 
 
+def has_videos(root: Path) -> bool:
+    """Whether a folder has frames and annotations with a folder per video (unlike Pascal VOC)."""
+    return (root / "JPEGImages").is_dir() and any((root / "Annotations").glob("*/"))
+
+
 def open_videos(
     root: str | os.PathLike[str], split: str = "val", *, partial: bool = False, limit: int | None = None
 ) -> VideoFrames:

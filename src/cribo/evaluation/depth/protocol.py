@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from cribo.checks import require_distinct, require_least, require_positive
@@ -30,6 +31,8 @@ class DepthData:
         limit: maximum number of images per split, evenly spaced, for a quick trial.
     """
 
+    layout: ClassVar[str] = "images/<split> and depth/<split>, or the lists of NYU-Depth v2"
+
     root: str
     scale: float = 1000.0
     max_depth: float = 10.0
@@ -39,6 +42,13 @@ class DepthData:
     def __post_init__(self) -> None:
         require_least(self, {"limit": 1}, "data.")
         require_positive(self, "scale", "max_depth", prefix="data.")
+
+    @classmethod
+    def find(cls, folder: Path) -> Self | None:
+        """Return the data set in a folder with depth maps, None if there are none."""
+        from cribo.data.depth import is_nyu
+
+        return cls(str(folder)) if is_nyu(folder) or (folder / "depth").is_dir() else None
 
     def open(self) -> Splits:
         """Open both splits.

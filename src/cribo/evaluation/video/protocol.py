@@ -29,6 +29,8 @@ class VideoData:
         limit: maximum number of videos, evenly spaced, for a quick trial.
     """
 
+    layout: ClassVar[str] = "JPEGImages and Annotations with a folder per video, as in DAVIS 2017"
+
     root: str
     split: str = "val"
     partial: bool = False
@@ -36,6 +38,13 @@ class VideoData:
 
     def __post_init__(self) -> None:
         require_least(self, {"limit": 1}, "data.")
+
+    @classmethod
+    def find(cls, folder: Path) -> Self | None:
+        """Return the videos in a folder, None if there are none."""
+        from cribo.data.video import has_videos
+
+        return cls(str(folder)) if has_videos(folder) else None
 
     def open(self) -> Splits:
         """Open the videos.
