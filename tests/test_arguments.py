@@ -104,6 +104,9 @@ def test_a_size_in_a_file(tmp_path: Path, said: str, size: tuple[int, int] | Non
     (tmp_path / "a.yaml").write_text(f"size: {said}\ninner:\n  size: {said}\n  counts: [7, 8]\n")
     parsed = made.parse_args(["--config", str(tmp_path / "a.yaml"), "--source", "a", "--inner.source.name", "a"])
     assert (parsed.size, parsed.inner.size, parsed.inner.counts) == (size, size, (7, 8))
+    (tmp_path / "a.yaml").write_text(f"inner:\n  size: {said}\n")
+    parsed = made.parse_args(["--config", str(tmp_path / "a.yaml"), "--source", "a", "--inner.source.name", "a"])
+    assert (parsed.size, parsed.inner.size) == (None, size)
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,8 @@ class Parser(ArgumentParser):
         for option in self._repeatable():
             for group, name in _places(values, option.removeprefix("--")):
                 group[name] = group[name] if isinstance(group[name], list) else [group[name]]
-        return content if values == given else yaml.safe_dump(values, sort_keys=False)
+        unchanged = values == yaml.safe_load(content)  # not `given`, whose groups were changed in place
+        return content if unchanged else yaml.safe_dump(values, sort_keys=False)
 
     def _lists(self) -> dict[str, tuple[type, ...]]:
         """Return the element types of each option with several values."""

@@ -23,7 +23,7 @@ def test_a_run_without_a_database_indexes_some_of_its_images(run_folder: Path, t
     assert contents.notes == ("The collection contains 5 of 36 images. For all images, use cribo index and --db.",)
     query = contents.finder.of_collection(0)
     _, found = contents.finder.matches(query, 0, 4)
-    assert query.name not in {match.name for match in found}
+    assert query.name not in {match.image for match in found}
     assert contents.title == "streets"
 
 

@@ -33,9 +33,9 @@ def test_each_square_finds_the_same_colour_first(finder: ObjectFinder) -> None:
         query = finder.of_collection(number)
         _, found = finder.matches(query, 1, 3)
         other = {"0": "1", "1": "0"}[query.name[0]] + query.name[1:]
-        assert found[0].name == other
+        assert found[0].image == other
         assert found[0].similarity == pytest.approx(1, abs=1e-3)
-        assert query.name not in {match.name for match in found}
+        assert query.name not in {match.image for match in found}
 
 
 def test_a_point_is_in_the_object_that_is_drawn_there(finder: ObjectFinder) -> None:
@@ -55,7 +55,7 @@ def test_an_uploaded_picture_works_as_a_query(finder: ObjectFinder) -> None:
     picture = torch.from_numpy(np.array(draw_square(COLOURS["yellow"], (16, 32)))).permute(2, 0, 1)
     query = finder.of_picture(picture)
     drawn, found = finder.matches(query, 1, 2)
-    assert {match.name for match in found} == {"0-yellow.png", "1-yellow.png"}
+    assert {match.image for match in found} == {"0-yellow.png", "1-yellow.png"}
     assert [caption[:8] for _, caption in drawn] == ["1. 1.00 ", "2. 1.00 "]
 
 
@@ -75,7 +75,7 @@ def test_a_link_out_of_the_folder_is_not_shown(finder: ObjectFinder, images: Pat
     with pytest.raises(Refused, match=r"1-red.png is a link to a file outside the folder"):
         finder.of_collection(6)
     drawn, found = finder.matches(finder.of_collection(2), 1, 1)
-    assert found[0].name == "1-red.png"
+    assert found[0].image == "1-red.png"
     assert "a link to a file outside the folder" in drawn[0][1]
     assert (drawn[0][0] == 128).all()
     thumbnails = finder.thumbnails(0)
@@ -103,6 +103,6 @@ def test_reindexed_images_are_shown_again(database: Path, images: Path, tmp_path
     known = ObjectDatabase.open(own, images=images)
     index_images(known, mean_colour_encoder(16), open_images(images), prune=True)
     _, found = finder.matches(finder.of_collection(2), 1, 2)
-    assert {match.name for match in found} == {"0-yellow.png", "1-yellow.png"}
+    assert {match.image for match in found} == {"0-yellow.png", "1-yellow.png"}
     with pytest.raises(Refused, match=r"0-blue.png has been deleted"):
         finder.of_collection(0)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -11,21 +10,7 @@ from torch import Tensor
 from cribo.data.reading import UnreadableImage, read_reduced
 from cribo.errors import InputError
 from cribo.explorer.uploads import Refused
-from cribo.object_search import ImageObject, IndexedImage, ObjectDatabase
-
-
-class ShownObject(NamedTuple):
-    """An object found by a search.
-
-    Attributes:
-        similarity: cosine similarity to the query.
-        name: name of its image.
-        object: the object.
-    """
-
-    similarity: float
-    name: str
-    object: ImageObject
+from cribo.object_search import FoundObject, ImageObject, IndexedImage, ObjectDatabase
 
 
 class Collection:
@@ -114,7 +99,7 @@ class Collection:
                 self._images[number] = row
         return change
 
-    def nearest(self, vector: Float[np.ndarray, " d"], count: int, *, without: int | None) -> Sequence[ShownObject]:
+    def nearest(self, vector: Float[np.ndarray, " d"], count: int, *, without: int | None) -> Sequence[FoundObject]:
         """Find the objects most similar to a vector.
 
         Args:
@@ -123,5 +108,4 @@ class Collection:
             without: number of an image to exclude.
         """
         excluded = None if without is None else self.name(without)
-        found = self.database.search(vector[None], count, exclude_image=excluded)[0]
-        return [ShownObject(each.similarity, each.image, each.object) for each in found]
+        return self.database.search(vector[None], count, exclude_image=excluded)[0]

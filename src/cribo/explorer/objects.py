@@ -10,11 +10,11 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from cribo.explorer.collection import Collection, ShownObject
+from cribo.explorer.collection import Collection
 from cribo.explorer.network import SharedEncoder
 from cribo.explorer.pictures import SHOWN, as_shown, with_outline
 from cribo.explorer.uploads import Refused
-from cribo.object_search import ImageObject, extract_objects
+from cribo.object_search import FoundObject, ImageObject, extract_objects
 
 PAGE = 24
 """Images per page of the collection."""
@@ -121,7 +121,7 @@ class ObjectFinder:
                 self._found.popitem(last=False)
         return QueryImage(as_shown(image), objects, None, "your picture")
 
-    def matches(self, query: QueryImage, number: int, count: int) -> tuple[list[Captioned], Sequence[ShownObject]]:
+    def matches(self, query: QueryImage, number: int, count: int) -> tuple[list[Captioned], Sequence[FoundObject]]:
         """Find and draw the objects most similar to an object of a query.
 
         Args:
@@ -133,7 +133,7 @@ class ObjectFinder:
 
     def like(
         self, vector: Float[np.ndarray, " d"], count: int, *, without: int | None = None
-    ) -> tuple[list[Captioned], Sequence[ShownObject]]:
+    ) -> tuple[list[Captioned], Sequence[FoundObject]]:
         """Find and draw the objects most similar to a vector.
 
         Args:
@@ -144,9 +144,9 @@ class ObjectFinder:
         found = self.collection.nearest(vector, count, without=without)
         return [self._drawn(rank, match) for rank, match in enumerate(found, start=1)], found
 
-    def _drawn(self, rank: int, match: ShownObject) -> Captioned:
-        caption = f"{rank}. {match.similarity:.2f} {match.name}"
-        number = self.collection.number(match.name)
+    def _drawn(self, rank: int, match: FoundObject) -> Captioned:
+        caption = f"{rank}. {match.similarity:.2f} {match.image}"
+        number = self.collection.number(match.image)
         try:
             if number is None:
                 raise Refused("indexed after the server was started.")
@@ -162,7 +162,7 @@ def query_picture(query: QueryImage, number: int) -> UInt8[np.ndarray, "h w 3"]:
     return with_outline(query.image, inside, fade=0.6)
 
 
-def query_sentence(query: QueryImage, number: int, found: Sequence[ShownObject]) -> str:
+def query_sentence(query: QueryImage, number: int, found: Sequence[FoundObject]) -> str:
     """Describe the result of a search."""
     chosen = query.object(number)
     what = (
@@ -171,7 +171,7 @@ def query_sentence(query: QueryImage, number: int, found: Sequence[ShownObject])
     )
     if not found:
         return f"{what} No matches: the collection has no other images."
-    return f"{what} The nearest object is in {found[0].name}, cosine similarity {found[0].similarity:.2f}."
+    return f"{what} The nearest object is in {found[0].image}, cosine similarity {found[0].similarity:.2f}."
 
 
 def _within(place: float, pixels: int) -> int:

@@ -113,7 +113,7 @@ def index_images(
             keeps them. By default, up to 5 % of the images are removed, and old versions are kept for a week.
         device: device of the encoder.
         batch_size: number of images of equal size to encode at once.
-        workers: number of threads that read images; 0 is one, as 1.
+        workers: number of threads that read images; 0 counts as 1.
         progress: called with the progress.
 
     Raises:

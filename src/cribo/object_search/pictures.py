@@ -1,6 +1,5 @@
 """Contact sheets of a search: queries with similar objects, or pairs of similar images."""
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -120,8 +119,7 @@ def _draw_found(axes: Axes, found: FoundObject, state: str, root: Path) -> None:
         axes.imshow(0.4 * pixels.permute(1, 2, 0).numpy() / 255 + 0.5)
         axes.text(0.5, 0.5, "changed since indexing", transform=axes.transAxes, ha="center", va="center", fontsize=8)
     else:
-        mask = dataclasses.replace(found.object.mask, image=(pixels.shape[1], pixels.shape[2])).pixels()
-        axes.imshow(_painted(pixels, mask, _FOUND_COLOUR))
+        axes.imshow(_painted(pixels, found.object.mask.pixels(pixels.shape[1:]), _FOUND_COLOUR))
     axes.set_title(title, fontsize=8)
 
 
