@@ -229,7 +229,7 @@ def test_having_no_class_is_never_right() -> None:
 
 
 def tiny_budget(**options: Any) -> Machine:
-    """So little memory that queries and keys are searched in several parts."""
+    """So little memory that queries and keys are compared in several blocks."""
     return Machine(memory_gib=2e-3, **options)
 
 
