@@ -370,7 +370,7 @@ def _sampled(keys: Keys, number: int, seed: int) -> Float[Tensor, "n d"]:
 def recall(approximate: Neighbours, exact: Neighbours) -> float:
     """Compute the mean fraction of exact neighbours found by an approximate search.
 
-    Keys as similar as the last exact neighbour, up to rounding, count as found.
+    Keys as similar as the last exact neighbour, up to rounding, count as found. Raises ValueError if shapes differ.
     """
     shapes = tuple(approximate.rows.shape), tuple(exact.rows.shape)
     if shapes[0] != shapes[1]:

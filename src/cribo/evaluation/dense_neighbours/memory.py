@@ -89,8 +89,8 @@ class PatchMemory:
         machine: Machine,
         progress: Callable[[int], None] | None,
     ) -> Neighbours:
-        where = {"devices": machine.devices, "budget": machine.budget}
-        return nearest(queries, self.keys, settings.neighbours, **where, progress=progress)
+        devices, budget = machine.devices, machine.budget
+        return nearest(queries, self.keys, settings.neighbours, devices=devices, budget=budget, progress=progress)
 
     def vote(self, neighbours: Neighbours, settings: DenseNN) -> Float[Tensor, "q p"]:
         """Return the fraction of votes for each class."""
