@@ -2,7 +2,7 @@
 
 import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,7 +16,7 @@ from torch import Tensor
 from cribo.errors import InputError
 from cribo.files import write_json, write_whole
 from cribo.retrieval.choices import FeaturePrecision
-from cribo.retrieval.search import available_memory
+from cribo.retrieval.free_memory import available_memory
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
 """Data types of stored features."""
@@ -131,6 +131,27 @@ def store(rows: Float[Tensor, "n d"], path: Path | None, cache: FeatureCache | N
 def stored(held: Tensor | Path) -> Float[Tensor, "n d"]:
     """Return features stored by `store`."""
     return held if isinstance(held, Tensor) else torch.from_numpy(np.load(held, allow_pickle=False))
+
+
+def in_blocks(parts: Iterable[Float[Tensor, "_ d"]], rows: int) -> Iterator[Float[Tensor, "m d"]]:
+    """Regroup parts of any length into blocks of `rows` rows; the last block may be shorter.
+
+    Example:
+        >>> [len(block) for block in in_blocks([torch.zeros(5, 2), torch.zeros(1, 2)], 4)]
+        [4, 2]
+    """
+    gathered, waiting = [], 0
+    for part in parts:
+        while len(part):
+            taken = part[: rows - waiting]
+            gathered.append(taken)
+            waiting += len(taken)
+            part = part[len(taken) :]
+            if waiting == rows:
+                yield torch.cat(gathered)
+                gathered, waiting = [], 0
+    if waiting:
+        yield torch.cat(gathered)
 
 
 def require_room(needed: float, cache: FeatureCache | None) -> None:

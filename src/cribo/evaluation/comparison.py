@@ -55,6 +55,12 @@ class Entry:
     name: str
     result: EvaluationResult
 
+    @property
+    def architecture(self) -> str:
+        """Architecture of the backbone, as named in papers if it has such a name."""
+        about = self.result.backbone
+        return architecture_name(about) or str(about.get("architecture") or NONE)
+
     @cached_property
     def points(self) -> dict[Any, dict[str, Any]]:
         """Rows by value of the varied setting; for learning rates only the best row, with key None."""
@@ -131,19 +137,18 @@ class Group:
     def differences(self) -> list[Difference]:
         """Settings that differ between the results, those of the data last."""
         known = [_comparable(entry.result) for entry in self.entries]
-        names = sorted(dict.fromkeys(name for settings in known for name in settings), key=_is_of_data)
-        found = [Difference(name, [settings.get(name, NONE) for settings in known]) for name in names]
-        return [difference for difference in found if any(v != difference.values[0] for v in difference.values)]
+        names = dict.fromkeys(name for settings in known for name in settings)
+        names = sorted(names, key=lambda name: name.startswith("data."))
+        found = {name: [settings.get(name, NONE) for settings in known] for name in names}
+        return [Difference(name, values) for name, values in found.items() if any(v != values[0] for v in values)]
 
     @property
     def verdict(self) -> str:
         """Sentence about the comparability of the results; empty if no setting differs."""
-        names = [difference.name for difference in self.differences]
         if matter := [difference.name for difference in self.differences if difference.matters]:
             return f"These figures are NOT comparable: the results differ in {_listed(matter)}."
-        if names:
-            return f"The results differ in {_listed(names)}, which affects figures by noise or rounding only."
-        return ""
+        names = _listed([difference.name for difference in self.differences])
+        return f"The results differ in {names}, which affects figures by noise or rounding only." if names else ""
 
     def class_differences(self) -> tuple[Any, list[tuple[str, float, float]]]:
         """Return the classes with the largest differences between two results.
@@ -153,16 +158,14 @@ class Group:
             metric of the second result) in descending order of the absolute difference; empty unless there are two
             results with classes.
         """
-        if len(self.entries) != 2:
+        one, other = self.entries[0].points, self.entries[-1].points
+        shared = [value for value in one if value in other and one[value].get("per_class")]
+        if len(self.entries) != 2 or not shared:
             return None, []
-        one, other = (entry.points for entry in self.entries)
-        value = next((value for value in one if value in other and one[value].get("per_class")), NONE)
-        if value == NONE:
-            return None, []
-        left, right = one[value]["per_class"], other[value].get("per_class") or {}
-        pairs = [(name, left.get(name), right.get(name)) for name in self.first.classes]
+        both = one[shared[0]]["per_class"], other[shared[0]].get("per_class") or {}
+        pairs = [(name, *(part.get(name) for part in both)) for name in self.first.classes]
         known = [(name, a, b) for name, a, b in pairs if a is not None and b is not None and a != b]
-        return value, sorted(known, key=lambda pair: -abs(pair[1] - pair[2]))[:_CLASSES]
+        return shared[0], sorted(known, key=lambda pair: -abs(pair[1] - pair[2]))[:_CLASSES]
 
 
 @dataclass(frozen=True)
@@ -270,34 +273,24 @@ def _names(results: Sequence[EvaluationResult], paths: Sequence[Path | None]) ->
 
 def _comparable(result: EvaluationResult) -> dict[str, Any]:
     """Return the settings and data that metrics depend on, without the varied setting."""
-    settings = {f"settings.{name}": value for name, value in flat(result.settings)}
-    data = {f"data.{name}": value for name, value in flat(result.data)}
+    known = flat({"settings": result.settings, "data": result.data})
     unimportant = {f"settings.{result.varies}", f"settings.{result.varies}s", *_FOLLOWS}
     if result.data["name"] != "folder":  # the path of a known data set does not matter
         unimportant |= {f"data.{place}" for place in PLACES}
-    return {name: value for name, value in {**settings, **data}.items() if name not in unimportant}
-
-
-def _is_of_data(name: str) -> bool:
-    return name.startswith("data.")
+    return {name: value for name, value in known if name not in unimportant}
 
 
 def _curves(group: Group) -> list[Curve]:
     metric = group.first.headline
-    own = [Curve.of(entry.points, metric, entry.name) for entry in group.entries]
-    return own + [
-        Curve(
-            f"{one.row.title} (published)",
-            {value: figures.get(metric) for value, figures in one.points.items() if value in group.values},
-            {},
-            published=True,
-        )
-        for one in group.published
-    ]
+    curves = [Curve.of(entry.points, metric, entry.name) for entry in group.entries]
+    for one in group.published:
+        points = {value: figures for value, figures in one.points.items() if value in group.values}
+        curves.append(Curve.of(points, metric, f"{one.row.title} (published)", published=True))
+    return curves
 
 
 def _listed(names: Sequence[str]) -> str:
-    return " and ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else names[0]
+    return " and ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else "".join(names)
 
 
 # ---------------------------------------------------------------------- tables
@@ -305,15 +298,12 @@ def _listed(names: Sequence[str]) -> str:
 
 def _sections(group: Group) -> Iterator[Section]:
     first, names = group.first, [entry.name for entry in group.entries]
-    notes = list(_notes(group))
-    if len(group.values) == 1 or len(first.metrics) == 1:
-        columns = [(value, metric) for value in group.values for metric in first.metrics]
-        yield _figures(group, group.title, columns, notes)
-    else:  # one table for each metric, notes below the last
-        for metric in first.metrics:
-            columns = [(value, metric) for value in group.values]
-            last = metric == first.metrics[-1]
-            yield _figures(group, f"{group.title}, {metric_heading(metric)}", columns, notes if last else [])
+    # With several values, one table for each metric; notes below the last.
+    tables = [first.metrics] if len(group.values) == 1 else [[metric] for metric in first.metrics]
+    for metrics in tables:
+        title = group.title if len(tables) == 1 else f"{group.title}, {metric_heading(metrics[0])}"
+        columns = [(value, metric) for value in group.values for metric in metrics]
+        yield _figures(group, title, columns, list(_notes(group)) if metrics is tables[-1] else [])
     if group.differences:
         rows = [[difference.name, *map(setting_value, difference.values)] for difference in group.differences]
         yield Section("Settings that differ", ["setting", *names], [rows])
@@ -330,26 +320,13 @@ def _figures(group: Group, title: str, columns: Sequence[tuple[Any, str]], notes
         rows = [(points.get(value, {}), metric) for value, metric in columns]
         return [metric_value(metric, row.get(metric), row.get(f"{metric}_std")) for row, metric in rows]
 
-    published = [one for one in group.published if set(cells(one.points)) != {NONE}]
-    own_rows = [
-        [
-            entry.name,
-            architecture_name(entry.result.backbone) or str(entry.result.backbone.get("architecture") or NONE),
-            *([NONE] if published else []),
-            *cells(entry.points),
-        ]
-        for entry in group.entries
-    ]
-    published_rows = []
-    for one in published:
-        mark = ("†" if one.row.reproduced else "") + ("*" if one.row.taken_from else "")
-        published_rows.append(
-            [f"{one.row.method}{mark} (published)", one.row.backbone, one.row.training, *cells(one.points)]
-        )
-    about = ["backbone", "pretraining (epochs)"] if published else ["backbone"]
-    header = ["", *about, *(_column_title(group, value, metric) for value, metric in columns)]
-    blocks = [block for block in (own_rows, published_rows) if block]
-    return Section(title, header, blocks, notes, names=1 + len(about))
+    rows = [[entry.name, entry.architecture, NONE, *cells(entry.points)] for entry in group.entries]
+    printed = [[one.row.marked, one.row.backbone, one.row.training, *cells(one.points)] for one in group.published]
+    printed = [row for row in printed if set(row[3:]) != {NONE}]
+    header = ["", "backbone", "pretraining (epochs)", *(_column_title(group, *column) for column in columns)]
+    if printed:
+        return Section(title, header, [rows, printed], notes, names=3)
+    return Section(title, header[:2] + header[3:], [[row[:2] + row[3:] for row in rows]], notes, names=2)
 
 
 def _column_title(group: Group, value: Any, metric: str) -> str:

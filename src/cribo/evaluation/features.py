@@ -16,12 +16,11 @@ from torch.utils.data import Dataset
 from cribo.console import Progress
 from cribo.data import ImageFiles, LabelledImages, LabelledSubset
 from cribo.data.crops import resize_labels
-from cribo.evaluation.cache import DTYPES, FeatureCache, Machine, require_room, store, stored
+from cribo.evaluation.cache import DTYPES, FeatureCache, Machine, in_blocks, require_room, store, stored
 from cribo.evaluation.loading import Batches
 from cribo.retrieval.choices import FeaturePrecision, Interpolation
 from cribo.retrieval.encoders import PatchEncoder
 from cribo.retrieval.patches import augment_image, augment_labels, class_counts, grid_size, resize_image
-from cribo.retrieval.search import in_blocks
 
 _PROBE_VIEWS = 32  # number of encoded views from which the total size is estimated
 _PENDING_BATCHES = 8  # maximum number of images queued for batches of equal size, in batches

@@ -142,10 +142,10 @@ class Curve:
     published: bool = False
 
     @classmethod
-    def of(cls, rows: Mapping[Any, Mapping[str, Any]], metric: str, label: str) -> "Curve":
+    def of(cls, rows: Mapping[Any, Mapping[str, Any]], metric: str, label: str, *, published: bool = False) -> "Curve":
         """Create the curve of a metric from rows by value of the varied setting."""
         std = {value: row[f"{metric}_std"] for value, row in rows.items() if row.get(f"{metric}_std") is not None}
-        return cls(label, {value: row[metric] for value, row in rows.items()}, std)
+        return cls(label, {value: row.get(metric) for value, row in rows.items()}, std, published)
 
 
 def varied_values(results: Sequence[EvaluationResult]) -> list[object]:
@@ -284,18 +284,10 @@ def draw_confusion(
 
 
 def _draw_class_figures(axes: Axes, values: Float[Tensor, " c"], font: float, metric: str, mean: str) -> None:
-    places = range(len(values))
-    axes.barh(places, 100 * values.nan_to_num(0.0).numpy(), height=0.8, color="C0")
-    for place, value in zip(places, values.tolist(), strict=True):
-        absent = value != value
-        axes.text(
-            1 if absent else 100 * value + 1,
-            place,
-            "does not occur" if absent else f"{100 * value:.1f}",
-            va="center",
-            fontsize=min(8.0, font),
-            color="0.6" if absent else "black",
-        )
+    bars = axes.barh(range(len(values)), 100 * values.nan_to_num(0.0).numpy(), height=0.8, color="C0")
+    texts = [percent(value) if value == value else "does not occur" for value in values.tolist()]
+    for text in axes.bar_label(bars, texts, padding=2, fontsize=min(8.0, font)):
+        text.set_color("0.6" if text.get_text() == "does not occur" else "black")
     axes.set(xlabel=f"{metric} [%]", xlim=(0, 100), title=f"{mean} {percent(float(values.nanmean()))} %")
     axes.tick_params(axis="y", left=False, labelleft=False)
     axes.margins(y=0)
@@ -317,19 +309,14 @@ def draw_rows(
     """Draw a row of pictures for each panel, with a legend below.
 
     Args:
-        panels: at least one.
+        panels: rows of the figure; at least one.
         draw: function that draws a panel into the axes of its row, and returns the title of the row.
         aspects: aspect ratio (height / width) of each panel.
         cell: width and maximum height of a picture, in inches.
         headings: titles of the columns.
         handles: handles of the legend.
         title: title of the figure.
-
-    Raises:
-        ValueError: `panels` is empty.
     """
-    if not panels:
-        raise InputError("panels must contain at least one image, got 0")
     columns = min(len(handles), 8)
     spaces = [min(cell[1], cell[0] * aspect) + _TITLE for aspect in aspects]
     spaces = [spaces[0] + _HEADING, *spaces[1:], _LEGEND_LINE * -(-len(handles) // columns) + 0.15]
@@ -359,7 +346,7 @@ def draw_predictions(panels: Sequence[Panel], classes: Sequence[str], palette: S
         palette: colour of each class.
 
     Raises:
-        ValueError: `panels` is empty, or the palette does not have one colour per class.
+        ValueError: the palette does not have one colour per class.
     """
     if len(palette) != len(classes):
         raise InputError(f"palette must have a colour for each of the {len(classes)} classes, got {len(palette)}")

@@ -53,6 +53,11 @@ class PublishedRow:
         return self.pretraining if self.epochs == NONE else f"{self.pretraining} ({self.epochs})"
 
     @property
+    def marked(self) -> str:
+        """Method with the marks of reproduced (†) and quoted (*) values, for tables."""
+        return f"{self.method}{'†' * self.reproduced}{'*' * (self.taken_from is not None)} (published)"
+
+    @property
     def title(self) -> str:
         """Method, backbone and pretraining, for a legend."""
         return f"{self.method} {self.backbone}" + ("" if self.pretraining == NONE else f", {self.training}")
@@ -117,13 +122,10 @@ class PublishedTable:
     def obstacles(self, result: EvaluationResult, variant: str) -> list[tuple[str, str, str]]:
         """Return the settings that differ from those of a variant: dotted name, value, published value."""
         name = result.data["name"]
-        requirements = (
-            ({**self.variants[variant], **self.schedules.get(name, {})}, dict(flat(result.settings))),
-            (self.data[name], dict(flat(result.data))),
-        )
+        settings = {**self.variants[variant], **self.schedules.get(name, {})}
         return [
             (setting, setting_value(has[setting]) if setting in has else "not known", _wanted_value(wanted))
-            for wants, has in requirements
+            for wants, has in ((settings, dict(flat(result.settings))), (self.data[name], dict(flat(result.data))))
             for setting, wanted in wants.items()
             if setting not in has or not _same(has[setting], wanted)
         ]

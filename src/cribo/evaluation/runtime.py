@@ -20,8 +20,8 @@ class EvaluationRuntime:
         devices: comma-separated devices that share the search, such as cuda:0,cuda:1 or cpu. [all GPUs, else the CPU]
         batch_size: number of images of equal size to encode at once. Lower it if the device runs out of memory.
         workers: number of worker processes that read images. [half of the cores]
-        memory_gib: memory limit of the search on each device, in GiB. With less memory the keys are read more often,
-            with the same result. [half of the free memory]
+        memory_gib: memory limit of the search on each device, in GiB. With less memory the search is slower, with
+            the same result. [half of the free memory]
         cache: folder in which features are cached for further evaluations of the backbone; none keeps them in memory.
     """
 

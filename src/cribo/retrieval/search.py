@@ -1,31 +1,30 @@
 """Nearest neighbours among many patches: exact search within bounded memory, and an approximate index.
 
-Exact search reads the keys in blocks and keeps the k most similar keys of each query. A fast product, in bfloat16 if
-the processor supports it, selects candidates in each block; these are compared in float32.
+Exact search reads the keys in blocks and keeps the k most similar keys of each query. On processors with instructions
+for bfloat16, such a product first discards the keys that cannot be neighbours.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from cribo.devices import multiplies_bfloat16
 from cribo.errors import InputError, MissingPackage
-from cribo.models.linear import has_amd_processor, linear
+from cribo.models.linear import linear
 from cribo.retrieval.free_memory import available_memory
 
-_GIB = 2**30
-_MULTIPLE = 64  # rows of a product are padded to it, so that libraries sum all inner products in the same order
-_WIDTH_MULTIPLE = 32  # columns of a bfloat16 operand are padded to it, which is fastest on processors with AMX
-_COMPARED_AT_ONCE = 512
+_GROUP = 64  # rows of a product are padded to it, so that libraries sum all inner products in the same order
+_KEPT_GROUPS = 8  # groups of keys merged with the neighbours of a query at once
 _BFLOAT16_DIM = 32  # with fewer dimensions, few keys differ by more than the error of bfloat16
+_INDEX_BLOCK = 65536  # keys added to an approximate index at once
 _LARGEST = 1e30  # limit of products of norms, far from overflow
 _TINY = 1e-30  # added to norms, since the smallest numbers underflow in bfloat16
 
@@ -40,7 +39,7 @@ class Keys(Protocol):
         ...
 
     def blocks(self, rows: int) -> Iterator[Float[Tensor, "m d"]]:
-        """Iterate over all rows in order, in blocks of at most `rows`, on the host, as float32 or float16."""
+        """Iterate over all rows in order, in blocks of `rows` (the last may be shorter), as float32 or float16."""
         ...
 
 
@@ -68,30 +67,8 @@ class TensorKeys:
         return len(self.rows)
 
     def blocks(self, rows: int) -> Iterator[Float[Tensor, "m d"]]:
-        """Iterate over all rows in order, in blocks of at most `rows`."""
+        """Iterate over all rows in order, in blocks of `rows`; the last may be shorter."""
         return iter(self.rows.split(rows) if len(self.rows) else ())
-
-
-def in_blocks(parts: Iterable[Float[Tensor, "_ d"]], rows: int) -> Iterator[Float[Tensor, "m d"]]:
-    """Regroup parts of any length into blocks of `rows` rows; the last block may be shorter.
-
-    Example:
-        >>> [len(block) for block in in_blocks([torch.zeros(5, 2), torch.zeros(1, 2)], 4)]
-        [4, 2]
-    """
-    gathered: list[Tensor] = []
-    waiting = 0
-    for part in parts:
-        while len(part):
-            taken = part[: rows - waiting]
-            gathered.append(taken)
-            waiting += len(taken)
-            part = part[len(taken) :]
-            if waiting == rows:
-                yield torch.cat(gathered)
-                gathered, waiting = [], 0
-    if waiting:
-        yield torch.cat(gathered)
 
 
 class Neighbours(NamedTuple):
@@ -106,139 +83,32 @@ class Neighbours(NamedTuple):
     rows: Int[Tensor, "q k"]
 
 
-# ------------------------------------------------------------------ memory
-
-
-@dataclass(frozen=True)
-class SearchPlan:
-    """Block sizes of an exact search, and its memory.
-
-    Attributes:
-        query_chunk: number of queries per pass over the keys; all queries on the CPU, where the result is written in
-            place.
-        query_block: number of queries that a worker compares with a block of keys at once.
-        key_block: number of keys read and compared at once.
-        workers: number of threads on the CPU; 1 on a GPU.
-        passes: number of passes over the keys.
-        device_bytes: peak memory on each device in bytes, without the result on the CPU (12 bytes per neighbour) and
-            without buffers of `Keys.blocks`, except the block itself.
-    """
-
-    query_chunk: int
-    query_block: int
-    key_block: int
-    workers: int
-    passes: int
-    device_bytes: int
-
-
-def plan_search(
-    num_queries: int,
-    num_keys: int,
-    dim: int,
-    neighbours: int,
-    *,
-    key_bytes: int = 4,
-    budget: int,
-    device: torch.device | str = "cpu",
-    workers: int | None = None,
-) -> SearchPlan:
-    """Choose block sizes so that a search of any size stays within a memory budget.
-
-    Args:
-        num_queries: Q.
-        num_keys: M.
-        dim: D.
-        neighbours: k.
-        key_bytes: size of a number in the keys, in bytes.
-        budget: memory on each device, in bytes.
-        device: type of the devices.
-        workers: number of threads on the CPU; by default, PyTorch's number of threads.
-
-    Raises:
-        ValueError: a number is below 1, or the budget is too small for the smallest blocks.
-
-    Example:
-        >>> plan = plan_search(2_700_000, 27_000_000, 384, 50, budget=2 * 2**30, workers=2)
-        >>> plan.passes, plan.device_bytes < 100 * 2**20
-        (1, True)
-    """
-    numbers = {"num_queries": num_queries, "num_keys": num_keys, "dim": dim, "neighbours": neighbours}
-    for name, value in (*numbers.items(), ("key_bytes", key_bytes)):
-        if value < 1:
-            raise InputError(f"{name} must be >= 1, got {value}")
-    device = torch.device(device)
-    on_cpu, dtype = device.type == "cpu", _fast_dtype(device, dim)
-    query_block, key_block = (256, 8192) if on_cpu else (1024, 65536)
-    query_block = min(query_block, _up_to_multiple(num_queries, _MULTIPLE))
-    key_block = min(key_block, _up_to_multiple(num_keys, _MULTIPLE))
-    threads = (workers or torch.get_num_threads()) if on_cpu else 1
-    per_query = 0 if on_cpu else 4 * dim + 12 * neighbours  # the query and its neighbours on a GPU
-
-    def fixed() -> int:
-        candidates = min(_COMPARED_AT_ONCE, key_block)
-        worker = (
-            query_block * key_block * dtype.itemsize  # products
-            + candidates * dim * 4  # candidates
-            + query_block * candidates * 90  # similarities of the candidates, and temporaries of _QueryBlock.keep
-            + query_block * neighbours * 50  # neighbours before and after
-        )
-        copied = 0 if on_cpu and key_bytes == 4 else 4 * dim
-        # Two blocks: one in use, one being read.
-        return threads * worker + 2 * key_block * (key_bytes * dim + copied + dtype.itemsize * _width(dim, dtype))
-
-    while fixed() > budget // 2 and key_block > 512:
-        key_block //= 2
-    while fixed() > budget // 2 and query_block > 64:
-        query_block //= 2
-    while fixed() > budget // 2 and threads > 1:
-        threads -= 1
-    if (least := fixed() + per_query) > budget:
-        raise InputError(
-            f"a search for {neighbours} neighbours in {dim} dimensions needs at least {math.ceil(least / 2**20)} MiB, "
-            f"got a budget of {budget / 2**20:.1f} MiB: provide more memory, or search for fewer neighbours"
-        )
-    chunk = min(num_queries, (budget - fixed()) // per_query) if per_query else num_queries
-    passes = math.ceil(num_queries / chunk)
-    chunk = math.ceil(num_queries / passes)
-    return SearchPlan(chunk, query_block, key_block, threads, passes, fixed() + per_query * chunk)
-
-
-def _up_to_multiple(number: int, of: int) -> int:
-    return -(-number // of) * of
-
-
-def _width(dim: int, dtype: torch.dtype) -> int:
-    """Return the columns of an operand of the fast product: D, and two for the threshold, padded."""
-    return _up_to_multiple(dim + 2, _WIDTH_MULTIPLE if dtype == torch.bfloat16 else 1)
-
-
 # ------------------------------------------------------------------ exact search
 
 
-@torch.no_grad()
 def nearest(
     queries: Float[Tensor, "q d"],
     keys: Keys,
     neighbours: int,
     *,
     devices: Sequence[torch.device | str] = ("cpu",),
-    plan: SearchPlan | None = None,
+    budget: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Neighbours:
     """Find the k keys with the largest inner product with each query, by exact search.
 
     The inner product is the cosine similarity if all rows have unit length. Ties in float32 are sorted by row. Since
     the last bits depend on the matrix library, keys whose similarities differ by rounding errors may be ordered
-    differently on another device or with another plan. PyTorch's setting for float32 products on GPUs (TF32) applies.
+    differently on another device or with another budget. PyTorch's setting for float32 products on GPUs (TF32) applies.
 
     Args:
         queries: (Q, D), float32 or float16.
-        keys: the keys to search; each block is read once per pass.
+        keys: the keys to search; each block is read once.
         neighbours: k.
         devices: one or more devices of the same type, which share the queries; a device may be given several times.
-        plan: block sizes; by default, chosen for four fifths of the free memory.
-        progress: called with the number of compared keys, at most `len(keys)` regardless of the number of passes.
+        budget: memory on each device in bytes, without the result (12 bytes per neighbour) and without buffers of
+            `Keys.blocks`; by default, four fifths of the free memory.
+        progress: called with the number of compared keys.
 
     Raises:
         ValueError: k is below 1 or above the number of keys, `devices` is empty or has several types, the dimension of
@@ -251,30 +121,45 @@ def nearest(
         >>> found.rows.tolist(), [round(value, 2) for value in found.similarity[0].tolist()]
         ([[1, 2]], [0.6, 0.6])
     """
-    places = [torch.device(device) for device in devices]
-    _check(queries, len(keys), keys.dim, neighbours)
+    places, threads = [torch.device(device) for device in devices], torch.get_num_threads()
+    norm = _check(queries, len(keys), keys.dim, neighbours)
     if len({place.type for place in places}) != 1:
         raise InputError(f"devices must be one or more devices of the same type, got {list(map(str, places))}")
-    found = _no_neighbours(len(queries), neighbours, "cpu")
-    if not len(queries):
+    size = len(queries)
+    found = Neighbours(torch.full((size, neighbours), -torch.inf), torch.zeros(size, neighbours, dtype=torch.long))
+    if not size:
         return found
-    plan = plan or _default_plan(queries, keys, neighbours, places)
-    chunks = [part.split(plan.query_chunk) for part in (queries, *found)]
-    threads = torch.get_num_threads()
+    if budget is None:
+        budget = min(available_memory(place) // places.count(place) for place in places) * 4 // 5
+    at_once, block_size, workers = _block_sizes(keys.dim, neighbours, places, threads, budget)
+    count = math.ceil(size / at_once / len(workers)) * len(workers)  # equal numbers of parts per worker
+    parts = list(zip(*(part.detach().split(math.ceil(size / count)) for part in (queries, *found)), strict=True))
+
+    def work(device: torch.device, block: _KeyBlock, parts: Iterator[tuple[Tensor, Tensor, Tensor]]) -> None:
+        for part, *best in parts:
+            _compare(part.to(device).float(), Neighbours(*best), block, device)
+
+    compared, report = 0, progress or (lambda compared: None)
     try:
-        for number, (chunk, similarity, rows) in enumerate(zip(*chunks, strict=True)):
-
-            def report(compared: int, number: int = number) -> None:
-                if progress is not None:
-                    progress((number * len(keys) + compared) // len(chunks[0]))
-
-            _search_chunk(chunk, keys, Neighbours(similarity, rows), plan, places, report)
+        # Single-threaded workers need no barriers; an additional thread reads ahead.
+        with ThreadPoolExecutor(len(workers) + 1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            blocks = _key_blocks(keys, block_size, places, norm)
+            upcoming = pool.submit(next, blocks, None)
+            while block := upcoming.result():
+                report(compared)
+                upcoming = pool.submit(next, blocks, None)
+                list(pool.map(work, workers, itertools.repeat(block), itertools.repeat(iter(parts))))
+                compared += block.length
     finally:
         torch.set_num_threads(threads)  # workers set the number, which PyTorch keeps globally, to 1
+    report(compared)
+    if compared != len(keys):
+        raise InputError(f"keys.blocks must return len(keys) = {len(keys)} rows, got {compared}")
     return found
 
 
-def _check(queries: Tensor, num_keys: int, dim: int, neighbours: int) -> None:
+def _check(queries: Tensor, num_keys: int, dim: int, neighbours: int) -> float:
+    """Check the arguments of a search and return the largest norm of a query."""
     if queries.ndim != 2 or queries.shape[1] != dim:
         raise InputError(f"queries must have shape (Q, {dim}), like the keys, got {tuple(queries.shape)}")
     if neighbours < 1:
@@ -284,228 +169,119 @@ def _check(queries: Tensor, num_keys: int, dim: int, neighbours: int) -> None:
             f"neighbours must be <= the number of keys, got {neighbours} for {num_keys} keys: search for fewer "
             "neighbours, or among more images (a smaller memory ratio)"
         )
-    for part in queries.split(1024):
-        if not part.isfinite().all():
-            raise InputError("queries contain values that are not finite: remove these rows")
+    parts = queries.split(1024) if len(queries) else ()
+    if not all(part.isfinite().all() for part in parts):
+        raise InputError("queries contain values that are not finite: remove these rows")
+    return max((float(part.float().norm(dim=1).max()) for part in parts), default=0.0)
 
 
-def _default_plan(queries: Tensor, keys: Keys, neighbours: int, devices: Sequence[torch.device]) -> SearchPlan:
-    """Plan for four fifths of the least free memory of a device, divided by how often it is listed."""
-    free = min(available_memory(device) // devices.count(device) for device in devices)
-    workers = max(1, torch.get_num_threads() // len(devices))
-    return plan_search(
-        len(queries), len(keys), keys.dim, neighbours, budget=free * 4 // 5, device=devices[0], workers=workers
-    )
+def _block_sizes(
+    dim: int, neighbours: int, devices: list[torch.device], threads: int, budget: int
+) -> tuple[int, int, list[torch.device]]:
+    """Choose the numbers of queries and keys to compare at once, and the device of each worker."""
+
+    def needed(queries: int, keys: int, workers: int) -> int:
+        kept = 80 * _KEPT_GROUPS * _GROUP + 60 * neighbours  # of a query, in `_keep`
+        candidates = 4 * dim * keys * _filters(devices[0], dim)
+        # Two blocks, one in use and one being read: as returned by `Keys.blocks`, in float32 and in bfloat16.
+        return workers * (queries * (4 * keys + 8 * dim + kept) + candidates) + 2 * keys * 10 * dim
+
+    on_cpu = devices[0].type == "cpu"
+    queries, keys = (256, 8192) if on_cpu else (1024, 2**17)
+    workers = (max(1, threads // len(devices)), 1) if on_cpu else (1,)
+    choices = [(queries // a, keys // b, each) for each in workers for a in (1, 4, 16) for b in (1, 4, 16)]
+    if (least := needed(*choices[-1])) > budget:
+        raise InputError(
+            f"a search for {neighbours} neighbours in {dim} dimensions needs at least {math.ceil(least / 2**20)} MiB, "
+            f"got a budget of {budget / 2**20:.1f} MiB: provide more memory, or search for fewer neighbours"
+        )
+    queries, keys, per_device = next(choice for choice in choices if needed(*choice) <= budget)
+    return queries, keys, devices * per_device
 
 
-def _no_neighbours(queries: int, neighbours: int, device: torch.device | str) -> Neighbours:
-    return Neighbours(
-        torch.full((queries, neighbours), -torch.inf, device=device),
-        torch.zeros(queries, neighbours, dtype=torch.long, device=device),
-    )
+def _filters(device: torch.device, dim: int) -> bool:
+    """Whether a product in bfloat16 selects candidates."""
+    return device.type == "cpu" and multiplies_bfloat16() and dim >= _BFLOAT16_DIM
 
 
-def _search_chunk(
-    queries: Float[Tensor, "q d"],
-    keys: Keys,
-    found: Neighbours,
-    plan: SearchPlan,
-    devices: Sequence[torch.device],
-    report: Callable[[int], None],
-) -> None:
-    """Compare queries with all keys in one pass, and write their neighbours to `found`."""
-    threads = len(devices) * plan.workers
-    count = math.ceil(len(queries) / plan.query_block / threads) * threads  # equal numbers of blocks per thread
-    size = math.ceil(len(queries) / count)
-    parts = zip(*(part.split(size) for part in (queries, *found)), strict=True)
-    blocks = [
-        _QueryBlock(part, Neighbours(similarity, rows), device)
-        for (part, similarity, rows), device in zip(parts, itertools.cycle(devices), strict=False)
-    ]
-    dtype = _fast_dtype(devices[0], keys.dim)
-    loaded = {
-        device: (_KeyBlock(plan, keys.dim, dtype, device), _KeyBlock(plan, keys.dim, dtype, device))
-        for device in devices
-    }
-    idle = {device: SimpleQueue() for device in devices}
-    for device in devices:
-        for _ in range(plan.workers):
-            idle[device].put(_Worker(plan, keys.dim, dtype, device))
-    source = keys.blocks(plan.key_block)
-
-    def read(number: int, first: int) -> int:
-        blocks = [pair[number % 2] for pair in loaded.values()]
-        for block in blocks:
-            block.rows = None  # free the previous block
-        rows = next(source, None)
-        if rows is None:
-            return 0
-        for block in blocks:
-            block.load(rows, first)
-        return len(rows)
-
-    def compare(block: _QueryBlock, number: int) -> None:
-        worker = idle[block.device].get()
-        try:
-            worker.compare(block, loaded[block.device][number % 2])
-        finally:
-            idle[block.device].put(worker)
-
-    # Single-threaded workers need no barriers; an additional thread reads ahead.
-    with ThreadPoolExecutor(threads + 1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        compared = 0
-        upcoming = pool.submit(read, 0, 0)
-        for number in itertools.count():
-            report(compared)
-            if not (length := upcoming.result()):
-                break
-            compared += length
-            upcoming = pool.submit(read, number + 1, compared)
-            list(pool.map(compare, blocks, itertools.repeat(number)))
-    if compared != len(keys):
-        raise InputError(f"keys.blocks must return len(keys) = {len(keys)} rows, got {compared}")
-    for block in blocks:
-        block.write()
+def _padded(rows: Tensor) -> Tensor:
+    """Append zeros along the first dimension, up to a multiple of `_GROUP`."""
+    missing = -len(rows) % _GROUP
+    return torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))) if missing else rows
 
 
-def _fast_dtype(device: torch.device, dim: int) -> torch.dtype:
-    """Return the data type of the product that selects candidates."""
-    fast = device.type == "cpu" and multiplies_bfloat16() and dim >= _BFLOAT16_DIM
-    return torch.bfloat16 if fast else torch.float32
+class _KeyBlock(NamedTuple):
+    """A block of keys in float32 on each device, and in bfloat16 if it selects candidates; rows are padded."""
+
+    first: int  # index of the first row among all keys
+    length: int  # number of rows without padding
+    norm: float  # largest norm of a row
+    rows: dict[torch.device, Float[Tensor, "m d"]]
+    fast: Float[Tensor, "m d"] | None
 
 
-class _KeyBlock:
-    """Reusable buffers for a block of keys on a device, in float32 and as an operand of the fast product.
-
-    Attributes:
-        rows: (M, D), float32; None once they are no longer needed.
-        operand: (M, >= D + 2), the rows, followed by two columns of ones and zero padding.
-        first: index of the first row among all keys.
-        norm: largest norm of a row.
-    """
-
-    def __init__(self, plan: SearchPlan, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._operand = torch.zeros(plan.key_block, _width(dim, dtype), dtype=dtype, device=device)
-        self._operand[:, dim : dim + 2] = 1
-        self._copy = torch.empty(plan.key_block, dim, device=device)
-        self.rows: Tensor | None = None
-
-    @torch.no_grad()
-    def load(self, rows: Float[Tensor, "m d"], first: int) -> None:
-        """Load the next keys.
-
-        Raises:
-            ValueError: values are not finite.
-        """
-        self.first = first
-        on_device = rows.dtype == torch.float32 and rows.device == self._copy.device
-        self.rows = rows if on_device else self._copy[: len(rows)].copy_(rows)
-        self.operand = self._operand[: len(rows)]
-        self.operand[:, : rows.shape[1]] = self.rows
-        self.norm = self.rows.norm(dim=1).max()
-        if not self.norm.isfinite() and not rows.isfinite().all():
-            row = first + int((~rows.isfinite()).any(dim=1).nonzero()[0])
-            raise InputError(f"keys contain values that are not finite, first in row {row}: remove this row")
-
-
-class _QueryBlock:
-    """A block of queries and their nearest neighbours so far, which are updated in place on the CPU.
-
-    Attributes:
-        queries: (Q, D).
-        best: the neighbours, by descending similarity; -inf marks missing ones.
-    """
-
-    def __init__(self, queries: Float[Tensor, "q d"], found: Neighbours, device: torch.device) -> None:
-        self.device, self._found = device, found
-        self.queries = queries.to(device)
-        self.best = found if device.type == "cpu" else _no_neighbours(len(queries), found.rows.shape[1], device)
-
-    def write(self) -> None:
-        """Copy the neighbours to the CPU."""
-        for out, part in zip(self._found, self.best, strict=True):
-            if out is not part:
-                out.copy_(part)
-
-    def keep(self, similarity: Float[Tensor, "q m"], rows: Int[Tensor, " m"]) -> None:
-        """Update the neighbours with further keys, which must be in ascending order of their rows."""
-        k = self.best.rows.shape[1]
-        # Ties go to the first key.
-        query, column = (similarity > self.best.similarity[:, -1:]).nonzero(as_tuple=True)
-        if not len(query):
-            return
-        owners, owner, counts = query.unique_consecutive(return_inverse=True, return_counts=True)
-        place = torch.arange(k, k + len(query), device=self.device) - (counts.cumsum(0) - counts)[owner]
-        offered = similarity.new_full((len(owners), k + int(counts.max())), -torch.inf)
-        offered_rows = rows.new_zeros(offered.shape)
-        offered[:, :k], offered_rows[:, :k] = self.best.similarity[owners], self.best.rows[owners]
-        offered[owner, place], offered_rows[owner, place] = similarity[query, column], rows[column]
-        best, order = offered.sort(dim=1, descending=True, stable=True)
-        self.best.similarity[owners] = best[:, :k]
-        self.best.rows[owners] = offered_rows.gather(1, order[:, :k])
-
-
-class _Worker:
-    """Reusable buffers of one thread."""
-
-    def __init__(self, plan: SearchPlan, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        queries, candidates = _up_to_multiple(plan.query_block, _MULTIPLE), min(_COMPARED_AT_ONCE, plan.key_block)
-        candidates = _up_to_multiple(candidates, _MULTIPLE)
-        self._queries = torch.zeros(queries, dim, device=device)
-        self._operand = torch.zeros(queries, _width(dim, dtype), dtype=dtype, device=device)
-        self._products = torch.empty(plan.key_block * queries, dtype=dtype, device=device).view(plan.key_block, queries)
-        self._candidates = torch.zeros(candidates, dim, device=device)
-        self._similarity = torch.empty(queries, candidates, device=device)
-        # |q·k - q'·k'| <= |q - q'||k| + |q'||k - k'|, and rounding to bfloat16 changes a row by at most 2^-9 of its
-        # norm. A GPU may round to TF32. Sums in float32 add a rounding error.
-        rounds = dtype == torch.bfloat16 or device.type != "cpu"
-        self._error = rounds * 2**-8 + dim * 2**-22
-
-    @torch.no_grad()
-    def compare(self, block: _QueryBlock, keys: _KeyBlock) -> None:
-        """Update the neighbours of a block of queries with a block of keys."""
-        count = len(block.queries)
-        self._queries[:count] = block.queries
-        assert keys.rows is not None
-        candidates = self._find_candidates(block, keys)
-        # Nearly all of the first keys become neighbours, so small blocks take less time and memory.
-        size = _MULTIPLE if keys.first == 0 else len(self._candidates)
-        while len(candidates):
-            part, candidates = candidates[:size], candidates[size:]
-            size = min(2 * size, len(self._candidates))
-            torch.index_select(keys.rows, 0, part, out=self._candidates[: len(part)])
-            filled = _up_to_multiple(len(part), _MULTIPLE)
-            similarity = _multiply(self._queries, self._candidates[:filled], self._similarity[:, :filled])
-            block.keep(similarity[:count, : len(part)], part + keys.first)
-
-    def _find_candidates(self, block: _QueryBlock, keys: _KeyBlock) -> Int[Tensor, " n"]:
-        """Return the keys that may be a neighbour of any query, in ascending order.
-
-        Raises:
-            ValueError: products may overflow.
-        """
-        count, dim = block.queries.shape
-        queries = self._queries[:count]
-        sizes = (queries.norm(dim=1) + _TINY) * (keys.norm + _TINY)
-        if not (sizes < _LARGEST).all():
+def _key_blocks(keys: Keys, size: int, devices: Sequence[torch.device], query_norm: float) -> Iterator[_KeyBlock]:
+    """Read the keys in blocks, and check that all products are finite."""
+    first = 0
+    for read in keys.blocks(size):
+        rows = read.detach().to(devices[0]).float()
+        norm = float(rows.norm(dim=1).max())
+        if not (query_norm + _TINY) * (norm + _TINY) < _LARGEST:
+            if len(bad := (~rows.isfinite()).any(dim=1).nonzero()):
+                where = f"first in row {first + int(bad[0])}"
+                raise InputError(f"keys contain values that are not finite, {where}: remove this row")
             raise InputError("similarities overflow float32: normalise queries and keys to unit length")
-        threshold = (block.best.similarity[:, -1] - sizes * self._error).clamp(min=-_LARGEST)
-        # Subtract the threshold within the product, split into two columns to reduce its rounding error.
-        self._operand[:count, :dim] = queries
-        self._operand[:count, dim] = -threshold
-        self._operand[:count, dim + 1] = -threshold - self._operand[:count, dim]
-        self._operand[count:] = 0
-        above = _multiply(keys.operand, self._operand, self._products[: len(keys.operand)])
+        padded = _padded(rows)
+        fast = padded.bfloat16() if _filters(devices[0], keys.dim) else None
+        yield _KeyBlock(first, len(rows), norm, {device: padded.to(device) for device in devices}, fast)
+        first += len(rows)
+
+
+def _compare(queries: Float[Tensor, "q d"], found: Neighbours, block: _KeyBlock, device: torch.device) -> None:
+    """Update the neighbours of queries, in place, with a block of keys."""
+    best = Neighbours(*(part.to(device) for part in found))
+    keys, length, padded = block.rows[device], block.length, _padded(queries)
+    rows = torch.arange(block.first, block.first + len(keys), device=device)
+    if block.fast is not None:
+        # |q·k - q'·k'| <= |q - q'||k| + |q'||k - k'|, and rounding to bfloat16 changes a row by at most 2^-9 of its
+        # norm. Rounding the threshold and the product doubles this error, and sums in float32 add their own.
+        norms = (padded.norm(dim=1) + _TINY) * (block.norm + _TINY)
+        threshold = _padded(best.similarity[:, -1]) - norms * (2**-7 + queries.shape[1] * 2**-22)
+        above = F.linear(block.fast, padded.bfloat16(), -threshold.clamp(min=-_LARGEST).bfloat16())
         # The sign of a float equals that of its bits as an integer, and integer maxima are several times as fast.
-        bits = torch.int16 if above.dtype == torch.bfloat16 else torch.int32
-        return (above.view(bits).amax(dim=1) > 0).nonzero()[:, 0]
+        candidates = (above[: block.length, : len(queries)].view(torch.int16).amax(dim=1) > 0).nonzero()[:, 0]
+        if (length := len(candidates)) < block.length:
+            keys, rows = _padded(keys[candidates]), _padded(rows[candidates])
+    similarity = linear(padded, keys)[: len(queries)]
+    similarity[:, length:] = -torch.inf
+    _keep(best, similarity, rows)
+    for out, part in zip(found, best, strict=True):
+        out.copy_(part)
 
 
-def _multiply(rows: Float[Tensor, "m d"], columns: Float[Tensor, "n d"], out: Float[Tensor, "m n"]) -> Tensor:
-    """Return `rows @ columns.mT`, in `out` except with the library that is faster on AMD processors."""
-    if rows.dtype == torch.float32 and rows.device.type == "cpu" and has_amd_processor():
-        return linear(rows, columns)
-    return torch.mm(rows, columns.mT, out=out)
+def _keep(best: Neighbours, similarity: Float[Tensor, "q m"], rows: Int[Tensor, " m"]) -> None:
+    """Update neighbours, in place, with further keys, which must be in ascending order of their rows."""
+    k, worst = best.rows.shape[1], best.similarity[:, -1:]
+    # Few groups contain a neighbour, and maxima take a tenth of the time of comparing and listing every number.
+    groups = similarity.unflatten(1, (-1, _GROUP))
+    query, group = (groups.amax(dim=2) > worst).nonzero(as_tuple=True)
+    if not len(query):
+        return None
+    if int(query.bincount().max()) > _KEPT_GROUPS:  # most keys of the first block are neighbours at first
+        middle = groups.shape[1] // 2 * _GROUP
+        _keep(best, similarity[:, :middle], rows[:middle])
+        return _keep(best, similarity[:, middle:], rows[middle:])
+    nearby = groups[query, group]
+    pair, column = (nearby > worst[query]).nonzero(as_tuple=True)  # ties go to the first key
+    owners, owner, counts = query[pair].unique_consecutive(return_inverse=True, return_counts=True)
+    place = torch.arange(k, k + len(pair), device=rows.device) - (counts.cumsum(0) - counts)[owner]
+    offered = similarity.new_full((len(owners), k + int(counts.max())), -torch.inf)
+    offered_rows = rows.new_zeros(offered.shape)
+    offered[:, :k], offered_rows[:, :k] = best.similarity[owners], best.rows[owners]
+    offered[owner, place], offered_rows[owner, place] = nearby[pair, column], rows.view(-1, _GROUP)[group[pair], column]
+    offered, order = offered.sort(dim=1, descending=True, stable=True)
+    best.similarity[owners], best.rows[owners] = offered[:, :k], offered_rows.gather(1, order[:, :k])
+    return None
 
 
 # ------------------------------------------------------------------ approximate search
@@ -516,12 +292,12 @@ class ApproximateIndex:
 
     k-means clusters a sample of the keys, each key is assigned to the list of its most similar centre, and a query is
     compared with the keys in the lists of its `probes` most similar centres. If these contain fewer than k keys,
-    further lists are searched.
+    all lists are searched.
 
     Args:
         keys: the keys to search; stored in memory as float32.
-        probes: number of lists to search; with all lists, the search is exact.
-        lists: number of lists; by default, about 4 times the square root of the number of keys.
+        probes: number of lists to search, of about 4 times the square root of the number of keys; with all lists, the
+            search is exact.
         seed: seed of the sample and of k-means.
 
     Raises:
@@ -529,30 +305,37 @@ class ApproximateIndex:
         ValueError: a number is out of range, or the index does not fit into free memory; raised before it is built.
 
     Example:
-        >>> index = ApproximateIndex(TensorKeys(torch.eye(100)), probes=2, lists=2)
+        >>> index = ApproximateIndex(TensorKeys(torch.eye(100)), probes=2)
         >>> index.search(torch.eye(100)[5:7], 1).rows.tolist()
         [[5], [6]]
     """
 
-    def __init__(self, keys: Keys, *, probes: int = 32, lists: int | None = None, seed: int = 0) -> None:
-        self._faiss = _import_faiss()
-        if not len(keys):
+    def __init__(self, keys: Keys, *, probes: int = 32, seed: int = 0) -> None:
+        try:
+            import faiss
+        except ImportError as error:
+            raise MissingPackage("approximate search needs faiss: pip install 'cribo-ssl[search]'") from error
+        if not (rows := len(keys)):
             raise InputError("keys must contain at least one row, got 0")
-        # k-means needs some tens of keys for each centre.
-        lists = lists if lists is not None else max(1, min(round(4 * math.sqrt(len(keys))), len(keys) // 40))
-        for name, value, most in (("lists", lists, len(keys)), ("probes", probes, None)):
-            if value < 1 or (most is not None and value > most):
-                raise InputError(f"{name} must be >= 1{'' if most is None else f' and <= {most}'}, got {value}")
-        self.lists = lists
-        self.probes = min(probes, lists)
-        sample = min(len(keys), 64 * lists)
-        self.bytes = _index_bytes(len(keys), keys.dim, sample)
-        if self.bytes > (free := available_memory("cpu")):
+        lists = max(1, min(round(4 * math.sqrt(rows)), rows // 40))  # k-means needs tens of keys for each centre
+        if probes < 1:
+            raise InputError(f"probes must be >= 1, got {probes}")
+        self._lists, self._probes, sample = lists, min(probes, lists), min(rows, 64 * lists)
+        # Lists grow by doubling, so up to half of their capacity is unused.
+        needed = 2 * rows * (4 * keys.dim + 8) + 4 * keys.dim * (sample + 2 * min(rows, _INDEX_BLOCK))
+        if needed > (free := available_memory("cpu")):
             raise InputError(
-                f"an index of {len(keys)} keys may need {self.bytes / _GIB:.1f} GiB, but only {free / _GIB:.1f} GiB "
-                "are free: use exact search, or search among fewer images"
+                f"an index of {rows} keys may need {needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB are free: "
+                "use exact search, or search among fewer images"
             )
-        self._index = self._build(keys, sample, seed)
+        self._faiss = faiss
+        faiss.omp_set_num_threads(torch.get_num_threads())
+        self._index: Any = faiss.index_factory(keys.dim, f"IVF{lists},Flat", faiss.METRIC_INNER_PRODUCT)
+        self._index.cp.seed = seed
+        self._index.cp.min_points_per_centroid = 1  # no warning about small samples
+        self._index.train(_sampled(keys, sample, seed).numpy())
+        for block in keys.blocks(_INDEX_BLOCK):
+            self._index.add(block.float().contiguous().numpy())
 
     def search(self, queries: Float[Tensor, "q d"], neighbours: int) -> Neighbours:
         """Return the approximate k nearest keys of each query; ties are sorted by row.
@@ -561,75 +344,37 @@ class ApproximateIndex:
             ValueError: k is below 1 or above the number of keys, or queries have another dimension or are not finite.
         """
         _check(queries, self._index.ntotal, self._index.d, neighbours)
-        rows = queries.to("cpu", torch.float32).contiguous()
-        probes = self.probes
-        similarity, found = self._visit(rows, neighbours, probes)
-        while len(short := (found < 0).any(dim=1).nonzero()[:, 0]):
-            probes = min(2 * probes, self.lists)
-            similarity[short], found[short] = self._visit(rows[short], neighbours, probes)
+        faiss, rows = self._faiss, queries.to("cpu", torch.float32).contiguous().numpy()
+        faiss.omp_set_num_threads(torch.get_num_threads())
+
+        def visit(rows: np.ndarray, probes: int) -> tuple[Tensor, ...]:
+            found = self._index.search(rows, neighbours, params=faiss.SearchParametersIVF(nprobe=probes))
+            return tuple(map(torch.from_numpy, found))
+
+        similarity, found = visit(rows, self._probes)
+        if len(short := (found < 0).any(dim=1).nonzero()[:, 0]):  # -1: the visited lists contain too few keys
+            similarity[short], found[short] = visit(rows[short.numpy()], self._lists)
         found, order = found.sort(dim=1)
         similarity, order = similarity.gather(1, order).sort(dim=1, descending=True, stable=True)
         return Neighbours(similarity, found.gather(1, order))
 
-    def _visit(self, queries: Tensor, neighbours: int, probes: int) -> tuple[Tensor, Tensor]:
-        """Search with faiss; missing neighbours have row -1."""
-        self._faiss.omp_set_num_threads(torch.get_num_threads())
-        parameters = self._faiss.SearchParametersIVF(nprobe=probes)
-        similarity, rows = self._index.search(queries.numpy(), neighbours, params=parameters)
-        return torch.from_numpy(similarity), torch.from_numpy(rows)
-
-    def _build(self, keys: Keys, sample: int, seed: int) -> Any:
-        self._faiss.omp_set_num_threads(torch.get_num_threads())
-        centres = self._faiss.IndexFlatIP(keys.dim)
-        index = self._faiss.IndexIVFFlat(centres, keys.dim, self.lists, self._faiss.METRIC_INNER_PRODUCT)
-        index.cp.seed = seed
-        index.cp.min_points_per_centroid = 1  # no warning about small samples
-        index.train(_sampled(keys, sample, seed).numpy())
-        for block in keys.blocks(_INDEX_BLOCK):
-            index.add(block.float().contiguous().numpy())
-        return index
-
-
-_INDEX_BLOCK = 65536
-
-
-def _index_bytes(rows: int, dim: int, sample: int) -> int:
-    # Lists grow by doubling, so up to half of their capacity is unused.
-    return 2 * rows * (4 * dim + 8) + 4 * dim * (sample + 2 * min(rows, _INDEX_BLOCK))
-
 
 def _sampled(keys: Keys, number: int, seed: int) -> Float[Tensor, "n d"]:
     """Sample keys uniformly without replacement, in order."""
-    rows = torch.randperm(len(keys), generator=torch.Generator().manual_seed(seed))[:number].sort().values
-    parts, first = [], 0
-    for block in keys.blocks(_INDEX_BLOCK):
-        here = rows[(rows >= first) & (rows < first + len(block))] - first
-        parts.append(block[here].float())
-        first += len(block)
-    return torch.cat(parts)
-
-
-def _import_faiss() -> Any:
-    try:
-        import faiss
-    except ImportError as error:
-        raise MissingPackage("approximate search needs faiss: pip install 'cribo-ssl[search]'") from error
-    return faiss
+    chosen = torch.zeros(len(keys), dtype=torch.bool)
+    chosen[torch.randperm(len(keys), generator=torch.Generator().manual_seed(seed))[:number]] = True
+    blocks = keys.blocks(_INDEX_BLOCK)
+    return torch.cat([block[kept].float() for block, kept in zip(blocks, chosen.split(_INDEX_BLOCK), strict=True)])
 
 
 def recall(approximate: Neighbours, exact: Neighbours) -> float:
     """Compute the mean fraction of exact neighbours found by an approximate search.
 
-    Keys as similar as the last exact neighbour, up to rounding, count as found.
-
-    Raises:
-        ValueError: the numbers of queries or neighbours differ.
+    Keys as similar as the last exact neighbour, up to rounding, count as found. Raises ValueError if shapes differ.
     """
-    if approximate.rows.shape != exact.rows.shape:
-        raise InputError(
-            f"approximate and exact neighbours must have the same shape, got {tuple(approximate.rows.shape)} and "
-            f"{tuple(exact.rows.shape)}"
-        )
+    shapes = tuple(approximate.rows.shape), tuple(exact.rows.shape)
+    if shapes[0] != shapes[1]:
+        raise InputError(f"approximate and exact neighbours must have the same shape, got {shapes[0]} and {shapes[1]}")
     last = exact.similarity[:, -1:]
     close = approximate.similarity >= last - 1e-6 * last.abs().clamp(min=1)
     return float((close & (approximate.rows >= 0)).double().mean())

@@ -11,14 +11,7 @@ from cribo.evaluation.cache import Machine
 from cribo.evaluation.dense_neighbours.protocol import DenseNN
 from cribo.evaluation.features import EncodedView, PatchFeatures, SelectedKeys
 from cribo.retrieval.patches import labels_in_memory, rarest_patches
-from cribo.retrieval.search import (
-    ApproximateIndex,
-    Neighbours,
-    SearchPlan,
-    nearest,
-    plan_search,
-    recall,
-)
+from cribo.retrieval.search import ApproximateIndex, Neighbours, nearest, recall
 from cribo.retrieval.voting import LabelShares, Voters, label_shares
 
 _PATCH_DRAW = 0x706174  # key of the draws of patches, distinct from other uses of the seed
@@ -96,20 +89,8 @@ class PatchMemory:
         machine: Machine,
         progress: Callable[[int], None] | None,
     ) -> Neighbours:
-        plan = self.plan(len(queries), settings, machine)
-        return nearest(queries, self.keys, settings.neighbours, devices=machine.devices, plan=plan, progress=progress)
-
-    def plan(self, queries: int, settings: DenseNN, machine: Machine) -> SearchPlan:
-        """Return the plan of an exact search for a number of queries."""
-        return plan_search(
-            max(1, queries),
-            len(self.keys),
-            self.keys.dim,
-            settings.neighbours,
-            key_bytes=2 if settings.precision == "float16" else 4,
-            budget=machine.budget,
-            device=machine.devices[0],
-        )
+        devices, budget = machine.devices, machine.budget
+        return nearest(queries, self.keys, settings.neighbours, devices=devices, budget=budget, progress=progress)
 
     def vote(self, neighbours: Neighbours, settings: DenseNN) -> Float[Tensor, "q p"]:
         """Return the fraction of votes for each class."""

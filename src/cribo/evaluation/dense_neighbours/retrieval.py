@@ -29,8 +29,9 @@ from cribo.evaluation.features import EncodedView, PatchFeatures, Preparation, e
 from cribo.evaluation.pictures import Panel
 from cribo.evaluation.scores import count_confusion, iou, matched_iou
 from cribo.retrieval.encoders import PatchEncoder
+from cribo.retrieval.free_memory import available_memory
 from cribo.retrieval.patches import majority_label
-from cribo.retrieval.search import Neighbours, available_memory
+from cribo.retrieval.search import Neighbours
 
 _LABEL_MAP_BYTES = 2**30  # maximum size of label maps kept in memory; others are read again
 _MEMORY_DRAW = 0x6D656D  # key of the draws of images, distinct from other uses of the seed
@@ -357,7 +358,7 @@ def _score_all(
     """Search and score all queries in all memories; return the confusion matrix and recall of each memory."""
     tallies = [torch.zeros(len(scorer.queries.classes), part.columns, dtype=torch.long) for part in memories]
     recalls = [0.0] * len(memories)
-    chunks = deque(_chunks(scorer, memories, settings, machine))
+    chunks = deque(_chunks(scorer, memories, settings))
     patches = sum(chunk.patches for chunk in chunks)
     # Scoring counts as one more key, so that the progress reaches 100 % only at the end.
     pairs = patches * sum(len(part.keys) + 1 for part in memories)
@@ -379,14 +380,13 @@ def _score_all(
     return tallies, recalls
 
 
-def _chunks(scorer: _Scorer, memories: Sequence[PatchMemory], settings: DenseNN, machine: Machine) -> Iterator[_Chunk]:
+def _chunks(scorer: _Scorer, memories: Sequence[PatchMemory], settings: DenseNN) -> Iterator[_Chunk]:
     """Split the queries into as few chunks as fit in memory, since all keys are read once per chunk."""
     rows = {view: scorer.rows(view) for view in scorer.asked.counts}
     largest = max(memories, key=lambda part: len(part.keys))
-    limit = largest.plan(sum(map(len, rows.values())), settings, machine).query_chunk
     # Features, neighbours and votes of a chunk are also on the CPU, and each is copied once.
     row_bytes = 2 * (4 * largest.keys.dim + 12 * settings.neighbours + 4 * largest.columns)
-    limit = min(limit, available_memory("cpu") // 2 // row_bytes)
+    limit = available_memory("cpu") // 2 // row_bytes
     chunk = _Chunk(scorer.asked)
     for view, own in rows.items():
         if chunk.rows and chunk.patches + len(own) > limit:

@@ -14,8 +14,9 @@ from cribo.errors import InputError
 from cribo.evaluation.cache import Machine
 from cribo.evaluation.depth.protocol import Depth
 from cribo.evaluation.features import EncodedView, PatchFeatures, SelectedKeys
+from cribo.retrieval.free_memory import available_memory
 from cribo.retrieval.patches import patch_of_pixel
-from cribo.retrieval.search import available_memory, nearest, plan_search
+from cribo.retrieval.search import nearest
 from cribo.retrieval.voting import vote_weights
 
 PatchDepths = Mapping[EncodedView, Float[Tensor, " n"]]
@@ -119,21 +120,14 @@ def predict_by_neighbours(
     predicted: dict[EncodedView, Tensor] = {}
     for number, views in enumerate(chunks):
         queries = _unit(torch.cat([asked.features(view) for view in views]))
-        plan = plan_search(
-            len(queries),
-            len(keys),
-            keys.dim,
-            settings.neighbours,
-            key_bytes=2 if settings.precision == "float16" else 4,
-            budget=machine.budget,
-            device=machine.devices[0],
-        )
 
         def report(compared: int, number: int = number) -> None:
             if progress is not None:
                 progress("search [%]", 100 * (number * len(keys) + compared) // (len(chunks) * len(keys)), 100)
 
-        found = nearest(queries, keys, settings.neighbours, devices=machine.devices, plan=plan, progress=report)
+        found = nearest(
+            queries, keys, settings.neighbours, devices=machine.devices, budget=machine.budget, progress=report
+        )
         weights = vote_weights(found.similarity, settings.vote, settings.temperature)
         means = (weights * values[found.rows]).sum(dim=1) / weights.sum(dim=1)
         for view, part in zip(views, means.split([asked.counts[view].patches for view in views]), strict=True):

@@ -21,11 +21,10 @@ from cribo.console import Progress
 from cribo.data import UnreadableImage
 from cribo.data.classification import ClassifiedFiles
 from cribo.errors import InputError
-from cribo.evaluation.cache import DTYPES, FeatureCache, Machine, require_room, store, stored
+from cribo.evaluation.cache import DTYPES, FeatureCache, Machine, in_blocks, require_room, store, stored
 from cribo.evaluation.loading import Batches
 from cribo.retrieval.choices import FeaturePrecision
 from cribo.retrieval.encoders import ImageEncoder
-from cribo.retrieval.search import in_blocks
 
 _BLOCK = 1024  # number of images per cache file; at most this many are lost by an interruption
 _BATCHES_AHEAD = 2  # number of prefetched batches per device

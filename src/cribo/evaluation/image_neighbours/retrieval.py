@@ -16,12 +16,13 @@ from torch import Tensor
 from cribo.console import Progress
 from cribo.data.classification import ClassifiedFiles
 from cribo.errors import InputError
-from cribo.evaluation.cache import DTYPES, Machine
+from cribo.evaluation.cache import Machine
 from cribo.evaluation.image_neighbours.features import ImageFeatures, SquareCrop, extract_global
 from cribo.evaluation.image_neighbours.protocol import PUBLISHED, ImageNN
 from cribo.evaluation.scores import accuracy, count_confusion
 from cribo.retrieval.encoders import ImageEncoder
-from cribo.retrieval.search import Neighbours, available_memory, nearest, plan_search
+from cribo.retrieval.free_memory import available_memory
+from cribo.retrieval.search import Neighbours, nearest
 
 _NEAREST = 8  # number of returned neighbours per image
 _VOTES_AT_ONCE = 2**24  # maximum number of images times classes
@@ -166,15 +167,6 @@ def _neighbours(
 ) -> Iterator[Neighbours]:
     """Yield the nearest keys of all queries in order, in chunks that fit in memory."""
     count = settings.neighbours[-1] + leave_one_out
-    plan = plan_search(
-        len(queries),
-        len(keys),
-        keys.dim,
-        count,
-        key_bytes=DTYPES[settings.precision].itemsize,
-        budget=machine.budget,
-        device=machine.devices[0],
-    )
     # Features and neighbours are also on the CPU, and each is copied once.
     limit = available_memory("cpu") // 4 // (8 * keys.dim + 24 * count)
     done = 0
@@ -183,8 +175,9 @@ def _neighbours(
         if progress is not None:
             progress("search [%]", 100 * (done * len(keys) + images * compared) // (len(queries) * len(keys)), 100)
 
-    for chunk in queries.blocks(max(1, min(plan.query_chunk, limit))):
-        found = nearest(chunk, keys, count, devices=machine.devices, plan=plan, progress=partial(report, len(chunk)))
+    for chunk in queries.blocks(max(1, limit)):
+        told = partial(report, len(chunk))
+        found = nearest(chunk, keys, count, devices=machine.devices, budget=machine.budget, progress=told)
         yield _without_themselves(found, done) if leave_one_out else found
         done += len(chunk)
 
