@@ -7,14 +7,14 @@ from pathlib import Path
 from matplotlib.figure import Figure, SubFigure
 
 from cribo.data.classification import ClassifiedFiles
-from cribo.drawing import frame, hide_ticks, house_style, write_figure
+from cribo.drawing import frame, hide_ticks, house_style
 from cribo.evaluation.data import spread
 from cribo.evaluation.image_neighbours.features import SquareCrop
 from cribo.evaluation.image_neighbours.retrieval import ImageRetrieval, NeighbourScore, shown_score, vote_weights
-from cribo.evaluation.pictures import RIGHT, WRONG, pages, rgb
+from cribo.evaluation.pages import write_pages
+from cribo.evaluation.pictures import RIGHT, WRONG, rgb
 
 _NEIGHBOURS = 7  # maximum number of neighbours per image
-_ROWS_PER_PICTURE = 6
 _PANEL, _TITLE, _CAPTION = 1.45, 0.3, 0.5  # inches
 _LETTERS = 20  # maximum characters per line of a caption
 
@@ -32,8 +32,8 @@ def write_neighbours(
         number: number of images to draw.
     """
     score = shown_score(found.scores)
-    for name, images in pages("neighbours", chosen_images(score, number), _ROWS_PER_PICTURE):
-        write_figure(folder / f"{name}.png", _draw(images, found, score, train, asked))
+    chosen = chosen_images(score, number)
+    write_pages(folder, "neighbours", chosen, lambda images: _draw(images, found, score, train, asked))
 
 
 def chosen_images(score: NeighbourScore, number: int) -> list[int]:
