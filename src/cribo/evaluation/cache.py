@@ -2,7 +2,7 @@
 
 import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,7 +16,7 @@ from torch import Tensor
 from cribo.errors import InputError
 from cribo.files import write_json, write_whole
 from cribo.retrieval.choices import FeaturePrecision
-from cribo.retrieval.search import available_memory
+from cribo.retrieval.search import Keys, Neighbours, available_memory, nearest, plan_search
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
 """Data types of stored features."""
@@ -118,6 +118,35 @@ class Machine:
         if self.memory_gib is not None:
             return int(self.memory_gib * 2**30)
         return min(available_memory(device) for device in self.devices) // 2
+
+    def search(
+        self,
+        queries: Float[Tensor, "q d"],
+        keys: Keys,
+        neighbours: int,
+        *,
+        precision: FeaturePrecision,
+        progress: Callable[[int], None] | None = None,
+    ) -> Neighbours:
+        """Return the nearest keys of each query by exact search within the memory limit (`search.nearest`).
+
+        Args:
+            queries: (Q, D).
+            keys: keys to search.
+            neighbours: k.
+            precision: precision of the keys.
+            progress: called with the number of compared keys.
+        """
+        plan = plan_search(
+            max(1, len(queries)),
+            len(keys),
+            keys.dim,
+            neighbours,
+            key_bytes=DTYPES[precision].itemsize,
+            budget=self.budget,
+            device=self.devices[0],
+        )
+        return nearest(queries, keys, neighbours, devices=self.devices, plan=plan, progress=progress)
 
 
 def store(rows: Float[Tensor, "n d"], path: Path | None, cache: FeatureCache | None) -> Tensor | Path:

@@ -21,7 +21,7 @@ from cribo.evaluation.loading import Batches
 from cribo.retrieval.choices import FeaturePrecision, Interpolation
 from cribo.retrieval.encoders import PatchEncoder
 from cribo.retrieval.patches import augment_image, augment_labels, class_counts, grid_size, resize_image
-from cribo.retrieval.search import in_blocks
+from cribo.retrieval.search import available_memory, in_blocks
 
 _PROBE_VIEWS = 32  # number of encoded views from which the total size is estimated
 _PENDING_BATCHES = 8  # maximum number of images queued for batches of equal size, in batches
@@ -163,6 +163,25 @@ class SelectedKeys:
     def _selected(self, view: EncodedView) -> Float[Tensor, "m d"]:
         features, kept = self.source.features(view), self.rows[view]
         return features if len(kept) == len(features) else features[kept]
+
+
+def in_chunks(sizes: Mapping[EncodedView, int]) -> Iterator[list[EncodedView]]:
+    """Split views into as few chunks as fit in half of the free memory, since all keys are read once per chunk.
+
+    Args:
+        sizes: memory that the search takes for each view, in bytes.
+    """
+    limit = available_memory("cpu") // 2
+    chunk: list[EncodedView] = []
+    used = 0
+    for view, size in sizes.items():
+        if chunk and used + size > limit:
+            yield chunk
+            chunk, used = [], 0
+        chunk.append(view)
+        used += size
+    if chunk:
+        yield chunk
 
 
 @torch.no_grad()

@@ -102,8 +102,7 @@ def test_it_is_the_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chu
     val, asked = drawn(tmp_path / "val", 40, 1, [0, 1, 2, 3, 4])
     ks = (1, 4, 20, 80)
     if chunk is not None:  # queries that are searched, and voted on, at once
-        free = 4 * chunk * (8 * 3 + 24 * ks[-1])
-        monkeypatch.setattr(module, "available_memory", lambda device: free)
+        monkeypatch.setattr(module, "_SEARCHED_AT_ONCE", chunk)
         monkeypatch.setattr(module, "_VOTES_AT_ONCE", 2 * len(CLASSES))
     found = image_nn([Colours().encoder()], train, val, settings(*reversed(ks)))
     assert [score.neighbours for score in found.scores] == list(ks)

@@ -1,6 +1,6 @@
 """Depth prediction for patches by nearest neighbours and by ridge regression."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +13,8 @@ from cribo.data.depth import DepthImages
 from cribo.errors import InputError
 from cribo.evaluation.cache import Machine
 from cribo.evaluation.depth.protocol import Depth
-from cribo.evaluation.features import EncodedView, PatchFeatures, SelectedKeys
+from cribo.evaluation.features import EncodedView, PatchFeatures, SelectedKeys, in_chunks
 from cribo.retrieval.patches import patch_of_pixel
-from cribo.retrieval.search import available_memory, nearest, plan_search
 from cribo.retrieval.voting import vote_weights
 
 PatchDepths = Mapping[EncodedView, Float[Tensor, " n"]]
@@ -115,25 +114,18 @@ def predict_by_neighbours(
             f"{settings.neighbours}: use fewer neighbours, or more or larger images"
         )
     values = torch.cat([depth[~depth.isnan()] for depth in depths.values()])
-    chunks = list(_chunks(asked, keys.dim, settings.neighbours))
+    # Features and neighbours are copied once.
+    patch_bytes = 2 * (4 * keys.dim + 16 * settings.neighbours)
+    chunks = list(in_chunks({view: counts.patches * patch_bytes for view, counts in asked.counts.items()}))
     predicted: dict[EncodedView, Tensor] = {}
     for number, views in enumerate(chunks):
         queries = _unit(torch.cat([asked.features(view) for view in views]))
-        plan = plan_search(
-            len(queries),
-            len(keys),
-            keys.dim,
-            settings.neighbours,
-            key_bytes=2 if settings.precision == "float16" else 4,
-            budget=machine.budget,
-            device=machine.devices[0],
-        )
 
         def report(compared: int, number: int = number) -> None:
             if progress is not None:
                 progress("search [%]", 100 * (number * len(keys) + compared) // (len(chunks) * len(keys)), 100)
 
-        found = nearest(queries, keys, settings.neighbours, devices=machine.devices, plan=plan, progress=report)
+        found = machine.search(queries, keys, settings.neighbours, precision=settings.precision, progress=report)
         weights = vote_weights(found.similarity, settings.vote, settings.temperature)
         means = (weights * values[found.rows]).sum(dim=1) / weights.sum(dim=1)
         for view, part in zip(views, means.split([asked.counts[view].patches for view in views]), strict=True):
@@ -194,18 +186,3 @@ def fit_linear(known: PatchFeatures, depths: PatchDepths, ridge: float) -> Linea
 
 def _unit(features: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
     return F.normalize(features.float(), dim=1).to(features.dtype)
-
-
-def _chunks(asked: PatchFeatures, dim: int, neighbours: int) -> Iterator[list[EncodedView]]:
-    """Split images into chunks whose features and neighbours take at most half of the free memory."""
-    limit = available_memory("cpu") // 2 // (2 * (4 * dim + 16 * neighbours))
-    part: list[EncodedView] = []
-    patches = 0
-    for view, counts in asked.counts.items():
-        if part and patches + counts.patches > limit:
-            yield part
-            part, patches = [], 0
-        part.append(view)
-        patches += counts.patches
-    if part:
-        yield part
