@@ -16,6 +16,7 @@ from cribo.evaluation.depth.protocol import Depth
 from cribo.evaluation.features import EncodedView, PatchFeatures, SelectedKeys, in_chunks
 from cribo.retrieval.patches import patch_of_pixel
 from cribo.retrieval.voting import vote_weights
+from cribo.retrieval.whitening import Moments
 
 PatchDepths = Mapping[EncodedView, Float[Tensor, " n"]]
 """Depth of each patch of images in metres; NaN without measurement."""
@@ -162,21 +163,15 @@ def fit_linear(known: PatchFeatures, depths: PatchDepths, ridge: float) -> Linea
     Raises:
         InputError: no patch has a measurement, or features are not finite.
     """
-    count = 0
-    total = torch.zeros(known.dim + 1, dtype=torch.float64)
-    products = torch.zeros(known.dim + 1, known.dim + 1, dtype=torch.float64)
+    moments = Moments(known.dim + 1)
     for view, depth in depths.items():
         measured = ~depth.isnan()
-        rows = torch.cat((known.features(view)[measured].double(), depth[measured, None].double()), dim=1)
-        count += len(rows)
-        total += rows.sum(dim=0)
-        products += rows.T @ rows
-    if not count:
+        moments.update(torch.cat((known.features(view)[measured].double(), depth[measured, None].double()), dim=1))
+    if not moments.count:
         raise InputError("no patch of the training images has a depth: all pixels are 0 or above data.max_depth")
-    if not products.isfinite().all():
+    mean, covariance = moments.mean, moments.covariance
+    if not covariance.isfinite().all():
         raise InputError("the features of the backbone are not finite: depth cannot be fitted")
-    mean = total / count
-    covariance = products / count - mean[:, None] * mean
     deviation = covariance.diagonal()[:-1].clamp_min(0).sqrt()
     scale = torch.where(deviation > 1e-8, deviation, 1.0)  # constant channels stay 0
     standardised = covariance[:-1, :-1] / (scale[:, None] * scale) + ridge * torch.eye(known.dim, dtype=torch.float64)

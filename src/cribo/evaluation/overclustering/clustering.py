@@ -19,6 +19,7 @@ from cribo.evaluation.features import EncodedView, PatchFeatures
 from cribo.evaluation.overclustering.protocol import Overclustering, require_patches
 from cribo.evaluation.pictures import Panel
 from cribo.evaluation.scores import count_confusion, iou, pairwise_iou
+from cribo.retrieval.whitening import Moments
 
 
 @dataclass(frozen=True)
@@ -123,17 +124,12 @@ def principal_components(
     Raises:
         InputError: features are not finite.
     """
-    count, total = 0, torch.zeros(features.dim, dtype=torch.float64)
-    products = torch.zeros(features.dim, features.dim, dtype=torch.float64)
+    moments = Moments(features.dim)
     for view in views:
-        part = features.features(view).double()
-        count += len(part)
-        total += part.sum(dim=0)
-        products += part.T @ part
-    if not products.isfinite().all():
+        moments.update(features.features(view))
+    mean, covariance = moments.mean, moments.covariance
+    if not covariance.isfinite().all():
         raise InputError("the features of the backbone are not finite and cannot be clustered")
-    mean = total / count
-    covariance = products / count - mean[:, None] * mean
     deviation = covariance.diagonal().clamp_min(0).sqrt()
     scale = torch.where(deviation > 1e-8, deviation, 1.0)  # constant channels stay 0
     components = torch.linalg.eigh(covariance / (scale[:, None] * scale)).eigenvectors.flip(1)[:, :dims]
