@@ -215,12 +215,8 @@ def extract_patches(
     """
     machine = machine or Machine()
     cache, found = machine.cache, PatchFeatures()
-    loader = Batches(
-        _Views(images, list(views), preparation, cache, precision),
-        batch_size=None,
-        num_workers=machine.workers,
-        prefetch_factor=4 if machine.workers else None,
-    )
+    prepared_views = _Views(images, list(views), preparation, cache, precision)
+    loader = Batches(prepared_views, batch_size=None, workers=machine.workers)
     missing = seen = 0  # uncached views, and all views from the first uncached one on
 
     def uncached() -> Iterator[_Prepared]:

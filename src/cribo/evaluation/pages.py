@@ -4,15 +4,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxtyping import UInt8
+import torch
+from jaxtyping import Int, UInt8
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
+from cribo.data import LabelledImages
+from cribo.data.crops import resize_labels
 from cribo.drawing import write_figure
 from cribo.evaluation.data import spread
-from cribo.evaluation.pictures import pages
+from cribo.evaluation.pictures import Panel, pages
 
 ROWS_PER_PAGE = 6
 
@@ -34,6 +37,25 @@ def write_pages(
     chosen = items if number is None else [items[place] for place in spread(len(items), number)]
     for page, part in pages(name, chosen, ROWS_PER_PAGE):
         write_figure(folder / f"{page}.png", draw(part))
+
+
+def panel_of(
+    images: LabelledImages,
+    index: int,
+    prediction: Int[Tensor, "rows columns"],
+    labels: UInt8[Tensor, "h w"] | None = None,
+) -> Panel:
+    """Return the panel of an image, with a prediction for pixels or patches, which is not interpolated.
+
+    Args:
+        images: images with labels.
+        index: index of the image.
+        prediction: predicted classes.
+        labels: labels to draw; those of the image if None.
+    """
+    labels = images.labels(index) if labels is None else labels
+    shown = resize_labels(prediction.to(torch.uint8), (labels.shape[0], labels.shape[1]))
+    return Panel(images.name(index), images.load(index), labels, shown, images.ignore_index)
 
 
 def show_image(axes: Axes, image: UInt8[Tensor, "3 h w"]) -> None:

@@ -26,6 +26,7 @@ from cribo.evaluation.cache import Machine
 from cribo.evaluation.dense_neighbours.memory import PatchMemory
 from cribo.evaluation.dense_neighbours.protocol import DenseNN, Mean
 from cribo.evaluation.features import EncodedView, PatchFeatures, Preparation, extract_patches, in_chunks
+from cribo.evaluation.pages import panel_of
 from cribo.evaluation.pictures import Panel
 from cribo.evaluation.scores import count_confusion, iou, matched_iou
 from cribo.retrieval.encoders import PatchEncoder
@@ -209,10 +210,8 @@ def panels(found: DenseRetrieval, queries: LabelledImages) -> list[Panel]:
     """Return panels of images, labels and predictions, with patch predictions not interpolated."""
     drawn = []
     for prediction in sorted(found.predictions, key=lambda prediction: prediction.index):
-        image, labels = queries.load(prediction.index), queries.labels(prediction.index)
         label = torch.where(prediction.labels == len(queries.classes), queries.ignore_index, prediction.labels)
-        shown = resize_labels(label.to(torch.uint8), (labels.shape[0], labels.shape[1]))
-        drawn.append(Panel(queries.name(prediction.index), image, labels, shown, queries.ignore_index))
+        drawn.append(panel_of(queries, prediction.index, label))
     return drawn
 
 
