@@ -2,7 +2,7 @@
 
 import hashlib
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +17,7 @@ from cribo.errors import InputError
 from cribo.files import write_json, write_whole
 from cribo.retrieval.choices import FeaturePrecision
 from cribo.retrieval.free_memory import available_memory
+from cribo.retrieval.search import Keys, Neighbours, nearest
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
 """Data types of stored features."""
@@ -118,6 +119,24 @@ class Machine:
         if self.memory_gib is not None:
             return int(self.memory_gib * 2**30)
         return min(available_memory(device) for device in self.devices) // 2
+
+    def search(
+        self,
+        queries: Float[Tensor, "q d"],
+        keys: Keys,
+        neighbours: int,
+        *,
+        progress: Callable[[int], None] | None = None,
+    ) -> Neighbours:
+        """Return the nearest keys of each query by exact search within the memory limit (`search.nearest`).
+
+        Args:
+            queries: (Q, D).
+            keys: keys to search.
+            neighbours: k.
+            progress: called with the number of compared keys.
+        """
+        return nearest(queries, keys, neighbours, devices=self.devices, budget=self.budget, progress=progress)
 
 
 def store(rows: Float[Tensor, "n d"], path: Path | None, cache: FeatureCache | None) -> Tensor | Path:

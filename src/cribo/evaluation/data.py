@@ -199,18 +199,17 @@ class ImageData:
         return Splits(train, val, self.name, about)
 
 
+def described(config: Any, root: str | os.PathLike[str] | None, **facts: Any) -> dict[str, Any]:
+    """Return the description of a data set in `results.json`: its configuration with an absolute root, and facts."""
+    return {**dataclasses.asdict(config), "root": None if root is None else str(absolute(root)), **facts}
+
+
 def about_splits(
-    config: Any, root: str | None, train: Any, train_name: str, val: Any, val_name: str | None
+    config: Any, root: str | None, train: Any, train_name: str, val: Any, val_name: str | None, **facts: Any
 ) -> dict[str, Any]:
-    """Return the description of a data set in `results.json`, with an absolute root."""
-    return {
-        **dataclasses.asdict(config),
-        "root": None if root is None else str(absolute(root)),
-        "train": train_name,
-        "val": val_name,
-        "train_images": len(train),
-        "val_images": None if val is None else len(val),
-    }
+    """Return the description of a data set with two splits, as in `described`."""
+    images = {"train_images": len(train), "val_images": None if val is None else len(val)}
+    return described(config, root, train=train_name, val=val_name, **images, **facts)
 
 
 def absolute(folder: str | os.PathLike[str]) -> Path:

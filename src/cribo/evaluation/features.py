@@ -1,7 +1,7 @@
 """Extraction of patch features from images, in memory or in the disk cache."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from cribo.evaluation.cache import DTYPES, FeatureCache, Machine, in_blocks, req
 from cribo.evaluation.loading import Batches
 from cribo.retrieval.choices import FeaturePrecision, Interpolation
 from cribo.retrieval.encoders import PatchEncoder
+from cribo.retrieval.free_memory import available_memory
 from cribo.retrieval.patches import augment_image, augment_labels, class_counts, grid_size, resize_image
 
 _PROBE_VIEWS = 32  # number of encoded views from which the total size is estimated
@@ -164,6 +165,25 @@ class SelectedKeys:
         return features if len(kept) == len(features) else features[kept]
 
 
+def in_chunks(sizes: Mapping[EncodedView, int]) -> Iterator[list[EncodedView]]:
+    """Split views into as few chunks as fit in half of the free memory, since all keys are read once per chunk.
+
+    Args:
+        sizes: memory that the search takes for each view, in bytes.
+    """
+    limit = available_memory("cpu") // 2
+    chunk: list[EncodedView] = []
+    used = 0
+    for view, size in sizes.items():
+        if chunk and used + size > limit:
+            yield chunk
+            chunk, used = [], 0
+        chunk.append(view)
+        used += size
+    if chunk:
+        yield chunk
+
+
 @torch.no_grad()
 def extract_patches(
     encoder: PatchEncoder,
@@ -195,43 +215,37 @@ def extract_patches(
     """
     machine = machine or Machine()
     cache, found = machine.cache, PatchFeatures()
-    loader = Batches(
-        _Views(images, list(views), preparation, cache, precision),
-        batch_size=None,
-        num_workers=machine.workers,
-        prefetch_factor=4 if machine.workers else None,
-    )
-    batches = _SameSize(machine.batch_size)
+    prepared_views = _Views(images, list(views), preparation, cache, precision)
+    loader = Batches(prepared_views, batch_size=None, workers=machine.workers)
     missing = seen = 0  # uncached views, and all views from the first uncached one on
-    checked = False
 
-    def encode(batch: list[_Prepared]) -> None:
+    def uncached() -> Iterator[_Prepared]:
+        nonlocal missing, seen
+        for done, prepared in enumerate(loader, 1):
+            missing += prepared.image is not None
+            seen += missing > 0
+            found.counts[prepared.view], found.sizes[prepared.view] = prepared.counts, prepared.size
+            if prepared.image is not None:
+                yield prepared
+            elif prepared.path is not None:
+                found.held[prepared.view], found.dim = prepared.path, prepared.dim
+            if progress is not None:
+                progress(what, done, len(views))
+
+    checked = False
+    for batch in _of_equal_size(uncached(), machine.batch_size):
         pixels = [torch.from_numpy(prepared.image) for prepared in batch if prepared.image is not None]
         features = encoder.grids(torch.stack(pixels), machine.devices[0]).flatten(1, 2)
         if preparation.unit:
             features = F.normalize(features, dim=-1)
+        found.dim = features.shape[-1]
         for prepared, rows in zip(batch, features.to(DTYPES[precision]).cpu(), strict=True):
-            found.dim = rows.shape[1]
             found.held[prepared.view] = store(rows, prepared.path, cache)
-
-    for done, prepared in enumerate(loader, 1):
-        missing += prepared.image is not None
-        seen += missing > 0
-        found.counts[prepared.view], found.sizes[prepared.view] = prepared.counts, prepared.size
-        if prepared.image is None:
-            found.held[prepared.view], found.dim = prepared.path, prepared.dim
-        else:
-            for batch in batches.add(prepared):
-                encode(batch)
-        if not checked and missing >= _PROBE_VIEWS and found.dim:
+        if not checked and missing >= _PROBE_VIEWS:
             expected = (len(views) - len(found.held)) * missing / seen  # estimated number of views left to encode
             patches = found.patches / len(found.counts)
             require_room(patches * expected * found.dim * DTYPES[precision].itemsize, cache)
             checked = True
-        if progress is not None:
-            progress(what, done, len(views))
-    for batch in batches.rest():
-        encode(batch)
     return found
 
 
@@ -286,28 +300,12 @@ class _Views(Dataset[_Prepared]):
         return _Prepared(view, image, sparse_counts(counts), size, path, 0 if kept is None else kept.shape[1])
 
 
-class _SameSize:
-    """Collects images of equal size into batches, with a bounded queue."""
-
-    def __init__(self, batch_size: int) -> None:
-        self.batch_size = batch_size
-        self._waiting: dict[tuple[int, int], list[_Prepared]] = {}
-        self._count = 0
-
-    def add(self, prepared: _Prepared) -> Iterator[list[_Prepared]]:
-        """Add an image; yield a batch if one is full or the queue has reached its limit."""
-        self._waiting.setdefault(prepared.size, []).append(prepared)
-        self._count += 1
-        fullest = max(self._waiting, key=lambda size: len(self._waiting[size]))
-        if len(self._waiting[fullest]) == self.batch_size or self._count == _PENDING_BATCHES * self.batch_size:
-            yield self._take(fullest)
-
-    def rest(self) -> Iterator[list[_Prepared]]:
-        """Yield the remaining batches."""
-        for size in list(self._waiting):
-            yield self._take(size)
-
-    def _take(self, size: tuple[int, int]) -> list[_Prepared]:
-        batch = self._waiting.pop(size)
-        self._count -= len(batch)
-        return batch
+def _of_equal_size(images: Iterable[_Prepared], batch_size: int) -> Iterator[list[_Prepared]]:
+    """Group images of equal size into batches, with a bounded queue."""
+    waiting: dict[tuple[int, int], list[_Prepared]] = {}
+    for prepared in images:
+        waiting.setdefault(prepared.size, []).append(prepared)
+        fullest = max(waiting.values(), key=len)
+        if len(fullest) == batch_size or sum(map(len, waiting.values())) == _PENDING_BATCHES * batch_size:
+            yield waiting.pop(fullest[0].size)
+    yield from waiting.values()

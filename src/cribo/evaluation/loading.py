@@ -8,6 +8,8 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from cribo.data import UnreadableImage
 from cribo.data.loading import unchanged
 
+_PREFETCHED = 4  # batches per worker
+
 
 class Batches:
     """Data loader that re-raises errors of samples unchanged in the main process.
@@ -17,15 +19,26 @@ class Batches:
     Args:
         dataset: map-style data set of the samples.
         collate: collates a list of samples; torch's default if None. Ignored if `batch_size` is None.
+        workers: number of worker processes; 0 loads in the main process.
         options: further options of `DataLoader`.
     """
 
     def __init__(
-        self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any] | None = None, **options: Any
+        self,
+        dataset: Dataset[Any],
+        collate: Callable[[list[Any]], Any] | None = None,
+        *,
+        workers: int = 0,
+        **options: Any,
     ) -> None:
         whole = "batch_size" in options and options["batch_size"] is None
-        collate_fn = unchanged if whole else _Collate(collate or default_collate)
-        self._loader: DataLoader[Any] = DataLoader(_Caught(dataset), collate_fn=collate_fn, **options)
+        self._loader: DataLoader[Any] = DataLoader(
+            _Caught(dataset),
+            collate_fn=unchanged if whole else _Collate(collate or default_collate),
+            num_workers=workers,
+            prefetch_factor=_PREFETCHED if workers else None,
+            **options,
+        )
 
     def __len__(self) -> int:
         return len(self._loader)

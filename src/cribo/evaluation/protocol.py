@@ -210,6 +210,14 @@ class Protocol(ABC):
         return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
 
 
+class PatchProtocol(Protocol):
+    """Base class of protocols that use the patch features of a frozen backbone (`Run.patches`)."""
+
+    def used(self, run: "Run") -> dict[str, Any]:
+        """Return the settings, with the number of layers that provide features."""
+        return {**asdict(self), "layers": run.source.layers}
+
+
 def square(side: int, patch_size: int) -> tuple[int, int]:
     """Return the (height, width) of square images, `side` rounded down to a multiple of the patch size."""
     side = max(1, side // patch_size) * patch_size

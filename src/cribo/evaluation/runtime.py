@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cribo.arguments import ConfigError
-from cribo.checks import require_least
+from cribo.checks import require_least, require_positive
 
 TrainerPrecision = Literal["32-true", "bf16-mixed", "16-mixed"]
 
@@ -33,8 +33,7 @@ class EvaluationRuntime:
 
     def __post_init__(self) -> None:
         require_least(self, {"batch_size": 1, "workers": 0}, "runtime.")
-        if self.memory_gib is not None and self.memory_gib <= 0:
-            raise ConfigError(f"runtime.memory_gib must be > 0, got {self.memory_gib}")
+        require_positive(self, "memory_gib", prefix="runtime.")
 
 
 @dataclass

@@ -2,12 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
-from torchmetrics import Metric
 
 from cribo.errors import InputError
 
@@ -30,27 +28,6 @@ def count_confusion(
     columns = classes if columns is None else columns
     places = labels.long() * columns + predicted.long()
     return torch.bincount(places, minlength=classes * columns).view(classes, columns)
-
-
-class Confusion(Metric):
-    """Confusion matrix over all batches and ranks (`count_confusion`), without labels equal to `ignore_index`."""
-
-    full_state_update = False
-
-    def __init__(self, classes: int, ignore_index: int) -> None:
-        super().__init__()
-        self.classes, self.ignore_index = classes, ignore_index
-        self.add_state("counts", default=torch.zeros(classes, classes, dtype=torch.long), dist_reduce_fx="sum")
-        self.counts: Any
-
-    def update(self, labels: Int[Tensor, "..."], predicted: Int[Tensor, "..."]) -> None:
-        """Add the pixels of a batch."""
-        known = labels != self.ignore_index
-        self.counts += count_confusion(labels[known], predicted[known], self.classes)
-
-    def compute(self) -> Int[Tensor, "c c"]:
-        """Return the counts over all ranks."""
-        return self.counts
 
 
 def iou(confusion: Int[Tensor, "c p"]) -> Float64[Tensor, " c"]:

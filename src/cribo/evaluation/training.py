@@ -158,7 +158,7 @@ def fit(
     interruption = Interruption(lambda trainer: checkpoints.on_train_end(trainer, module), advice=advice)
     with quiet_lightning():
         trainer = _trainer(runtime, folder, [progress, *callbacks, checkpoints, interruption], steps)
-        loading = {"num_workers": resolve_workers(runtime.workers), "pin_memory": runtime.on_gpu}
+        loading = {"workers": resolve_workers(runtime.workers), "pin_memory": runtime.on_gpu}
         rank, processes = trainer.global_rank, trainer.world_size
         keys = KeyStream(
             len(cast(Any, train)),

@@ -1,4 +1,3 @@
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -547,18 +546,17 @@ def test_every_progress_phase_ends_once(score: Any) -> None:
     assert [ended for what, ended in reports if what == "search [%]"][-1]
 
 
-def test_uncached_label_maps_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_are_read_once_for_all_memories(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, queries = Coded(random_maps(3, 0)), Coded(random_maps(3, 1))
     chosen = settings(score="pixel", ratios=(1, 3), draws=2)
-    kept = dense_nn(PERFECT, memory, queries, chosen).scores
+    together = dense_nn(PERFECT, memory, queries, chosen).scores
     read = []
     labels = queries.labels
     monkeypatch.setattr(queries, "labels", lambda index: read.append(index) or labels(index))
-    module = importlib.import_module("cribo.evaluation.dense_neighbours.retrieval")
-    monkeypatch.setattr(module, "_LABEL_MAP_BYTES", 2 * 20 * 24)
-    again = dense_nn(PERFECT, memory, queries, chosen).scores
-    assert [score.draws for score in again] == [score.draws for score in kept]
-    assert sorted(read) == [0, 0, 1, 1, 2, 2, 2, 2]  # once for the counts; then once, or for each of three memories
+    monkeypatch.setattr("cribo.evaluation.features.available_memory", lambda device: 1)
+    one_by_one = dense_nn(PERFECT, memory, queries, chosen).scores
+    assert [score.draws for score in one_by_one] == [score.draws for score in together]
+    assert sorted(read) == [0, 0, 1, 1, 2, 2]  # for the counts, and for the score
 
 
 # ------------------------------------------------------------------ real images

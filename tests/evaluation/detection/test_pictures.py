@@ -5,7 +5,7 @@ import torch
 from matplotlib.patches import Rectangle
 
 from cribo.data.detection import BoxedImages, open_detection
-from cribo.evaluation.detection.pictures import draw_boxes, panels_of, write_boxes
+from cribo.evaluation.detection.pictures import draw_boxes, write_boxes
 from cribo.evaluation.detection.scoring import Detections
 
 
@@ -22,7 +22,7 @@ def found(images: BoxedImages) -> Detections:
 
 
 def test_boxes_are_drawn_at_their_objects(images: BoxedImages, found: Detections) -> None:
-    figure = draw_boxes(panels_of(images, found, 4), images.classes, title="what")
+    figure = draw_boxes(range(4), images, found, title="what")
     there, predicted = figure.subfigs[0].axes
     for axes, count in ((there, 2), (predicted, 2)):  # boxes of low confidence are not drawn
         drawn = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
@@ -36,7 +36,7 @@ def test_boxes_are_drawn_at_their_objects(images: BoxedImages, found: Detections
 
 
 def test_titles_and_legend_describe_the_boxes(images: BoxedImages, found: Detections) -> None:
-    figure = draw_boxes(panels_of(images, found, 2), images.classes, title="what")
+    figure = draw_boxes([0, 2], images, found, title="what")
     assert [row.get_suptitle() for row in figure.subfigs[:2]] == [
         "0.png: 2 objects, 2 found",
         "2.png: 0 objects, 2 found",
@@ -46,9 +46,9 @@ def test_titles_and_legend_describe_the_boxes(images: BoxedImages, found: Detect
 
 
 def test_pictures_are_split_into_files(images: BoxedImages, found: Detections, tmp_path: Path) -> None:
-    panels = 2 * panels_of(images, found, 9)
-    assert len(panels) == 8
-    write_boxes(panels, images.classes, tmp_path, title="what")
+    twice = images.subset([*range(4), *range(4)])
+    both = Detections(*(torch.cat((part, part)) for part in vars(found).values()))
+    write_boxes(twice, both, tmp_path, title="what", number=8)
     assert {path.name for path in tmp_path.iterdir()} >= {"predictions.png", "predictions-2.png"}
     with pytest.raises(ValueError, match="at least one image"):
-        draw_boxes([], images.classes, title="what")
+        draw_boxes([], images, found, title="what")

@@ -1,12 +1,14 @@
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cribo.arguments import ConfigError
+from cribo.data.detection import open_detection
 from cribo.evaluation.detection import detector
-from cribo.evaluation.detection.detector import optimiser, rate_at
+from cribo.evaluation.detection.detector import Detector, optimiser
 from cribo.evaluation.detection.model import build_yolos
 from cribo.evaluation.detection.protocol import Detection, DetectionData
 from cribo.evaluation.runtime import TrainingRuntime
@@ -27,9 +29,18 @@ def test_the_paper_schedule_is_that_of_yolos_s_with_the_batch_of_cribo() -> None
     assert paper.used(run).items() >= {"final_learning_rate": 1e-7, "weight_decay": 1e-4, "clip": 0.1}.items()
 
 
-def test_the_learning_rate_follows_half_a_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_learning_rate_follows_half_a_cosine(
+    rectangles: Path, tiny_vit: Callable[..., Backbone], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(detector, "FINAL_LEARNING_RATE", 0.2)
-    assert [rate_at(1.0, step, 6) for step in (0, 2, 3, 4, 6)] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+    model, images = build_yolos(tiny_vit(), ["red", "green"], positions=(32, 32)), open_detection(rectangles).val
+    made = Detector(model, 1.0, steps=6, images=images, mean=(0.5,) * 3, std=(0.5,) * 3).configure_optimizers()
+    rates = []
+    for _ in range(7):
+        rates.append(made["optimizer"].param_groups[0]["lr"])
+        made["optimizer"].step()
+        made["lr_scheduler"]["scheduler"].step()
+    assert [rates[step] for step in (0, 2, 3, 4, 6)] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
 
 
 def test_parameters_with_weight_decay(tiny_vit: Callable[..., Backbone]) -> None:

@@ -101,9 +101,8 @@ def test_results_equal_the_plain_protocol(tmp_path: Path, monkeypatch: pytest.Mo
     train, known = drawn(tmp_path / "train", 80, 0, [0, 1, 2, 3, 4, 5])
     val, asked = drawn(tmp_path / "val", 40, 1, [0, 1, 2, 3, 4])
     ks = (1, 4, 20, 80)
-    if chunk is not None:  # queries per block of search and vote
-        free = 4 * chunk * (8 * 3 + 24 * ks[-1])
-        monkeypatch.setattr(module, "available_memory", lambda device: free)
+    if chunk is not None:  # queries that are searched, and voted on, at once
+        monkeypatch.setattr(module, "_SEARCHED_AT_ONCE", chunk)
         monkeypatch.setattr(module, "_VOTES_AT_ONCE", 2 * len(CLASSES))
     found = image_nn([Colours().encoder()], train, val, settings(*reversed(ks)))
     assert [score.neighbours for score in found.scores] == list(ks)

@@ -8,16 +8,12 @@ from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from cribo.data.correspondence import PairedImages
-from cribo.drawing import write_figure
 from cribo.evaluation.correspondence.matching import are_correct
-from cribo.evaluation.data import spread
-from cribo.evaluation.pictures import RIGHT, WRONG, draw_rows, pages, rgb
-
-_ROWS_PER_PICTURE = 6
+from cribo.evaluation.pages import draw_box, show_image, write_pages
+from cribo.evaluation.pictures import RIGHT, WRONG, draw_rows, rgb
 
 
 def write_pairs(
@@ -32,8 +28,11 @@ def write_pairs(
         alpha: threshold of correct points.
         number: number of pairs to draw.
     """
-    for name, part in pages("pairs", spread(len(images.pairs), number), _ROWS_PER_PICTURE):
-        write_figure(folder / f"{name}.png", draw_pairs(part, matches, images, alpha=alpha))
+
+    def draw(numbers: Sequence[int]) -> Figure:
+        return draw_pairs(numbers, matches, images, alpha=alpha)
+
+    write_pages(folder, "pairs", range(len(images.pairs)), draw, number=number)
 
 
 def draw_pairs(
@@ -45,13 +44,8 @@ def draw_pairs(
         pair, found = images.pairs[number], matches[number]
         correct = are_correct(pair, found, alpha).tolist()
         for part, index in zip(axes, (pair.source, pair.target), strict=True):
-            image = images.load(index)
-            part.imshow(image.permute(1, 2, 0).numpy(), interpolation="antialiased")
-            part.set(xlim=(-0.5, image.shape[2] - 0.5), ylim=(image.shape[1] - 0.5, -0.5))
-            part.set_axis_off()
-        left, top, right, bottom = pair.box
-        box = Rectangle((left, top), right - left, bottom - top, fill=False, edgecolor="white", linewidth=0.8)
-        axes[1].add_patch(box)
+            show_image(part, images.load(index))
+        draw_box(axes[1], pair.box, "white", line_width=0.8)
         points = (part.tolist() for part in (pair.source_points, pair.target_points, found))
         for source, target, match, is_right in zip(*points, correct, strict=True):
             colour = rgb(RIGHT if is_right else WRONG)

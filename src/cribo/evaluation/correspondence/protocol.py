@@ -1,14 +1,21 @@
 """Semantic correspondence protocol: data, settings and measurement."""
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from cribo.checks import require_least
 from cribo.errors import InputError
-from cribo.evaluation.data import Splits, absolute
-from cribo.evaluation.protocol import QUICK_SIDE, UNDECIDED, Decided, Outcome, Protocol, require_whole_patches, square
+from cribo.evaluation.data import Splits, absolute, described
+from cribo.evaluation.protocol import (
+    QUICK_SIDE,
+    UNDECIDED,
+    Decided,
+    Outcome,
+    PatchProtocol,
+    require_whole_patches,
+    square,
+)
 from cribo.retrieval.choices import FeaturePrecision, Interpolation
 
 if TYPE_CHECKING:
@@ -56,20 +63,20 @@ class CorrespondenceData:
         images = open_pairs(self.root, self.split, partial=self.partial, limit=self.limit)
         root = absolute(self.root)
         is_spair = (root / "PairAnnotation").is_dir()
-        about = {
-            **dataclasses.asdict(self),
-            "name": "spair" if is_spair else root.name,
-            "root": str(root),
-            "split": self.split or ("test" if is_spair else None),
-            "images": len(images),
-            "pairs": len(images.pairs),
-            "points": sum(len(pair.source_points) for pair in images.pairs),
-        }
+        about = described(
+            self,
+            root,
+            name="spair" if is_spair else root.name,
+            split=self.split or ("test" if is_spair else None),
+            images=len(images),
+            pairs=len(images.pairs),
+            points=sum(len(pair.source_points) for pair in images.pairs),
+        )
         return Splits(images, images, about["name"], about)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Correspondence(Protocol):
+class Correspondence(PatchProtocol):
     """Semantic correspondence by nearest features, as in DIFT's `eval_spair.py`.
 
     Attributes:
@@ -125,10 +132,6 @@ Features are cached on disk. For a quick trial: --limit 50 --size 448
         settings = self.decided({"size": square(side, backbone.patch_size)})
         require_whole_patches(settings.size, backbone.patch_size)
         return settings
-
-    def used(self, run: "Run") -> dict[str, Any]:
-        """Return the settings, with the number of layers that provide features."""
-        return {**dataclasses.asdict(self), "layers": run.source.layers}
 
     def measure(self, run: "Run") -> Outcome:
         """Match and score the keypoints of all pairs."""

@@ -1,6 +1,7 @@
 """Memory of dense nearest-neighbour retrieval: labelled patches, their search and their votes."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -11,7 +12,7 @@ from cribo.evaluation.cache import Machine
 from cribo.evaluation.dense_neighbours.protocol import DenseNN
 from cribo.evaluation.features import EncodedView, PatchFeatures, SelectedKeys
 from cribo.retrieval.patches import labels_in_memory, rarest_patches
-from cribo.retrieval.search import ApproximateIndex, Neighbours, nearest, recall
+from cribo.retrieval.search import ApproximateIndex, Neighbours, recall
 from cribo.retrieval.voting import LabelShares, Voters, label_shares
 
 _PATCH_DRAW = 0x706174  # key of the draws of patches, distinct from other uses of the seed
@@ -73,24 +74,14 @@ class PatchMemory:
         progress: Callable[[int], None] | None = None,
     ) -> tuple[Neighbours, float]:
         """Return the nearest patches of each query, and the recall of the search (1 if exact)."""
+        exact = partial(machine.search, keys=self.keys, neighbours=settings.neighbours, progress=progress)
         if settings.search == "exact":
-            return self._exact(queries, settings, machine, progress), 1.0
+            return exact(queries), 1.0
         if self._index is None:
             self._index = ApproximateIndex(self.keys, probes=settings.probes, seed=settings.seed)
         found = self._index.search(queries, settings.neighbours)
         sample = torch.arange(0, len(queries), max(1, len(queries) // _RECALL_QUERIES))
-        exact = self._exact(queries[sample], settings, machine, progress)
-        return found, recall(Neighbours(found.similarity[sample], found.rows[sample]), exact)
-
-    def _exact(
-        self,
-        queries: Float[Tensor, "q d"],
-        settings: DenseNN,
-        machine: Machine,
-        progress: Callable[[int], None] | None,
-    ) -> Neighbours:
-        devices, budget = machine.devices, machine.budget
-        return nearest(queries, self.keys, settings.neighbours, devices=devices, budget=budget, progress=progress)
+        return found, recall(Neighbours(found.similarity[sample], found.rows[sample]), exact(queries[sample]))
 
     def vote(self, neighbours: Neighbours, settings: DenseNN) -> Float[Tensor, "q p"]:
         """Return the fraction of votes for each class."""

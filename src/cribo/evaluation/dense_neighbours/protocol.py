@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from cribo.checks import require_least
+from cribo.checks import require_least, require_positive
 from cribo.data.sets import SEGMENTATION_SETS
 from cribo.errors import InputError
 from cribo.evaluation.protocol import (
@@ -120,8 +120,7 @@ disk and reused by further evaluations of the same backbone and images. For a qu
         require_least(self, {"draws": 1, "neighbours": 1, "probes": 1, "augmentations": 0, "memory_patches": 0})
         if not self.ratios or min(self.ratios) < 1 or len(set(self.ratios)) < len(self.ratios):
             raise InputError(f"ratios must be different numbers >= 1, such as 1,8,64,128, got {self.ratios}")
-        if self.is_decided("temperature") and self.temperature <= 0:
-            raise InputError(f"temperature must be > 0, got {self.temperature}")
+        require_positive(self, "temperature")
 
     def for_data(self, patch_size: int, classes: Sequence[str]) -> Self:
         """Return a copy with all settings set, with the defaults of the variant.

@@ -4,10 +4,10 @@ Each patch of a query image is labelled by its nearest patches in a memory of la
 """
 
 import itertools
+import math
 import statistics
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,14 @@ from cribo.errors import InputError
 from cribo.evaluation.cache import Machine
 from cribo.evaluation.dense_neighbours.memory import PatchMemory
 from cribo.evaluation.dense_neighbours.protocol import DenseNN, Mean
-from cribo.evaluation.features import EncodedView, PatchFeatures, Preparation, extract_patches
+from cribo.evaluation.features import EncodedView, PatchFeatures, Preparation, extract_patches, in_chunks
+from cribo.evaluation.pages import panel_of
 from cribo.evaluation.pictures import Panel
 from cribo.evaluation.scores import count_confusion, iou, matched_iou
 from cribo.retrieval.encoders import PatchEncoder
-from cribo.retrieval.free_memory import available_memory
 from cribo.retrieval.patches import majority_label
 from cribo.retrieval.search import Neighbours
 
-_LABEL_MAP_BYTES = 2**30  # maximum size of label maps kept in memory; others are read again
 _MEMORY_DRAW = 0x6D656D  # key of the draws of images, distinct from other uses of the seed
 _NOT_SCORED = -1
 
@@ -211,10 +210,8 @@ def panels(found: DenseRetrieval, queries: LabelledImages) -> list[Panel]:
     """Return panels of images, labels and predictions, with patch predictions not interpolated."""
     drawn = []
     for prediction in sorted(found.predictions, key=lambda prediction: prediction.index):
-        image, labels = queries.load(prediction.index), queries.labels(prediction.index)
         label = torch.where(prediction.labels == len(queries.classes), queries.ignore_index, prediction.labels)
-        shown = resize_labels(label.to(torch.uint8), (labels.shape[0], labels.shape[1]))
-        drawn.append(Panel(queries.name(prediction.index), image, labels, shown, queries.ignore_index))
+        drawn.append(panel_of(queries, prediction.index, label))
     return drawn
 
 
@@ -286,6 +283,13 @@ class _Scorer:
             return (self._patch_labels[view] != _NOT_SCORED).nonzero()[:, 0]
         return torch.arange(self.asked.counts[view].patches)
 
+    def labels(self, view: EncodedView) -> UInt8[Tensor, "h w"] | Int[Tensor, " n"]:
+        """Return the labels to score: those of all patches, or of all pixels."""
+        if self.settings.score == "patch":
+            return self._patch_labels[view]
+        labels = self.queries.labels(view.image)
+        return resize_labels(labels, self.asked.sizes[view]) if self.settings.score == "resized" else labels
+
     def score(self, chunk: "_Chunk", part: PatchMemory, neighbours: Neighbours, *, keep: bool) -> Int[Tensor, "c p"]:
         """Return the confusion matrix of the images of a chunk."""
         votes = part.vote(neighbours, self.settings)
@@ -295,11 +299,11 @@ class _Scorer:
         for (view, patches), own in zip(chunk.rows.items(), votes.split(lengths), strict=True):
             if keep and view.image in self._shown:
                 self.predictions.append(self._prediction(view, patches, own))
+            labels = chunk.labels[view]
             if self.settings.score == "patch":
-                labels = self._patch_labels[view][patches].to(self.device)
-                tally += count_confusion(labels, own.argmax(dim=1), rows, columns)
+                tally += count_confusion(labels[patches].to(self.device), own.argmax(dim=1), rows, columns)
             else:
-                labels = chunk.label_map(self.queries, view, self.settings).to(self.device)
+                labels = labels.to(self.device)
                 known = labels != self.queries.ignore_index
                 predicted = self._upsampled(own, view, (labels.shape[0], labels.shape[1]))
                 tally += count_confusion(labels[known], predicted[known], rows, columns)
@@ -319,33 +323,15 @@ class _Scorer:
 
 @dataclass
 class _Chunk:
-    """Patches of several queries that are searched together."""
+    """Patches of several queries that are searched together, and the labels to score, by image."""
 
-    asked: PatchFeatures
-    rows: dict[EncodedView, Int[Tensor, " m"]] = field(default_factory=dict)
-    _label_maps: dict[EncodedView, Tensor] = field(default_factory=dict)
-    _label_map_bytes: int = 0
+    rows: dict[EncodedView, Int[Tensor, " m"]]
+    labels: dict[EncodedView, Tensor]
 
     @property
     def patches(self) -> int:
         """Number of patches."""
-        return sum(len(rows) for rows in self.rows.values())
-
-    def features(self) -> Float[Tensor, "q d"]:
-        """Return the features of the patches, image by image."""
-        return torch.cat([self.asked.features(view)[rows] for view, rows in self.rows.items()])
-
-    def label_map(self, images: LabelledImages, view: EncodedView, settings: DenseNN) -> UInt8[Tensor, "h w"]:
-        """Return the labels of an image for scoring, cached for further memories up to a size limit."""
-        if view in self._label_maps:
-            return self._label_maps[view]
-        labels = images.labels(view.image)
-        if settings.score == "resized":
-            labels = resize_labels(labels, self.asked.sizes[view])
-        if self._label_map_bytes + labels.nbytes <= _LABEL_MAP_BYTES:
-            self._label_map_bytes += labels.nbytes
-            self._label_maps[view] = labels
-        return labels
+        return sum(map(len, self.rows.values()))
 
 
 def _score_all(
@@ -358,8 +344,8 @@ def _score_all(
     """Search and score all queries in all memories; return the confusion matrix and recall of each memory."""
     tallies = [torch.zeros(len(scorer.queries.classes), part.columns, dtype=torch.long) for part in memories]
     recalls = [0.0] * len(memories)
-    chunks = deque(_chunks(scorer, memories, settings))
-    patches = sum(chunk.patches for chunk in chunks)
+    rows = {view: scorer.rows(view) for view in scorer.asked.counts}
+    patches = sum(map(len, rows.values()))
     # Scoring counts as one more key, so that the progress reaches 100 % only at the end.
     pairs = patches * sum(len(part.keys) + 1 for part in memories)
     done = 0
@@ -368,9 +354,9 @@ def _score_all(
         if progress is not None:
             progress("search [%]", 100 * (done + chunk.patches * keys) // pairs, 100)
 
-    while chunks:
-        chunk = chunks.popleft()  # releases the label maps of the previous chunk
-        features = chunk.features()
+    for views in in_chunks(_sizes(scorer, rows, memories, settings)):
+        chunk = _Chunk({view: rows[view] for view in views}, {view: scorer.labels(view) for view in views})
+        features = torch.cat([scorer.asked.features(view)[rows[view]] for view in views])
         for number, part in enumerate(memories):
             neighbours, share = part.search(features, settings, machine, partial(report, chunk))
             recalls[number] += share * chunk.patches / patches
@@ -380,22 +366,16 @@ def _score_all(
     return tallies, recalls
 
 
-def _chunks(scorer: _Scorer, memories: Sequence[PatchMemory], settings: DenseNN) -> Iterator[_Chunk]:
-    """Split the queries into as few chunks as fit in memory, since all keys are read once per chunk."""
-    rows = {view: scorer.rows(view) for view in scorer.asked.counts}
-    largest = max(memories, key=lambda part: len(part.keys))
-    # Features, neighbours and votes of a chunk are also on the CPU, and each is copied once.
-    row_bytes = 2 * (4 * largest.keys.dim + 12 * settings.neighbours + 4 * largest.columns)
-    limit = available_memory("cpu") // 2 // row_bytes
-    chunk = _Chunk(scorer.asked)
-    for view, own in rows.items():
-        if chunk.rows and chunk.patches + len(own) > limit:
-            yield chunk
-            chunk = _Chunk(scorer.asked)
-        if len(own):
-            chunk.rows[view] = own
-    if chunk.rows:
-        yield chunk
+def _sizes(
+    scorer: _Scorer, rows: Mapping[EncodedView, Tensor], memories: Sequence[PatchMemory], settings: DenseNN
+) -> dict[EncodedView, int]:
+    """Return the memory that the search and scoring of each query take, in bytes; without those of no patch."""
+    # Features, neighbours and votes are copied once. Labels have a byte per pixel.
+    dim, columns = memories[0].keys.dim, memories[0].columns
+    patch_bytes = 2 * (4 * dim + 12 * settings.neighbours + 4 * columns)
+    return {
+        view: len(own) * patch_bytes + math.prod(scorer.asked.sizes[view]) for view, own in rows.items() if len(own)
+    }
 
 
 def _check_sets(memory: LabelledImages, queries: LabelledImages) -> None:

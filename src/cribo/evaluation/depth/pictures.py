@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
-import numpy as np
+import torch
 from jaxtyping import Float, UInt8
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, Normalize
@@ -14,15 +14,14 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from cribo.data.depth import DepthImages
-from cribo.drawing import STRIPES, stripes, write_figure
-from cribo.evaluation.data import spread
+from cribo.drawing import STRIPES, stripes
 from cribo.evaluation.depth.prediction import Predictions
 from cribo.evaluation.depth.scoring import DepthScore, upsample
 from cribo.evaluation.features import EncodedView
-from cribo.evaluation.pictures import draw_rows, pages
+from cribo.evaluation.pages import show_image, write_pages
+from cribo.evaluation.pictures import draw_rows
 from cribo.evaluation.results import percent
 
-_ROWS_PER_PICTURE = 6
 _SHADES = 6  # in the legend
 
 
@@ -43,8 +42,9 @@ def write_depths(
         folder: output folder.
         number: number of images to draw.
     """
-    for name, part in pages("depth", spread(len(images), number), _ROWS_PER_PICTURE):
-        write_figure(folder / f"{name}.png", draw_depths(part, found, scores, images))
+    write_pages(
+        folder, "depth", range(len(images)), lambda part: draw_depths(part, found, scores, images), number=number
+    )
 
 
 def draw_depths(
@@ -69,13 +69,9 @@ def draw_depths(
     def draw(index: int, axes: Sequence[Axes]) -> str:
         depth = depths[index]
         whole = [upsample(part[EncodedView(index)], depth.shape, images.max_depth) for part in found.values()]
-        pictures = [
-            images.load(index).permute(1, 2, 0).numpy(),
-            *(_paint(part, shade, colours) for part in (depth, *whole)),
-        ]
-        for part, picture in zip(axes, pictures, strict=True):
-            part.imshow(picture, interpolation="antialiased")
-            part.set_axis_off()
+        show_image(axes[0], images.load(index))
+        for part, values in zip(axes[1:], (depth, *whole), strict=True):
+            show_image(part, _paint(values, shade, colours))
         return f"{images.name(index)}: {', '.join(_said(method, part[index]) for method, part in scores.items())}"
 
     ticks = (value for value in MaxNLocator(_SHADES).tick_values(0, farthest) if value <= farthest)
@@ -93,9 +89,9 @@ def draw_depths(
     )
 
 
-def _paint(depth: Float[Tensor, "h w"], shade: Normalize, colours: Colormap) -> UInt8[np.ndarray, "h w 3"]:
-    painted = colours(shade(depth.numpy()), bytes=True)[..., :3]
-    return np.where((depth > 0).numpy()[..., None], painted, stripes(depth.shape).numpy())
+def _paint(depth: Float[Tensor, "h w"], shade: Normalize, colours: Colormap) -> UInt8[Tensor, "3 h w"]:
+    painted = torch.from_numpy(colours(shade(depth.numpy()), bytes=True)[..., :3])
+    return torch.where(depth[..., None] > 0, painted, stripes(depth.shape)).permute(2, 0, 1)
 
 
 def _said(method: str, score: DepthScore | None) -> str:

@@ -1,6 +1,6 @@
 """Depth prediction for patches by nearest neighbours and by ridge regression."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +13,10 @@ from cribo.data.depth import DepthImages
 from cribo.errors import InputError
 from cribo.evaluation.cache import Machine
 from cribo.evaluation.depth.protocol import Depth
-from cribo.evaluation.features import EncodedView, PatchFeatures, SelectedKeys
-from cribo.retrieval.free_memory import available_memory
+from cribo.evaluation.features import EncodedView, PatchFeatures, SelectedKeys, in_chunks
 from cribo.retrieval.patches import patch_of_pixel
-from cribo.retrieval.search import nearest
 from cribo.retrieval.voting import vote_weights
+from cribo.retrieval.whitening import Moments
 
 PatchDepths = Mapping[EncodedView, Float[Tensor, " n"]]
 """Depth of each patch of images in metres; NaN without measurement."""
@@ -116,7 +115,9 @@ def predict_by_neighbours(
             f"{settings.neighbours}: use fewer neighbours, or more or larger images"
         )
     values = torch.cat([depth[~depth.isnan()] for depth in depths.values()])
-    chunks = list(_chunks(asked, keys.dim, settings.neighbours))
+    # Features and neighbours are copied once.
+    patch_bytes = 2 * (4 * keys.dim + 16 * settings.neighbours)
+    chunks = list(in_chunks({view: counts.patches * patch_bytes for view, counts in asked.counts.items()}))
     predicted: dict[EncodedView, Tensor] = {}
     for number, views in enumerate(chunks):
         queries = _unit(torch.cat([asked.features(view) for view in views]))
@@ -125,9 +126,7 @@ def predict_by_neighbours(
             if progress is not None:
                 progress("search [%]", 100 * (number * len(keys) + compared) // (len(chunks) * len(keys)), 100)
 
-        found = nearest(
-            queries, keys, settings.neighbours, devices=machine.devices, budget=machine.budget, progress=report
-        )
+        found = machine.search(queries, keys, settings.neighbours, progress=report)
         weights = vote_weights(found.similarity, settings.vote, settings.temperature)
         means = (weights * values[found.rows]).sum(dim=1) / weights.sum(dim=1)
         for view, part in zip(views, means.split([asked.counts[view].patches for view in views]), strict=True):
@@ -164,21 +163,15 @@ def fit_linear(known: PatchFeatures, depths: PatchDepths, ridge: float) -> Linea
     Raises:
         InputError: no patch has a measurement, or features are not finite.
     """
-    count = 0
-    total = torch.zeros(known.dim + 1, dtype=torch.float64)
-    products = torch.zeros(known.dim + 1, known.dim + 1, dtype=torch.float64)
+    moments = Moments(known.dim + 1)
     for view, depth in depths.items():
         measured = ~depth.isnan()
-        rows = torch.cat((known.features(view)[measured].double(), depth[measured, None].double()), dim=1)
-        count += len(rows)
-        total += rows.sum(dim=0)
-        products += rows.T @ rows
-    if not count:
+        moments.update(torch.cat((known.features(view)[measured].double(), depth[measured, None].double()), dim=1))
+    if not moments.count:
         raise InputError("no patch of the training images has a depth: all pixels are 0 or above data.max_depth")
-    if not products.isfinite().all():
+    mean, covariance = moments.mean, moments.covariance
+    if not covariance.isfinite().all():
         raise InputError("the features of the backbone are not finite: depth cannot be fitted")
-    mean = total / count
-    covariance = products / count - mean[:, None] * mean
     deviation = covariance.diagonal()[:-1].clamp_min(0).sqrt()
     scale = torch.where(deviation > 1e-8, deviation, 1.0)  # constant channels stay 0
     standardised = covariance[:-1, :-1] / (scale[:, None] * scale) + ridge * torch.eye(known.dim, dtype=torch.float64)
@@ -188,18 +181,3 @@ def fit_linear(known: PatchFeatures, depths: PatchDepths, ridge: float) -> Linea
 
 def _unit(features: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
     return F.normalize(features.float(), dim=1).to(features.dtype)
-
-
-def _chunks(asked: PatchFeatures, dim: int, neighbours: int) -> Iterator[list[EncodedView]]:
-    """Split images into chunks whose features and neighbours take at most half of the free memory."""
-    limit = available_memory("cpu") // 2 // (2 * (4 * dim + 16 * neighbours))
-    part: list[EncodedView] = []
-    patches = 0
-    for view, counts in asked.counts.items():
-        if part and patches + counts.patches > limit:
-            yield part
-            part, patches = [], 0
-        part.append(view)
-        patches += counts.patches
-    if part:
-        yield part

@@ -1,6 +1,5 @@
 """Depth from frozen features protocol: data, settings and measurement."""
 
-import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from cribo.checks import require_distinct, require_least, require_positive
 from cribo.evaluation.data import Splits, about_splits, absolute, spread
-from cribo.evaluation.protocol import Outcome, Protocol, require_whole_patches, square
+from cribo.evaluation.protocol import Outcome, PatchProtocol, require_whole_patches, square
 from cribo.retrieval.choices import FeaturePrecision, Interpolation, Vote
 
 if TYPE_CHECKING:
@@ -63,11 +62,11 @@ class DepthData:
         if self.limit is not None:
             train, val = (images.subset(spread(len(images), self.limit)) for images in (train, val))
         name = "nyu" if is_nyu(self.root) else absolute(self.root).name
-        return Splits(train, val, name, {"name": name, **about_splits(self, self.root, train, "train", val, "val")})
+        return Splits(train, val, name, about_splits(self, self.root, train, "train", val, "val", name=name))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Depth(Protocol):
+class Depth(PatchProtocol):
     """Depth prediction from frozen features, by nearest patches and by a linear probe.
 
     Attributes:
@@ -124,10 +123,6 @@ Features are cached on disk. For a quick trial: --limit 50
         if settings.size is not None:
             require_whole_patches(settings.size, backbone.patch_size)
         return settings
-
-    def used(self, run: "Run") -> dict[str, Any]:
-        """Return the settings, with the number of layers that provide features."""
-        return {**dataclasses.asdict(self), "layers": run.source.layers}
 
     def measure(self, run: "Run") -> Outcome:
         """Predict the depth of val by each method, and score it."""

@@ -1,6 +1,5 @@
 """Lightning module of a detector."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,9 +95,8 @@ class Detector(TrainedModule):
     def configure_optimizers(self) -> Any:
         """Create AdamW with a cosine schedule."""
         adamw = optimiser(self.model, self.learning_rate)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            adamw, lambda step: rate_at(self.learning_rate, step, self.steps) / self.learning_rate
-        )
+        # YOLOS updates the learning rate once per epoch.
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adamw, self.steps, eta_min=FINAL_LEARNING_RATE)
         return {"optimizer": adamw, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def configure_gradient_clipping(
@@ -112,17 +110,6 @@ class Detector(TrainedModule):
 
     def _mean_over_devices(self, value: Tensor) -> Tensor:
         return value if self.trainer.world_size == 1 else self.trainer.strategy.reduce(value, reduce_op="mean")
-
-
-def rate_at(learning_rate: float, step: int, steps: int) -> float:
-    """Return the learning rate of a step (0-based) of a cosine schedule; YOLOS updates it once per epoch.
-
-    Example:
-        >>> [f"{rate_at(2e-5, step, 100):.3g}" for step in (0, 50, 100)]
-        ['2e-05', '1.01e-05', '1e-07']
-    """
-    share = (1 + math.cos(math.pi * step / steps)) / 2
-    return FINAL_LEARNING_RATE + (learning_rate - FINAL_LEARNING_RATE) * share
 
 
 def optimiser(model: Any, learning_rate: float) -> torch.optim.AdamW:

@@ -81,9 +81,9 @@ class DetectionData:
         if self.limit is not None:
             train, val = (images.subset(spread(len(images), self.limit)) for images in (train, val))
         boxes = {"train_boxes": train.num_boxes, "val_boxes": val.num_boxes}
-        about = about_splits(self, str(found.root), train, "train", val, "val")
+        about = about_splits(self, str(found.root), train, "train", val, "val", name=found.name, **boxes)
         title = found.name if found.name != "folder" else found.root.absolute().name
-        return Splits(train, val, title, {**about, "name": found.name, **boxes})
+        return Splits(train, val, title, about)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,6 @@
 """Detections gathered from all devices, and COCO's average precision."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,12 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torchmetrics import Metric
+from torchvision.ops import box_convert
 
 from cribo.data.detection import BoxedImages
 from cribo.errors import InputError
 from cribo.evaluation.detection.protocol import Detection
-from cribo.files import write_whole
+from cribo.files import write_text
 
 # In the order of the statistics of COCO's evaluation.
 METRICS = Detection.metrics
@@ -56,9 +56,8 @@ def read_off(
         extents: height and width of the canvas in pixels of the image.
     """
     scores, labels = logits.float().softmax(dim=-1)[..., :-1].max(dim=-1)
-    centres, half = boxes[..., :2].float(), boxes[..., 2:].float() / 2
     pixels = extents.flip(-1).repeat(1, 2)[:, None]
-    return torch.cat((centres - half, centres + half), dim=-1) * pixels, labels, scores
+    return box_convert(boxes.float(), "cxcywh", "xyxy") * pixels, labels, scores
 
 
 class Gathered(Metric):
@@ -137,12 +136,11 @@ def _as_coco(images: BoxedImages) -> dict[str, Any]:
     annotations: list[dict[str, Any]] = []
     for index in range(len(images)):
         boxes = images.boxes(index)
-        corners, areas = boxes.corners, boxes.areas.tolist()
-        rows = torch.cat((corners[:, :2], corners[:, 2:] - corners[:, :2]), dim=1).tolist()
-        for box, label, crowd, area in zip(rows, boxes.labels.tolist(), boxes.crowd.tolist(), areas, strict=True):
+        columns = (box_convert(boxes.corners, "xyxy", "xywh"), boxes.labels, boxes.areas, boxes.crowd.int())
+        for box, label, area, crowd in zip(*(part.tolist() for part in columns), strict=True):
             number = len(annotations) + 1  # 0 means no match
             about = {"id": number, "image_id": index, "category_id": label}
-            annotations.append({**about, "bbox": box, "area": area, "iscrowd": int(crowd)})
+            annotations.append({**about, "bbox": box, "area": area, "iscrowd": crowd})
     return {
         "images": [{"id": index} for index in range(len(images))],
         "categories": [{"id": number, "name": name} for number, name in enumerate(images.classes)],
@@ -154,29 +152,18 @@ def _as_table(found: Detections) -> np.ndarray:
     """Return rows of image, left, top, width, height, score and class."""
     number = found.scores.shape[1]
     image = found.indices.repeat_interleave(number)
-    corners = found.corners.flatten(0, 1)
-    columns = (image[:, None], corners[:, :2], corners[:, 2:] - corners[:, :2], found.scores.view(-1, 1))
-    return torch.cat([part.double() for part in (*columns, found.labels.view(-1, 1))], dim=1).numpy()
+    boxes = box_convert(found.corners.flatten(0, 1), "xyxy", "xywh")
+    columns = (image[:, None], boxes, found.scores.view(-1, 1), found.labels.view(-1, 1))
+    return torch.cat([part.double() for part in columns], dim=1).numpy()
 
 
 def write_detections(path: Path, images: BoxedImages, found: Detections) -> Path:
     """Write detections atomically in COCO's result format, with the ids of the annotation file."""
-
-    def rows() -> Iterator[str]:
-        for place, index in enumerate(found.indices.tolist()):
-            corners = found.corners[place].double()
-            boxes = torch.cat((corners[:, :2], corners[:, 2:] - corners[:, :2]), dim=1).tolist()
-            about = zip(boxes, found.labels[place].tolist(), found.scores[place].tolist(), strict=True)
-            for box, label, score in about:
-                row = {"image_id": images.image_ids[index], "category_id": images.category_ids[label]}
-                yield json.dumps({**row, "bbox": [round(side, 3) for side in box], "score": round(score, 6)})
-
-    def write(part: Path) -> None:
-        with part.open("w", encoding="utf-8") as file:
-            file.write("[")
-            for number, row in enumerate(rows()):
-                file.write(f"{',' if number else ''}\n{row}")
-            file.write("\n]\n")
-
-    write_whole(path, write)
+    rows = []
+    columns = found.indices, box_convert(found.corners.double(), "xyxy", "xywh"), found.labels, found.scores
+    for index, *of_image in zip(*(part.tolist() for part in columns), strict=True):
+        for box, label, score in zip(*of_image, strict=True):
+            row = {"image_id": images.image_ids[index], "category_id": images.category_ids[label]}
+            rows.append(json.dumps({**row, "bbox": [round(side, 3) for side in box], "score": round(score, 6)}))
+    write_text(path, "[\n" + ",\n".join(rows) + "\n]\n")
     return path

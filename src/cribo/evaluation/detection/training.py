@@ -7,7 +7,7 @@ from typing import Any
 from cribo.arguments import ConfigError
 from cribo.evaluation.detection.detector import Detector
 from cribo.evaluation.detection.model import build_yolos, require_transformers, save_yolos
-from cribo.evaluation.detection.pictures import panels_of, write_boxes
+from cribo.evaluation.detection.pictures import write_boxes
 from cribo.evaluation.detection.protocol import Detection
 from cribo.evaluation.detection.scoring import write_detections
 from cribo.evaluation.detection.views import Collate, Sizes, TrainingViews, WholeViews
@@ -89,8 +89,8 @@ def train_detector(settings: Detection, run: Run) -> Outcome:
     def write(result: EvaluationResult, folder: Path) -> None:
         write_detections(folder / DETECTIONS, val, detector.found)
         write_folder_whole(folder / DETECTOR, lambda part: _save(part, detector, run.backbone, sizes), replaces=True)
-        panels = panels_of(val, detector.found, run.num_pictures)
-        write_boxes(panels, val.classes, folder, title=f"{result.title}, {result.backbone['name']}")
+        title = f"{result.title}, {result.backbone['name']}"
+        write_boxes(val, detector.found, folder, title=title, number=run.num_pictures)
 
     row = {"learning_rate": settings.learning_rate, **found.metrics}
     return Outcome(

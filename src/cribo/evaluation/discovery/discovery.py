@@ -79,12 +79,7 @@ def discover(
     found: dict[str, list[FoundObject]] = {method: [] for method in settings.methods}
     boxes: dict[str, list[Tensor]] = {method: [] for method in settings.methods}
     patches: list[tuple[float, ...]] = []
-    loader = Batches(
-        _Resized(images, settings.size, backbone),
-        batch_size=None,
-        num_workers=workers,
-        prefetch_factor=4 if workers else None,
-    )
+    loader = Batches(_Resized(images, settings.size, backbone), batch_size=None, workers=workers)
     for index, (pixels, size) in enumerate(loader):
         features, grid = _features(backbone, torch.from_numpy(pixels), settings.features, images.name(index))
         patches.append(tuple(backbone.patch_size * own / new for own, new in zip(size, pixels.shape[1:], strict=True)))

@@ -8,15 +8,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
 
-from cribo.drawing import write_figure
-from cribo.evaluation.data import spread
 from cribo.evaluation.discovery.discovery import Discovered
-from cribo.evaluation.pictures import RIGHT, WRONG, draw_rows, pages, rgb
+from cribo.evaluation.pages import draw_box, show_image, write_pages
+from cribo.evaluation.pictures import RIGHT, WRONG, draw_rows, rgb
 from cribo.files import write_json
 
-_ROWS_PER_PICTURE = 6
 _OBJECT = "#F0E442"
 _TITLES = {"lost": "LOST", "tokencut": "TokenCut"}
 
@@ -35,8 +32,7 @@ def write_objects(found: Mapping[str, Discovered], images: Any, folder: Path, *,
         for method, part in found.items()
     }
     write_json(folder / "boxes.json", boxes)
-    for name, part in pages("objects", spread(len(images), number), _ROWS_PER_PICTURE):
-        write_figure(folder / f"{name}.png", draw_objects(part, found, images))
+    write_pages(folder, "objects", range(len(images)), lambda part: draw_objects(part, found, images), number=number)
 
 
 def draw_objects(indices: Sequence[int], found: Mapping[str, Discovered], images: Any) -> Figure:
@@ -50,14 +46,11 @@ def draw_objects(indices: Sequence[int], found: Mapping[str, Discovered], images
 
     def draw(index: int, axes: Sequence[Axes]) -> str:
         image = images.load(index)
-        height, width = image.shape[1:]
         for part in axes:
-            part.imshow(image.permute(1, 2, 0).numpy(), interpolation="antialiased")
-            part.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))
-            part.set_axis_off()
+            show_image(part, image)
         boxes = images.boxes(index)
         for corners, crowd in zip(boxes.corners.tolist(), boxes.crowd.tolist(), strict=True):
-            _draw_box(axes[0], corners, _OBJECT, dashed=crowd)
+            draw_box(axes[0], corners, _OBJECT, dashed=crowd)
         for part, discovered in zip(axes[1:], found.values(), strict=True):
             _draw_object(part, discovered, index)
         verdicts = (f"{_TITLES[name]} {'right' if part.right[index] else 'wrong'}" for name, part in found.items())
@@ -87,7 +80,7 @@ def _draw_object(axes: Axes, discovered: Discovered, index: int) -> None:
     limits = axes.get_xlim(), axes.get_ylim()
     axes.imshow(tint, extent=(-0.5, width * across - 0.5, height * down - 0.5, -0.5), interpolation="nearest")
     axes.set(xlim=limits[0], ylim=limits[1])
-    _draw_box(axes, box, rgb(RIGHT if discovered.right[index] else WRONG))
+    draw_box(axes, box, rgb(RIGHT if discovered.right[index] else WRONG))
     row, column = part.seed
     axes.plot(
         (column + 0.5) * across - 0.5,
@@ -97,9 +90,3 @@ def _draw_object(axes: Axes, discovered: Discovered, index: int) -> None:
         color="white",
         markeredgecolor="black",
     )
-
-
-def _draw_box(axes: Axes, corners: Sequence[float], colour: Any, *, dashed: bool = False) -> None:
-    left, top, right, bottom = corners
-    style = {"edgecolor": colour, "linewidth": 1.6, "linestyle": "--" if dashed else "-"}
-    axes.add_patch(Rectangle((left - 0.5, top - 0.5), right - left, bottom - top, fill=False, **style))

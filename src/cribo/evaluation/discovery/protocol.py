@@ -1,6 +1,5 @@
 """Object discovery protocol: data, settings and measurement."""
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from cribo.arguments import ConfigError
 from cribo.checks import require_distinct, require_least
 from cribo.errors import DataError, InputError
-from cribo.evaluation.data import Splits, absolute, spread
+from cribo.evaluation.data import Splits, absolute, described, spread
 from cribo.evaluation.protocol import QUICK_SIDE, UNDECIDED, Decided, Outcome, Protocol, require_packages
 from cribo.retrieval.source import BackboneSource
 
@@ -76,14 +75,7 @@ class DiscoveryData:
         if self.limit is not None:
             kept = [kept[place] for place in spread(len(kept), self.limit)]
         images = found.subset(kept)
-        about = {
-            **dataclasses.asdict(self),
-            "name": name,
-            "root": None if self.root is None else str(absolute(self.root)),
-            "split": split,
-            "images": len(images),
-            "images_without_objects": without,
-        }
+        about = described(self, self.root, name=name, split=split, images=len(images), images_without_objects=without)
         return Splits(images, images, name, about)
 
 

@@ -118,8 +118,7 @@ def extract_global(
         _Prepared(images, np.asarray(wanted), preparation),
         np.stack,
         batch_size=machine.batch_size,
-        num_workers=machine.workers,
-        prefetch_factor=4 if machine.workers else None,
+        workers=machine.workers,
     )
 
     def report(done: int) -> None:

@@ -4,18 +4,21 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure, SubFigure
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from cribo.data.classification import ClassifiedFiles
-from cribo.drawing import frame, hide_ticks, house_style, write_figure
+from cribo.drawing import frame, hide_ticks
 from cribo.evaluation.data import spread
 from cribo.evaluation.image_neighbours.features import SquareCrop
 from cribo.evaluation.image_neighbours.retrieval import ImageRetrieval, NeighbourScore, shown_score, vote_weights
-from cribo.evaluation.pictures import RIGHT, WRONG, pages, rgb
+from cribo.evaluation.pages import write_pages
+from cribo.evaluation.pictures import RIGHT, WRONG, draw_rows, rgb
 
 _NEIGHBOURS = 7  # maximum number of neighbours per image
-_ROWS_PER_PICTURE = 6
-_PANEL, _TITLE, _CAPTION = 1.45, 0.3, 0.5  # inches
+_WIDTH, _ASPECT = 1.57, 1.25  # of a picture with its caption, in inches
 _LETTERS = 20  # maximum characters per line of a caption
 
 
@@ -32,8 +35,8 @@ def write_neighbours(
         number: number of images to draw.
     """
     score = shown_score(found.scores)
-    for name, images in pages("neighbours", chosen_images(score, number), _ROWS_PER_PICTURE):
-        write_figure(folder / f"{name}.png", _draw(images, found, score, train, asked))
+    chosen = chosen_images(score, number)
+    write_pages(folder, "neighbours", chosen, lambda images: _draw(images, found, score, train, asked))
 
 
 def chosen_images(score: NeighbourScore, number: int) -> list[int]:
@@ -58,48 +61,37 @@ def _draw(
     train: ClassifiedFiles,
     asked: ClassifiedFiles,
 ) -> Figure:
-    columns = 1 + min(score.neighbours, _NEIGHBOURS, found.nearest.rows.shape[1])
-    size = columns * (_PANEL + 0.12), len(images) * (_PANEL + _TITLE + _CAPTION) + 0.3
-    with house_style():
-        figure = Figure(figsize=size, layout="constrained")
-        rows = figure.subfigures(len(images), 1, squeeze=False)[:, 0]
-        for row, index in zip(rows, images, strict=True):
-            _draw_row(row, index, columns, found, score, train, asked)
-        figure.suptitle(
-            "Images, up to half of them misclassified, and their nearest training images; "
-            f"votes are relative to the sum over {score.neighbours} neighbours",
-            fontsize=10,
-        )
-    return figure
-
-
-def _draw_row(
-    figure: SubFigure,
-    index: int,
-    columns: int,
-    found: ImageRetrieval,
-    score: NeighbourScore,
-    train: ClassifiedFiles,
-    asked: ClassifiedFiles,
-) -> None:
     prepare = SquareCrop(found.settings.resize, found.settings.crop)
-    label, predicted = (asked.classes[int(classes[index])] for classes in (asked.labels, score.predicted))
-    verdict, colour = ("correct", RIGHT) if label == predicted else (f"classified as {predicted}", WRONG)
-    title = f"{asked.name(index)}: {label}, {verdict}"
-    figure.suptitle(title, fontsize=9, x=0.005, ha="left", color=rgb(colour))
-    cells = figure.subplots(1, columns, squeeze=False)[0]
-    cells[0].imshow(prepare(asked.load(index)).permute(1, 2, 0).numpy())
-    cells[0].set_xlabel(_caption(label), fontsize=7, weight="bold")
-    near, similarities = found.nearest.rows[index, : columns - 1], found.nearest.similarity[index, : columns - 1]
-    shares = vote_weights(similarities[None], found.settings.temperature)[0] / score.votes[index]
-    for axes, row, similarity, share in zip(
-        cells[1:], near.tolist(), similarities.tolist(), shares.tolist(), strict=True
-    ):
-        name = train.classes[int(train.labels[row])]
-        axes.imshow(prepare(train.load(row)).permute(1, 2, 0).numpy())
-        axes.set_xlabel(f"{_caption(name)}\ncosine {similarity:.2f}, vote {100 * share:.0f} %", fontsize=7)
-        frame(axes, rgb(RIGHT if name == label else WRONG))
-    hide_ticks(cells)
+    shown = min(score.neighbours, _NEIGHBOURS, found.nearest.rows.shape[1])
+
+    def draw(index: int, axes: Sequence[Axes]) -> str:
+        label, predicted = (asked.classes[int(classes[index])] for classes in (asked.labels, score.predicted))
+        axes[0].imshow(prepare(asked.load(index)).permute(1, 2, 0).numpy())
+        axes[0].set_xlabel(_caption(label), fontsize=7, weight="bold")
+        near, similarities = found.nearest.rows[index, :shown], found.nearest.similarity[index, :shown]
+        shares = vote_weights(similarities[None], found.settings.temperature)[0] / score.votes[index]
+        neighbours = zip(axes[1:], near.tolist(), similarities.tolist(), shares.tolist(), strict=True)
+        for part, row, similarity, share in neighbours:
+            name = train.classes[int(train.labels[row])]
+            part.imshow(prepare(train.load(row)).permute(1, 2, 0).numpy())
+            part.set_xlabel(f"{_caption(name)}\ncosine {similarity:.2f}, vote {100 * share:.0f} %", fontsize=7)
+            frame(part, rgb(RIGHT if name == label else WRONG))
+        hide_ticks(np.array(axes))
+        return f"{asked.name(index)}: {label}, {'correct' if label == predicted else f'classified as {predicted}'}"
+
+    return draw_rows(
+        images,
+        draw,
+        aspects=[_ASPECT] * len(images),
+        cell=(_WIDTH, _WIDTH * _ASPECT),
+        headings=("image", *(f"neighbour {place}" for place in range(1, shown + 1))),
+        handles=[
+            Patch(facecolor=rgb(RIGHT), label="same class"),
+            Patch(facecolor=rgb(WRONG), label="another class"),
+        ],
+        title="Images, up to half of them misclassified, and their nearest training images; "
+        f"votes are relative to the sum over {score.neighbours} neighbours",
+    )
 
 
 def _caption(name: str) -> str:

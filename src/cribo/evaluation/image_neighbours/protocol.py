@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from cribo.arguments import ConfigError
+from cribo.checks import require_least, require_positive
 from cribo.evaluation.data import ImageData
 from cribo.evaluation.protocol import UNDECIDED, Decided, Outcome, Protocol
 from cribo.retrieval.choices import FeaturePrecision
@@ -78,10 +79,8 @@ same backbone and images. For a quick trial: --limit 200
                 raise ConfigError(f"neighbours must be one or more numbers >= 1, got {list(self.neighbours)}")
             if len(set(self.neighbours)) < len(self.neighbours):
                 raise ConfigError(f"neighbours must be distinct, got {', '.join(map(str, self.neighbours))}")
-        if not self.temperature > 0:
-            raise ConfigError(f"temperature must be > 0, got {self.temperature}")
-        if self.crop < 1:
-            raise ConfigError(f"crop must be >= 1, got {self.crop}")
+        require_positive(self, "temperature")
+        require_least(self, {"crop": 1})
         if self.resize < self.crop:
             raise ConfigError(f"resize must be >= crop, got resize {self.resize} and crop {self.crop}")
 

@@ -21,10 +21,10 @@ from cribo.evaluation.image_neighbours.features import ImageFeatures, SquareCrop
 from cribo.evaluation.image_neighbours.protocol import PUBLISHED, ImageNN
 from cribo.evaluation.scores import accuracy, count_confusion
 from cribo.retrieval.encoders import ImageEncoder
-from cribo.retrieval.free_memory import available_memory
-from cribo.retrieval.search import Neighbours, nearest
+from cribo.retrieval.search import Neighbours
 
 _NEAREST = 8  # number of returned neighbours per image
+_SEARCHED_AT_ONCE = 2**16  # number of images; keys are read once for each part
 _VOTES_AT_ONCE = 2**24  # maximum number of images times classes
 _PAIRS = 50  # number of confused pairs of classes to report
 _CONFUSION_CLASSES = 256  # maximum number of classes for a confusion matrix in results
@@ -114,10 +114,13 @@ def image_nn(
     )
     keys = encode(train, what="features of the training images" if val is not None else "features")
     queries = keys if val is None else encode(val, what="features of the images to classify")
-    classifier = _Classifier(train, asked, settings, machine.devices[0])
-    for neighbours in _neighbours(queries, keys, settings, machine, leave_one_out=val is None, progress=progress):
-        classifier.add(neighbours)
-    return classifier.result()
+    votes = _Votes(train, asked, settings, machine.devices[0])
+    found: list[Neighbours] = []
+    for near in _neighbours(queries, keys, settings, machine, leave_one_out=val is None, progress=progress):
+        found.append(Neighbours(*(part[:, :_NEAREST].clone() for part in near)))
+        votes.add(near)
+    nearest = Neighbours(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+    return ImageRetrieval(settings, tuple(votes.scores), nearest)
 
 
 def shown_score(scores: Sequence[NeighbourScore]) -> NeighbourScore:
@@ -165,19 +168,16 @@ def _neighbours(
     leave_one_out: bool,
     progress: Progress | None,
 ) -> Iterator[Neighbours]:
-    """Yield the nearest keys of all queries in order, in chunks that fit in memory."""
+    """Yield the nearest keys of all queries in order, in chunks."""
     count = settings.neighbours[-1] + leave_one_out
-    # Features and neighbours are also on the CPU, and each is copied once.
-    limit = available_memory("cpu") // 4 // (8 * keys.dim + 24 * count)
     done = 0
 
     def report(images: int, compared: int) -> None:
         if progress is not None:
             progress("search [%]", 100 * (done * len(keys) + images * compared) // (len(queries) * len(keys)), 100)
 
-    for chunk in queries.blocks(max(1, limit)):
-        told = partial(report, len(chunk))
-        found = nearest(chunk, keys, count, devices=machine.devices, budget=machine.budget, progress=told)
+    for chunk in queries.blocks(_SEARCHED_AT_ONCE):
+        found = machine.search(chunk, keys, count, progress=partial(report, len(chunk)))
         yield _without_themselves(found, done) if leave_one_out else found
         done += len(chunk)
 
@@ -190,46 +190,41 @@ def _without_themselves(found: Neighbours, first: int) -> Neighbours:
     return Neighbours(found.similarity.gather(1, order), found.rows.gather(1, order))
 
 
-class _Classifier:
-    """Classifies images by the votes of their neighbours, block by block."""
+class _Votes:
+    """Votes of the neighbours of images, block by block.
+
+    Attributes:
+        scores: score of each k.
+    """
 
     def __init__(self, train: ClassifiedFiles, asked: ClassifiedFiles, settings: ImageNN, device: str) -> None:
-        self.settings = settings
-        self.classes = len(train.classes)
-        self._voters = torch.from_numpy(train.labels).to(device)
-        self._own = torch.from_numpy(asked.labels)
-        self._scores = [
-            NeighbourScore(k, torch.empty_like(self._own), torch.empty_like(self._own), torch.empty(len(asked)))
-            for k in settings.neighbours
+        self.settings, self.device, self.classes = settings, device, len(train.classes)
+        self._voters, self._own = (torch.from_numpy(images.labels).to(device) for images in (train, asked))
+        empty = torch.empty(len(asked), dtype=torch.long)
+        self.scores = [
+            NeighbourScore(k, empty.clone(), empty.clone(), torch.empty(len(asked))) for k in settings.neighbours
         ]
-        self._nearest: list[Neighbours] = []
         self._done = 0
 
     def add(self, neighbours: Neighbours) -> None:
         """Classify the next images."""
-        self._nearest.append(Neighbours(*(part[:, :_NEAREST].clone() for part in neighbours)))
         at_once = max(1, _VOTES_AT_ONCE // self.classes)
-        for similarity, rows in zip(neighbours.similarity.split(at_once), neighbours.rows.split(at_once), strict=True):
-            self._vote(similarity.to(self._voters.device), rows.to(self._voters.device))
+        for similarity, rows in zip(*(part.split(at_once) for part in neighbours), strict=True):
+            self._vote(similarity.to(self.device), rows.to(self.device))
             self._done += len(rows)
 
     def _vote(self, similarity: Float[Tensor, "q k"], rows: Int64[Tensor, "q k"]) -> None:
         span = slice(self._done, self._done + len(rows))
-        classes, own = self._voters[rows], self._own[span].to(rows.device)
+        classes, own = self._voters[rows], self._own[span]
         weights = vote_weights(similarity, self.settings.temperature)
         votes = weights.new_zeros(len(rows), self.classes)
         before = 0
-        for score in self._scores:  # k ascends, so votes accumulate
+        for score in self.scores:  # k ascends, so votes accumulate
             votes.scatter_add_(1, classes[:, before : score.neighbours], weights[:, before : score.neighbours])
-            score.predicted[span] = votes.argmax(dim=1).cpu()
-            score.place[span] = places(votes, own).cpu()
-            score.votes[span] = votes.sum(dim=1).cpu()
+            score.predicted[span] = votes.argmax(dim=1)
+            score.place[span] = places(votes, own)
+            score.votes[span] = votes.sum(dim=1)
             before = score.neighbours
-
-    def result(self) -> ImageRetrieval:
-        """Return all predictions."""
-        nearest = Neighbours(*(torch.cat(parts) for parts in zip(*self._nearest, strict=True)))
-        return ImageRetrieval(self.settings, tuple(self._scores), nearest)
 
 
 def vote_weights(similarity: Float[Tensor, "q k"], temperature: float) -> Float[Tensor, "q k"]:

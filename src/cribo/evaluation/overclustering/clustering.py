@@ -17,8 +17,10 @@ from cribo.errors import InputError
 from cribo.evaluation.data import spread
 from cribo.evaluation.features import EncodedView, PatchFeatures
 from cribo.evaluation.overclustering.protocol import Overclustering, require_patches
+from cribo.evaluation.pages import panel_of
 from cribo.evaluation.pictures import Panel
 from cribo.evaluation.scores import count_confusion, iou, pairwise_iou
+from cribo.retrieval.whitening import Moments
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,10 @@ def overclustering(
             confusion = torch.zeros(classes, classes, dtype=torch.long).index_add_(1, matched, counts)
             confusions.append(confusion)
             if not panels:
-                panels = [_panel(images, index, matched[maps[index]], settings) for index in shown]
+                panels = [
+                    panel_of(images, index, matched[maps[index]], _mask(images, index, None, settings))
+                    for index in shown
+                ]
             if progress is not None:
                 done = settings.clusters.index(clusters) * settings.draws + draw + 1
                 progress("k-means", done, len(settings.clusters) * settings.draws)
@@ -123,17 +128,12 @@ def principal_components(
     Raises:
         InputError: features are not finite.
     """
-    count, total = 0, torch.zeros(features.dim, dtype=torch.float64)
-    products = torch.zeros(features.dim, features.dim, dtype=torch.float64)
+    moments = Moments(features.dim)
     for view in views:
-        part = features.features(view).double()
-        count += len(part)
-        total += part.sum(dim=0)
-        products += part.T @ part
-    if not products.isfinite().all():
+        moments.update(features.features(view))
+    mean, covariance = moments.mean, moments.covariance
+    if not covariance.isfinite().all():
         raise InputError("the features of the backbone are not finite and cannot be clustered")
-    mean = total / count
-    covariance = products / count - mean[:, None] * mean
     deviation = covariance.diagonal().clamp_min(0).sqrt()
     scale = torch.where(deviation > 1e-8, deviation, 1.0)  # constant channels stay 0
     components = torch.linalg.eigh(covariance / (scale[:, None] * scale)).eigenvectors.flip(1)[:, :dims]
@@ -201,9 +201,3 @@ def _mask(
     labels = images.labels(index)
     labels = labels if size is None else resize_labels(labels, size)
     return torch.where(labels == 0, images.ignore_index, labels) if settings.foreground else labels
-
-
-def _panel(images: LabelledImages, index: int, classes: Int[Tensor, "h w"], settings: Overclustering) -> Panel:
-    labels = _mask(images, index, None, settings)
-    prediction = resize_labels(classes, (labels.shape[0], labels.shape[1])).to(torch.uint8)
-    return Panel(images.name(index), images.load(index), labels, prediction, images.ignore_index)

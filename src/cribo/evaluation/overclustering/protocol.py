@@ -1,9 +1,8 @@
 """Overclustering protocol: settings and measurement."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from cribo.checks import require_least
 from cribo.errors import InputError
@@ -12,7 +11,7 @@ from cribo.evaluation.protocol import (
     UNDECIDED,
     Decided,
     Outcome,
-    Protocol,
+    PatchProtocol,
     require_packages,
     require_whole_patches,
     square,
@@ -29,7 +28,7 @@ _SIDE = 448  # side of the square images in Leopart, TimeT and NeCo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Overclustering(Protocol):
+class Overclustering(PatchProtocol):
     """Unsupervised segmentation by k-means, as in Leopart, TimeT and NeCo.
 
     Attributes:
@@ -131,10 +130,6 @@ Requires: pip install "cribo-ssl[evaluation]"
         backbone, val = run.backbone, run.data.val
         image_size = None if backbone.takes_any_size else backbone.image_size
         return self.for_data(backbone.patch_size, val.classes, len(val), image_size)
-
-    def used(self, run: "Run") -> dict[str, Any]:
-        """Return the settings, with the number of layers that provide features."""
-        return {**dataclasses.asdict(self), "layers": run.source.layers}
 
     def measure(self, run: "Run") -> Outcome:
         """Cluster and score the patches of val."""

@@ -10,14 +10,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
+from torchmetrics.classification import MulticlassConfusionMatrix
 
 from cribo.data.crops import LabelledCrops, WholeImage
 from cribo.data.randomness import keyed_generator
 from cribo.data.segmentation import IGNORE_INDEX
 from cribo.data.squares import SquareCrops
-from cribo.evaluation.scores import Confusion, mean_iou
+from cribo.evaluation.scores import mean_iou
 from cribo.evaluation.segmentation.inference import Inference, segment_pixels
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
 from cribo.evaluation.segmentation.rules import PAPER, Rules
@@ -89,8 +90,8 @@ class SegmentationModule(TrainedModule):
         self.rules = rules
         self.head_names = tuple(heads)
         self.confusions: list[Int[Tensor, "c c"]] = []
-        self._scores: Sequence[Confusion] = nn.ModuleList(  # pyright: ignore[reportAttributeAccessIssue]
-            Confusion(classes, IGNORE_INDEX) for _ in heads
+        self._scores: Sequence[Any] = nn.ModuleList(  # pyright: ignore[reportAttributeAccessIssue]
+            MulticlassConfusionMatrix(classes, IGNORE_INDEX, validate_args=False) for _ in heads
         )
 
     def logits(
@@ -136,7 +137,7 @@ class SegmentationModule(TrainedModule):
         (pixels,), (labels,) = batch
         predicted = self.segment(pixels, (labels.shape[0], labels.shape[1]))
         for score, found in zip(self._scores, predicted, strict=True):
-            score.update(labels, found)
+            score.update(found, labels)
 
     def on_validation_epoch_end(self) -> None:
         """Reduce the confusion matrices over all ranks, and log the mIoU."""
@@ -191,8 +192,7 @@ def pixel_cross_entropy(
     """Return the mean cross-entropy over pixels, with bilinearly upsampled logits.
 
     Unlabelled pixels have a loss of 0 but count in the mean, as in MMSegmentation, unless a count is given. To bound
-    memory, the gradient is computed together with the loss, for a few images at a time; only logits on the grid are
-    kept for the backward pass.
+    memory, logits are upsampled for a few images at a time, and again in the backward pass.
 
     Args:
         logits: logits on the grid of patches, of any dtype; the loss is computed in float32.
@@ -203,7 +203,22 @@ def pixel_cross_entropy(
         >>> pixel_cross_entropy(torch.zeros(1, 4, 2, 2), torch.tensor([[[0, 3], [1, 255]]], dtype=torch.uint8))
         tensor(1.0397)
     """
-    return _PixelCrossEntropy.apply(logits, labels, labels.numel() if count is None else count)
+    # Logits, log-probabilities and both gradients, in float32.
+    image_bytes = 4 * 4 * logits.shape[1] * labels.shape[1] * labels.shape[2]
+    parts = (part.split(max(1, _BUDGET // image_bytes)) for part in (logits, labels))
+    losses = [
+        checkpoint(_summed_cross_entropy, *part, use_reentrant=False, preserve_rng_state=False)
+        for part in zip(*parts, strict=True)
+    ]
+    return torch.stack(losses).sum() / (labels.numel() if count is None else count)
+
+
+def _summed_cross_entropy(
+    logits: Float[Tensor, "b c rows columns"], labels: UInt8[Tensor, "b h w"]
+) -> Float[Tensor, ""]:
+    with torch.autocast(logits.device.type, enabled=False):
+        full = F.interpolate(logits.float(), size=labels.shape[1:], mode="bilinear")
+        return F.cross_entropy(full, labels.long(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def labelled_pixels(labels: UInt8[Tensor, "b h w"]) -> Float[Tensor, ""]:
@@ -214,31 +229,6 @@ def labelled_pixels(labels: UInt8[Tensor, "b h w"]) -> Float[Tensor, ""]:
         dist.all_reduce(count)
         count /= dist.get_world_size()
     return count.clamp(min=1)
-
-
-class _PixelCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, logits: Tensor, labels: Tensor, count: Tensor | int) -> Tensor:
-        gradient = torch.empty_like(logits, dtype=torch.float32)
-        total = torch.zeros((), device=logits.device)
-        # Logits, log-probabilities and both gradients, in float32.
-        image_bytes = 4 * 4 * logits.shape[1] * labels.shape[1] * labels.shape[2]
-        with torch.enable_grad(), torch.autocast(logits.device.type, enabled=False):
-            for images in torch.arange(len(logits)).split(max(1, _BUDGET // image_bytes)):
-                part = slice(int(images[0]), int(images[-1]) + 1)
-                coarse = logits[part].detach().float().requires_grad_()
-                full = F.interpolate(coarse, size=labels.shape[1:], mode="bilinear")
-                loss = F.cross_entropy(full, labels[part].long(), ignore_index=IGNORE_INDEX, reduction="sum")
-                loss = loss / count
-                (gradient[part],) = torch.autograd.grad(loss, coarse)
-                total += loss.detach()
-        ctx.save_for_backward(gradient)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad, None, None
 
 
 def follow_rules(rules: Rules, backbone: Backbone, *decoders: MaskTransformer) -> None:

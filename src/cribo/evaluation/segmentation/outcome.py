@@ -10,7 +10,7 @@ from cribo.console import Phases
 from cribo.data.crops import LabelledCrops, WholeImages
 from cribo.data.squares import SquareCrops, SquareImages
 from cribo.evaluation.data import spread
-from cribo.evaluation.pictures import Panel
+from cribo.evaluation.pages import panel_of
 from cribo.evaluation.protocol import Outcome
 from cribo.evaluation.runner import Run
 from cribo.evaluation.scores import best_place, iou
@@ -90,6 +90,6 @@ def outcome(
         for number, index in enumerate(shown, start=1):
             pixels, labels = images[index].pixels, val.labels(index)
             found = module.segment(pixels.to(module.device), (labels.shape[0], labels.shape[1]))[head].cpu()
-            panels.append(Panel(val.name(index), val.load(index), labels, found, val.ignore_index))
+            panels.append(panel_of(val, index, found, labels))
             progress("pictures", number, len(shown))
     return Outcome(rows, run.data.train.classes, panels, val.palette, **more)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
+import torch
 from jaxtyping import UInt8
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -13,18 +13,16 @@ from torch import Tensor
 
 from cribo.data.reading import image_size
 from cribo.data.video import VideoFrames, object_palette
-from cribo.drawing import write_figure
-from cribo.evaluation.data import spread
-from cribo.evaluation.pictures import draw_rows, pages, rgb
+from cribo.evaluation.pages import show_image, write_pages
+from cribo.evaluation.pictures import draw_rows, rgb
 from cribo.evaluation.results import percent
 from cribo.evaluation.video.scoring import boundary
 from cribo.evaluation.video.segmenting import Segmented
 from cribo.files import write_whole
 
-_ROWS_PER_PICTURE = 6
 _SHOWN_AT = (0, 0.25, 0.5, 0.75, 1)  # of the frames of a video, without the last, which is not scored
 _TINT = 0.55
-_OUTLINE = (255, 255, 255)
+_OUTLINE = 255.0  # white
 
 
 def write_videos(found: Sequence[Segmented], images: VideoFrames, folder: Path, *, number: int) -> None:
@@ -44,8 +42,7 @@ def write_videos(found: Sequence[Segmented], images: VideoFrames, folder: Path, 
         for frame, content in zip(part.video.frames, part.maps, strict=True):
             name = f"{Path(images.name(frame)).stem}.png"
             write_whole(place / name, lambda file, content=content: file.write_bytes(content))
-    for name, places in pages("videos", spread(len(found), number), _ROWS_PER_PICTURE):
-        write_figure(folder / f"{name}.png", draw_videos([found[place] for place in places], images))
+    write_pages(folder, "videos", found, lambda part: draw_videos(part, images), number=number)
 
 
 def draw_videos(found: Sequence[Segmented], images: VideoFrames) -> Figure:
@@ -61,8 +58,7 @@ def draw_videos(found: Sequence[Segmented], images: VideoFrames) -> Figure:
         for share, cell in zip(_SHOWN_AT, axes, strict=True):
             frame = round(share * last)
             index = part.video.frames[frame]
-            cell.imshow(_paint(images.load(index), part.objects(frame), images.objects(index)))
-            cell.set_axis_off()
+            show_image(cell, _paint(images.load(index), part.objects(frame), images.objects(index)))
         regions, boundaries = (float(each.mean()) for each in (part.score.regions, part.score.boundaries))
         return f"{part.video.name}: J {percent(regions)} %, F {percent(boundaries)} %"
 
@@ -83,11 +79,11 @@ def draw_videos(found: Sequence[Segmented], images: VideoFrames) -> Figure:
 
 def _paint(
     image: UInt8[Tensor, "3 h w"], found: UInt8[Tensor, "h w"], true: UInt8[Tensor, "h w"]
-) -> UInt8[np.ndarray, "h w 3"]:
-    painted = image.permute(1, 2, 0).numpy().astype(float)
-    colours = np.array(object_palette(max(int(found.max()), int(true.max()))), dtype=float)
-    inside = (found > 0).numpy()
-    painted[inside] = (1 - _TINT) * painted[inside] + _TINT * colours[found.numpy()[inside]]
+) -> UInt8[Tensor, "3 h w"]:
+    painted = image.permute(1, 2, 0).double()
+    colours = torch.tensor(object_palette(max(int(found.max()), int(true.max()))), dtype=torch.double)
+    inside = found > 0
+    painted[inside] = (1 - _TINT) * painted[inside] + _TINT * colours[found[inside].long()]
     for number in range(1, len(colours)):
-        painted[boundary(true == number).numpy()] = _OUTLINE
-    return painted.round().astype(np.uint8)
+        painted[boundary(true == number)] = _OUTLINE
+    return painted.round().byte().permute(2, 0, 1)

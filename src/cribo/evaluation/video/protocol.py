@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from cribo.checks import require_least, require_positive
-from cribo.evaluation.data import Splits, absolute
-from cribo.evaluation.protocol import Outcome, Protocol, square
+from cribo.evaluation.data import Splits, absolute, described
+from cribo.evaluation.protocol import Outcome, PatchProtocol, square
 from cribo.retrieval.choices import FeaturePrecision, Interpolation
 
 if TYPE_CHECKING:
@@ -58,19 +58,13 @@ class VideoData:
         images = open_videos(self.root, self.split, partial=self.partial, limit=self.limit)
         root = absolute(self.root)
         name = "davis2017" if (root / "ImageSets" / "2017").is_dir() else root.name
-        about = {
-            **dataclasses.asdict(self),
-            "name": name,
-            "root": str(root),
-            "videos": len(images.videos),
-            "frames": len(images),
-            "objects": sum(video.objects for video in images.videos),
-        }
+        objects = sum(video.objects for video in images.videos)
+        about = described(self, root, name=name, videos=len(images.videos), frames=len(images), objects=objects)
         return Splits(images, images, name, about)
 
 
 @dataclass(frozen=True, kw_only=True)
-class VideoPropagation(Protocol):
+class VideoPropagation(PatchProtocol):
     """Video label propagation on frozen features, as in DINO's `eval_video_segmentation.py`.
 
     Attributes:
@@ -121,10 +115,6 @@ Features are cached on disk. For a quick trial: --limit 2 --side 240
         """Use the fixed input size of the network, if it has one."""
         backbone = run.backbone
         return self if backbone.takes_any_size else dataclasses.replace(self, side=backbone.image_size)
-
-    def used(self, run: "Run") -> dict[str, Any]:
-        """Return the settings, with the number of layers that provide features."""
-        return {**dataclasses.asdict(self), "layers": run.source.layers}
 
     def measure(self, run: "Run") -> Outcome:
         """Propagate and score the objects of all videos."""
