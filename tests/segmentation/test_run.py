@@ -348,6 +348,16 @@ def test_masks_of_0_and_255_are_explained(folder: Path, caplog: pytest.LogCaptur
     assert "use 1 for the foreground" in caplog.text
 
 
+def test_the_expected_score_says_which_share_of_the_classes_it_covers(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = {*FIRST.unique().tolist()} & {*SECOND.unique().tolist()} - {255}
+    words = ["--examples", str(folder / "examples"), "--images", str(folder / "images"), "--out", str(folder / "out")]
+    assert main(["segment", "--backbone", "mean-colour", "--device", "cpu", "--pictures", "0", *words]) == 0
+    scope = f"% mIoU over {len(both)} of 4 classes expected from 2 examples"
+    assert scope in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = {"patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2}
     backbone = save_backbone(build_backbone("vit_tiny_patch16_224", args=args, image_size=32), folder / "mine").parent

@@ -219,8 +219,10 @@ def memory_sentence(memory: SegmentationMemory | None) -> str:
     if len(present) == 1:
         return f"{summary} Paint a second class: with a single class, all pixels are assigned to it."
     # Halves of a single picture often have different classes, so a score from them would be misleading.
-    expected = memory.fit().expected if len(memory) > 1 else None
-    return summary if expected is None else f"{summary} Expected mIoU on new pictures: {expected:.0%}."
+    choice = memory.fit() if len(memory) > 1 else None
+    if choice is None or choice.expected is None:
+        return summary
+    return f"{summary} Expected mIoU on new pictures{choice.coverage(len(present))}: {choice.expected:.0%}."
 
 
 def segment(memory: SegmentationMemory, image: UInt8[Tensor, "3 h w"], names: Sequence[str]) -> SegmentedPicture:

@@ -77,6 +77,10 @@ class Choice:
     per_class: Mapping[int, float]
     left_out: str
 
+    def coverage(self, classes: int) -> str:
+        """Return the number of classes of which `expected` is the mean, such as " over 3 of 21 classes"; "" for all."""
+        return "" if len(self.per_class) == classes else f" over {len(self.per_class)} of {classes} classes"
+
     def as_json(self) -> dict[str, Any]:
         """Convert to a JSON-serialisable dictionary that a round trip through JSON preserves."""
         # Keys are strings: sorted for a checksum, 10 comes after 9 as a number and before it as a string.
