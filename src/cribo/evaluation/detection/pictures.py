@@ -44,9 +44,6 @@ def draw_boxes(indices: Sequence[int], images: BoxedImages, found: Detections, *
         images: images with true boxes.
         found: detections in all images.
         title: title of the figure.
-
-    Raises:
-        ValueError: there are no indices.
     """
     classes = images.classes
 
