@@ -379,7 +379,9 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "suggested.txt",
     ):
         assert part in said.out
-    assert re.search(r"reads blocks? [\d, ]+.* with .*: \d+% mIoU expected from 2 examples", said.out)
+    assert re.search(
+        r"reads blocks? [\d, ]+.* with .*: \d+% mIoU over \d of 4 classes expected from 2", " ".join(said.out.split())
+    )
     suggested = (folder / "out" / "suggested.txt").read_text().splitlines()
     assert len(set(suggested)) == 2
     assert set(suggested) <= {"1.bmp", "sub/2.bmp", "sub/3.bmp"}
