@@ -1,5 +1,6 @@
 """Parsing of the command line: one parser class for all commands."""
 
+import copy
 import dataclasses
 import difflib
 import importlib
@@ -168,10 +169,11 @@ class Parser(ArgumentParser):
             return content
         if not isinstance(given, dict):
             return content
-        values = {key: value for key, value in given.items() if isinstance(value, dict)}
+        full = copy.deepcopy(given)
+        values = {key: value for key, value in full.items() if isinstance(value, dict)}
         values |= {
             key if key in values else self._short.get(f"--{key}", f"--{key}").removeprefix("--"): value
-            for key, value in given.items()
+            for key, value in full.items()
         }
         for option, elements in self._lists().items():
             for group, name in _places(values, option.removeprefix("--")):
@@ -180,8 +182,7 @@ class Parser(ArgumentParser):
         for option in self._repeatable():
             for group, name in _places(values, option.removeprefix("--")):
                 group[name] = group[name] if isinstance(group[name], list) else [group[name]]
-        unchanged = values == yaml.safe_load(content)  # not `given`, whose groups were changed in place
-        return content if unchanged else yaml.safe_dump(values, sort_keys=False)
+        return content if values == given else yaml.safe_dump(values, sort_keys=False)
 
     def _lists(self) -> dict[str, tuple[type, ...]]:
         """Return the element types of each option with several values."""

@@ -1,10 +1,10 @@
 """Options of `cribo adapt`, shared by the command line and Python."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cribo.arguments import ConfigError
+from cribo.checks import require_least, require_positive
 from cribo.retrieval.source import MEAN_COLOUR, BackboneSource
 
 CLOSED_FORM_ALONE = 1.0
@@ -64,17 +64,14 @@ class AdaptConfig:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.minutes < math.inf:
-            raise ConfigError(f"minutes must be > 0, got {self.minutes}")
+        require_positive(self, "minutes")
         if self.steps is not None and self.steps < 1:
             raise ConfigError(f"steps must be >= 1, got {self.steps}: to fit only the closed form, use --minutes 1")
         if self.power is not None and not 0 <= self.power <= 1:
             raise ConfigError(f"power must be from 0 (rotate only) to 1 (whiten), got {self.power}")
         if not 0 < self.trained_share <= 1:
             raise ConfigError(f"trained_share must be > 0 and at most 1, got {self.trained_share}")
-        for name in ("blocks", "stride", "dims"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"{name} must be >= 1, got {value}")
+        require_least(self, {"blocks": 1, "stride": 1, "dims": 1})
         if self.backbone.source == MEAN_COLOUR:
             raise ConfigError(f"--backbone {MEAN_COLOUR} has no weights to adapt: choose a pretrained network")
         if self.backbone.layers != 1:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cribo.arguments import ConfigError
+from cribo.checks import require_least
 from cribo.errors import InputError
 from cribo.retrieval.source import BackboneSource
 
@@ -34,8 +35,7 @@ class ExploreConfig:
     def __post_init__(self) -> None:
         if self.run is None and self.db is None and self.backbone is None:
             raise ConfigError("--run DIR, --db DIR or --backbone SOURCE is required")
-        if self.limit < 1:
-            raise ConfigError(f"limit must be >= 1, got {self.limit}")
+        require_least(self, {"limit": 1})
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class ObjectOptions:
     min_share: float | None = None
 
     def settings(self, default: "ObjectSettings") -> "ObjectSettings":
-        """Return the settings; options that are not given are taken from `default`.
+        """Return the settings, with those of `default` for options that are not given.
 
         Raises:
             ConfigError: a value is out of range.
@@ -68,8 +68,7 @@ class ObjectSettings:
     min_share: float = 0.005
 
     def __post_init__(self) -> None:
-        if self.num_objects < 1:
-            raise ConfigError(f"num_objects must be >= 1, got {self.num_objects}")
+        require_least(self, {"num_objects": 1})
         if self.marginals not in get_args(Marginals):
             raise ConfigError(f"marginals must be one of {', '.join(get_args(Marginals))}, got {self.marginals!r}")
         if not 0 <= self.position_weight < float("inf"):

@@ -194,7 +194,7 @@ def test_patches_without_class_are_ignored() -> None:
     memory, queries = Coded(random_maps(6, 0)), Coded(random_maps(4, 1))
     confusion = dense_nn(PERFECT, memory, queries, settings()).scores[0].confusion
     assert int(confusion.sum()) == sum(int((labels != 255).sum()) // 16 for labels in queries.maps)
-    # One labelled patch and many without class share a feature: only the labelled one may vote.
+    # All patches have the same feature, but only one has a class: only this one may vote.
     lonely = Coded([blocks([2, 255, 255, 255])])
     alike = PatchEncoder(lambda images: torch.ones(len(images), 4, 1), 4)
     confusion = dense_nn(alike, lonely, Coded([blocks([2, 2, 0, 2])]), settings(neighbours=1)).scores[0].confusion

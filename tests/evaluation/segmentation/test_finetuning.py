@@ -46,7 +46,7 @@ def config(folder: Path, *, backbone: Any = None, data: Any = None, runtime: Any
 
 
 def words(folder: Path, out: Path, *more: str) -> list[str]:
-    """Return the command for `config`."""
+    """Return the arguments of a command with the settings of `config`."""
     return [
         *("evaluate", "segmenter", "--backbone", str(folder / "network"), "--data", "folder"),
         *("--data.root", str(folder), "--iterations", "6", "--batch_size", "4", "--crop", "64", "--drop_path", "0.2"),

@@ -1,4 +1,4 @@
-"""J and F against a literal implementation of DAVIS's evaluation in NumPy, and on known squares."""
+"""Compare J and F with DAVIS's evaluation, stated literally in NumPy, and with known values for squares."""
 
 import numpy as np
 import pytest

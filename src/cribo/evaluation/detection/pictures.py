@@ -48,8 +48,9 @@ def draw_boxes(indices: Sequence[int], images: BoxedImages, found: Detections, *
     classes = images.classes
 
     def draw(index: int, axes: Sequence[Axes]) -> str:
+        image = images.load(index)
         for part in axes:
-            show_image(part, images.load(index))
+            show_image(part, image)
         truth, scores = images.boxes(index), found.scores[index]
         rows = zip(truth.corners.tolist(), truth.labels.tolist(), truth.crowd.tolist(), strict=True)
         for corners, label, crowd in rows:

@@ -140,8 +140,7 @@ Requires: pip install "cribo-ssl[detection]"
 
     def __post_init__(self) -> None:
         require_least(self, {"epochs": 1, "batch_size": 1, "size": 1, "tokens": 1})
-        if self.is_decided("learning_rate"):
-            require_positive(self, "learning_rate")
+        require_positive(self, "learning_rate")
 
     def scheduled(self) -> Self:
         """Return a copy with all settings set, with the defaults of the schedule."""
