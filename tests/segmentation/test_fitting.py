@@ -105,6 +105,12 @@ def test_without_a_clear_lead_the_default_stays() -> None:
     assert chosen(examples(8, informative=BLOCKS, noise=0.1)).probe == default
 
 
+def test_the_default_stays_with_a_single_example_even_if_another_probe_leads_clearly() -> None:
+    parts = examples(9, informative=(12,), noise=1.0)
+    assert 12 in chosen(parts).probe.blocks
+    assert chosen(parts[:1]).probe == Probe((6, 8, 9, 10), False, "ridge")
+
+
 def test_fixed_values_are_not_chosen() -> None:
     candidates = candidate_probes(BLOCKS, blocks=(8,), whiten=False, head="knn")
     assert candidates == [Probe((8,), False, "knn")]

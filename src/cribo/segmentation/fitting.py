@@ -27,7 +27,7 @@ POWER = 0.6
 PENALTY = 1e-3
 """Penalty of the ridge regression for one patch; it grows with the square root of the number of patches."""
 
-_MARGIN = 0.12  # mIoU for one example; decreases with the square root of the number of examples
+_MARGIN = 0.12  # mIoU, divided by the square root of the number of examples
 _SAMPLED = (2048, 4096)  # minimum and maximum number of patches for comparing candidates
 _SAMPLED_PER_EXAMPLE = 128
 _MOST_FOLDS = 10
@@ -262,7 +262,8 @@ def choose(
 
     The criterion is the mean IoU on left-out patches. A candidate replaces the default (`default_probe`) only if it
     leads by 12 points divided by the square root of the number of examples, since with few examples most differences
-    are noise. Whitening requires four labelled patches per channel.
+    are noise. With a single example the default is kept: scores between the two halves of an image do not predict those
+    on other images. Whitening requires four labelled patches per channel.
 
     Args:
         examples: examples with patches in random order.
@@ -282,7 +283,7 @@ def choose(
     ious = {probe: class_ious(counts) for probe, counts in validation.confusions([*candidates, baseline]).items()}
     quality = {probe: statistics.fmean(own.values()) for probe, own in ious.items()}
     best = max(candidates, key=lambda probe: quality[probe])
-    if quality[best] < quality[default] + _MARGIN / math.sqrt(len(examples)):
+    if len(examples) == 1 or quality[best] < quality[default] + _MARGIN / math.sqrt(len(examples)):
         best = default
     return Choice(best, validation.sharpness(best), quality[best], quality[baseline], ious[best], validation.left_out)
 
