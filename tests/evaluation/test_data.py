@@ -5,10 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 
+from cribo.arguments import ConfigError
 from cribo.data import DataError, colour_map
 from cribo.data.scenes import Scenes
-from cribo.evaluation.data import SegmentationData
+from cribo.evaluation.data import ImageData, SegmentationData
 from cribo.evaluation.features import content_hash
 
 
@@ -44,3 +46,33 @@ def test_images_of_a_subset_keep_their_names(camvid: Path) -> None:
 def test_an_unknown_set_is_refused_before_opening() -> None:
     with pytest.raises(DataError, match="unknown segmentation set 'vox'; did you mean 'voc'"):
         SegmentationData("vox", "nowhere")
+
+
+def test_a_folder_is_recognised_by_its_name_and_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("CamVid/train", "CamVid/trainannot", "mine/images/train", "mine/labels/train", "kinds/a", "kinds/b"):
+        (tmp_path / place).mkdir(parents=True)
+    for kind in ("a", "b"):
+        Image.new("RGB", (4, 4)).save(tmp_path / "kinds" / kind / "1.png")
+    for name, kind, data in (
+        ("CamVid", "camvid", SegmentationData),
+        ("mine", "folder", SegmentationData),
+        ("kinds", "folder", ImageData),
+    ):
+        assert data(str(tmp_path / name)) == data(kind, str(tmp_path / name))
+    monkeypatch.chdir(tmp_path)
+    assert SegmentationData("mine") == SegmentationData("folder", "mine")
+    (tmp_path / "scenes").mkdir()
+    assert SegmentationData("scenes").root is None  # the synthetic images, not the folder
+
+
+@pytest.mark.parametrize("data", [SegmentationData, ImageData])
+def test_a_folder_without_a_known_layout_is_an_error(data: type[SegmentationData | ImageData], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"{tmp_path} has none of the known layouts: "):
+        data(str(tmp_path))
+    with pytest.raises(DataError, match=f"there is no folder {tmp_path / 'camvid'}"):
+        data(str(tmp_path / "camvid"))
+
+
+def test_an_unknown_layout_of_classified_images_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.name must be a folder or one of imagenet, folder, got 'imagenette'"):
+        ImageData("imagenette", "nowhere")

@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 from cribo.arguments import ConfigError, import_by_path
 from cribo.checks import require_least
@@ -18,6 +18,7 @@ PLACES = ("root", "train_annotations", "val_annotations")
 
 _SCENE_COUNTS = 400, 100  # in train and val
 _FIRST_SCENE = 1_000_000  # above the indices of all training scenes
+_IMAGE_LAYOUTS = "imagenet", "folder"
 _LABELLED_IMAGES = ("__len__", "load", "labels", "name", "classes")
 
 
@@ -43,10 +44,11 @@ class SegmentationData:
     """Images with pixel-wise class labels.
 
     Attributes:
-        name: voc, pascal-context, pascal-context-60, coco-stuff, ade20k, cityscapes, camvid, or folder for
-            images/<split> and labels/<split> (PNG indices, 255 for none), with or without classes.txt; or scenes,
-            which are synthetic; or the import path of your own function (docs/extending.md).
-        root: folder of the unpacked data set.
+        name: folder of a data set, recognised by its name and layout; or, with `root`, the name of its layout: voc,
+            pascal-context, pascal-context-60, coco-stuff, ade20k, cityscapes, camvid, or folder for images/<split> and
+            labels/<split> (PNG indices, 255 for none), with or without classes.txt; or scenes, which are synthetic; or
+            the import path of your own function (docs/extending.md).
+        root: folder of the unpacked data set, unless `name` is the folder.
         partial: accept a data set with missing images. Its scores are not comparable with published ones.
         limit: maximum number of images per split, evenly spaced, for a quick trial.
         train: split to train on or to search; by default the training images (trainaug of voc, if it exists).
@@ -67,6 +69,8 @@ class SegmentationData:
 
     def __post_init__(self) -> None:
         require_least(self, {"limit": 1}, "data.")
+        if self.name != SCENES and _is_folder(self):
+            self.name, self.root = _found(self)
         if self.name != SCENES and "." not in self.name:
             segmentation_set(self.name)
 
@@ -148,10 +152,11 @@ class ImageData:
     """Images with one class each, for classification.
 
     Attributes:
-        name: imagenet (ImageNet-1k: train/<class>/*, and val/<class>/* or val/* with LOC_val_solution.csv or val.txt),
-            or folder for train/<class>/* and val/<class>/* or, without splits, <class>/*, where each image is
-            classified by all others.
-        root: folder of the unpacked data set.
+        name: folder of a data set, recognised by its layout; or, with `root`, the name of its layout: imagenet
+            (ImageNet-1k: train/<class>/*, and val/<class>/* or val/* with LOC_val_solution.csv or val.txt), or folder
+            for train/<class>/* and val/<class>/* or, without splits, <class>/*, where each image is classified by all
+            others.
+        root: folder of the unpacked data set, unless `name` is the folder.
         train: subfolder of the labelled training images. [train]
         val: subfolder of the images to classify. [val, for a folder also validation, valid, test]
         partial: accept an ImageNet with missing images. Its scores are not comparable with published ones.
@@ -160,7 +165,7 @@ class ImageData:
 
     layout: ClassVar[str] = "train/<class>/* and val/<class>/*, or <class>/*, also below images"
 
-    name: Literal["imagenet", "folder"]
+    name: str
     root: str | None = None
     train: str | None = None
     val: str | None = None
@@ -169,6 +174,10 @@ class ImageData:
 
     def __post_init__(self) -> None:
         require_least(self, {"limit": 1}, "data.")
+        if _is_folder(self):
+            self.name, self.root = _found(self)
+        if self.name not in _IMAGE_LAYOUTS:
+            raise ConfigError(f"data.name must be a folder or one of {', '.join(_IMAGE_LAYOUTS)}, got {self.name!r}")
 
     @classmethod
     def find(cls, folder: Path) -> Self | None:
@@ -197,6 +206,25 @@ class ImageData:
             train, val = train.limited(self.limit), None if val is None else val.limited(self.limit)
         about = about_splits(self, self.root, train, found.train_name, val, found.val_name)
         return Splits(train, val, self.name, about)
+
+
+def _is_folder(data: SegmentationData | ImageData) -> bool:
+    """Whether the name of a data set is its folder."""
+    return data.root is None and (os.sep in data.name or Path(data.name).is_dir())
+
+
+def _found(data: SegmentationData | ImageData) -> tuple[str, str]:
+    """Return the name and the root of the data set in the folder `data.name`.
+
+    Raises:
+        DataError: the folder does not exist or has another layout.
+    """
+    folder = Path(data.name).expanduser()
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}")
+    if (found := data.find(folder)) is None:
+        raise DataError(f"{folder} has none of the known layouts: {data.layout}")
+    return found.name, str(found.root)
 
 
 def described(config: Any, root: str | os.PathLike[str] | None, **facts: Any) -> dict[str, Any]:

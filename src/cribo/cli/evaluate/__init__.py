@@ -101,11 +101,10 @@ def evaluation_parser(name: str, protocol: type[Any]) -> Parser:
         (f"{part}." if part else "") + field.name: field for part, kind in parts.items() for field in fields(kind)
     }
     first = fields(protocol.data_type)[0].name
-    data = f"{first.upper()} --data.root DIR" if first != "root" else "DIR"
     parser = Parser(
         prog=f"cribo evaluate {name}",
         description=protocol.description,
-        usage=f"cribo evaluate {name} --backbone SOURCE --data {data} [options]",
+        usage=f"cribo evaluate {name} --backbone SOURCE --data DIR [options]",
         short={
             **BACKBONE_SHORT,
             "--data": f"--data.{first}",

@@ -86,9 +86,9 @@ class DenseNN(Protocol):
 Dense nearest-neighbour retrieval: each patch of a validation image is labelled by the most similar patches of the
 labelled training images, and the predictions are scored (mIoU). Nothing is trained.
 
-  cribo evaluate dense-nn --backbone runs/camvid --data camvid --data.root CAMVID
-  cribo evaluate dense-nn --backbone checkpoint.pth --data voc --data.root VOCdevkit/VOC2012
-  cribo evaluate dense-nn --backbone vit_small_patch16_224.dino --data folder --data.root MINE
+  cribo evaluate dense-nn --backbone runs/camvid --data CAMVID
+  cribo evaluate dense-nn --backbone checkpoint.pth --data VOCdevkit/VOC2012
+  cribo evaluate dense-nn --backbone vit_small_patch16_224.dino --data MINE
 
 --variant hummingbird follows the public toolkit for "Towards in-context scene understanding". Features are cached on
 disk and reused by further evaluations of the same backbone and images. For a quick trial:

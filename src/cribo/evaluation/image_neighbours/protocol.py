@@ -54,9 +54,9 @@ class ImageNN(Protocol):
 Image-level nearest neighbours: each image is classified by a vote of the training images with the most similar global
 tokens, as in DINO, and the predictions are scored (top-1, top-5). Nothing is trained.
 
-  cribo evaluate image-nn --backbone runs/imagenet --data imagenet --data.root ILSVRC2012
-  cribo evaluate image-nn --backbone vit_small_patch16_224.dino --data folder --data.root MINE
-  cribo evaluate image-nn --backbone mean-colour --data folder --data.root MINE
+  cribo evaluate image-nn --backbone runs/imagenet --data ILSVRC2012
+  cribo evaluate image-nn --backbone vit_small_patch16_224.dino --data MINE
+  cribo evaluate image-nn --backbone mean-colour --data MINE
 
 A folder contains train/<class>/* and val/<class>/*, or, without splits, <class>/*, where each image is classified by
 all others. For related images (frames of one film, crops of one photograph), provide splits that keep them together;

@@ -61,9 +61,9 @@ class Overclustering(PatchProtocol):
 Unsupervised segmentation: the patches of the validation images are clustered by k-means, clusters are matched with
 classes, and the result is scored as a segmentation (mIoU). Nothing is trained; labels are used for matching only.
 
-  cribo evaluate overclustering --backbone checkpoint.pth --data voc --data.root VOCdevkit/VOC2012
-  cribo evaluate overclustering --backbone runs/mine --data folder --data.root MINE --clusters 50,100
-  cribo evaluate overclustering --backbone runs/mine --data voc --data.root VOC --foreground
+  cribo evaluate overclustering --backbone checkpoint.pth --data VOCdevkit/VOC2012
+  cribo evaluate overclustering --backbone runs/mine --data MINE --clusters 50,100
+  cribo evaluate overclustering --backbone runs/mine --data VOCdevkit/VOC2012 --foreground
 
 Features are cached on disk. For a quick trial: --limit 50 --clusters 50 --draws 2
 Requires: pip install "cribo-ssl[evaluation]"

@@ -199,10 +199,10 @@ upsampled to pixels, and the predictions for the validation images are scored (m
 in one pass over the features; the best one is reported. --variant released follows the paper's code instead of its
 text, --variant neco-linear the linear segmentation of Leopart and NeCo (see docs/evaluation.md).
 
-  cribo evaluate linear --backbone runs/coco --data voc --data.root VOCdevkit/VOC2012
-  cribo evaluate linear --backbone vit_small_patch16_224.dino --data ade20k --data.root ADEChallengeData2016 \\
+  cribo evaluate linear --backbone runs/coco --data VOCdevkit/VOC2012
+  cribo evaluate linear --backbone vit_small_patch16_224.dino --data ADEChallengeData2016 \\
       --layers 4 --runtime.precision bf16-mixed --out linear-ade20k --resume
-  cribo evaluate linear --backbone runs/camvid --data camvid --data.root CAMVID --schedule short
+  cribo evaluate linear --backbone runs/camvid --data CAMVID --schedule short
 
 The default settings are the paper's: 80,000 or 160,000 iterations of 16 crops of 512 pixels, which take hours on a
 GPU. --schedule short takes minutes on a laptop; its scores are only comparable with each other. For a quick trial:
@@ -281,10 +281,10 @@ one learnable token per class), and the predictions for the validation images ar
 trained separately from the same weights; the best one is reported, and its network is saved. --variant released
 follows the paper's code instead of its text (see docs/evaluation.md).
 
-  cribo evaluate segmenter --backbone runs/coco --data voc --data.root VOCdevkit/VOC2012 \\
+  cribo evaluate segmenter --backbone runs/coco --data VOCdevkit/VOC2012 \\
       --runtime.precision bf16-mixed --out segmenter-voc --resume
-  cribo evaluate segmenter --backbone runs/camvid --data camvid --data.root CAMVID --schedule short
-  cribo evaluate segmenter --backbone vit_small_patch16_224.dino --data folder --data.root MINE \\
+  cribo evaluate segmenter --backbone runs/camvid --data CAMVID --schedule short
+  cribo evaluate segmenter --backbone vit_small_patch16_224.dino --data MINE \\
       --iterations 20000 --learning_rates 3e-5
 
 The default settings are the paper's: 80,000 iterations of 16 crops of 512 pixels at four learning rates take 1.1e18
