@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -216,7 +217,7 @@ def extract_patches(
     machine = machine or Machine()
     cache, found = machine.cache, PatchFeatures()
     prepared_views = _Views(images, list(views), preparation, cache, precision)
-    loader = Batches(prepared_views, batch_size=None, workers=machine.workers)
+    loader = Batches(prepared_views, itemgetter(0), workers=machine.workers)
     missing = seen = 0  # uncached views, and all views from the first uncached one on
 
     def uncached() -> Iterator[_Prepared]:
