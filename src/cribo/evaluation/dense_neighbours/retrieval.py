@@ -263,23 +263,30 @@ class _Scorer:
         labels = self.queries.labels(view.image)
         return resize_labels(labels, self.asked.sizes[view]) if self.settings.score == "resized" else labels
 
-    def score(self, chunk: "_Chunk", part: PatchMemory, neighbours: Neighbours, *, keep: bool) -> Int[Tensor, "c p"]:
-        """Return the confusion matrix of the images of a chunk."""
+    def score(
+        self,
+        chunk: Mapping[EncodedView, Int[Tensor, " m"]],
+        labels: Mapping[EncodedView, Tensor],
+        part: PatchMemory,
+        neighbours: Neighbours,
+        *,
+        keep: bool,
+    ) -> Int[Tensor, "c p"]:
+        """Return the confusion matrix of some images, given the searched patches and the labels of each image."""
         votes = part.vote(neighbours)
         rows, columns = len(self.queries.classes), part.columns
         tally = torch.zeros(rows, columns, dtype=torch.long, device=self.device)
-        lengths = [len(rows) for rows in chunk.rows.values()]
-        for (view, patches), own in zip(chunk.rows.items(), votes.split(lengths), strict=True):
+        lengths = list(map(len, chunk.values()))
+        for (view, patches), own in zip(chunk.items(), votes.split(lengths), strict=True):
             if keep and view.image in self._shown:
                 self.panels.append(self._panel(view, patches, own))
-            labels = chunk.labels[view]
+            true = labels[view].to(self.device)
             if self.settings.score == "patch":
-                tally += count_confusion(labels[patches].to(self.device), own.argmax(dim=1), rows, columns)
+                tally += count_confusion(true[patches.to(self.device)], own.argmax(dim=1), rows, columns)
             else:
-                labels = labels.to(self.device)
-                known = labels != self.queries.ignore_index
-                predicted = self._upsampled(own, view, (labels.shape[0], labels.shape[1]))
-                tally += count_confusion(labels[known], predicted[known], rows, columns)
+                known = true != self.queries.ignore_index
+                predicted = self._upsampled(own, view, (true.shape[0], true.shape[1]))
+                tally += count_confusion(true[known], predicted[known], rows, columns)
         return tally.cpu()
 
     def _upsampled(self, votes: Float[Tensor, "n p"], view: EncodedView, size: tuple[int, int]) -> Int[Tensor, "h w"]:
@@ -293,19 +300,6 @@ class _Scorer:
         labels = torch.full((self.asked.counts[view].patches,), ignore_index)
         labels[rows] = torch.where(predicted == len(self.queries.classes), ignore_index, predicted)
         return panel_of(self.queries, view.image, labels.view(self.asked.grid(view)))
-
-
-@dataclass
-class _Chunk:
-    """Patches of several queries that are searched together, and the labels to score, by image."""
-
-    rows: dict[EncodedView, Int[Tensor, " m"]]
-    labels: dict[EncodedView, Tensor]
-
-    @property
-    def patches(self) -> int:
-        """Number of patches."""
-        return sum(map(len, self.rows.values()))
 
 
 def _score_all(
@@ -324,18 +318,18 @@ def _score_all(
     pairs = patches * sum(len(part.keys) + 1 for part in memories)
     done = 0
 
-    def report(chunk: _Chunk, keys: int) -> None:
-        progress("search [%]", 100 * (done + chunk.patches * keys) // pairs, 100)
+    def report(queries: int, keys: int) -> None:
+        progress("search [%]", 100 * (done + queries * keys) // pairs, 100)
 
     for views in in_chunks(_sizes(scorer, rows, memories, settings)):
-        chunk = _Chunk({view: rows[view] for view in views}, {view: scorer.labels(view) for view in views})
-        features = torch.cat([scorer.asked.features(view)[rows[view]] for view in views])
+        chunk, labels = {view: rows[view] for view in views}, {view: scorer.labels(view) for view in views}
+        features = torch.cat([scorer.asked.features(view)[own] for view, own in chunk.items()])
         for number, part in enumerate(memories):
-            neighbours, share = part.search(features, machine, partial(report, chunk))
-            recalls[number] += share * chunk.patches / patches
-            tallies[number] += scorer.score(chunk, part, neighbours, keep=number == 0)
-            done += chunk.patches * (len(part.keys) + 1)
-            report(chunk, 0)
+            neighbours, share = part.search(features, machine, partial(report, len(features)))
+            recalls[number] += share * len(features) / patches
+            tallies[number] += scorer.score(chunk, labels, part, neighbours, keep=number == 0)
+            done += len(features) * (len(part.keys) + 1)
+            report(0, 0)
     return tallies, recalls
 
 
