@@ -22,6 +22,11 @@ from rich.progress import Progress as Bars
 Progress = Callable[[str, int, int], None]
 """Called with (description, number done, total number)."""
 
+
+def no_progress(what: str, done: int, total: int) -> None:
+    """Show no progress."""
+
+
 _LINE_SECONDS = 30.0  # between progress lines without a terminal
 
 

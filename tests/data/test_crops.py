@@ -1,4 +1,4 @@
-"""Position, padding and colour distortion of training crops."""
+"""Position, padding and colour distortion of training crops; square images with small label maps."""
 
 import colorsys
 from dataclasses import dataclass
@@ -10,7 +10,9 @@ import torch
 from cribo.data import colour_map
 from cribo.data.crops import (
     HUE,
-    LabelledCrops,
+    Crops,
+    MMSegPreparation,
+    SquarePreparation,
     WholeImages,
     _saturate,
     distort,
@@ -64,7 +66,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("plain")
 def test_image_and_labels_are_cropped_consistently() -> None:
-    crops = LabelledCrops(Mapped([halves(120, 200)]), 64, None, seed=3)
+    crops = Crops(Mapped([halves(120, 200)]), MMSegPreparation(64, None), seed=3)
     flips = set()
     for epoch in range(40):
         crop = crops[epoch, 0]
@@ -82,7 +84,7 @@ def test_image_and_labels_are_cropped_consistently() -> None:
 
 @pytest.mark.usefixtures("plain")
 def test_scales_range_from_half_to_twice() -> None:
-    crops = LabelledCrops(Mapped([halves(100, 100)]), 400, (80, 40), seed=0)
+    crops = Crops(Mapped([halves(100, 100)]), MMSegPreparation(400, (80, 40)), seed=0)
     sides = [int(crops[epoch, 0].extent[0]) for epoch in range(200)]
     assert min(sides) in range(20, 24)
     assert max(sides) in range(77, 81)
@@ -111,7 +113,7 @@ def test_long_images_are_limited_by_their_long_side() -> None:
 
 @pytest.mark.usefixtures("plain")
 def test_small_images_are_padded_at_right_and_bottom() -> None:
-    crop = LabelledCrops(Mapped([halves(20, 30)]), 96, None, seed=0)[0, 0]
+    crop = Crops(Mapped([halves(20, 30)]), MMSegPreparation(96, None), seed=0)[0, 0]
     height, width = crop.extent.tolist()
     assert height < 96
     assert width < 96
@@ -129,7 +131,7 @@ def test_crops_avoid_a_category_that_covers_three_quarters(monkeypatch: pytest.M
     labels[:, :50] = 255
 
     def varied() -> float:
-        crops = LabelledCrops(Mapped([labels]), 50, None, seed=0)
+        crops = Crops(Mapped([labels]), MMSegPreparation(50, None), seed=0)
         return float(np.mean([is_varied(crops[epoch, 0].labels, 255) for epoch in range(100)]))
 
     of_ten = varied()
@@ -152,29 +154,23 @@ def test_is_varied() -> None:
 
 
 def test_an_image_of_one_category_is_still_cropped() -> None:
-    assert (
-        LabelledCrops(Mapped([torch.full((80, 80), 255, dtype=torch.uint8)]), 32, None, seed=0)[0, 0].labels == 255
-    ).all()
+    images = Mapped([torch.full((80, 80), 255, dtype=torch.uint8)])
+    assert (Crops(images, MMSegPreparation(32, None), seed=0)[0, 0].labels == 255).all()
 
 
 def test_crops_depend_on_their_key_only() -> None:
-    crops = LabelledCrops(Mapped([halves(90, 90), halves(90, 90)]), 64, None, seed=0)
+    crops = Crops(Mapped([halves(90, 90), halves(90, 90)]), MMSegPreparation(64, None), seed=0)
     torch.manual_seed(1)
     first = crops[2, 0]
     torch.manual_seed(2)
     for again, part in zip(crops[2, 0], first, strict=True):
         assert torch.equal(again, part)
-    others = [crops[3, 0], crops[2, 1], LabelledCrops(crops.images, 64, None, seed=1)[2, 0]]
+    others = [crops[3, 0], crops[2, 1], Crops(crops.images, MMSegPreparation(64, None), seed=1)[2, 0]]
     assert not any(torch.equal(other.pixels, first.pixels) for other in others)
 
 
-def test_a_crop_below_one_pixel_is_refused() -> None:
-    with pytest.raises(ValueError, match="size must be >= 1, got 0"):
-        LabelledCrops(Mapped([halves(8, 8)]), 0, None, seed=0)
-
-
 def test_whole_images_are_resized_without_their_labels() -> None:
-    whole = WholeImages(Mapped([halves(100, 150)]), (60, 40))[0]
+    whole = WholeImages(Mapped([halves(100, 150)]), MMSegPreparation(64, (60, 40)))[0]
     assert whole.pixels.shape == (3, 40, 60)
     assert torch.equal(whole.labels, halves(100, 150))
 
@@ -226,3 +222,43 @@ def test_saturation_is_clipped() -> None:
     more = _saturate(values, 1.5).flatten()  # from 0.75 to 1, which is the maximum
     assert torch.allclose(more, torch.tensor([0.8, 0.0, 0.4]), atol=1e-6)
     assert torch.allclose(_saturate(values, 0.0).flatten(), torch.full((3,), 0.8))
+
+
+# ---------------------------------------------------------------------------- squares
+
+
+def test_squares_and_their_labels_are_cropped_consistently() -> None:
+    crops = Crops(Mapped([halves(120, 150)]), SquarePreparation(64, 16), seed=0)
+    flips, widths = set(), set()
+    for epoch in range(12):
+        crop = crops[epoch, 0]
+        assert crop.pixels.shape == (3, 64, 64)
+        assert crop.labels.shape == (16, 16)
+        assert crop.extent.tolist() == [64, 64]
+        columns = crop.pixels[1, 32].float()
+        flipped = bool(columns[0] > columns[-1])
+        flips.add(flipped)
+        widths.add(round(float(columns.max() - columns.min())))
+        # Label 1 starts at column 75 of the image.
+        right = (columns[0::4] >= 75).to(torch.uint8)
+        assert (crop.labels[8] != right).sum() <= 1
+    assert flips == {False, True}
+    assert len(widths) > 6
+    assert min(widths) > 95  # 0.8 of the area at an aspect of 3/4 is 104 columns wide
+
+
+def test_square_crops_depend_on_seed_and_key_only() -> None:
+    first, again = (Crops(Mapped([halves(90, 90)]), SquarePreparation(32, 8), seed=3) for _ in range(2))
+    assert torch.equal(first[4, 0].pixels, again[4, 0].pixels)
+    other = Crops(Mapped([halves(90, 90)]), SquarePreparation(32, 8), seed=4)
+    assert not torch.equal(first[4, 0].pixels, other[4, 0].pixels)
+
+
+def test_images_and_labels_are_resized_to_squares() -> None:
+    image = WholeImages(Mapped([halves(60, 200)]), SquarePreparation(40, 10))[0]
+    assert image.pixels.shape == (3, 40, 40)
+    assert image.labels.shape == (10, 10)
+    assert torch.equal(image.labels, halves(10, 10))
+    # Every fourth pixel of the square, starting with the first.
+    ramp = (torch.arange(40) * 6).to(torch.uint8).expand(40, 40)
+    assert WholeImages(Mapped([ramp]), SquarePreparation(40, 10))[0].labels[0].tolist() == list(range(0, 240, 24))

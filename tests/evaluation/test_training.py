@@ -21,12 +21,12 @@ from cribo.arguments import ConfigError
 from cribo.data import UnreadableImage
 from cribo.data.randomness import keyed_generator
 from cribo.evaluation.runtime import TrainingRuntime
-from cribo.evaluation.training import KeyStream, TrainedModule, evaluation_folder, fit
+from cribo.evaluation.training import KeyStream, evaluation_folder, fit
 from cribo.files import FolderError
 from cribo.training.checkpoints import checkpoint_files
 from cribo.training.folder import run_lock
 from cribo.training.interruption import Interrupted
-from cribo.training.module import NonFiniteLoss
+from cribo.training.module import NonFiniteLoss, ResumableModule
 
 STEPS = 12
 
@@ -43,7 +43,7 @@ class Points(Dataset[Any]):
         return x, x @ torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
 
 
-class Regression(TrainedModule):
+class Regression(ResumableModule):
     """A linear layer; its score is the sum of squared errors."""
 
     def __init__(self, lr: float = 0.1) -> None:

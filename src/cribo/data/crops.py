@@ -1,11 +1,7 @@
-"""Labelled images for training and scoring segmentation, prepared as in MMSegmentation's configurations.
+"""Labelled images for training and scoring segmentation. Every draw depends only on its key."""
 
-The values are those of its dataset configurations (`configs/_base_/datasets`), which the paper uses: images are
-resized to the scale of their set times 0.5 to 2, cropped so that no category covers more than three quarters of the
-crop, randomly flipped, and distorted in colour. Every draw depends only on its key.
-"""
-
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +13,8 @@ from torchvision.transforms.v2 import functional as TF
 
 from cribo.data.randomness import keyed_generator
 from cribo.data.segmentation import LabelledImages
-from cribo.errors import InputError
+from cribo.method.recipe import ViewRecipe
+from cribo.method.views import sample_crops
 
 Scale = tuple[int, int]
 """Maximum long and short side of a resized image, in any order."""
@@ -29,9 +26,10 @@ CONTRAST = 0.5, 1.5
 SATURATION = 0.5, 1.5
 HUE = 18  # steps of 2 degrees
 
-_CROP = 0x63726F70  # key that separates these draws from others with the same seed
+_NOISE = 0x64726F70  # key of these draws, distinct from other uses of the seed
 _ATTEMPTS = 10
 _HUE_STEPS = 180
+_SQUARES = ViewRecipe(area=(0.8, 1.0), aspect=(3 / 4, 4 / 3), flip=0.5)
 
 
 class Crop(NamedTuple):
@@ -42,129 +40,190 @@ class Crop(NamedTuple):
         labels: class of each pixel, `ignore_index` beyond the image.
         extent: height and width of the valid region, from the top left corner; outside it, network inputs are 0 after
             normalisation.
+        drop_path_noise: a uniform random number for each drop path site.
     """
 
     pixels: UInt8[Tensor, "3 size size"]
     labels: UInt8[Tensor, "mask mask"]
     extent: Int[Tensor, "2"]
-
-
-class LabelledCrops(Dataset[Crop]):
-    """Random crops of labelled images, indexed by (epoch, index); each key has its own crop.
-
-    An image is resized to fit its scale times a ratio of 0.5 to 2 (bilinear without antialiasing, as in OpenCV; labels
-    by nearest neighbour), cropped, flipped horizontally with probability 0.5, and distorted in colour (`distort`). Up
-    to ten random crops are tried until one has at least two categories, of which the largest covers less than 0.75 of
-    the labelled pixels; otherwise, an eleventh is used. Smaller images are padded at the right and bottom.
-
-    Args:
-        images: labelled images.
-        size: side of the crops in pixels.
-        scale: scale to which images are resized (`fitted_size`); None for their own size.
-        pad_to: side to which crops are padded; `size` if None.
-        black_padding: pad network inputs with black pixels; otherwise with 0 after normalisation, the mean colour.
-        seed: seed of all draws.
-
-    Raises:
-        ValueError: `size` is below 1 or above `pad_to`.
-        UnreadableImage, DataError: an image or label map is invalid.
-
-    Example:
-        >>> from cribo.data.scenes import Scenes
-        >>> crops = LabelledCrops(Scenes(2), 64, None, seed=0)
-        >>> crop = crops[0, 1]
-        >>> crop.pixels.shape, crop.labels.shape, bool((crop.pixels == crops[0, 1].pixels).all())
-        (torch.Size([3, 64, 64]), torch.Size([64, 64]), True)
-    """
-
-    def __init__(
-        self,
-        images: LabelledImages,
-        size: int,
-        scale: Scale | None,
-        *,
-        pad_to: int | None = None,
-        black_padding: bool = False,
-        seed: int,
-    ) -> None:
-        if size < 1:
-            raise InputError(f"size must be >= 1, got {size}")
-        if pad_to is not None and pad_to < size:
-            raise InputError(f"pad_to must be >= size, {size}, got {pad_to}")
-        self.images = images
-        self.size = size
-        self.pad_to = size if pad_to is None else pad_to
-        self.black_padding = black_padding
-        self.scale = scale
-        self.seed = seed
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, key: tuple[int, int]) -> Crop:
-        epoch, index = key
-        generator = keyed_generator(_CROP, self.seed, epoch, index)
-        ratio, flip = torch.rand(2, generator=generator).tolist()
-        places = torch.rand(_ATTEMPTS + 1, 2, generator=generator).tolist()
-        image, labels = self.images.load(index), self.images.labels(index)
-        size = fitted_size(image.shape[1], image.shape[2], self.scale, RATIOS[0] + ratio * (RATIOS[1] - RATIOS[0]))
-        labels = resize_labels(labels, size)
-        top, left = self._place(labels, places)
-        window = slice(top, top + self.size), slice(left, left + self.size)
-        pixels, labels = resize(image, size)[:, *window], labels[window]
-        if flip < 0.5:
-            pixels, labels = pixels.flip(2), labels.flip(1)
-        pixels = distort(pixels, generator)
-        below, right = self.pad_to - labels.shape[0], self.pad_to - labels.shape[1]
-        return Crop(
-            F.pad(pixels, (0, right, 0, below)),
-            F.pad(labels, (0, right, 0, below), value=self.images.ignore_index),
-            torch.tensor((self.pad_to, self.pad_to) if self.black_padding else labels.shape),
-        )
-
-    def _place(self, labels: UInt8[Tensor, "h w"], places: list[list[float]]) -> tuple[int, int]:
-        """Return the row and column of the top left corner of the crop."""
-        rows, columns = (max(0, side - self.size) + 1 for side in labels.shape)
-        top = left = 0
-        for down, across in places:
-            # float32 draws just below 1 may round up to 1.
-            top, left = min(int(down * rows), rows - 1), min(int(across * columns), columns - 1)
-            if is_varied(labels[top : top + self.size, left : left + self.size], self.images.ignore_index):
-                break
-        return top, left
+    drop_path_noise: Float[Tensor, " sites"]
 
 
 class WholeImage(NamedTuple):
-    """A resized image, and labels at their original size.
+    """A resized image with the labels to score.
 
     Attributes:
-        pixels: RGB, resized within the scale of the set.
-        labels: class of each pixel of the original image.
+        pixels: RGB.
+        labels: class of each pixel, at any size.
     """
 
     pixels: UInt8[Tensor, "3 h w"]
     labels: UInt8[Tensor, "label_h label_w"]
 
 
-class WholeImages(Dataset[WholeImage]):
-    """Labelled images for scoring a segmentation; images are resized, labels are not.
+@dataclass(frozen=True)
+class MMSegPreparation:
+    """Preparation of images as in MMSegmentation's `configs/_base_/datasets`, which the paper uses.
 
-    Args:
-        images: labelled images.
+    For training, an image is resized to fit its scale times a ratio of 0.5 to 2 (bilinear without antialiasing, as in
+    OpenCV; labels by nearest neighbour), cropped, flipped horizontally with probability 0.5, and distorted in colour
+    (`distort`). Up to ten random crops are tried until one has at least two categories, of which the largest covers
+    less than 0.75 of the labelled pixels; otherwise, an eleventh is used. Smaller images are padded at the right and
+    bottom. For scoring, images are resized, labels are not.
+
+    Attributes:
+        size: side of the crops in pixels.
         scale: scale to which images are resized (`fitted_size`); None for their own size.
+        pad_to: side to which crops are padded; `size` if None.
+        black_padding: pad network inputs with black pixels; otherwise with 0 after normalisation, the mean colour.
     """
 
-    def __init__(self, images: LabelledImages, scale: Scale | None) -> None:
-        self.images = images
-        self.scale = scale
+    key: ClassVar[int] = 0x63726F70
+
+    size: int
+    scale: Scale | None
+    pad_to: int | None = None
+    black_padding: bool = False
+
+    def crop(
+        self, image: UInt8[Tensor, "3 h w"], labels: UInt8[Tensor, "h w"], ignore_index: int, draws: torch.Generator
+    ) -> tuple[UInt8[Tensor, "3 size size"], UInt8[Tensor, "size size"], tuple[int, int]]:
+        """Return pixels, labels and extent of a random `Crop`."""
+        ratio, flip = torch.rand(2, generator=draws).tolist()
+        places = torch.rand(_ATTEMPTS + 1, 2, generator=draws).tolist()
+        size = fitted_size(image.shape[1], image.shape[2], self.scale, _between(RATIOS, ratio))
+        labels = resize_labels(labels, size)
+        top, left = self._place(labels, ignore_index, places)
+        window = slice(top, top + self.size), slice(left, left + self.size)
+        pixels, labels = resize(image, size)[:, *window], labels[window]
+        if flip < 0.5:
+            pixels, labels = pixels.flip(2), labels.flip(1)
+        pixels, side = distort(pixels, draws), self.pad_to or self.size
+        height, width = labels.shape
+        padding = 0, side - width, 0, side - height
+        extent = (side, side) if self.black_padding else (height, width)
+        return F.pad(pixels, padding), F.pad(labels, padding, value=ignore_index), extent
+
+    def whole(self, image: UInt8[Tensor, "3 h w"], labels: UInt8[Tensor, "h w"]) -> WholeImage:
+        """Return the resized image with its labels at their original size."""
+        return WholeImage(resize(image, fitted_size(image.shape[1], image.shape[2], self.scale)), labels)
+
+    def _place(self, labels: UInt8[Tensor, "h w"], ignore_index: int, places: list[list[float]]) -> tuple[int, int]:
+        """Return the row and column of the top left corner of the crop."""
+        rows, columns = (max(0, side - self.size) + 1 for side in labels.shape)
+        top = left = 0
+        for down, across in places:
+            # float32 draws just below 1 may round up to 1.
+            top, left = min(int(down * rows), rows - 1), min(int(across * columns), columns - 1)
+            if is_varied(labels[top : top + self.size, left : left + self.size], ignore_index):
+                break
+        return top, left
+
+
+@dataclass(frozen=True)
+class SquarePreparation:
+    """Preparation of images as squares with small label maps, as in Leopart's linear segmentation.
+
+    Source: Ziegler and Asano 2022; NeCo (Pariza et al. 2025) uses the same evaluation code.
+
+    For training, a crop covers 0.8 to 1 of the image's area at an aspect of 3/4 to 4/3, is resized to a square, and
+    flipped horizontally with probability 0.5. Colours are not changed. For scoring, whole images are resized,
+    regardless of their aspect.
+
+    Attributes:
+        size: side of the squares in pixels.
+        mask_size: side of their label maps.
+    """
+
+    key: ClassVar[int] = 0x73717561
+
+    size: int
+    mask_size: int
+
+    def crop(
+        self, image: UInt8[Tensor, "3 h w"], labels: UInt8[Tensor, "h w"], ignore_index: int, draws: torch.Generator
+    ) -> tuple[UInt8[Tensor, "3 size size"], UInt8[Tensor, "mask mask"], tuple[int, int]]:
+        """Return pixels, labels and extent of a random `Crop`."""
+        views = sample_crops(labels.shape[0], labels.shape[1], _SQUARES, generator=draws)
+        top, left, height, width = views.boxes[0].tolist()
+        window = slice(top, top + height), slice(left, left + width)
+        pixels, labels = self.whole(image[:, *window], labels[window])
+        if views.flips[0]:
+            pixels, labels = pixels.flip(2), labels.flip(1)
+        return pixels, labels, (self.size, self.size)
+
+    def whole(self, image: UInt8[Tensor, "3 h w"], labels: UInt8[Tensor, "h w"]) -> WholeImage:
+        """Return the image, resized bilinearly with antialiasing, as PIL does, and its label map.
+
+        The label map is resized by nearest pixels to the size of the image, then to that of the mask.
+        """
+        size = self.size, self.size
+        square = resize_labels(labels, size)[None, None]
+        mask = F.interpolate(square, size=(self.mask_size, self.mask_size), mode="nearest")[0, 0]
+        return WholeImage(TF.resize(image, list(size)), mask)
+
+
+Preparation = MMSegPreparation | SquarePreparation
+
+
+@dataclass
+class Crops(Dataset[Crop]):
+    """Random crops of labelled images, indexed by (epoch, index); each key has its own crop.
+
+    Attributes:
+        images: labelled images.
+        preparation: cropping and augmentation.
+        seed: seed of all draws.
+        sites: number of drop path sites.
+
+    Raises:
+        UnreadableImage, DataError: an image or label map is invalid.
+
+    Example:
+        >>> from cribo.data.scenes import Scenes
+        >>> crops = Crops(Scenes(2), MMSegPreparation(64, None), seed=0)
+        >>> crop = crops[0, 1]
+        >>> crop.pixels.shape, crop.labels.shape, bool((crop.pixels == crops[0, 1].pixels).all())
+        (torch.Size([3, 64, 64]), torch.Size([64, 64]), True)
+    """
+
+    images: LabelledImages
+    preparation: Preparation
+    seed: int
+    sites: int = 0
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, key: tuple[int, int]) -> Crop:
+        _, index = key
+        pixels, labels, extent = self.preparation.crop(
+            self.images.load(index),
+            self.images.labels(index),
+            self.images.ignore_index,
+            keyed_generator(self.preparation.key, self.seed, *key),
+        )
+        noise = torch.rand(self.sites, generator=keyed_generator(_NOISE, self.seed, *key))
+        return Crop(pixels, labels, torch.tensor(extent), noise)
+
+
+@dataclass
+class WholeImages(Dataset[WholeImage]):
+    """Labelled images for scoring a segmentation.
+
+    Attributes:
+        images: labelled images.
+        preparation: resizing.
+    """
+
+    images: LabelledImages
+    preparation: Preparation
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, index: int) -> WholeImage:
-        image = self.images.load(index)
-        size = fitted_size(image.shape[1], image.shape[2], self.scale)
-        return WholeImage(resize(image, size), self.images.labels(index))
+        return self.preparation.whole(self.images.load(index), self.images.labels(index))
 
 
 def fitted_size(height: int, width: int, scale: Scale | None, ratio: float = 1.0) -> tuple[int, int]:

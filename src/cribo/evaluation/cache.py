@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import timm
@@ -16,6 +15,7 @@ from torch import Tensor
 from cribo.errors import InputError
 from cribo.files import write_json, write_whole
 from cribo.retrieval.choices import FeaturePrecision
+from cribo.retrieval.encoders import ImageEncoder, PatchEncoder
 from cribo.retrieval.free_memory import available_memory
 from cribo.retrieval.search import Keys, Neighbours, nearest
 
@@ -25,15 +25,6 @@ DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.
 # Increased whenever the features of the same backbone and image change.
 _CACHE_VERSION = 1
 _ABOUT = "about.json"
-
-
-class Encoder(Protocol):
-    """An encoder of images."""
-
-    @property
-    def identity(self) -> str | None:
-        """Unique key of the encoder; None disables caching."""
-        ...
 
 
 class FeatureCache:
@@ -51,7 +42,9 @@ class FeatureCache:
         ValueError: the encoder has no identity.
     """
 
-    def __init__(self, folder: Path, encoder: Encoder, about: Mapping[str, object] | None = None) -> None:
+    def __init__(
+        self, folder: Path, encoder: PatchEncoder | ImageEncoder, about: Mapping[str, object] | None = None
+    ) -> None:
         if encoder.identity is None:
             raise InputError("an encoder without identity cannot be cached: set its identity, or disable the cache")
         # Another version of timm may compute a network differently.

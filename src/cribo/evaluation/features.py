@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from cribo.console import Progress
+from cribo.console import Progress, no_progress
 from cribo.data import ImageFiles, LabelledImages, LabelledSubset
 from cribo.data.crops import resize_labels
 from cribo.evaluation.cache import DTYPES, FeatureCache, Machine, in_blocks, require_room, store, stored
@@ -193,7 +194,7 @@ def extract_patches(
     *,
     machine: Machine | None = None,
     precision: FeaturePrecision = "float32",
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
     what: str = "features",
 ) -> PatchFeatures:
     """Encode views that are not cached yet, and count the classes in their patches.
@@ -216,7 +217,7 @@ def extract_patches(
     machine = machine or Machine()
     cache, found = machine.cache, PatchFeatures()
     prepared_views = _Views(images, list(views), preparation, cache, precision)
-    loader = Batches(prepared_views, batch_size=None, workers=machine.workers)
+    loader = Batches(prepared_views, itemgetter(0), workers=machine.workers)
     missing = seen = 0  # uncached views, and all views from the first uncached one on
 
     def uncached() -> Iterator[_Prepared]:
@@ -229,8 +230,7 @@ def extract_patches(
                 yield prepared
             elif prepared.path is not None:
                 found.held[prepared.view], found.dim = prepared.path, prepared.dim
-            if progress is not None:
-                progress(what, done, len(views))
+            progress(what, done, len(views))
 
     checked = False
     for batch in _of_equal_size(uncached(), machine.batch_size):

@@ -18,7 +18,7 @@ class Batches:
 
     Args:
         dataset: map-style data set of the samples.
-        collate: collates a list of samples; torch's default if None. Ignored if `batch_size` is None.
+        collate: collates a list of samples.
         workers: number of worker processes; 0 loads in the main process.
         options: further options of `DataLoader`.
     """
@@ -26,15 +26,14 @@ class Batches:
     def __init__(
         self,
         dataset: Dataset[Any],
-        collate: Callable[[list[Any]], Any] | None = None,
+        collate: Callable[[list[Any]], Any] = default_collate,
         *,
         workers: int = 0,
         **options: Any,
     ) -> None:
-        whole = "batch_size" in options and options["batch_size"] is None
         self._loader: DataLoader[Any] = DataLoader(
-            _Caught(dataset),
-            collate_fn=unchanged if whole else _Collate(collate or default_collate),
+            _Collated(dataset, collate),
+            collate_fn=unchanged,
             num_workers=workers,
             prefetch_factor=_PREFETCHED if workers else None,
             **options,
@@ -50,26 +49,17 @@ class Batches:
             yield batch
 
 
-class _Caught(Dataset[Any]):
-    """Data set that returns the exception of an unreadable sample instead of raising it."""
+class _Collated(Dataset[Any]):
+    """Data set of batches, which returns the exception of an unreadable sample instead of raising it."""
 
-    def __init__(self, dataset: Dataset[Any]) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
+        self._dataset, self._collate = dataset, collate
 
     def __len__(self) -> int:
         return len(self._dataset)  # pyright: ignore[reportArgumentType]
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitems__(self, keys: list[Any]) -> Any:
         try:
-            return self._dataset[key]
+            return self._collate([self._dataset[key] for key in keys])
         except (ValueError, OSError, UnreadableImage) as error:
             return error
-
-
-class _Collate:
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: list[Any]) -> Any:
-        wrong = next((sample for sample in samples if isinstance(sample, Exception)), None)
-        return self._collate(samples) if wrong is None else wrong

@@ -21,12 +21,7 @@ if TYPE_CHECKING:
     _T = TypeVar("_T")
     Decided = Annotated[_T, "None until set by `prepare`"]
 else:
-
-    class Decided:
-        """Type of a setting that is None until `Protocol.prepare` sets it."""
-
-        def __class_getitem__(cls, kind: Any) -> Any:
-            return Optional[kind]  # noqa: UP045 (the kind may be a Literal)
+    Decided = Optional
 
 
 QUICK_SIDE = 224

@@ -18,7 +18,7 @@ from cribo.console import Phases
 from cribo.data import LabelledImages
 from cribo.devices import resolve_devices, resolve_workers
 from cribo.errors import InputError
-from cribo.evaluation.cache import Encoder, FeatureCache, Machine
+from cribo.evaluation.cache import FeatureCache, Machine
 from cribo.evaluation.data import PLACES, Splits
 from cribo.evaluation.features import EncodedView, PatchFeatures, Preparation, extract_patches
 from cribo.evaluation.pictures import write_pictures
@@ -29,7 +29,7 @@ from cribo.folders import ResultFolder
 from cribo.models import Backbone, normalise
 from cribo.processes import is_first_process
 from cribo.retrieval.choices import FeaturePrecision, Interpolation
-from cribo.retrieval.encoders import PatchEncoder, backbone_encoder, open_network
+from cribo.retrieval.encoders import ImageEncoder, PatchEncoder, backbone_encoder, open_network
 from cribo.retrieval.patches import resize_image
 from cribo.retrieval.source import BackboneSource
 
@@ -78,7 +78,7 @@ class Run:
         """Patch encoder on the first device, with the features of the last `source.layers` blocks."""
         return backbone_encoder(self.backbone.to(self.devices[0]), layers=self.source.layers)
 
-    def machine(self, encoder: Encoder) -> Machine:
+    def machine(self, encoder: PatchEncoder | ImageEncoder) -> Machine:
         """Return the resources of a protocol that does not train, with the feature cache of an encoder."""
         runtime, cache = self.runtime, None
         if runtime.cache != "none":

@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, Sampler, default_collate
 
 from cribo.arguments import ConfigError
 from cribo.data.randomness import keyed_generator
@@ -40,14 +41,6 @@ SETTINGS = "evaluation.json"
 _KEPT_CHECKPOINTS = 2
 _ORDER = 0x6F7264  # key of the random order, distinct from other uses of the seed
 _WORKER_DIED = "DataLoader worker (pid"
-
-
-class TrainedModule(ResumableModule):
-    """A module trained with Lightning's automatic optimisation.
-
-    All random numbers must be keyed, so that resumed and uninterrupted training are identical. Values logged with
-    `prog_bar=True` are shown in the progress bar.
-    """
 
 
 class KeyStream(Sampler[list[tuple[int, int]]]):
@@ -92,22 +85,19 @@ class KeyStream(Sampler[list[tuple[int, int]]]):
         return self.steps
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        order, known = [], -1
+        @lru_cache(maxsize=1)
+        def order(epoch: int) -> list[int]:
+            return torch.randperm(self.count, generator=keyed_generator(self.seed, _ORDER, epoch)).tolist()
+
         share = self.batch_size // self.world_size
         for step in range(self.position(), self.steps):
-            keys = []
             first = step * self.batch_size + self.rank * share
-            for place in range(first, first + share):
-                epoch, number = divmod(place, self.count)
-                if epoch != known:
-                    generator = keyed_generator(self.seed, _ORDER, epoch)
-                    order, known = torch.randperm(self.count, generator=generator).tolist(), epoch
-                keys.append((epoch, order[number]))
-            yield keys
+            places = (divmod(place, self.count) for place in range(first, first + share))
+            yield [(epoch, order(epoch)[number]) for epoch, number in places]
 
 
 def fit(
-    module: TrainedModule,
+    module: ResumableModule,
     *,
     train: Dataset[Any],
     validation: Dataset[Any],
@@ -118,13 +108,15 @@ def fit(
     label: str,
     runtime: TrainingRuntime,
     console: Console,
-    collate: Callable[[list[Any]], Any] | None = None,
+    collate: Callable[[list[Any]], Any] = default_collate,
     callbacks: Sequence[Callback] = (),
 ) -> L.Trainer:
     """Train and validate a module, resuming from the last checkpoint in the folder if there is one.
 
     Args:
-        module: trained in place; has the weights of the last step afterwards.
+        module: trained in place with Lightning's automatic optimisation; has the weights of the last step afterwards.
+            All its random numbers must be keyed, so that resumed and uninterrupted training are identical. Values
+            logged with `prog_bar=True` are shown in the progress bar.
         train: training samples, indexed by (epoch, index).
         validation: samples to score, in batches of one; each rank gets its share, without repetition.
         batch_size: total batch size over all devices.
@@ -134,7 +126,7 @@ def fit(
         label: label of the progress bar.
         runtime: devices, precision and logging.
         console: console for the progress bar.
-        collate: collates a list of samples; torch's default if None.
+        collate: collates a list of samples.
         callbacks: further callbacks.
 
     Returns:

@@ -324,10 +324,9 @@ def test_a_bounded_memory_is_divided_evenly() -> None:
 def test_predictions_for_pictures() -> None:
     maps = random_maps(9, 1)
     result = dense_nn(PERFECT, Coded(random_maps(6, 0)), Coded(maps), settings(), pictures=3)
-    assert [prediction.index for prediction in result.predictions] == [0, 4, 8]
-    for prediction in result.predictions:
-        cells = maps[prediction.index][::4, ::4]
-        assert torch.equal(prediction.labels, torch.where(cells == 255, 4, cells))
+    assert [panel.name for panel in result.panels] == ["0", "4", "8"]
+    for panel in result.panels:
+        assert torch.equal(panel.prediction, maps[int(panel.name)])
 
 
 # ------------------------------------------------------------------ settings

@@ -6,8 +6,8 @@ import torch
 from torch.utils.data import default_collate
 
 from cribo.data import colour_map
-from cribo.data.crops import LabelledCrops, WholeImages
-from cribo.evaluation.segmentation.module import NoisyCrops, SegmentationModule
+from cribo.data.crops import Crops, WholeImages
+from cribo.evaluation.segmentation.module import SegmentationModule
 from cribo.models import Backbone, build_backbone
 
 SIDE = 64  # of the squares of one class: four patches
@@ -51,9 +51,8 @@ def tiny_vit(depth: int = 2, seed: int = 0) -> Backbone:
     )
 
 
-def train(module: SegmentationModule, crops: LabelledCrops | NoisyCrops, *, steps: int, batch_size: int) -> None:
+def train(module: SegmentationModule, crops: Crops, *, steps: int, batch_size: int) -> None:
     """Train like Lightning on one device: batches of keys in order."""
-    crops = crops if isinstance(crops, NoisyCrops) else NoisyCrops(crops, 0)
     optimisers = module.configure_optimizers()
     optimizer, schedule = optimisers["optimizer"], optimisers["lr_scheduler"]["scheduler"]
     module.train()

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from cribo.data.crops import LabelledCrops, WholeImages
+from cribo.data.crops import Crops, MMSegPreparation, WholeImages
 from cribo.evaluation.segmentation.linear import LinearSegmentation, linear_head
 from cribo.models import build_backbone
 
@@ -17,7 +17,7 @@ RATES = (8e-4, 3e-4, 1e-4, 8e-5)
 
 
 def test_heads_trained_together_equal_those_trained_alone() -> None:
-    crops = LabelledCrops(Squares(), 48, None, seed=0)
+    crops = Crops(Squares(), MMSegPreparation(48, None), seed=0)
     backbone = tiny_vit()
     together = LinearSegmentation(backbone, classes=4, layers=2, learning_rates=RATES, steps=5)
     train(together, crops, steps=5, batch_size=3)
@@ -34,8 +34,8 @@ def test_heads_trained_together_equal_those_trained_alone() -> None:
 def test_a_head_overfits_its_training_images(layers: int) -> None:
     images = Squares(4)
     module = LinearSegmentation(tiny_vit(), classes=4, layers=layers, learning_rates=(0.1, 1e-5), steps=100)
-    train(module, LabelledCrops(images, 64, None, seed=0), steps=100, batch_size=4)
-    good, bad = score(module, WholeImages(images, None))
+    train(module, Crops(images, MMSegPreparation(64, None), seed=0), steps=100, batch_size=4)
+    good, bad = score(module, WholeImages(images, MMSegPreparation(64, None)))
     accuracy = module.confusions[0].diagonal().sum() / module.confusions[0].sum()
     assert accuracy > 0.95
     assert good > 0.9
@@ -46,7 +46,7 @@ def test_the_backbone_is_unchanged() -> None:
     backbone = build_backbone("resnet10t", args={"channels": (8, 8, 8, 8)}, image_size=64)
     before = copy.deepcopy(backbone.state_dict())
     module = LinearSegmentation(backbone, classes=4, learning_rates=(0.1,), steps=2)
-    train(module, LabelledCrops(Squares(), 64, None, seed=0), steps=2, batch_size=2)
+    train(module, Crops(Squares(), MMSegPreparation(64, None), seed=0), steps=2, batch_size=2)
     assert module.training
     assert not backbone.training
     for name, value in backbone.state_dict().items():  # batch norms included

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from cribo.data.crops import LabelledCrops, WholeImages
+from cribo.data.crops import Crops, MMSegPreparation, WholeImages
 from cribo.evaluation.scores import iou
 from cribo.evaluation.segmentation import module as shared
 from cribo.evaluation.segmentation.inference import Inference
-from cribo.evaluation.segmentation.module import NoisyCrops, SegmentationModule, pixel_cross_entropy, polynomial_decay
+from cribo.evaluation.segmentation.module import SegmentationModule, pixel_cross_entropy, polynomial_decay
 from cribo.models import normalise
 
 from .squares import Squares, score, tiny_vit
@@ -97,7 +97,7 @@ def test_learning_rates_without_a_floor_equal_torch() -> None:
 
 def test_crops_are_filled_with_zeros_after_normalisation() -> None:
     module = Watched()
-    crop = NoisyCrops(LabelledCrops(Squares(rows=1, columns=1), 144, None, seed=0), 0)[0, 0]
+    crop = Crops(Squares(rows=1, columns=1), MMSegPreparation(144, None), seed=0)[0, 0]
     module.training_step(default_collate([crop]), 0)
     (seen,) = module.seen
     height, width = crop.extent.tolist()
@@ -107,7 +107,7 @@ def test_crops_are_filled_with_zeros_after_normalisation() -> None:
 
 
 def test_the_loss_is_the_sum_of_the_heads() -> None:
-    batch = default_collate([NoisyCrops(LabelledCrops(Squares(), 64, None, seed=0), 0)[0, 0]])
+    batch = default_collate([Crops(Squares(), MMSegPreparation(64, None), seed=0)[0, 0]])
     module = Watched(("a", "b"))
     images = normalise(batch.pixels / 255, mean=module.backbone.mean, std=module.backbone.std)
     single = [pixel_cross_entropy(head, batch.labels) for head in module.logits(images)]
@@ -115,7 +115,7 @@ def test_the_loss_is_the_sum_of_the_heads() -> None:
 
 
 def test_heads_are_scored_over_all_images_in_each_validation() -> None:
-    module, images = Watched(("right", "wrong")), WholeImages(Squares(), None)
+    module, images = Watched(("right", "wrong")), WholeImages(Squares(), MMSegPreparation(64, None))
     first = score(module, images)
     assert first[0] > 0.95  # except pixels at the edges of squares
     assert first[1] < 0.01

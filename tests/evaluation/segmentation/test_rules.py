@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from cribo.arguments import ConfigError
-from cribo.data.crops import LabelledCrops
+from cribo.data.crops import Crops, MMSegPreparation
 from cribo.evaluation import evaluate
 from cribo.evaluation.data import SegmentationData
 from cribo.evaluation.runtime import TrainingRuntime
@@ -20,13 +20,12 @@ from cribo.evaluation.segmentation.inference import Inference, segment_image
 from cribo.evaluation.segmentation.linear import LinearSegmentation
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
 from cribo.evaluation.segmentation.module import (
-    NoisyCrops,
     follow_rules,
     labelled_pixels,
     pixel_cross_entropy,
     step_decay,
 )
-from cribo.evaluation.segmentation.outcome import training_crops
+from cribo.evaluation.segmentation.outcome import preparation
 from cribo.evaluation.segmentation.protocol import FinetunedSegmenter, Linear
 from cribo.evaluation.segmentation.rules import LINEAR, SEGMENTER, Rules
 from cribo.evaluation.segmentation.trained import load_segmenter
@@ -106,7 +105,7 @@ def test_voc_is_padded_with_black(variant: Any, name: str, beyond: float) -> Non
     backbone = tiny_vit()
     follow_rules(settings.rules, backbone)
     wide = Squares(rows=1, columns=8)  # resized to at most 512 x 2048 pixels times 0.5 to 2
-    crops = training_crops(settings, run_of(name, wide), 0)
+    crops = Crops(wide, preparation(settings, run_of(name, wide)), seed=0)
     key = next((0, index) for index in range(4) if (crops[0, index].labels[-1] == 255).all())
     Watched(backbone, classes=4, learning_rates=(0.1,), steps=1).training_step(default_collate([crops[key]]), 0)
     assert (seen[0][0, :, -1] == beyond).all()
@@ -117,7 +116,8 @@ def test_pascal_context_is_cropped_at_480_of_512() -> None:
     sizes = {}
     for variant in ("paper", "released"):
         for name in ("pascal-context-60", "voc"):
-            crops = training_crops(Linear(variant=variant).for_data(name, tiny_vit()), run_of(name, large), 0)
+            settings = Linear(variant=variant).for_data(name, tiny_vit())
+            crops = Crops(large, preparation(settings, run_of(name, large)), seed=0)
             found = [crops[0, index] for index in range(4)]
             assert all(crop.pixels.shape == (3, 512, 512) for crop in found)
             sizes[variant, name] = max((crop.labels != 255).any(dim=0).sum().item() for crop in found)
@@ -145,7 +145,7 @@ def test_drop_path_is_active_in_training_only() -> None:
     images, plain = noise(1, 3, 32, 32), heads(LINEAR["paper"])
     torch.testing.assert_close(module.logits(images), plain.logits(images))
     assert backbone.num_drop_path_sites == 2  # the branches of the last block; the first block has rate 0
-    crops = NoisyCrops(LabelledCrops(Squares(), 32, None, seed=0), 2)
+    crops = Crops(Squares(), MMSegPreparation(32, None), seed=0, sites=2)
     batch = default_collate([crops[0, 0]])
     losses = [
         module.training_step(batch._replace(drop_path_noise=torch.tensor([values])), 0).item()

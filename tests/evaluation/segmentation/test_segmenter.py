@@ -5,9 +5,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cribo.data.crops import LabelledCrops, WholeImages
+from cribo.data.crops import Crops, MMSegPreparation, WholeImages
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
-from cribo.evaluation.segmentation.module import NoisyCrops
 from cribo.evaluation.segmentation.segmenter import Segmenter, SegmenterFinetuning
 from cribo.models import build_backbone
 
@@ -70,13 +69,13 @@ def finetuning(*, drop_path: float = 0.0, rate: float = 1e-3, steps: int = 60) -
 
 
 def crops(images: int = 4, *, size: int = 64, sites: int = 0) -> Any:
-    return NoisyCrops(LabelledCrops(Squares(images), size, None, seed=0), sites)
+    return Crops(Squares(images), MMSegPreparation(size, None), seed=0, sites=sites)
 
 
 def test_it_overfits_its_training_images() -> None:
     module = finetuning(drop_path=0.1)
     train(module, crops(sites=module.segmenter.num_drop_path_sites), steps=60, batch_size=4)
-    (miou,) = score(module, WholeImages(Squares(4), None))
+    (miou,) = score(module, WholeImages(Squares(4), MMSegPreparation(64, None)))
     assert module.confusions[0].diagonal().sum() / module.confusions[0].sum() > 0.95
     assert miou > 0.9
 
@@ -104,7 +103,7 @@ def test_noise_depends_only_on_the_key() -> None:
     first, again = crops(sites=3), crops(sites=3)
     assert torch.equal(first[2, 1].drop_path_noise, again[2, 1].drop_path_noise)
     assert len({tuple(first[key].drop_path_noise.tolist()) for key in ((0, 0), (0, 1), (1, 0))}) == 3
-    crop = LabelledCrops(Squares(4), 64, None, seed=0)[2, 1]
+    crop = Crops(Squares(4), MMSegPreparation(64, None), seed=0)[2, 1]
     assert torch.equal(first[2, 1].pixels, crop.pixels)
     assert torch.equal(first[2, 1].labels, crop.labels)
 

@@ -2,21 +2,19 @@
 
 import json
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import safetensors.torch
 import torch
 
-from cribo.data.crops import LabelledCrops, WholeImages
+from cribo.data.crops import Crops, MMSegPreparation, WholeImages
+from cribo.errors import InputError
 from cribo.evaluation.segmentation.inference import Inference
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
-from cribo.evaluation.segmentation.module import NoisyCrops
 from cribo.evaluation.segmentation.segmenter import Segmenter, SegmenterFinetuning
 from cribo.evaluation.segmentation.trained import (
     SEGMENTER_FILE,
     TrainedSegmenter,
-    UnusableSegmenter,
     load_segmenter,
     save_segmenter,
 )
@@ -37,7 +35,7 @@ def trained() -> TrainedSegmenter:
     network = Segmenter(backbone, MaskTransformer(32, 4, layers=1))
     images = Squares()
     module = SegmenterFinetuning(network, learning_rate=1e-3, steps=20)
-    train(module, cast(Any, NoisyCrops(LabelledCrops(images, 64, None, seed=0), 0)), steps=20, batch_size=4)
+    train(module, Crops(images, MMSegPreparation(64, None), seed=0), steps=20, batch_size=4)
     return TrainedSegmenter(network.eval(), images.classes, tuple(images.palette), SCALE, INFERENCE)
 
 
@@ -50,7 +48,7 @@ def test_predictions_equal_those_of_the_evaluation(tmp_path: Path) -> None:
     assert (loaded.classes, loaded.palette) == (images.classes, tuple(images.palette))
     labels = []
     for index in range(3):
-        pixels, truth = WholeImages(images, SCALE)[index]
+        pixels, truth = WholeImages(images, MMSegPreparation(64, SCALE))[index]
         labels.append(loaded.segment(images.load(index)))
         assert torch.equal(labels[-1], module.segment(pixels, (truth.shape[0], truth.shape[1]))[0])
         assert torch.equal(labels[-1], segmenter.segment(images.load(index)))
@@ -81,7 +79,7 @@ def test_the_epsilon_of_layer_norms_is_stored(tmp_path: Path) -> None:
 )
 def test_other_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / SEGMENTER_FILE).write_bytes(content)
-    with pytest.raises(UnusableSegmenter, match=message):
+    with pytest.raises(InputError, match=message):
         load_segmenter(tmp_path)
 
 

@@ -29,7 +29,6 @@ class PatchMemory:
         num_classes: C, number of classes.
         draw: index of the draw; a bounded memory selects other patches in each draw.
         device: device on which votes are counted.
-        progress: called after each view.
 
     Attributes:
         keys: keys of the search.
@@ -45,7 +44,6 @@ class PatchMemory:
         *,
         draw: int = 0,
         device: torch.device | str = "cpu",
-        progress: Callable[[], None] | None = None,
     ) -> None:
         self.columns = num_classes + (settings.unlabelled == "class")
         limit = max(1, settings.memory_patches // len(views)) if settings.memory_patches else None
@@ -60,20 +58,19 @@ class PatchMemory:
                 counts, kept = counts[chosen], kept[chosen]
             rows[view] = kept.int()  # int32 halves the memory
             labels.append(label_shares(counts, settings.patch_labels))
-            if progress is not None:
-                progress()
         self.keys = SelectedKeys(known, rows)
+        self._settings = settings
         self._voters = Voters(labels, self.columns, device)
         self._index: ApproximateIndex | None = None
 
     def search(
         self,
         queries: Float[Tensor, "q d"],
-        settings: DenseNN,
         machine: Machine,
         progress: Callable[[int], None] | None = None,
     ) -> tuple[Neighbours, float]:
         """Return the nearest patches of each query, and the recall of the search (1 if exact)."""
+        settings = self._settings
         exact = partial(machine.search, keys=self.keys, neighbours=settings.neighbours, progress=progress)
         if settings.search == "exact":
             return exact(queries), 1.0
@@ -83,6 +80,6 @@ class PatchMemory:
         sample = torch.arange(0, len(queries), max(1, len(queries) // _RECALL_QUERIES))
         return found, recall(Neighbours(found.similarity[sample], found.rows[sample]), exact(queries[sample]))
 
-    def vote(self, neighbours: Neighbours, settings: DenseNN) -> Float[Tensor, "q p"]:
+    def vote(self, neighbours: Neighbours) -> Float[Tensor, "q p"]:
         """Return the fraction of votes for each class."""
-        return self._voters.vote(neighbours, settings.vote, settings.temperature)
+        return self._voters.vote(neighbours, self._settings.vote, self._settings.temperature)

@@ -171,7 +171,7 @@ disk and reused by further evaluations of the same backbone and images. For a qu
     def measure(self, run: "Run") -> Outcome:
         """Label the patches of val by their nearest patches in train."""
         from cribo.console import Phases
-        from cribo.evaluation.dense_neighbours.retrieval import dense_nn, panels, row
+        from cribo.evaluation.dense_neighbours.retrieval import dense_nn, row
 
         encoder = run.encoder
         train, val = run.data.train, run.data.val
@@ -188,7 +188,7 @@ disk and reused by further evaluations of the same backbone and images. For a qu
         return Outcome(
             rows=[row(score, train.classes) for score in found.scores],
             classes=train.classes,
-            panels=panels(found, val),
+            panels=found.panels,
             palette=val.palette,
             data={"memory_patches": found.memory_patches, "query_patches": found.query_patches},
         )

@@ -3,7 +3,6 @@
 Each patch of a query image is labelled by its nearest patches in a memory of labelled images. Nothing is trained.
 """
 
-import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from cribo.console import Progress
+from cribo.console import Progress, no_progress
 from cribo.data import LabelledImages
 from cribo.data.crops import resize_labels
 from cribo.data.randomness import keyed_generator
@@ -91,32 +90,19 @@ class RatioScore:
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """Predicted labels of the patches of an image, for pictures.
-
-    Attributes:
-        index: index of the image among the queries.
-        labels: (h, w) labels on the grid of patches; C for no class.
-    """
-
-    index: int
-    labels: Int[Tensor, "h w"]
-
-
-@dataclass(frozen=True)
 class DenseRetrieval:
     """Result of `dense_nn`.
 
     Attributes:
         settings: settings used, without None.
         scores: score of each ratio.
-        predictions: predictions for some images, with the memory of the first ratio.
+        panels: images, labels and predictions of some queries, with the memory of the first ratio.
         memory_patches, query_patches: number of encoded patches.
     """
 
     settings: DenseNN
     scores: tuple[RatioScore, ...]
-    predictions: tuple[Prediction, ...]
+    panels: tuple[Panel, ...]
     memory_patches: int
     query_patches: int
 
@@ -130,7 +116,7 @@ def dense_nn(
     *,
     machine: Machine | None = None,
     pictures: int = 0,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> DenseRetrieval:
     """Label each patch of the queries by its nearest patches in the memory, and score the predictions.
 
@@ -140,7 +126,7 @@ def dense_nn(
         queries: images to label and score.
         settings: settings of the protocol.
         machine: resources of the search.
-        pictures: number of queries whose predictions are returned.
+        pictures: number of queries whose predictions are returned as panels.
         progress: progress callback.
 
     Raises:
@@ -151,10 +137,12 @@ def dense_nn(
     machine = machine or Machine()
     _check_sets(memory, queries)
     settings = (settings or DenseNN()).for_data(encoder.patch_size, memory.classes)
-    drawn = {ratio: images_of(memory, ratio, settings) for ratio in settings.ratios}
-    draws = [(ratio, draw) for ratio in settings.ratios for draw in range(len(drawn[ratio]))]
-    images = [drawn[ratio][draw] for ratio, draw in draws]
-    _require_bound(max(len(_views(part, settings)) for part in images), settings)
+    draws = [
+        (ratio, draw, _views(images, settings))
+        for ratio in settings.ratios
+        for draw, images in enumerate(images_of(memory, ratio, settings))
+    ]
+    _require_bound(max(len(views) for _, _, views in draws), settings)
     preparation = Preparation(encoder.patch_size, settings.size, settings.interpolation, settings.seed)
     encode = partial(
         extract_patches,
@@ -164,32 +152,26 @@ def dense_nn(
         precision=settings.precision,
         progress=progress,
     )
-    known = encode(memory, _views(sorted(set().union(*images)), settings), what="features of the memory")
+    needed = sorted({view for _, _, views in draws for view in views})
+    known = encode(memory, needed, what="features of the memory")
     asked = encode(queries, [EncodedView(index) for index in range(len(queries))], what="features of the queries")
-    labelled, views = itertools.count(1), sum(len(_views(part, settings)) for part in images)
-
-    def report() -> None:
-        if progress is not None:
-            progress("labels of the memory", next(labelled), views)
-
     memories = []
-    for part, (ratio, draw) in zip(images, draws, strict=True):
-        views_of, device = _views(part, settings), machine.devices[0]
-        memories.append(
-            PatchMemory(known, views_of, settings, len(memory.classes), draw=draw, device=device, progress=report)
-        )
-        _require_neighbours(memories[-1], ratio, settings)
+    for ratio, draw, views in draws:
+        part = PatchMemory(known, views, settings, len(memory.classes), draw=draw, device=machine.devices[0])
+        _require_neighbours(part, ratio, settings)
+        memories.append(part)
+        progress("labels of the memory", len(memories), len(draws))
     scorer = _Scorer(queries, asked, settings, pictures, machine.devices[0])
     if not scorer.has_labels():
         raise InputError("the queries cannot be scored: all labels of their images are ignored")
     tallies, recalls = _score_all(scorer, memories, settings, machine, progress)
     scores = []
     for ratio in settings.ratios:
-        places = [place for place, (other, _) in enumerate(draws) if other == ratio]
+        places = [place for place, (other, _, _) in enumerate(draws) if other == ratio]
         patches = [len(memories[place].keys) for place in places]
         recall = [recalls[place] for place in places] if settings.search == "faiss" else []
         scores.append(RatioScore.of(ratio, [tallies[place] for place in places], patches, recall, settings.mean))
-    return DenseRetrieval(settings, tuple(scores), tuple(scorer.predictions), known.patches, asked.patches)
+    return DenseRetrieval(settings, tuple(scores), tuple(scorer.panels), known.patches, asked.patches)
 
 
 def row(score: RatioScore, classes: Sequence[str]) -> dict[str, Any]:
@@ -204,15 +186,6 @@ def row(score: RatioScore, classes: Sequence[str]) -> dict[str, Any]:
         **({} if score.recall is None else {"recall": score.recall}),
         "confusion": score.confusion.tolist(),
     }
-
-
-def panels(found: DenseRetrieval, queries: LabelledImages) -> list[Panel]:
-    """Return panels of images, labels and predictions, with patch predictions not interpolated."""
-    drawn = []
-    for prediction in sorted(found.predictions, key=lambda prediction: prediction.index):
-        label = torch.where(prediction.labels == len(queries.classes), queries.ignore_index, prediction.labels)
-        drawn.append(panel_of(queries, prediction.index, label))
-    return drawn
 
 
 def images_of(memory: LabelledImages, ratio: int, settings: DenseNN) -> list[list[int]]:
@@ -259,7 +232,7 @@ class _Scorer:
         self, queries: LabelledImages, asked: PatchFeatures, settings: DenseNN, pictures: int, device: str
     ) -> None:
         self.queries, self.asked, self.settings, self.device = queries, asked, settings, device
-        self.predictions: list[Prediction] = []
+        self.panels: list[Panel] = []
         shown = min(pictures, len(queries))
         self._shown = {round(place * (len(queries) - 1) / max(1, shown - 1)) for place in range(shown)}
         self._patch_labels = {}
@@ -290,23 +263,30 @@ class _Scorer:
         labels = self.queries.labels(view.image)
         return resize_labels(labels, self.asked.sizes[view]) if self.settings.score == "resized" else labels
 
-    def score(self, chunk: "_Chunk", part: PatchMemory, neighbours: Neighbours, *, keep: bool) -> Int[Tensor, "c p"]:
-        """Return the confusion matrix of the images of a chunk."""
-        votes = part.vote(neighbours, self.settings)
+    def score(
+        self,
+        chunk: Mapping[EncodedView, Int[Tensor, " m"]],
+        labels: Mapping[EncodedView, Tensor],
+        part: PatchMemory,
+        neighbours: Neighbours,
+        *,
+        keep: bool,
+    ) -> Int[Tensor, "c p"]:
+        """Return the confusion matrix of some images, given the searched patches and the labels of each image."""
+        votes = part.vote(neighbours)
         rows, columns = len(self.queries.classes), part.columns
         tally = torch.zeros(rows, columns, dtype=torch.long, device=self.device)
-        lengths = [len(rows) for rows in chunk.rows.values()]
-        for (view, patches), own in zip(chunk.rows.items(), votes.split(lengths), strict=True):
+        lengths = list(map(len, chunk.values()))
+        for (view, patches), own in zip(chunk.items(), votes.split(lengths), strict=True):
             if keep and view.image in self._shown:
-                self.predictions.append(self._prediction(view, patches, own))
-            labels = chunk.labels[view]
+                self.panels.append(self._panel(view, patches, own))
+            true = labels[view].to(self.device)
             if self.settings.score == "patch":
-                tally += count_confusion(labels[patches].to(self.device), own.argmax(dim=1), rows, columns)
+                tally += count_confusion(true[patches.to(self.device)], own.argmax(dim=1), rows, columns)
             else:
-                labels = labels.to(self.device)
-                known = labels != self.queries.ignore_index
-                predicted = self._upsampled(own, view, (labels.shape[0], labels.shape[1]))
-                tally += count_confusion(labels[known], predicted[known], rows, columns)
+                known = true != self.queries.ignore_index
+                predicted = self._upsampled(own, view, (true.shape[0], true.shape[1]))
+                tally += count_confusion(true[known], predicted[known], rows, columns)
         return tally.cpu()
 
     def _upsampled(self, votes: Float[Tensor, "n p"], view: EncodedView, size: tuple[int, int]) -> Int[Tensor, "h w"]:
@@ -315,23 +295,11 @@ class _Scorer:
         grid = votes[:, present].mT.unflatten(1, self.asked.grid(view))[None]
         return present[F.interpolate(grid, size=size, mode="bilinear")[0].argmax(dim=0)]
 
-    def _prediction(self, view: EncodedView, rows: Int[Tensor, " m"], votes: Float[Tensor, "m p"]) -> Prediction:
-        labels = torch.full((self.asked.counts[view].patches,), len(self.queries.classes))
-        labels[rows] = votes.argmax(dim=1).cpu()
-        return Prediction(view.image, labels.view(self.asked.grid(view)))
-
-
-@dataclass
-class _Chunk:
-    """Patches of several queries that are searched together, and the labels to score, by image."""
-
-    rows: dict[EncodedView, Int[Tensor, " m"]]
-    labels: dict[EncodedView, Tensor]
-
-    @property
-    def patches(self) -> int:
-        """Number of patches."""
-        return sum(map(len, self.rows.values()))
+    def _panel(self, view: EncodedView, rows: Int[Tensor, " m"], votes: Float[Tensor, "m p"]) -> Panel:
+        ignore_index, predicted = self.queries.ignore_index, votes.argmax(dim=1).cpu()
+        labels = torch.full((self.asked.counts[view].patches,), ignore_index)
+        labels[rows] = torch.where(predicted == len(self.queries.classes), ignore_index, predicted)
+        return panel_of(self.queries, view.image, labels.view(self.asked.grid(view)))
 
 
 def _score_all(
@@ -339,7 +307,7 @@ def _score_all(
     memories: Sequence[PatchMemory],
     settings: DenseNN,
     machine: Machine,
-    progress: Progress | None,
+    progress: Progress,
 ) -> tuple[list[Int[Tensor, "c p"]], list[float]]:
     """Search and score all queries in all memories; return the confusion matrix and recall of each memory."""
     tallies = [torch.zeros(len(scorer.queries.classes), part.columns, dtype=torch.long) for part in memories]
@@ -350,19 +318,18 @@ def _score_all(
     pairs = patches * sum(len(part.keys) + 1 for part in memories)
     done = 0
 
-    def report(chunk: _Chunk, keys: int) -> None:
-        if progress is not None:
-            progress("search [%]", 100 * (done + chunk.patches * keys) // pairs, 100)
+    def report(queries: int, keys: int) -> None:
+        progress("search [%]", 100 * (done + queries * keys) // pairs, 100)
 
     for views in in_chunks(_sizes(scorer, rows, memories, settings)):
-        chunk = _Chunk({view: rows[view] for view in views}, {view: scorer.labels(view) for view in views})
-        features = torch.cat([scorer.asked.features(view)[rows[view]] for view in views])
+        chunk, labels = {view: rows[view] for view in views}, {view: scorer.labels(view) for view in views}
+        features = torch.cat([scorer.asked.features(view)[own] for view, own in chunk.items()])
         for number, part in enumerate(memories):
-            neighbours, share = part.search(features, settings, machine, partial(report, chunk))
-            recalls[number] += share * chunk.patches / patches
-            tallies[number] += scorer.score(chunk, part, neighbours, keep=number == 0)
-            done += chunk.patches * (len(part.keys) + 1)
-            report(chunk, 0)
+            neighbours, share = part.search(features, machine, partial(report, len(features)))
+            recalls[number] += share * len(features) / patches
+            tallies[number] += scorer.score(chunk, labels, part, neighbours, keep=number == 0)
+            done += len(features) * (len(part.keys) + 1)
+            report(0, 0)
     return tallies, recalls
 
 

@@ -12,12 +12,11 @@ from cribo.evaluation.detection.criterion import SetLoss
 from cribo.evaluation.detection.protocol import CLIP, FINAL_LEARNING_RATE, WEIGHT_DECAY
 from cribo.evaluation.detection.scoring import AveragePrecision, Detections, Gathered, average_precision, read_off
 from cribo.evaluation.detection.views import Batch
-from cribo.evaluation.training import TrainedModule
 from cribo.models import normalise
-from cribo.training.module import NonFiniteLoss
+from cribo.training.module import NonFiniteLoss, ResumableModule
 
 
-class Detector(TrainedModule):
+class Detector(ResumableModule):
     """Module that finetunes YOLOS, and scores it on whole images.
 
     Args:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -79,7 +80,7 @@ def discover(
     found: dict[str, list[FoundObject]] = {method: [] for method in settings.methods}
     boxes: dict[str, list[Tensor]] = {method: [] for method in settings.methods}
     patches: list[tuple[float, ...]] = []
-    loader = Batches(_Resized(images, settings.size, backbone), batch_size=None, workers=workers)
+    loader = Batches(_Resized(images, settings.size, backbone), itemgetter(0), workers=workers)
     for index, (pixels, size) in enumerate(loader):
         features, grid = _features(backbone, torch.from_numpy(pixels), settings.features, images.name(index))
         patches.append(tuple(backbone.patch_size * own / new for own, new in zip(size, pixels.shape[1:], strict=True)))

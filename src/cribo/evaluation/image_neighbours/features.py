@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as TF
 
-from cribo.console import Progress
+from cribo.console import Progress, no_progress
 from cribo.data import UnreadableImage
 from cribo.data.classification import ClassifiedFiles
 from cribo.errors import InputError
@@ -81,7 +81,7 @@ def extract_global(
     *,
     machine: Machine,
     precision: FeaturePrecision = "float32",
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
     what: str = "features",
 ) -> ImageFeatures:
     """Encode images that are not cached yet.
@@ -122,8 +122,7 @@ def extract_global(
     )
 
     def report(done: int) -> None:
-        if progress is not None:
-            progress(what, done, len(wanted))
+        progress(what, done, len(wanted))
 
     rows = _checked(_encoded(encoders, machine.devices, loader), images, wanted, report)
     # Valid because the missing blocks are in order, and only the last block is shorter.

@@ -62,7 +62,7 @@ def _draw(
     asked: ClassifiedFiles,
 ) -> Figure:
     prepare = SquareCrop(found.settings.resize, found.settings.crop)
-    shown = min(score.neighbours, _NEIGHBOURS, found.nearest.rows.shape[1])
+    shown = min(score.neighbours, _NEIGHBOURS)
 
     def draw(index: int, axes: Sequence[Axes]) -> str:
         label, predicted = (asked.classes[int(classes[index])] for classes in (asked.labels, score.predicted))

@@ -4,7 +4,7 @@ Uses global tokens and votes weighted by cosine similarity, as in DINO (Caron et
 learning via non-parametric instance discrimination" (Wu et al. 2018). Nothing is trained.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,18 +13,16 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from cribo.console import Progress
+from cribo.console import Progress, no_progress
 from cribo.data.classification import ClassifiedFiles
 from cribo.errors import InputError
 from cribo.evaluation.cache import Machine
-from cribo.evaluation.image_neighbours.features import ImageFeatures, SquareCrop, extract_global
+from cribo.evaluation.image_neighbours.features import SquareCrop, extract_global
 from cribo.evaluation.image_neighbours.protocol import PUBLISHED, ImageNN
 from cribo.evaluation.scores import accuracy, count_confusion
 from cribo.retrieval.encoders import ImageEncoder
 from cribo.retrieval.search import Neighbours
 
-_NEAREST = 8  # number of returned neighbours per image
-_SEARCHED_AT_ONCE = 2**16  # number of images; keys are read once for each part
 _VOTES_AT_ONCE = 2**24  # maximum number of images times classes
 _PAIRS = 50  # number of confused pairs of classes to report
 _CONFUSION_CLASSES = 256  # maximum number of classes for a confusion matrix in results
@@ -62,7 +60,7 @@ class ImageRetrieval:
     Attributes:
         settings: settings used, without None.
         scores: score of each k.
-        nearest: up to eight nearest training images of each image.
+        nearest: nearest training images of each image, as many as the largest k.
     """
 
     settings: ImageNN
@@ -78,7 +76,7 @@ def image_nn(
     settings: ImageNN | None = None,
     *,
     machine: Machine | None = None,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> ImageRetrieval:
     """Classify images by their nearest training images.
 
@@ -114,13 +112,15 @@ def image_nn(
     )
     keys = encode(train, what="features of the training images" if val is not None else "features")
     queries = keys if val is None else encode(val, what="features of the images to classify")
-    votes = _Votes(train, asked, settings, machine.devices[0])
-    found: list[Neighbours] = []
-    for near in _neighbours(queries, keys, settings, machine, leave_one_out=val is None, progress=progress):
-        found.append(Neighbours(*(part[:, :_NEAREST].clone() for part in near)))
-        votes.add(near)
-    nearest = Neighbours(*(torch.cat(parts) for parts in zip(*found, strict=True)))
-    return ImageRetrieval(settings, tuple(votes.scores), nearest)
+    nearest = machine.search(
+        next(queries.blocks(len(queries))),
+        keys,
+        settings.neighbours[-1] + (val is None),
+        progress=lambda compared: progress("search [%]", 100 * compared // len(keys), 100),
+    )
+    if val is None:
+        nearest = _without_themselves(nearest)
+    return ImageRetrieval(settings, _scores(nearest, train, asked, settings, machine.devices[0]), nearest)
 
 
 def shown_score(scores: Sequence[NeighbourScore]) -> NeighbourScore:
@@ -159,72 +159,32 @@ def most_confused(confusion: Int64[Tensor, "c c"], classes: Sequence[str]) -> li
     ]
 
 
-def _neighbours(
-    queries: ImageFeatures,
-    keys: ImageFeatures,
-    settings: ImageNN,
-    machine: Machine,
-    *,
-    leave_one_out: bool,
-    progress: Progress | None,
-) -> Iterator[Neighbours]:
-    """Yield the nearest keys of all queries in order, in chunks."""
-    count = settings.neighbours[-1] + leave_one_out
-    done = 0
-
-    def report(images: int, compared: int) -> None:
-        if progress is not None:
-            progress("search [%]", 100 * (done * len(keys) + images * compared) // (len(queries) * len(keys)), 100)
-
-    for chunk in queries.blocks(_SEARCHED_AT_ONCE):
-        found = machine.search(chunk, keys, count, progress=partial(report, len(chunk)))
-        yield _without_themselves(found, done) if leave_one_out else found
-        done += len(chunk)
-
-
-def _without_themselves(found: Neighbours, first: int) -> Neighbours:
-    """Remove each image from its own neighbours; the images are the keys from row `first` on."""
-    own = torch.arange(first, first + len(found.rows))[:, None]
+def _without_themselves(found: Neighbours) -> Neighbours:
+    """Remove each image from its own neighbours; the images are the keys."""
+    own = torch.arange(len(found.rows))[:, None]
     # If duplicates displace an image's own row, the last neighbour is removed instead.
     order = (found.rows == own).byte().argsort(dim=1, stable=True)[:, :-1]
     return Neighbours(found.similarity.gather(1, order), found.rows.gather(1, order))
 
 
-class _Votes:
-    """Votes of the neighbours of images, block by block.
-
-    Attributes:
-        scores: score of each k.
-    """
-
-    def __init__(self, train: ClassifiedFiles, asked: ClassifiedFiles, settings: ImageNN, device: str) -> None:
-        self.settings, self.device, self.classes = settings, device, len(train.classes)
-        self._voters, self._own = (torch.from_numpy(images.labels).to(device) for images in (train, asked))
-        empty = torch.empty(len(asked), dtype=torch.long)
-        self.scores = [
-            NeighbourScore(k, empty.clone(), empty.clone(), torch.empty(len(asked))) for k in settings.neighbours
-        ]
-        self._done = 0
-
-    def add(self, neighbours: Neighbours) -> None:
-        """Classify the next images."""
-        at_once = max(1, _VOTES_AT_ONCE // self.classes)
-        for similarity, rows in zip(*(part.split(at_once) for part in neighbours), strict=True):
-            self._vote(similarity.to(self.device), rows.to(self.device))
-            self._done += len(rows)
-
-    def _vote(self, similarity: Float[Tensor, "q k"], rows: Int64[Tensor, "q k"]) -> None:
-        span = slice(self._done, self._done + len(rows))
-        classes, own = self._voters[rows], self._own[span]
-        weights = vote_weights(similarity, self.settings.temperature)
-        votes = weights.new_zeros(len(rows), self.classes)
-        before = 0
-        for score in self.scores:  # k ascends, so votes accumulate
-            votes.scatter_add_(1, classes[:, before : score.neighbours], weights[:, before : score.neighbours])
-            score.predicted[span] = votes.argmax(dim=1)
-            score.place[span] = places(votes, own)
-            score.votes[span] = votes.sum(dim=1)
-            before = score.neighbours
+def _scores(
+    nearest: Neighbours, train: ClassifiedFiles, asked: ClassifiedFiles, settings: ImageNN, device: str
+) -> tuple[NeighbourScore, ...]:
+    """Classify images by the votes of their nearest training images, with each k."""
+    voters, labels = (torch.from_numpy(images.labels).to(device) for images in (train, asked))
+    at_once = max(1, _VOTES_AT_ONCE // len(train.classes))
+    found: list[list[tuple[Tensor, ...]]] = [[] for _ in settings.neighbours]
+    for similarity, rows, own in zip(*(part.split(at_once) for part in (*nearest, labels)), strict=True):
+        weights = vote_weights(similarity.to(device), settings.temperature)
+        classes, votes, before = voters[rows.to(device)], weights.new_zeros(len(rows), len(train.classes)), 0
+        for k, parts in zip(settings.neighbours, found, strict=True):  # k ascends, so votes accumulate
+            votes.scatter_add_(1, classes[:, before:k], weights[:, before:k])
+            parts.append((votes.argmax(dim=1).cpu(), places(votes, own).cpu(), votes.sum(dim=1).cpu()))
+            before = k
+    return tuple(
+        NeighbourScore(k, *map(torch.cat, zip(*parts, strict=True)))
+        for k, parts in zip(settings.neighbours, found, strict=True)
+    )
 
 
 def vote_weights(similarity: Float[Tensor, "q k"], temperature: float) -> Float[Tensor, "q k"]:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float32, Int, Int64, UInt8
 from torch import Tensor
 
-from cribo.console import Progress
+from cribo.console import Progress, no_progress
 from cribo.data import LabelledImages
 from cribo.data.crops import resize_labels
 from cribo.errors import InputError
@@ -58,7 +58,7 @@ def overclustering(
     settings: Overclustering,
     *,
     pictures: int = 0,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> tuple[list[ClusterScore], list[Panel]]:
     """Cluster the patches of images, and score the clusters as a segmentation.
 
@@ -106,9 +106,8 @@ def overclustering(
                     panel_of(images, index, matched[maps[index]], _mask(images, index, None, settings))
                     for index in shown
                 ]
-            if progress is not None:
-                done = settings.clusters.index(clusters) * settings.draws + draw + 1
-                progress("k-means", done, len(settings.clusters) * settings.draws)
+            done = settings.clusters.index(clusters) * settings.draws + draw + 1
+            progress("k-means", done, len(settings.clusters) * settings.draws)
         scores.append(ClusterScore(clusters, matching, tuple(confusions)))
     return scores, panels
 

@@ -5,25 +5,23 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, UInt8
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from cribo.evaluation.protocol import Outcome
 from cribo.evaluation.runner import Run
-from cribo.evaluation.runtime import TrainingRuntime
-from cribo.evaluation.scores import best_place, mean_iou
+from cribo.evaluation.scores import mean_iou
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
 from cribo.evaluation.segmentation.module import follow_rules
-from cribo.evaluation.segmentation.outcome import outcome, rows_of, training_crops, whole_images
+from cribo.evaluation.segmentation.outcome import outcome, rows_of, train
 from cribo.evaluation.segmentation.protocol import FinetunedSegmenter, scale_of
 from cribo.evaluation.segmentation.segmenter import Segmenter, SegmenterFinetuning
 from cribo.evaluation.segmentation.trained import SEGMENTER_FILE, TrainedSegmenter, load_segmenter, save_segmenter
-from cribo.evaluation.training import fit
 from cribo.files import FolderError, write_json
 from cribo.processes import is_first_process
 from cribo.retrieval.encoders import open_backbone
@@ -41,24 +39,24 @@ def finetune(settings: FinetunedSegmenter, run: Run) -> Outcome:
     Each training has its own folder, such as `lr=8e-05`, with checkpoints and TensorBoard logs. The network of the best
     learning rate is saved as `segmenter.safetensors` (`load_segmenter`). Finished trainings are not repeated.
     """
-    trainings = [_Training(settings, run, rate) for rate in settings.learning_rates]
-    for number, training in enumerate(trainings, start=1):
-        training.finish()
-        if is_first_process():
-            best = _best(trainings[:number])
-            for other in trainings[:number]:
-                if other is not best:
-                    (other.folder / SEGMENTER_FILE).unlink(missing_ok=True)
-    rows, best = rows_of({training.rate: training.confusion for training in trainings}, run)
-    module = trainings[best].module()
+    finished = {rate: _finish(settings, run, rate) for rate in settings.learning_rates}
+    rows, best = rows_of({rate: score.confusion for rate, score in finished.items()}, run)
     if is_first_process():
-        network = trainings[best].folder / SEGMENTER_FILE
-        if network.is_file():  # already moved if the evaluation was killed here before
-            network.replace(run.folder / SEGMENTER_FILE)
-        trained = load_segmenter(run.folder)
-        module = SegmenterFinetuning(trained.network, learning_rate=1.0, steps=1, inference=trained.inference)
-    seconds = sum(training.seconds for training in trainings)
-    return outcome(settings, rows, module.to(run.devices[0]), 0, run, seconds=seconds)
+        for place, rate in enumerate(settings.learning_rates):
+            network = _folder(run, rate) / SEGMENTER_FILE
+            if place != best:
+                network.unlink(missing_ok=True)
+            elif network.is_file():  # already moved if the evaluation was killed here before
+                network.replace(run.folder / SEGMENTER_FILE)
+
+    @cache
+    def trained() -> TrainedSegmenter:
+        return load_segmenter(run.folder, run.devices[0])
+
+    def segment(index: int) -> UInt8[Tensor, "h w"]:
+        return trained().segment(run.data.val.load(index)).cpu()
+
+    return outcome(rows, segment, run, seconds=sum(score.seconds for score in finished.values()))
 
 
 def build_segmenter(settings: FinetunedSegmenter, run: Run) -> Segmenter:
@@ -83,93 +81,64 @@ def build_segmenter(settings: FinetunedSegmenter, run: Run) -> Segmenter:
     return Segmenter(backbone, decoder)
 
 
-def warn_of_batch_norms(runtime: TrainingRuntime, segmenter: Segmenter) -> None:
-    """Warn if several CPU processes train batch norms."""
-    several = runtime.num_nodes > 1 or runtime.devices not in ("auto", 1, "1")
-    if several and not runtime.on_gpu and any(isinstance(module, _BatchNorm) for module in segmenter.modules()):
-        log.warning(
-            "batch norms are synchronised on GPUs only: several CPU processes compute their statistics independently, "
-            "and training differs from that of a single process"
-        )
-
-
-class _Training:
-    """Training with one learning rate, in its own folder.
+class _Score(NamedTuple):
+    """Score of a finished training.
 
     Attributes:
-        rate: the learning rate.
-        folder: folder of checkpoints, TensorBoard logs, score and network.
-        confusion: confusion matrix (labels in rows), set when training has finished.
-        seconds: duration, set when training has finished; excludes the time before resuming.
+        confusion: confusion matrix, with labels in rows.
+        seconds: duration; excludes the time before resuming.
     """
 
-    def __init__(self, settings: FinetunedSegmenter, run: Run, rate: float) -> None:
-        self.settings, self.run, self.rate = settings, run, rate
-        self.folder: Path = run.folder / f"lr={rate!r}"
-        self.confusion: Int[Tensor, "c c"] = torch.zeros(0, 0, dtype=torch.long)
-        self.seconds = 0.0
+    confusion: Int[Tensor, "c c"]
+    seconds: float
 
-    def module(self) -> SegmenterFinetuning:
-        """Return the untrained module, with a copy of the prepared network."""
-        return SegmenterFinetuning(
-            copy.deepcopy(self.run.prepared),
-            learning_rate=self.rate,
-            steps=self.settings.iterations,
-            inference=self.settings.windows,
-            rules=self.settings.rules,
+
+def _folder(run: Run, rate: float) -> Path:
+    """Return the folder of the checkpoints, TensorBoard logs, score and network of a learning rate."""
+    return run.folder / f"lr={rate!r}"
+
+
+def _finish(settings: FinetunedSegmenter, run: Run, rate: float) -> _Score:
+    """Train or resume with a learning rate, or read the score of a finished training."""
+    folder = _folder(run, rate)
+    if (folder / _SCORE).is_file():
+        state, score = " is finished", _read(folder / _SCORE)
+    else:
+        state, score = "", _train(settings, run, rate)
+    if is_first_process():
+        log.info("learning rate %g%s: mIoU %.1f %%", rate, state, 100 * mean_iou(score.confusion))
+        # Checkpoints are much larger than the network, and no longer needed.
+        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+    return score
+
+
+def _read(path: Path) -> _Score:
+    try:
+        score = json.loads(path.read_text(encoding="utf-8"))
+        return _Score(torch.tensor(score["confusion"]), float(score["seconds"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise FolderError(f"{path} is corrupt ({error}): remove {path.parent} to repeat the training") from error
+
+
+def _train(settings: FinetunedSegmenter, run: Run, rate: float) -> _Score:
+    """Train a copy of the prepared network, and save it with its score."""
+    started, rates, folder = time.perf_counter(), settings.learning_rates, _folder(run, rate)
+    segmenter = copy.deepcopy(run.prepared)
+    module = SegmenterFinetuning(
+        segmenter, learning_rate=rate, steps=settings.iterations, inference=settings.windows, rules=settings.rules
+    )
+    label = f"learning rate {rate:g} ({rates.index(rate) + 1} of {len(rates)})"
+    train(module, settings, run, sites=segmenter.num_drop_path_sites, folder=folder, label=label)
+    score = _Score(module.confusions[0], time.perf_counter() - started)
+    if is_first_process():
+        trained = TrainedSegmenter(
+            segmenter.eval(),
+            classes=tuple(run.data.train.classes),
+            palette=tuple(run.data.train.palette),
+            scale=scale_of(run.data.about["name"]),
+            inference=module.inference,
         )
-
-    def finish(self) -> None:
-        """Train or resume, or read the score of a finished training."""
-        if (self.folder / _SCORE).is_file():
-            self._read()
-        else:
-            self._train()
-        if is_first_process():
-            # Checkpoints are much larger than the network, and no longer needed.
-            shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
-
-    def _read(self) -> None:
-        path = self.folder / _SCORE
-        try:
-            score = json.loads(path.read_text(encoding="utf-8"))
-            self.confusion, self.seconds = torch.tensor(score["confusion"]), float(score["seconds"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise FolderError(f"{path} is corrupt ({error}): remove {self.folder} to repeat the training") from error
-        if is_first_process():
-            log.info("learning rate %g is finished: mIoU %.1f %%", self.rate, 100 * mean_iou(self.confusion))
-
-    def _train(self) -> None:
-        started = time.perf_counter()
-        settings, run, module = self.settings, self.run, self.module()
-        number = settings.learning_rates.index(self.rate) + 1
-        fit(
-            module,
-            train=training_crops(settings, run, module.segmenter.num_drop_path_sites),
-            validation=whole_images(settings, run),
-            batch_size=settings.batch_size,
-            steps=settings.iterations,
-            seed=settings.seed,
-            folder=self.folder,
-            label=f"learning rate {self.rate:g} ({number} of {len(settings.learning_rates)})",
-            runtime=run.runtime,
-            console=run.console,
-        )
-        self.confusion, self.seconds = module.confusions[0], time.perf_counter() - started
-        if is_first_process():
-            log.info("learning rate %g: mIoU %.1f %%", self.rate, 100 * mean_iou(self.confusion))
-            trained = TrainedSegmenter(
-                module.eval().segmenter,
-                classes=tuple(run.data.train.classes),
-                palette=tuple(run.data.train.palette),
-                scale=scale_of(run.data.about["name"]),
-                inference=module.inference,
-            )
-            save_segmenter(trained, self.folder / SEGMENTER_FILE)
-            score = {"learning_rate": self.rate, "seconds": self.seconds, "confusion": self.confusion.tolist()}
-            write_json(self.folder / _SCORE, score)
-
-
-def _best(finished: Sequence[_Training]) -> _Training:
-    """Return the training with the highest mIoU, the first on ties."""
-    return finished[best_place([mean_iou(training.confusion) for training in finished])]
+        save_segmenter(trained, folder / SEGMENTER_FILE)
+        content = {"learning_rate": rate, "seconds": score.seconds, "confusion": score.confusion.tolist()}
+        write_json(folder / _SCORE, content)
+    return score

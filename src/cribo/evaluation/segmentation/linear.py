@@ -4,19 +4,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from cribo.arguments import ConfigError
+from cribo.data.crops import WholeImages
 from cribo.data.randomness import keyed_generator
 from cribo.evaluation.protocol import Outcome
 from cribo.evaluation.runner import Run
 from cribo.evaluation.segmentation.inference import Inference
 from cribo.evaluation.segmentation.module import SegmentationModule, follow_rules
-from cribo.evaluation.segmentation.outcome import outcome, rows_of, training_crops, whole_images
+from cribo.evaluation.segmentation.outcome import outcome, preparation, rows_of, train
 from cribo.evaluation.segmentation.protocol import Linear
 from cribo.evaluation.segmentation.rules import PAPER, Rules
-from cribo.evaluation.training import fit
 from cribo.models import Backbone
 from cribo.retrieval.encoders import open_backbone
 from cribo.retrieval.source import MEAN_COLOUR
@@ -140,21 +140,16 @@ def train_heads(settings: Linear, run: Run) -> Outcome:
         rules=settings.rules,
         seed=settings.seed,
     )
-    trainer = fit(
-        module,
-        train=training_crops(settings, run, backbone.num_drop_path_sites),
-        validation=whole_images(settings, run),
-        batch_size=settings.batch_size,
-        steps=settings.iterations,
-        seed=settings.seed,
-        folder=run.folder,
-        label="linear heads",
-        runtime=run.runtime,
-        console=run.console,
-    )
+    device = train(module, settings, run, sites=backbone.num_drop_path_sites, folder=run.folder, label="linear heads")
     rows, best = rows_of(dict(zip(settings.learning_rates, module.confusions, strict=True)), run)
-    device = trainer.strategy.root_device
-    return outcome(settings, rows, module.to(device), best, run, device=device)
+    module.eval().to(device)
+    val, images = run.data.val, WholeImages(run.data.val, preparation(settings, run))
+
+    def segment(index: int) -> UInt8[Tensor, "h w"]:
+        height, width = val.labels(index).shape
+        return module.segment(images[index].pixels.to(device), (height, width))[best].cpu()
+
+    return outcome(rows, segment, run, device=device)
 
 
 def linear_head(dim: int, classes: int, seed: int) -> nn.Linear:

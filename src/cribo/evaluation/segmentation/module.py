@@ -1,9 +1,8 @@
 """Lightning module for training segmentation heads: loss, schedules and score."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,54 +10,26 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Dataset
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from cribo.data.crops import LabelledCrops, WholeImage
-from cribo.data.randomness import keyed_generator
+from cribo.data.crops import Crop, WholeImage
 from cribo.data.segmentation import IGNORE_INDEX
-from cribo.data.squares import SquareCrops
 from cribo.evaluation.scores import mean_iou
 from cribo.evaluation.segmentation.inference import Inference, segment_pixels
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
 from cribo.evaluation.segmentation.rules import PAPER, Rules
-from cribo.evaluation.training import TrainedModule
 from cribo.models import Backbone, normalise
 from cribo.models.backbone import drop_feed_forward_only
+from cribo.training.module import ResumableModule
 
 POWER = 0.9
 LAST_RATE = 0.1
 MOMENTUM = 0.9
 
 _BUDGET = 2**29  # maximum bytes of upsampled logits and their gradients
-_NOISE = 0x64726F70  # key of these draws, distinct from other uses of the seed
 
 
-class NoisyCrop(NamedTuple):
-    """A `Crop` with a uniform random number for each drop path site."""
-
-    pixels: UInt8[Tensor, "3 size size"]
-    labels: UInt8[Tensor, "mask mask"]
-    extent: Int[Tensor, "2"]
-    drop_path_noise: Float[Tensor, " sites"]
-
-
-@dataclass
-class NoisyCrops(Dataset[NoisyCrop]):
-    """Crops with noise for `sites` drop path sites; draws depend on seed, epoch and index only."""
-
-    crops: LabelledCrops | SquareCrops
-    sites: int
-
-    def __len__(self) -> int:
-        return len(self.crops)
-
-    def __getitem__(self, key: tuple[int, int]) -> NoisyCrop:
-        noise = torch.rand(self.sites, generator=keyed_generator(_NOISE, self.crops.seed, *key))
-        return NoisyCrop(*self.crops[key], noise)
-
-
-class SegmentationModule(TrainedModule):
+class SegmentationModule(ResumableModule):
     """Trains one or more segmentation heads at once, and scores them on whole images.
 
     Subclasses define `logits` and `parameter_groups`.
@@ -109,7 +80,7 @@ class SegmentationModule(TrainedModule):
         """Return the parameter groups of the optimiser, each with its learning rate `lr`."""
         raise NotImplementedError
 
-    def training_step(self, batch: NoisyCrop, batch_idx: int) -> Float[Tensor, ""]:
+    def training_step(self, batch: Crop, batch_idx: int) -> Float[Tensor, ""]:
         """Return the sum of the heads' losses; without shared parameters, heads train independently."""
         images = normalise(batch.pixels.float().div_(255), mean=self.backbone.mean, std=self.backbone.std)
         images = images * _inside(batch)
@@ -241,7 +212,7 @@ def follow_rules(rules: Rules, backbone: Backbone, *decoders: MaskTransformer) -
             drop_feed_forward_only(network)
 
 
-def _inside(batch: NoisyCrop) -> Float[Tensor, "b 1 size size"]:
+def _inside(batch: Crop) -> Float[Tensor, "b 1 size size"]:
     """Return a mask that is 1 inside the image and 0 in the padding, since normalised images are padded with 0."""
     places = torch.arange(batch.pixels.shape[-1], device=batch.pixels.device)
     rows, columns = (places < batch.extent[:, side, None] for side in (0, 1))

@@ -1,45 +1,62 @@
-"""Data sets, result rows and pictures of the segmentation protocols."""
+"""Training, result rows and pictures of the segmentation protocols."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from jaxtyping import Int
+import torch
+from jaxtyping import Int, UInt8
 from torch import Tensor
 
 from cribo.console import Phases
-from cribo.data.crops import LabelledCrops, WholeImages
-from cribo.data.squares import SquareCrops, SquareImages
+from cribo.data.crops import Crops, MMSegPreparation, Preparation, SquarePreparation, WholeImages
 from cribo.evaluation.data import spread
 from cribo.evaluation.pages import panel_of
 from cribo.evaluation.protocol import Outcome
 from cribo.evaluation.runner import Run
 from cribo.evaluation.scores import best_place, iou
-from cribo.evaluation.segmentation.module import NoisyCrops, SegmentationModule
+from cribo.evaluation.segmentation.module import SegmentationModule
 from cribo.evaluation.segmentation.protocol import SegmentationTraining, scale_of
+from cribo.evaluation.training import fit
 from cribo.processes import is_first_process
 
 
-def training_crops(settings: SegmentationTraining, run: Run, sites: int) -> NoisyCrops:
-    """Return crops of the training images, with noise for the drop path sites."""
+def preparation(settings: SegmentationTraining, run: Run) -> Preparation:
+    """Return the preparation of images for training and scoring."""
     rules, name, crop = settings.rules, run.data.about["name"], settings.crop
     if rules.mask_size is not None:
-        return NoisyCrops(SquareCrops(run.data.train, crop, rules.mask_size, seed=settings.seed), sites)
-    crops = LabelledCrops(
-        run.data.train,
-        settings.stride if name in rules.narrow_crops else crop,
-        scale_of(name),
-        pad_to=crop,
-        black_padding=name in rules.black_padding,
+        return SquarePreparation(crop, rules.mask_size)
+    size = settings.stride if name in rules.narrow_crops else crop
+    return MMSegPreparation(size, scale_of(name), pad_to=crop, black_padding=name in rules.black_padding)
+
+
+def train(
+    module: SegmentationModule, settings: SegmentationTraining, run: Run, *, sites: int, folder: Path, label: str
+) -> torch.device:
+    """Train and score a module, or resume its training; return its device.
+
+    Args:
+        module: trained in place.
+        settings: settings of the protocol.
+        run: the evaluation.
+        sites: number of drop path sites of the network.
+        folder: folder of the checkpoints and TensorBoard logs.
+        label: label of the progress bar.
+    """
+    prepared = preparation(settings, run)
+    trainer = fit(
+        module,
+        train=Crops(run.data.train, prepared, settings.seed, sites),
+        validation=WholeImages(run.data.val, prepared),
+        batch_size=settings.batch_size,
+        steps=settings.iterations,
         seed=settings.seed,
+        folder=folder,
+        label=label,
+        runtime=run.runtime,
+        console=run.console,
     )
-    return NoisyCrops(crops, sites)
-
-
-def whole_images(settings: SegmentationTraining, run: Run) -> WholeImages | SquareImages:
-    """Return the images to score."""
-    if (mask_size := settings.rules.mask_size) is not None:
-        return SquareImages(run.data.val, settings.crop, mask_size)
-    return WholeImages(run.data.val, scale_of(run.data.about["name"]))
+    return trainer.strategy.root_device
 
 
 def rows_of(confusions: Mapping[float, Int[Tensor, "c c"]], run: Run) -> tuple[list[dict[str, Any]], int]:
@@ -66,30 +83,20 @@ def rows_of(confusions: Mapping[float, Int[Tensor, "c c"]], run: Run) -> tuple[l
 
 
 def outcome(
-    settings: SegmentationTraining,
-    rows: list[dict[str, Any]],
-    module: SegmentationModule,
-    head: int,
-    run: Run,
-    **more: Any,
+    rows: list[dict[str, Any]], segment: Callable[[int], UInt8[Tensor, "h w"]], run: Run, **more: Any
 ) -> Outcome:
-    """Return the outcome of a protocol, with predictions of a head for evenly spaced images of val.
+    """Return the outcome of a protocol, with predictions for evenly spaced images of val.
 
     Args:
-        settings: settings of the protocol.
         rows: rows of the result.
-        module: trained module, on the device to use.
-        head: index of the head.
+        segment: returns the class of each pixel of an image of val, given its index; called on rank 0.
         run: the evaluation.
         more: further fields of the outcome.
     """
-    images, panels, val = whole_images(settings, run), [], run.data.val
-    shown = spread(len(images), run.num_pictures) if is_first_process() else []
-    module.eval()
+    panels, val = [], run.data.val
+    shown = spread(len(val), run.num_pictures) if is_first_process() else []
     with Phases(run.console) as progress:
         for number, index in enumerate(shown, start=1):
-            pixels, labels = images[index].pixels, val.labels(index)
-            found = module.segment(pixels.to(module.device), (labels.shape[0], labels.shape[1]))[head].cpu()
-            panels.append(panel_of(val, index, found, labels))
+            panels.append(panel_of(val, index, segment(index)))
             progress("pictures", number, len(shown))
     return Outcome(rows, run.data.train.classes, panels, val.palette, **more)

@@ -146,19 +146,10 @@ class SegmentationTraining(Protocol):
     def used(self, run: "Run") -> dict[str, Any]:
         """Return the settings, including those that depend on the data."""
         return {
-            "variant": self.variant,
-            "schedule": self.schedule,
-            "iterations": self.iterations,
-            "batch_size": self.batch_size,
-            "crop": self.crop,
+            **dataclasses.asdict(self),
             "scale": None if self.rules.mask_size else scale_of(run.data.about["name"]),
             "optimiser": self.rules.optimiser,
-            "weight_decay": self.weight_decay,
-            "drop_path": self.drop_path,
-            "learning_rates": self.learning_rates,
-            "inference": self.inference,
             "stride": self.stride if self.inference == "slide" else None,
-            "seed": self.seed,
         }
 
     def report(self, result: "EvaluationResult") -> list[Any]:
@@ -310,17 +301,16 @@ If a GPU runs out of memory: --checkpointing selective, more --devices, or a sma
 
     def prepare(self, run: "Run") -> Self:
         """Set all settings that are None, including those of the decoder."""
-        from cribo.evaluation.segmentation.finetuning import build_segmenter, warn_of_batch_norms
+        from cribo.evaluation.segmentation.finetuning import build_segmenter
 
         settings = super().prepare(run)
-        run.prepared = segmenter = build_segmenter(settings, run)
-        warn_of_batch_norms(run.runtime, segmenter)
-        built = segmenter.decoder
+        run.prepared = build_segmenter(settings, run)
+        built = run.prepared.decoder
         return dataclasses.replace(settings, decoder=DecoderConfig(len(built.blocks), built.width, built.heads))
 
     def used(self, run: "Run") -> dict[str, Any]:
-        """Return the settings, including those of the decoder."""
-        return {**super().used(run), "decoder": dataclasses.asdict(self.decoder)}
+        """Return the settings, without those of memory."""
+        return {name: value for name, value in super().used(run).items() if name != "checkpointing"}
 
     def measure(self, run: "Run") -> Outcome:
         """Finetune and score the network with each learning rate."""

@@ -22,8 +22,8 @@ class Rules:
             of the iterations.
         weight_decay: L2 penalty that is added to the gradient (not AdamW's decoupled weight decay).
         labelled_mean: whether the loss is averaged over the labelled pixels of a batch instead of all pixels.
-        mask_size: side of the label maps of square images (`SquareCrops`, `SquareImages`), for training and scoring;
-            None for images that are prepared as in MMSegmentation (`LabelledCrops`, `WholeImages`).
+        mask_size: side of the label maps of square images (`SquarePreparation`), for training and scoring;
+            None for images that are prepared as in MMSegmentation (`MMSegPreparation`).
         inference: `whole` images, or `slide` for windows of the crop size.
         drop_path: drop path rate of the last block in training, also in a frozen backbone; the rates rise linearly
             from 0.

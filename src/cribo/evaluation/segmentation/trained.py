@@ -32,10 +32,6 @@ _ENTRY = "cribo_segmenter"
 _FORMAT = 2  # 1 has no `stretch` in `inference`
 
 
-class UnusableSegmenter(InputError):
-    """Raised if a file does not contain a usable segmenter."""
-
-
 @dataclass(frozen=True)
 class TrainedSegmenter:
     """A trained segmenter with its preprocessing and inference settings.
@@ -106,7 +102,7 @@ def load_segmenter(path: str | os.PathLike[str], device: torch.device | str = "c
 
     Raises:
         FileNotFoundError: the file does not exist.
-        UnusableSegmenter: the file is corrupt, not a segmenter, or of a newer format.
+        InputError: the file is corrupt, not a segmenter, or of a newer format.
 
     Example:
         >>> from cribo.data.reading import read_image
@@ -124,11 +120,11 @@ def load_segmenter(path: str | os.PathLike[str], device: torch.device | str = "c
             about = json.loads((content.metadata() or {}).get(_ENTRY, "null"))
         state = safetensors.torch.load_file(file)
     except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise UnusableSegmenter(f"{file} cannot be read ({error}): copy it again") from error
+        raise InputError(f"{file} cannot be read ({error}): copy it again") from error
     if not isinstance(about, dict):
-        raise UnusableSegmenter(f"{file} is not a segmenter: give a file written by `cribo evaluate segmenter`")
+        raise InputError(f"{file} is not a segmenter: give a file written by `cribo evaluate segmenter`")
     if about["format"] > _FORMAT:
-        raise UnusableSegmenter(
+        raise InputError(
             f"{file} has format {about['format']}, this version of cribo reads up to {_FORMAT}: update cribo"
         )
     network = _build(about["backbone"], about["decoder"])
