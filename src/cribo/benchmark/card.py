@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from cribo.benchmark.plan import by_reason
 from cribo.console import duration
 from cribo.drawing import house_style, write_figure
-from cribo.evaluation.comparison import Comparison, Entry, compare
+from cribo.evaluation.comparison import Comparison, compare
 from cribo.evaluation.protocol import find_protocol
 from cribo.evaluation.published import architecture_name
 from cribo.evaluation.results import (
@@ -77,7 +77,7 @@ class CardRow:
     @cached_property
     def points(self) -> dict[Any, dict[str, dict[str, Any]]]:
         """Result rows by value of the varied setting and role."""
-        of_roles = {role: Entry(role, result).points for role, result in self.results.items()}
+        of_roles = {role: result.points for role, result in self.results.items()}
         values = dict.fromkeys(value for points in of_roles.values() for value in points)
         return {
             value: {role: points[value] for role, points in of_roles.items() if value in points} for value in values
