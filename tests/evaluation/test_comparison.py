@@ -110,7 +110,7 @@ def rows_of(text: str) -> list[list[str]]:
 def test_published_values_of_the_same_setting_are_shown() -> None:
     figures, obstacles = published_beside(a_result())
     assert not obstacles
-    assert [(f.row.method, f.row.pretraining) for f in figures] == [
+    assert [(f.method, f.pretraining) for f in figures] == [
         ("DINO", "COCO"),
         ("MAE", "COCO"),
         ("CrOC", "COCO"),
@@ -122,7 +122,7 @@ def test_published_values_of_the_same_setting_are_shown() -> None:
         ("CrIBo, global loss only", "COCO"),
         ("CrIBo, no cross-image loss", "COCO"),
     ]
-    assert {f.row.backbone for f in figures} == {"ViT-S/16"}
+    assert {f.backbone for f in figures} == {"ViT-S/16"}
 
 
 @pytest.mark.parametrize(
@@ -186,9 +186,9 @@ def test_unpublished_evaluations_need_no_reason(changes: dict[str, Any]) -> None
 
 def test_the_hummingbird_variant_has_separate_rows() -> None:
     hummingbird = a_result(settings=HUMMINGBIRD, backbone=VIT_B)
-    assert [f.row.method for f in published_beside(hummingbird)[0]] == ["LOCA", "Hummingbird"]
+    assert [f.method for f in published_beside(hummingbird)[0]] == ["LOCA", "Hummingbird"]
     paper = published_beside(a_result(backbone=VIT_B))[0]
-    assert [f.row.method for f in paper] == ["DINO", "MAE", "CrIBo"]
+    assert [f.method for f in paper] == ["DINO", "MAE", "CrIBo"]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_other_tables_are_shown_only_with_their_variant(
     decided = DenseNN(variant=variant, **more).for_data(backbone["patch_size"], SEGMENTATION_SETS["voc"].classes)
     result = a_result(settings={**decided.effective(), "layers": 1}, backbone=backbone)
     figures, obstacles = published_beside(result)
-    assert [f.row.method for f in figures] == methods
+    assert [f.method for f in figures] == methods
     assert bool(obstacles) == (not methods)
     if points:
         assert {at: figures[-1].points[at] for at in points} == {at: pytest.approx(row) for at, row in points.items()}
@@ -230,7 +230,7 @@ def test_hyperparameter_sweeps_are_shown_on_request() -> None:
     sweep = [f for f in asked if f not in shown]
     assert len(sweep) == 25
     assert {f.source for f in sweep} == {"CrIBo, ICLR 2024, arXiv:2310.07855, Table 4"}
-    (few,) = (f for f in sweep if f.row.method == "CrIBo, K = 4")
+    (few,) = (f for f in sweep if f.method == "CrIBo, K = 4")
     assert few.points == {1: pytest.approx({"miou": 0.499})}
 
 
@@ -245,7 +245,7 @@ def test_headings_contain_the_variant() -> None:
 def test_only_ratios_of_the_result_are_compared() -> None:
     comparison = compare([a_result(settings=HUMMINGBIRD, backbone=VIT_B, scores={64: 0.5})])
     (figures,) = comparison.groups[0].published
-    assert figures.row.method == "Hummingbird"  # LOCA is published at 1/1 alone
+    assert figures.method == "Hummingbird"  # LOCA is published at 1/1 alone
     assert rows_of(printed(comparison))[1] == ["Hummingbird* (published)", "ViT-B/16", "IN1K (300)", "57.2"]
 
 
@@ -352,9 +352,9 @@ def test_results_of_the_paper_setting_show_its_rows(
     found, obstacles = published_beside(trained(evaluation, **more))
     assert not obstacles
     assert len(found) == rows
-    last = [published for published in found if published.row.method == "CrIBo"][-1]
+    last = [published for published in found if published.method == "CrIBo"][-1]
     assert evaluation == "detection" or last.source.endswith(source)
-    by_source = {published.source: published for published in found if published.row.method == "CrIBo"}
+    by_source = {published.source: published for published in found if published.method == "CrIBo"}
     (points,) = (published.points for name, published in by_source.items() if name.endswith(source))
     assert points == {value: pytest.approx(row) for value, row in figures.items()}
 
@@ -492,7 +492,7 @@ def test_results_share_a_table_with_published_ones() -> None:
     ]
     assert ["CrIBo (published)", "ViT-S/16", "COCO (300)", "44.0", "52.8", "58.1"] in rows_of(text)
     assert ["DINO† (published)", "ViT-S/16", "COCO (300)", "18.4", "25.5", "31.9"] in rows_of(text)
-    assert "CrIBo, ICLR 2024, arXiv:2310.07855, Tables 1 and 5" in text
+    assert "CrIBo, ICLR 2024, arXiv:2310.07855, Table 1; CrIBo, ICLR 2024, arXiv:2310.07855, Table 5" in text
     assert "NOT comparable" not in text
 
 
@@ -501,7 +501,7 @@ def test_differing_settings_are_listed_with_a_warning() -> None:
     two = a_result("two", settings={"vote": "attention", "temperature": 0.02, "seed": 3}, data={"memory": "train"})
     comparison = compare([one, two])
     (group,) = comparison.groups
-    assert {difference.setting: difference.values for difference in group.differences} == {
+    assert group.differences == {
         "settings.vote": ["majority", "attention"],
         "settings.temperature": [NONE, 0.02],
         "settings.seed": [0, 3],
@@ -524,9 +524,9 @@ def test_random_settings_are_listed_without_a_warning() -> None:
 
 def test_the_location_of_a_known_set_is_ignored() -> None:
     elsewhere = a_result("two", data={"root": "/elsewhere"}, settings={"ratios": [1]})
-    assert compare([a_result("one"), elsewhere]).groups[0].differences == []
+    assert compare([a_result("one"), elsewhere]).groups[0].differences == {}
     named = a_result("two", data={"root": None, "train_annotations": "/a/train.json", "val_annotations": "/a/val.json"})
-    assert compare([a_result("one"), named]).groups[0].differences == []
+    assert compare([a_result("one"), named]).groups[0].differences == {}
 
 
 def test_folders_with_other_images_are_other_data() -> None:
@@ -535,7 +535,7 @@ def test_folders_with_other_images_are_other_data() -> None:
         return EvaluationResult(**{**vars(a_result(name)), "data": folder})
 
     (group,) = compare([of_folder("one", "/a"), of_folder("two", "/b")]).groups
-    assert [difference.setting for difference in group.differences] == ["data.root"]
+    assert list(group.differences) == ["data.root"]
     assert "NOT comparable" in group.verdict
 
 
@@ -548,7 +548,7 @@ def test_other_evaluations_and_data_have_separate_tables() -> None:
         a_result("five", classes=["background"]),
     ]
     groups = compare(results).groups
-    assert [[entry.name for entry in group.entries] for group in groups] == [
+    assert [list(group.results) for group in groups] == [
         ["one", "four"],
         ["two"],
         ["three"],
@@ -616,7 +616,12 @@ def test_results_of_the_same_name_are_distinguished(tmp_path: Path) -> None:
 
 
 def _names(comparison: Comparison) -> list[str]:
-    return [entry.name for group in comparison.groups for entry in group.entries]
+    return [name for group in comparison.groups for name in group.results]
+
+
+def test_folders_of_the_same_name_are_distinguished_by_their_paths(tmp_path: Path) -> None:
+    folders = [a_result("same").write(tmp_path / parent / "run").parent for parent in ("a", "b")]
+    assert _names(compare(folders)) == [f"same ({folder})" for folder in folders]
 
 
 def test_incomparable_results_are_refused(tmp_path: Path) -> None:

@@ -247,7 +247,10 @@ def test_shares_of_the_memory_grow_to_the_right() -> None:
 
 
 def test_curves_are_drawn_at_their_values() -> None:
-    curves = [Curve("one", {1: 0.5, 8: 0.4}, {8: 0.01}), Curve("two", {1: 0.3, 64: None}, {}, published=True)]
+    curves = [
+        Curve("one", {1: {"miou": 0.5, "miou_std": None}, 8: {"miou": 0.4, "miou_std": 0.01}}),
+        Curve("two", {1: {"miou": 0.3}, 64: {"miou": None}}, published=True),
+    ]
     axes = Figure().subplots()
     plot_curves(axes, curves, metric="miou", varies="ratio", values=[64, 8, 1])
     drawn = [bars.lines[0].get_xydata() for bars in axes.containers if isinstance(bars, ErrorbarContainer)]
@@ -261,7 +264,10 @@ def test_curves_are_drawn_at_their_values() -> None:
 
 def test_names_are_not_joined_by_lines() -> None:
     axes = Figure().subplots()
-    curves = [Curve("mine", {"lost": 0.2, "tokencut": 0.4}, {}), Curve("theirs", {"lost": 0.2, "tokencut": 0.3}, {})]
+    curves = [
+        Curve(name, {"lost": {"corloc": 0.2}, "tokencut": {"corloc": score}})
+        for name, score in (("mine", 0.4), ("theirs", 0.3))
+    ]
     plot_curves(axes, curves, metric="corloc", varies="method", values=["lost", "tokencut"])
     assert {line.get_linestyle() for line in axes.lines} == {"None"}
     drawn = [bars.lines[0].get_xydata() for bars in axes.containers if isinstance(bars, ErrorbarContainer)]
@@ -270,7 +276,11 @@ def test_names_are_not_joined_by_lines() -> None:
 
 
 def test_one_value_is_drawn_as_bars() -> None:
-    curves = [Curve("one", {1: 0.5}, {}), Curve("two", {1: 0.3}, {}, published=True), Curve("three", {}, {})]
+    curves = [
+        Curve("one", {1: {"miou": 0.5}}),
+        Curve("two", {1: {"miou": 0.3}}, published=True),
+        Curve("three", {}),
+    ]
     axes = Figure().subplots()
     plot_curves(axes, curves, metric="miou", varies="ratio", values=[1])
     assert [bar.get_width() for bar in axes.patches if isinstance(bar, Rectangle)] == [50, 30, 0]

@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from cribo.benchmark.plan import by_reason
 from cribo.console import duration
 from cribo.drawing import house_style, write_figure
-from cribo.evaluation.comparison import Comparison, Entry, compare
+from cribo.evaluation.comparison import Comparison, compare
 from cribo.evaluation.protocol import find_protocol
 from cribo.evaluation.published import architecture_name
 from cribo.evaluation.results import (
@@ -74,14 +74,10 @@ class CardRow:
         """Total duration of all evaluations."""
         return sum(result.seconds for result in self.results.values())
 
-    @cached_property
-    def points(self) -> dict[Any, dict[str, dict[str, Any]]]:
-        """Result rows by value of the varied setting and role."""
-        of_roles = {role: Entry(role, result).points for role, result in self.results.items()}
-        values = dict.fromkeys(value for points in of_roles.values() for value in points)
-        return {
-            value: {role: points[value] for role, points in of_roles.items() if value in points} for value in values
-        }
+    @property
+    def values(self) -> list[Any]:
+        """Values of the varied setting of all results; None for the best."""
+        return list(dict.fromkeys(value for result in self.results.values() for value in result.points))
 
     def measure(self, value: Any) -> str:
         """Return the title of the metric and the value of the varied setting, for tables."""
@@ -93,14 +89,14 @@ class CardRow:
 
     def score(self, value: Any, role: str) -> tuple[float | None, float | None]:
         """Return the headline metric of a role in 0-1 and its standard deviation; None if unknown."""
-        point, headline = self.points[value].get(role, {}), self.results[BACKBONE].headline
+        point = self.results[role].points.get(value, {}) if role in self.results else {}
+        headline = self.results[BACKBONE].headline
         return point.get(headline), point.get(f"{headline}_std")
 
     @property
     def charted(self) -> list[Any]:
         """Values of the varied setting to chart: all names, such as those of methods, else the first value."""
-        values = list(self.points)
-        return values if all(isinstance(value, str) for value in values) else values[:1]
+        return self.values if all(isinstance(value, str) for value in self.values) else self.values[:1]
 
     @property
     def picture(self) -> Path | None:
@@ -252,7 +248,7 @@ class Card:
         return [row for row in self.rows if BACKBONE not in row.results]
 
     def _cells(self, row: CardRow) -> Iterator[list[str]]:
-        for number, value in enumerate(row.points):
+        for number, value in enumerate(row.values):
             first = number == 0
             names = [row.evaluation if first else "", row.set if first else "", row.measure(value)]
             scores = [percent(*row.score(value, role)) for role in _ROLES]

@@ -65,7 +65,6 @@ def _benchmark(words: list[str]) -> None:
         config, out=parsed.out, rows=parsed.rows, overwrite=parsed.overwrite, command=command, console=console
     )
     console.print()
-    for part in card.section().rich():
-        console.print(part)
+    console.print(card.section())
     console.print(card.summary)
     print_places(console, {"card": folder / CARD, "picture": folder / CHART, "numbers": folder / RESULTS})

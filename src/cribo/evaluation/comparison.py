@@ -1,6 +1,5 @@
 """Comparison of results with each other and with published values."""
 
-import dataclasses
 import os
 import textwrap
 from collections import Counter
@@ -17,19 +16,20 @@ from rich.console import RenderableType
 from cribo.drawing import house_style, write_figure
 from cribo.evaluation.data import PLACES
 from cribo.evaluation.pictures import Curve, plot_curves, varied_values
-from cribo.evaluation.published import PublishedFigures, architecture_name, published_beside
+from cribo.evaluation.published import PublishedRow, architecture_name, published_beside
 from cribo.evaluation.results import (
     NONE,
+    RESULTS,
     EvaluationResult,
     ResultError,
     Section,
-    flat,
     metric_heading,
     metric_title,
     metric_value,
     percent,
     read_result,
     result_title,
+    setting_title,
     setting_value,
     varied_title,
     varied_value,
@@ -41,7 +41,6 @@ COMPARISON = "compare.json"
 
 COMPARISON_FORMAT = 1
 
-_BEST_OF = "learning_rate"  # only the best row is reported if this setting varies
 _BY_CHANCE = frozenset({"settings.seed", "settings.draws", "settings.precision"})  # affect metrics by noise only
 _FOLLOWS = frozenset({"data.memory_patches", "data.query_patches", "data.patches"})  # follow from the patch size
 _CLASSES = 10  # number of classes with the largest differences
@@ -49,105 +48,71 @@ _TITLE_WIDTH = 90  # characters
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A result with its name in a comparison."""
-
-    name: str
-    result: EvaluationResult
-
-    @property
-    def architecture(self) -> str:
-        """Architecture of the backbone, as named in papers if it has such a name."""
-        about = self.result.backbone
-        return architecture_name(about) or str(about.get("architecture") or NONE)
-
-    @cached_property
-    def points(self) -> dict[Any, dict[str, Any]]:
-        """Rows by value of the varied setting; for learning rates only the best row, with key None."""
-        if self.result.varies == _BEST_OF:
-            return {None: self.result.best}
-        return {row[self.result.varies]: row for row in self.result.results}
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A setting that differs between results.
-
-    Attributes:
-        setting: dotted name, which starts with `settings.` or `data.`.
-        values: value of each result; `NONE` if the result does not have the setting.
-    """
-
-    setting: str
-    values: list[Any]
-
-    @property
-    def matters(self) -> bool:
-        """Whether the difference makes metrics incomparable."""
-        return self.setting not in _BY_CHANCE
-
-    @property
-    def name(self) -> str:
-        """Display name of the setting."""
-        return self.setting.removeprefix("settings.").replace("_", " ").replace(".", " ")
-
-
-@dataclass(frozen=True)
 class Group:
     """Results of one protocol on one data set, with published values.
 
     Attributes:
-        entries: the results.
+        results: the results by name.
         published: published rows that are comparable with at least one of the results.
         apart: reasons why a result is not comparable with published values, by name of the result.
     """
 
-    entries: list[Entry]
-    published: list[PublishedFigures]
+    results: dict[str, EvaluationResult]
+    published: list[PublishedRow]
     apart: dict[str, list[str]]
 
     @classmethod
-    def of(cls, entries: list[Entry], *, sweeps: bool = False) -> "Group":
+    def of(cls, results: dict[str, EvaluationResult], *, sweeps: bool = False) -> "Group":
         """Create a group from results, with their published values."""
-        found: dict[tuple[str, int], PublishedFigures] = {}
+        found: dict[tuple[str, ...], PublishedRow] = {}
         apart: dict[str, list[str]] = {}
-        for entry in entries:
-            figures, obstacles = published_beside(entry.result, sweeps=sweeps)
+        for name, result in results.items():
+            rows, obstacles = published_beside(result, sweeps=sweeps)
             if obstacles:
-                apart[entry.name] = obstacles
-            found |= {(one.source, id(one.row)): one for one in figures if one.points.keys() & entry.points.keys()}
-        return cls(entries, list(found.values()), apart)
+                apart[name] = obstacles
+            # Results of several variants may be comparable with the same row.
+            found |= {
+                (row.source, row.title, str(row.points)): row for row in rows if row.points.keys() & result.points
+            }
+        return cls(results, list(found.values()), apart)
 
     @property
     def first(self) -> EvaluationResult:
         """The first result."""
-        return self.entries[0].result
+        return next(iter(self.results.values()))
 
     @property
     def title(self) -> str:
         """Protocol, variants and data, for headings."""
-        return result_title([entry.result for entry in self.entries])
+        return result_title(list(self.results.values()))
 
     @property
     def values(self) -> list[Any]:
-        """Values of the varied setting."""
-        return [None] if self.first.varies == _BEST_OF else varied_values([entry.result for entry in self.entries])
+        """Values of the varied setting; None for the best."""
+        return [None] if None in self.first.points else varied_values(list(self.results.values()))
 
     @cached_property
-    def differences(self) -> list[Difference]:
-        """Settings that differ between the results, those of the data last."""
-        known = [_comparable(entry.result) for entry in self.entries]
-        names = dict.fromkeys(name for settings in known for name in settings)
-        names = sorted(names, key=lambda name: name.startswith("data."))
-        found = {name: [settings.get(name, NONE) for settings in known] for name in names}
-        return [Difference(name, values) for name, values in found.items() if any(v != values[0] for v in values)]
+    def differences(self) -> dict[str, list[Any]]:
+        """Values of the conditions that differ between the results by dotted name, those of the data last.
+
+        A result without the setting has the value `NONE`.
+        """
+        known = [_comparable(result) for result in self.results.values()]
+        names = sorted(dict.fromkeys(name for one in known for name in one), key=lambda name: name.startswith("data."))
+        values = {name: [one.get(name, NONE) for one in known] for name in names}
+        return {name: found for name, found in values.items() if any(value != found[0] for value in found)}
+
+    @property
+    def incomparable(self) -> list[str]:
+        """Conditions whose difference makes metrics incomparable."""
+        return [name for name in self.differences if name not in _BY_CHANCE]
 
     @property
     def verdict(self) -> str:
         """Sentence about the comparability of the results; empty if no setting differs."""
-        if matter := [difference.name for difference in self.differences if difference.matters]:
-            return f"These figures are NOT comparable: the results differ in {_listed(matter)}."
-        names = _listed([difference.name for difference in self.differences])
+        names = _listed(list(map(setting_title, self.incomparable or self.differences)))
+        if self.incomparable:
+            return f"These figures are NOT comparable: the results differ in {names}."
         return f"The results differ in {names}, which affects figures by noise or rounding only." if names else ""
 
     def class_differences(self) -> tuple[Any, list[tuple[str, float, float]]]:
@@ -158,14 +123,58 @@ class Group:
             metric of the second result) in descending order of the absolute difference; empty unless there are two
             results with classes.
         """
-        one, other = self.entries[0].points, self.entries[-1].points
+        if len(self.results) != 2:
+            return None, []
+        one, other = (result.points for result in self.results.values())
         shared = [value for value in one if value in other and one[value].get("per_class")]
-        if len(self.entries) != 2 or not shared:
+        if not shared:
             return None, []
         both = one[shared[0]]["per_class"], other[shared[0]].get("per_class") or {}
         pairs = [(name, *(part.get(name) for part in both)) for name in self.first.classes]
         known = [(name, a, b) for name, a, b in pairs if a is not None and b is not None and a != b]
         return shared[0], sorted(known, key=lambda pair: -abs(pair[1] - pair[2]))[:_CLASSES]
+
+    def curves(self) -> list[Curve]:
+        """Return the curves of all results and published rows."""
+        published = [Curve(row.title, row.points, published=True) for row in self.published]
+        return [*(Curve(name, result.points) for name, result in self.results.items()), *published]
+
+    def record(self) -> dict[str, Any]:
+        """Return the group as JSON types."""
+        first = self.first
+        value, classes = self.class_differences()
+        kept = [f"{metric}{suffix}" for metric in first.metrics for suffix in ("", "_std")]
+
+        def figures(points: Mapping[Any, Mapping[str, Any]]) -> list[dict[str, Any]]:
+            return [
+                {first.varies: value, **{name: row[name] for name in kept if name in row}}
+                for value, row in points.items()
+            ]
+
+        return {
+            "evaluation": first.evaluation,
+            "data": first.data["name"],
+            "varies": first.varies,
+            "metrics": first.metrics,
+            "results": [
+                {"name": name, "backbone": result.backbone, "figures": figures(result.points)}
+                for name, result in self.results.items()
+            ],
+            "published": [
+                {
+                    **{name: value for name, value in vars(row).items() if name != "points"},
+                    "figures": figures(row.points),
+                }
+                for row in self.published
+            ],
+            "not_beside_published": self.apart,
+            "comparable": not self.incomparable,
+            "differences": [{"setting": name, "values": values} for name, values in self.differences.items()],
+            "class_differences": {
+                "at": value,
+                "classes": [{"class": name, "values": values} for name, *values in classes],
+            },
+        }
 
 
 @dataclass(frozen=True)
@@ -176,7 +185,7 @@ class Comparison:
 
     def table(self) -> RenderableType:
         """Return tables of metrics, differing settings and classes of each group for a terminal."""
-        return Stack(*(part for group in self.groups for section in _sections(group) for part in section.rich()))
+        return Stack(*(section for group in self.groups for section in _sections(group)))
 
     def markdown(self) -> str:
         """Return the tables as Markdown."""
@@ -185,22 +194,22 @@ class Comparison:
 
     def record(self) -> list[dict[str, Any]]:
         """Return the comparison as JSON types, one dictionary per group."""
-        return [_record(group) for group in self.groups]
+        return [group.record() for group in self.groups]
 
     def figure(self) -> Figure:
         """Plot the headline metric of each group as a function of the varied setting."""
+        curves = [group.curves() for group in self.groups]
         heights = [
-            4.2 if len(group.values) > 1 else 1.2 + 0.42 * (len(group.entries) + len(group.published))
-            for group in self.groups
+            4.2 if len(group.values) > 1 else 1.2 + 0.42 * len(drawn)
+            for group, drawn in zip(self.groups, curves, strict=True)
         ]
         figure = Figure(figsize=(9.5, sum(heights)), layout="constrained")
         with house_style():
             # Separate subfigures, so that long bar labels of one group do not shrink the axes of another.
             parts = figure.subfigures(len(self.groups), squeeze=False, height_ratios=heights)[:, 0]
-            for part, group in zip(parts, self.groups, strict=True):
+            for part, group, drawn in zip(parts, self.groups, curves, strict=True):
                 axes = part.subplots()
-                metric, varies = group.first.headline, group.first.varies
-                plot_curves(axes, _curves(group), metric=metric, varies=varies, values=group.values)
+                plot_curves(axes, drawn, metric=group.first.headline, varies=group.first.varies, values=group.values)
                 axes.set_title("\n".join((group.title, *textwrap.wrap(group.verdict, _TITLE_WIDTH))))
         return figure
 
@@ -242,7 +251,7 @@ def compare(
     """
     if not results:
         raise ResultError("at least one result is required, got 0: give folders of evaluations")
-    paths = [None if isinstance(given, EvaluationResult) else Path(given).expanduser().resolve() for given in results]
+    paths = [None if isinstance(given, EvaluationResult) else _folder(given) for given in results]
     for path, count in Counter(path for path in paths if path).items():
         if count > 1:
             raise ResultError(f"{path} is given {count} times: give each result once")
@@ -250,43 +259,35 @@ def compare(
     names = _names(read, paths) if names is None else names
     if len(names) != len(read) or len(set(names)) < len(names):
         raise ResultError(f"names must be distinct, one for each of the {len(read)} results, got {', '.join(names)}")
-    groups: dict[tuple[Any, ...], list[Entry]] = {}
+    groups: dict[tuple[Any, ...], dict[str, EvaluationResult]] = {}
     for name, result in zip(names, read, strict=True):
         kind = result.evaluation, result.data["name"], result.varies, *result.metrics, *result.classes
-        groups.setdefault(kind, []).append(Entry(name, result))
-    return Comparison([Group.of(entries, sweeps=sweeps) for entries in groups.values()])
+        groups.setdefault(kind, {})[name] = result
+    return Comparison([Group.of(group, sweeps=sweeps) for group in groups.values()])
 
 
-def _names(results: Sequence[EvaluationResult], paths: Sequence[Path | None]) -> list[str]:
-    """Return the names of the backbones, with folder names or numbers if ambiguous."""
+def _folder(path: str | os.PathLike[str]) -> Path:
+    path = Path(path).expanduser().resolve()
+    return path.parent if path.name == RESULTS else path
+
+
+def _names(results: Sequence[EvaluationResult], folders: Sequence[Path | None]) -> list[str]:
+    """Return the names of the backbones; if ambiguous, with the names of folders, their paths, or numbers."""
     backbones = [result.backbone["name"] for result in results]
-    folders = ["" if path is None else (path.parent if path.is_file() else path).name for path in paths]
-    named = [
-        f"{name} ({folder})" if backbones.count(name) > 1 and folder else name
-        for name, folder in zip(backbones, folders, strict=True)
-    ]
+    places = [f"({folder.name})" if folder else f"#{number}" for number, folder in enumerate(folders, start=1)]
+    if len({*places}) < len(places):
+        places = [f"({folder})" if folder else place for folder, place in zip(folders, places, strict=True)]
     return [
-        f"{name} #{named[: place + 1].count(name)}" if named.count(name) > 1 else name
-        for place, name in enumerate(named)
+        f"{name} {place}" if backbones.count(name) > 1 else name for name, place in zip(backbones, places, strict=True)
     ]
 
 
 def _comparable(result: EvaluationResult) -> dict[str, Any]:
     """Return the settings and data that metrics depend on, without the varied setting."""
-    known = flat({"settings": result.settings, "data": result.data})
     unimportant = {f"settings.{result.varies}", f"settings.{result.varies}s", *_FOLLOWS}
     if result.data["name"] != "folder":  # the path of a known data set does not matter
         unimportant |= {f"data.{place}" for place in PLACES}
-    return {name: value for name, value in known if name not in unimportant}
-
-
-def _curves(group: Group) -> list[Curve]:
-    metric = group.first.headline
-    curves = [Curve.of(entry.points, metric, entry.name) for entry in group.entries]
-    for one in group.published:
-        points = {value: figures for value, figures in one.points.items() if value in group.values}
-        curves.append(Curve.of(points, metric, f"{one.row.title} (published)", published=True))
-    return curves
+    return {name: value for name, value in result.conditions.items() if name not in unimportant}
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -297,15 +298,14 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _sections(group: Group) -> Iterator[Section]:
-    first, names = group.first, [entry.name for entry in group.entries]
+    first, names = group.first, list(group.results)
     # With several values, one table for each metric; notes below the last.
     tables = [first.metrics] if len(group.values) == 1 else [[metric] for metric in first.metrics]
     for metrics in tables:
         title = group.title if len(tables) == 1 else f"{group.title}, {metric_heading(metrics[0])}"
-        columns = [(value, metric) for value in group.values for metric in metrics]
-        yield _figures(group, title, columns, list(_notes(group)) if metrics is tables[-1] else [])
+        yield _figures(group, title, metrics, list(_notes(group)) if metrics is tables[-1] else [])
     if group.differences:
-        rows = [[difference.name, *map(setting_value, difference.values)] for difference in group.differences]
+        rows = [[setting_title(name), *map(setting_value, values)] for name, values in group.differences.items()]
         yield Section("Settings that differ", ["setting", *names], [rows])
     value, classes = group.class_differences()
     if classes:
@@ -315,26 +315,32 @@ def _sections(group: Group) -> Iterator[Section]:
         yield Section(title, ["class", *names, "difference"], [rows])
 
 
-def _figures(group: Group, title: str, columns: Sequence[tuple[Any, str]], notes: list[str]) -> Section:
+def _figures(group: Group, title: str, metrics: Sequence[str], notes: list[str]) -> Section:
+    columns = [(value, metric) for value in group.values for metric in metrics]
+
     def cells(points: Mapping[Any, Mapping[str, Any]]) -> list[str]:
         rows = [(points.get(value, {}), metric) for value, metric in columns]
         return [metric_value(metric, row.get(metric), row.get(f"{metric}_std")) for row, metric in rows]
 
-    rows = [[entry.name, entry.architecture, NONE, *cells(entry.points)] for entry in group.entries]
-    printed = [[one.row.marked, one.row.backbone, one.row.training, *cells(one.points)] for one in group.published]
+    def heading(value: Any, metric: str) -> str:
+        if value is None:
+            tried = any(len(result.results) > 1 for result in group.results.values())
+            return metric_heading(metric) + (", best" if tried else "")
+        said = varied_value(group.first.varies, value)
+        return f"{metric_heading(metric)}, {said}" if len(group.values) == 1 else said
+
+    rows = [[name, _architecture(result), NONE, *cells(result.points)] for name, result in group.results.items()]
+    printed = [[row.marked, row.backbone, row.training, *cells(row.points)] for row in group.published]
     printed = [row for row in printed if set(row[3:]) != {NONE}]
-    header = ["", "backbone", "pretraining (epochs)", *(_column_title(group, *column) for column in columns)]
+    header = ["", "backbone", "pretraining (epochs)", *(heading(*column) for column in columns)]
     if printed:
         return Section(title, header, [rows, printed], notes, names=3)
     return Section(title, header[:2] + header[3:], [[row[:2] + row[3:] for row in rows]], notes, names=2)
 
 
-def _column_title(group: Group, value: Any, metric: str) -> str:
-    title = metric_heading(metric)
-    if value is None:
-        return f"{title}, best" if any(len(entry.result.results) > 1 for entry in group.entries) else title
-    said = varied_value(group.first.varies, value)
-    return f"{title}, {said}" if len(group.values) == 1 else said
+def _architecture(result: EvaluationResult) -> str:
+    """Return the architecture of the backbone, as named in papers if it has such a name."""
+    return architecture_name(result.backbone) or str(result.backbone.get("architecture") or NONE)
 
 
 def _notes(group: Group) -> Iterator[str]:
@@ -342,79 +348,28 @@ def _notes(group: Group) -> Iterator[str]:
     if len(group.values) > 1:
         figures = f"{metric_title(first.headline)} in %," if len(first.metrics) == 1 else "Figures"
         yield f"{figures} by {varied_title(first.varies)}."
-    if best := [entry for entry in group.entries if None in entry.points and len(entry.result.results) > 1]:
-        said = (f"{entry.name} {setting_value(entry.points[None][first.varies])}" for entry in best)
+    best = {name: result.best for name, result in group.results.items() if len(result.results) > 1}
+    if best and group.values == [None]:
+        said = (f"{name} {setting_value(row[first.varies])}" for name, row in best.items())
         yield f"Best {varied_title(first.varies)}: {', '.join(said)}."
     if group.verdict:
         yield group.verdict
     if group.published:
-        comparable = [entry for entry in group.entries if entry.name not in group.apart]
-        only = f" Comparable with {_listed([entry.name for entry in comparable])} only." if group.apart else ""
-        yield f"Published: {_sources(group.published)}.{only}"
-        yield from dict.fromkeys(one.remark for one in group.published if one.remark)
-        silent = dict.fromkeys(name for one in group.published for name in one.silent)
+        comparable = [name for name in group.results if name not in group.apart]
+        only = f" Comparable with {_listed(comparable)} only." if group.apart else ""
+        yield f"Published: {'; '.join(sorted({row.source for row in group.published}))}.{only}"
+        yield from dict.fromkeys(row.remark for row in group.published if row.remark)
+        silent = dict.fromkeys(name for row in group.published for name in row.silent)
         chosen: dict[str, list[str]] = {}
-        for entry in comparable if silent else ():
-            used = entry.result.settings
-            said = ", ".join(f"{name.replace('_', ' ')} {setting_value(used.get(name, NONE))}" for name in silent)
-            chosen.setdefault(said, []).append(entry.name)
+        for name in comparable if silent else ():
+            used = group.results[name].settings
+            said = ", ".join(f"{setting_title(one)} {setting_value(used.get(one, NONE))}" for one in silent)
+            chosen.setdefault(said, []).append(name)
         for said, names in chosen.items():
             yield f"Not specified in the paper: {said} ({_listed(names)})."
-    if any(one.row.reproduced for one in group.published):
+    if any(row.reproduced for row in group.published):
         yield "† trained by the authors of that paper, not by those of the method."
-    if taken := dict.fromkeys(one.row.taken_from for one in group.published if one.row.taken_from):
-        yield f"* as they report it from {'; '.join(map(str, taken))}."
+    if taken := dict.fromkeys(row.taken_from for row in group.published if row.taken_from):
+        yield f"* as they report it from {'; '.join(taken)}."
     for name, reasons in group.apart.items():
         yield f"No published figures for {name}: {'; '.join(reasons)}."
-
-
-def _sources(published: Sequence[PublishedFigures]) -> str:
-    papers: dict[str, list[str]] = {}
-    for source in sorted({figures.source for figures in published}):
-        paper, _, number = source.partition(", Table ")
-        papers.setdefault(paper, []).extend([number] if number else [])
-    tables = {
-        paper: f", Table{'s' * (len(numbers) > 1)} {_listed(numbers)}" for paper, numbers in papers.items() if numbers
-    }
-    return "; ".join(paper + tables.get(paper, "") for paper in papers)
-
-
-# ------------------------------------------------------------------------ JSON
-
-
-def _record(group: Group) -> dict[str, Any]:
-    first = group.first
-    value, classes = group.class_differences()
-    kept = [*first.metrics, *(f"{metric}_std" for metric in first.metrics)]
-    return {
-        "evaluation": first.evaluation,
-        "data": first.data["name"],
-        "varies": first.varies,
-        "metrics": first.metrics,
-        "results": [
-            {
-                "name": entry.name,
-                "backbone": entry.result.backbone,
-                "figures": [
-                    {first.varies: value, **{name: row[name] for name in kept if name in row}}
-                    for value, row in entry.points.items()
-                ],
-            }
-            for entry in group.entries
-        ],
-        "published": [
-            {
-                **vars(one.row),
-                "source": one.source,
-                "figures": [{first.varies: value, **points} for value, points in one.points.items()],
-            }
-            for one in group.published
-        ],
-        "not_beside_published": group.apart,
-        "comparable": not any(difference.matters for difference in group.differences),
-        "differences": [dataclasses.asdict(difference) for difference in group.differences],
-        "class_differences": {
-            "at": value,
-            "classes": [{"class": name, "values": [one, other]} for name, one, other in classes],
-        },
-    }

@@ -19,7 +19,7 @@ from torch import Tensor
 from cribo.data.segmentation import Colour
 from cribo.drawing import STRIPES, house_style, paint_classes, stripes, write_figure
 from cribo.errors import InputError
-from cribo.evaluation.results import EvaluationResult, metric_title, percent, varied_title, varied_value
+from cribo.evaluation.results import NONE, EvaluationResult, metric_title, percent, varied_title, varied_value
 from cribo.evaluation.scores import accuracy, count_confusion, iou, mean_iou
 
 RIGHT: Colour = (0, 158, 115)
@@ -99,8 +99,7 @@ def write_pictures(
     varies, headline = result.varies, result.headline
     with house_style():
         if len(result.results) > 1:
-            points = {row[varies]: row for row in result.results}
-            curve = Curve.of(points, headline, result.backbone["name"])
+            curve = Curve(result.backbone["name"], {row[varies]: row for row in result.results})
             values = varied_values([result])
             figures[headline] = Figure(figsize=(7.6, 3.8), layout="constrained")
             plot_curves(figures[headline].subplots(), [curve], metric=headline, varies=varies, values=values)
@@ -131,21 +130,17 @@ class Curve:
 
     Args:
         label: label in the legend.
-        points: metric in 0-1 by value of the setting; None if unknown.
-        spread: standard deviation in 0-1 by value of the setting, if known.
+        points: rows by value of the setting, with the metric in 0-1 and its standard deviation `<metric>_std` if known.
         published: whether the curve is drawn in the style of published values.
     """
 
     label: str
-    points: Mapping[object, float | None]
-    spread: Mapping[object, float]
+    points: Mapping[Any, Mapping[str, Any]]
     published: bool = False
 
-    @classmethod
-    def of(cls, rows: Mapping[Any, Mapping[str, Any]], metric: str, label: str, *, published: bool = False) -> "Curve":
-        """Create the curve of a metric from rows by value of the varied setting."""
-        std = {value: row[f"{metric}_std"] for value, row in rows.items() if row.get(f"{metric}_std") is not None}
-        return cls(label, {value: row.get(metric) for value, row in rows.items()}, std, published)
+    def percent(self, metric: str, values: Sequence[object]) -> Float[np.ndarray, " n"]:
+        """Return a metric or its standard deviation for each value, in per cent; NaN if unknown."""
+        return 100 * np.array([self.points.get(value, {}).get(metric) for value in values], dtype=float)
 
 
 def varied_values(results: Sequence[EvaluationResult]) -> list[object]:
@@ -167,18 +162,18 @@ def plot_curves(axes: Axes, curves: Sequence[Curve], *, metric: str, varies: str
     setting with a single value is drawn as horizontal bars.
     """
     if len(values) == 1:
-        _plot_bars(axes, curves, values[0], f"{metric_title(metric)} [%]")
+        _plot_bars(axes, curves, metric, values)
         return
     named = any(isinstance(value, str) for value in values)
     for number, curve in enumerate(curves):
         shift = 0.06 * (number - (len(curves) - 1) / 2) if named else 0.0  # markers side by side
-        places = {value: place + shift for place, value in enumerate(values)}
-        known = [(places[value], value, point) for value, point in curve.points.items() if point is not None]
-        known.sort(key=lambda point: point[0])
+        places = np.arange(len(values)) + shift
+        points, std = curve.percent(metric, values), curve.percent(f"{metric}_std", values)
+        known = ~np.isnan(points)  # lines connect the known points
         axes.errorbar(
-            [place for place, _, _ in known],
-            [100 * point for _, _, point in known],
-            yerr=[100 * curve.spread.get(value, 0.0) for _, value, _ in known] if curve.spread else None,
+            places[known],
+            points[known],
+            yerr=None if np.isnan(std).all() else std[known],
             label=curve.label,
             color=_curve_colour(number),
             linestyle="none" if named else "--" if curve.published else "-",
@@ -199,20 +194,20 @@ def plot_curves(axes: Axes, curves: Sequence[Curve], *, metric: str, varies: str
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8)
 
 
-def _plot_bars(axes: Axes, curves: Sequence[Curve], value: object, label: str) -> None:
-    points = [curve.points.get(value) for curve in curves]
+def _plot_bars(axes: Axes, curves: Sequence[Curve], metric: str, values: Sequence[object]) -> None:
+    points, std = (np.concatenate([c.percent(name, values) for c in curves]) for name in (metric, f"{metric}_std"))
     bars = axes.barh(
         [curve.label for curve in curves],
-        [100 * (point or 0.0) for point in points],
-        xerr=[100 * curve.spread.get(value, 0.0) for curve in curves] if any(c.spread for c in curves) else None,
+        np.nan_to_num(points),
+        xerr=std,
         color=list(map(_curve_colour, range(len(curves)))),
         height=0.6,
     )
     for bar, curve in zip(bars, curves, strict=True):
         if curve.published:
             bar.set(facecolor="white", edgecolor=bar.get_facecolor(), hatch="///")
-    axes.bar_label(bars, [percent(point) for point in points], padding=4)
-    axes.set_xlabel(label)
+    axes.bar_label(bars, [NONE if np.isnan(point) else f"{point:.1f}" for point in points], padding=4)
+    axes.set_xlabel(f"{metric_title(metric)} [%]")
     axes.margins(x=0.12)
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)

@@ -3,12 +3,12 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
 
-from cribo.evaluation.results import NONE, EvaluationResult, flat, setting_value
+from cribo.evaluation.results import NONE, EvaluationResult, setting_title, setting_value
 
 # The name in papers, embed_dim and depth.
 _VITS = {
@@ -20,32 +20,52 @@ _VITS = {
 }
 # Names such as vit_small_patch16_18x2_224 have other depths.
 _VIT_NAME = re.compile(r"vit_(tiny|small|base|large|giant)_patch\d+_(?!\d+x\d)")
-_ANY = "any of"  # key of requirements with several accepted values
 
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """One row of a published table.
+    """A row of a published table: its values for one data set, and the results that they can be compared with.
+
+    `published.json` has one entry per table: its rows with values in per cent as printed; the data set, the metric and
+    the value of the varied setting (`at`; None for the best) of each column; and the conditions of comparable results,
+    which are those of a data set and one of several combinations of settings.
 
     Attributes:
+        source: paper and table number.
+        evaluation: name of the protocol.
+        data: name of the data set.
+        conditions: required `EvaluationResult.conditions` of comparable results.
+        points: metrics in 0-1 by name, by value of the varied setting (None for the best).
         method: pretraining method of the backbone.
         backbone: architecture, such as `ViT-S/16`.
-        values: values in per cent as printed, one per column; None for a dash.
-        variant: variant of the protocol.
         parameters, pretraining, epochs: as printed; a dash if not given in the table.
         reproduced: whether the backbone was trained by the authors of the table instead of those of the method.
         taken_from: original source of values that the authors of the table quote.
+        silent: settings that affect the values but are not specified in the paper.
+        remark: note printed with the values.
+        sweep: whether the rows of the table differ in hyperparameters of the pretraining.
     """
 
+    source: str
+    evaluation: str
+    data: str
+    conditions: Mapping[str, Any]
+    points: Mapping[Any, Mapping[str, float]]
     method: str
     backbone: str
-    values: list[float | None]
-    variant: str
     parameters: str = NONE
     pretraining: str = NONE
     epochs: str = NONE
     reproduced: bool = False
     taken_from: str | None = None
+    silent: Sequence[str] = ()
+    remark: str = ""
+    sweep: bool = False
+
+    @property
+    def variant(self) -> str | None:
+        """Variant of the protocol, None if it has no variants."""
+        return self.conditions.get("settings.variant")
 
     @property
     def training(self) -> str:
@@ -60,106 +80,56 @@ class PublishedRow:
     @property
     def title(self) -> str:
         """Method, backbone and pretraining, for a legend."""
-        return f"{self.method} {self.backbone}" + ("" if self.pretraining == NONE else f", {self.training}")
+        training = "" if self.pretraining == NONE else f", {self.training}"
+        return f"{self.method} {self.backbone}{training} (published)"
 
-
-@dataclass(frozen=True)
-class PublishedFigures:
-    """Values of a table row for one data set.
-
-    Attributes:
-        row: row of the table.
-        source: paper and table number.
-        points: metrics in 0-1 by name, by value of the varied setting (None for the best).
-        silent: settings that affect the values but are not specified in the paper.
-        remark: note printed with the values.
-    """
-
-    row: PublishedRow
-    source: str
-    points: Mapping[Any, Mapping[str, float]]
-    silent: tuple[str, ...]
-    remark: str = ""
-
-
-@dataclass(frozen=True)
-class PublishedTable:
-    """A table of a paper.
-
-    Attributes:
-        source: paper and table number.
-        title: title of the table.
-        evaluation: name of the protocol.
-        variants: required settings of comparable results, by variant (dotted names if nested, `{"any of": [...]}` for
-            one of several values); the first is that of rows without a variant. Protocols without variants use the
-            single name `paper`.
-        data: required description of the data of comparable results, by name of the data set.
-        columns: the `data` and `metric` of each column, and the value of the varied setting, `at`; None for the best.
-        rows: rows of the table.
-        schedules: further required settings, by name of the data set.
-        silent: settings that affect the values but are not specified in the paper.
-        remark: note printed with the values.
-        label: LaTeX label of the table in CrIBo's paper.
-        sweep: whether rows differ in hyperparameters of the pretraining.
-        beside: variants whose results are also compared with rows of the first variant, with the note printed in that
-            case.
-    """
-
-    source: str
-    title: str
-    evaluation: str
-    variants: dict[str, dict[str, Any]]
-    data: dict[str, dict[str, Any]]
-    columns: list[dict[str, Any]]
-    rows: list[PublishedRow]
-    schedules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    silent: tuple[str, ...] = ()
-    remark: str = ""
-    label: str = ""
-    sweep: bool = False
-    beside: Mapping[str, str] = field(default_factory=dict)
-
-    def obstacles(self, result: EvaluationResult, variant: str) -> list[tuple[str, str, str]]:
-        """Return the settings that differ from those of a variant: dotted name, value, published value."""
-        name = result.data["name"]
-        settings = {**self.variants[variant], **self.schedules.get(name, {})}
+    def obstacles(self, result: EvaluationResult) -> list[tuple[str, str, str]]:
+        """Return the conditions that a result does not meet: dotted name, value, published value."""
+        has = result.conditions
         return [
-            (setting, setting_value(has[setting]) if setting in has else "not known", _wanted_value(wanted))
-            for wants, has in ((settings, dict(flat(result.settings))), (self.data[name], dict(flat(result.data))))
-            for setting, wanted in wants.items()
-            if setting not in has or not _same(has[setting], wanted)
+            (name, setting_value(has[name]) if name in has else "not known", setting_value(wanted))
+            for name, wanted in self.conditions.items()
+            if name not in has or not _same(has[name], wanted)
         ]
 
-    def rows_of(self, variant: str) -> list[PublishedRow]:
-        """Return the rows to compare with results of a variant."""
-        shown = next(iter(self.variants)) if variant in self.beside else variant
-        return [row for row in self.rows if row.variant == shown]
 
-    def figures(self, row: PublishedRow, data: str, variant: str = "") -> PublishedFigures:
-        """Return the values of a row for a data set, to compare with results of a variant."""
-        points: dict[Any, dict[str, float]] = {}
-        for column, value in zip(self.columns, row.values, strict=True):
-            if column["data"] == data and value is not None:
-                points.setdefault(column["at"], {})[column["metric"]] = value / 100
-        return PublishedFigures(row, self.source, points, self.silent, self.beside.get(variant, self.remark))
+def _same(value: Any, wanted: Any) -> bool:
+    """Whether a setting has the required value; lists are compared in any order."""
+    return sorted(value) == sorted(wanted) if isinstance(value, list) and isinstance(wanted, list) else value == wanted
 
 
 @cache
-def published_tables() -> tuple[PublishedTable, ...]:
-    """Return all known tables."""
+def published_rows() -> tuple[PublishedRow, ...]:
+    """Return the rows of all known tables, once for each data set and each combination of settings."""
     content = json.loads((resources.files("cribo.evaluation") / "published.json").read_text(encoding="utf-8"))
     return tuple(
-        PublishedTable(
-            source=table.pop("source", None) or f"{content['source']}, Table {table.pop('number')}",
-            rows=[PublishedRow(**{"variant": next(iter(table["variants"])), **row}) for row in table.pop("rows")],
-            silent=tuple(table.pop("silent", ())),
-            **table,
+        PublishedRow(
+            source=table.get("source") or f"{content['source']}, Table {table['number']}",
+            evaluation=table["evaluation"],
+            data=data,
+            conditions={**comparable["settings"], **conditions},
+            points=_points(table["columns"], row["values"], data),
+            silent=table.get("silent", ()),
+            remark=comparable.get("remark", ""),
+            sweep=table.get("sweep", False),
+            **{name: value for name, value in row.items() if name != "values"},
         )
         for table in content["tables"]
+        for row in table["rows"]
+        for data, conditions in table["data"].items()
+        for comparable in table["comparable"]
     )
 
 
-def published_beside(result: EvaluationResult, *, sweeps: bool = False) -> tuple[list[PublishedFigures], list[str]]:
+def _points(columns: Sequence[Mapping[str, Any]], values: Sequence[float | None], data: str) -> dict[Any, Any]:
+    points: dict[Any, dict[str, float]] = {}
+    for column, value in zip(columns, values, strict=True):
+        if column["data"] == data and value is not None:
+            points.setdefault(column["at"], {})[column["metric"]] = value / 100
+    return points
+
+
+def published_beside(result: EvaluationResult, *, sweeps: bool = False) -> tuple[list[PublishedRow], list[str]]:
     """Return the published values of the same protocol, variant, data and architecture as a result.
 
     Args:
@@ -169,48 +139,35 @@ def published_beside(result: EvaluationResult, *, sweeps: bool = False) -> tuple
     Returns:
         The values, and the reasons why none match if the protocol is published on this data.
     """
-    name = result.data["name"]
-    tables = [table for table in published_tables() if table.evaluation == result.evaluation and name in table.data]
-    known = dict.fromkeys(variant for table in tables for variant in table.variants)
-    variant = result.variant or "paper"
-    candidates = [table for table in tables if variant in table.variants and (sweeps or not table.sweep)]
+    known = [
+        row
+        for row in published_rows()
+        if (row.evaluation, row.data) == (result.evaluation, result.data["name"]) and (sweeps or not row.sweep)
+    ]
+    candidates = [row for row in known if row.variant == result.variant]
     if not candidates:
-        return [], [f"variant is {variant}, published with {', '.join(known)}"] if tables else []
-    obstacles = [table.obstacles(result, variant) for table in candidates]
+        variants = ", ".join(dict.fromkeys(str(row.variant) for row in known))
+        return [], [f"variant is {result.variant or 'not known'}, published with {variants}"] if known else []
+    obstacles = [row.obstacles(result) for row in candidates]
     if all(obstacles):
         return [], _reasons(obstacles)
     architecture = architecture_name(result.backbone)
-    found = [
-        table.figures(row, name, variant)
-        for table, reasons in zip(candidates, obstacles, strict=True)
-        for row in table.rows_of(variant)
-        if not reasons and row.backbone == architecture
-    ]
+    comparable = [row for row, unmet in zip(candidates, obstacles, strict=True) if not unmet]
+    found = [row for row in comparable if row.backbone == architecture]
     none = f"none are of {architecture or result.backbone.get('architecture') or 'such a backbone'}"
     return found, [] if found else [none]
 
 
 def _reasons(obstacles: Sequence[Sequence[tuple[str, str, str]]]) -> list[str]:
-    """Return the differing settings of the closest tables as text."""
+    """Return the differing settings of the closest rows as text."""
     fewest = min(map(len, obstacles))
     wanted: dict[tuple[str, str], dict[str, None]] = {}
-    for setting, value, published in (one for table in obstacles if len(table) == fewest for one in table):
+    for setting, value, published in (one for row in obstacles if len(row) == fewest for one in row):
         wanted.setdefault((setting, value), {})[published] = None
     return [
-        f"{setting.replace('_', ' ').replace('.', ' ')} is {value}, published with {' or '.join(values)}"
+        f"{setting_title(setting).removeprefix('data ')} is {value}, published with {' or '.join(values)}"
         for (setting, value), values in wanted.items()
     ]
-
-
-def _wanted_value(wanted: Any) -> str:
-    return " or ".join(map(setting_value, wanted[_ANY])) if isinstance(wanted, Mapping) else setting_value(wanted)
-
-
-def _same(value: Any, wanted: Any) -> bool:
-    """Whether a setting has the required value or one of several; lists are compared in any order."""
-    if isinstance(wanted, Mapping):
-        return any(_same(value, one) for one in wanted[_ANY])
-    return sorted(value) == sorted(wanted) if isinstance(value, list) and isinstance(wanted, list) else value == wanted
 
 
 def architecture_name(backbone: Mapping[str, Any]) -> str | None:

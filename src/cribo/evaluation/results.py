@@ -1,19 +1,18 @@
 """Results of evaluations: common format of all protocols, JSON file and tables."""
 
-import dataclasses
 import importlib.metadata
 import json
-import math
 import os
 import platform
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 import torch
-from rich.console import RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
@@ -54,6 +53,7 @@ _METRICS = {
     "f_recall": "F recall",
 }
 _METRES = {"rmse"}  # all other metrics are fractions
+_BEST_OF = "learning_rate"  # only the best row counts if this setting varies
 _SETS = {
     "coco": "COCO",
     "imagenet": "ImageNet-1k",
@@ -93,7 +93,7 @@ class EvaluationResult:
         command: command line that reproduces the evaluation.
 
     Raises:
-        ValueError: a row lacks a metric, or backbone or data lack a name.
+        ValueError: a field has the wrong type, a row lacks a metric, or backbone or data lack a name.
         TypeError: a value is not JSON serialisable.
     """
 
@@ -110,8 +110,12 @@ class EvaluationResult:
     command: str
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, plain(getattr(self, field.name), field.name))
+        for name, hint in get_type_hints(type(self)).items():
+            kind = get_origin(hint) or hint
+            value = plain(getattr(self, name))
+            if not isinstance(value, (int, float) if kind is float else kind):
+                raise InputError(f"{name!r} must be a {kind.__name__}, got {value!r:.60}")
+            object.__setattr__(self, name, value)
         for name in ("backbone", "data"):
             if not isinstance(getattr(self, name).get("name"), str):
                 raise InputError(f"{name} must have a name, got {sorted(getattr(self, name))}")
@@ -133,9 +137,19 @@ class EvaluationResult:
         return self.results[best_place([row[self.headline] for row in self.results])]
 
     @property
+    def points(self) -> dict[Any, dict[str, Any]]:
+        """Rows by value of the varied setting; for learning rates only the best row, with key None."""
+        return {None: self.best} if self.varies == _BEST_OF else {row[self.varies]: row for row in self.results}
+
+    @property
     def variant(self) -> str | None:
         """Variant of the protocol, None if it has no variants."""
         return self.settings.get("variant")
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """Settings and description of the data, by dotted names that start with `settings.` or `data.`."""
+        return dict(flat({"settings": self.settings, "data": self.data}))
 
     @property
     def title(self) -> str:
@@ -158,7 +172,10 @@ class EvaluationResult:
         if path.exists():
             raise FolderError(f"{path} already exists: choose another folder")
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, _json({"format": RESULTS_FORMAT, **vars(self)}) + "\n")
+        text = json.dumps({"format": RESULTS_FORMAT, **vars(self)}, indent=2, ensure_ascii=False, allow_nan=False)
+        # Numbers of a list, such as a row of a confusion matrix, on a single line.
+        text = re.sub(r"\[\n\s+([^][{}\"]+?)\n\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text)
+        write_text(path, text + "\n")
         return path
 
 
@@ -173,8 +190,7 @@ def read_result(path: str | os.PathLike[str]) -> EvaluationResult:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        where = f"{path} has no {RESULTS}" if path.is_dir() else f"{path} does not exist"
-        raise ResultError(f"{where}: give the output folder of a finished evaluation") from error
+        raise ResultError(f"{file} does not exist: give the output folder of a finished evaluation") from error
     except OSError as error:
         raise ResultError(f"{file} cannot be read: {error.strerror}") from error
     except ValueError as error:
@@ -187,32 +203,12 @@ def read_result(path: str | os.PathLike[str]) -> EvaluationResult:
         )
     if content.get("kind") == "card":
         raise ResultError(f"{file} is a card of several evaluations: give the folders of its rows, listed in the file")
-    hints = get_type_hints(EvaluationResult)
-    for name, hint in hints.items():
-        kind = get_origin(hint) or hint
-        if name not in content:
-            raise ResultError(f"{file} is corrupt: it has no {name!r}; repeat the evaluation")
-        if not isinstance(content[name], (int, float) if kind is float else kind):
-            raise ResultError(f"{file} is corrupt: {name!r} must be a {kind.__name__}, got {content[name]!r:.60}")
-    content["settings"] = _with_variant(content["evaluation"], content["settings"])
     try:
-        return EvaluationResult(**{name: content[name] for name in hints})
+        return EvaluationResult(**{field.name: content[field.name] for field in fields(EvaluationResult)})
+    except KeyError as error:
+        raise ResultError(f"{file} is corrupt: it has no {error}; repeat the evaluation") from error
     except (ValueError, TypeError) as error:
-        raise ResultError(f"{file} is corrupt: {error}") from error
-
-
-def _with_variant(evaluation: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a result with variant names, converting those of older versions."""
-    variants = find_protocol(evaluation).variants() if evaluation in PROTOCOLS else ()
-    if not variants or "variant" in settings:
-        return settings
-    if evaluation != "dense-nn":
-        return {"variant": variants[0], **settings}
-    others = {"mean": "present", **settings}
-    named = {"paper": "cribo", "hummingbird": "hummingbird-strict"}
-    if others.get("unlabelled") == "background":
-        others["unlabelled"] = "first"
-    return {"variant": named.get(others.pop("protocol", "paper"), variants[0]), **others}
+        raise ResultError(f"{file} is corrupt: {error}; repeat the evaluation") from error
 
 
 def versions(device: torch.device | str = "cpu") -> dict[str, str]:
@@ -233,9 +229,9 @@ def versions(device: torch.device | str = "cpu") -> dict[str, str]:
 
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == "model name"]
-    return names[0] if names else platform.processor() or platform.machine()
+    text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
+    name = re.search(r"^model name\s*: (.+)", text, re.MULTILINE)
+    return name[1] if name else platform.processor() or platform.machine()
 
 
 # ----------------------------------------------------------------------- words
@@ -303,6 +299,16 @@ def varied_value(varies: str, value: Any) -> str:
     return f"1/{value}" if varies == "ratio" else setting_value(value)
 
 
+def setting_title(name: str) -> str:
+    """Return the title of a setting or of a fact about the data, from its dotted name.
+
+    Example:
+        >>> setting_title("settings.patch_labels"), setting_title("data.memory")
+        ('patch labels', 'data memory')
+    """
+    return name.removeprefix("settings.").replace("_", " ").replace(".", " ")
+
+
 def setting_value(value: Any) -> str:
     """Return the value of a setting as text.
 
@@ -346,7 +352,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 @dataclass(frozen=True)
 class Section:
-    """A table with a title and notes, for a terminal or as Markdown.
+    """A table with a title and notes, as a rich renderable or as Markdown.
 
     Attributes:
         title: title above the table.
@@ -362,8 +368,7 @@ class Section:
     notes: Sequence[str] = ()
     names: int = 1
 
-    def rich(self) -> Iterator[RenderableType]:
-        """Yield rich renderables."""
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         yield Text(self.title, style="bold")  # a table title would be wrapped to the width of the table
         table = Table()
         for place, name in enumerate(self.header):
@@ -418,7 +423,7 @@ def result_tables(result: EvaluationResult) -> list[RenderableType]:
     sections = [Section(result.title, header, [rows], names=0)]
     if any(row.get("per_class") for row in result.results):
         sections.append(_classes(result))
-    return [*(part for section in sections for part in section.rich()), _settings(result)]
+    return [*sections, _settings(result)]
 
 
 def _number(value: float | None) -> str:
@@ -469,40 +474,18 @@ def _listed(settings: Mapping[str, Any]) -> str:
 # ----------------------------------------------------------------------- JSON
 
 
-def plain(value: Any, name: str = "value") -> Any:
-    """Convert a value to JSON types.
-
-    Args:
-        value: any value.
-        name: name of the value, for error messages.
+def plain(value: Any) -> Any:
+    """Convert a value to JSON types: arrays and tensors to lists, paths to strings, non-finite numbers to None.
 
     Raises:
         TypeError: the value is not JSON serialisable.
     """
+    return json.loads(json.dumps(value, default=_builtin), parse_constant=lambda constant: None)
+
+
+def _builtin(value: Any) -> Any:
     if isinstance(value, Tensor | np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {str(key): plain(part, f"{name}.{key}") for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(part, name) for part in value]
+        return value.tolist()
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, str | int):
-        return value
-    raise TypeError(f"{name} must be JSON serialisable, got {type(value).__name__}")
-
-
-def _json(value: Any, depth: int = 0) -> str:
-    """Return indented JSON, with lists of plain values, such as rows of a confusion matrix, on a single line."""
-    if isinstance(value, dict) and value:
-        parts = [f"{json.dumps(key, ensure_ascii=False)}: {_json(part, depth + 1)}" for key, part in value.items()]
-        opening, closing = "{", "}"
-    elif isinstance(value, list) and any(isinstance(part, dict | list) for part in value):
-        parts = [_json(part, depth + 1) for part in value]
-        opening, closing = "[", "]"
-    else:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    space = "  " * depth
-    return f"{opening}\n" + ",\n".join(f"{space}  {part}" for part in parts) + f"\n{space}{closing}"
+    raise TypeError(f"results must be JSON serialisable, got {value!r}")
