@@ -12,8 +12,8 @@ from cribo.cli.running import (
 from cribo.console import command_console, loading, log_to
 
 HELP = """\
-Open a web page with the curves of a run, its view pairs and their clusters, nearest objects across a collection of
-images, features as colours, and segmentation from a few painted examples.
+Open a web page with the view pairs of a run and their clusters, nearest objects across a collection of images, features
+as colours, and segmentation from a few painted examples.
 
   cribo explore --run runs/camvid                       a run; finds the objects of some of its images at start-up
   cribo explore --db street.db                          a database of objects, created by cribo index

@@ -14,7 +14,7 @@ class ExploreConfig:
     """Contents of the page of `cribo explore`.
 
     Attributes:
-        run: a run folder of cribo pretrain; the run may still be in progress.
+        run: a run folder of cribo pretrain with a checkpoint; the run may still be in progress.
         db: a database of objects of cribo index: a folder or URL.
         backbone: network of the features. [that of the database or run]
         images: folder of the images. [that of the run or database]

@@ -33,7 +33,7 @@ _LOGIN = "/login"
 _JSON_BYTES = 2**20
 _FORM_BYTES = 2**16  # of a form, without its file
 
-# `unsafe-*`, because plots and the image editor compile code, and the page has inline scripts. No other servers are
+# `unsafe-*`, because the image editor compiles code, and the page has inline scripts. No other servers are
 # allowed.
 _POLICY = "; ".join(
     (
