@@ -206,7 +206,7 @@ def example_of(
 def prepare(memory: SegmentationMemory, image: UInt8[Tensor, "3 h w"]) -> UInt8[Tensor, "3 new_h new_w"]:
     """Reduce a picture and cache its features for later requests."""
     small = TF.resize(image, list(_bounded(image.shape[1], image.shape[2])), antialias=True)
-    memory.encode([small])
+    memory.encoder.encode([small])
     return small
 
 
