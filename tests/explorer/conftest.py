@@ -78,21 +78,7 @@ def run_folder(tiny: "Callable[..., PretrainConfig]", tmp_path_factory: pytest.T
     (folder / "config.yaml").write_text(dump_config(config))
     network = {"args": config.backbone.args, "image_size": config.views.size}
     save_backbone(build_backbone(config.backbone.name, **network), folder)
-    write_metrics(folder, epochs=3)
     return folder
-
-
-def write_metrics(folder: Path, *, epochs: int) -> None:
-    """Return the metrics of a run after a number of epochs of four steps."""
-    rows = ["step,epoch,seconds,loss,loss_image,loss_cross_image,bootstrapping_ratio,dense_nn", "0,0,1,,,,,0.1"]
-    rows += [
-        f"{4 * n},{n},{60 * n},{9 - n},{5 - n},{0 if n == 1 else 3},{0.1 * n},{0.1 + 0.1 * n}" for n in _to(epochs)
-    ]
-    (folder / "metrics.csv").write_text("\n".join(rows) + "\n")
-
-
-def _to(last: int) -> range:
-    return range(1, last + 1)
 
 
 @dataclass
@@ -279,7 +265,7 @@ def watched(served: Served, browser: "Browser") -> Iterator[Watched]:
     page.on("console", lambda message: watched.errors.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: watched.errors.append(str(error)))
     page.goto(served.address)
-    page.get_by_role("tab", name="Training").wait_for()
+    page.get_by_role("tab", name="View pairs").wait_for()
     yield watched
     assert watched.elsewhere == []
     assert watched.errors == []

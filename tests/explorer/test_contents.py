@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cribo.errors import InputError
 from cribo.explorer.config import ExploreConfig, Limits
 from cribo.explorer.contents import Contents, open_contents
 from cribo.explorer.uploads import Refused
@@ -34,17 +35,19 @@ def test_a_backbone_and_a_folder_suffice(squares: Path, tmp_path: Path) -> None:
     names = [contents.finder.collection.name(number) for number in range(4)]
     assert names == ["0-blue.png", "0-red.png", "1-blue.png", "1-red.png"]
     alone = opened(ExploreConfig(backbone=BackboneSource("mean-colour"), device="cpu"), tmp_path / "alone")
-    assert (alone.finder, alone.run, alone.notes) == (None, None, ())
-    assert alone.encoder is not None
+    assert (alone.finder, alone.pairs, alone.notes) == (None, None, ())
 
 
-def test_a_run_without_checkpoints_shows_its_curves(run_folder: Path, tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_needs_a_backbone(run_folder: Path, tmp_path: Path) -> None:
     run = shutil.copytree(run_folder, tmp_path / "run")
     for name in ("backbone.safetensors", "backbone.json"):
         (run / name).unlink()
-    contents = opened(ExploreConfig(run=run, device="cpu"), tmp_path / "work")
-    assert (contents.run, contents.encoder, contents.pairs, contents.finder) == (run, None, None, None)
-    assert "has no checkpoint yet" in contents.notes[0]
+    with pytest.raises(InputError, match="has no checkpoint yet: wait for its first one, or give --backbone"):
+        opened(ExploreConfig(run=run, device="cpu"), tmp_path / "work")
+    given = ExploreConfig(run=run, backbone=BackboneSource("mean-colour"), limit=2, device="cpu")
+    contents = opened(given, tmp_path / "given")
+    assert contents.pairs is None
+    assert contents.finder is not None
 
 
 def test_missing_images_are_reported(run_folder: Path, tmp_path: Path, squares: Path) -> None:

@@ -30,7 +30,7 @@ async def answer_everything(scope: Any, receive: Any, send: Any) -> None:
 def uploads(tmp_path: Path) -> Uploads:
     """Create an empty folder with limits."""
     (tmp_path / "uploads").mkdir()
-    return Uploads(tmp_path / "uploads", Limits(megabytes=0.01))
+    return Uploads(tmp_path / "uploads", Limits(max_megabytes=0.01))
 
 
 @pytest.fixture

@@ -31,10 +31,8 @@ def click_inside(picture: Locator, x: float, y: float) -> None:
     picture.click(position={"x": left + x * side, "y": top + y * side})
 
 
-def test_curves_and_view_pairs_are_shown(watched: Watched) -> None:
+def test_view_pairs_are_shown(watched: Watched) -> None:
     page = watched.page
-    expect(page.get_by_text("in progress or stopped")).to_be_visible()
-    expect(page.locator(".vega-embed, canvas.marks, svg.marks").first).to_be_visible()
     watched.open("View pairs")
     expect(page.get_by_text("Pair 0 of")).to_be_visible()
     expect(page.get_by_role("img", name="Clusters of view 2")).to_be_visible()
@@ -151,8 +149,8 @@ def test_every_tab_fits_a_phone(watched: Watched, scheme: str) -> None:
     page.emulate_media(color_scheme=scheme)  # pyright: ignore[reportArgumentType]
     page.set_viewport_size({"width": 360, "height": 740})
     watched.reload()
-    page.get_by_role("tab", name="Training").first.wait_for()
-    for tab in ("Training", "View pairs", "Objects", "Features", "Segment"):
+    page.get_by_role("tab", name="View pairs").first.wait_for()
+    for tab in ("View pairs", "Objects", "Features", "Segment"):
         button = page.get_by_role("tab", name=tab, exact=True).and_(page.locator(":visible"))
         if not button.count():
             page.locator(".overflow-menu > button").click()

@@ -10,7 +10,6 @@ from rich.console import Console
 pytest.importorskip("gradio")
 from cribo.explorer import run, server
 from cribo.explorer.config import ExploreConfig, Limits
-from cribo.explorer.contents import Contents
 from cribo.retrieval.source import BackboneSource
 
 
@@ -25,7 +24,6 @@ def test_the_page_is_imported_while_loading_is_shown(monkeypatch: pytest.MonkeyP
 
     monkeypatch.delitem(sys.modules, "cribo.explorer.page", raising=False)
     monkeypatch.setattr(run, "loading", watched)
-    monkeypatch.setattr(run, "open_contents", lambda *given: Contents("nothing"))
     monkeypatch.setattr(run, "serve", lambda *given, **named: named["on_start"]())
     console = Console(record=True, width=200)
     config = ExploreConfig(backbone=BackboneSource("mean-colour"))

@@ -10,7 +10,7 @@ from cribo.explorer.uploads import Refused, Uploads
 @pytest.fixture
 def uploads(tmp_path: Path) -> Uploads:
     (tmp_path / "sent").mkdir()
-    return Uploads(tmp_path / "sent", Limits(megabytes=0.01, megapixels=0.01))
+    return Uploads(tmp_path / "sent", Limits(max_megabytes=0.01, max_megapixels=0.01))
 
 
 def sent(uploads: Uploads, name: str, content: bytes) -> dict[str, str]:
@@ -48,7 +48,7 @@ def test_refusals_contain_advice(uploads: Uploads, tmp_path: Path) -> None:
             uploads.read(what)
 
 
-@pytest.mark.parametrize("limits", [{"megabytes": 0}, {"megapixels": -1.0}])
+@pytest.mark.parametrize("limits", [{"max_megabytes": 0}, {"max_megapixels": -1.0}])
 def test_limits_must_be_positive(limits: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"max_\w+ must be > 0, got"):
         Limits(**limits)

@@ -3,6 +3,7 @@ import json
 import logging
 import re
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from threading import Thread
 
@@ -23,6 +24,7 @@ from cribo.models import build_backbone, save_backbone
 from cribo.retrieval import BackboneSource
 from cribo.segmentation.config import SegmentConfig
 from cribo.segmentation.run import NothingSegmented, Segmented, segment_images
+from cribo.segmentation.settings import SegmentationSettings
 
 from .coded import blocks, save_image, save_labels
 
@@ -48,18 +50,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 def config(folder: Path, **changes) -> SegmentConfig:
+    settings = {"scale": 1.0, "neighbours": 1, "head": "knn", "whiten": False, "refine": "none"}
+    names = {field.name for field in fields(SegmentationSettings)}
     values = {
         "backbone": BackboneSource("mean-colour"),
         "images": str(folder / "images"),
         "examples": str(folder / "examples"),
-        "scale": 1.0,
-        "neighbours": 1,
-        "head": "knn",
-        "whiten": False,
-        "refine": "none",
+        "settings": settings | {name: value for name, value in changes.items() if name in names},
         "workers": 1,
         "device": "cpu",
-        **changes,
+        **{name: value for name, value in changes.items() if name not in names},
     }
     return SegmentConfig(**values)
 
@@ -180,11 +180,11 @@ def test_an_interrupted_command_resumes(folder: Path, monkeypatch: pytest.Monkey
     written = []
     write = run._Results.write
 
-    def interrupted(self, read, *rest):
+    def interrupted(self, name, *rest):
         if len(written) == 2:
             raise KeyboardInterrupt
-        written.append(read.name)
-        return write(self, read, *rest)
+        written.append(name)
+        return write(self, name, *rest)
 
     monkeypatch.setattr(run._Results, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -198,7 +198,7 @@ def test_an_interrupted_command_resumes(folder: Path, monkeypatch: pytest.Monkey
         file.write('{"name": "sub/3.bmp", "con')  # incomplete line of a killed process
     written.clear()
     monkeypatch.setattr(
-        run._Results, "write", lambda self, read, *rest: (written.append(read.name), write(self, read, *rest))[1]
+        run._Results, "write", lambda self, name, *rest: (written.append(name), write(self, name, *rest))[1]
     )
     done = segment(folder, resume=True)
     assert written == ["1.bmp", "sub/3.bmp"]

@@ -12,8 +12,8 @@ from cribo.cli.running import (
 from cribo.console import command_console, loading, log_to
 
 HELP = """\
-Open a web page with the curves of a run, its view pairs and their clusters, nearest objects across a collection of
-images, features as colours, and segmentation from a few painted examples.
+Open a web page with the view pairs of a run and their clusters, nearest objects across a collection of images, features
+as colours, and segmentation from a few painted examples.
 
   cribo explore --run runs/camvid                       a run; finds the objects of some of its images at start-up
   cribo explore --db street.db                          a database of objects, created by cribo index
@@ -52,15 +52,14 @@ def _explore(words: list[str]) -> None:
         "--password", type=str, help="password of the page; with a --host other than this machine, random by default"
     )
     parser.add_argument("--no_password", action="store_true", help="allow access to the page without a password")
-    parser.add_argument("--max_megabytes", type=float, default=20.0, help="size limit of an uploaded picture")
-    parser.add_argument("--max_megapixels", type=float, default=40.0, help="pixel limit of an uploaded picture")
+    parser.add_class_arguments(Limits)
     add_optional_backbone(
         parser,
         "backbone to use instead of that of the database or run: a run folder, a checkpoint, a timm name, or "
         "mean-colour",
     )
     parsed = parser.parse_args(words)
-    limits = Limits(megabytes=parsed.max_megabytes, megapixels=parsed.max_megapixels)
+    limits = parser.build(Limits, parsed)
     config = parser.build(ExploreConfig, parsed, backbone=optional_backbone(parsed))
     if parsed.no_password and parsed.password is not None:
         raise ConfigError("--password and --no_password exclude each other: omit one of them")

@@ -28,8 +28,7 @@ def main(words: list[str]) -> int:
 
 def _export(words: list[str]) -> None:
     from cribo.arguments import Parser
-    from cribo.export.options import TARGETS
-    from cribo.retrieval.choices import FeaturePrecision
+    from cribo.export.options import TARGETS, ExportOptions
     from cribo.retrieval.source import BackboneSource, backbone_name
 
     console = command_console()
@@ -45,27 +44,16 @@ def _export(words: list[str]) -> None:
     parser.add_argument("--out", type=Path, help="output folder; by default exports/BACKBONE-TARGET")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing export in --out")
     parser.add_argument(
-        "--precision",
-        type=FeaturePrecision,
-        default="float32",
-        help="data type of weights and features; float16 halves the size of the files",
-    )
-    parser.add_argument(
         "--image_size",
         type=int,
         help="image size in pixels for which the position embedding is resized and stored; for other sizes it is "
         "resized at each use. By default unchanged",
     )
-    parser.add_argument("--opset", type=int, default=20, help="ONNX opset; lower it for older runtimes, at least 18")
-    parser.add_argument(
-        "--fixed_size",
-        type=tuple[int, int] | None,
-        help="height,width in pixels, or one number for a square: the graph of onnx or torch-export takes one image of "
-        "this size, for runtimes that need fixed shapes. Batch, height and width are free by default",
-    )
+    parser.add_class_arguments(ExportOptions, skip={"layers"})
     parser.add_class_arguments(BackboneSource, "backbone")
     parsed = parser.parse_args(words)
     config = parser.instantiate(parsed)["backbone"]
+    options = parser.build(ExportOptions, parsed, layers=config.layers)
     out = parsed.out or Path("exports") / f"{backbone_name(config)}-{parsed.to}"
     with loading(console):
         from cribo.export.run import export_backbone
@@ -78,11 +66,8 @@ def _export(words: list[str]) -> None:
             parsed.to,
             out,
             overwrite=parsed.overwrite,
-            precision=parsed.precision,
-            layers=config.layers,
-            opset=parsed.opset,
-            fixed_size=parsed.fixed_size,
             progress=progress,
+            **vars(options),
         )
     sizes = ", ".join(f"{batch}x3x{height}x{width}" for batch, height, width in report.checked)
     console.print(

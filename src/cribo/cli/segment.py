@@ -1,6 +1,7 @@
 """`cribo segment`: label the pixels of many images given a few labelled examples."""
 
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 from rich.console import Console
@@ -39,6 +40,7 @@ def main(words: list[str]) -> int:
 def _segment(words: list[str]) -> None:
     from cribo.arguments import Parser
     from cribo.segmentation.config import SegmentConfig
+    from cribo.segmentation.settings import SegmentationSettings
 
     console = command_console()
     log_to(console)
@@ -58,11 +60,14 @@ def _segment(words: list[str]) -> None:
     parser.add_argument("--pictures", type=int, default=6, help="number of images in contact.png")
     parser.add_argument("--suggest", type=int, default=0, help="number of images to suggest for labelling next")
     parser.add_argument("--coco", action="store_true", help="also write all labels to coco.json, in COCO format")
-    parser.add_class_arguments(SegmentConfig)
+    parser.add_class_arguments(SegmentConfig, skip={"settings"})
+    parser.add_class_arguments(SegmentationSettings)
     parsed = parser.parse_args(words)
-    config = parser.build(SegmentConfig, parsed)
+    given = vars(parser.parse_args(words, defaults=False))  # others are those of the memory file
+    settings = {field.name: given[field.name] for field in fields(SegmentationSettings) if field.name in given}
+    config = parser.build(SegmentConfig, parsed, settings=settings)
     with loading(console):
-        from cribo.segmentation.run import COCO, OVERVIEW, SUGGESTED, SUMMARY, segment_images, speed
+        from cribo.segmentation.run import COCO, OVERVIEW, SUGGESTED, SUMMARY, segment_images
 
     segmented = segment_images(
         config,
@@ -81,7 +86,7 @@ def _segment(words: list[str]) -> None:
     for name, share in segmented.shares.items():
         table.add_row(name, f"{share:.1%}")
     console.print(table)
-    console.print(speed(segmented))
+    console.print(segmented.speed)
     if segmented.skipped:
         console.print(f"{len(segmented.skipped)} could not be read: {', '.join(segmented.skipped)}")
     print_places(

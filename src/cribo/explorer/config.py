@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cribo.arguments import ConfigError
-from cribo.checks import require_least
-from cribo.errors import InputError
+from cribo.checks import require_least, require_positive
 from cribo.retrieval.source import BackboneSource
 
 
@@ -43,30 +42,28 @@ class Limits:
     """Limits of uploaded pictures.
 
     Attributes:
-        megabytes: maximum file size.
-        megapixels: maximum number of pixels according to the header; larger pictures are not decoded.
+        max_megabytes: size limit of an uploaded picture.
+        max_megapixels: pixel limit of an uploaded picture, by its header; larger ones are not decoded.
 
     Raises:
-        ValueError: a limit is not positive.
+        ConfigError: a limit is not positive.
     """
 
-    megabytes: float = 20.0
-    megapixels: float = 40.0
+    max_megabytes: float = 20.0
+    max_megapixels: float = 40.0
 
     def __post_init__(self) -> None:
-        for name in ("megabytes", "megapixels"):
-            if getattr(self, name) <= 0:
-                raise InputError(f"max_{name} must be > 0, got {getattr(self, name)}")
+        require_positive(self, "max_megabytes", "max_megapixels")
 
     @property
     def bytes(self) -> int:
         """Maximum file size in bytes."""
-        return round(1e6 * self.megabytes)
+        return round(1e6 * self.max_megabytes)
 
     @property
     def pixels(self) -> int:
         """Maximum number of pixels."""
-        return round(1e6 * self.megapixels)
+        return round(1e6 * self.max_megapixels)
 
     def __str__(self) -> str:
-        return f"up to {self.megabytes:g} MB and {self.megapixels:g} megapixels"
+        return f"up to {self.max_megabytes:g} MB and {self.max_megapixels:g} megapixels"

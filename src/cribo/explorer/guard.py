@@ -33,7 +33,7 @@ _LOGIN = "/login"
 _JSON_BYTES = 2**20
 _FORM_BYTES = 2**16  # of a form, without its file
 
-# `unsafe-*`, because plots and the image editor compile code, and the page has inline scripts. No other servers are
+# `unsafe-*`, because the image editor compiles code, and the page has inline scripts. No other servers are
 # allowed.
 _POLICY = "; ".join(
     (
@@ -205,7 +205,7 @@ class _UploadQuota:
         if size > limits.bytes + _FORM_BYTES:
             raise _Denied(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"The upload has {size / 1e6:.1f} MB, but at most {limits.megabytes:g} MB are allowed: make the "
+                f"The upload has {size / 1e6:.1f} MB, but at most {limits.max_megabytes:g} MB are allowed: make the "
                 "picture smaller, or start the page with a larger --max_megabytes.",
             )
         if total > self._folder_bytes:

@@ -153,13 +153,13 @@ class ObjectFinder:
             picture = as_shown(self.collection.load(number, _MATCH), _MATCH)
         except Refused as error:
             return _blank(*match.object.mask.image), f"{caption} - {error}"
-        return with_outline(picture, match.object.mask.pixels(picture.shape[:2]), fade=0.6), caption
+        return with_outline(picture, match.object.mask.pixels(picture.shape[:2])), caption
 
 
 def query_picture(query: QueryImage, number: int) -> UInt8[np.ndarray, "h w 3"]:
     """Outline an object in a query image, and fade the other pixels."""
     inside = query.object(number).mask.pixels(query.image.shape[:2])
-    return with_outline(query.image, inside, fade=0.6)
+    return with_outline(query.image, inside)
 
 
 def query_sentence(query: QueryImage, number: int, found: Sequence[FoundObject]) -> str:

@@ -9,7 +9,6 @@ from cribo.explorer.contents import Contents
 from cribo.explorer.tabs.features import features_tab
 from cribo.explorer.tabs.objects import objects_tab
 from cribo.explorer.tabs.segmenting import segmenting_tab
-from cribo.explorer.tabs.training import training_tab
 from cribo.explorer.tabs.view_pairs import view_pairs_tab
 from cribo.explorer.uploads import Uploads
 
@@ -23,8 +22,6 @@ _STYLE = """
 .gradio-container .wrap, .gradio-container main, .gradio-container main :not(button) { min-width: 0; }
 .gradio-container main { width: 100% !important; }
 .caption p { font-weight: 600; }
-.prose table { width: 100%; }
-.prose table, .prose th, .prose td { border-color: var(--border-color-primary) !important; }
 .tiles .grid-wrap { max-height: none !important; height: auto !important; min-height: 120px; }
 .tiles .grid-container { grid-template-columns: repeat(auto-fill, minmax(var(--tile), 1fr)) !important; }
 .tiles .thumbnail-lg { display: flex; flex-direction: column; height: auto; aspect-ratio: auto; }
@@ -58,18 +55,14 @@ def build_page(contents: Contents, uploads: Uploads) -> gr.Blocks:
         for note in contents.notes:
             gr.Markdown(note)
         with gr.Tabs():
-            if contents.run is not None:
-                with gr.Tab("Training"):
-                    training_tab(contents.run)
             if contents.pairs is not None:
                 with gr.Tab("View pairs") as tab:
                     view_pairs_tab(tab, contents.pairs)
             if contents.finder is not None:
                 with gr.Tab("Objects") as tab:
                     objects_tab(tab, contents.finder, uploads)
-            if contents.encoder is not None:
-                with gr.Tab("Features"):
-                    features_tab(contents.encoder, uploads, contents.finder)
-                with gr.Tab("Segment"):
-                    segmenting_tab(page, identity, contents.encoder, uploads)
+            with gr.Tab("Features"):
+                features_tab(contents.encoder, uploads, contents.finder)
+            with gr.Tab("Segment"):
+                segmenting_tab(page, identity, contents.encoder, uploads)
     return page

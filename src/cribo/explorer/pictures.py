@@ -2,18 +2,23 @@
 
 import matplotlib as mpl
 import numpy as np
+import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, UInt8
+from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.transforms.v2 import functional as TF
 
 from cribo.data.segmentation import Colour
+from cribo.drawing import paint_regions
 
 SHOWN = 768
 """Longer side of a picture on the page, in pixels."""
 
 MARK: Colour = (255, 32, 96)
 """Colour of selections."""
+
+_DARK: Colour = (20, 20, 20)
 
 
 def shown_size(height: int, width: int, longest: int = SHOWN) -> tuple[int, int]:
@@ -59,45 +64,19 @@ def box_of_patch(grid: tuple[int, int], row: int, column: int, size: tuple[int, 
     return left, top, max(right, left + 1), max(bottom, top + 1)
 
 
-def with_box(
-    picture: UInt8[np.ndarray, "h w 3"], box: tuple[int, int, int, int], colour: Colour = MARK
-) -> UInt8[np.ndarray, "h w 3"]:
-    """Return a copy of a picture with a frame around (left, top, right, bottom)."""
-    inside = np.zeros(picture.shape[:2], dtype=bool)
+def with_box(picture: UInt8[np.ndarray, "h w 3"], box: tuple[int, int, int, int]) -> UInt8[np.ndarray, "h w 3"]:
+    """Return a copy of a picture with a frame around (left, top, right, bottom), visible on any background."""
+    image = Image.fromarray(picture)
     left, top, right, bottom = box
-    inside[top:bottom, left:right] = True
-    return with_outline(picture, inside, colour)
-
-
-def with_outline(
-    picture: UInt8[np.ndarray, "h w 3"], inside: Bool[np.ndarray, "h w"], colour: Colour = MARK, *, fade: float = 0.0
-) -> UInt8[np.ndarray, "h w 3"]:
-    """Return a copy of a picture with an outline around a region, visible on any background.
-
-    Args:
-        picture: picture to copy.
-        inside: pixels of the region.
-        colour: colour of the outline.
-        fade: degree to which pixels outside the region are faded to grey, from 0 to 1.
-    """
-    painted = picture.astype(np.float32)
-    if fade:
-        grey = 0.5 * painted.mean(axis=2, keepdims=True) + 90
-        painted = np.where(inside[..., None], painted, (1 - fade) * painted + fade * grey)
     width = max(1, min(picture.shape[:2]) // 120)
-    wide = _grown(inside, 2 * width) & ~inside
-    near = _grown(inside, width) & ~inside
-    edge = inside & _grown(~inside, 1)
-    painted[wide] = 20
-    painted[near | edge] = colour
-    return np.rint(painted).clip(0, 255).astype(np.uint8)
+    for margin, colour in ((2 * width, _DARK), (width, MARK)):
+        outside = (left - margin, top - margin, right + margin - 1, bottom + margin - 1)
+        ImageDraw.Draw(image).rectangle(outside, outline=colour, width=width)
+    return np.array(image)
 
 
-def _grown(inside: Bool[np.ndarray, "h w"], pixels: int) -> Bool[np.ndarray, "h w"]:
-    """Dilate a region by some pixels with a 3 x 3 square."""
-    grown = inside
-    for _ in range(pixels):
-        padded = np.pad(grown, 1)
-        rows = padded[:-2] | padded[1:-1] | padded[2:]
-        grown = rows[:, :-2] | rows[:, 1:-1] | rows[:, 2:]
-    return grown
+def with_outline(picture: UInt8[np.ndarray, "h w 3"], inside: Bool[np.ndarray, "h w"]) -> UInt8[np.ndarray, "h w 3"]:
+    """Return a copy of a picture with an outline around a region, faded to grey outside it."""
+    labels = torch.from_numpy(inside.astype(np.int64))
+    colour = MARK[0] / 255, MARK[1] / 255, MARK[2] / 255
+    return np.rint(255 * paint_regions(picture / 255, labels, {1: colour}, tint=0.0)).astype(np.uint8)

@@ -22,6 +22,7 @@ from cribo.explorer.pictures import as_shown
 from cribo.explorer.uploads import Refused
 from cribo.segmentation import SegmentationMemory, SegmentationSettings
 from cribo.segmentation.fitting import candidate_probes, default_probe
+from cribo.segmentation.pictures import overlay
 from cribo.segmentation.pixels import write_labels
 
 BRUSHES: dict[str, Colour] = {
@@ -206,7 +207,7 @@ def example_of(
 def prepare(memory: SegmentationMemory, image: UInt8[Tensor, "3 h w"]) -> UInt8[Tensor, "3 new_h new_w"]:
     """Reduce a picture and cache its features for later requests."""
     small = TF.resize(image, list(_bounded(image.shape[1], image.shape[2])), antialias=True)
-    memory.encode([small])
+    memory.encoder.encode([small])
     return small
 
 
@@ -243,13 +244,12 @@ def segment(memory: SegmentationMemory, image: UInt8[Tensor, "3 h w"], names: Se
     picture = as_shown(small)
     size = picture.shape[:2]
     nearest = TF.InterpolationMode.NEAREST_EXACT
-    labels = TF.resize(found.labels[None], list(size), interpolation=nearest)[0].numpy()
-    colours = np.array(list(BRUSHES.values()), dtype=np.float32)[labels]
-    overlay = np.rint(0.45 * picture + 0.55 * colours).astype(np.uint8)
+    labels = TF.resize(found.labels[None], list(size), interpolation=nearest)[0]
+    painted = overlay(torch.from_numpy(picture).permute(2, 0, 1), labels, list(BRUSHES.values()))
     clear = np.array(Image.fromarray((255 * found.confidence.clamp(0, 1)).byte().numpy()).resize((size[1], size[0])))
     name_of = dict(zip(BRUSHES, _named(names), strict=True))
     shares = ", ".join(f"{name_of[brush]} {share:.0%}" for brush, share in found.shares.items())
-    return SegmentedPicture(overlay, clear[..., None].repeat(3, axis=2), f"{shares}.")
+    return SegmentedPicture(painted, clear[..., None].repeat(3, axis=2), f"{shares}.")
 
 
 def _named(names: Sequence[str]) -> list[str]:

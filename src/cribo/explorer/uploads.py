@@ -52,8 +52,8 @@ class Uploads:
             if "max_pixels" in error.reason:
                 pixels = error.reason.partition(" pixels")[0]
                 raise Refused(
-                    f"The {what} has {pixels} pixels, but at most {self.limits.megapixels:g} megapixels are allowed: "
-                    "make it smaller, or start the page with a larger --max_megapixels."
+                    f"The {what} has {pixels} pixels, but at most {self.limits.max_megapixels:g} megapixels are "
+                    "allowed: make it smaller, or start the page with a larger --max_megapixels."
                 ) from error
             raise Refused(f"The {what} cannot be used: {error.reason}.") from error
 
@@ -78,7 +78,7 @@ class Uploads:
         size = file.stat().st_size
         if size > self.limits.bytes:
             raise Refused(
-                f"The {what} has {size / 1e6:.1f} MB, but at most {self.limits.megabytes:g} MB are allowed: make it "
-                "smaller, or start the page with a larger --max_megabytes."
+                f"The {what} has {size / 1e6:.1f} MB, but at most {self.limits.max_megabytes:g} MB are allowed: make "
+                "it smaller, or start the page with a larger --max_megabytes."
             )
         return file.read_bytes()

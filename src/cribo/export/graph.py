@@ -45,7 +45,6 @@ images = (pixels / 255).transpose(2, 0, 1)[None]  # RGB in 0-1
 tokens, global_token = session.run(["tokens", "global_token"], {{{{"images": images}}}})"""
 
 _METADATA = "cribo"
-_EXTERNAL_BYTES = 1_800_000_000  # an ONNX file must stay below 2 GiB
 
 
 class _Graph(nn.Module):
@@ -152,7 +151,6 @@ def load_torch(folder: Path, options: ExportOptions) -> Encode:
 def write_onnx(backbone: Backbone, folder: Path, options: ExportOptions) -> Written:
     """Write an ONNX file with named inputs and outputs, and a description of the network in its metadata."""
     try:
-        import onnx
         import onnxruntime  # noqa: F401 (needed by the check after writing)
         import onnxscript  # noqa: F401 (needed by PyTorch's exporter)
     except ImportError as error:
@@ -168,16 +166,13 @@ def write_onnx(backbone: Backbone, folder: Path, options: ExportOptions) -> Writ
             verbose=False,
         )
     assert exported is not None
-    model: Any = exported.model_proto
-    del model.graph.value_info[:]  # which contains the tracer's names of sizes
+    model = exported.model
     if options.fixed_size is None:
-        _name_sizes(model.graph.input[0], ("batch", None, "height", "width"))
-        _name_sizes(model.graph.output[0], ("batch", "patches", None))
-        _name_sizes(model.graph.output[1], ("batch", None))
-    onnx.helper.set_model_props(model, json.loads(_about(backbone, options)))
-    path = folder / _ONNX_FILE
-    onnx.save_model(model, path, save_as_external_data=model.ByteSize() > _EXTERNAL_BYTES)
-    onnx.checker.check_model(path)
+        _name_sizes(model.graph.inputs[0], ("batch", None, "height", "width"))
+        _name_sizes(model.graph.outputs[0], ("batch", "patches", None))
+        _name_sizes(model.graph.outputs[1], ("batch", None))
+    model.metadata_props.update(json.loads(_about(backbone, options)))
+    exported.save(folder / _ONNX_FILE)
     return Written(_load(_LOAD_ONNX, _ONNX_FILE, backbone, options), _notes(backbone, options))
 
 
@@ -195,9 +190,9 @@ def load_onnx(folder: Path, options: ExportOptions) -> Encode:
 
 
 def _name_sizes(value: Any, names: Sequence[str | None]) -> None:
-    for size, name in zip(value.type.tensor_type.shape.dim, names, strict=True):
+    for place, name in enumerate(names):
         if name is not None:
-            size.dim_param = name
+            value.shape[place] = name
 
 
 @contextlib.contextmanager

@@ -14,10 +14,12 @@ class ExportOptions:
     """Options of an export.
 
     Attributes:
-        precision: data type of weights and features; graphs take images in float32 in both.
-        layers: number of last blocks whose tokens are concatenated; for `onnx` and `torch-export` only.
-        opset: version of the ONNX operator set.
-        fixed_size: (height, width) in pixels of the only image that a graph takes at a time; None for any size.
+        precision: data type of weights and features; float16 halves the size of the files. Graphs take images in
+            float32 in both.
+        layers: number of last blocks whose tokens are concatenated; for onnx and torch-export only.
+        opset: version of the ONNX operator set, 18 to 23; lower it for older runtimes.
+        fixed_size: height,width in pixels, or one number for a square: the graph of onnx or torch-export takes one
+            image of this size, for runtimes that need fixed shapes. [batch, height and width are dynamic]
     """
 
     precision: FeaturePrecision = "float32"

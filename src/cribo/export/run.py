@@ -80,11 +80,8 @@ def export_backbone(
     out: str | Path,
     *,
     overwrite: bool = False,
-    precision: FeaturePrecision = "float32",
-    layers: int = 1,
-    opset: int = 20,
-    fixed_size: tuple[int, int] | None = None,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    **options: Any,
 ) -> ExportReport:
     """Export a backbone to another library, and verify the features of the export.
 
@@ -100,12 +97,8 @@ def export_backbone(
             `torch-export`: `backbone.pt2`, the same for `torch.export.load`, without timm or this package.
         out: the folder to write.
         overwrite: replace an existing export.
-        precision: data type of weights and features; float16 halves the size of the files.
-        layers: number of last blocks whose tokens are concatenated; for `onnx` and `torch-export` only.
-        opset: version of the ONNX operator set, 18 to 23.
-        fixed_size: (height, width) in pixels: the graph takes one image of this size, for runtimes that need fixed
-            shapes; for `onnx` and `torch-export` only.
         progress: called with the phase, the number of processed items and their total.
+        **options: fields of `ExportOptions`, such as `precision="float16"`.
 
     Raises:
         ValueError: the target is unknown or does not support the network (the message lists targets that do), an option
@@ -122,9 +115,9 @@ def export_backbone(
         (['README.md', 'config.json', 'cribo.json', 'export.json', 'model.safetensors'], True)
     """
     out = Path(out)
-    options = ExportOptions(precision=precision, layers=layers, opset=opset, fixed_size=fixed_size)
+    chosen = ExportOptions(**options)
     exporter = _exporter(to)
-    _check(backbone, to, options)
+    _check(backbone, to, chosen)
     source = None if backbone.loaded is None else backbone.loaded.source
     target = ResultFolder(out, "export", overwrite=overwrite, inputs=[source])
     plain = _plain(backbone)
@@ -132,17 +125,17 @@ def export_backbone(
 
     def write(folder: Path) -> None:
         progress("writing", 0, 1)
-        written = exporter.write(plain, folder, options)
+        written = exporter.write(plain, folder, chosen)
         progress("writing", 1, 1)
         try:
-            difference, checked = compare_features(plain, lambda: exporter.load(folder, options), options, progress)
+            difference, checked = compare_features(plain, lambda: exporter.load(folder, chosen), chosen, progress)
         except DifferentFeatures as error:
             raise DifferentFeatures(f"{to}: {error}; the export was removed{_others(plain, to)}") from error
         report = ExportReport(
             to, out, {}, difference, checked, written.how_to_load.format(folder=out.as_posix()), written.notes
         )
-        write_json(folder / ABOUT, _describe(report, plain, options))
-        card = model_card(plain, to, options, difference=difference, how_to_load=report.how_to_load)
+        write_json(folder / ABOUT, _describe(report, plain, chosen))
+        card = model_card(plain, to, chosen, difference=difference, how_to_load=report.how_to_load)
         write_text(folder / CARD, card)
         files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
         reports.append(replace(report, files=files))

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from cribo.export import timm_folder
 from cribo.export.options import ExportOptions
 from cribo.export.target import Encode, Exporter, MissingExtra, Written, data_type, in_precision
-from cribo.files import write_json
 from cribo.models import Backbone, normalise
 from cribo.models.formats.naming import State, fold_positions
 from cribo.models.formats.reading import read_json
@@ -46,7 +45,6 @@ _MAP = "feature_map = model(images).last_hidden_state"
 _TIMM_TOKENS = "tokens = model.forward_features(images)[:, {prefix}:]"
 _TIMM_MAP = "feature_map = model.forward_features(images)"
 
-_IMAGES = "preprocessor_config.json"
 _POSITIONS = "embeddings.position_embeddings"
 _NAMING = {naming.name: naming for naming in NAMINGS}
 _BY_WRAPPER = "transformers loads it as {name}, which requires timm"
@@ -62,8 +60,13 @@ def write(backbone: Backbone, folder: Path, options: ExportOptions) -> Written:
         model = _native(backbone, transformers)
         if model is not None:
             model.to(data_type(options)).save_pretrained(folder)
+            size = {"height": backbone.image_size, "width": backbone.image_size}
+            mean, std = list(backbone.mean), list(backbone.std)
+            processor = transformers.ViTImageProcessor(
+                size=size, resample=3, image_mean=mean, image_std=std, do_convert_rgb=True
+            )
+            processor.save_pretrained(folder)
     if model is not None:
-        write_json(folder / _IMAGES, _describe_images(backbone))
         prefix = 1 + getattr(model.config, "num_register_tokens", 0)
         encode = in_precision(_LOAD + _TOKENS.replace("{prefix}", str(prefix)), options)
         return Written(encode, (f"transformers loads it as {type(model).__name__}",))
@@ -105,22 +108,6 @@ def unsupported_reason(backbone: Backbone, options: ExportOptions) -> str | None
     if backbone.readout is None and late_norm(backbone.model) is not None:
         return f"the final norm of {backbone.name} follows its pooling and is not applied to tokens"
     return None
-
-
-def _describe_images(backbone: Backbone) -> dict[str, Any]:
-    """Return the configuration of transformers' image processor."""
-    return {
-        "image_processor_type": "ViTImageProcessor",
-        "do_convert_rgb": True,
-        "do_resize": True,
-        "size": {"height": backbone.image_size, "width": backbone.image_size},
-        "resample": 3,
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": list(backbone.mean),
-        "image_std": list(backbone.std),
-    }
 
 
 def _native(backbone: Backbone, transformers: Any) -> Any | None:

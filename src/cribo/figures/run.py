@@ -5,6 +5,7 @@ import glob
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -138,7 +139,6 @@ class _Drawer:
         self.folder = next(iter(runs.values()))
         self.config = load_config(self.folder / CONFIG)
         self.device = device
-        self._backbone: Backbone | None = None
         self._source: ImageSource | None = None
         self._files: list[str] = []
         if options.features_of is not None and "features" in options.only:
@@ -150,11 +150,9 @@ class _Drawer:
         if needs_matches or ("features" in options.only and not self._files):
             self._source = _open_data(self.config, self.folder, options)
 
-    @property
+    @cached_property
     def backbone(self) -> Backbone:
-        if self._backbone is None:
-            self._backbone = load_backbone(self.folder).eval().to(self.device)
-        return self._backbone
+        return load_backbone(self.folder).eval().to(self.device)
 
     def draw(self, name: str) -> tuple[Figure, str]:
         return getattr(self, f"_{name}")()

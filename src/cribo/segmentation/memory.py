@@ -80,29 +80,6 @@ class Segmentation:
     shares: Mapping[str, float]
 
 
-@dataclass
-class _Known:
-    """An example in the memory.
-
-    Attributes:
-        about: name and hashes.
-        features: features of its labelled patches, in random order.
-        pixels: rows of patch, class and number of pixels.
-        halves: see `LabelledPatches`.
-    """
-
-    about: StoredExample
-    features: Float[Tensor, "n l d"]
-    pixels: Int[Tensor, "s 3"]
-    halves: Int[Tensor, " n"]
-
-    def patches(self, classes: int) -> LabelledPatches:
-        """Return its patches with dense class shares."""
-        shares = torch.zeros(len(self.features), classes)
-        shares[self.pixels[:, 0].long(), self.pixels[:, 1].long()] = self.pixels[:, 2].float()
-        return LabelledPatches(self.features, shares / shares.sum(dim=1, keepdim=True), self.halves)
-
-
 class SegmentationMemory:
     """Segments images given a few labelled examples, without training the backbone.
 
@@ -160,7 +137,7 @@ class SegmentationMemory:
         self.encoder = GridEncoder(encoder, self.settings, device, batch_size)
         self._classes = None if classes is None else class_names(classes)
         self._palette = None if palette is None else list(palette)
-        self._known: list[_Known] = []
+        self._known: list[StoredExample] = []
         self._choice: Choice | None = None
         self._labeller: Labeller | None = None
         self._lock = threading.RLock()
@@ -182,7 +159,7 @@ class SegmentationMemory:
     @property
     def names(self) -> list[str]:
         """Names of the examples, in the order of addition."""
-        return [known.about.name for known in self._known]
+        return [known.name for known in self._known]
 
     @property
     def classes(self) -> list[str]:
@@ -215,7 +192,7 @@ class SegmentationMemory:
         about = [self.encoder.encoder.identity, self._classes, sorted(dataclasses.asdict(self.settings).items())]
         digest = hashlib.sha256(repr(about).encode())
         for known in self._known:
-            digest.update(f"{known.about.image} {known.about.labels}".encode())
+            digest.update(f"{known.image} {known.labels}".encode())
         return digest.hexdigest()
 
     # ------------------------------------------------------------------------------------------------ examples
@@ -252,19 +229,19 @@ class SegmentationMemory:
         """
         with self._lock:
             palette = self._palette
-            fresh: dict[str, tuple[StoredExample, Tensor, Tensor]] = {}
+            fresh: dict[str, tuple[str, Tensor, LabelMap]] = {}  # by the hash of the image
             for number, example in enumerate(examples):
                 name = example.name or _name_of(example.image, len(self) + number + 1)
                 image, labels = open_image(example.image), open_labels(example.labels)
                 self._check(name, image, labels.labels)
                 palette = _joined(palette, labels, name)
-                about = StoredExample(name, _content(image), _content(labels.labels))
-                if not any(about.is_same(known.about) for known in self._known):
-                    fresh[about.image] = (about, image, labels.labels)
+                hashes = _content(image), _content(labels.labels)
+                if not any(hashes == (known.image, known.labels) for known in self._known):
+                    fresh[hashes[0]] = (name, image, labels)
             features = self.encoder.encode([image for _, image, _ in fresh.values()])
             known = [
-                self._labelled(about, labels, own)
-                for (about, _, labels), own in zip(fresh.values(), features, strict=True)
+                self._labelled(name, image, labels.labels, own)
+                for (image, (name, _, labels)), own in zip(fresh.items(), features, strict=True)
             ]
             self._palette = palette
             for one in known:
@@ -286,7 +263,8 @@ class SegmentationMemory:
                 f"{IGNORE_INDEX} (no class), got {int(values.max())}: correct the labels, or add classes to the list"
             )
 
-    def _labelled(self, about: StoredExample, labels: Tensor, features: Tensor) -> _Known:
+    def _labelled(self, name: str, image: str, labels: Tensor, features: Tensor) -> StoredExample:
+        content = _content(labels)
         rows, columns = features.shape[:2]
         patch = self.encoder.encoder.patch_size
         if rows > labels.shape[0] or columns > labels.shape[1]:  # a pixel covers several patches
@@ -301,12 +279,12 @@ class SegmentationMemory:
         counts = counts[order]
         patches, label = counts.nonzero(as_tuple=True)
         pixels = torch.stack((patches, label, counts[patches, label]), dim=1).int()
-        return _Known(about, own, pixels, (order % columns >= columns / 2).int())
+        return StoredExample(name, image, content, own, pixels, (order % columns >= columns / 2).int())
 
-    def _put(self, known: _Known) -> None:
-        same = [place for place, other in enumerate(self._known) if other.about.image == known.about.image]
+    def _put(self, known: StoredExample) -> None:
+        same = [place for place, other in enumerate(self._known) if other.image == known.image]
         if same:
-            log.info("replaced the labels of %s in the memory", known.about.name)
+            log.info("replaced the labels of %s in the memory", known.name)
             self._known[same[0]] = known
         else:
             self._known.append(known)
@@ -350,6 +328,7 @@ class SegmentationMemory:
         """
         return self.segment_all([image])[0]
 
+    @torch.no_grad()
     def segment_all(self, images: Sequence[ImageLike]) -> list[Segmentation]:
         """Label several images; images of equal size are encoded as batches.
 
@@ -359,31 +338,14 @@ class SegmentationMemory:
         opened = [open_image(image) for image in images]
         labeller = self.labeller()
         features = self.encoder.encode(opened, blocks=labeller.choice.probe.blocks)
-        votes = self._vote(labeller, features)
-        return [self.label(own, image) for own, image in zip(votes, opened, strict=True)]
+        votes = labeller(labeller.rows(torch.cat([own.flatten(0, 1) for own in features]).cpu()))
+        parts = votes.to(self.encoder.device).split([own.shape[0] * own.shape[1] for own in features])
+        return [
+            self._segmentation(part.unflatten(0, own.shape[:2]), image)
+            for part, own, image in zip(parts, features, opened, strict=True)
+        ]
 
-    def encode(self, images: Sequence[UInt8[Tensor, "3 h w"]]) -> list[Float[Tensor, "rows columns l d"]]:
-        """Encode images for `vote`: normalised features of each patch and each stored block."""
-        return self.encoder.encode(images)
-
-    @torch.no_grad()
-    def vote(self, features: Sequence[Float[Tensor, "rows columns l d"]]) -> list[Float[Tensor, "rows columns c"]]:
-        """Compute the probability of each class at each patch, the second step of `segment`.
-
-        Raises:
-            DataError: the memory is empty.
-        """
-        labeller = self.labeller()
-        return self._vote(labeller, [labeller.select(own) for own in features])
-
-    def _vote(self, labeller: Labeller, features: Sequence[Float[Tensor, "rows columns r d"]]) -> list[Tensor]:
-        rows = labeller.rows(torch.cat([own.flatten(0, 1) for own in features]).cpu())
-        votes = labeller(rows).to(self.encoder.device)
-        lengths = [own.shape[0] * own.shape[1] for own in features]
-        return [part.unflatten(0, own.shape[:2]) for part, own in zip(votes.split(lengths), features, strict=True)]
-
-    def label(self, votes: Float[Tensor, "rows columns c"], image: UInt8[Tensor, "3 h w"]) -> Segmentation:
-        """Convert votes at patches to labels of pixels, the third step of `segment`."""
+    def _segmentation(self, votes: Float[Tensor, "rows columns c"], image: UInt8[Tensor, "3 h w"]) -> Segmentation:
         settings = self.settings
         found = label_pixels(
             votes,
@@ -492,12 +454,9 @@ class SegmentationMemory:
                 classes=self._classes,
                 palette=self._palette,
                 settings=dataclasses.asdict(self.settings),
-                examples=[known.about for known in self._known],
-                features=[known.features for known in self._known],
-                pixels=[known.pixels for known in self._known],
-                halves=[known.halves for known in self._known],
                 blocks=self.encoder.encoder.blocks,
                 choice=None if self._choice is None else self._choice.as_json(),
+                examples=[*self._known],
             )
         write_memory(path, stored)
 
@@ -555,9 +514,7 @@ class SegmentationMemory:
             )
         if backbone is None:
             memory.backbone = {"source": stored.source}
-        memory._known = [
-            _Known(*parts) for parts in zip(stored.examples, stored.features, stored.pixels, stored.halves, strict=True)
-        ]
+        memory._known = [*stored.examples]
         if stored.choice is not None and settings.of_choice == saved.of_choice:
             memory._choice = Choice.from_json(stored.choice)
         return memory

@@ -1,19 +1,19 @@
 """Implementation of `cribo segment`: add examples, label images and write the results."""
 
 import csv
-import dataclasses
 import hashlib
 import io
 import json
 import logging
+import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,8 +27,7 @@ from cribo.allocator import keep_freed_memory
 from cribo.console import Phases, duration
 from cribo.data.coco import BACKGROUND, outline, write_coco
 from cribo.data.images import DataError, require
-from cribo.data.reading import UnreadableImage, image_size, open_header, read_image
-from cribo.data.segmentation import IGNORE_INDEX
+from cribo.data.reading import UnreadableImage, open_header, read_image
 from cribo.devices import resolve_devices, resolve_workers
 from cribo.drawing import write_figure
 from cribo.errors import InputError, Stopped
@@ -87,20 +86,13 @@ class Segmented:
     shares: dict[str, float]
 
     @property
-    def per_second(self) -> float:
-        """Number of newly labelled images per second."""
-        return (self.images - self.reused) / self.seconds if self.seconds else 0.0
-
-
-@dataclass(frozen=True)
-class _Record:
-    """Row of `summary.csv` for an image, with the hash of the image file."""
-
-    name: str
-    content: str
-    size: tuple[int, int]
-    pixels: dict[str, int]
-    confidence: float
+    def speed(self) -> str:
+        """Number of images and speed, as text."""
+        fresh = self.images - self.reused
+        if not fresh:
+            return f"all {self.images} images were already labelled"
+        before = f", {self.reused} were already labelled" if self.reused else ""
+        return f"{fresh} images in {duration(self.seconds)}, {fresh / self.seconds:.1f} images/s{before}"
 
 
 def segment_images(
@@ -149,57 +141,59 @@ def segment_images(
         inputs=(config.examples, config.labels, config.classes, config.memory, config.backbone.source),
         advice="choose another --out, continue it with --resume, or replace it with --overwrite",
     )
-    settings = SegmentationSettings(**config.chosen)
+    settings = SegmentationSettings(**config.settings)
     folder, names = open_targets(config.images, apart_from=out)
     if not 0 <= suggestions <= len(names):
         raise InputError(f"--suggest must be from 0 to {len(names)}, the number of images, got {suggestions}")
     examples = None
     if config.examples is not None:
         examples = find_examples(config.examples, labels=config.labels, classes=config.classes)
-    with ExitStack() as stack:
-        progress = stack.enter_context(Phases(console))
-        locked = stack.enter_context(ExitStack())
-        if examples is not None and config.memory is not None and Path(config.memory).expanduser().parent.is_dir():
-            locked.enter_context(memory_lock(Path(config.memory).expanduser()))
-        memory = _open_memory(config, settings, examples)
-        has_new = examples is not None and _add_examples(memory, examples, config, progress)
-        describe_memory(memory, console)
-        writer = _Results(out, memory, config, command)
-        if target.resumes:
-            writer.check_same()
-        else:
-            target.create()
-        if config.memory is not None and has_new:  # after all checks, because added examples stay in the file
-            memory.save(Path(config.memory).expanduser())
-        locked.close()
-        segmented = _segment_all(memory, folder, names, writer, config, progress, pictures, console)
+    file = None if config.memory is None else Path(config.memory).expanduser()
+    if file is not None:
+        _check_memory_file(file, may_be_new=examples is not None)
+    with Phases(console) as progress:
+        with nullcontext() if file is None or examples is None else memory_lock(file):
+            memory = _open_memory(config, file, settings, examples)
+            has_new = examples is not None and _add_examples(memory, examples, config, progress)
+            describe_memory(memory, console)
+            results = _Results(out, folder, memory, config, command)
+            if target.resumes:
+                results.check_same()
+            else:
+                target.create()
+            if file is not None and has_new:  # after all checks, because added examples stay in the file
+                memory.save(file)
+        segmented = _segment_all(results, names, config, progress, console)
+        if pictures:
+            shown = [*results.records]
+            results.draw([shown[place] for place in spread(len(shown), pictures)], OVERVIEW)
         if coco:
-            writer.write_coco([name for name in names if name not in segmented.skipped], progress)
+            results.write_coco(progress)
         if suggestions:
-            read = [name for name in names if name not in segmented.skipped]
-            _suggest(memory, folder, read, suggestions, writer, progress)
+            _suggest(results, suggestions, progress)
         return segmented
 
 
 # -------------------------------------------------------------------------------------------------------- memory
 
 
+def _check_memory_file(file: Path, *, may_be_new: bool) -> None:
+    if not may_be_new:
+        require(file)
+    if not file.parent.is_dir():
+        raise FolderError(f"the folder of --memory {file} does not exist: create it, or choose another")
+    if file.is_dir():
+        raise FolderError(f"--memory {file} is a folder: give a file")
+
+
 def _open_memory(
-    config: SegmentConfig, settings: SegmentationSettings, examples: Examples | None
+    config: SegmentConfig, file: Path | None, settings: SegmentationSettings, examples: Examples | None
 ) -> SegmentationMemory:
     """Load the memory file, or create an empty memory."""
     device = resolve_devices(None if config.device is None else (config.device,), "device")[0]
     if device == "cpu":
         keep_freed_memory()
-    path = None if config.memory is None else Path(config.memory).expanduser()
-    if path is not None and not path.is_file():
-        if examples is None:
-            require(path)
-        if not path.parent.is_dir():
-            raise FolderError(f"the folder of --memory {path} does not exist: create it, or choose another")
-        if path.is_dir():
-            raise FolderError(f"--memory {path} is a folder: give a file")
-    if path is None or not path.exists():
+    if file is None or not file.exists():
         assert examples is not None  # `SegmentConfig` requires examples or a memory
         return SegmentationMemory(
             config.backbone,
@@ -210,11 +204,11 @@ def _open_memory(
             batch_size=config.batch_size,
         )
     memory = SegmentationMemory.load(
-        path, config.backbone, changes=config.chosen, device=device, batch_size=config.batch_size
+        file, config.backbone, changes=config.settings, device=device, batch_size=config.batch_size
     )
     if examples is not None and examples.classes is not None and examples.classes != memory.classes:
         raise DataError(
-            f"the examples in {config.examples} have the classes {', '.join(examples.classes)}, but the memory {path} "
+            f"the examples in {config.examples} have the classes {', '.join(examples.classes)}, but the memory {file} "
             f"has {', '.join(memory.classes)}: use the same list for both, or create another memory"
         )
     return memory
@@ -287,140 +281,124 @@ def _describe_choice(memory: SegmentationMemory) -> list[str]:
 # -------------------------------------------------------------------------------------------------------- images
 
 
-def _segment_all(
-    memory: SegmentationMemory,
-    folder: Path,
-    names: Sequence[str],
-    writer: "_Results",
-    config: SegmentConfig,
-    progress: Phases,
-    pictures: int,
-    console: Console,
-) -> Segmented:
-    """Label all images that are not labelled yet, and write the summary."""
-    done = writer.done()
-    writer.begin(len(names))
-    records: dict[str, _Record] = {}
-    skipped: dict[str, str] = {}
-    begun = time.perf_counter()
-    reused = 0
-    progress("images", 0, len(names))
-    workers = max(1, resolve_workers(config.workers))
-    threads = {"threads": workers, "ahead": 2 * (workers + config.batch_size)}
-    with ExitStack() as closing:
-        images = map_ahead(
-            partial(_read, folder, done), names, nbytes=lambda _, read: None if read is None else read.nbytes, **threads
-        )
-        closing.callback(images.close)
-        labelled = _label(memory, images, config.batch_size)
-        written = map_ahead(writer.finish, labelled, nbytes=lambda item, _: item.nbytes, **threads)
-        closing.callback(written.close)
-        try:
-            for one in written:
-                if one.record is None:
-                    skipped[one.name] = one.reason
-                    log.warning("skipped %s: %s", one.name, one.reason)
-                else:
-                    records[one.name] = one.record
-                    reused += one.content == ""
-                progress("images", len(records) + len(skipped), len(names))
-        except BaseException:
-            if records:
-                console.print(
-                    f"{len(records)} of {len(names)} images are done in {writer.folder}: continue with the same "
-                    "command and --resume",
-                    markup=False,
-                    highlight=False,
-                )
-            raise
-    seconds = time.perf_counter() - begun
-    summed = [records[name] for name in names if name in records]
-    writer.sum_up(summed, names, skipped, seconds, reused)
-    if not summed:
-        raise NothingSegmented(f"none of the {len(names)} images could be read: see {SUMMARY} in {writer.folder}")
-    if pictures:
-        writer.draw(folder, [summed[place].name for place in spread(len(summed), pictures)], OVERVIEW)
-    return Segmented(writer.folder, len(summed), reused, skipped, seconds, writer.shares(summed))
+@dataclass(frozen=True)
+class _Record:
+    """Row of `summary.csv` for an image, with the hash of the image file."""
 
-
-def _suggest(
-    memory: SegmentationMemory,
-    folder: Path,
-    names: Sequence[str],
-    count: int,
-    writer: "_Results",
-    progress: Phases,
-) -> None:
-    """Write the names of the images to label next, and draw their present labels."""
-    looked_at = [names[place] for place in spread(len(names), max(_SUGGESTED_FROM, count))]
-
-    def images() -> Iterator[Tensor]:
-        for done, name in enumerate(looked_at, start=1):
-            yield read_image(folder / name)
-            progress("images to label next", done, len(looked_at))
-
-    chosen = [looked_at[index] for index in suggest(memory, images(), count)]
-    write_text(writer.folder / SUGGESTED, "".join(f"{name}\n" for name in chosen))
-    writer.draw(folder, chosen, SUGGESTED_PICTURE)
+    name: str
+    content: str
+    size: tuple[int, int]
+    shares: Mapping[str, float]
+    confidence: float
 
 
 @dataclass(frozen=True)
-class _Read:
-    """Result of reading an image: its pixels, the record of earlier results, or an error."""
+class _Item:
+    """An image on its way to the results: its pixels and segmentation, its record once written, or an error."""
 
     name: str
     content: str = ""
-    image: Tensor | None = None
+    image: UInt8[Tensor, "3 h w"] | None = None
+    found: Segmentation | None = None
     record: _Record | None = None
     reason: str = ""
 
     @property
     def nbytes(self) -> int:
-        """Size of the image in bytes."""
-        return 0 if self.image is None else self.image.nbytes
-
-
-class _Labelled(NamedTuple):
-    """A read image, with its segmentation if it is new."""
-
-    read: _Read
-    found: Segmentation | None = None
-
-    @property
-    def nbytes(self) -> int:
         """Size of the image and its segmentation in bytes."""
-        own = 0 if self.found is None else self.found.labels.nbytes + self.found.confidence.nbytes
-        return self.read.nbytes + own
+        found = () if self.found is None else (self.found.labels, self.found.confidence)
+        return sum(part.nbytes for part in (self.image, *found) if part is not None)
 
 
-def _read(folder: Path, done: dict[str, _Record], name: str) -> _Read:
+def _segment_all(
+    results: "_Results", names: Sequence[str], config: SegmentConfig, progress: Phases, console: Console
+) -> Segmented:
+    """Label all images that are not labelled yet, and write the summary."""
+    done = results.done()
+    results.begin(len(names))
+    skipped: dict[str, str] = {}
+    reused = 0
+    progress("images", 0, len(names))
+    workers = max(1, resolve_workers(config.workers))
+    threads = {"threads": workers, "ahead": 2 * (workers + config.batch_size)}
+    begun = time.perf_counter()
+    read = map_ahead(
+        partial(_read, results.images, done),
+        names,
+        nbytes=lambda _, item: None if item is None else item.nbytes,
+        **threads,
+    )
+    labelled = _label(results.memory, read, config.batch_size)
+    written = map_ahead(results.finish, labelled, nbytes=lambda item, _: item.nbytes, **threads)
+    with closing(read), closing(written):
+        try:
+            for item in written:
+                if item.record is None:
+                    skipped[item.name] = item.reason
+                    log.warning("skipped %s: %s", item.name, item.reason)
+                else:
+                    results.records[item.name] = item.record
+                    reused += item.record is done.get(item.name)
+                progress("images", len(results.records) + len(skipped), len(names))
+        except BaseException:
+            if results.records:
+                console.print(
+                    f"{len(results.records)} of {len(names)} images are done in {results.folder}: continue with the "
+                    "same command and --resume",
+                    markup=False,
+                    highlight=False,
+                )
+            raise
+    seconds = time.perf_counter() - begun
+    results.sum_up(names, skipped, seconds, reused)
+    if not results.records:
+        raise NothingSegmented(f"none of the {len(names)} images could be read: see {SUMMARY} in {results.folder}")
+    return Segmented(results.folder, len(results.records), reused, skipped, seconds, results.shares())
+
+
+def _suggest(results: "_Results", count: int, progress: Phases) -> None:
+    """Write the names of the images to label next, and draw their present labels."""
+    names = [*results.records]
+    looked_at = [names[place] for place in spread(len(names), max(_SUGGESTED_FROM, count))]
+
+    def images() -> Iterator[Tensor]:
+        for done, name in enumerate(looked_at, start=1):
+            yield read_image(results.images / name)
+            progress("images to label next", done, len(looked_at))
+
+    chosen = [looked_at[index] for index in suggest(results.memory, images(), count)]
+    write_text(results.folder / SUGGESTED, "".join(f"{name}\n" for name in chosen))
+    results.draw(chosen, SUGGESTED_PICTURE)
+
+
+def _read(folder: Path, done: Mapping[str, _Record], name: str) -> _Item:
     path = folder / name
     try:
         with path.open("rb") as file:
             content = hashlib.file_digest(file, "sha256").hexdigest()
         if name in done and done[name].content == content:
-            return _Read(name, record=done[name])
-        return _Read(name, content, read_image(path))
+            return _Item(name, record=done[name])
+        return _Item(name, content, read_image(path))
     except UnreadableImage as error:
-        return _Read(name, reason=error.reason)
+        return _Item(name, reason=error.reason)
     except OSError as error:
-        return _Read(name, reason=error.strerror or str(error))
+        return _Item(name, reason=error.strerror or str(error))
 
 
-def _label(memory: SegmentationMemory, images: Iterator[_Read], batch_size: int) -> Iterator[_Labelled]:
-    """Label images in batches, in order; entries without pixels are passed through."""
-    for batch in _batches(images, batch_size):
-        pixels = [read.image for read in batch if read.image is not None]
+def _label(memory: SegmentationMemory, items: Iterator[_Item], batch_size: int) -> Iterator[_Item]:
+    """Label images in batches, in order; items without pixels are passed through."""
+    for batch in _batches(items, batch_size):
+        pixels = [item.image for item in batch if item.image is not None]
         found = iter(memory.segment_all(pixels) if pixels else ())
-        yield from [_Labelled(read, None if read.image is None else next(found)) for read in batch]
+        yield from [item if item.image is None else replace(item, found=next(found)) for item in batch]
 
 
-def _batches(images: Iterator[_Read], size: int) -> Iterator[list[_Read]]:
-    """Group images into batches of `size`, or fewer if they are large."""
-    batch: list[_Read] = []
-    for image in images:
-        batch.append(image)
-        if len(batch) == size or sum(read.nbytes for read in batch) >= BUDGET:
+def _batches(items: Iterator[_Item], size: int) -> Iterator[list[_Item]]:
+    """Group items into batches of `size`, or fewer if the images are large."""
+    batch: list[_Item] = []
+    for item in items:
+        batch.append(item)
+        if len(batch) == size or sum(each.nbytes for each in batch) >= BUDGET:
             yield batch
             batch = []
     if batch:
@@ -435,17 +413,23 @@ class _Results:
 
     Args:
         folder: path of the folder.
+        images: folder of the images.
         memory: memory that labels the images.
         config: options of the command.
         command: command line to record.
+
+    Attributes:
+        records: records of the labelled images by name, in the order of the images.
     """
 
-    def __init__(self, folder: Path, memory: SegmentationMemory, config: SegmentConfig, command: str) -> None:
-        self.folder = folder
+    def __init__(
+        self, folder: Path, images: Path, memory: SegmentationMemory, config: SegmentConfig, command: str
+    ) -> None:
+        self.folder, self.images, self.memory = folder, images, memory
+        self.records: dict[str, _Record] = {}
         self._noting = Lock()
         self.classes, self.palette = memory.classes, memory.palette
-        self.expected = memory.fit().per_class
-        self._about: dict[str, Any] = {
+        about = {
             "format": 1,
             "command": command,
             "finished": False,
@@ -456,13 +440,14 @@ class _Results:
                 "patches": memory.patches,
             },
             "backbone": memory.backbone,
-            "settings": json.loads(json.dumps(dataclasses.asdict(memory.settings))),
+            "settings": asdict(memory.settings),
             "classes": self.classes,
-            "palette": [list(colour) for colour in self.palette],
-            "choice": json.loads(json.dumps(memory.fit().as_json())),
+            "palette": self.palette,
+            "choice": memory.fit().as_json(),
             "confidence": "255 times the probability, 0 to 1, that the label is right",
             "versions": versions(str(memory.encoder.device)),
         }
+        self._about: dict[str, Any] = json.loads(json.dumps(about))  # as `check_same` reads it
 
     def check_same(self) -> None:
         """Check that results in the folder were created with the same memory and settings.
@@ -487,19 +472,15 @@ class _Results:
         if old["memory"]["fingerprint"] == self._about["memory"]["fingerprint"]:
             old_probe, probe = (Choice.from_json(about["choice"]).probe for about in (old, self._about))
             return [] if old_probe == probe else [f"the probe was {old_probe}, is {probe}"]
-        found = [
-            f"{name} was {old['settings'].get(name)}, is {value}"
-            for name, value in self._about["settings"].items()
-            if old["settings"].get(name) != value
-        ]
-        if old["backbone"] != self._about["backbone"]:
-            found.append(f"the backbone was {old['backbone']['source']}, is {self._about['backbone']['source']}")
-        if old["classes"] != self._about["classes"]:
-            found.append(f"the classes were {', '.join(old['classes'])}, are {', '.join(self.classes)}")
-        before, now = old["memory"]["examples"], self._about["memory"]["examples"]
-        if before != now or not found:
-            found.append(f"the examples differ ({len(before)} before, {len(now)} now)")
-        return found
+
+        def compared(about: dict[str, Any]) -> dict[str, Any]:
+            backbone = {f"{name} of the backbone": value for name, value in about["backbone"].items()}
+            return {**about["settings"], **backbone, "the list of classes": ", ".join(about["classes"])}
+
+        before, now = compared(old), compared(self._about)
+        found = [f"{name} was {before.get(name)}, is {now[name]}" for name in now if before.get(name) != now[name]]
+        counts = [len(about["memory"]["examples"]) for about in (old, self._about)]
+        return found or [f"the examples differ ({counts[0]} before, {counts[1]} now)"]
 
     def begin(self, images: int) -> None:
         """Create the folders and write the description of the results.
@@ -537,60 +518,49 @@ class _Results:
             self.folder / "confidence" / f"{stem}.png",
         )
 
-    def finish(self, labelled: _Labelled) -> _Read:
-        """Write and record the files of a newly labelled image; return its record without pixels."""
-        read, found = labelled
-        if found is None:
-            return read
-        record = self.write(read, found)
+    def finish(self, item: _Item) -> _Item:
+        """Write and record the files of a newly labelled image; return it without pixels."""
+        if item.image is None or item.found is None:
+            return item
+        record = self.write(item.name, item.content, item.image, item.found)
         with self._noting, (self.folder / _DONE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(dataclasses.asdict(record)) + "\n")
-        return _Read(read.name, read.content, record=record)
+            file.write(json.dumps(asdict(record)) + "\n")
+        return _Item(item.name, record=record)
 
-    def write(self, read: _Read, found: Segmentation) -> _Record:
+    def write(self, name: str, content: str, image: UInt8[Tensor, "3 h w"], found: Segmentation) -> _Record:
         """Write the files of an image, each atomically."""
-        labels, painted, confidence = self._targets(read.name)
+        labels, painted, confidence = self._targets(name)
         for path in (labels, painted, confidence):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(labels, lambda part: write_labels(found.labels, self.palette, part))
-        assert read.image is not None
-        _save(Image.fromarray(overlay(read.image, found.labels, self.palette)), painted, "JPEG", quality=_JPEG_QUALITY)
-        grey = (found.confidence * 255).round().to(torch.uint8)
-        _save(Image.fromarray(grey.numpy()), confidence, "PNG")
-        counts = found.labels[found.labels != IGNORE_INDEX].bincount().tolist()
-        pixels = {self.classes[c]: count for c, count in enumerate(counts) if count}
+        _save(Image.fromarray(overlay(image, found.labels, self.palette)), painted, "JPEG", quality=_JPEG_QUALITY)
+        _save(Image.fromarray((found.confidence * 255).round().byte().numpy()), confidence, "PNG")
         size = (found.labels.shape[0], found.labels.shape[1])
-        return _Record(read.name, read.content, size, pixels, float(found.confidence.mean()))
+        return _Record(name, content, size, found.shares, float(found.confidence.mean()))
 
-    def shares(self, records: Sequence[_Record]) -> dict[str, float]:
+    def shares(self) -> dict[str, float]:
         """Return the share of each class in the pixels of all images, in descending order."""
-        pixels = {name: sum(record.pixels.get(name, 0) for record in records) for name in self.classes}
-        total = max(1, sum(height * width for height, width in (record.size for record in records)))
+        pixels = dict.fromkeys(self.classes, 0.0)
+        for record in self.records.values():
+            for name, share in record.shares.items():
+                pixels[name] += share * math.prod(record.size)
+        total = sum(math.prod(record.size) for record in self.records.values())
         return {name: count / total for name, count in sorted(pixels.items(), key=lambda pair: -pair[1])}
 
-    def sum_up(
-        self,
-        records: Sequence[_Record],
-        names: Sequence[str],
-        skipped: dict[str, str],
-        seconds: float,
-        reused: int,
-    ) -> None:
+    def sum_up(self, names: Sequence[str], skipped: Mapping[str, str], seconds: float, reused: int) -> None:
         """Write the summary and the final description of the results."""
-        by_name = {record.name: record for record in records}
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")
         table.writerow(["image", "width", "height", "confidence", *self.classes, "error"])
         for name in names:
-            record = by_name.get(name)
-            if record is None:
-                table.writerow([name, "", "", "", *("" for _ in self.classes), skipped[name]])
+            if name in skipped:
+                table.writerow([name, *[""] * (3 + len(self.classes)), skipped[name]])
                 continue
-            height, width = record.size
-            shares = [f"{record.pixels.get(c, 0) / (height * width):.6f}" for c in self.classes]
-            table.writerow([name, width, height, f"{record.confidence:.4f}", *shares, ""])
+            record = self.records[name]
+            shares = [f"{record.shares.get(c, 0):.6f}" for c in self.classes]
+            table.writerow([name, *reversed(record.size), f"{record.confidence:.4f}", *shares, ""])
         write_text(self.folder / SUMMARY, text.getvalue())
-        fresh = len(records) - reused
+        fresh = len(self.records) - reused
         about = {
             **self._about,
             "finished": True,
@@ -602,36 +572,33 @@ class _Results:
         for path in (self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())):
             remove_parts(path)
 
-    def write_coco(self, names: Sequence[str], progress: Phases) -> None:
+    def write_coco(self, progress: Phases) -> None:
         """Write labels in COCO format, with one annotation per image and class except the background."""
         things = [c for c, name in enumerate(self.classes) if name.lower() != BACKGROUND]
+        sizes = {name: record.size for name, record in self.records.items()}
 
         def annotations() -> Iterator[dict[str, Any]]:
-            for number, name in enumerate(names, start=1):
+            for number, name in enumerate(sizes, start=1):
                 labels = _read_grey(self._targets(name)[0]).numpy()
                 present = set(np.unique(labels).tolist())
                 for category, label in enumerate(things, start=1):
                     if label in present:
                         yield {"image_id": number, "category_id": category, **outline(labels == label)}
-                progress(COCO, number, len(names))
+                progress(COCO, number, len(sizes))
 
-        sizes = (image_size(self._targets(name)[0]) for name in names)
-        images = [
-            {"file_name": name, "width": width, "height": height}
-            for name, (height, width) in zip(names, sizes, strict=True)
-        ]
+        images = [{"file_name": name, "width": width, "height": height} for name, (height, width) in sizes.items()]
         write_coco(self.folder / COCO, images, [self.classes[c] for c in things], annotations())
 
-    def draw(self, images: Path, names: Sequence[str], file: str) -> None:
+    def draw(self, names: Sequence[str], file: str) -> None:
         """Draw some images with their labels and confidence."""
         panels = []
         for name in names:
             labels, _, confidence = self._targets(name)
-            image = read_image(images / name)
+            image = read_image(self.images / name)
             step = max(1, -(-max(image.shape[1:]) // _OVERVIEW_SIDE))
             grey = _read_grey(confidence)[::step, ::step].float() / 255
             panels.append(SegmentedPanel(name, image[:, ::step, ::step], _read_grey(labels)[::step, ::step], grey))
-        figure = draw_overview(panels, self.classes, self.palette, self.expected)
+        figure = draw_overview(panels, self.classes, self.palette, self.memory.fit().per_class)
         write_figure(self.folder / file, figure)
 
 
@@ -642,12 +609,3 @@ def _read_grey(path: Path) -> UInt8[Tensor, "h w"]:
 
 def _save(image: Image.Image, path: Path, kind: str, **options: Any) -> None:
     write_whole(path, lambda part: image.save(part, format=kind, **options))
-
-
-def speed(segmented: Segmented) -> str:
-    """Return a line with the number of images and the speed."""
-    fresh = segmented.images - segmented.reused
-    if not fresh:
-        return f"all {segmented.images} images were already labelled"
-    before = f", {segmented.reused} were already labelled" if segmented.reused else ""
-    return f"{fresh} images in {duration(segmented.seconds)}, {segmented.per_second:.1f} images/s{before}"

@@ -22,22 +22,21 @@ _LEAST, _LARGEST = 384, 1024  # limits of the shorter side in pixels
 class SegmentationSettings:
     """Settings for encoding images, labelling patches, and converting votes to pixel labels.
 
-    Args:
-        size: shorter side in pixels at which images are encoded, rounded to the patch size.
-        scale: factor by which images are enlarged before encoding, instead of a size. A larger image has more
-            patches and finer labels, at a cost that grows with its area. Without size and scale, small images are
-            enlarged to a shorter side of 384 pixels, at most 2 times, and large ones are reduced to 1024 pixels.
-        window: side in pixels of square windows in which resized images are encoded, for images far larger than those
-            of the backbone's training; features are averaged where windows overlap. None encodes images as a whole.
-        stride: distance between windows in pixels; two thirds of the window by default.
-        precision: data type of the features in the memory; `float16` takes half the space.
-        blocks: numbers, from 1, of the blocks whose features are used; None to choose by cross-validation.
-        whiten: whether features are partially whitened; None to choose.
-        head: `knn` (nearest neighbours), `ridge` (ridge regression) or `both` (their mean); None to choose.
-        neighbours: k, the number of nearest patches that vote.
+    Attributes:
+        size: shorter side in pixels at which images are encoded, rounded to the patch size; larger sizes give finer
+            labels and are slower. [the image's own, clipped to 384-1024, but at most enlarged twice]
+        scale: factor by which images are enlarged before encoding, instead of size; 1 for their own size.
+        window: side in pixels of the square windows in which images are encoded, for images far larger than those of
+            the backbone's training; features are averaged where windows overlap. [images are encoded as a whole]
+        stride: distance between windows in pixels. [two thirds of the window]
+        precision: data type of the features in the memory; float16 takes half the space.
+        blocks: numbers, from 1, of the blocks whose features are used, such as 6,8,9,10. [chosen by cross-validation]
+        whiten: whiten the features partially, with statistics of the examples: true or false. [chosen]
+        head: knn (nearest neighbours), ridge (ridge regression) or both (their mean). [chosen]
+        neighbours: k, the number of nearest patches that vote; larger values favour frequent classes.
         temperature: weights of neighbours are the softmax of cosine / temperature; lower values favour the nearest.
-        min_confidence: pixels below this confidence (0 to 1) get no label.
-        refine: align the borders of the labels with the edges of the image by a joint `bilateral` filter, or `none`.
+        min_confidence: leave pixels below this confidence (0 to 1) unlabelled (255).
+        refine: align the borders of the labels with the edges of the image by a joint bilateral filter; or none.
         reach: radius of the filter, in patches.
         contrast: difference in colour (sum over three channels, each 0 to 1) that counts as an edge.
 

@@ -6,9 +6,9 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -21,29 +21,42 @@ from cribo.data.images import DataError, require
 from cribo.data.segmentation import Colour
 from cribo.errors import InputError
 from cribo.files import write_whole
+from cribo.segmentation.fitting import LabelledPatches
 
 log = logging.getLogger("cribo")
 
 MEMORY_FORMAT = 2
 
 _KIND = "cribo segmentation memory"
+_TEXTS = ("name", "image", "labels")
+# Tensors of the examples are concatenated; their lengths are stored under these names.
+_LENGTHS = {"features": "patches_of_example", "pixels": "pixels_of_example", "halves": "patches_of_example"}
 
 
-class StoredExample(NamedTuple):
-    """Metadata of an example.
+@dataclass(frozen=True)
+class StoredExample:
+    """The labelled patches of an example.
 
     Attributes:
         name: name for messages.
         image, labels: hashes of the pixels.
+        features: features of the N labelled patches in random order, for each of L blocks.
+        pixels: rows of patch, class and number of pixels.
+        halves: see `LabelledPatches`.
     """
 
     name: str
     image: str
     labels: str
+    features: Float[Tensor, "n l d"]
+    pixels: Int[Tensor, "s 3"]
+    halves: Int[Tensor, " n"]
 
-    def is_same(self, other: "StoredExample") -> bool:
-        """Whether image and labels are equal."""
-        return (self.image, self.labels) == (other.image, other.labels)
+    def patches(self, classes: int) -> LabelledPatches:
+        """Return its patches with dense class shares."""
+        shares = torch.zeros(len(self.features), classes)
+        shares[self.pixels[:, 0].long(), self.pixels[:, 1].long()] = self.pixels[:, 2].float()
+        return LabelledPatches(self.features, shares / shares.sum(dim=1, keepdim=True), self.halves)
 
 
 @dataclass(frozen=True)
@@ -56,12 +69,9 @@ class Stored:
         classes: names of the classes; None if they are numbered.
         palette: colours of the classes; None if no example had a palette.
         settings: fields of `SegmentationSettings`.
-        examples: metadata of the examples.
-        features: features of the patches of each example, for each block.
-        pixels: rows of patch, class and number of pixels, for each example.
-        halves: 1 for patches in the right half of the image, else 0, for each example.
         blocks: numbers of the L blocks.
         choice: the chosen probe (`Choice.as_json`); None if none was chosen yet.
+        examples: the labelled patches of the examples.
     """
 
     encoder: str
@@ -69,12 +79,9 @@ class Stored:
     classes: list[str] | None
     palette: list[Colour] | None
     settings: dict[str, Any]
-    examples: Sequence[StoredExample]
-    features: Sequence[Float[Tensor, "n l d"]]
-    pixels: Sequence[Int[Tensor, "s 3"]]
-    halves: Sequence[Int[Tensor, " n"]]
     blocks: Sequence[int]
     choice: dict[str, Any] | None
+    examples: Sequence[StoredExample]
 
 
 @contextmanager
@@ -104,23 +111,16 @@ def write_memory(path: str | os.PathLike[str], stored: Stored) -> None:
     path = Path(path)
     if not stored.examples:
         raise InputError(f"cannot write an empty memory to {path}: add a labelled image first")
-    tensors = {
-        "features": torch.cat(list(stored.features)),
-        "pixels": torch.cat(list(stored.pixels)),
-        "halves": torch.cat(list(stored.halves)),
-        "patches_of_example": torch.tensor([len(part) for part in stored.features]),
-        "pixels_of_example": torch.tensor([len(part) for part in stored.pixels]),
+    examples = stored.examples
+    tensors = {name: torch.cat([getattr(example, name) for example in examples]) for name in _LENGTHS}
+    tensors |= {
+        lengths: torch.tensor([len(getattr(example, name)) for example in examples])
+        for name, lengths in _LENGTHS.items()
     }
-    about = {
+    about = {field.name: getattr(stored, field.name) for field in fields(Stored)} | {
         "format": MEMORY_FORMAT,
-        "encoder": stored.encoder,
-        "source": stored.source,
-        "classes": stored.classes,
-        "palette": stored.palette,
-        "settings": stored.settings,
         "blocks": list(stored.blocks),
-        "choice": stored.choice,
-        "examples": [example._asdict() for example in stored.examples],
+        "examples": [{name: getattr(example, name) for name in _TEXTS} for example in examples],
     }
     about["sha256"] = _sha256(tensors, about)
 
@@ -160,19 +160,14 @@ def read_memory(path: str | os.PathLike[str]) -> Stored:
         raise DataError(f"{path} was created by an older version of cribo: create it again from the examples")
     if about.pop("sha256") != _sha256(tensors, about):
         raise DataError(f"{path} is damaged: its checksum does not match; copy it again, or create it again")
-    return Stored(
-        encoder=about["encoder"],
-        source=about["source"],
-        classes=about["classes"],
-        palette=None if about["palette"] is None else [(r, g, b) for r, g, b in about["palette"]],
-        settings=about["settings"],
-        examples=[StoredExample(**example) for example in about["examples"]],
-        features=tensors["features"].split(tensors["patches_of_example"].tolist()),
-        pixels=tensors["pixels"].split(tensors["pixels_of_example"].tolist()),
-        halves=tensors["halves"].split(tensors["patches_of_example"].tolist()),
-        blocks=about["blocks"],
-        choice=about["choice"],
-    )
+    if about["palette"] is not None:
+        about["palette"] = [(r, g, b) for r, g, b in about["palette"]]
+    parts = (tensors[name].split(tensors[lengths].tolist()) for name, lengths in _LENGTHS.items())
+    about["examples"] = [
+        StoredExample(**example, **dict(zip(_LENGTHS, own, strict=True)))
+        for example, *own in zip(about["examples"], *parts, strict=True)
+    ]
+    return Stored(**{field.name: about[field.name] for field in fields(Stored)})
 
 
 def _sha256(tensors: dict[str, Tensor], about: dict[str, Any]) -> str:
