@@ -28,7 +28,7 @@ from cribo.errors import InputError, Stopped
 from cribo.evaluation.results import versions
 from cribo.files import FolderError, remove_parts, write_json
 from cribo.folders import ResultFolder
-from cribo.object_search.extraction import PreparedImage, extract_prepared, read_prepared
+from cribo.object_search.extraction import MAX_PATCHES, PreparedImage, extract_prepared, read_prepared
 from cribo.object_search.settings import ObjectSettings
 from cribo.retrieval.encoders import (
     PatchEncoder,
@@ -44,7 +44,6 @@ log = logging.getLogger("cribo")
 ABOUT, SKIPPED, PARTS = "about.json", "skipped.jsonl", "features"
 
 _MOST_IMAGES = 512  # limit per part; an interrupted part is encoded again
-_MOST_PATCHES = 4096  # limit per image (`encoded_size`)
 _OBJECT_COLUMNS = ("object", "x0", "y0", "x1", "y1", "area")
 
 Encoded = list[tuple[Float[np.ndarray, "n d"], dict[str, Int[np.ndarray, " n"]]]]
@@ -288,7 +287,7 @@ def _write_parts(
 
 def _images_in_part(config: EmbedConfig, settings: ObjectSettings, dim: int) -> int:
     """Return the number of images per part; independent of image sizes, so equal in resumed runs."""
-    rows = {"global": 1, "patches": _MOST_PATCHES, "objects": settings.num_objects}[config.features]
+    rows = {"global": 1, "patches": MAX_PATCHES, "objects": settings.num_objects}[config.features]
     return min(_MOST_IMAGES, max(1, BUDGET // (rows * dim * 4)))
 
 

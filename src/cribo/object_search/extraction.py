@@ -26,10 +26,10 @@ from cribo.errors import InputError
 from cribo.method import cluster_tokens, draw_initial_tokens
 from cribo.object_search.settings import ObjectSettings
 from cribo.retrieval.encoders import PatchEncoder, map_by_size
-from cribo.retrieval.patches import grid_size, patch_of_pixel, resize_image
+from cribo.retrieval.patches import patch_of_pixel, resize_image
 
 _INITIAL_TOKENS = 0x6F626A  # separates these draws from others with the same image key
-_MOST_PATCHES = 4096  # maximum per image: clustering compares all pairs of patches
+MAX_PATCHES = 4096  # per image: clustering compares all pairs of patches
 _PATCHES_AT_ONCE = 16_384  # maximum per encoded batch
 
 Box = tuple[int, int, int, int]
@@ -185,24 +185,8 @@ def prepare_image(
 
 
 def _size(encoder: PatchEncoder, height: int, width: int, settings: ObjectSettings) -> tuple[int, int]:
-    if encoder.image_size is not None:
-        return encoder.size(height, width)
-    return encoded_size(height, width, encoder.patch_size, settings.size)
-
-
-def encoded_size(height: int, width: int, patch_size: int, size: int | None) -> tuple[int, int]:
-    """Return the (height, width) in pixels of an encoded image, multiples of the patch size.
-
-    Example:
-        >>> encoded_size(3000, 4000, 16, 480), encoded_size(360, 480, 16, None), encoded_size(9000, 9000, 16, None)
-        ((480, 640), (352, 480), (1024, 1024))
-    """
-    scale = 1.0 if size is None else size / min(height, width)
-    most = _MOST_PATCHES * patch_size**2
-    scale = min(scale, (most / (height * width)) ** 0.5)
-    rows, columns = (side // patch_size for side in grid_size(round(scale * height), round(scale * width), patch_size))
-    # A long strip is at least one patch wide.
-    return min(rows, _MOST_PATCHES // columns or 1) * patch_size, min(columns, _MOST_PATCHES) * patch_size
+    scale = 1.0 if settings.size is None else settings.size / min(height, width)
+    return encoder.size(height, width, scale=scale, max_patches=MAX_PATCHES)
 
 
 def extract_objects(

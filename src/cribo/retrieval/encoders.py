@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cribo.arguments import ConfigError
 from cribo.errors import InputError
 from cribo.models import Backbone, evaluation_mode, load_backbone, normalise
-from cribo.retrieval.patches import grid_size
+from cribo.retrieval.patches import encoding_size, resize_image
 from cribo.retrieval.source import MEAN_COLOUR, BackboneSource, backbone_name
 
 _MEAN_COLOUR_PATCH = 16
@@ -73,13 +73,18 @@ class PatchEncoder:
     blocks: tuple[int, ...] = (1,)
     image_size: int | None = None
 
-    def size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the (height, width) in pixels at which to encode an image.
+    def size(self, height: int, width: int, *, scale: float = 1.0, max_patches: int | None = None) -> tuple[int, int]:
+        """Return the (height, width) in pixels at which to encode an image (`encoding_size`)."""
+        return encoding_size(
+            height, width, self.patch_size, fixed=self.image_size, scale=scale, max_patches=max_patches
+        )
 
-        They are multiples of the patch size, or the network's fixed input size.
-        """
-        own = None if self.image_size is None else (self.image_size, self.image_size)
-        return grid_size(height, width, self.patch_size, own)
+    def resized(
+        self, image: UInt8[Tensor, "3 h w"], *, scale: float = 1.0, max_patches: int | None = None
+    ) -> UInt8[Tensor, "3 new_h new_w"]:
+        """Resize an image to the size at which to encode it, with bicubic interpolation."""
+        size = self.size(image.shape[1], image.shape[2], scale=scale, max_patches=max_patches)
+        return resize_image(image, size, "bicubic")
 
     def grids(
         self, pixels: UInt8[Tensor, "b 3 h w"], device: torch.device | str = "cpu"
