@@ -51,8 +51,8 @@ def test_an_image_can_have_about_a_number_of_patches(height: int, width: int, pa
 
 
 def test_a_fixed_input_size_takes_precedence() -> None:
-    for options in ({}, {"scale": 3.0}, {"patches": 50}, {"max_patches": 2}):
-        assert encoding_size(100, 200, 16, fixed=224, **options) == (224, 224)
+    assert encoding_size(100, 200, 16, fixed=224, scale=3.0, max_patches=2) == (224, 224)
+    assert encoding_size(100, 200, 16, fixed=224, patches=50) == (224, 224)
 
 
 def test_windows_cover_the_length() -> None:

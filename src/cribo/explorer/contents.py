@@ -1,6 +1,5 @@
 """Open and check the contents of a page before the server starts."""
 
-import dataclasses
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from cribo.explorer.network import SharedEncoder
 from cribo.explorer.objects import ObjectFinder
 from cribo.explorer.training import require_run
 from cribo.object_search import DatabaseInfo, ObjectDatabase, ObjectSettings, index_images
-from cribo.retrieval import BackboneSource, PatchEncoder, backbone_encoder
+from cribo.retrieval import BackboneSource, backbone_encoder
 from cribo.retrieval.encoders import blocks_encoder, open_network
 from cribo.segmentation import probe_encoder
 
@@ -141,9 +140,9 @@ class _TemporaryDatabase:
         notes.append(
             f"The collection contains {len(files)} of {total} images. For all images, use cribo index and --db."
         )
-        database = ObjectDatabase.create(
-            self.folder / "objects.db", _info(encoder.encoder, encoder.device, source, about, files.folder)
-        )
+        root = str(Path(files.folder).absolute())
+        info = DatabaseInfo.of(encoder.encoder, encoder.device, about, source, ObjectSettings(), root)
+        database = ObjectDatabase.create(self.folder / "objects.db", info)
         index_images(database, encoder.encoder, files, device=encoder.device, progress=self.progress)
         return database
 
@@ -174,16 +173,3 @@ class _TemporaryDatabase:
             to_pil_image(source.load(number)).save(folder / f"{number:07d}.png")
             self.progress("images", done, len(chosen))
         return open_images(folder, max_pixels=self.limits.pixels)
-
-
-def _info(
-    encoder: PatchEncoder, device: str, source: BackboneSource, about: dict[str, object], root: str
-) -> DatabaseInfo:
-    return DatabaseInfo(
-        identity=str(encoder.identity),
-        backbone=about,
-        config=dataclasses.asdict(source),
-        dim=encoder.dim(device),
-        settings=ObjectSettings(),
-        root=str(Path(root).absolute()),
-    )

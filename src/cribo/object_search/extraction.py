@@ -62,12 +62,6 @@ class GridMask:
         rows, columns = (patch_of_pixel(pixels, patches) for pixels, patches in zip(size, self.grid, strict=True))
         return self.patches()[np.ix_(rows, columns)]
 
-    def contains(self, x: int, y: int) -> bool:
-        """Whether a pixel belongs to the object."""
-        row = (2 * y + 1) * self.grid[0] // (2 * self.image[0])
-        column = (2 * x + 1) * self.grid[1] // (2 * self.image[1])
-        return bool(self.patches()[row, column])
-
     def coco(self) -> dict[str, object]:
         """Return the mask over pixels in COCO format: `size` and compressed `counts` as a string."""
         return outline(self.pixels())["segmentation"]
@@ -138,6 +132,11 @@ class PreparedImage(NamedTuple):
     height: int
     width: int
     key: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the pixels in bytes."""
+        return self.pixels.nbytes
 
 
 def read_prepared(
@@ -320,15 +319,9 @@ def _objects(
 
 def _box(mask: UInt8[np.ndarray, "gh gw"], rows: Int[np.ndarray, " gh"], columns: Int[np.ndarray, " gw"]) -> Box:
     """Return the bounding box of a mask, given the pixels of each row and column of patches."""
-    x0, x1 = _extent((mask.any(axis=0) & (columns > 0)), columns)
-    y0, y1 = _extent((mask.any(axis=1) & (rows > 0)), rows)
-    return x0, y0, x1, y1
-
-
-def _extent(present: Bool[np.ndarray, " g"], pixels: Int[np.ndarray, " g"]) -> tuple[int, int]:
-    places = np.flatnonzero(present)
-    ends = np.cumsum(pixels)
-    return int(ends[places[0]] - pixels[places[0]]), int(ends[places[-1]])
+    y = np.repeat(mask.any(axis=1), rows).nonzero()[0]
+    x = np.repeat(mask.any(axis=0), columns).nonzero()[0]
+    return int(x[0]), int(y[0]), int(x[-1]) + 1, int(y[-1]) + 1
 
 
 def _overlap(start: float, end: float, pixels: int, patches: int) -> Float[Tensor, " patches"]:

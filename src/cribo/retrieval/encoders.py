@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,6 +24,25 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+def batches_by_size(
+    items: Sequence[Item], size: Callable[[Item], tuple[int, ...]], at_once: Callable[[tuple[int, ...]], int]
+) -> Iterator[list[int]]:
+    """Yield the indices of items in batches of equal size.
+
+    Args:
+        items: such as images.
+        size: returns the size of an item.
+        at_once: returns the maximum number of items of a size in a batch.
+    """
+    members: dict[tuple[int, ...], list[int]] = {}
+    for number, item in enumerate(items):
+        members.setdefault(size(item), []).append(number)
+    for own, numbers in members.items():
+        most = at_once(own)
+        for start in range(0, len(numbers), most):
+            yield numbers[start : start + most]
+
+
 def map_by_size(
     function: Callable[[list[Item]], Iterable[Result]],
     items: Sequence[Item],
@@ -43,15 +62,9 @@ def map_by_size(
         >>> map_by_size(lambda batch: [",".join(batch)] * len(batch), words, lambda word: (len(word),), lambda size: 2)
         ['one,two', 'three', 'one,two']
     """
-    members: dict[tuple[int, ...], list[int]] = {}
-    for number, item in enumerate(items):
-        members.setdefault(size(item), []).append(number)
     found: dict[int, Result] = {}
-    for own, numbers in members.items():
-        most = at_once(own)
-        for start in range(0, len(numbers), most):
-            batch = numbers[start : start + most]
-            found.update(zip(batch, function([items[number] for number in batch]), strict=True))
+    for batch in batches_by_size(items, size, at_once):
+        found.update(zip(batch, function([items[number] for number in batch]), strict=True))
     return [found[number] for number in range(len(items))]
 
 
