@@ -372,7 +372,7 @@ class ObjectDatabase:
         rows = self.num_rows
         places = np.random.default_rng(seed).choice(rows, size=min(number, rows), replace=False)
         found = self._read(lambda: self._objects.take_offsets(sorted(places.tolist())).select(["vector"]).to_arrow())
-        return _vectors(found["vector"])
+        return np.array(found["vector"].to_pylist(), dtype=np.float32)
 
     def image_vectors(self) -> dict[str, Float[np.ndarray, " d"]]:
         """Return the area-weighted mean of the object vectors of each image that has objects."""
@@ -730,9 +730,3 @@ def _object_from(fields: Mapping[str, Any]) -> ImageObject:
         box=(fields["x0"], fields["y0"], fields["x1"], fields["y1"]),
         area=fields["area"],
     )
-
-
-def _vectors(column: Any) -> Float[np.ndarray, "n d"]:
-    """Return a column of vectors as a matrix."""
-    parts = [chunk.flatten().to_numpy().reshape(len(chunk), -1) for chunk in column.chunks]
-    return np.concatenate(parts)

@@ -229,28 +229,21 @@ def extract_prepared(
     device: torch.device | str = "cpu",
 ) -> list[ImageObjects]:
     """Extract the objects of prepared images; images of equal size are encoded as batches."""
-
-    def grid(size: tuple[int, ...]) -> tuple[int, int]:
-        return size[0] // encoder.patch_size, size[1] // encoder.patch_size
-
     return map_by_size(
-        lambda batch: _extract_batch(encoder, batch, grid(batch[0].pixels.shape[1:]), settings, device),
+        lambda batch: _extract_batch(encoder, batch, settings, device),
         prepared,
         lambda image: tuple(image.pixels.shape[1:]),
-        lambda size: max(1, _PATCHES_AT_ONCE // math.prod(grid(size))),
+        lambda size: max(1, _PATCHES_AT_ONCE * encoder.patch_size**2 // math.prod(size)),
     )
 
 
 def _extract_batch(
-    encoder: PatchEncoder,
-    batch: list[PreparedImage],
-    grid: tuple[int, int],
-    settings: ObjectSettings,
-    device: torch.device | str,
+    encoder: PatchEncoder, batch: list[PreparedImage], settings: ObjectSettings, device: torch.device | str
 ) -> list[ImageObjects]:
     """Extract the objects of images of equal size."""
-    tokens = encoder.grids(torch.stack([image.pixels for image in batch]), device).flatten(1, 2)
-    patches = grid[0] * grid[1]
+    grids = encoder.grids(torch.stack([image.pixels for image in batch]), device)
+    grid, tokens = (grids.shape[1], grids.shape[2]), grids.flatten(1, 2)
+    patches = tokens.shape[1]
     if not tokens.isfinite().all():
         raise InputError("the encoder's features are not finite: check its weights, or use a higher precision")
     num_objects = min(settings.num_objects, patches)
