@@ -213,8 +213,9 @@ def filled(place: Path, vectors: Float[np.ndarray, "n d"]) -> tuple[ObjectDataba
     for start in range(0, len(images), 50_000):
         several = images[start : start + 50_000]
         path = "folder/{:08d}.jpg"
-        database.put_rows([IndexedImage(path.format(n), n, 1, 1, sha256, 360, 480, PER_IMAGE, "") for n in several])
-    database.tidy(alone=True)
+        rows = (IndexedImage(path.format(n), n, 1, 1, sha256, 360, 480, PER_IMAGE, "") for n in several)
+        database.put([(row, ()) for row in rows])
+    database.tidy(drop_versions=True)
     return database, time.perf_counter() - begun
 
 

@@ -15,7 +15,6 @@ from cribo.data.reading import read_image
 from cribo.models import build_backbone
 from cribo.object_search import extraction
 from cribo.object_search.extraction import (
-    encoded_size,
     extract_objects,
     patch_of_pixel,
     prepare_image,
@@ -48,9 +47,6 @@ def test_masks_partition_the_image_and_boxes_and_areas_are_those_of_the_masks() 
         assert each.share == pytest.approx(mask.mean())
         assert each.box == (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1)
         assert (coco_mask.decode(each.mask.coco()) == mask).all()
-        assert each.mask.contains(int(columns[-1]), int(rows[-1]))
-        row, column = (~mask).nonzero()
-        assert not each.mask.contains(int(column[0]), int(row[0]))
 
 
 def test_vectors_are_the_directions_of_the_mean_tokens() -> None:
@@ -115,17 +111,6 @@ def test_the_vector_of_a_box_is_the_mean_of_its_tokens_by_their_overlap() -> Non
     torch.testing.assert_close(torch.from_numpy(found.box_vector((8, 0, 32, 24))), expected)
     inside = torch.nn.functional.normalize(tokens[2, 3], dim=0).float()
     torch.testing.assert_close(torch.from_numpy(found.box_vector((50, 40, 51, 41))), inside)
-
-
-@given(st.integers(2, 20_000), st.integers(2, 20_000), st.sampled_from([8, 14, 16, 32]), st.sampled_from([None, 480]))
-def test_encoded_sizes_are_bounded_and_keep_the_shape(height: int, width: int, patch: int, size: int | None) -> None:
-    rows, columns = encoded_size(height, width, patch, size)
-    assert rows % patch == columns % patch == 0
-    assert 1 <= (rows // patch) * (columns // patch) <= 4096
-    if size is not None and 1 / 4 < height / width < 4 and patch >= 14:
-        assert abs(min(rows, columns) - size) <= patch / 2 or rows * columns > 0.8 * 4096 * patch**2
-    if min(rows, columns) >= 8 * patch:
-        assert (rows / columns) / (height / width) == pytest.approx(1, abs=0.15)
 
 
 @given(st.integers(1, 300), st.integers(1, 60))

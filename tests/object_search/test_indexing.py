@@ -134,7 +134,7 @@ def test_images_of_several_sizes_and_shapes(index: Index, pictures: Path) -> Non
         assert {each.mask.image for each in database.objects_of(path)} == {size}
 
 
-MOMENTS = ("put_rows", "drop_objects", "tidy", "drop_images")
+WRITES = 7
 
 KILLED = """
 import os, signal, sys
@@ -142,38 +142,45 @@ from cribo.data import open_images
 from cribo.object_search import ObjectDatabase, index_images, index_lock
 from cribo.retrieval import mean_colour_encoder
 
-def end(*args, **kwargs):
-    os.kill(os.getpid(), signal.SIGKILL)
+write = ObjectDatabase._writing
+
+def ends_before(number):
+    writes = iter(range(1, 100))
+    def writing(self):
+        if next(writes) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(self)
+    return writing
 
 # LanceDB is imported after the fork, because its threads do not survive it.
-for folder, moment in zip(sys.argv[1::2], sys.argv[2::2]):
+for number, folder in enumerate(sys.argv[1:], start=1):
     child = os.fork()
     if child == 0:
         with index_lock(folder + "/objects.db"):
             database = ObjectDatabase.open(folder + "/objects.db")
-            setattr(database, moment, end)
+            ObjectDatabase._writing = ends_before(number)
             index_images(database, mean_colour_encoder(8), open_images(folder + "/pictures"), prune=True)
         os._exit(3)
-    print(moment, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print(number, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
 @pytest.mark.slow  # each of the killed processes imports LanceDB
 def test_a_killed_index_resumes_with_the_same_result(index: Index, pictures: Path, tmp_path: Path) -> None:
-    """Processes are killed before their first write of each kind."""
+    """Processes are killed before each of their writes."""
     index()
     write_picture(pictures / "c" / "6.png", 6)
     write_picture(pictures / "a" / "0.png", 9)
     (pictures / "b" / "3.png").unlink()
-    folders = {moment: tmp_path / moment for moment in MOMENTS}
-    for folder in folders.values():
+    folders = [tmp_path / str(number) for number in range(WRITES)]
+    for folder in folders:
         shutil.copytree(pictures.parent / "objects.db", folder / "objects.db")
         shutil.copytree(pictures, folder / "pictures")
-    words = [str(word) for moment, folder in folders.items() for word in (folder, moment)]
-    ended = subprocess.run([sys.executable, "-c", KILLED, *words], check=False, capture_output=True, text=True)
-    assert ended.stdout.splitlines() == [f"{moment} {-signal.SIGKILL}" for moment in MOMENTS], ended.stderr
+    words = [sys.executable, "-c", KILLED, *map(str, folders)]
+    ended = subprocess.run(words, check=False, capture_output=True, text=True)
+    assert ended.stdout.splitlines() == [f"{n} {-signal.SIGKILL}" for n in range(1, WRITES + 1)], ended.stderr
     unharmed, _ = index()
-    for folder in folders.values():
+    for folder in folders:
         database = ObjectDatabase.open(folder / "objects.db")
         for image in database.images():  # readers see a consistent state
             assert len(database.objects_of(image.path)) == image.objects

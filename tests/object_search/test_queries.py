@@ -54,7 +54,7 @@ def test_a_box_is_the_mean_of_its_patches(index: Index, opened: OpenEncoder, enc
     # The box is one of the rectangles, so its object is nearest.
     [nearest] = database.search(query.regions[0].vector[None], 1)
     assert nearest[0].image == "a/1.png"
-    assert nearest[0].object.mask.contains(20, 20)
+    assert nearest[0].object.mask.pixels()[20, 20]
 
 
 def test_a_changed_image_is_extracted_again(

@@ -375,12 +375,13 @@ def test_an_index_stores_its_blocks(cribo: Run, backbone: Path, pictures: Path, 
     assert results(tmp_path / "found")[0]["found"][0]["similarity"] == pytest.approx(nearest.similarity, abs=1e-5)
     assert "6 unchanged" in cribo("index", "--db", "blocks.db")
     error = cribo("index", "--db", "blocks.db", "--blocks", "2", status=2)
-    assert "was built with --blocks 1,2 (requested: --blocks 2): omit the option" in error
+    assert "blocks: 1,2), not with backbone (" in error
+    assert "blocks: 2): vectors of different backbones or blocks cannot be compared. Omit --blocks" in error
     error = cribo("index", "--db", "blocks.db", "--backbone", backbone, "--layers", 2, status=2)
-    assert "was built with --blocks 1,2 (requested: --layers 2): omit the option" in error
+    assert "--layers 2 and --blocks exclude each other: omit one of them" in error
     cribo("index", "--db", "last.db", "--backbone", backbone, *words)
     error = cribo("index", "--db", "last.db", "--blocks", "1", status=2)
-    assert "was built with the last blocks (requested: --blocks 1): omit the option" in error
+    assert "blocks: the last), not with backbone (" in error
     error = cribo("index", "--db", "other.db", "--backbone", backbone, "--blocks", "3", *words, status=2)
     assert "blocks must be 1 to 2" in error
     error = cribo("index", "--db", "other.db", "--backbone", backbone, "--blocks", "1", "--layers", 2, *words, status=2)

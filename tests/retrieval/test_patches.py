@@ -2,11 +2,14 @@ from collections import Counter
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cribo.retrieval.patches import (
     augment_image,
     augment_labels,
     class_counts,
+    encoding_size,
     grid_size,
     labels_in_memory,
     majority_label,
@@ -28,8 +31,28 @@ def test_the_closest_multiple_of_the_patch_size(size: tuple[int, int], expected:
     assert grid_size(*size, 16) == expected
 
 
-def test_a_given_size_takes_precedence() -> None:
-    assert grid_size(100, 200, 16, (32, 64)) == (32, 64)
+@given(st.integers(2, 20_000), st.integers(2, 20_000), st.sampled_from([8, 14, 16, 32]), st.sampled_from([None, 480]))
+def test_encoding_sizes_are_bounded_and_keep_the_shape(height: int, width: int, patch: int, side: int | None) -> None:
+    scale = 1.0 if side is None else side / min(height, width)
+    rows, columns = encoding_size(height, width, patch, scale=scale, max_patches=4096)
+    assert rows % patch == columns % patch == 0
+    assert 1 <= (rows // patch) * (columns // patch) <= 4096
+    if side is not None and 1 / 4 < height / width < 4 and patch >= 14:
+        assert abs(min(rows, columns) - side) <= patch / 2 or rows * columns > 0.8 * 4096 * patch**2
+    if min(rows, columns) >= 8 * patch:
+        assert (rows / columns) / (height / width) == pytest.approx(1, abs=0.15)
+
+
+@given(st.integers(20, 5000), st.integers(20, 5000), st.sampled_from([8, 14, 16, 32]))
+def test_an_image_can_have_about_a_number_of_patches(height: int, width: int, patch: int) -> None:
+    found = encoding_size(height, width, patch, patches=432)
+    exact = [patch * side * (432 / (height * width)) ** 0.5 for side in (height, width)]
+    assert all(abs(side - near) <= patch / 2 + 1e-6 or side == patch for side, near in zip(found, exact, strict=True))
+
+
+def test_a_fixed_input_size_takes_precedence() -> None:
+    assert encoding_size(100, 200, 16, fixed=224, scale=3.0, max_patches=2) == (224, 224)
+    assert encoding_size(100, 200, 16, fixed=224, patches=50) == (224, 224)
 
 
 def test_windows_cover_the_length() -> None:

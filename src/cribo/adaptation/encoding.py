@@ -1,7 +1,6 @@
 """Encoding of images at a moderate size, for statistics and verdicts."""
 
 import logging
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -10,31 +9,18 @@ from torch import Tensor
 
 from cribo.data import DataError, ImageSource, UnreadableImage
 from cribo.models import Backbone, Features, evaluation_mode, normalise
-from cribo.retrieval.patches import resize_image
+from cribo.retrieval.patches import encoding_size, resize_image
 
 log = logging.getLogger("cribo")
 
-_PATCHES = 432
+PATCHES = 432
 """Approximate number of patches per encoded image, such as 24 x 18 for an aspect ratio of 4:3."""
 
 
-def encoded_size(height: int, width: int, patch_size: int) -> tuple[int, int]:
-    """Compute the (height, width) in pixels at which an image is encoded: about 432 patches, keeping its aspect ratio.
-
-    Example:
-        >>> encoded_size(480, 640, 14), encoded_size(252, 336, 14)
-        ((252, 336), (252, 336))
-    """
-    scale = math.sqrt(_PATCHES / (height * width))
-    rows, columns = (max(1, round(side * scale)) for side in (height, width))
-    return rows * patch_size, columns * patch_size
-
-
 def encode(backbone: Backbone, image: UInt8[Tensor, "3 h w"], *, layers: int = 1) -> Features:
-    """Encode one image at `encoded_size`, in evaluation mode and on the backbone's device."""
-    size = encoded_size(image.shape[1], image.shape[2], backbone.patch_size)
-    if not backbone.takes_any_size:
-        size = (backbone.image_size, backbone.image_size)
+    """Encode one image as about `PATCHES` patches, in evaluation mode and on the backbone's device."""
+    fixed = None if backbone.takes_any_size else backbone.image_size
+    size = encoding_size(image.shape[1], image.shape[2], backbone.patch_size, fixed=fixed, patches=PATCHES)
     return encode_pixels(backbone, resize_image(image, size, "bicubic")[None].float() / 255, layers=layers)
 
 

@@ -8,14 +8,14 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from cribo.adaptation.encoding import encode, encoded_size, readable
+from cribo.adaptation.encoding import PATCHES, encode, readable
 from cribo.adaptation.verdict import Candidate
 from cribo.console import Progress
 from cribo.data import ImageSource
 from cribo.data.randomness import keyed_generator
 from cribo.drawing import hide_ticks, house_style
 from cribo.evaluation.data import spread
-from cribo.retrieval.patches import resize_image
+from cribo.retrieval.patches import encoding_size, resize_image
 
 _IMAGES = 100
 _QUERIES = 6
@@ -38,7 +38,7 @@ def draw_neighbours(
             encoded = encode(candidate.backbone, pixels)
             features.append(normalize(encoded.tokens[0].float().cpu(), dim=-1))
             grids.append(encoded.grid)
-        size = encoded_size(pixels.shape[1], pixels.shape[2], after.backbone.patch_size)
+        size = encoding_size(pixels.shape[1], pixels.shape[2], after.backbone.patch_size, patches=PATCHES)
         pictures.append(resize_image(pixels, size, "bicubic"))
         progress("neighbours before and after", done, len(indices))
     queries = spread(len(pictures), _QUERIES)

@@ -4,11 +4,11 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from cribo.errors import InputError, Stopped
 from cribo.evaluation.results import versions
 from cribo.files import FolderError, remove_parts, write_json
 from cribo.folders import ResultFolder
-from cribo.object_search.extraction import PreparedImage, extract_prepared, read_prepared
+from cribo.object_search.extraction import MAX_PATCHES, PreparedImage, extract_prepared, read_prepared
 from cribo.object_search.settings import ObjectSettings
 from cribo.retrieval.encoders import (
     PatchEncoder,
@@ -44,7 +44,6 @@ log = logging.getLogger("cribo")
 ABOUT, SKIPPED, PARTS = "about.json", "skipped.jsonl", "features"
 
 _MOST_IMAGES = 512  # limit per part; an interrupted part is encoded again
-_MOST_PATCHES = 4096  # limit per image (`encoded_size`)
 _OBJECT_COLUMNS = ("object", "x0", "y0", "x1", "y1", "area")
 
 Encoded = list[tuple[Float[np.ndarray, "n d"], dict[str, Int[np.ndarray, " n"]]]]
@@ -72,18 +71,6 @@ class Embedded:
     reused: int
     skipped: dict[str, str]
     seconds: float
-
-
-class _Read(NamedTuple):
-    """Result of reading an image: its pixels, or the reason of an error."""
-
-    name: str
-    prepared: PreparedImage | None = None
-    reason: str = ""
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.prepared is None else self.prepared.pixels.nbytes
 
 
 def embed_images(
@@ -257,27 +244,27 @@ def _write_parts(
     missing = [number for number in range(len(parts)) if not part_path(out / PARTS, number, config.format).exists()]
     reused = len(names) - sum(len(parts[number]) for number in missing)
 
-    def read(name: str) -> _Read:
+    def read(name: str) -> PreparedImage | UnreadableImage:
         try:
-            return _Read(name, read_prepared(Path(files.folder) / name, encoder, settings))
+            return read_prepared(Path(files.folder) / name, encoder, settings)
         except UnreadableImage as error:
-            return _Read(name, reason=error.reason)
+            return error
 
     images = map_ahead(
         read,
         (name for number in missing for name in parts[number]),
         threads=max(1, resolve_workers(config.workers)),
         ahead=4 * config.batch_size,
-        nbytes=lambda _, read: None if read is None else read.nbytes,
+        nbytes=lambda _, image: None if image is None else getattr(image, "nbytes", 0),
     )
     started, done = time.perf_counter(), reused
     progress("images", done, len(names))
     try:
         for number in missing:
             rows: list[tuple[int, np.ndarray, dict[str, np.ndarray]]] = []
-            own = islice(images, len(parts[number]))
-            for first, batch in _batches(own, config.batch_size):
-                rows += _encode(batch, first, encode, out)
+            own = enumerate(islice(images, len(parts[number])))
+            while batch := list(islice(own, config.batch_size)):
+                rows += _encode(batch, parts[number], encode, out)
                 done += len(batch)
                 progress("images", done, len(names))
             write_part(out / PARTS, number, config.format, _joined(parts[number], rows, config, dim))
@@ -288,30 +275,26 @@ def _write_parts(
 
 def _images_in_part(config: EmbedConfig, settings: ObjectSettings, dim: int) -> int:
     """Return the number of images per part; independent of image sizes, so equal in resumed runs."""
-    rows = {"global": 1, "patches": _MOST_PATCHES, "objects": settings.num_objects}[config.features]
+    rows = {"global": 1, "patches": MAX_PATCHES, "objects": settings.num_objects}[config.features]
     return min(_MOST_IMAGES, max(1, BUDGET // (rows * dim * 4)))
 
 
-def _batches(images: Iterator[_Read], size: int) -> Iterator[tuple[int, list[_Read]]]:
-    """Yield batches of images with the index of their first image."""
-    first = 0
-    while batch := list(islice(images, size)):
-        yield first, batch
-        first += len(batch)
-
-
 def _encode(
-    batch: list[_Read], first: int, encode: Callable[[Sequence[PreparedImage]], Encoded], out: Path
+    batch: Sequence[tuple[int, PreparedImage | UnreadableImage]],
+    names: Sequence[str],
+    encode: Callable[[Sequence[PreparedImage]], Encoded],
+    out: Path,
 ) -> list[tuple[int, np.ndarray, dict[str, np.ndarray]]]:
-    """Return the rows of each image with its index in the part; record unreadable images."""
-    readable = [(place, read.prepared) for place, read in enumerate(batch, start=first) if read.prepared is not None]
-    if len(readable) < len(batch):
+    """Return the rows of each image with its index in the part, whose images have `names`; record unreadable ones."""
+    readable: list[tuple[int, PreparedImage]] = []
+    for place, image in batch:
+        if isinstance(image, PreparedImage):
+            readable.append((place, image))
+            continue
+        log.warning("skipped %s: %s", names[place], image.reason)
         with (out / SKIPPED).open("a", encoding="utf-8") as file:
-            for read in batch:
-                if read.prepared is None:
-                    log.warning("skipped %s: %s", read.name, read.reason)
-                    file.write(json.dumps({"image": read.name, "reason": read.reason}) + "\n")
-    found = encode([prepared for _, prepared in readable]) if readable else []
+            file.write(json.dumps({"image": names[place], "reason": image.reason}) + "\n")
+    found = encode([image for _, image in readable]) if readable else []
     return [(place, *rows) for (place, _), rows in zip(readable, found, strict=True)]
 
 

@@ -61,7 +61,7 @@ class Preparation:
     def image(self, images: LabelledImages, view: EncodedView) -> UInt8[Tensor, "3 h w"]:
         """Return the resized or augmented image."""
         image = images.load(view.image)
-        size = grid_size(image.shape[1], image.shape[2], self.patch_size, self.size)
+        size = self.size or grid_size(image.shape[1], image.shape[2], self.patch_size)
         if view.augmentation is None:
             return resize_image(image, size, self.interpolation)
         return augment_image(image, size, self.interpolation, (self.seed, view.image, view.augmentation))
@@ -69,7 +69,7 @@ class Preparation:
     def labels(self, images: LabelledImages, view: EncodedView) -> UInt8[Tensor, "h w"]:
         """Return the label map, resized or augmented like the image."""
         labels = images.labels(view.image)
-        size = grid_size(labels.shape[0], labels.shape[1], self.patch_size, self.size)
+        size = self.size or grid_size(labels.shape[0], labels.shape[1], self.patch_size)
         if view.augmentation is None:
             return resize_labels(labels, size)
         return augment_labels(labels, size, (self.seed, view.image, view.augmentation))

@@ -1,6 +1,5 @@
 """Open and check the contents of a page before the server starts."""
 
-import dataclasses
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,14 +85,8 @@ def open_contents(config: ExploreConfig, limits: Limits, workspace: Path, progre
     if database is not None:
         database.require_encoder(plain, str(about["name"]))
     elif (files := _some_images(config, limits, workspace, notes, progress)) is not None:
-        info = DatabaseInfo(
-            identity=str(plain.identity),
-            backbone=about,
-            config=dataclasses.asdict(source),
-            dim=plain.dim(device),
-            settings=ObjectSettings(),
-            root=str(Path(files.folder).absolute()),
-        )
+        root = str(Path(files.folder).absolute())
+        info = DatabaseInfo.of(plain, device, about, source, ObjectSettings(), root)
         database = ObjectDatabase.create(workspace / "objects.db", info)
         index_images(database, encoder.encoder, files, device=device, progress=progress)
     finder = None

@@ -11,7 +11,6 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from cribo.retrieval import PatchEncoder
-from cribo.retrieval.patches import resize_image
 
 
 @dataclass(frozen=True)
@@ -89,12 +88,9 @@ class SharedEncoder:
         Raises:
             ValueError: the network does not accept images of this size.
         """
-        patch = self.encoder.patch_size
-        height, width = image.shape[1:]
-        scale = min(1.0, (self.max_patches * patch**2 / (height * width)) ** 0.5)
-        size = self.encoder.size(round(scale * height), round(scale * width))
-        tokens = self.encoder.grids(resize_image(image, size, "bicubic")[None], self.device)[0]
-        return Dense(tokens.cpu(), (height, width))
+        pixels = self.encoder.resized(image, max_patches=self.max_patches)
+        tokens = self.encoder.grids(pixels[None], self.device)[0]
+        return Dense(tokens.cpu(), (image.shape[1], image.shape[2]))
 
     def _shared(self, encoder: PatchEncoder) -> PatchEncoder:
         def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n d"]:

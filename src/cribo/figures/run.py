@@ -217,10 +217,7 @@ class _Drawer:
     def _features(self) -> tuple[Figure, str]:
         images = [self._reduced(image) for image in self._images()]
         encoder = backbone_encoder(self.backbone)
-        grids = []
-        for image in images:
-            size = encoder.size(image.shape[1], image.shape[2])
-            grids.append(encoder.grids(resize_image(image, size, "bicubic")[None], self.device)[0].cpu())
+        grids = [encoder.grids(encoder.resized(image)[None], self.device)[0].cpu() for image in images]
         colours = PCAColours(grids)
         painted = [colours(grid, (image.shape[1], image.shape[2])) for grid, image in zip(grids, images, strict=True)]
         pictures = [image.permute(1, 2, 0).numpy() / 255 for image in images]

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 
 from cribo.arguments import ConfigError
 from cribo.data.images import DataError, require
@@ -36,9 +36,7 @@ from cribo.retrieval.source import BackboneSource
 _FORMAT = 1
 _ABOUT, _IMAGES, _OBJECTS = "about", "images", "objects"
 _INDEX = "vector_idx"
-_NAMES_AT_ONCE = 1000  # maximum number of values in one IN condition
 _KEPT_VERSIONS = timedelta(days=7)
-_OLD_VERSIONS = timedelta(hours=1)  # age of versions to keep while other processes may use them
 
 T = TypeVar("T")
 
@@ -70,6 +68,25 @@ class DatabaseInfo:
     root: str
     images: str = ""
     blocks: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        encoder: PatchEncoder,
+        device: str,
+        backbone: dict[str, Any],
+        source: BackboneSource,
+        settings: ObjectSettings,
+        root: str,
+        *,
+        images: str = "",
+        blocks: tuple[int, ...] | None = None,
+    ) -> "DatabaseInfo":
+        """Describe a new database with the features of an encoder, which is on `device`."""
+        config = dataclasses.asdict(source)
+        if Path(source.source).expanduser().exists():  # absolute: a search may run in another working directory
+            config["source"] = str(Path(source.source).expanduser().absolute())
+        return cls(str(encoder.identity), backbone, config, encoder.dim(device), settings, root, images, blocks)
 
     @property
     def backbone_name(self) -> str:
@@ -116,13 +133,18 @@ class FoundObject(NamedTuple):
 
     Attributes:
         similarity: cosine similarity to the query.
-        image: path of its image, relative to the root.
+        indexed: its image.
         object: the object, with an empty vector.
     """
 
     similarity: float
-    image: str
+    indexed: IndexedImage
     object: ImageObject
+
+    @property
+    def image(self) -> str:
+        """Path of its image, relative to the root."""
+        return self.indexed.path
 
 
 class ObjectDatabase:
@@ -165,11 +187,12 @@ class ObjectDatabase:
         if not is_remote(place):
             require(Path(place))
         connection = _connect(place)
-        if not _is_made(connection, _ABOUT):
+        about = _opened(connection, _ABOUT)
+        if about is None:
             raise DatabaseError(
                 f"{place} contains no database of objects: create one with cribo index --images DIR --db {place}"
             )
-        info = _read_info(place, connection)
+        info = _read_info(place, about)
         return cls(place, connection, info, Path(images or info.root))
 
     @classmethod
@@ -182,19 +205,18 @@ class ObjectDatabase:
         """
         place = as_uri(uri)
         connection = _connect(place)
-        if _is_made(connection, _ABOUT):
+        if _opened(connection, _ABOUT) is not None:
             raise DatabaseError(f"{place} already contains a database: open it, or use another --db")
         require_free(place)
         # Empty tables are left over from an interrupted `create`; replace them.
-        tables = ((_OBJECTS, _objects_schema(info.dim)), (_IMAGES, _images_schema()))
-        for name, _ in tables:
-            if _is_made(connection, name) and connection.open_table(name).count_rows():
+        tables = {_OBJECTS: _objects_schema(info.dim), _IMAGES: _images_schema()}
+        for name in tables:
+            table = _opened(connection, name)
+            if table is not None and table.count_rows():
                 raise DatabaseError(f"{place} contains a table {name!r} that cribo did not create: use another --db")
-        for name in _tables(connection) & {_OBJECTS, _IMAGES, _ABOUT}:
-            connection.drop_table(name)
-        for name, schema in tables:
-            connection.create_table(name, schema=schema)
-        _write_info(connection, info, mode="create")
+        for name, schema in tables.items():
+            connection.create_table(name, schema=schema, mode="overwrite")
+        _write_info(connection, info)
         return cls(place, connection, info, Path(info.root))
 
     def require_encoder(self, encoder: PatchEncoder, name: str) -> None:
@@ -205,11 +227,13 @@ class ObjectDatabase:
         """
         if encoder.identity != self.info.identity:
             source = self.info.config["source"]
+            blocks = "the last" if self.info.blocks is None else ",".join(map(str, self.info.blocks))
             raise ConfigError(
                 f"{self.uri} was built with the backbone {self.info.backbone_name} ({source}, "
-                f"{_short(self.info.identity)}), not with {name} ({_short(encoder.identity)}): vectors of different "
-                f"backbones or blocks cannot be compared. Use the same version of --backbone {source}, or build "
-                "another database with cribo index --db ELSEWHERE"
+                f"{self.info.identity[:12]}, blocks: {blocks}), not with {name} ({str(encoder.identity)[:12]}, blocks: "
+                f"{','.join(map(str, encoder.blocks))}): vectors of different backbones or blocks cannot be compared. "
+                f"Omit --blocks, use the same version of --backbone {source}, or build another database with cribo "
+                "index --db ELSEWHERE"
             )
 
     def require_settings(self, settings: ObjectSettings) -> None:
@@ -245,8 +269,7 @@ class ObjectDatabase:
 
     def images(self) -> list[IndexedImage]:
         """Return all images, including unreadable ones, sorted by path."""
-        rows = self._read(lambda: self._images.search().select(list(IndexedImage._fields)).to_arrow())
-        return sorted(_image_rows(rows))
+        return sorted(self._images_where(None))
 
     def image(self, path: str) -> IndexedImage | None:
         """Return the image with a path relative to the root; None if it is not indexed."""
@@ -297,7 +320,6 @@ class ObjectDatabase:
         """
         vectors = self._checked(vectors, k)
         own = None if exclude_image is None else self.image(exclude_image)
-        excluded = -1 if own is None else own.entry
         available = self.num_rows
         if not available:
             raise DatabaseError(
@@ -308,16 +330,22 @@ class ObjectDatabase:
         waiting = list(range(len(vectors)))
         while waiting:
             rows = self._nearest(vectors[waiting], limit, path, exact=exact)
-            current = self._current_entries({row["entry"] for several in rows for row in several})
+            entries = sorted({row["entry"] for several in rows for row in several})
+            # Stale objects have entries without an image.
+            images = {image.entry: image for image in self._images_where(_among("entry", entries))}
+            if own is not None:
+                images.pop(own.entry, None)
             for query, several in zip(waiting, rows, strict=True):
-                shown = [row for row in several if row["entry"] in current and row["entry"] != excluded]
+                shown = [row for row in several if row["entry"] in images]
                 shown = [row for row in shown if path is None or fnmatchcase(row["image"], path)]
                 if one_per_image:
-                    first: dict[str, dict[str, Any]] = {}
+                    first: dict[int, dict[str, Any]] = {}
                     for row in shown:
-                        first.setdefault(row["image"], row)
+                        first.setdefault(row["entry"], row)
                     shown = list(first.values())
-                found[query] = [_found(row) for row in shown[:k]]
+                found[query] = [
+                    FoundObject(1.0 - row["_distance"], images[row["entry"]], _object_from(row)) for row in shown[:k]
+                ]
             if limit == available:
                 break
             waiting = [query for query in waiting if len(found[query]) < k]
@@ -339,19 +367,12 @@ class ObjectDatabase:
         same = (status.st_size, status.st_mtime_ns) == (image.size_bytes, image.mtime_ns)
         return "" if same else "changed"
 
-    def images_at(self, paths: Sequence[str]) -> dict[str, IndexedImage]:
-        """Return images by path; paths that are not indexed are omitted."""
-        wanted = sorted(set(paths))
-        parts = (wanted[start : start + _NAMES_AT_ONCE] for start in range(0, len(wanted), _NAMES_AT_ONCE))
-        rows = (self._images_where(f"path IN ({', '.join(map(_quoted, part))})") for part in parts)
-        return {row.path: row for part in rows for row in part}
-
     def sample_vectors(self, number: int, seed: int = 0) -> Float[np.ndarray, "n d"]:
         """Return the vectors of objects drawn uniformly without replacement."""
         rows = self.num_rows
         places = np.random.default_rng(seed).choice(rows, size=min(number, rows), replace=False)
         found = self._read(lambda: self._objects.take_offsets(sorted(places.tolist())).select(["vector"]).to_arrow())
-        return _vectors(found["vector"])
+        return np.array(found["vector"].to_pylist(), dtype=np.float32)
 
     def image_vectors(self) -> dict[str, Float[np.ndarray, " d"]]:
         """Return the area-weighted mean of the object vectors of each image that has objects."""
@@ -379,40 +400,30 @@ class ObjectDatabase:
 
     # ------------------------------------------------------------------ writing
 
-    def put(self, images: Sequence[tuple[IndexedImage, Sequence[ImageObject]]], *, replaced: Sequence[int]) -> None:
+    def put(
+        self, images: Sequence[tuple[IndexedImage, Sequence[ImageObject]]], *, replaced: Sequence[int] = ()
+    ) -> None:
         """Insert or update images with their objects.
 
         Args:
-            images: images with entries from `new_entry`, and their objects.
+            images: images and objects to add. An image has an entry from `new_entry`, or no objects to add and the
+                entry of its stored ones.
             replaced: previous entries of these images; their objects are removed.
         """
         objects = [(image, found) for image, several in images for found in several]
         if objects:
             with self._writing():
                 self._objects.add(_objects_table(objects, self.info.dim))
-        self.put_rows([image for image, _ in images])
-        self.drop_objects(replaced)
-
-    def put_rows(self, images: Sequence[IndexedImage]) -> None:
-        """Insert or update the rows of images whose objects are already stored."""
         merge = self._images.merge_insert("path").when_matched_update_all().when_not_matched_insert_all()
         with self._writing():
-            merge.execute(_images_table(images))
+            merge.execute(_images_table([image for image, _ in images]))
+        self._drop(self._objects, replaced)
 
     def drop_images(self, images: Sequence[IndexedImage]) -> None:
         """Remove images and their objects."""
-        for start in range(0, len(images), _NAMES_AT_ONCE):
-            part = images[start : start + _NAMES_AT_ONCE]
-            with self._writing():
-                self._images.delete(f"path IN ({', '.join(_quoted(image.path) for image in part)})")
-        self.drop_objects([image.entry for image in images])
-
-    def drop_objects(self, entries: Sequence[int]) -> None:
-        """Remove the objects of entries that are in no row of `images`."""
-        for start in range(0, len(entries), _NAMES_AT_ONCE):
-            part = entries[start : start + _NAMES_AT_ONCE]
-            with self._writing():
-                self._objects.delete(f"entry IN ({', '.join(map(str, part))})")
+        entries = [image.entry for image in images]
+        self._drop(self._images, entries)
+        self._drop(self._objects, entries)
 
     def move(self, root: str, images: str) -> None:
         """Change the stored location of the images.
@@ -424,39 +435,30 @@ class ObjectDatabase:
         self.info = dataclasses.replace(self.info, root=root, images=images)
         self.root = Path(root)
         with self._writing():
-            _write_info(_connect(self.uri), self.info, mode="overwrite")
+            _write_info(_connect(self.uri), self.info)
 
-    def mend(self) -> list[str]:
-        """Remove objects without an image and images with missing objects, left by a killed writer.
+    def mend(self) -> None:
+        """Remove objects without an image, left by a killed writer; no other process may write at the same time."""
+        images, objects = (
+            self._read(lambda table=table: table.search().select(["entry"]).to_arrow())["entry"].to_numpy()
+            for table in (self._images, self._objects)
+        )
+        self._drop(self._objects, np.setdiff1d(objects, images).tolist())
 
-        No other process may write at the same time.
-
-        Returns:
-            Paths of the removed images, which have to be indexed again.
-        """
-        images = self.images()
-        known = {image.entry for image in images}
-        entries, counts = np.unique(self._all_entries(), return_counts=True)
-        held = dict(zip(entries.tolist(), counts.tolist(), strict=True))
-        self.drop_objects([entry for entry in held if entry not in known])
-        broken = [image for image in images if held.get(image.entry, 0) != image.objects]
-        self.drop_images(broken)
-        return [image.path for image in broken]
-
-    def tidy(self, *, alone: bool, keep_versions: bool = False) -> None:
+    def tidy(self, *, drop_versions: bool = False) -> None:
         """Merge small files, remove old versions and update the indices.
 
         Args:
-            alone: no other process writes, so that files left by a killed writer can be removed.
-            keep_versions: keep versions of the last week.
+            drop_versions: remove versions of the last week, too, and on a disk also files left by killed writers; no
+                other process may write at the same time.
         """
         from lancedb.index import BTree
 
-        age = _KEPT_VERSIONS if keep_versions else timedelta(0) if alone else _OLD_VERSIONS
+        age = timedelta(0) if drop_versions else _KEPT_VERSIONS
         for table in (self._objects, self._images):
             with self._writing(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # delete_unverified warns about concurrent writers
-                table.optimize(cleanup_older_than=age, delete_unverified=alone and not keep_versions)
+                table.optimize(cleanup_older_than=age, delete_unverified=drop_versions and not is_remote(self.uri))
         for table, column in ((self._images, "path"), (self._images, "entry"), (self._objects, "entry")):
             if table.count_rows() and f"{column}_idx" not in {index.name for index in table.list_indices()}:
                 with self._writing():
@@ -485,20 +487,20 @@ class ObjectDatabase:
             reason = _reason(error)
             raise OSError(f"cannot write to {self.uri}: {reason}; earlier writes are kept") from error
 
+    def _drop(self, table: Any, entries: Sequence[int]) -> None:
+        if entries:
+            with self._writing():
+                table.delete(_among("entry", entries))
+
     def _read(self, ask: Callable[[], T]) -> T:
-        """Run a query, and retry once if a writer has removed the version being read."""
+        """Run a query; it fails if a writer removes the version being read at the same time."""
         try:
             return ask()
-        except (RuntimeError, OSError):
-            try:
-                self._objects.checkout_latest()
-                self._images.checkout_latest()
-                return ask()
-            except (RuntimeError, OSError) as error:
-                raise DatabaseError(
-                    f"cannot read {self.uri}: {_reason(error)}; try again, or rebuild the database with cribo index "
-                    "--db ELSEWHERE"
-                ) from error
+        except (RuntimeError, OSError) as error:
+            raise DatabaseError(
+                f"cannot read {self.uri}: {_reason(error)}; try again, or rebuild the database with cribo index --db "
+                "ELSEWHERE"
+            ) from error
 
     def _checked(self, vectors: Float[np.ndarray, "q d"], k: int) -> Float[np.ndarray, "q d"]:
         vectors = np.asarray(vectors, dtype=np.float32)
@@ -532,21 +534,11 @@ class ObjectDatabase:
             several.sort(key=lambda row: (row["_distance"], row["image"], row["number"]))
         return found
 
-    def _current_entries(self, entries: set[int]) -> set[int]:
-        """Return the subset of entries that are in a row of `images`."""
-        wanted = sorted(entries)
-        current: set[int] = set()
-        for start in range(0, len(wanted), _NAMES_AT_ONCE):
-            part = ", ".join(map(str, wanted[start : start + _NAMES_AT_ONCE]))
-            current.update(image.entry for image in self._images_where(f"entry IN ({part})"))
-        return current
-
-    def _images_where(self, condition: str) -> list[IndexedImage]:
+    def _images_where(self, condition: str | None) -> list[IndexedImage]:
+        query = self._images.search() if condition is None else self._images.search().where(condition)
         columns = list(IndexedImage._fields)
-        return list(_image_rows(self._read(lambda: self._images.search().where(condition).select(columns).to_arrow())))
-
-    def _all_entries(self) -> Int64[np.ndarray, " n"]:
-        return self._read(lambda: self._objects.search().select(["entry"]).to_arrow())["entry"].to_numpy()
+        rows = self._read(lambda: query.select(columns).to_arrow())
+        return [IndexedImage(*values) for values in zip(*(rows[name].to_pylist() for name in columns), strict=True)]
 
 
 # Average number of objects per partition of the index, and number of partitions compared with a query.
@@ -569,10 +561,8 @@ def holds_database(uri: str | os.PathLike[str]) -> bool:
         ImportError: LanceDB is not installed.
     """
     place = as_uri(uri)
-    if not is_remote(place) and not Path(place).is_dir():
-        _lancedb()
-        return False
-    return _is_made(_connect(place), _ABOUT)
+    _lancedb()
+    return (is_remote(place) or Path(place).is_dir()) and _opened(_connect(place), _ABOUT) is not None
 
 
 def require_free(uri: str | os.PathLike[str]) -> None:
@@ -621,22 +611,14 @@ def _connect(place: str) -> Any:
         raise DatabaseError(f"cannot open {place}: {_reason(error)}: check the URL and your credentials") from error
 
 
-def _tables(connection: Any) -> set[str]:
+def _opened(connection: Any, name: str) -> Any:
+    """Return a table; None if there is none, or only the folder that an interrupted creation leaves."""
     try:
-        return set(connection.list_tables(limit=1000).tables)
+        return connection.open_table(name) if name in connection.list_tables(limit=1000).tables else None
+    except (ValueError, FileNotFoundError):  # raised by LanceDB for a table without any version
+        return None
     except (RuntimeError, OSError) as error:  # object storage: missing bucket, no connection, or no permission
         raise ConnectionError(f"cannot read {connection.uri}: {_reason(error)}") from error
-
-
-def _is_made(connection: Any, name: str) -> bool:
-    """Whether a table is complete; LanceDB lists a table as soon as its folder exists."""
-    if name not in _tables(connection):
-        return False
-    try:
-        connection.open_table(name)
-    except (ValueError, FileNotFoundError):  # raised by LanceDB for a table without any version
-        return False
-    return True
 
 
 def _reason(error: Exception) -> str:
@@ -645,9 +627,9 @@ def _reason(error: Exception) -> str:
     return message[1] if message else textwrap.shorten(str(error).partition("\n")[0], 200)
 
 
-def _read_info(place: str, connection: Any) -> DatabaseInfo:
+def _read_info(place: str, about: Any) -> DatabaseInfo:
     try:
-        content: Mapping[str, Any] = json.loads(connection.open_table(_ABOUT).to_arrow()["json"][0].as_py())
+        content: Mapping[str, Any] = json.loads(about.to_arrow()["json"][0].as_py())
         version = content["format"]
         if version != _FORMAT:
             raise DatabaseError(
@@ -663,20 +645,21 @@ def _read_info(place: str, connection: Any) -> DatabaseInfo:
         raise DatabaseError(foreign) from error
 
 
-def _write_info(connection: Any, info: DatabaseInfo, *, mode: Literal["create", "overwrite"]) -> None:
+def _write_info(connection: Any, info: DatabaseInfo) -> None:
     import pyarrow as pa
 
     text = json.dumps({"format": _FORMAT, **dataclasses.asdict(info)})
-    connection.create_table(_ABOUT, pa.table({"json": [text]}), mode=mode)
-
-
-def _short(identity: str | None) -> str:
-    return "without identity" if identity is None else identity[:12]
+    connection.create_table(_ABOUT, pa.table({"json": [text]}), mode="overwrite")
 
 
 def _like(pattern: str) -> str:
     """Return an SQL LIKE pattern that matches a superset of a shell-style pattern."""
     return re.sub(r"\[.+?\]|[?\\]", "_", pattern).replace("*", "%")
+
+
+def _among(column: str, values: Sequence[int]) -> str:
+    """Return the condition that a column has one of some values."""
+    return f"{column} IN ({', '.join(map(str, values))})" if values else "false"
 
 
 def _quoted(text: str) -> str:
@@ -716,11 +699,6 @@ def _images_table(images: Sequence[IndexedImage]) -> Any:
     return pa.Table.from_pylist([image._asdict() for image in images], schema=_images_schema())
 
 
-def _image_rows(table: Any) -> Iterator[IndexedImage]:
-    columns = [table[name].to_pylist() for name in IndexedImage._fields]
-    return (IndexedImage(*values) for values in zip(*columns, strict=True))
-
-
 def _objects_table(objects: Sequence[tuple[IndexedImage, ImageObject]], dim: int) -> Any:
     import pyarrow as pa
 
@@ -752,13 +730,3 @@ def _object_from(fields: Mapping[str, Any]) -> ImageObject:
         box=(fields["x0"], fields["y0"], fields["x1"], fields["y1"]),
         area=fields["area"],
     )
-
-
-def _found(row: Mapping[str, Any]) -> FoundObject:
-    return FoundObject(1.0 - row["_distance"], row["image"], _object_from(row))
-
-
-def _vectors(column: Any) -> Float[np.ndarray, "n d"]:
-    """Return a column of vectors as a matrix."""
-    parts = [chunk.flatten().to_numpy().reshape(len(chunk), -1) for chunk in column.chunks]
-    return np.concatenate(parts)

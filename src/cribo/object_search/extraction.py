@@ -26,10 +26,10 @@ from cribo.errors import InputError
 from cribo.method import cluster_tokens, draw_initial_tokens
 from cribo.object_search.settings import ObjectSettings
 from cribo.retrieval.encoders import PatchEncoder, map_by_size
-from cribo.retrieval.patches import grid_size, patch_of_pixel, resize_image
+from cribo.retrieval.patches import patch_of_pixel, resize_image
 
 _INITIAL_TOKENS = 0x6F626A  # separates these draws from others with the same image key
-_MOST_PATCHES = 4096  # maximum per image: clustering compares all pairs of patches
+MAX_PATCHES = 4096  # per image: clustering compares all pairs of patches
 _PATCHES_AT_ONCE = 16_384  # maximum per encoded batch
 
 Box = tuple[int, int, int, int]
@@ -61,12 +61,6 @@ class GridMask:
         size = size or self.image
         rows, columns = (patch_of_pixel(pixels, patches) for pixels, patches in zip(size, self.grid, strict=True))
         return self.patches()[np.ix_(rows, columns)]
-
-    def contains(self, x: int, y: int) -> bool:
-        """Whether a pixel belongs to the object."""
-        row = (2 * y + 1) * self.grid[0] // (2 * self.image[0])
-        column = (2 * x + 1) * self.grid[1] // (2 * self.image[1])
-        return bool(self.patches()[row, column])
 
     def coco(self) -> dict[str, object]:
         """Return the mask over pixels in COCO format: `size` and compressed `counts` as a string."""
@@ -139,6 +133,11 @@ class PreparedImage(NamedTuple):
     width: int
     key: int
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the pixels in bytes."""
+        return self.pixels.nbytes
+
 
 def read_prepared(
     path: str | os.PathLike[str] | EncodedImage,
@@ -185,24 +184,8 @@ def prepare_image(
 
 
 def _size(encoder: PatchEncoder, height: int, width: int, settings: ObjectSettings) -> tuple[int, int]:
-    if encoder.image_size is not None:
-        return encoder.size(height, width)
-    return encoded_size(height, width, encoder.patch_size, settings.size)
-
-
-def encoded_size(height: int, width: int, patch_size: int, size: int | None) -> tuple[int, int]:
-    """Return the (height, width) in pixels of an encoded image, multiples of the patch size.
-
-    Example:
-        >>> encoded_size(3000, 4000, 16, 480), encoded_size(360, 480, 16, None), encoded_size(9000, 9000, 16, None)
-        ((480, 640), (352, 480), (1024, 1024))
-    """
-    scale = 1.0 if size is None else size / min(height, width)
-    most = _MOST_PATCHES * patch_size**2
-    scale = min(scale, (most / (height * width)) ** 0.5)
-    rows, columns = (side // patch_size for side in grid_size(round(scale * height), round(scale * width), patch_size))
-    # A long strip is at least one patch wide.
-    return min(rows, _MOST_PATCHES // columns or 1) * patch_size, min(columns, _MOST_PATCHES) * patch_size
+    scale = 1.0 if settings.size is None else settings.size / min(height, width)
+    return encoder.size(height, width, scale=scale, max_patches=MAX_PATCHES)
 
 
 def extract_objects(
@@ -246,28 +229,21 @@ def extract_prepared(
     device: torch.device | str = "cpu",
 ) -> list[ImageObjects]:
     """Extract the objects of prepared images; images of equal size are encoded as batches."""
-
-    def grid(size: tuple[int, ...]) -> tuple[int, int]:
-        return size[0] // encoder.patch_size, size[1] // encoder.patch_size
-
     return map_by_size(
-        lambda batch: _extract_batch(encoder, batch, grid(batch[0].pixels.shape[1:]), settings, device),
+        lambda batch: _extract_batch(encoder, batch, settings, device),
         prepared,
         lambda image: tuple(image.pixels.shape[1:]),
-        lambda size: max(1, _PATCHES_AT_ONCE // math.prod(grid(size))),
+        lambda size: max(1, _PATCHES_AT_ONCE * encoder.patch_size**2 // math.prod(size)),
     )
 
 
 def _extract_batch(
-    encoder: PatchEncoder,
-    batch: list[PreparedImage],
-    grid: tuple[int, int],
-    settings: ObjectSettings,
-    device: torch.device | str,
+    encoder: PatchEncoder, batch: list[PreparedImage], settings: ObjectSettings, device: torch.device | str
 ) -> list[ImageObjects]:
     """Extract the objects of images of equal size."""
-    tokens = encoder.grids(torch.stack([image.pixels for image in batch]), device).flatten(1, 2)
-    patches = grid[0] * grid[1]
+    grids = encoder.grids(torch.stack([image.pixels for image in batch]), device)
+    grid, tokens = (grids.shape[1], grids.shape[2]), grids.flatten(1, 2)
+    patches = tokens.shape[1]
     if not tokens.isfinite().all():
         raise InputError("the encoder's features are not finite: check its weights, or use a higher precision")
     num_objects = min(settings.num_objects, patches)
@@ -336,15 +312,9 @@ def _objects(
 
 def _box(mask: UInt8[np.ndarray, "gh gw"], rows: Int[np.ndarray, " gh"], columns: Int[np.ndarray, " gw"]) -> Box:
     """Return the bounding box of a mask, given the pixels of each row and column of patches."""
-    x0, x1 = _extent((mask.any(axis=0) & (columns > 0)), columns)
-    y0, y1 = _extent((mask.any(axis=1) & (rows > 0)), rows)
-    return x0, y0, x1, y1
-
-
-def _extent(present: Bool[np.ndarray, " g"], pixels: Int[np.ndarray, " g"]) -> tuple[int, int]:
-    places = np.flatnonzero(present)
-    ends = np.cumsum(pixels)
-    return int(ends[places[0]] - pixels[places[0]]), int(ends[places[-1]])
+    y = np.repeat(mask.any(axis=1), rows).nonzero()[0]
+    x = np.repeat(mask.any(axis=0), columns).nonzero()[0]
+    return int(x[0]), int(y[0]), int(x[-1]) + 1, int(y[-1]) + 1
 
 
 def _overlap(start: float, end: float, pixels: int, patches: int) -> Float[Tensor, " patches"]:

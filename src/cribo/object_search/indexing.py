@@ -2,9 +2,10 @@
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,16 +18,16 @@ from cribo.data.images import DataError, ImageFiles
 from cribo.data.reading import EncodedImage, TooManyPixels, UnreadableImage
 from cribo.files import FolderError
 from cribo.object_search.database import FoundObject, IndexedImage, ObjectDatabase, is_remote, new_entry
-from cribo.object_search.extraction import ImageObject, PreparedImage, extract_prepared, read_prepared
+from cribo.object_search.extraction import ImageObject, ImageObjects, PreparedImage, extract_prepared, read_prepared
 from cribo.object_search.settings import ObjectSettings
-from cribo.retrieval.encoders import PatchEncoder
+from cribo.retrieval.encoders import PatchEncoder, batches_by_size
 
 INDEX_LOCK = ".index.lock"
 
 _COMMIT_IMAGES = 256  # per commit: each commit creates a file and a manifest of all files
 _COMMIT_SECONDS = 30.0
 _PRUNED_SHARE = 0.05  # maximum share of the images to remove without --prune
-_READ_AHEAD = 4  # batches
+_READ_AHEAD = 4  # batches; images of equal size among them are encoded together
 
 
 @dataclass
@@ -59,9 +60,8 @@ class IndexSummary:
         return (self.new + self.changed) / self.seconds if self.seconds else 0.0
 
 
-@contextmanager
-def index_lock(uri: str) -> Iterator[None]:
-    """Lock a database for one writer.
+def index_lock(uri: str) -> AbstractContextManager[object]:
+    """Lock a database for one writer, until the end of a `with` statement.
 
     Object storage has no locks: users must run one writer at a time.
 
@@ -69,25 +69,18 @@ def index_lock(uri: str) -> Iterator[None]:
         FolderError: another process holds the lock, or the folder is not writable.
     """
     if is_remote(uri):
-        with nullcontext():
-            yield
-        return
+        return nullcontext()
     folder = Path(uri)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # The operating system releases the lock when the process ends, even if it is killed.
-        lock = FileLock(folder / INDEX_LOCK)
-        lock.acquire(timeout=0)
+        return FileLock(folder / INDEX_LOCK).acquire(timeout=0)
     except Timeout as error:
         raise FolderError(
             f"another cribo index is writing to {folder}: wait until it has finished, stop it, or use another --db"
         ) from error
     except OSError as error:
         raise FolderError(f"cannot write to {folder}: {error.strerror or error}; use another --db") from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def index_images(
@@ -123,8 +116,7 @@ def index_images(
     """
     database.require_encoder(encoder, "the one given")
     summary = IndexSummary()
-    if database.num_rows or database.count_images():
-        database.mend()
+    database.mend()
     work, gone = _compare(database, files, summary, progress)
     if gone and prune is not False:
         if prune is None:
@@ -133,14 +125,29 @@ def index_images(
         summary.removed = len(gone)
     started = time.perf_counter()
     writer = _Writer(database, summary)
-    indexer = _Indexer(encoder, database.info.settings, writer, device, batch_size)
-    for done, read in enumerate(_read_all(files, work, encoder, database.info.settings, workers, batch_size), 1):
-        indexer.take(read)
-        if progress is not None:
-            progress("objects", done, len(work))
-    indexer.finish()
+    settings = database.info.settings
+    # Threads, because decoding and resizing release the GIL and LanceDB is not fork-safe.
+    reads = map_ahead(
+        lambda one: _read(one, files, encoder, settings),
+        work,
+        threads=max(1, workers),
+        ahead=_READ_AHEAD * batch_size,
+        nbytes=lambda _, read: None if read is None else getattr(read.prepared, "nbytes", 0),
+    )
+    done = 0
+    while several := list(islice(reads, _READ_AHEAD * batch_size)):
+        for batch in batches_by_size(several, lambda read: read.size, lambda _: batch_size):
+            own = [several[number] for number in batch]
+            prepared = [read.prepared for read in own if read.prepared is not None]
+            found = extract_prepared(encoder, prepared, settings, device=device) or [None] * len(own)
+            for read, objects in zip(own, found, strict=True):
+                writer.take(read, objects)
+            done += len(own)
+            if progress is not None:
+                progress("objects", done, len(work))
+    writer.commit()
     if work or gone:
-        database.tidy(alone=not is_remote(database.uri), keep_versions=not prune)
+        database.tidy(drop_versions=bool(prune))
     summary.seconds = time.perf_counter() - started
     return summary
 
@@ -187,9 +194,7 @@ def _compare(
             summary.unread.append((path, error.strerror or str(error)))
             continue
         if known is not None and (known.size_bytes, known.mtime_ns) == (status.st_size, status.st_mtime_ns):
-            summary.unchanged += not known.error
-            if known.error:
-                summary.unreadable.append((path, known.error))
+            _count_unchanged(known, summary)
         else:
             work.append(_Work(path, status.st_size, status.st_mtime_ns, known))
         if progress is not None:
@@ -208,96 +213,25 @@ class _Read(NamedTuple):
     """Whether the error is temporary, so that the file is tried again by the next run."""
 
     @property
-    def nbytes(self) -> int:
-        """Size of the pixels in bytes."""
-        return 0 if self.prepared is None else self.prepared.pixels.nbytes
+    def size(self) -> tuple[int, ...]:
+        """Shape of the pixels; () without pixels."""
+        return () if self.prepared is None else tuple(self.prepared.pixels.shape)
 
 
-def _read_all(
-    files: ImageFiles,
-    work: Sequence[_Work],
-    encoder: PatchEncoder,
-    settings: ObjectSettings,
-    workers: int,
-    batch_size: int,
-) -> Iterator[_Read]:
-    """Read files ahead, in order."""
-
-    def read(one: _Work) -> _Read:
-        return _read(Path(files.folder) / one.path, one, files.max_pixels, encoder, settings)
-
-    # Threads, because decoding and resizing release the GIL and LanceDB is not fork-safe.
-    return map_ahead(
-        read,
-        work,
-        threads=max(1, workers),
-        ahead=_READ_AHEAD * batch_size,
-        nbytes=lambda _, read: None if read is None else read.nbytes,
-    )
-
-
-def _read(path: Path, work: _Work, max_pixels: int, encoder: PatchEncoder, settings: ObjectSettings) -> _Read:
+def _read(work: _Work, files: ImageFiles, encoder: PatchEncoder, settings: ObjectSettings) -> _Read:
     try:
-        content = path.read_bytes()
+        content = (Path(files.folder) / work.path).read_bytes()
     except OSError as error:
         return _Read(work, "", error=error.strerror or str(error), passing=True)
     sha256 = hashlib.sha256(content).hexdigest()
     if work.before is not None and work.before.sha256 == sha256:
         return _Read(work, sha256)
     try:
-        prepared = read_prepared(EncodedImage(work.path, content), encoder, settings, max_pixels=max_pixels)
-    except TooManyPixels as error:  # temporary: the user can raise the limit
-        return _Read(work, sha256, error=error.reason, passing=True)
+        prepared = read_prepared(EncodedImage(work.path, content), encoder, settings, max_pixels=files.max_pixels)
     except UnreadableImage as error:
-        return _Read(work, sha256, error=error.reason)
+        # Images with too many pixels are tried again: the user can raise the limit.
+        return _Read(work, sha256, error=error.reason, passing=isinstance(error, TooManyPixels))
     return _Read(work, sha256, prepared=prepared)
-
-
-class _Indexer:
-    """Collects images of one size into batches and finds their objects."""
-
-    def __init__(
-        self,
-        encoder: PatchEncoder,
-        settings: ObjectSettings,
-        writer: "_Writer",
-        device: torch.device | str,
-        batch_size: int,
-    ) -> None:
-        self.encoder = encoder
-        self.settings = settings
-        self.writer = writer
-        self.device = device
-        self.batch_size = batch_size
-        self._waiting: dict[tuple[int, ...], list[_Read]] = {}
-        self._count = 0
-
-    def take(self, read: _Read) -> None:
-        """Add one file, and extract objects if a batch or the limit of pending images is full."""
-        if read.prepared is None:
-            self.writer.take(read, 0, 0, ())
-            return
-        waiting = self._waiting.setdefault(tuple(read.prepared.pixels.shape), [])
-        waiting.append(read)
-        self._count += 1
-        if len(waiting) == self.batch_size:
-            self._extract(tuple(read.prepared.pixels.shape))
-        elif self._count >= _READ_AHEAD * self.batch_size:
-            self._extract(max(self._waiting, key=lambda size: len(self._waiting[size])))
-
-    def finish(self) -> None:
-        """Extract the objects of all pending images and commit."""
-        for size in list(self._waiting):
-            self._extract(size)
-        self.writer.commit()
-
-    def _extract(self, size: tuple[int, ...]) -> None:
-        batch = self._waiting.pop(size)
-        self._count -= len(batch)
-        prepared = [read.prepared for read in batch if read.prepared is not None]
-        found = extract_prepared(self.encoder, prepared, self.settings, device=self.device)
-        for read, objects in zip(batch, found, strict=True):
-            self.writer.take(read, objects.height, objects.width, objects.objects)
 
 
 class _Writer:
@@ -307,45 +241,48 @@ class _Writer:
         self.database = database
         self.summary = summary
         self._images: list[tuple[IndexedImage, Sequence[ImageObject]]] = []
-        self._touched: list[IndexedImage] = []
         self._replaced: list[int] = []
         self._written = time.perf_counter()
 
-    def take(self, read: _Read, height: int, width: int, objects: Sequence[ImageObject]) -> None:
+    def take(self, read: _Read, found: ImageObjects | None) -> None:
         """Add an image with its objects, or its error."""
-        work, summary = read.work, self.summary
+        work, before, summary = read.work, read.work.before, self.summary
         if read.passing:
             summary.unread.append((work.path, read.error))
             return
-        if work.before is not None and read.sha256 == work.before.sha256:
-            self._touched.append(work.before._replace(size_bytes=work.size_bytes, mtime_ns=work.mtime_ns))
-            summary.unchanged += not work.before.error
-            if work.before.error:
-                summary.unreadable.append((work.path, work.before.error))
+        if before is not None and read.sha256 == before.sha256:  # the content is the same: its objects are kept
+            self._images.append((before._replace(size_bytes=work.size_bytes, mtime_ns=work.mtime_ns), ()))
+            _count_unchanged(before, summary)
         else:
+            height, width, objects = (0, 0, ()) if found is None else (found.height, found.width, found.objects)
             file = (work.path, new_entry(), work.size_bytes, work.mtime_ns, read.sha256)
             self._images.append((IndexedImage(*file, height, width, len(objects), read.error), objects))
             summary.objects += len(objects)
             if read.error:
                 summary.unreadable.append((work.path, read.error))
-            elif work.before is None:
+            elif before is None:
                 summary.new += 1
             else:
                 summary.changed += 1
-            if work.before is not None:
-                self._replaced.append(work.before.entry)
-        many = len(self._images) + len(self._touched) >= _COMMIT_IMAGES
-        if many or time.perf_counter() - self._written >= _COMMIT_SECONDS:
+            if before is not None:
+                self._replaced.append(before.entry)
+        if len(self._images) >= _COMMIT_IMAGES or time.perf_counter() - self._written >= _COMMIT_SECONDS:
             self.commit()
 
     def commit(self) -> None:
         """Write the collected images."""
         if self._images:
             self.database.put(self._images, replaced=self._replaced)
-        if self._touched:
-            self.database.put_rows(self._touched)
-        self._images, self._touched, self._replaced = [], [], []
+        self._images, self._replaced = [], []
         self._written = time.perf_counter()
+
+
+def _count_unchanged(image: IndexedImage, summary: IndexSummary) -> None:
+    """Count an image whose content is as indexed, as unchanged or unreadable."""
+    if image.error:
+        summary.unreadable.append((image.path, image.error))
+    else:
+        summary.unchanged += 1
 
 
 def index_vectors(database: ObjectDatabase, *, least: int = 100_000, queries: int = 100, k: int = 10) -> float | None:

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,14 +80,16 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
         require_free(place)
     else:
         _require_same_images(known, files, source, place, moved=config.moved)
-    blocks = config.blocks if known is None else _known_blocks(known, config, place)
+        config = dataclasses.replace(config, blocks=config.blocks or known.blocks)
     device = resolve_devices(None if config.device is None else (config.device,), "device")[0]
     if device == "cpu":
         keep_freed_memory()
-    encoder, about = open_encoder(backbone, device, blocks=blocks)
+    encoder, about = open_encoder(backbone, device, blocks=config.blocks)
     with index_lock(place), Phases(console) as progress:
         if known is None:
-            info = _info(encoder, device, about, backbone, blocks, settings, files, source)
+            info = DatabaseInfo.of(
+                encoder, device, about, backbone, settings, _root(files), images=source, blocks=config.blocks
+            )
             database = ObjectDatabase.create(place, info)
         else:
             database = ObjectDatabase.open(place)
@@ -124,26 +125,6 @@ def _known_backbone(known: DatabaseInfo | None) -> BackboneSource:
     return known.backbone_config
 
 
-def _known_blocks(known: DatabaseInfo, config: IndexConfig, place: str) -> tuple[int, ...] | None:
-    """Return the blocks of the database; raise ConfigError if others are requested."""
-    requested = None
-    if config.blocks is not None and config.blocks != known.blocks:
-        requested = f"--blocks {_listed(config.blocks)}"
-    elif known.blocks is not None and config.backbone is not None and config.backbone.layers != 1:
-        requested = f"--layers {config.backbone.layers}"
-    if requested is not None:
-        before = "the last blocks" if known.blocks is None else f"--blocks {_listed(known.blocks)}"
-        raise ConfigError(
-            f"{place} was built with {before} (requested: {requested}): omit the option to use the stored value, or "
-            "build another database with cribo index --db ELSEWHERE"
-        )
-    return known.blocks
-
-
-def _listed(blocks: Sequence[int]) -> str:
-    return ",".join(map(str, blocks))
-
-
 def _require_same_images(known: DatabaseInfo, files: ImageFiles, source: str, place: str, *, moved: bool) -> None:
     """Raise ConfigError for another collection: indexing it would remove all other images."""
     before, now = (known.images or known.root, known.root), (source, _root(files))
@@ -161,23 +142,6 @@ def _root(files: ImageFiles) -> str:
 def _absolute(path: str | os.PathLike[str]) -> str:
     """Return the absolute path without `..`, so that equal paths compare equal."""
     return os.path.abspath(path)  # noqa: PTH100 (Path.absolute keeps `..`)
-
-
-def _info(
-    encoder: PatchEncoder,
-    device: str,
-    about: dict[str, Any],
-    backbone: BackboneSource,
-    blocks: tuple[int, ...] | None,
-    settings: ObjectSettings,
-    files: ImageFiles,
-    source: str,
-) -> DatabaseInfo:
-    assert encoder.identity is not None  # set by `open_encoder`
-    config = dataclasses.asdict(backbone)
-    if Path(backbone.source).expanduser().exists():  # absolute: a search may run in another working directory
-        config["source"] = str(Path(backbone.source).expanduser().absolute())
-    return DatabaseInfo(encoder.identity, about, config, encoder.dim(device), settings, _root(files), source, blocks)
 
 
 # ------------------------------------------------------------------ searching
@@ -233,8 +197,8 @@ def search_objects(
     )
     least = -2.0 if config.min_similarity is None else config.min_similarity
     found = [[one for one in several if one.similarity >= least] for several in found]
-    rows = database.images_at([one.image for several in found for one in several])
-    states = {path: database.is_changed(row) for path, row in rows.items()}
+    images = {one.indexed for several in found for one in several}
+    states = {image.path: database.is_changed(image) for image in images}
 
     def write(part: Path) -> None:
         write_sheet(part / SHEET, query, found, states, database.root)
@@ -288,7 +252,7 @@ def _open_search(
         inputs=(config.db, config.image, config.images, config.backbone),
     )
     database = ObjectDatabase.open(config.db, images=config.images)
-    if not len(database):
+    if not database.num_rows:
         raise DatabaseError(f"{database.uri} contains no objects: index images with cribo index --db {database.uri}")
     return folder, database
 

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cribo.arguments import ConfigError
 from cribo.errors import InputError
 from cribo.models import Backbone, evaluation_mode, load_backbone, normalise
-from cribo.retrieval.patches import grid_size
+from cribo.retrieval.patches import encoding_size, resize_image
 from cribo.retrieval.source import MEAN_COLOUR, BackboneSource, backbone_name
 
 _MEAN_COLOUR_PATCH = 16
@@ -22,6 +22,25 @@ _MEAN_COLOUR_PATCH = 16
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+def batches_by_size(
+    items: Sequence[Item], size: Callable[[Item], tuple[int, ...]], at_once: Callable[[tuple[int, ...]], int]
+) -> Iterator[list[int]]:
+    """Yield the indices of items in batches of equal size.
+
+    Args:
+        items: such as images.
+        size: returns the size of an item.
+        at_once: returns the maximum number of items of a size in a batch.
+    """
+    members: dict[tuple[int, ...], list[int]] = {}
+    for number, item in enumerate(items):
+        members.setdefault(size(item), []).append(number)
+    for own, numbers in members.items():
+        most = at_once(own)
+        for start in range(0, len(numbers), most):
+            yield numbers[start : start + most]
 
 
 def map_by_size(
@@ -43,15 +62,9 @@ def map_by_size(
         >>> map_by_size(lambda batch: [",".join(batch)] * len(batch), words, lambda word: (len(word),), lambda size: 2)
         ['one,two', 'three', 'one,two']
     """
-    members: dict[tuple[int, ...], list[int]] = {}
-    for number, item in enumerate(items):
-        members.setdefault(size(item), []).append(number)
     found: dict[int, Result] = {}
-    for own, numbers in members.items():
-        most = at_once(own)
-        for start in range(0, len(numbers), most):
-            batch = numbers[start : start + most]
-            found.update(zip(batch, function([items[number] for number in batch]), strict=True))
+    for batch in batches_by_size(items, size, at_once):
+        found.update(zip(batch, function([items[number] for number in batch]), strict=True))
     return [found[number] for number in range(len(items))]
 
 
@@ -73,13 +86,18 @@ class PatchEncoder:
     blocks: tuple[int, ...] = (1,)
     image_size: int | None = None
 
-    def size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the (height, width) in pixels at which to encode an image.
+    def size(self, height: int, width: int, *, scale: float = 1.0, max_patches: int | None = None) -> tuple[int, int]:
+        """Return the (height, width) in pixels at which to encode an image (`encoding_size`)."""
+        return encoding_size(
+            height, width, self.patch_size, fixed=self.image_size, scale=scale, max_patches=max_patches
+        )
 
-        They are multiples of the patch size, or the network's fixed input size.
-        """
-        own = None if self.image_size is None else (self.image_size, self.image_size)
-        return grid_size(height, width, self.patch_size, own)
+    def resized(
+        self, image: UInt8[Tensor, "3 h w"], *, scale: float = 1.0, max_patches: int | None = None
+    ) -> UInt8[Tensor, "3 new_h new_w"]:
+        """Resize an image to the size at which to encode it, with bicubic interpolation."""
+        size = self.size(image.shape[1], image.shape[2], scale=scale, max_patches=max_patches)
+        return resize_image(image, size, "bicubic")
 
     def grids(
         self, pixels: UInt8[Tensor, "b 3 h w"], device: torch.device | str = "cpu"

@@ -10,7 +10,7 @@ from torch import Tensor
 from cribo.errors import InputError
 from cribo.models import Backbone
 from cribo.retrieval.encoders import PatchEncoder, backbone_encoder, blocks_encoder, map_by_size
-from cribo.retrieval.patches import resize_image, window_starts
+from cribo.retrieval.patches import window_starts
 from cribo.segmentation.fitting import block_sets
 from cribo.segmentation.settings import SegmentationSettings
 
@@ -75,8 +75,7 @@ class GridEncoder:
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         """Return the (height, width) in pixels of an encoded image, multiples of the patch size."""
-        factor = self.settings.factor(height, width)
-        return self.encoder.size(round(height * factor), round(width * factor))
+        return self.encoder.size(height, width, scale=self.settings.factor(height, width))
 
     @torch.no_grad()
     def encode(
@@ -94,8 +93,9 @@ class GridEncoder:
         chosen = [self.encoder.blocks.index(block) for block in blocks or self.encoder.blocks]
 
         def encode(batch: list[Tensor]) -> Tensor:
-            size = self.size(*batch[0].shape[1:])
-            return self._of_one_size(torch.stack([resize_image(image, size, "bicubic") for image in batch]), chosen)
+            scales = [self.settings.factor(*image.shape[1:]) for image in batch]
+            resized = [self.encoder.resized(image, scale=scale) for image, scale in zip(batch, scales, strict=True)]
+            return self._of_one_size(torch.stack(resized), chosen)
 
         return map_by_size(encode, images, lambda image: self.size(*image.shape[1:]), lambda _: self.batch_size)
 
