@@ -154,7 +154,7 @@ def suggestions(
 def cost(train: LabelledSubset, val: LabelledSubset, backbone: Backbone, arguments: argparse.Namespace) -> None:
     """Print the seconds of each part with the current defaults and with the previous ones."""
     image = val.load(0)
-    print("| seconds | encode the examples | fit | encode an image | label patches | label pixels |")
+    print("| seconds | encode the examples | fit | encode an image | label patches | segment an image |")
     print(f"|{'---|' * 6}")
     rows = rows_of(probe_encoder(backbone).blocks)
     for name in ("last block (before)", "chosen"):
@@ -163,11 +163,11 @@ def cost(train: LabelledSubset, val: LabelledSubset, backbone: Backbone, argumen
         filled(memory, train, draw_of(8, len(train), 0))
         added = time.perf_counter() - begun
         begun = time.perf_counter()
-        memory.labeller()
+        labeller = memory.labeller()
         fitted = time.perf_counter() - begun
-        features = memory.encode([image])
-        votes = memory.vote(features)[0]
-        parts = [partial(memory.encode, [image]), partial(memory.vote, features), partial(memory.label, votes, image)]
+        encode = partial(memory.encoder.encode, [image], blocks=labeller.choice.probe.blocks)
+        patches = labeller.rows(encode()[0].flatten(0, 1))
+        parts = [encode, partial(labeller, patches), partial(memory.segment, image)]
         medians = [statistics.median(timed(part, "cpu") for _ in range(arguments.rounds)) for part in parts]
         print(f"| {name} | {added:.2f} | {fitted:.2f} | {' | '.join(f'{each:.3f}' for each in medians)} |", flush=True)
 

@@ -53,6 +53,11 @@ def chosen(parts: list[LabelledPatches], candidates: list[Probe] | None = None) 
     return choose(parts, candidates or everything, BLOCKS, neighbours=5, temperature=0.07)
 
 
+def labelled(labeller: Labeller, part: LabelledPatches) -> torch.Tensor:
+    """Return the probability of each class at patches with the features of all `BLOCKS`."""
+    return labeller(labeller.rows(part.features[:, [BLOCKS.index(block) for block in labeller.choice.probe.blocks]]))
+
+
 def test_leave_one_out_ridge_regression_equals_refitting() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = normalize(torch.randn(60, 7, generator=generator), dim=-1)
@@ -141,7 +146,7 @@ def test_confidence_is_the_share_of_correct_labels(head: Head) -> None:
 
     def predicted(choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
         labeller = Labeller(parts, choice, BLOCKS, **fit, device=torch.device("cpu"))
-        confidence, label = labeller(labeller.rows(labeller.select(new.features))).max(dim=1)
+        confidence, label = labelled(labeller, new).max(dim=1)
         return confidence, (label == new.shares.argmax(dim=1)).float()
 
     confidence, right = predicted(choice)
@@ -166,7 +171,7 @@ def test_a_labeller_recovers_labels_from_informative_features() -> None:
     for probe in candidate_probes(BLOCKS, blocks=(6, 8, 9, 10), whiten=None, head=None):
         choice = Choice(probe, 1.0, None, None, {}, "")
         labeller = Labeller(parts, choice, BLOCKS, neighbours=5, temperature=0.07, device=torch.device("cpu"))
-        found = labeller(labeller.rows(labeller.select(new.features)))
+        found = labelled(labeller, new)
         assert (found.argmax(dim=1) == new.shares.argmax(dim=1)).float().mean() > 0.97
         torch.testing.assert_close(found.sum(dim=1), torch.ones(len(found)))
 
@@ -210,7 +215,7 @@ def test_equal_features_get_the_most_frequent_class(value: float) -> None:
         assert choose([part] * 4, [probe], BLOCKS, neighbours=4, temperature=0.07).expected is not None
         choice = Choice(probe, 1.0, None, None, {}, "")
         labeller = Labeller([part] * 4, choice, BLOCKS, neighbours=16, temperature=0.07, device=torch.device("cpu"))
-        found = labeller(labeller.rows(labeller.select(part.features)))
+        found = labelled(labeller, part)
         assert found.argmax(dim=1).tolist() == [1, 1, 1, 1]
 
 

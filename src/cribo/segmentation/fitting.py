@@ -493,7 +493,3 @@ class Labeller:
     def known_rows(self, most: int) -> Float[Tensor, "n e"]:
         """Rows of the labelled patches, limited to `most` (see `thinned`)."""
         return self.rows(torch.cat([part.features[:, self._places] for part in thinned(self._examples, most)]))
-
-    def select(self, features: Float[Tensor, "*n l d"]) -> Float[Tensor, "*n r d"]:
-        """Select the probe's R blocks from all L blocks."""
-        return features[..., self._places, :]
