@@ -54,7 +54,7 @@ def chosen(parts: list[LabelledPatches], candidates: list[Probe] | None = None) 
 
 
 def labelled(labeller: Labeller, part: LabelledPatches) -> torch.Tensor:
-    """Return the probability of each class at patches with the features of all `BLOCKS`."""
+    """Return the class probabilities of each patch of an example with features of all `BLOCKS`."""
     return labeller(labeller.rows(part.features[:, [BLOCKS.index(block) for block in labeller.choice.probe.blocks]]))
 
 

@@ -18,9 +18,10 @@ PATCHES = 432
 
 
 def encode(backbone: Backbone, image: UInt8[Tensor, "3 h w"], *, layers: int = 1) -> Features:
-    """Encode one image as about `PATCHES` patches, in evaluation mode and on the backbone's device."""
-    fixed = None if backbone.takes_any_size else backbone.image_size
-    size = encoding_size(image.shape[1], image.shape[2], backbone.patch_size, fixed=fixed, patches=PATCHES)
+    """Encode one image in evaluation mode, on the backbone's device, resized to about `PATCHES` patches."""
+    size = encoding_size(
+        image.shape[1], image.shape[2], backbone.patch_size, fixed=backbone.fixed_size, patches=PATCHES
+    )
     return encode_pixels(backbone, resize_image(image, size, "bicubic")[None].float() / 255, layers=layers)
 
 

@@ -118,7 +118,7 @@ def _measure_row(
 
 def _subjects(source: BackboneSource, network: Backbone) -> dict[str, _Subject]:
     """Return the backbone and its baselines: the untrained network, and the mean colour of patches."""
-    found = _Subject(source, network.patch_size, None if network.takes_any_size else network.image_size)
+    found = _Subject(source, network.patch_size, network.fixed_size)
     subjects = {BACKBONE: found}
     if source.source != MEAN_COLOUR:
         if source.pretrained:

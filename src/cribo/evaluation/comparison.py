@@ -88,7 +88,7 @@ class Group:
 
     @property
     def values(self) -> list[Any]:
-        """Values of the varied setting; None for the best."""
+        """Values of the varied setting in all results; [None] if only the best rows are compared."""
         return [None] if None in self.first.points else varied_values(list(self.results.values()))
 
     @cached_property
@@ -104,7 +104,7 @@ class Group:
 
     @property
     def incomparable(self) -> list[str]:
-        """Conditions whose difference makes metrics incomparable."""
+        """Names of the differing conditions that make metrics incomparable."""
         return [name for name in self.differences if name not in _BY_CHANCE]
 
     @property

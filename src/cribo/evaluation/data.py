@@ -209,12 +209,12 @@ class ImageData:
 
 
 def _is_folder(data: SegmentationData | ImageData) -> bool:
-    """Whether the name of a data set is its folder."""
+    """Whether `name` is a path to the data set instead of the name of a layout."""
     return data.root is None and (os.sep in data.name or Path(data.name).is_dir())
 
 
 def _found(data: SegmentationData | ImageData) -> tuple[str, str]:
-    """Return the name and the root of the data set in the folder `data.name`.
+    """Recognise the data set in the folder `data.name`; return the name of its layout and its root.
 
     Raises:
         DataError: the folder does not exist or has another layout.

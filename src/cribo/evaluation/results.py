@@ -53,7 +53,7 @@ _METRICS = {
     "f_recall": "F recall",
 }
 _METRES = {"rmse"}  # all other metrics are fractions
-_BEST_OF = "learning_rate"  # only the best row counts if this setting varies
+_BEST_OF = "learning_rate"  # of results that vary this setting, only the best row is compared
 _SETS = {
     "coco": "COCO",
     "imagenet": "ImageNet-1k",
@@ -138,7 +138,7 @@ class EvaluationResult:
 
     @property
     def points(self) -> dict[Any, dict[str, Any]]:
-        """Rows by value of the varied setting; for learning rates only the best row, with key None."""
+        """Maps values of the varied setting to rows; for learning rates, None to the best row."""
         return {None: self.best} if self.varies == _BEST_OF else {row[self.varies]: row for row in self.results}
 
     @property

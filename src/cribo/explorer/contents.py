@@ -117,7 +117,7 @@ def _title(config: ExploreConfig) -> str:
 def _some_images(
     config: ExploreConfig, limits: Limits, workspace: Path, notes: list[str], progress: Progress
 ) -> ImageFiles | None:
-    """Return up to `limit` images of the folder or run, evenly spaced; add a note if there are others, or none."""
+    """Return up to `limit` evenly spaced images of the folder or run; append a note about their number to `notes`."""
     settings: dict[str, Any] = {"max_pixels": limits.pixels}
     try:
         if config.images is not None:

@@ -194,6 +194,11 @@ class Backbone(nn.Module):
                 parameter.requires_grad_(False)
 
     @property
+    def fixed_size(self) -> int | None:
+        """Side in pixels of the square images that the network requires; None if it takes any size."""
+        return None if self.takes_any_size else self.image_size
+
+    @property
     def num_drop_path_sites(self) -> int:
         """Number of residual branches that can be dropped: those with a rate above 0."""
         return len(self.drop_path_rates)

@@ -62,6 +62,12 @@ class GridMask:
         rows, columns = (patch_of_pixel(pixels, patches) for pixels, patches in zip(size, self.grid, strict=True))
         return self.patches()[np.ix_(rows, columns)]
 
+    def contains(self, x: int, y: int) -> bool:
+        """Whether a pixel belongs to the object."""
+        row = (2 * y + 1) * self.grid[0] // (2 * self.image[0])
+        column = (2 * x + 1) * self.grid[1] // (2 * self.image[1])
+        return bool(self.patches()[row, column])
+
     def coco(self) -> dict[str, object]:
         """Return the mask over pixels in COCO format: `size` and compressed `counts` as a string."""
         return outline(self.pixels())["segmentation"]

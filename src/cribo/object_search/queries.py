@@ -177,7 +177,7 @@ def _chosen(objects: list[ImageObject], place: QueryPlace, name: str) -> list[Im
         return [objects[place.number]]
     if place.point is not None:
         x, y = place.point
-        hit = [each for each in objects if each.mask.pixels()[y, x]]
+        hit = [each for each in objects if each.mask.contains(x, y)]
         if not hit:
             raise ConfigError(
                 f"--point {x},{y} is in no object of {name}, because the region there is smaller than min_share: "

@@ -138,7 +138,7 @@ def backbone_encoder(backbone: Backbone, *, layers: int = 1) -> PatchEncoder:
             return backbone.encode(normalise(images, mean=backbone.mean, std=backbone.std), layers).tokens
 
     blocks = tuple(range(backbone.depth - layers + 1, backbone.depth + 1))
-    image_size = None if backbone.takes_any_size else backbone.image_size
+    image_size = backbone.fixed_size
     identity = f"{backbone.fingerprint()}-{layers}"
     if backbone.name == MEAN_COLOUR:
         identity = f"{MEAN_COLOUR}-{backbone.patch_size}"  # as stored in existing object databases

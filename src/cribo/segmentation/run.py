@@ -161,7 +161,7 @@ def segment_images(
                 results.check_same()
             else:
                 target.create()
-            if file is not None and has_new:  # after all checks, because added examples stay in the file
+            if file is not None and has_new:  # after all checks, so that a failed command leaves the file unchanged
                 memory.save(file)
         segmented = _segment_all(results, names, config, progress, console)
         if pictures:

@@ -29,7 +29,7 @@ MEMORY_FORMAT = 2
 
 _KIND = "cribo segmentation memory"
 _TEXTS = ("name", "image", "labels")
-# Tensors of the examples are concatenated; their lengths are stored under these names.
+# The tensors of all examples are concatenated; the length of each is stored under these names.
 _LENGTHS = {"features": "patches_of_example", "pixels": "pixels_of_example", "halves": "patches_of_example"}
 
 

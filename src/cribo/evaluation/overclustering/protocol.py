@@ -128,7 +128,7 @@ Requires: pip install "cribo-ssl[evaluation]"
         """Set all settings that are None, and check that the packages are installed."""
         require_packages("overclustering", "faiss", "scipy")
         backbone, val = run.backbone, run.data.val
-        image_size = None if backbone.takes_any_size else backbone.image_size
+        image_size = backbone.fixed_size
         return self.for_data(backbone.patch_size, val.classes, len(val), image_size)
 
     def measure(self, run: "Run") -> Outcome:
