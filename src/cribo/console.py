@@ -12,12 +12,16 @@ from rich.logging import RichHandler
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
+    ProgressColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.progress import Progress as Bars
+from rich.table import Column
+from rich.text import Text
 
 Progress = Callable[[str, int, int], None]
 """Called with (description, number done, total number)."""
@@ -28,6 +32,7 @@ def no_progress(what: str, done: int, total: int) -> None:
 
 
 _LINE_SECONDS = 30.0  # between progress lines without a terminal
+_BAR = 16  # characters
 
 
 def command_console(*, quiet: bool = False) -> Console:
@@ -76,6 +81,13 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+class _Numbers(ProgressColumn):
+    """The numbers of a phase, cut on the right to the space that is left."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["numbers"], no_wrap=True, overflow="ellipsis")
+
+
 class Phases:
     """Display of progress in several phases: one bar per phase on a terminal, otherwise a line every 30 seconds.
 
@@ -92,14 +104,15 @@ class Phases:
 
     def __init__(self, console: Console, *, first_line: float = _LINE_SECONDS) -> None:
         self.console = console
+        whole = Column(no_wrap=True)  # only the numbers become narrower on a narrow terminal
         self._bars = Bars(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[numbers]}"),
+            TextColumn("{task.description}", table_column=whole.copy()),
+            BarColumn(bar_width=_BAR, table_column=whole.copy()),
+            MofNCompleteColumn(table_column=whole.copy()),
+            TimeElapsedColumn(table_column=whole.copy()),
+            TextColumn("ETA", table_column=whole.copy()),
+            TimeRemainingColumn(table_column=whole.copy()),
+            _Numbers(),
             console=console,
         )
         self._tasks: dict[str, TaskID] = {}
