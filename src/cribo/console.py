@@ -1,11 +1,14 @@
 """Console output of commands: log lines, and progress with an ETA."""
 
 import logging
+import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -67,6 +70,33 @@ def loading(console: Console) -> Iterator[None]:
     finally:
         sys.stderr.write(f"\r{' ' * len(text)}\r")
         sys.stderr.flush()
+
+
+@contextmanager
+def importing(console: Console) -> Iterator[None]:
+    """Import the slow packages of a command, before it opens or writes anything: Ctrl-C exits at once.
+
+    Otherwise a KeyboardInterrupt could be lost: packages catch it, and Python ignores it in a callback of an import.
+
+    Example:
+        >>> with importing(Console()):
+        ...     import colorsys
+    """
+    if threading.current_thread() is not threading.main_thread():
+        with loading(console):
+            yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        os.write(2, b"\ninterrupted; nothing was written\n")
+        os._exit(128 + number)
+
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        with loading(console):
+            yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def duration(seconds: float) -> str:

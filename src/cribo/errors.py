@@ -1,5 +1,8 @@
 """Errors that users can fix. Commands print them on one line; they print other errors with a traceback."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 
 class InputError(ValueError):
     """Invalid value, file or folder. The message names it, the limit, and what to do instead."""
@@ -27,3 +30,22 @@ class DataError(InputError):
 
 class MissingData(DataError, FileNotFoundError):
     """A folder or file does not exist. The message suggests the most similar existing name."""
+
+
+@contextmanager
+def if_interrupted(advice: Callable[[], str]) -> Iterator[None]:
+    """Give a KeyboardInterrupt a message, unless it has one: what is kept, and how to continue.
+
+    Args:
+        advice: returns the message; called only on Ctrl-C.
+
+    Example:
+        >>> with if_interrupted(lambda: "3 of 5 images are done"):
+        ...     raise KeyboardInterrupt
+        Traceback (most recent call last):
+        KeyboardInterrupt: 3 of 5 images are done
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(str(error) or advice()) from error

@@ -46,7 +46,7 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
         train(tiny(), "stopped", callbacks=[Signal(number, 4)])
     if isinstance(raised.value, Interrupted):
         assert raised.value.status == 128 + number
-        assert f"stopped by {number.name} after step 5: continue with --resume" in str(raised.value)
+        assert f"stopped by {number.name} after step 5: continue with cribo pretrain --resume" in str(raised.value)
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == handlers
     folder = whole.run.folder.parent / "stopped"
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step=00000005.ckpt"]

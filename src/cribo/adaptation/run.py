@@ -24,6 +24,7 @@ from cribo.console import Phases
 from cribo.data import ImageFiles, open_images
 from cribo.devices import multiplies_bfloat16, resolve_devices
 from cribo.drawing import write_figure
+from cribo.errors import if_interrupted
 from cribo.evaluation.data import spread
 from cribo.files import write_json, write_text
 from cribo.folders import ResultFolder
@@ -119,6 +120,7 @@ def adapt(
     _check_network(config, original)
     with ExitStack() as stack:
         folder = claim(stack, target)
+        stack.enter_context(if_interrupted(lambda: _to_continue(folder)))
         _record(folder, config)
         with Phases(console) as progress:
             start, choice = _closed_form(original, images, recipe, config, folder, progress)
@@ -221,13 +223,16 @@ def _described(choice: Choice) -> str:
 
 def _train(planned: PretrainConfig, start: Backbone, share: float, folder: Path, console: Console) -> Backbone:
     """Train from the closed form in a separate run folder, or resume this run; average its weights with `start`."""
-    advice = f"to continue, repeat the command with --name {folder.name} --resume"
-    run = pretrain(planned, out=folder, name=_TRAINING, continue_run=True, advice=advice, console=console)
+    run = pretrain(planned, out=folder, name=_TRAINING, continue_run=True, advice=_to_continue(folder), console=console)
     trained = run.backbone()
     # Training resizes the position embedding to the size of the views. Export it only if it was trained.
     if planned.backbone.train_blocks is None and planned.backbone.lora is None:
         return averaged(trained, start, 1 - share)
     return averaged(start, trained, share)
+
+
+def _to_continue(folder: Path) -> str:
+    return f"to continue, repeat the command with --name {folder.name} --resume"
 
 
 def averaged(backbone: Backbone, other: Backbone, share: float) -> Backbone:

@@ -12,7 +12,7 @@ from rich.console import Console
 from cribo.benchmark.card import BACKBONE, MEAN, UNTRAINED, Card, CardRow
 from cribo.benchmark.config import BenchmarkConfig
 from cribo.benchmark.plan import PlannedRow, make_plan
-from cribo.errors import InputError, MissingPackage
+from cribo.errors import InputError, MissingPackage, if_interrupted
 from cribo.evaluation.protocol import Protocol
 from cribo.evaluation.results import OUT, RESULTS, EvaluationResult, read_result
 from cribo.evaluation.runner import evaluate_run, open_run
@@ -87,7 +87,8 @@ def benchmark(
     measured = []
     for number, row in enumerate(plan.rows, start=1):
         console.print(f"{number}/{len(plan.rows)} {row.protocol.name} on {row.set}")
-        measured.append(_measure_row(row, subjects, config, rows, command, console))
+        with if_interrupted(lambda: f"finished evaluations are in {rows}; to continue, repeat the command"):
+            measured.append(_measure_row(row, subjects, config, rows, command, console))
     card = Card(about, measured, plan.left_out, config.quick, command)
     if not card.measured:
         reasons = "; ".join(f"{row.name}: {row.reasons[BACKBONE]}" for row in card.rows)

@@ -61,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # before the command has started
+        print("cribo: interrupted; nothing was written", file=sys.stderr)
         return 130
 
 

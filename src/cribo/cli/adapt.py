@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places
-from cribo.console import command_console, loading, log_to
+from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, NETWORK, guarded, print_places
+from cribo.console import command_console, importing, log_to
 
 HELP = """\
 Adapt a pretrained backbone to your images: without labels, in a quarter of an hour on a laptop.
@@ -47,9 +47,10 @@ def _adapt(words: list[str]) -> None:
     parser.add_argument("--resume", action="store_true", help="continue the interrupted adaptation --name")
     parser.add_argument("--overwrite", action="store_true", help="replace the adaptation --name")
     parser.add_class_arguments(AdaptConfig, skip={"images"})
+    parser.explain("--backbone.source", NETWORK)
     parsed = parser.parse_args(words)
     config = parser.build(AdaptConfig, parsed)
-    with loading(console):
+    with importing(console):
         from cribo.adaptation.run import PICTURE, VERDICT, adapt
         from cribo.models.saving import WEIGHTS_FILE
 

@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places
-from cribo.console import command_console, loading, log_to
+from cribo.console import command_console, importing, log_to
 
 HELP = """\
 Evaluate a backbone by every protocol on every dataset of a folder, and write a card: a table with baselines, a
@@ -55,7 +55,7 @@ def _benchmark(words: list[str]) -> None:
     parser.add_class_arguments(BenchmarkConfig)
     parsed = parser.parse_args(words)
     config = parser.build(BenchmarkConfig, parsed)
-    with loading(console):
+    with importing(console):
         from cribo.benchmark.card import CARD, CHART
         from cribo.benchmark.run import benchmark
         from cribo.evaluation.results import RESULTS

@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places
-from cribo.console import command_console, duration, loading, log_to
+from cribo.console import command_console, duration, importing, log_to
 
 HELP = """\
 Write the features of a folder of images to Parquet, NumPy or safetensors files.
@@ -45,7 +45,7 @@ def _embed(words: list[str]) -> None:
     parser.add_class_arguments(EmbedConfig, skip={"images"})
     parsed = parser.parse_args(words)
     config = parser.build(EmbedConfig, parsed)
-    with loading(console):
+    with importing(console):
         from cribo.embedding.run import ABOUT, PARTS, embed_images
 
     embedded = embed_images(

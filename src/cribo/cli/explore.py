@@ -9,7 +9,7 @@ from cribo.cli.running import (
     guarded,
     optional_backbone,
 )
-from cribo.console import command_console, loading, log_to
+from cribo.console import command_console, importing, log_to
 
 HELP = """\
 Open a web page with the view pairs of a run and their clusters, nearest objects across a collection of images, features
@@ -63,7 +63,7 @@ def _explore(words: list[str]) -> None:
     config = parser.build(ExploreConfig, parsed, backbone=optional_backbone(parsed))
     if parsed.no_password and parsed.password is not None:
         raise ConfigError("--password and --no_password exclude each other: omit one of them")
-    with loading(console):
+    with importing(console):
         from cribo.explorer.run import explore
         from cribo.explorer.server import is_loopback
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places
-from cribo.console import Phases, command_console, loading, log_to
+from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, NETWORK, guarded, print_places
+from cribo.console import Phases, command_console, importing, log_to
 
 HELP = """\
 Write a backbone for other libraries. The export is loaded back by the other library, and kept only if its features
@@ -28,7 +28,7 @@ def main(words: list[str]) -> int:
 
 def _export(words: list[str]) -> None:
     from cribo.arguments import Parser
-    from cribo.export.options import TARGETS, ExportOptions
+    from cribo.export.options import TARGETS, ExportOptions, require_target
     from cribo.retrieval.source import BackboneSource, backbone_name
 
     console = command_console()
@@ -51,11 +51,13 @@ def _export(words: list[str]) -> None:
     )
     parser.add_class_arguments(ExportOptions, skip={"layers"})
     parser.add_class_arguments(BackboneSource, "backbone")
+    parser.explain("--backbone.source", NETWORK)
     parsed = parser.parse_args(words)
     config = parser.instantiate(parsed)["backbone"]
     options = parser.build(ExportOptions, parsed, layers=config.layers)
+    require_target(parsed.to)
     out = parsed.out or Path("exports") / f"{backbone_name(config)}-{parsed.to}"
-    with loading(console):
+    with importing(console):
         from cribo.export.run import export_backbone
         from cribo.retrieval.encoders import open_backbone
 

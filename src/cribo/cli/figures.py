@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from cribo.cli.running import guarded, print_places
-from cribo.console import Phases, command_console, loading, log_to
+from cribo.console import Phases, command_console, importing, log_to
 
 HELP = """\
 Draw the figures of a paper from a run: vector text in embedded fonts, 300 dpi, two-column layout, no titles.
@@ -50,7 +50,7 @@ def _figures(words: list[str]) -> None:
             f"each --run needs its own --label, got {len(runs)} runs and {', '.join(labels)}: give one after each"
         )
     config = parser.build(FigureConfig, parsed)
-    with loading(console):
+    with importing(console):
         from cribo.devices import resolve_devices
         from cribo.figures.run import write_figures
 

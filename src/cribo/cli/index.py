@@ -8,7 +8,7 @@ from cribo.cli.running import (
     optional_backbone,
     print_places,
 )
-from cribo.console import command_console, duration, loading, log_to
+from cribo.console import command_console, duration, importing, log_to
 
 HELP = """\
 Find the objects in every image of a folder and store them in a database (LanceDB) for cribo search.
@@ -51,7 +51,7 @@ def _index(words: list[str]) -> None:
     )
     parsed = parser.parse_args(words)
     config = parser.build(IndexConfig, parsed, backbone=optional_backbone(parsed))
-    with loading(console):
+    with importing(console):
         from cribo.object_search.run import index_collection
 
     summary, database, recall = index_collection(config, console=console)

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cribo.cli.running import guarded, print_places
-from cribo.console import command_console, duration, loading, log_to
+from cribo.console import command_console, duration, importing, log_to
 from cribo.errors import InputError
 from cribo.processes import is_first_process
 
@@ -87,7 +87,7 @@ def _pretrain(words: list[str]) -> None:
         for option in ("name", "minutes", "config", "overwrite", "continue"):
             if parsed[option]:
                 raise InputError(f"--{option} cannot be used with --resume: it is taken from the run")
-        with loading(console):
+        with importing(console):
             from cribo.pretraining.run import latest_run, overrides_in, resume
 
         folder = latest_run(parsed.out) if parsed.resume == "latest" else Path(parsed.resume)
@@ -96,7 +96,7 @@ def _pretrain(words: list[str]) -> None:
         config = config_from(parsed)
         if parsed.minutes is None and _is_timed_quickstart(parsed, words):
             parsed.minutes = _QUICKSTART_MINUTES
-        with loading(console):
+        with importing(console):
             from cribo.pretraining.run import pretrain
 
         run = pretrain(

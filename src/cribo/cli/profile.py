@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 from cribo.cli.running import guarded, print_places
-from cribo.console import Phases, command_console, loading, log_to
+from cribo.console import Phases, command_console, importing, log_to
 
 HELP = """\
 Measure the cost of each part of a training step on this machine: the paper's profiling table for your configuration,
@@ -56,7 +56,7 @@ def _profile(words: list[str]) -> None:
     words = with_preset(words)
     parsed = parser.parse_args(words)
     config = config_from(parsed)
-    with loading(console):
+    with importing(console):
         from cribo.pretraining.profile_report import profile_table, write_profile
         from cribo.pretraining.profiling import profile
 

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from cribo.errors import InputError, MissingPackage, Stopped
 from cribo.processes import is_first_process
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
+    from rich.console import Console
 
     from cribo.arguments import Parser
     from cribo.retrieval.source import BackboneSource
@@ -29,6 +28,12 @@ BACKBONE_SHORT = {
     "--layers": "--backbone.layers",
 }
 BACKBONE_SWITCHES = ("--backbone.trust",)
+
+NETWORK = (
+    "a run folder or backbone.safetensors of cribo; a timm name (vit_small_patch16_224.dino); or a checkpoint of "
+    "another project (CrOC, DINO, iBOT, MAE, MoCo v3, DINOv2, TimeT, SlotCon, ...)"
+)
+"""Help of `--backbone` for commands that refuse the baseline mean-colour."""
 
 
 def dispatch(
@@ -50,8 +55,15 @@ def _nearest(word: str, known: Iterable[str]) -> str:
     return f": did you mean {near[0]}?" if near else f": use one of {', '.join(known)}"
 
 
-def guarded(name: str, command: Callable[[list[str]], None], words: list[str], *, less_memory: str) -> int:
-    """Run a command, and print errors that the user can fix as one line.
+def guarded(
+    name: str,
+    command: Callable[[list[str]], None],
+    words: list[str],
+    *,
+    less_memory: str,
+    interrupted: str = "nothing was written",
+) -> int:
+    """Run a command, and print interruptions and errors that the user can fix as one line.
 
     These are errors of files and connections, `InputError` and `MissingPackage`. Other errors are raised with their
     traceback. With `--debug` among the arguments, the traceback of every error is printed.
@@ -61,12 +73,15 @@ def guarded(name: str, command: Callable[[list[str]], None], words: list[str], *
         command: function to call.
         words: arguments of the command.
         less_memory: advice if a device runs out of memory.
+        interrupted: what Ctrl-C leaves, if the KeyboardInterrupt has no message (see `if_interrupted`).
 
     Returns:
         The exit status.
     """
     try:
         command([word for word in words if word != DEBUG])
+    except KeyboardInterrupt as error:
+        return _failed(name, f"interrupted; {str(error) or interrupted}", 130) if is_first_process() else 130
     except Exception as error:
         if DEBUG in words:
             traceback.print_exc()
@@ -113,7 +128,7 @@ def optional_backbone(parsed: "Namespace") -> "BackboneSource | None":
     return None if parsed.backbone.source is None else BackboneSource(**vars(parsed.backbone))
 
 
-def print_places(console: Console, places: Mapping[str, Path | str]) -> None:
+def print_places(console: "Console", places: Mapping[str, Path | str]) -> None:
     """Print the path of each result on its own line."""
     width = max(13, *(len(label) + 1 for label in places))
     for label, place in places.items():

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cribo.cli.running import guarded, print_places
-from cribo.console import command_console, loading, log_to
+from cribo.console import command_console, importing, log_to
 
 if TYPE_CHECKING:
     from cribo.object_search.duplicates import DuplicatePair
@@ -56,7 +56,7 @@ def _search(words: list[str]) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace existing results in --out")
     parsed = parser.parse_args(words)
     config = parser.build(SearchConfig, parsed)
-    with loading(console):
+    with importing(console):
         from cribo.object_search.run import COCO, RESULTS, SHEET, search_duplicates, search_objects
 
     command = shlex.join(["cribo", "search", *words])

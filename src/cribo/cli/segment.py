@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places
-from cribo.console import command_console, loading, log_to
+from cribo.console import command_console, importing, log_to
 
 HELP = """\
 Label the pixels of many images given a few labelled examples; two are enough to start. The backbone is not trained. Its
@@ -66,7 +66,7 @@ def _segment(words: list[str]) -> None:
     given = vars(parser.parse_args(words, defaults=False))  # others are those of the memory file
     settings = {field.name: given[field.name] for field in fields(SegmentationSettings) if field.name in given}
     config = parser.build(SegmentConfig, parsed, settings=settings)
-    with loading(console):
+    with importing(console):
         from cribo.segmentation.run import COCO, OVERVIEW, SUGGESTED, SUMMARY, segment_images
 
     segmented = segment_images(
@@ -112,7 +112,7 @@ def _edit_memory(words: list[str], console: Console) -> None:
     parser.add_argument("--list", action="store_true", help="list its examples")
     parser.add_argument("--remove", type=str, nargs="+", default=[], help="names or numbers of examples to remove")
     parsed = parser.parse_args(words)
-    with loading(console):
+    with importing(console):
         from cribo.segmentation.editing import list_examples, remove_examples
         from cribo.segmentation.memory import SegmentationMemory
         from cribo.segmentation.run import describe_memory

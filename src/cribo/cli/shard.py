@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from cribo.cli.running import guarded, print_places
-from cribo.console import Phases, command_console, loading, log_to
+from cribo.console import Phases, command_console, importing, log_to
 
 HELP = """\
 Pack images into a few large tar files, which are faster to read from network file systems and object storage than
@@ -42,7 +42,7 @@ def _shard(words: list[str]) -> None:
     parser.add_argument("--max_pixels", type=int, default=MAX_PIXELS, help="larger images count as unreadable")
     parser.add_argument("--workers", type=int, help="number of threads that read images; by default one per core")
     parsed = parser.parse_args(words)
-    with loading(console):
+    with importing(console):
         from cribo.data.images import open_images
         from cribo.data.shard_writing import write_shards
 

@@ -24,7 +24,7 @@ from cribo.data.reading import UnreadableImage
 from cribo.devices import resolve_devices, resolve_workers
 from cribo.embedding.config import EmbedConfig
 from cribo.embedding.writing import Rows, part_path, require_writer, write_part
-from cribo.errors import InputError, Stopped
+from cribo.errors import InputError, Stopped, if_interrupted
 from cribo.evaluation.results import versions
 from cribo.files import FolderError, remove_parts, write_json
 from cribo.folders import ResultFolder
@@ -156,7 +156,8 @@ def embed_images(
         encode = _by_size(lambda pixels: encoder.grids(pixels, device), "row", "column")
     else:
         encode = _objects(encoder, settings, dim, device)
-    with Phases(console) as progress:
+    kept = f"complete parts are in {out}; to continue, repeat the command with --resume"
+    with if_interrupted(lambda: kept), Phases(console) as progress:
         embedded = _write_parts(config, files, names, encoder, settings, dim, encode, out, progress)
     if len(embedded.skipped) == len(names):
         raise NothingEmbedded(f"none of the {len(names)} images could be read; {SKIPPED} in {out} gives the reasons")

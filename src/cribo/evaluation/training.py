@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, Sampler, default_collate
 from cribo.arguments import ConfigError
 from cribo.data.randomness import keyed_generator
 from cribo.devices import resolve_workers
-from cribo.errors import Stopped
+from cribo.errors import Stopped, if_interrupted
 from cribo.evaluation.loading import Batches
 from cribo.evaluation.results import OUT, RESULTS, EvaluationResult, flat, read_result, setting_value
 from cribo.evaluation.runtime import TrainingRuntime
@@ -171,7 +171,7 @@ def fit(
         share = [[index] for index in range(rank, count, processes)]
         scored = Batches(validation, collate, batch_sampler=share, **loading)
         try:
-            with interruptible(trainer, advice=advice):
+            with interruptible(trainer):
                 trainer.fit(module, batches, scored if runtime.evaluate_every else None, ckpt_path=checkpoint)
                 trainer.validate(module, scored, verbose=False)
         except RuntimeError as error:
@@ -223,7 +223,8 @@ def evaluation_folder(
         ) as folder,
     ):
         try:
-            yield folder
+            with if_interrupted(lambda: f"to continue, repeat the command with --out {folder} --resume"):
+                yield folder
         except ConfigError:  # raised before training: remove the new folder after the lock is released
             if is_first_process() and {path.name for path in folder.iterdir()} <= {MARKER, SETTINGS, RUN_LOCK}:
                 for file in (MARKER, SETTINGS):

@@ -16,6 +16,7 @@ from cribo.data import ImageFiles, open_images
 from cribo.data.coco import outline, write_coco
 from cribo.data.limits import MAX_PIXELS
 from cribo.devices import resolve_devices
+from cribo.errors import if_interrupted
 from cribo.files import write_json
 from cribo.folders import ResultFolder
 from cribo.object_search.config import IndexConfig, SearchConfig
@@ -85,7 +86,8 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
     if device == "cpu":
         keep_freed_memory()
     encoder, about = open_encoder(backbone, device, blocks=config.blocks)
-    with index_lock(place), Phases(console) as progress:
+    kept = "indexed images are kept; to continue, repeat the command"
+    with if_interrupted(lambda: kept), index_lock(place), Phases(console) as progress:
         if known is None:
             info = DatabaseInfo.of(
                 encoder, device, about, backbone, settings, _root(files), images=source, blocks=config.blocks

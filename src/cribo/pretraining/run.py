@@ -18,6 +18,7 @@ from rich.console import Console
 
 from cribo.arguments import ConfigError
 from cribo.console import Phases
+from cribo.errors import if_interrupted
 from cribo.files import FolderError, remove_parts, write_json, write_text
 from cribo.folders import ResultFolder
 from cribo.models import Backbone, load_backbone, save_backbone
@@ -94,7 +95,7 @@ def pretrain(
             restart the same command. A finished run is not changed.
         overrides: dotted names and values on top of the configuration.
         callbacks: additional Lightning callbacks.
-        advice: how to resume, for messages; `--resume FOLDER` by default.
+        advice: how to resume, for messages; by default `cribo pretrain --resume FOLDER`.
         console: console for the progress display; silent by default.
 
     Returns:
@@ -240,8 +241,9 @@ def _run(
         return folder
 
     with open_on_all_ranks(session.probe, open_folder) as folder:
-        advice = advice or f"continue with --resume {folder}"
-        return _train(session, folder, [*callbacks, *limit], advice, console or Console(quiet=True))
+        advice = advice or f"continue with cribo pretrain --resume {folder}"
+        with if_interrupted(lambda: advice):
+            return _train(session, folder, [*callbacks, *limit], advice, console or Console(quiet=True))
 
 
 def _find_checkpoint(folder: Path) -> None:

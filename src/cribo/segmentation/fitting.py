@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from cribo.console import Progress, no_progress
 from cribo.evaluation.scores import calibration_error, iou
 from cribo.retrieval.search import Neighbours, TensorKeys, nearest
 from cribo.retrieval.voting import Voters, label_shares
@@ -34,6 +35,7 @@ _MOST_FOLDS = 10
 _SHARPNESS = torch.logspace(-2, 3, 26, base=2.0)
 _PER_CHANNEL = 4  # labelled patches that whitening needs for each channel
 _LEAST_SCORE = 1e-3
+_CHOOSING = "choosing blocks and head"
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,9 @@ class CrossValidation:
         measured = [label for label in truth.unique().tolist() if len(folds[truth == label].unique()) > 1]
         self._truth, self._measured = truth, torch.tensor(measured or truth.unique().tolist())
 
-    def confusions(self, probes: Sequence[Probe]) -> dict[Probe, Int[Tensor, "n c c"]]:
+    def confusions(
+        self, probes: Sequence[Probe], progress: Progress = no_progress
+    ) -> dict[Probe, Int[Tensor, "n c c"]]:
         """Count pairs of class (row) and prediction (column) of the left-out patches of each example.
 
         Classes that occur in a single fold are missing: no training patch remains when that fold is left out.
@@ -221,11 +225,13 @@ class CrossValidation:
         for probe in dict.fromkeys(probes):
             alike.setdefault((probe.blocks, probe.whiten), []).append(probe)
         found = {}
-        for group in alike.values():
+        for number, group in enumerate(alike.values()):
+            progress(_CHOOSING, number, len(alike))
             for probe, scores in self._scores(group, self._folds).items():
                 cells = (self._image * classes + self._truth) * classes + scores.argmax(dim=1)
                 counts = torch.bincount(cells[scored], minlength=images * classes**2)
                 found[probe] = counts.view(images, classes, classes)
+        progress(_CHOOSING, len(alike), len(alike))
         return found
 
     def sharpness(self, probe: Probe) -> float:
@@ -257,6 +263,7 @@ def choose(
     *,
     neighbours: int,
     temperature: float,
+    progress: Progress = no_progress,
 ) -> Choice:
     """Choose a probe by cross-validation over images (see `CrossValidation`).
 
@@ -271,6 +278,7 @@ def choose(
         blocks: numbers of the L blocks in the features.
         neighbours: k, the number of nearest neighbours.
         temperature: temperature of the neighbours' weights.
+        progress: called after each set of blocks.
     """
     if sum(len(part.shares) for part in examples) < _PER_CHANNEL * examples[0].features.shape[2]:
         # The covariance of so few patches is unreliable: whitening would amplify noise.
@@ -280,7 +288,9 @@ def choose(
     if not validation.left_out:
         return Choice(default, 1.0, None, None, {}, left_out="")
     baseline = Probe((max(blocks),), whiten=False, head="knn")
-    ious = {probe: class_ious(counts) for probe, counts in validation.confusions([*candidates, baseline]).items()}
+    ious = {
+        probe: class_ious(counts) for probe, counts in validation.confusions([*candidates, baseline], progress).items()
+    }
     quality = {probe: statistics.fmean(own.values()) for probe, own in ious.items()}
     best = max(candidates, key=lambda probe: quality[probe])
     if len(examples) == 1 or quality[best] < quality[default] + _MARGIN / math.sqrt(len(examples)):

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from cribo.arguments import ConfigError
+from cribo.console import Progress, no_progress
 from cribo.data.crops import resize_labels
 from cribo.data.images import DataError
 from cribo.data.randomness import keyed_generator
@@ -363,10 +364,13 @@ class SegmentationMemory:
 
     # ---------------------------------------------------------------------------------------------------- fit
 
-    def fit(self) -> Choice:
+    def fit(self, progress: Progress = no_progress) -> Choice:
         """Choose the blocks, whitening and head that are None in the settings.
 
         The choice is cached until examples change.
+
+        Args:
+            progress: progress callback.
 
         Raises:
             DataError: the memory is empty.
@@ -379,7 +383,7 @@ class SegmentationMemory:
                 candidates = candidate_probes(
                     blocks, blocks=settings.blocks, whiten=settings.whiten, head=settings.head
                 )
-                self._choice = choose(self._examples(), candidates, blocks, **self._neighbours)
+                self._choice = choose(self._examples(), candidates, blocks, **self._neighbours, progress=progress)
             return self._choice
 
     def labeller(self) -> Labeller:

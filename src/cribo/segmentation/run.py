@@ -30,7 +30,7 @@ from cribo.data.images import DataError, require
 from cribo.data.reading import UnreadableImage, open_header, read_image
 from cribo.devices import resolve_devices, resolve_workers
 from cribo.drawing import write_figure
-from cribo.errors import InputError, Stopped
+from cribo.errors import InputError, Stopped, if_interrupted
 from cribo.evaluation.data import spread
 from cribo.evaluation.results import versions
 from cribo.files import FolderError, remove_parts, write_json, write_text, write_whole
@@ -74,7 +74,8 @@ class Segmented:
         images: number of labelled images.
         reused: number of images that were already labelled.
         skipped: reasons why images could not be read, by name.
-        seconds: duration of labelling the other images.
+        seconds: duration of the command, without imports.
+        labelling_seconds: duration of labelling the other images.
         shares: share of each class in the pixels of all images.
     """
 
@@ -83,16 +84,20 @@ class Segmented:
     reused: int
     skipped: dict[str, str]
     seconds: float
+    labelling_seconds: float
     shares: dict[str, float]
 
     @property
     def speed(self) -> str:
-        """Number of images and speed, as text."""
+        """Number of images, duration and speed, as text."""
         fresh = self.images - self.reused
         if not fresh:
             return f"all {self.images} images were already labelled"
         before = f", {self.reused} were already labelled" if self.reused else ""
-        return f"{fresh} images in {duration(self.seconds)}, {fresh / self.seconds:.1f} images/s{before}"
+        return (
+            f"{fresh} images in {duration(self.seconds)}, of which labelling took {duration(self.labelling_seconds)} "
+            f"({fresh / self.labelling_seconds:.1f} images/s){before}"
+        )
 
 
 def segment_images(
@@ -128,6 +133,7 @@ def segment_images(
         OSError: results cannot be written.
     """
     console = console or Console(quiet=True)
+    started = time.perf_counter()
     if pictures < 0:
         raise InputError(f"pictures must be >= 0, got {pictures}")
     if resume and overwrite:
@@ -155,6 +161,7 @@ def segment_images(
         with nullcontext() if file is None or examples is None else memory_lock(file):
             memory = _open_memory(config, file, settings, examples)
             has_new = examples is not None and _add_examples(memory, examples, config, progress)
+            memory.fit(progress)
             describe_memory(memory, console)
             results = _Results(out, folder, memory, config, command)
             if target.resumes:
@@ -163,15 +170,16 @@ def segment_images(
                 target.create()
             if file is not None and has_new:  # after all checks, so that a failed command leaves the file unchanged
                 memory.save(file)
-        segmented = _segment_all(results, names, config, progress, console)
-        if pictures:
-            shown = [*results.records]
-            results.draw([shown[place] for place in spread(len(shown), pictures)], OVERVIEW)
-        if coco:
-            results.write_coco(progress)
-        if suggestions:
-            _suggest(results, suggestions, progress)
-        return segmented
+        with if_interrupted(lambda: results.kept(len(names))):
+            segmented = _segment_all(results, names, config, progress, console)
+            if pictures:
+                shown = [*results.records]
+                results.draw([shown[place] for place in spread(len(shown), pictures)], OVERVIEW)
+            if coco:
+                results.write_coco(progress)
+            if suggestions:
+                _suggest(results, suggestions, progress)
+        return replace(segmented, seconds=time.perf_counter() - started)
 
 
 # -------------------------------------------------------------------------------------------------------- memory
@@ -340,20 +348,14 @@ def _segment_all(
                     results.records[item.name] = item.record
                     reused += item.record is done.get(item.name)
                 progress("images", len(results.records) + len(skipped), len(names))
-        except BaseException:
-            if results.records:
-                console.print(
-                    f"{len(results.records)} of {len(names)} images are done in {results.folder}: continue with the "
-                    "same command and --resume",
-                    markup=False,
-                    highlight=False,
-                )
+        except Exception:
+            log.warning(results.kept(len(names)))
             raise
     seconds = time.perf_counter() - begun
     results.sum_up(names, skipped, seconds, reused)
     if not results.records:
         raise NothingSegmented(f"none of the {len(names)} images could be read: see {SUMMARY} in {results.folder}")
-    return Segmented(results.folder, len(results.records), reused, skipped, seconds, results.shares())
+    return Segmented(results.folder, len(results.records), reused, skipped, seconds, seconds, results.shares())
 
 
 def _suggest(results: "_Results", count: int, progress: Phases) -> None:
@@ -448,6 +450,13 @@ class _Results:
             "versions": versions(str(memory.encoder.device)),
         }
         self._about: dict[str, Any] = json.loads(json.dumps(about))  # as `check_same` reads it
+
+    def kept(self, images: int) -> str:
+        """Say what an interruption leaves, and how to continue."""
+        return (
+            f"{len(self.records)} of {images} images are done in {self.folder}; to continue, repeat the command with "
+            "--resume"
+        )
 
     def check_same(self) -> None:
         """Check that results in the folder were created with the same memory and settings.

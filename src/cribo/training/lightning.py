@@ -103,15 +103,13 @@ def require_launched(devices: int | str, num_nodes: int) -> None:
 
 @contextmanager
 def interruptible(trainer: L.Trainer, *, advice: str = "") -> Iterator[None]:
-    """Raise KeyboardInterrupt on Ctrl-C; Lightning would exit the program."""
+    """Raise KeyboardInterrupt with the step and `advice` on Ctrl-C; Lightning would exit the program."""
     try:
         yield
     except SystemExit as error:
         if not trainer.interrupted:
             raise
-        if advice:
-            log.warning("interrupted after step %d: %s", trainer.global_step, advice)
-        raise KeyboardInterrupt from error
+        raise KeyboardInterrupt(advice and f"step {trainer.global_step} was the last, {advice}") from error
 
 
 @contextmanager

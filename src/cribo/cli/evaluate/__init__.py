@@ -9,7 +9,7 @@ from typing import Any
 
 from cribo.arguments import ConfigError, Parser
 from cribo.cli.running import BACKBONE_SHORT, dispatch, guarded, print_places
-from cribo.console import command_console, loading, log_to
+from cribo.console import command_console, importing, log_to
 from cribo.evaluation.protocol import PROTOCOLS
 from cribo.processes import is_first_process
 
@@ -74,7 +74,7 @@ def _run(name: str, protocol: type[Any], words: list[str]) -> None:
     settings = protocol(**{field.name: made[field.name] for field in fields(protocol)})
     settings.check_backbone(made.backbone)
     how = {option: parsed[option] for option in _RUN_OPTIONS if option in parsed}
-    with loading(console):
+    with importing(console):
         from cribo.evaluation.results import result_tables
         from cribo.evaluation.runner import evaluate
     command = shlex.join(["cribo", "evaluate", name, *words])

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cribo.console import command_console, loading
+from cribo.console import command_console, importing
 
 HELP = """\
 Compare results: the settings that differ, the classes that differ most, and published figures of the same variant
@@ -26,7 +26,7 @@ def run(words: list[str]) -> None:
     )
     parsed = parser.parse_args(words)
     console = command_console()
-    with loading(console):
+    with importing(console):
         from cribo.evaluation.comparison import compare
 
     comparison = compare(parsed.results, sweeps=parsed.sweeps)
