@@ -149,14 +149,14 @@ def test_invalid_files_are_refused(tmp_path: Path, content: str, message: str) -
 def test_an_invalid_size_in_a_file_is_refused(tmp_path: Path, content: str) -> None:
     made = parser()
     (tmp_path / "a.yaml").write_text(content)
-    with pytest.raises(ConfigError, match=r"must be two ints|two ints or null|Does not validate"):
+    with pytest.raises(ConfigError, match="must be two integers separated by commas"):
         made.parse_args(["--config", str(tmp_path / "a.yaml"), "--source", "a"])
 
 
 def test_height_comes_before_width_and_only_a_size_can_be_square() -> None:
     assert parser().parse_args(["--source", "a", "--size", "32", "64"]).size == (32, 64)
     assert parser().parse_args(["--source", "a", "--counts", "4", "2"]).counts == (4, 2)
-    with pytest.raises(ConfigError, match=r"counts must be two ints, got \[4\]"):
+    with pytest.raises(ConfigError, match=r"counts must be two integers separated by commas, got \[4\]"):
         parser().parse_args(["--source", "a", "--counts", "4"])
 
 
@@ -168,15 +168,15 @@ def test_pairs_of_numbers_and_lists_of_names() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "the following arguments are required: --source"),
+        ([], "--source is required"),
         (["--sourc", "a"], "did you mean source?"),
         (["--source", "a", "--rations", "1"], "did you mean ratios?"),
         (["--source", "a", "--source.trusty", "1"], "did you mean source.trust?"),
-        (["--source", "a", "--ratios", "x"], "ratios must be ints separated by commas, got 'x'"),
-        (["--source", "a", "--size", "1,2,3"], "size must be two ints or null, got [1, 2, 3]"),
-        (["--source", "a", "--size", "1", "2", "3"], "size must be two ints or null, got [1, 2, 3]"),
-        (["--source", "a", "--area", "1"], "area must be two numbers, got [1]"),
-        (["--source", "a", "--search", "fais"], "search must be exact, faiss or null, got 'fais'"),
+        (["--source", "a", "--ratios", "x"], "ratios must be integers separated by commas, got 'x'"),
+        (["--source", "a", "--size", "1,2,3"], "size must be two integers separated by commas, got [1, 2, 3]"),
+        (["--source", "a", "--size", "1", "2", "3"], "size must be two integers separated by commas, got [1, 2, 3]"),
+        (["--source", "a", "--area", "1"], "area must be two numbers separated by commas, got [1]"),
+        (["--source", "a", "--search", "fais"], "search must be exact or faiss, got 'fais'"),
         (["--source", "a", "--temperature", "x"], "temperature must be a number, got 'x'"),
         (["--source", "a", "--trust", "x"], "--trust must be true or false, got 'x'"),
         (["--source", "a", "--format", "gif"], "format must be pdf or png, got 'gif'"),

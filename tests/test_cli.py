@@ -96,6 +96,11 @@ def test_help_of_pretrain_lists_and_explains_the_options(capsys: pytest.CaptureF
         (["pretrain", "--optim.epoch", "3"], "did you mean optim.epochs?"),
         (["pretrain", "--optim.epo=3"], "did you mean optim.epochs?"),  # no abbreviations
         (["pretrain", "--overwrit"], "did you mean overwrite?"),
+        (["segment", "--min-confidence", "0.5"], "did you mean min_confidence?"),
+        (["segment"], "--out, --backbone and --images are required; usage: cribo segment --backbone SOURCE"),
+        (["embed"], "IMAGES, --out and --backbone are required"),
+        (["search", "--db", "x", "--image", "x", "--point", "3"], "must be two integers separated by commas, got [3]"),
+        (["export", "--backbone", "mean-colour", "--to", "timm"], "mean-colour is a baseline without weights"),
         (["pretrain", "--preset", "adapt"], "did you mean config?"),
         (["pretrain", "--config", "camvit"], "did you mean camvid?"),
         (["pretrain", "--config=imagenet_vitb61"], "did you mean imagenet_vitb16?"),

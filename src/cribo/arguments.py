@@ -76,6 +76,10 @@ class Parser(ArgumentParser):
         words = self._configs_first(sys.argv[1:] if args is None else args)
         return super().parse_args(self.expand(words), **kwargs)
 
+    def explain(self, option: str, text: str) -> None:
+        """Replace the help of an option."""
+        next(action for action in self._actions if option in action.option_strings).help = text
+
     def build(self, config_type: type[Config], parsed: Namespace, **others: Any) -> Config:
         """Create a dataclass from the parsed options of its names.
 
@@ -269,7 +273,11 @@ class Parser(ArgumentParser):
         raise ConfigError(self._in_words(str(message)) or self._with_advice(str(message))) from ex
 
     def _in_words(self, message: str) -> str | None:
-        """Rewrite jsonargparse's error about an invalid value; return None for other errors."""
+        """Rewrite jsonargparse's error about a missing or invalid value; return None for other errors."""
+        if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
+            names = [self._as_typed(name) for name in missing[1].split(", ")]
+            usage = "" if self.usage is None else f"; usage: {str(self.usage).splitlines()[0]}"
+            return f"{_listed(names, 'and')} {'is' if len(names) == 1 else 'are'} required{usage}"
         kinds = (
             r"Parser key \"([\w.]+)\":\s+(?:Expected a .*?Got value|Does not validate .*Given value): (.*)",
             r"Parser key \"([\w.]+)\":\s+Unable to load config '(.*?)'\n",
@@ -279,10 +287,17 @@ class Parser(ArgumentParser):
         action = next((action for action in self._actions if found and action.dest == found[1]), None)
         if not found or action is None or "is not accepted" in message:
             return None
-        choices = action.choices or _described(getattr(action, "_typehint", dict))
-        *others, last = map(str, choices)
-        allowed = f"{', '.join(others)} or {last}" if others else last
-        return f"{self._shortened(found[1])} must be {allowed}, got {_quoted(found[2])}"
+        choices = [str(choice) for choice in action.choices or _described(getattr(action, "_typehint", dict))]
+        allowed = [choice for choice in choices if choice != "null"] or choices  # null is the same as no option
+        return f"{self._shortened(found[1])} must be {_listed(allowed, 'or')}, got {_quoted(found[2])}"
+
+    def _as_typed(self, name: str) -> str:
+        """Return an option with its dashes and short name, or the placeholder of a positional argument."""
+        action = next((each for each in self._actions if name.removeprefix("--") == each.dest), None)
+        if action is not None and not action.option_strings:
+            return str(action.metavar or name).upper()
+        option = f"--{name.removeprefix('--')}"
+        return next((short for short, long in self._short.items() if long == option), option)
 
     def _shortened(self, text: str) -> str:
         """Replace long option names by short ones."""
@@ -303,18 +318,19 @@ class Parser(ArgumentParser):
         if in_group:
             unknown = [f"{in_group[1]}.{in_group[2]}"]
         else:
-            unknown = re.findall(r"--([\w.]+)", message) + re.findall(r"[Oo]ption '([\w.]+)'", message)
+            unknown = re.findall(r"--([\w.-]+)", message) + re.findall(r"[Oo]ption '([\w.]+)'", message)
         known += [option.removeprefix("--") for option in self._short]
         for name in unknown:
             meant = _SYNONYMS.get(name)
-            near = [meant] if meant in known else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            plain = name.replace("-", "_")
+            near = [meant] if meant in known else difflib.get_close_matches(plain, known, n=1, cutoff=0.6)
             if name not in known and near:
                 return f"{message.rstrip('.')}: did you mean {near[0]}?"
         return message
 
 
 _NAMES: Mapping[Any, tuple[str, str]] = {
-    int: ("an int", "ints"),
+    int: ("an integer", "integers"),
     float: ("a number", "numbers"),
     str: ("a string", "strings"),
     Path: ("a path", "paths"),
@@ -335,7 +351,7 @@ def _described(hint: Any) -> list[str]:
 
     Example:
         >>> _described(Literal["exact", "faiss"] | None), _described(tuple[int, int])
-        (['exact', 'faiss', 'null'], ['two ints'])
+        (['exact', 'faiss', 'null'], ['two integers separated by commas'])
     """
     if get_origin(hint) in (Union, types.UnionType):
         return [words for part in get_args(hint) for words in _described(part)]
@@ -344,10 +360,9 @@ def _described(hint: Any) -> list[str]:
     if hint is bool:
         return ["true", "false"]
     if elements := _elements(hint):
-        several = _NAMES[elements[0]][1]
-        if get_origin(hint) is list or ... in get_args(hint):
-            return [f"{several} separated by commas"]
-        return [f"{_COUNTS.get(len(elements), len(elements))} {several}"]
+        several = f"{_NAMES[elements[0]][1]} separated by commas"
+        is_of_any_length = get_origin(hint) is list or ... in get_args(hint)
+        return [several if is_of_any_length else f"{_COUNTS.get(len(elements), len(elements))} {several}"]
     kind = get_origin(hint) or hint
     return [_NAMES[kind][0] if kind in _NAMES else getattr(kind, "__name__", str(kind))]
 
@@ -413,6 +428,11 @@ def _bracketed(words: Sequence[str], *, square: bool = False) -> str:
         return "null"
     values = [value for value in re.split(r"[\s,]+", ",".join(words).strip("()[] ")) if value]
     return f"[{','.join(values * 2 if square and len(values) == 1 else values)}]"
+
+
+def _listed(names: Sequence[str], last: str) -> str:
+    """Join names by commas, and the last one by `last`."""
+    return f" {last} ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
 def _quoted(value: str) -> str:

@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 pytest.importorskip("gradio")
-from cribo.explorer import run, server
+from cribo.errors import MissingPackage
+from cribo.explorer import run
 from cribo.explorer.config import ExploreConfig, Limits
 from cribo.retrieval.source import BackboneSource
 
@@ -33,6 +34,7 @@ def test_the_page_is_imported_while_loading_is_shown(monkeypatch: pytest.MonkeyP
 
 
 def test_a_missing_gradio_is_reported_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install \"cribo-ssl\[explore\]\""):
-        server.require_gradio()
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    config = ExploreConfig(backbone=BackboneSource("mean-colour"))
+    with pytest.raises(MissingPackage, match=r"pip install \"cribo-ssl\[explore\]\""):
+        run.explore(config, host="127.0.0.1", port=0, limits=Limits(), console=Console(quiet=True))

@@ -192,6 +192,20 @@ def test_the_teacher_of_a_released_checkpoint_is_loaded(tmp_path, caplog):
     assert agree(backbone, student)
 
 
+def test_the_note_about_unknown_positions_is_shown_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    torch.save(vit(seed=1).model.state_dict(), tmp_path / "plain.pth")
+    with caplog.at_level(logging.INFO, "cribo.models.adopting"):
+        noted = [load_pretrained(vit(seed=3), tmp_path / "plain.pth").notes for _ in range(2)]
+    assert noted[0] == noted[1]
+    first, second = (record.message for record in caplog.records)
+    assert "--backbone.positions bicubic_offset" in first
+    assert "positions" not in second
+    assert "ignored" not in first  # all keys were used
+
+
 @pytest.mark.parametrize(
     ("wrap", "taken"),
     [

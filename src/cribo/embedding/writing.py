@@ -9,8 +9,8 @@ import numpy as np
 import safetensors.numpy
 from jaxtyping import Float, Int
 
+from cribo.checks import require_packages
 from cribo.embedding.config import Format
-from cribo.errors import MissingPackage
 from cribo.files import write_whole
 
 
@@ -66,12 +66,7 @@ _WRITERS: Mapping[Format, tuple[str, Callable[[Path, Rows], Any]]] = {
 def require_writer(kind: Format) -> None:
     """Raise MissingPackage if the library of a format is not installed."""
     if kind == "parquet":
-        try:
-            import pyarrow.parquet  # noqa: F401
-        except ImportError as error:
-            raise MissingPackage(
-                '--format parquet needs pyarrow: pip install "cribo-ssl[search]", or use --format numpy'
-            ) from error
+        require_packages("--format parquet", "pyarrow", extra="search", otherwise=", or use --format numpy")
 
 
 def part_path(folder: Path, number: int, kind: Format) -> Path:

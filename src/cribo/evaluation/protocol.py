@@ -1,6 +1,5 @@
 """Base class and registry of evaluation protocols. This module does not import torch."""
 
-import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Optional, Self, TypeVar, get_args, get_type_hints
 
 from cribo.arguments import ConfigError, import_by_path
-from cribo.errors import InputError, MissingPackage
+from cribo.errors import InputError
 from cribo.evaluation.data import SegmentationData
 from cribo.evaluation.runtime import EvaluationRuntime, TrainingRuntime
 from cribo.retrieval.source import BackboneSource
@@ -228,21 +227,6 @@ def require_whole_patches(size: tuple[int, int], patch_size: int) -> None:
     height, width = size
     if height % patch_size or width % patch_size or min(height, width) < 1:
         raise InputError(f"size must be a multiple of the patch size {patch_size}, got {height}x{width}")
-
-
-def require_packages(purpose: str, *packages: str, otherwise: str = "") -> None:
-    """Check that packages of the `evaluation` extra are installed.
-
-    Args:
-        purpose: feature that needs them, for the error message.
-        packages: import names.
-        otherwise: alternative to installing them, appended to the error message.
-
-    Raises:
-        MissingPackage: a package is not installed.
-    """
-    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
-        raise MissingPackage(f"{purpose} needs {' and '.join(missing)}: pip install 'cribo-ssl[evaluation]'{otherwise}")
 
 
 def find_protocol(name: str) -> type[Protocol]:

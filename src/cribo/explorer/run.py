@@ -10,10 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cribo.checks import require_packages
 from cribo.console import Phases, loading
 from cribo.explorer.config import ExploreConfig, Limits
 from cribo.explorer.contents import open_contents
-from cribo.explorer.server import USER, is_loopback, listening, require_gradio, serve, uploads_folder
+from cribo.explorer.server import USER, is_loopback, listening, serve, uploads_folder
 
 
 def explore(
@@ -34,7 +35,7 @@ def explore(
         ImportError: Gradio is not installed.
         KeyboardInterrupt: on Ctrl-C, after the server has stopped.
     """
-    require_gradio()
+    require_packages("the page", "gradio", extra="explore")
     with (
         _exit_on_sigterm(),
         listening(host, port) as (listener, address),

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cribo.errors import InputError, MissingPackage
+from cribo.errors import InputError
 from cribo.explorer.config import Limits
 from cribo.explorer.uploads import Uploads
 
@@ -70,18 +70,6 @@ def uploads_folder(limits: Limits) -> Iterator[Uploads]:
         os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_EXAMPLES_CACHE": folder}
         os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False"}
         yield Uploads(Path(folder), limits)
-
-
-def require_gradio() -> None:
-    """Raise an error if Gradio is not installed.
-
-    Raises:
-        ImportError: Gradio is not installed.
-    """
-    import importlib.util
-
-    if importlib.util.find_spec("gradio") is None:
-        raise MissingPackage('the page needs Gradio: pip install "cribo-ssl[explore]"')
 
 
 def serve(

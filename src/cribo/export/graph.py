@@ -25,7 +25,7 @@ from torch.export import Dim, ExportedProgram
 
 from cribo.errors import InputError
 from cribo.export.options import ExportOptions
-from cribo.export.target import Encode, Exporter, MissingExtra, Written, data_type
+from cribo.export.target import Encode, Exporter, Written, data_type
 from cribo.models import Backbone, describe, normalise
 
 _TORCH_FILE, _ONNX_FILE = "backbone.pt2", "backbone.onnx"
@@ -150,11 +150,6 @@ def load_torch(folder: Path, options: ExportOptions) -> Encode:
 
 def write_onnx(backbone: Backbone, folder: Path, options: ExportOptions) -> Written:
     """Write an ONNX file with named inputs and outputs, and a description of the network in its metadata."""
-    try:
-        import onnxruntime  # noqa: F401 (needed by the check after writing)
-        import onnxscript  # noqa: F401 (needed by PyTorch's exporter)
-    except ImportError as error:
-        raise MissingExtra("onnx", error) from error
     program = trace(backbone, options)
     with _quiet("torch.onnx", "onnxscript"):
         exported = torch.onnx.export(

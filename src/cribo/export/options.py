@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from cribo.checks import require_packages
 from cribo.retrieval.choices import FeaturePrecision
 
 Target = Literal["timm", "transformers", "onnx", "torch-export"]
 TARGETS: tuple[Target, ...] = get_args(Target)
+
+_PACKAGES = {"transformers": ("transformers",), "onnx": ("onnx", "onnxscript", "onnxruntime")}
 
 
 @dataclass(frozen=True)
@@ -26,3 +29,12 @@ class ExportOptions:
     layers: int = 1
     opset: int = 20
     fixed_size: tuple[int, int] | None = None
+
+
+def require_target(to: str) -> None:
+    """Check that the packages of a target are installed.
+
+    Raises:
+        MissingPackage: a package is not installed.
+    """
+    require_packages(f"--to {to}", *_PACKAGES.get(to, ()), extra="export")

@@ -14,7 +14,7 @@ from torch import Tensor
 from cribo.data.randomness import keyed_generator
 from cribo.errors import InputError, Stopped
 from cribo.export.card import CARD, model_card
-from cribo.export.options import TARGETS, ExportOptions, Target
+from cribo.export.options import TARGETS, ExportOptions, Target, require_target
 from cribo.export.target import Encode, Exporter, data_type
 from cribo.files import write_json, write_text
 from cribo.folders import ResultFolder
@@ -117,6 +117,7 @@ def export_backbone(
     out = Path(out)
     chosen = ExportOptions(**options)
     exporter = _exporter(to)
+    require_target(to)
     _check(backbone, to, chosen)
     source = None if backbone.loaded is None else backbone.loaded.source
     target = ResultFolder(out, "export", overwrite=overwrite, inputs=[source])

@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cribo.errors import MissingPackage
 from cribo.export.options import ExportOptions
 from cribo.models import Backbone
 
@@ -52,10 +51,3 @@ def data_type(options: ExportOptions) -> torch.dtype:
 def in_precision(code: str, options: ExportOptions) -> str:
     """Return Python code whose placeholder `{half}` converts a network or images to the precision."""
     return code.replace("{half}", ".half()" if options.precision == "float16" else "")
-
-
-class MissingExtra(MissingPackage):
-    """A package of the extra `export` is not installed."""
-
-    def __init__(self, target: str, error: ImportError) -> None:
-        super().__init__(f'--to {target} needs {error.name}: pip install "cribo-ssl[export]"')

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from cribo.export import timm_folder
 from cribo.export.options import ExportOptions
-from cribo.export.target import Encode, Exporter, MissingExtra, Written, data_type, in_precision
+from cribo.export.target import Encode, Exporter, Written, data_type, in_precision
 from cribo.models import Backbone, normalise
 from cribo.models.formats.naming import State, fold_positions
 from cribo.models.formats.reading import read_json
@@ -52,10 +52,8 @@ _BY_WRAPPER = "transformers loads it as {name}, which requires timm"
 
 def write(backbone: Backbone, folder: Path, options: ExportOptions) -> Written:
     """Write the network as a native model of transformers if possible, otherwise in timm's layout."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingExtra("transformers", error) from error
+    import transformers
+
     with _quiet():
         model = _native(backbone, transformers)
         if model is not None:

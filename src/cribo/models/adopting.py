@@ -1,10 +1,13 @@
 """Load recognised weights into a network, all or none of them, and set the numerics that they expect."""
 
+import hashlib
 import logging
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from timm.models import Beit, VisionTransformer
@@ -50,12 +53,10 @@ class LoadedWeights:
         network = f", its {self.network}" if self.network else ""
         part = f" ({self.part})" if self.part else ""
         left_out = ", ".join(f"{len(keys)} keys of {group}" for group, keys in self.dropped.items())
+        left_out = f"; ignored {left_out}" if left_out else ""
         resampled = f"; resized {', '.join(self.resampled)}" if self.resampled else ""
         notes = "".join(f"; {note}" for note in self.notes)
-        return (
-            f"{self.source}: {self.format}{network}{part}, {len(self.used)} keys used; ignored "
-            f"{left_out or 'nothing'}{resampled}{notes}"
-        )
+        return f"{self.source}: {self.format}{network}{part}, {len(self.used)} keys used{left_out}{resampled}{notes}"
 
 
 def build(
@@ -130,14 +131,31 @@ def adopt(
         resampled=resampled,
         notes=(*notes, *recognised.notes, *resized, *readout),
     )
-    _logger.info("%s", backbone.loaded)
+    shown = backbone.loaded
+    if resized == (_UNKNOWN_RESIZING,) and not _is_new(source):
+        shown = replace(shown, notes=tuple(note for note in shown.notes if note != _UNKNOWN_RESIZING))
+    _logger.info("%s", shown)
     return backbone.loaded
 
 
 _UNKNOWN_RESIZING = (
-    "the file does not show which project wrote it, so positions are resized to other sizes as timm does: for "
-    "DINO, iBOT and networks trained from them, give --backbone.positions bicubic_offset (positions=)"
+    "for other image sizes, its position embedding is resized as timm does, because the file does not say which "
+    "project trained it; if that was DINO, iBOT or DINOv2, add --backbone.positions bicubic_offset for exact features"
 )
+_NOTED = "~/.cache/cribo/noted"
+
+
+def _is_new(source: str) -> bool:
+    """Whether the user has not yet seen the note about a file; remembers it."""
+    seen = Path(_NOTED).expanduser() / hashlib.sha256(os.path.abspath(source).encode()).hexdigest()  # noqa: PTH100
+    try:
+        seen.parent.mkdir(parents=True, exist_ok=True)
+        seen.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # nothing can be remembered here
+        return True
+    return True
 
 
 def _original_resizing(recognised: Recognised) -> Resizing | None:

@@ -246,8 +246,10 @@ def open_backbone(config: BackboneSource, *, image_size: int | None = None, drop
         drop_path: rate of stochastic depth in the last block, for training.
 
     Raises:
-        InputError: see `load_backbone`.
+        InputError: the source is `mean-colour`, which is no network; see also `load_backbone`.
     """
+    if config.source == MEAN_COLOUR:
+        raise InputError(f"{MEAN_COLOUR} is a baseline without weights: choose a network")
     return load_backbone(
         config.source,
         name=config.architecture,

@@ -62,7 +62,7 @@ def test_missing_packages_are_named(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "faiss", None)
     assert main(words()) == 2
-    assert "pip install 'cribo-ssl[evaluation]'" in " ".join(capsys.readouterr().err.split())
+    assert 'pip install "cribo-ssl[evaluation]"' in " ".join(capsys.readouterr().err.split())
 
 
 def decided(**settings: object) -> Callable[..., Overclustering]:

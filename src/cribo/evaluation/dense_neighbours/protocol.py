@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from cribo.checks import require_least, require_positive
+from cribo.checks import require_least, require_packages, require_positive
 from cribo.data.sets import SEGMENTATION_SETS
 from cribo.errors import InputError
 from cribo.evaluation.protocol import (
@@ -14,7 +14,6 @@ from cribo.evaluation.protocol import (
     Decided,
     Outcome,
     Protocol,
-    require_packages,
     require_whole_patches,
     square,
 )
@@ -141,7 +140,7 @@ disk and reused by further evaluations of the same backbone and images. For a qu
         if settings.size is not None:
             require_whole_patches(settings.size, patch_size)
         if settings.mean == "matched":
-            require_packages("mean=matched", "scipy", otherwise=", or choose mean=present")
+            require_packages("mean=matched", "scipy", extra="evaluation", otherwise=", or choose mean=present")
         return settings
 
     @classmethod

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from cribo.arguments import ConfigError
-from cribo.checks import require_distinct, require_least
+from cribo.checks import require_distinct, require_least, require_packages
 from cribo.errors import DataError, InputError
 from cribo.evaluation.data import Splits, absolute, described, spread
-from cribo.evaluation.protocol import QUICK_SIDE, UNDECIDED, Decided, Outcome, Protocol, require_packages
+from cribo.evaluation.protocol import QUICK_SIDE, UNDECIDED, Decided, Outcome, Protocol
 from cribo.retrieval.source import BackboneSource
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ Requires: pip install "cribo-ssl[evaluation]"
         """Set the features, and check that scipy is installed."""
         from cribo.evaluation.discovery.discovery import has_attention
 
-        require_packages("object discovery", "scipy")
+        require_packages("object discovery", "scipy", extra="evaluation")
         if self.size is not None and not run.backbone.takes_any_size:
             side = run.backbone.image_size
             raise InputError(

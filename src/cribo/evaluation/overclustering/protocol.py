@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from cribo.checks import require_least
+from cribo.checks import require_least, require_packages
 from cribo.errors import InputError
 from cribo.evaluation.protocol import (
     QUICK_SIDE,
@@ -12,7 +12,6 @@ from cribo.evaluation.protocol import (
     Decided,
     Outcome,
     PatchProtocol,
-    require_packages,
     require_whole_patches,
     square,
 )
@@ -126,7 +125,7 @@ Requires: pip install "cribo-ssl[evaluation]"
 
     def prepare(self, run: "Run") -> Self:
         """Set all settings that are None, and check that the packages are installed."""
-        require_packages("overclustering", "faiss", "scipy")
+        require_packages("overclustering", "faiss", "scipy", extra="evaluation")
         backbone, val = run.backbone, run.data.val
         image_size = backbone.fixed_size
         return self.for_data(backbone.patch_size, val.classes, len(val), image_size)
