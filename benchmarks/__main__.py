@@ -24,7 +24,7 @@ BENCHMARKS = {
     "loading": "loading of a large network against timm",
     "search": "exact search of dense retrieval against faiss",
     "segmentation": "segmentation from a few examples: time per image of each part",
-    "object_search": "indexing of images and search among their objects, LanceDB against faiss",
+    "object_search": "indexing of images and search among their objects, Lance against faiss",
 }
 WITHOUT_DEVICE = ("startup", "loading", "object_search", "step")
 

@@ -5,7 +5,7 @@
     uv run python -m benchmarks.object_search --only latency
 
 `indexing` adds images to a database and measures each part. `latency` searches among synthetic objects,
-clustered like real ones: LanceDB by exhaustive search and by its index, and two searches with all vectors in
+clustered like real ones: Lance by exhaustive search and by its index, and two searches with all vectors in
 memory, faiss's flat index and our exact search. `quality` takes each object of CamVid's validation images, labelled
 by the majority class of its pixels, and counts how many of its five nearest training objects have the same class: for a
 trained backbone, for the same network with random weights, and for the mean colour, each with its own objects
@@ -158,11 +158,11 @@ def latency(sizes: Sequence[int], queries: int) -> Table:
             plain = database.size_bytes() or 0
 
             by_all, by_index = (partial(in_database, database, exact) for exact in (True, False))
-            add(table, size, "LanceDB, every object", measure(by_all, query, worst), written, plain)
+            add(table, size, "Lance, every object", measure(by_all, query, worst), written, plain)
             built = timed(database.build_index)
             # The index stores its own copy of the vectors.
             own = (database.size_bytes() or 0) - plain
-            add(table, size, "LanceDB, index", measure(by_index, query, worst), built, own)
+            add(table, size, "Lance, index", measure(by_index, query, worst), built, own)
         held = vectors.nbytes / MIB
         in_memory = partial(by_ours, TensorKeys(torch.from_numpy(vectors)))
         add(table, size, "cribo.retrieval, exact", measure(in_memory, query, worst, held), None, None)

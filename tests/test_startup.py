@@ -38,7 +38,7 @@ REFUSED = {
 
 UNKNOWN_SET = ["--backbone", "x", "--data", "vox", "--data.root", "x"]
 
-HEAVY = ("torch", "timm", "lightning", "transformers", "sklearn", "gradio", "lancedb", "matplotlib", "numpy")
+HEAVY = ("torch", "timm", "lightning", "transformers", "sklearn", "gradio", "lance", "matplotlib", "numpy")
 
 PROGRAM = """
 import sys

@@ -84,7 +84,7 @@ def test_ctrl_c_says_what_is_kept(
 ) -> None:
     words, phase, message = CASES[case]
     if words[0] == "index":
-        pytest.importorskip("lancedb")
+        pytest.importorskip("lance")
     call = Phases.__call__
 
     def interrupted(self: Phases, what: str, done: int, *rest: Any) -> None:

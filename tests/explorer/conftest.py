@@ -50,7 +50,7 @@ def squares(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def database(squares: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Index the squares with the mean-colour baseline."""
-    pytest.importorskip("lancedb")
+    pytest.importorskip("lance")
     import dataclasses
 
     from cribo.data.images import open_images

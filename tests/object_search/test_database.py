@@ -1,8 +1,11 @@
 import dataclasses
+import shutil
 import sys
 from pathlib import Path
 
+import lance
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from cribo.arguments import ConfigError
@@ -182,15 +185,11 @@ def test_places_that_hold_no_database(tmp_path: Path, encoder: PatchEncoder) -> 
 
 
 def test_foreign_tables_are_unchanged(tmp_path: Path, encoder: PatchEncoder) -> None:
-    import lancedb
-
-    connection = lancedb.connect(tmp_path / "theirs")
-    connection.create_table("objects", [{"name": "chair"}])
+    theirs = lance.write_dataset(pa.table({"name": ["chair"]}), tmp_path / "theirs" / "objects.lance")
     with pytest.raises(DatabaseError, match="'objects' that cribo did not create"):
         ObjectDatabase.create(tmp_path / "theirs", info_of(encoder, tmp_path))
-    assert connection.open_table("objects").count_rows() == 1
-    connection = lancedb.connect(tmp_path / "other")
-    connection.create_table("about", [{"name": "chair"}])
+    assert lance.dataset(theirs.uri).count_rows() == 1
+    lance.write_dataset(pa.table({"name": ["chair"]}), tmp_path / "other" / "about.lance")
     with pytest.raises(DatabaseError, match="'about' that cribo did not create"):
         ObjectDatabase.open(tmp_path / "other")
 
@@ -199,9 +198,7 @@ def test_an_incomplete_database_is_created_again(tmp_path: Path, encoder: PatchE
     database = ObjectDatabase.create(tmp_path / "some.db", info_of(encoder, tmp_path))
     with pytest.raises(DatabaseError, match="already contains a database"):
         ObjectDatabase.create(tmp_path / "some.db", info_of(encoder, tmp_path))
-    import lancedb
-
-    lancedb.connect(database.uri).drop_table("about")
+    shutil.rmtree(Path(database.uri) / "about.lance")
     with pytest.raises(DatabaseError, match="no database"):
         ObjectDatabase.open(database.uri)
     ObjectDatabase.create(tmp_path / "some.db", info_of(encoder, tmp_path))
@@ -209,16 +206,14 @@ def test_an_incomplete_database_is_created_again(tmp_path: Path, encoder: PatchE
 
 
 def test_a_later_format_is_rejected(database: ObjectDatabase) -> None:
-    import lancedb
-
-    connection = lancedb.connect(database.uri)
-    text = connection.open_table("about").to_arrow()["json"][0].as_py().replace('"format": 1', '"format": 2')
-    connection.create_table("about", [{"json": text}], mode="overwrite")
+    about = Path(database.uri) / "about.lance"
+    text = lance.dataset(about).to_table()["json"][0].as_py().replace('"format": 1', '"format": 2')
+    lance.write_dataset(pa.table({"json": [text]}), about, mode="overwrite")
     with pytest.raises(DatabaseError, match="has format 2, but this version of cribo reads format 1"):
         ObjectDatabase.open(database.uri)
 
 
-def test_missing_lancedb_error_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lancedb", None)
-    with pytest.raises(ImportError, match=r'object search needs LanceDB: pip install "cribo-ssl\[search\]"'):
+def test_missing_lance_error_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lance", None)
+    with pytest.raises(ImportError, match=r'object search needs Lance: pip install "cribo-ssl\[search\]"'):
         ObjectDatabase.open(tmp_path)

@@ -72,12 +72,12 @@ def test_many_images_are_not_removed_without_prune(index: Index, pictures: Path)
     (pictures / "b" / "3.png").unlink()
     database, summary = index(prune=None)
     assert counts(summary) == (0, 0, 19, 1)
-    versions = len(database._images.list_versions())
+    versions = len(database._images.versions())
     assert versions > 1  # removed images can be restored
     (pictures / "b" / "4.png").unlink()
     database, summary = index(prune=True)
     assert summary.removed == 1
-    assert len(database._images.list_versions()) < versions
+    assert len(database._images.versions()) < versions
 
 
 def test_a_file_that_was_only_touched_keeps_its_objects(index: Index, pictures: Path) -> None:
@@ -152,7 +152,7 @@ def ends_before(number):
         return write(self)
     return writing
 
-# LanceDB is imported after the fork, because its threads do not survive it.
+# Lance is imported after the fork, because its threads do not survive it.
 for number, folder in enumerate(sys.argv[1:], start=1):
     child = os.fork()
     if child == 0:
@@ -165,7 +165,7 @@ for number, folder in enumerate(sys.argv[1:], start=1):
 """
 
 
-@pytest.mark.slow  # each of the killed processes imports LanceDB
+@pytest.mark.slow  # each of the killed processes imports Lance
 def test_a_killed_index_resumes_with_the_same_result(index: Index, pictures: Path, tmp_path: Path) -> None:
     """Processes are killed before each of their writes."""
     index()
@@ -193,13 +193,13 @@ def test_a_killed_index_resumes_with_the_same_result(index: Index, pictures: Pat
 
 def test_images_and_objects_are_looked_up_by_indices(index: Index, pictures: Path) -> None:
     database, _ = index()
-    assert {column for each in database._images.list_indices() for column in each.columns} == {"path", "entry"}
-    assert [each.columns for each in database._objects.list_indices()] == [["entry"]]
+    assert {column for each in database._images.describe_indices() for column in each.field_names} == {"path", "entry"}
+    assert [each.field_names for each in database._objects.describe_indices()] == [["entry"]]
     assert not database.has_index()
     write_picture(pictures / "c" / "6.png", 6)
     database, _ = index()
     assert len(database.objects_of("c/6.png")) > 0
-    assert "ScalarIndexQuery" in database._images.search().where("path = 'c/6.png'").explain_plan()
+    assert "ScalarIndexQuery" in database._images.scanner(filter="path = 'c/6.png'").explain_plan()
 
 
 def test_two_concurrent_indexers_are_rejected(tmp_path: Path) -> None:

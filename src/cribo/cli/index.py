@@ -11,7 +11,7 @@ from cribo.cli.running import (
 from cribo.console import command_console, duration, importing, log_to
 
 HELP = """\
-Find the objects in every image of a folder and store them in a database (LanceDB) for cribo search.
+Find the objects in every image of a folder and store them in a database (Lance) for cribo search.
 
   cribo index --backbone runs/camvid --images PHOTOGRAPHS --db photographs.db
   cribo index --db photographs.db                       update it after images were added, changed or deleted

@@ -1,7 +1,7 @@
-"""LanceDB database of the images of a collection, their objects and the objects' vectors.
+"""Database of the images of a collection, their objects and the objects' vectors.
 
-A database consists of three tables in a folder, or below a URL of object storage. `about` holds the settings of the
-database; it is created last, so that creation is atomic. `images` has one row per image file, with a unique entry
+A database consists of three Lance tables in a folder, or below a URL of object storage. `about` holds the settings of
+the database; it is created last, so that creation is atomic. `images` has one row per image file, with a unique entry
 number for each indexed state of the file, and `objects` holds the objects with the entry number of their image. Objects
 are written before the row of their image and removed after it. Readers ignore objects whose entry number is in no row
 of `images`, so they never see the partial state of an interrupted write.
@@ -13,7 +13,6 @@ import os
 import re
 import secrets
 import textwrap
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -162,12 +161,25 @@ class ObjectDatabase:
         >>> database.search(database.objects_of("0001.png")[0].vector[None], 5)  # doctest: +SKIP
     """
 
-    def __init__(self, uri: str, connection: Any, info: DatabaseInfo, root: Path) -> None:
+    def __init__(self, uri: str, info: DatabaseInfo, root: Path) -> None:
         self.uri = uri
         self.info = info
         self.root = root
-        self._objects = connection.open_table(_OBJECTS)
-        self._images = connection.open_table(_IMAGES)
+        self._session = _lance().Session()  # caches metadata and indices for all versions
+        if missing := [name for name in (_OBJECTS, _IMAGES) if _opened(uri, name, self._session) is None]:
+            raise DatabaseError(f"{uri} has no table {missing[0]!r}: rebuild it with cribo index --db ELSEWHERE")
+
+    @property
+    def _objects(self) -> Any:
+        return self._latest(_OBJECTS)
+
+    @property
+    def _images(self) -> Any:
+        return self._latest(_IMAGES)
+
+    def _latest(self, name: str) -> Any:
+        """Open the latest version of a table; a table that is open keeps its version."""
+        return _lance().dataset(_path(self.uri, name), session=self._session)
 
     # ------------------------------------------------------------------ opening and creating
 
@@ -181,19 +193,18 @@ class ObjectDatabase:
 
         Raises:
             DataError: the place contains no database, or one of another format.
-            ImportError: LanceDB is not installed.
+            ImportError: Lance is not installed.
         """
         place = as_uri(uri)
         if not is_remote(place):
             require(Path(place))
-        connection = _connect(place)
-        about = _opened(connection, _ABOUT)
+        about = _opened(place, _ABOUT)
         if about is None:
             raise DatabaseError(
                 f"{place} contains no database of objects: create one with cribo index --images DIR --db {place}"
             )
         info = _read_info(place, about)
-        return cls(place, connection, info, Path(images or info.root))
+        return cls(place, info, Path(images or info.root))
 
     @classmethod
     def create(cls, uri: str | os.PathLike[str], info: DatabaseInfo) -> "ObjectDatabase":
@@ -201,23 +212,22 @@ class ObjectDatabase:
 
         Raises:
             DatabaseError: the place already contains a database or other files.
-            ImportError: LanceDB is not installed.
+            ImportError: Lance is not installed.
         """
         place = as_uri(uri)
-        connection = _connect(place)
-        if _opened(connection, _ABOUT) is not None:
+        if _opened(place, _ABOUT) is not None:
             raise DatabaseError(f"{place} already contains a database: open it, or use another --db")
         require_free(place)
         # Empty tables are left over from an interrupted `create`; replace them.
         tables = {_OBJECTS: _objects_schema(info.dim), _IMAGES: _images_schema()}
         for name in tables:
-            table = _opened(connection, name)
+            table = _opened(place, name)
             if table is not None and table.count_rows():
                 raise DatabaseError(f"{place} contains a table {name!r} that cribo did not create: use another --db")
         for name, schema in tables.items():
-            connection.create_table(name, schema=schema, mode="overwrite")
-        _write_info(connection, info)
-        return cls(place, connection, info, Path(info.root))
+            _overwrite(place, name, schema.empty_table())
+        _write_info(place, info)
+        return cls(place, info, Path(info.root))
 
     def require_encoder(self, encoder: PatchEncoder, name: str) -> None:
         """Check that an encoder is the one with which the database was built.
@@ -255,7 +265,7 @@ class ObjectDatabase:
 
     def __len__(self) -> int:
         """Return the number of objects."""
-        counts = self._read(lambda: self._images.search().select(["objects"]).to_arrow())["objects"]
+        counts = self._read(lambda: self._images.to_table(columns=["objects"]))["objects"]
         return sum(counts.to_pylist())
 
     def count_images(self) -> int:
@@ -286,8 +296,7 @@ class ObjectDatabase:
         if row is None:
             return []
         columns = [*_OBJECT_COLUMNS, "vector"]
-        query = f"entry = {row.entry}"
-        found = self._read(lambda: self._objects.search().where(query).select(columns).to_arrow())
+        found = self._read(lambda: self._objects.to_table(columns, filter=f"entry = {row.entry}"))
         return sorted((_object_from(fields) for fields in found.to_pylist()), key=lambda each: each.number)
 
     def search(
@@ -371,7 +380,7 @@ class ObjectDatabase:
         """Return the vectors of objects drawn uniformly without replacement."""
         rows = self.num_rows
         places = np.random.default_rng(seed).choice(rows, size=min(number, rows), replace=False)
-        found = self._read(lambda: self._objects.take_offsets(sorted(places.tolist())).select(["vector"]).to_arrow())
+        found = self._read(lambda: self._objects.take(sorted(places.tolist()), columns=["vector"]))
         return np.array(found["vector"].to_pylist(), dtype=np.float32)
 
     def image_vectors(self) -> dict[str, Float[np.ndarray, " d"]]:
@@ -381,7 +390,7 @@ class ObjectDatabase:
         def read() -> dict[str, Float[np.ndarray, " d"]]:
             sums = {path: np.zeros(self.info.dim, dtype=np.float32) for path in current.values()}
             areas = dict.fromkeys(sums, 0)
-            for batch in self._objects.search().select(["entry", "area", "vector"]).to_batches():
+            for batch in self._objects.to_batches(columns=["entry", "area", "vector"]):
                 vectors = batch["vector"].flatten().to_numpy().reshape(len(batch), -1)
                 entries, sizes = batch["entry"].to_pylist(), batch["area"].to_pylist()
                 for entry, area, vector in zip(entries, sizes, vectors, strict=True):
@@ -413,17 +422,17 @@ class ObjectDatabase:
         objects = [(image, found) for image, several in images for found in several]
         if objects:
             with self._writing():
-                self._objects.add(_objects_table(objects, self.info.dim))
-        merge = self._images.merge_insert("path").when_matched_update_all().when_not_matched_insert_all()
+                self._objects.insert(_objects_table(objects, self.info.dim))
         with self._writing():
+            merge = self._images.merge_insert("path").when_matched_update_all().when_not_matched_insert_all()
             merge.execute(_images_table([image for image, _ in images]))
-        self._drop(self._objects, replaced)
+        self._drop(_OBJECTS, replaced)
 
     def drop_images(self, images: Sequence[IndexedImage]) -> None:
         """Remove images and their objects."""
         entries = [image.entry for image in images]
-        self._drop(self._images, entries)
-        self._drop(self._objects, entries)
+        self._drop(_IMAGES, entries)
+        self._drop(_OBJECTS, entries)
 
     def move(self, root: str, images: str) -> None:
         """Change the stored location of the images.
@@ -435,15 +444,15 @@ class ObjectDatabase:
         self.info = dataclasses.replace(self.info, root=root, images=images)
         self.root = Path(root)
         with self._writing():
-            _write_info(_connect(self.uri), self.info)
+            _write_info(self.uri, self.info)
 
     def mend(self) -> None:
         """Remove objects without an image, left by a killed writer; no other process may write at the same time."""
         images, objects = (
-            self._read(lambda table=table: table.search().select(["entry"]).to_arrow())["entry"].to_numpy()
-            for table in (self._images, self._objects)
+            self._read(lambda name=name: self._latest(name).to_table(columns=["entry"]))["entry"].to_numpy()
+            for name in (_IMAGES, _OBJECTS)
         )
-        self._drop(self._objects, np.setdiff1d(objects, images).tolist())
+        self._drop(_OBJECTS, np.setdiff1d(objects, images).tolist())
 
     def tidy(self, *, drop_versions: bool = False) -> None:
         """Merge small files, remove old versions and update the indices.
@@ -452,51 +461,51 @@ class ObjectDatabase:
             drop_versions: remove versions of the last week, too, and on a disk also files left by killed writers; no
                 other process may write at the same time.
         """
-        from lancedb.index import BTree
-
         age = timedelta(0) if drop_versions else _KEPT_VERSIONS
-        for table in (self._objects, self._images):
-            with self._writing(), warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # delete_unverified warns about concurrent writers
-                table.optimize(cleanup_older_than=age, delete_unverified=drop_versions and not is_remote(self.uri))
-        for table, column in ((self._images, "path"), (self._images, "entry"), (self._objects, "entry")):
-            if table.count_rows() and f"{column}_idx" not in {index.name for index in table.list_indices()}:
-                with self._writing():
-                    table.create_index(column, config=BTree())
+        for name in (_OBJECTS, _IMAGES):
+            with self._writing():
+                table = self._latest(name)
+                table.optimize.compact_files()
+                table.optimize.optimize_indices()
+                table.cleanup_old_versions(age, delete_unverified=drop_versions and not is_remote(self.uri))
+        for name, column in ((_IMAGES, "path"), (_IMAGES, "entry"), (_OBJECTS, "entry")):
+            with self._writing():
+                table = self._latest(name)
+                if table.count_rows() and f"{column}_idx" not in _indices(table):
+                    table.create_scalar_index(column, "BTREE")
 
     def has_index(self) -> bool:
         """Whether there is a vector index."""
-        return _INDEX in {index.name for index in self._read(lambda: self._objects.list_indices())}
+        return _INDEX in self._read(lambda: _indices(self._objects))
 
     def build_index(self) -> None:
         """Build or rebuild the vector index; objects that are added later are searched exactly."""
-        from lancedb.index import IvfFlat
-
-        config = IvfFlat(distance_type="cosine", target_partition_size=_PARTITION)
         with self._writing():
-            self._objects.create_index("vector", config=config, name=_INDEX, replace=True)
+            self._objects.create_index(
+                "vector", "IVF_FLAT", _INDEX, metric="cosine", replace=True, target_partition_size=_PARTITION
+            )
 
     # ------------------------------------------------------------------ internals
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Convert LanceDB's RuntimeError for a full disk or a lost connection to OSError."""
+        """Convert Lance's errors for a full disk or a lost connection to OSError."""
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, ValueError, OSError) as error:
             reason = _reason(error)
             raise OSError(f"cannot write to {self.uri}: {reason}; earlier writes are kept") from error
 
-    def _drop(self, table: Any, entries: Sequence[int]) -> None:
+    def _drop(self, name: str, entries: Sequence[int]) -> None:
         if entries:
             with self._writing():
-                table.delete(_among("entry", entries))
+                self._latest(name).delete(_among("entry", entries))
 
     def _read(self, ask: Callable[[], T]) -> T:
         """Run a query; it fails if a writer removes the version being read at the same time."""
         try:
             return ask()
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             raise DatabaseError(
                 f"cannot read {self.uri}: {_reason(error)}; try again, or rebuild the database with cribo index --db "
                 "ELSEWHERE"
@@ -518,14 +527,17 @@ class ObjectDatabase:
     ) -> list[list[dict[str, Any]]]:
         """Return the nearest rows of each vector; a pattern is matched only approximately."""
 
-        def ask() -> Any:
-            query = self._objects.search(vectors, vector_column_name="vector", query_type="vector")
-            query = query.distance_type("cosine").limit(limit).select([*_OBJECT_COLUMNS, "_distance"])
-            if path is not None:
-                query = query.where(f"image LIKE {_quoted(_like(path))}", prefilter=True)
-            is_exact = exact or path is not None  # the probed partitions may contain too few matching images
-            return (query.bypass_vector_index() if is_exact else query.nprobes(_PROBES)).to_arrow()
-
+        nearest = {
+            "column": "vector",
+            "q": vectors,
+            "k": limit,
+            "metric": "cosine",
+            "nprobes": _PROBES,
+            "use_index": not exact and path is None,  # the probed partitions may contain too few matching images
+        }
+        like = None if path is None else f"image LIKE {_quoted(_like(path))}"
+        columns = [*_OBJECT_COLUMNS, "_distance"]
+        ask = lambda: self._objects.to_table(columns, filter=like, nearest=nearest, prefilter=True)  # noqa: E731
         rows = self._read(ask).to_pylist()
         found: list[list[dict[str, Any]]] = [[] for _ in vectors]
         for row in rows:
@@ -535,9 +547,8 @@ class ObjectDatabase:
         return found
 
     def _images_where(self, condition: str | None) -> list[IndexedImage]:
-        query = self._images.search() if condition is None else self._images.search().where(condition)
         columns = list(IndexedImage._fields)
-        rows = self._read(lambda: query.select(columns).to_arrow())
+        rows = self._read(lambda: self._images.to_table(columns, filter=condition))
         return [IndexedImage(*values) for values in zip(*(rows[name].to_pylist() for name in columns), strict=True)]
 
 
@@ -558,11 +569,10 @@ def holds_database(uri: str | os.PathLike[str]) -> bool:
     """Whether a folder or URL contains a database of objects, in any format.
 
     Raises:
-        ImportError: LanceDB is not installed.
+        ImportError: Lance is not installed.
     """
     place = as_uri(uri)
-    _lancedb()
-    return (is_remote(place) or Path(place).is_dir()) and _opened(_connect(place), _ABOUT) is not None
+    return (is_remote(place) or Path(place).is_dir()) and _opened(place, _ABOUT) is not None
 
 
 def require_free(uri: str | os.PathLike[str]) -> None:
@@ -595,30 +605,37 @@ def as_uri(uri: str | os.PathLike[str]) -> str:
     return text if is_remote(text) else str(Path(text).expanduser())
 
 
-def _lancedb() -> Any:
+def _lance() -> Any:
+    os.environ.setdefault("LANCE_LOG", "error")  # read at import; it warns about every table that it creates
     try:
-        import lancedb
+        import lance
     except ImportError as error:
-        raise MissingPackage('object search needs LanceDB: pip install "cribo-ssl[search]"') from error
-    return lancedb
+        raise MissingPackage('object search needs Lance: pip install "cribo-ssl[search]"') from error
+    return lance
 
 
-def _connect(place: str) -> Any:
-    # An interval of 0 makes every read see the latest commit.
-    try:
-        return _lancedb().connect(place, read_consistency_interval=timedelta(0))
-    except (RuntimeError, ValueError, OSError) as error:
-        raise DatabaseError(f"cannot open {place}: {_reason(error)}: check the URL and your credentials") from error
+def _path(place: str, table: str) -> str:
+    return f"{place.rstrip('/')}/{table}.lance"
 
 
-def _opened(connection: Any, name: str) -> Any:
+def _opened(place: str, name: str, session: Any = None) -> Any:
     """Return a table; None if there is none, or only the folder that an interrupted creation leaves."""
     try:
-        return connection.open_table(name) if name in connection.list_tables(limit=1000).tables else None
-    except (ValueError, FileNotFoundError):  # raised by LanceDB for a table without any version
-        return None
-    except (RuntimeError, OSError) as error:  # object storage: missing bucket, no connection, or no permission
-        raise ConnectionError(f"cannot read {connection.uri}: {_reason(error)}") from error
+        return _lance().dataset(_path(place, name), session=session)
+    except (RuntimeError, ValueError, OSError) as error:
+        if "was not found" in str(error):  # also for a table without any version
+            return None
+        # Object storage: missing bucket, no connection, or no permission.
+        raise ConnectionError(f"cannot open {place}: {_reason(error)}: check the URL and your credentials") from error
+
+
+def _overwrite(place: str, name: str, rows: Any) -> None:
+    """Write a table, replacing the rows of an existing one."""
+    _lance().write_dataset(rows, _path(place, name), mode="overwrite")
+
+
+def _indices(table: Any) -> list[str]:
+    return [index.name for index in table.describe_indices()]
 
 
 def _reason(error: Exception) -> str:
@@ -629,7 +646,7 @@ def _reason(error: Exception) -> str:
 
 def _read_info(place: str, about: Any) -> DatabaseInfo:
     try:
-        content: Mapping[str, Any] = json.loads(about.to_arrow()["json"][0].as_py())
+        content: Mapping[str, Any] = json.loads(about.to_table()["json"][0].as_py())
         version = content["format"]
         if version != _FORMAT:
             raise DatabaseError(
@@ -645,11 +662,11 @@ def _read_info(place: str, about: Any) -> DatabaseInfo:
         raise DatabaseError(foreign) from error
 
 
-def _write_info(connection: Any, info: DatabaseInfo) -> None:
+def _write_info(place: str, info: DatabaseInfo) -> None:
     import pyarrow as pa
 
     text = json.dumps({"format": _FORMAT, **dataclasses.asdict(info)})
-    connection.create_table(_ABOUT, pa.table({"json": [text]}), mode="overwrite")
+    _overwrite(place, _ABOUT, pa.table({"json": [text]}))
 
 
 def _like(pattern: str) -> str:

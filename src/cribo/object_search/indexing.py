@@ -126,7 +126,7 @@ def index_images(
     started = time.perf_counter()
     writer = _Writer(database, summary)
     settings = database.info.settings
-    # Threads, because decoding and resizing release the GIL and LanceDB is not fork-safe.
+    # Threads, because decoding and resizing release the GIL and Lance is not fork-safe.
     reads = map_ahead(
         lambda one: _read(one, files, encoder, settings),
         work,

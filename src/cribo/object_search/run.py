@@ -68,7 +68,7 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
         ValueError: backbone, images, settings or database are invalid; raised before any computation.
         FileNotFoundError: the images or a file of the backbone do not exist.
         ConnectionError: timm's weights, or the object storage, cannot be reached.
-        ImportError: LanceDB is not installed.
+        ImportError: Lance is not installed.
         OSError: the database is not writable.
     """
     console = console or Console(quiet=True)
@@ -180,7 +180,7 @@ def search_objects(
         ValueError: database, backbone, image or query region is invalid.
         FileNotFoundError: the database, the backbone or the image does not exist.
         UnreadableImage: the image cannot be read.
-        ImportError: LanceDB is not installed.
+        ImportError: Lance is not installed.
     """
     if config.image is None:
         raise ConfigError("--image is required")
