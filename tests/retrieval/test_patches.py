@@ -5,16 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cribo.retrieval.grid import encoding_size, grid_size, window_starts
 from cribo.retrieval.patches import (
     augment_image,
     augment_labels,
     class_counts,
-    encoding_size,
-    grid_size,
     labels_in_memory,
     majority_label,
     rarest_patches,
-    window_starts,
 )
 
 

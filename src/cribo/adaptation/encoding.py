@@ -9,7 +9,8 @@ from torch import Tensor
 
 from cribo.data import DataError, ImageSource, UnreadableImage
 from cribo.models import Backbone, Features, evaluation_mode, normalise
-from cribo.retrieval.patches import encoding_size, resize_image
+from cribo.retrieval.grid import encoding_size
+from cribo.retrieval.patches import resize_image
 
 log = logging.getLogger("cribo")
 

@@ -15,7 +15,8 @@ from cribo.data import ImageSource
 from cribo.data.randomness import keyed_generator
 from cribo.drawing import hide_ticks, house_style
 from cribo.evaluation.data import spread
-from cribo.retrieval.patches import encoding_size, resize_image
+from cribo.retrieval.grid import encoding_size
+from cribo.retrieval.patches import resize_image
 
 _IMAGES = 100
 _QUERIES = 6

@@ -12,7 +12,7 @@ from cribo.console import command_console, importing, log_to
 
 if TYPE_CHECKING:
     from cribo.object_search.duplicates import DuplicatePair
-    from cribo.object_search.run import SearchResult
+    from cribo.object_search.search import SearchResult
 
 HELP = """\
 Find the objects in a database of `cribo index` that are most similar to a given one.
@@ -57,7 +57,7 @@ def _search(words: list[str]) -> None:
     parsed = parser.parse_args(words)
     config = parser.build(SearchConfig, parsed)
     with importing(console):
-        from cribo.object_search.run import COCO, RESULTS, SHEET, search_duplicates, search_objects
+        from cribo.object_search.search import COCO, RESULTS, SHEET, search_duplicates, search_objects
 
     command = shlex.join(["cribo", "search", *words])
     if config.duplicates:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from cribo.data.limits import MAX_PIXELS
 from cribo.data.reading import image_size
 from cribo.data.segmentation import IGNORE_INDEX, class_names, colour_map
 from cribo.errors import InputError
-from cribo.files import write_whole
 
 BACKGROUND = "background"
 """The class of pixels outside all objects; it comes first."""
@@ -202,45 +201,6 @@ class CocoLabels(ImageFiles):
             raise DataError(
                 f"{self._coco.path}: the outline of {annotation_name(annotation)} is invalid: {error}"
             ) from error
-
-
-def outline(mask: Bool[np.ndarray, "h w"]) -> dict[str, Any]:
-    """Describe a mask for an annotation: `segmentation` (run lengths), `bbox` (x, y, w, h) and `area`."""
-    from faster_coco_eval.core import mask as coco
-
-    encoded: Any = coco.encode(np.asfortranarray(mask, dtype=np.uint8))
-    return {
-        "segmentation": {"size": list(mask.shape), "counts": encoded["counts"].decode("ascii")},
-        "bbox": np.asarray(coco.toBbox(encoded)).tolist(),
-        "area": int(coco.area(encoded)),
-    }
-
-
-def write_coco(
-    path: Path,
-    images: Sequence[Mapping[str, Any]],
-    categories: Sequence[str],
-    annotations: Iterable[Mapping[str, Any]],
-) -> None:
-    """Write a file in COCO's format, whole or not at all; annotations are written as they come.
-
-    Args:
-        path: of the JSON file.
-        images: `file_name`, `width` and `height` of each; their ids are their places, from 1.
-        categories: names; their ids are their places, from 1.
-        annotations: all fields but `id`.
-    """
-
-    def write(part: Path) -> None:
-        with part.open("w", encoding="utf-8") as file:
-            listed = [{"id": number, **image} for number, image in enumerate(images, start=1)]
-            named = [{"id": number, "name": name} for number, name in enumerate(categories, start=1)]
-            file.write(f'{{"images": {json.dumps(listed)},\n"categories": {json.dumps(named)},\n"annotations": [')
-            for number, annotation in enumerate(annotations, start=1):
-                file.write(f"{',' if number > 1 else ''}\n{json.dumps({'id': number, 'iscrowd': 0, **annotation})}")
-            file.write("]}\n")
-
-    write_whole(path, write)
 
 
 def is_coco(path: Path) -> bool:

@@ -1,20 +1,24 @@
 """Collections of image files: folders of any depth, and text files that list images."""
 
+from __future__ import annotations
+
 import difflib
 import os
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int, Int64, UInt8
-from torch import Tensor
 
 from cribo.data.limits import MAX_PIXELS
 from cribo.data.reading import image_size, read_image, read_reduced
 from cribo.errors import DataError, InputError, MissingData
+
+if TYPE_CHECKING:
+    from jaxtyping import Int, Int64, UInt8
+    from torch import Tensor
 
 # Compared in lower case: ImageNet's files end in .JPEG.
 EXTENSIONS = (
@@ -91,7 +95,7 @@ class PackedNames:
         self._ends = np.frombuffer(ends.tobytes(), dtype=np.int64)
 
     @classmethod
-    def from_arrays(cls, text: UInt8[np.ndarray, " bytes"], ends: Int64[np.ndarray, " n1"]) -> "PackedNames":
+    def from_arrays(cls, text: UInt8[np.ndarray, " bytes"], ends: Int64[np.ndarray, " n1"]) -> PackedNames:
         """Restore names from their `arrays`.
 
         Raises:

@@ -1,4 +1,6 @@
-"""Reading of image files as RGB tensors, with one error class for all invalid files."""
+"""Reading of image files as RGB tensors, with one error class for all invalid files; decoding imports torch."""
+
+from __future__ import annotations
 
 import errno
 import io
@@ -7,16 +9,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
-import torch
-from jaxtyping import UInt8
 from PIL import Image, ImageChops, UnidentifiedImageError
-from torch import Tensor
 
 from cribo.data.limits import MAX_PIXELS
 from cribo.errors import InputError, Stopped
+
+if TYPE_CHECKING:
+    from jaxtyping import UInt8
+    from torch import Tensor
 
 # Restricted, so that no file can reach Pillow's other plugins: the EPS plugin, for example, starts Ghostscript.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM", "JPEG2000")
@@ -187,10 +190,21 @@ def decode(image: Image.Image) -> UInt8[Tensor, "3 h w"]:
     Raises:
         ValueError: the image has 32-bit pixels.
     """
+    import torch
+
+    return torch.from_numpy(np.array(upright_rgb(image))).permute(2, 0, 1)
+
+
+def upright_rgb(image: Image.Image) -> Image.Image:
+    """Convert an opened image to upright RGB (see `read_image`).
+
+    Raises:
+        ValueError: the image has 32-bit pixels.
+    """
     image.load()
     rgb = _to_rgb(image)
     turn = _UPRIGHT.get(_orientation(image))
-    return torch.from_numpy(np.array(rgb if turn is None else rgb.transpose(turn))).permute(2, 0, 1)
+    return rgb if turn is None else rgb.transpose(turn)
 
 
 def _orientation(image: Image.Image) -> int:

@@ -22,7 +22,8 @@ from cribo.evaluation.loading import Batches
 from cribo.retrieval.choices import FeaturePrecision, Interpolation
 from cribo.retrieval.encoders import PatchEncoder
 from cribo.retrieval.free_memory import available_memory
-from cribo.retrieval.patches import augment_image, augment_labels, class_counts, grid_size, resize_image
+from cribo.retrieval.grid import grid_size
+from cribo.retrieval.patches import augment_image, augment_labels, class_counts, resize_image
 
 _PROBE_VIEWS = 32  # number of encoded views from which the total size is estimated
 _PENDING_BATCHES = 8  # maximum number of images queued for batches of equal size, in batches

@@ -6,8 +6,9 @@ from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cribo.object_search.database import DatabaseError, DatabaseInfo, FoundObject, IndexedImage, ObjectDatabase
-    from cribo.object_search.extraction import GridMask, ImageObject, ImageObjects, extract_objects
+    from cribo.object_search.extraction import ImageObjects, extract_objects
     from cribo.object_search.indexing import IndexSummary, index_images, index_lock, index_vectors
+    from cribo.object_search.objects import GridMask, ImageObject
     from cribo.object_search.settings import ObjectSettings
 
 __all__ = [
@@ -31,8 +32,9 @@ __getattr__ = lazy_names(
     __name__,
     {
         ".database": ("DatabaseError", "DatabaseInfo", "FoundObject", "IndexedImage", "ObjectDatabase"),
-        ".extraction": ("GridMask", "ImageObject", "ImageObjects", "extract_objects"),
+        ".extraction": ("ImageObjects", "extract_objects"),
         ".indexing": ("IndexSummary", "index_images", "index_lock", "index_vectors"),
+        ".objects": ("GridMask", "ImageObject"),
         ".settings": ("ObjectSettings",),
     },
 )

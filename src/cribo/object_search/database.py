@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Float
@@ -27,10 +27,12 @@ from jaxtyping import Float
 from cribo.arguments import ConfigError
 from cribo.data.images import DataError, require
 from cribo.errors import InputError, MissingPackage
-from cribo.object_search.extraction import GridMask, ImageObject
+from cribo.object_search.objects import GridMask, ImageObject
 from cribo.object_search.settings import ObjectSettings
-from cribo.retrieval.encoders import PatchEncoder
 from cribo.retrieval.source import BackboneSource
+
+if TYPE_CHECKING:
+    from cribo.retrieval.encoders import PatchEncoder
 
 _FORMAT = 1
 _ABOUT, _IMAGES, _OBJECTS = "about", "images", "objects"
@@ -71,7 +73,7 @@ class DatabaseInfo:
     @classmethod
     def of(
         cls,
-        encoder: PatchEncoder,
+        encoder: "PatchEncoder",
         device: str,
         backbone: dict[str, Any],
         source: BackboneSource,
@@ -229,7 +231,7 @@ class ObjectDatabase:
         _write_info(place, info)
         return cls(place, info, Path(info.root))
 
-    def require_encoder(self, encoder: PatchEncoder, name: str) -> None:
+    def require_encoder(self, encoder: "PatchEncoder", name: str) -> None:
         """Check that an encoder is the one with which the database was built.
 
         Raises:

@@ -15,87 +15,23 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from faster_coco_eval.core import mask as coco_mask
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from cribo.data.coco import outline
 from cribo.data.limits import MAX_PIXELS
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import EncodedImage, read_reduced
 from cribo.errors import InputError
 from cribo.method import cluster_tokens, draw_initial_tokens
+from cribo.object_search.objects import Box, GridMask, ImageObject
 from cribo.object_search.settings import ObjectSettings
 from cribo.retrieval.encoders import PatchEncoder, map_by_size
-from cribo.retrieval.patches import patch_of_pixel, resize_image
+from cribo.retrieval.grid import patch_of_pixel
+from cribo.retrieval.patches import resize_image
 
 _INITIAL_TOKENS = 0x6F626A  # separates these draws from others with the same image key
 MAX_PATCHES = 4096  # per image: clustering compares all pairs of patches
 _PATCHES_AT_ONCE = 16_384  # maximum per encoded batch
-
-Box = tuple[int, int, int, int]
-"""x0, y0, x1, y1 in pixels of the image; x1 and y1 are exclusive."""
-
-
-@dataclass(frozen=True)
-class GridMask:
-    """Mask of an object on the grid of patches, run-length encoded as in COCO.
-
-    A mask takes tens of bytes. A pixel belongs to the patch that contains its centre.
-
-    Attributes:
-        grid: number of rows and columns of patches.
-        counts: COCO's compressed run lengths over the grid.
-        image: (height, width) of the image in pixels.
-    """
-
-    grid: tuple[int, int]
-    counts: bytes
-    image: tuple[int, int]
-
-    def patches(self) -> Bool[np.ndarray, "gh gw"]:
-        """Return the mask over patches."""
-        return coco_mask.decode({"size": list(self.grid), "counts": self.counts}).astype(bool)
-
-    def pixels(self, size: tuple[int, ...] | None = None) -> Bool[np.ndarray, "h w"]:
-        """Return the mask over pixels of the image, resized to a (height, width) if given."""
-        size = size or self.image
-        rows, columns = (patch_of_pixel(pixels, patches) for pixels, patches in zip(size, self.grid, strict=True))
-        return self.patches()[np.ix_(rows, columns)]
-
-    def contains(self, x: int, y: int) -> bool:
-        """Whether a pixel belongs to the object."""
-        row = (2 * y + 1) * self.grid[0] // (2 * self.image[0])
-        column = (2 * x + 1) * self.grid[1] // (2 * self.image[1])
-        return bool(self.patches()[row, column])
-
-    def coco(self) -> dict[str, object]:
-        """Return the mask over pixels in COCO format: `size` and compressed `counts` as a string."""
-        return outline(self.pixels())["segmentation"]
-
-
-@dataclass(frozen=True, eq=False)
-class ImageObject:
-    """One object of an image.
-
-    Attributes:
-        number: index among the objects of the image, in descending order of area.
-        vector: (D,) float32 of unit length, the direction of the mean of its tokens.
-        mask: mask of the object.
-        box: bounding box of the mask.
-        area: area of the mask in pixels.
-        share: share of the image's area, 0-1.
-    """
-
-    number: int
-    vector: Float[np.ndarray, " d"]
-    mask: GridMask
-    box: Box
-    area: int
-
-    @property
-    def share(self) -> float:
-        """Share of the image's area, 0-1."""
-        return self.area / (self.mask.image[0] * self.mask.image[1])
 
 
 @dataclass(frozen=True, eq=False)

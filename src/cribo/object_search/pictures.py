@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from cribo.data.reading import UnreadableImage, read_reduced
+from cribo.data.reading import UnreadableImage, read_image, read_reduced
 from cribo.drawing import hide_ticks, house_style, paint_regions, write_figure
 from cribo.object_search.database import FoundObject
 from cribo.object_search.duplicates import DuplicatePair
@@ -78,7 +78,7 @@ def write_pairs(path: Path, pairs: Sequence[DuplicatePair], root: Path) -> Path:
 
 def _panels(query: Query, regions: int, nearest: int) -> tuple[Figure, list[Axes], list[Axes]]:
     """Return a figure with the axes of the queries (left) and of the found objects (row-major)."""
-    height, width = query.pixels.shape[1:]
+    height, width = query.size
     rows = min(max(1, math.ceil(nearest / _COLUMNS)) if regions == 1 else regions, _MOST_ROWS)
     # A single query is drawn at twice the width and height of the found objects.
     side = 2 if regions == 1 and rows > 1 else 1
@@ -99,8 +99,8 @@ def _placed(cells: list[Axes], found: Sequence[Sequence[FoundObject]], rows: int
 
 def _draw_query(axes: Axes, query: Query, number: int) -> None:
     region = query.regions[number]
-    mask = region.pixels(*query.pixels.shape[1:])
-    pixels = _small(query.pixels)
+    mask = region.pixels(*query.size)
+    pixels = _small(read_image(query.path))
     small = torch.nn.functional.interpolate(torch.from_numpy(mask)[None, None].float(), pixels.shape[1:])[0, 0]
     axes.imshow(_painted(pixels, small.numpy() > 0, _QUERY_COLOUR))
     axes.set_anchor("N")  # aligns the query with the first row of found objects

@@ -5,21 +5,23 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Bool, Float, UInt8
-from torch import Tensor
+from jaxtyping import Bool, Float
 
 from cribo.arguments import ConfigError
 from cribo.data.images import DataError, require
-from cribo.data.reading import read_image
+from cribo.data.reading import image_size
 from cribo.object_search.database import DatabaseError, IndexedImage, ObjectDatabase
-from cribo.object_search.extraction import Box, ImageObject, extract_prepared, read_prepared
-from cribo.retrieval.encoders import PatchEncoder
+from cribo.object_search.objects import Box, ImageObject
+
+if TYPE_CHECKING:
+    from cribo.retrieval.encoders import PatchEncoder
 
 log = logging.getLogger("cribo")
 
-OpenEncoder = Callable[[], tuple[PatchEncoder, str]]
+OpenEncoder = Callable[[], "tuple[PatchEncoder, str]"]
 """Returns the encoder of the database and its device; called only if the encoder is needed."""
 
 
@@ -77,13 +79,13 @@ class Query:
     Attributes:
         path: path of the image file.
         indexed: path relative to the database's root; None if the image is not in the database.
-        pixels: the image.
+        size: (height, width) of the image in pixels.
         regions: at least one region.
     """
 
     path: Path
     indexed: str | None
-    pixels: UInt8[Tensor, "3 h w"]
+    size: tuple[int, int]
     regions: list[Region]
 
 
@@ -105,23 +107,24 @@ def make_query(database: ObjectDatabase, image: str, place: QueryPlace, open_enc
         ConfigError: `place` is outside the image or contains no object.
     """
     path, row = _locate(database, image)
-    pixels = read_image(path)
-    height, width = pixels.shape[1:]
-    _check_place(place, height, width)
+    size = image_size(path)
+    _check_place(place, *size)
     indexed = None if row is None else row.path
     stored = row is not None and not database.is_changed(row)
     if row is not None and not stored:
         log.warning("%s has changed since it was indexed; extracting its objects again", path)
     if indexed is not None and stored and place.box is None:
         objects = database.objects_of(indexed)
-        return Query(path, indexed, pixels, _object_regions(objects, place, str(path)))
+        return Query(path, indexed, size, _object_regions(objects, place, str(path)))
+    from cribo.object_search.extraction import extract_prepared, read_prepared
+
     encoder, device = open_encoder()
     settings = database.info.settings
     [found] = extract_prepared(encoder, [read_prepared(path, encoder, settings)], settings, device=device)
     if place.box is None:
-        return Query(path, indexed, pixels, _object_regions(list(found.objects), place, str(path)))
+        return Query(path, indexed, size, _object_regions(list(found.objects), place, str(path)))
     name = "box " + ",".join(map(str, place.box))
-    return Query(path, indexed, pixels, [Region(name, found.box_vector(place.box), place.box, None)])
+    return Query(path, indexed, size, [Region(name, found.box_vector(place.box), place.box, None)])
 
 
 def _object_regions(objects: list[ImageObject], place: QueryPlace, name: str) -> list[Region]:

@@ -1,47 +1,35 @@
-"""Implementation of `cribo index` and `cribo search`."""
+"""Implementation of `cribo index`."""
 
 import dataclasses
 import logging
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from rich.console import Console
 
 from cribo.allocator import keep_freed_memory
 from cribo.arguments import ConfigError
 from cribo.console import Phases
 from cribo.data import ImageFiles, open_images
-from cribo.data.coco import outline, write_coco
 from cribo.data.limits import MAX_PIXELS
 from cribo.devices import resolve_devices
 from cribo.errors import if_interrupted
-from cribo.files import write_json
-from cribo.folders import ResultFolder
-from cribo.object_search.config import IndexConfig, SearchConfig
+from cribo.object_search.config import IndexConfig
 from cribo.object_search.database import (
-    DatabaseError,
     DatabaseInfo,
-    FoundObject,
     ObjectDatabase,
     as_uri,
     holds_database,
     require_free,
 )
-from cribo.object_search.duplicates import DuplicatePair, find_duplicates
 from cribo.object_search.indexing import IndexSummary, index_images, index_lock, index_vectors
-from cribo.object_search.pictures import write_pairs, write_sheet
-from cribo.object_search.queries import Query, QueryPlace, make_query
 from cribo.object_search.settings import ObjectSettings
-from cribo.retrieval.encoders import PatchEncoder, open_encoder
+from cribo.retrieval.encoders import open_encoder
 from cribo.retrieval.source import BackboneSource
 
 log = logging.getLogger("cribo")
 
-RESULTS, SHEET, COCO = "results.json", "sheet.png", "coco.json"
-_DUPLICATES_FROM = 0.95  # default minimum similarity of a pair
-_OUT = Path("searches")
 _MOST_WORKERS = 16
 
 
@@ -144,190 +132,3 @@ def _root(files: ImageFiles) -> str:
 def _absolute(path: str | os.PathLike[str]) -> str:
     """Return the absolute path without `..`, so that equal paths compare equal."""
     return os.path.abspath(path)  # noqa: PTH100 (Path.absolute keeps `..`)
-
-
-# ------------------------------------------------------------------ searching
-
-
-class SearchResult(NamedTuple):
-    """Result of `search_objects`.
-
-    Attributes:
-        query: the query.
-        found: the nearest objects of each region of the query.
-        states: states of the found images: `changed`, `missing` or "".
-        folder: folder with results.json and the contact sheet.
-    """
-
-    query: Query
-    found: list[list[FoundObject]]
-    states: dict[str, str]
-    folder: Path
-
-
-def search_objects(
-    config: SearchConfig, *, out: Path | None = None, overwrite: bool = False, command: str = ""
-) -> SearchResult:
-    """Find the objects most similar to those of an image, and write results and a contact sheet.
-
-    Args:
-        config: options of the search.
-        out: output folder; by default `searches/<image>`, numbered.
-        overwrite: replace existing results in `out`.
-        command: command line to record in the results.
-
-    Raises:
-        ValueError: database, backbone, image or query region is invalid.
-        FileNotFoundError: the database, the backbone or the image does not exist.
-        UnreadableImage: the image cannot be read.
-        ImportError: Lance is not installed.
-    """
-    if config.image is None:
-        raise ConfigError("--image is required")
-    place = QueryPlace(config.point, config.box, config.object)
-    folder, database = _open_search(config, Path(config.image).stem, out, overwrite)
-    query = make_query(database, config.image, place, lambda: _open_known(config, database))
-    vectors = torch.tensor([region.vector.tolist() for region in query.regions]).numpy()
-    own = None if config.include_own else query.indexed
-    found = database.search(
-        vectors,
-        config.k,
-        exclude_image=own,
-        path=config.path,
-        one_per_image=config.one_per_image,
-        exact=config.exact,
-    )
-    least = -2.0 if config.min_similarity is None else config.min_similarity
-    found = [[one for one in several if one.similarity >= least] for several in found]
-    images = {one.indexed for several in found for one in several}
-    states = {image.path: database.is_changed(image) for image in images}
-
-    def write(part: Path) -> None:
-        write_sheet(part / SHEET, query, found, states, database.root)
-        write_json(part / RESULTS, _record(config, database, query, found, states, command))
-        if config.coco:
-            _write_coco(part / COCO, query, found)
-
-    return SearchResult(query, found, states, folder.create(write))
-
-
-def search_duplicates(
-    config: SearchConfig, *, out: Path | None = None, overwrite: bool = False, command: str = ""
-) -> tuple[list[DuplicatePair], Path]:
-    """Find pairs of similar images, and write results and a contact sheet.
-
-    Raises the errors of `search_objects`.
-
-    Args:
-        config: options of the search.
-        out: output folder; by default `searches/duplicates`, numbered.
-        overwrite: replace existing results in `out`.
-        command: command line to record in the results.
-
-    Returns:
-        The pairs in descending order of similarity, and the output folder.
-    """
-    folder, database = _open_search(config, "duplicates", out, overwrite)
-    least = _DUPLICATES_FROM if config.min_similarity is None else config.min_similarity
-    pairs = find_duplicates(database, min_similarity=least, k=config.k, path=config.path)
-
-    def write(part: Path) -> None:
-        write_pairs(part / SHEET, pairs, database.root)
-        record = {
-            **_about(config, database, command),
-            "min_similarity": least,
-            "pairs": [{"similarity": pair.similarity, "images": [pair.first, pair.second]} for pair in pairs],
-        }
-        write_json(part / RESULTS, record)
-
-    return pairs, folder.create(write)
-
-
-def _open_search(
-    config: SearchConfig, name: str, out: Path | None, overwrite: bool
-) -> tuple[ResultFolder, ObjectDatabase]:
-    folder = ResultFolder(
-        out or _OUT / name,
-        "search",
-        numbered=out is None,
-        overwrite=overwrite,
-        inputs=(config.db, config.image, config.images, config.backbone),
-    )
-    database = ObjectDatabase.open(config.db, images=config.images)
-    if not database.num_rows:
-        raise DatabaseError(f"{database.uri} contains no objects: index images with cribo index --db {database.uri}")
-    return folder, database
-
-
-def _open_known(config: SearchConfig, database: ObjectDatabase) -> tuple[PatchEncoder, str]:
-    """Open the backbone with which the database was built; return it and its device."""
-    device = resolve_devices(None if config.device is None else (config.device,), "device")[0]
-    backbone = dataclasses.replace(_known_backbone(database.info), trust=config.trust)
-    if config.backbone is not None:
-        backbone = dataclasses.replace(backbone, source=config.backbone)
-    encoder, about = open_encoder(backbone, device, blocks=database.info.blocks)
-    database.require_encoder(encoder, about["name"])
-    return encoder, device
-
-
-def _record(
-    config: SearchConfig,
-    database: ObjectDatabase,
-    query: Query,
-    found: list[list[FoundObject]],
-    states: dict[str, str],
-    command: str,
-) -> dict[str, Any]:
-    """Return the content of results.json."""
-    results = [
-        {
-            "query": region.name,
-            "box": list(region.box),
-            "found": [
-                {
-                    "rank": rank,
-                    "similarity": one.similarity,
-                    "image": one.image,
-                    "object": one.object.number,
-                    "box": list(one.object.box),
-                    "area": one.object.area,
-                    "share": one.object.share,
-                    "mask": one.object.mask.coco(),
-                    "image_state": states.get(one.image) or "as indexed",
-                }
-                for rank, one in enumerate(several, start=1)
-            ],
-        }
-        for region, several in zip(query.regions, found, strict=True)
-    ]
-    return {**_about(config, database, command), "image": str(query.path), "results": results}
-
-
-def _about(config: SearchConfig, database: ObjectDatabase, command: str) -> dict[str, Any]:
-    return {
-        "database": database.uri,
-        "images": str(database.root),
-        "backbone": database.info.backbone_name,
-        "settings": dataclasses.asdict(database.info.settings),
-        "k": config.k,
-        "path": config.path,
-        "command": command,
-    }
-
-
-def _write_coco(path: Path, query: Query, found: list[list[FoundObject]]) -> None:
-    """Write found objects in COCO format: one category per query, the similarity as `score`."""
-    sizes = {one.image: one.object.mask.image for several in found for one in several}
-    ids = {name: number for number, name in enumerate(sizes, start=1)}
-    annotations = (
-        {
-            "image_id": ids[one.image],
-            "category_id": category,
-            "score": one.similarity,
-            **outline(one.object.mask.pixels()),
-        }
-        for category, several in enumerate(found, start=1)
-        for one in several
-    )
-    images = [{"file_name": name, "width": width, "height": height} for name, (height, width) in sizes.items()]
-    write_coco(path, images, [region.name for region in query.regions], annotations)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from cribo.arguments import ConfigError
 from cribo.errors import InputError
 from cribo.models import Backbone, evaluation_mode, load_backbone, normalise
-from cribo.retrieval.patches import encoding_size, resize_image
+from cribo.retrieval.grid import encoding_size
+from cribo.retrieval.patches import resize_image
 from cribo.retrieval.source import MEAN_COLOUR, BackboneSource, backbone_name
 
 _MEAN_COLOUR_PATCH = 16

@@ -10,7 +10,7 @@ from torch import Tensor
 from cribo.errors import InputError
 from cribo.models import Backbone
 from cribo.retrieval.encoders import PatchEncoder, backbone_encoder, blocks_encoder, map_by_size
-from cribo.retrieval.patches import window_starts
+from cribo.retrieval.grid import window_starts
 from cribo.segmentation.fitting import block_sets
 from cribo.segmentation.settings import SegmentationSettings
 

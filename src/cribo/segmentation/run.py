@@ -25,7 +25,8 @@ from torch import Tensor
 from cribo.ahead import BUDGET, map_ahead
 from cribo.allocator import keep_freed_memory
 from cribo.console import Phases, duration
-from cribo.data.coco import BACKGROUND, outline, write_coco
+from cribo.data.coco import BACKGROUND
+from cribo.data.coco_writing import outline, write_coco
 from cribo.data.images import DataError, require
 from cribo.data.reading import UnreadableImage, open_header, read_image
 from cribo.devices import resolve_devices, resolve_workers

@@ -14,7 +14,7 @@ from cribo.errors import InputError
 from cribo.evaluation.cache import Machine
 from cribo.evaluation.depth.protocol import Depth
 from cribo.evaluation.features import EncodedView, PatchFeatures, SelectedKeys, in_chunks
-from cribo.retrieval.patches import patch_of_pixel
+from cribo.retrieval.grid import patch_of_pixel
 from cribo.retrieval.voting import vote_weights
 from cribo.retrieval.whitening import Moments
 
