@@ -1,83 +1,113 @@
-"""Start-up time of `cribo --help`, and time to the first training step of the quickstart.
+"""Start-up cost of commands, relative to `import torch`.
 
-    uv run python -m benchmarks.startup
+    uv run python -m benchmarks.startup --backbone ../shared/weights/vits14_dinov2_descendant.safetensors
 
-Each command runs in a new process. The first step is complete when its row is in metrics.csv, which includes imports,
-synthetic data, the network and the score before training. Imports of torch and of parts of the package are measured
-for comparison.
+Each command runs in a new process; the rounds of all commands are interleaved. The cost is the processor time of the
+process, which depends less on other work on the machine than time by the clock. `search by entry` finds the objects
+nearest to one of an indexed image; `segment` is ended when its first label map is written; the first step of the
+quickstart is complete when its row is in metrics.csv, after imports, synthetic data, the network and the first score.
 """
 
 import argparse
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-GOALS = {"cribo --help": 0.5, "first step of the quickstart": 30.0}
+from cribo.cli import COMMANDS
+from cribo.data.scenes import Scenes
+
+GOALS = {"search by entry": 0.5, "segment, first image": 2.0, **{f"{name} --help": 0.3 for name in COMMANDS}}
+"""Relative to `import torch`."""
+
+CRIBO = (sys.executable, "-m", "cribo.cli")
+SCENES = Scenes(12, size=224)
 
 
-def seconds(*command: str) -> float:
-    """Measure the seconds of a command."""
-    begun = time.perf_counter()
-    subprocess.run(command, check=True, capture_output=True)
-    return time.perf_counter() - begun
+def cost(*command: str, until: Callable[[], bool] | None = None) -> float:
+    """Measure the processor seconds of a command, which is ended as soon as `until` holds."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    if until is not None:
+        while not until() and process.poll() is None:
+            time.sleep(0.02)
+        process.kill()
+    if process.wait() and until is None:
+        raise RuntimeError(f"{' '.join(command)} ended with status {process.returncode}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def write_images(folder: Path) -> None:
+    """Write scenes, and two of them with labels as examples."""
+    for number in range(len(SCENES)):
+        part = folder / ("examples" if number < 2 else "images")
+        part.mkdir(exist_ok=True)
+        Image.fromarray(SCENES.load(number).permute(1, 2, 0).numpy()).save(part / f"{number}.jpg")
+        if number < 2:
+            Image.fromarray(SCENES.labels(number).numpy()).save(part / f"{number}.png")
 
 
 def first_step() -> float:
-    """Measure the seconds from the start of `cribo pretrain` to the row of the first step."""
+    """Measure the processor seconds of `cribo pretrain` until the row of its first step."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "cribo.cli", "pretrain", "--runtime.log_every=1", f"--out={folder}"]
-        begun = time.perf_counter()
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         metrics = Path(folder) / "quickstart" / "metrics.csv"
-        try:
-            while not _has_first_step(metrics):
-                if process.poll() is not None:
-                    raise RuntimeError(f"cribo pretrain ended with status {process.returncode} before its first step")
-                time.sleep(0.05)
-            return time.perf_counter() - begun
-        finally:
-            process.kill()
-            process.wait()
+
+        def is_done() -> bool:
+            rows = metrics.read_text().splitlines()[1:] if metrics.is_file() else []
+            return any(not row.startswith("0,") for row in rows)  # step 0 is the score before training
+
+        return cost(*CRIBO, "pretrain", "--runtime.log_every=1", f"--out={folder}", until=is_done)
 
 
-def _has_first_step(metrics: Path) -> bool:
-    rows = metrics.read_text().splitlines()[1:] if metrics.is_file() else []
-    return any(not row.startswith("0,") for row in rows)  # step 0 is the score before training
+def first_image(folder: Path, backbone: str) -> float:
+    """Measure the processor seconds of `cribo segment` until its first label map."""
+    with tempfile.TemporaryDirectory() as out:
+        words = ("--backbone", backbone, "--examples", f"{folder}/examples", "--images", f"{folder}/images")
+        labels = Path(out) / "segmented" / "labels"
+        return cost(*CRIBO, "segment", *words, "--out", f"{out}/segmented", until=lambda: any(labels.glob("*.png")))
 
 
 def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
-    python = sys.executable
-    calls = {
-        "cribo --help": lambda: seconds(python, "-m", "cribo.cli", "--help"),
-        "import torch": lambda: seconds(python, "-c", "import torch"),
-        "import cribo.method": lambda: seconds(python, "-c", "import cribo.method"),
-        "import cribo.pretrain": lambda: seconds(python, "-c", "from cribo.pretraining import pretrain"),
-        "cribo pretrain --help": lambda: seconds(python, "-m", "cribo.cli", "pretrain", "--help"),
-        "first step of the quickstart": first_step,
-    }
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            taken[name].append(call())
-    table = Table(title=f"Start-up time, {rounds} processes each")
-    for column in ("command", "median", "minimum", "maximum", "target", "relative to import torch"):
+    parser.add_argument("--backbone", default="mean-colour", help="backbone of segment")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_images(folder)
+        index = ("index", "--backbone", "mean-colour", "--images", f"{folder}/images", "--db", f"{folder}/objects.db")
+        cost(*CRIBO, *index)
+        search = ("search", "--db", f"{folder}/objects.db", "--image", "2.jpg", "--object", "0")
+        out = iter(range(sys.maxsize))
+        calls: dict[str, Callable[[], float]] = {
+            "import torch": lambda: cost(sys.executable, "-c", "import torch"),
+            "import timm": lambda: cost(sys.executable, "-c", "import timm"),
+            **{f"{name} --help": lambda name=name: cost(*CRIBO, name, "--help") for name in COMMANDS},
+            "search by entry": lambda: cost(*CRIBO, *search, "--out", f"{folder}/found-{next(out)}"),
+            "segment, first image": lambda: first_image(folder, arguments.backbone),
+            "first step of the quickstart": first_step,
+        }
+        taken: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(arguments.rounds):
+            for name, call in calls.items():
+                taken[name].append(call())
+    table = Table(title=f"Processor seconds of {arguments.rounds} processes each")
+    for column in ("command", "median", "minimum", "maximum", "relative to import torch", "goal"):
         table.add_column(column, justify="left" if column == "command" else "right")
-    torch_seconds = statistics.median(taken["import torch"])
     for name, found in taken.items():
-        median = statistics.median(found)
-        goal = f"{GOALS[name]:g} s" if name in GOALS else ""
-        figures = (f"{value:.2f} s" for value in (median, min(found), max(found)))
-        table.add_row(name, *figures, goal, f"{median / torch_seconds:.2f}")
+        ratios = [value / torch for value, torch in zip(found, taken["import torch"], strict=True)]
+        figures = (f"{value:.2f} s" for value in (statistics.median(found), min(found), max(found)))
+        table.add_row(name, *figures, f"{statistics.median(ratios):.2f}", f"{GOALS[name]:g}" if name in GOALS else "")
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
