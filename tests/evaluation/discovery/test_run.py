@@ -86,6 +86,18 @@ def test_boxes_of_resized_images(coco: Path, tmp_path: Path) -> None:
     assert boxes == {f"{number}.jpg": list(map(float, box)) for number, box in enumerate(OBJECTS)}
 
 
+def test_images_found_as_a_whole_are_counted_with_a_warning(coco: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = DiscoveryData(str(coco)), EvaluationRuntime(devices=("cpu",), workers=0, cache="none")
+    result, _ = evaluate(Discovery(threshold=-0.9999), "mean-colour", *run, pictures=0)
+    assert {row["method"]: row["whole_image"] for row in result.results} == {"lost": 0, "tokencut": 3}
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert warning.startswith("tokencut found the whole image in 3 of 3 images, since the tokens of their patches")
+    assert warning.endswith("Use another --threshold")
+    caplog.clear()
+    evaluate(Discovery(), "mean-colour", *run, pictures=0)
+    assert not caplog.records
+
+
 def test_an_iou_of_a_half_counts_as_found(coco: Path) -> None:
     images = DiscoveryData(str(coco)).open().val
     half, less = (torch.tensor([32.0, 16, right, 48], dtype=torch.float64) for right in (56, 55))

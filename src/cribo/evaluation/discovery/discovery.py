@@ -52,6 +52,11 @@ class Discovered:
         """Fraction of images with a correctly found object."""
         return float(self.right.double().mean())
 
+    @property
+    def whole(self) -> int:
+        """Number of images whose object is the whole image."""
+        return sum(bool(part.mask.all()) for part in self.objects)
+
 
 @torch.no_grad()
 def discover(

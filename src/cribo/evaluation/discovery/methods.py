@@ -57,8 +57,11 @@ def tokencut(features: Float[Tensor, "n d"], grid: tuple[int, int], *, threshold
 
     Patches with a cosine above `threshold` are connected by an edge of weight 1, all others by 1e-5. The normalised cut
     of this graph is the second eigenvector of (D - E) y = λ D y, split at its mean. The object is on the side of the
-    patch with the largest absolute value, its seed, and contains it. Where all pairs of patches are similar, or none
-    is, all cuts are equal and the object is the whole image.
+    patch with the largest absolute value, its seed, and contains it.
+
+    Where all pairs of patches are similar, or none is, all cuts are equal and the object is the whole image. Every
+    vector with a sum of 0 is then an eigenvector; the one that a solver returns depends on its algorithm, the order of
+    the patches and the shape of the grid, but not on the image.
 
     Args:
         features: patch features, row by row.

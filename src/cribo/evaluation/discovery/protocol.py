@@ -1,5 +1,6 @@
 """Object discovery protocol: data, settings and measurement."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -14,8 +15,12 @@ from cribo.retrieval.source import BackboneSource
 if TYPE_CHECKING:
     from cribo.evaluation.runner import Run
 
+log = logging.getLogger(__name__)
+
 METHODS = ("lost", "tokencut")
 DiscoveryFeatures = Literal["keys", "queries", "values", "tokens"]
+
+_MANY = 0.5  # share of images found as a whole above which a warning is logged
 
 
 @dataclass
@@ -176,14 +181,35 @@ Requires: pip install "cribo-ssl[evaluation]"
                 workers=resolve_workers(run.runtime.workers),
                 progress=progress,
             )
+        for name, part in found.items():
+            if part.whole > _MANY * len(images):
+                log.warning(
+                    "%s found the whole image in %d of %d images, since the %s of their patches are too similar, or "
+                    "too different, to separate an object: CorLoc then measures the data set, not the network. Use %s",
+                    name,
+                    part.whole,
+                    len(images),
+                    self.features,
+                    self._alternative(name, run),
+                )
         return Outcome(
             rows=[
-                {"method": name, "corloc": part.corloc, "found": int(part.right.sum())} for name, part in found.items()
+                {"method": name, "corloc": part.corloc, "found": int(part.right.sum()), "whole_image": part.whole}
+                for name, part in found.items()
             ],
             classes=(),
             packages={"scipy": scipy.__version__},
             write=lambda result, folder: write_objects(found, images, folder, number=run.num_pictures),
         )
+
+    def _alternative(self, method: str, run: "Run") -> str:
+        """Return the settings with which a method may find parts of images."""
+        from cribo.evaluation.discovery.discovery import has_attention
+
+        settings = ["another --threshold"] if method == "tokencut" else []
+        if has_attention(run.backbone):
+            settings.insert(0, "--features tokens" if self.features == "values" else "--features values")
+        return " or ".join(settings) or "another network"
 
     def places(self, folder: Path) -> dict[str, Any]:
         """Return the path of the boxes."""
