@@ -8,9 +8,14 @@ some images and labelled examples under the names that the pages use. Two kinds 
 
 `<!-- commands not run: ... -->` anywhere on a page is the second for all its commands. Square brackets in a command
 that is not run enclose options that may be left out.
+
+Options, import paths, functions and files that the text names in backticks must exist.
 """
 
+import ast
 import contextlib
+import io
+import pkgutil
 import re
 import shlex
 import shutil
@@ -32,7 +37,7 @@ if TYPE_CHECKING:
     from cribo.pretraining import PretrainConfig
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 LANGUAGES = {"python", "bash", "yaml", "json", "text", "bibtex"}
 COMMENT = re.compile(r"<!-- (given|not run|commands not run): (.*?) -->", re.DOTALL)
 BLOCK = re.compile(r"(?P<above>(?:^<!--(?:(?!-->).)*-->\n+)*)^```(?P<language>.*?)\n(?P<code>.*?)^```$", re.M | re.S)
@@ -181,3 +186,103 @@ def test_blocks_run(page: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> 
             names: dict[str, Any] = {}
             exec(block.given, names)
             exec(code, names)
+
+
+# ------------------------------------------------------------------ names in the text
+
+NAMED = re.compile(r"`([^`]+)`")
+OPTION = re.compile(r"--[a-z][\w.-]*")
+OTHER_NAMES = {
+    *("eval_knn.py", "eval_spair.py", "eval_video_segmentation.py"),  # DINO, DIFT
+    *("main.py", "datasets/coco.py", "models/backbone.py", "models/detector.py"),  # YOLOS
+    *("YolosForObjectDetection.from_pretrained", "AutoImageProcessor.from_pretrained", "ViTModel"),  # transformers
+    *("interpolate_pos_encoding", "forward_features", "--hypothesis-profile", "AWS_ACCESS_KEY_ID", "AWS_ENDPOINT_URL"),
+    *("my_set", "loss_image", "cribo.json"),  # a placeholder, a key with the name of a loss, a file
+}
+"""Names in the text that the code of this project does not contain."""
+
+
+class Code(NamedTuple):
+    """Names in this project's code."""
+
+    files: list[str]  # paths
+    defined: set[str]  # functions, classes and fields
+    modules: dict[str, str]  # of the classes of the package
+    words: set[str]  # names of the package, and words of its strings other than docstrings
+
+
+@pytest.fixture(scope="module")
+def code() -> Code:
+    found = Code([], set(), {}, set())
+    for folder in ("src", "tests", "benchmarks", "examples"):
+        for file in sorted((REPOSITORY / folder).rglob("*.py")):
+            path = file.relative_to(REPOSITORY / folder).with_suffix("")
+            found.files.append(f"/{folder}/{path}.py")
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                match node:
+                    case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                        found.defined.add(name)
+                        if folder == "src" and isinstance(node, ast.ClassDef):
+                            found.modules[name] = ".".join(path.parts).removesuffix(".__init__")
+                    case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+                        found.words.update([name] if folder == "src" else [])
+                    case ast.Constant(value=str(text)) if folder == "src" and "\n\n" not in text:
+                        found.words.update(re.findall(r"\w+", text))
+    for file in (REPOSITORY / "src").rglob("*.yaml"):
+        found.words.update(re.findall(r"\w+", file.read_text(encoding="utf-8")), [file.stem])
+    found.words.update(found.defined)
+    return found
+
+
+@pytest.fixture(scope="module")
+def options() -> set[str]:
+    """The options of all commands."""
+    shown = io.StringIO()
+    for words in HELP:
+        with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+            main(words)
+    return set(OPTION.findall(shown.getvalue()))
+
+
+def unknown_names(span: str, code: Code, options: set[str]) -> set[str]:
+    """The names in a piece of text between backticks that look like this project's and do not exist."""
+    first, *_ = span.split() or [""]
+    if first.startswith("--") or first in ("cribo", *COMMANDS, *EVALUATIONS):
+        return set(OPTION.findall(span)) - options
+    if re.fullmatch(r"[\w./-]+\.py", span):
+        return set() if any(file.endswith(f"/{span}") for file in code.files) else {span}
+    found = {name for name in re.findall(r"\bcribo(?:\.\w+)+", span) if not _exists(name)}
+    if called := re.match(r"(?:\w+=)?([\w.]+)\(", span):
+        found |= {called[1].rpartition(".")[2]} - code.defined
+    if member := re.match(r"([A-Z][a-z]\w*)\.([a-z]\w*)", span):
+        module = code.modules.get(member[1])
+        found |= set() if module and _exists(f"{module}:{member[1]}", member[2]) else {member[0]}
+    if re.fullmatch(r"\w+_\w+|[A-Z][a-z]+[A-Z]\w+", span):
+        found |= {span} - code.words
+    return found
+
+
+def _exists(name: str, member: str = "") -> bool:
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return not member or hasattr(found, member) or member in getattr(found, "__dataclass_fields__", ())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_exist(page: Path, code: Code, options: set[str]) -> None:
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    unknown = {name for span in NAMED.findall(text) for name in unknown_names(span, code, options)}
+    assert unknown <= OTHER_NAMES
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        *("--gone 1", "cribo segment --gone", "cribo.gone", "cribo.segmentation.gone", "SegmentationMemory.gone"),
+        *("gone()", "memory.gone(1)", "a_name_that_is_gone", "GoneConfig", "method/gone.py"),
+    ],
+)
+def test_names_that_do_not_exist_are_found(span: str, code: Code, options: set[str]) -> None:
+    assert unknown_names(span, code, options)
