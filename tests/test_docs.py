@@ -286,3 +286,10 @@ def test_names_exist(page: Path, code: Code, options: set[str]) -> None:
 )
 def test_names_that_do_not_exist_are_found(span: str, code: Code, options: set[str]) -> None:
     assert unknown_names(span, code, options)
+
+
+def test_pages_named_in_the_code_exist() -> None:
+    files = [file for file in (REPOSITORY / "src").rglob("*") if file.suffix in (".py", ".json", ".yaml")]
+    pages = {page for file in files for page in re.findall(r"docs/[\w/-]+\.md", file.read_text(encoding="utf-8"))}
+    assert pages
+    assert [page for page in sorted(pages) if not (REPOSITORY / page).exists()] == []

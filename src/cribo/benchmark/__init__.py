@@ -1,4 +1,4 @@
-"""Benchmark of a backbone: all protocols on all data sets of a folder (docs/evaluation.md)."""
+"""Benchmark of a backbone: all protocols on all data sets of a folder (docs/evaluation/card.md)."""
 
 from typing import TYPE_CHECKING
 

@@ -100,7 +100,7 @@ def make_plan(config: BenchmarkConfig) -> Plan:
     ]
     if not rows:
         layouts = "; ".join(dict.fromkeys(filter(None, map(_layout, used))))
-        raise DataError(f"no known set in {root} or its folders: looked for {layouts} (docs/evaluation.md)")
+        raise DataError(f"no known set in {root} or its folders: looked for {layouts} (docs/evaluation/data.md)")
     without = {protocol for protocol in used if not any(row.protocol is protocol for row in rows)}
     left_out |= {
         protocol.name: f"no set; looked for {_layout(protocol) or 'folders that it opens'}"

@@ -40,7 +40,7 @@ class SegmentationTraining(Protocol):
     """Common settings of linear segmentation and Segmenter.
 
     Attributes:
-        variant: implementation to follow, see docs/evaluation.md.
+        variant: implementation to follow, see docs/evaluation/linear.md.
         schedule: paper (512-pixel crops, batches of 16, 80,000 iterations, 160,000 for COCO-Stuff and ADE20K) or
             short, for a small machine. It sets the defaults of the next four options, see [brackets].
         iterations: number of optimiser steps. [80000 or 160000, short: 300]
@@ -168,7 +168,7 @@ class Linear(SegmentationTraining):
 
     Attributes:
         variant: paper, following the paper's text; released, following its code; or neco-linear, as in Leopart and
-            NeCo, with 2,050 iterations of 128 crops of 448 pixels (see docs/evaluation.md).
+            NeCo, with 2,050 iterations of 128 crops of 448 pixels (see docs/evaluation/linear.md).
         learning_rates: learning rates, trained concurrently in one pass; the best one is reported.
             [8e-4,3e-4,1e-4,8e-5, neco-linear: 0.01, short: 3e-2,1e-2,3e-3,1e-3]
     """
@@ -188,7 +188,7 @@ class Linear(SegmentationTraining):
 Linear segmentation: one linear layer is trained on the patch tokens of the frozen backbone, its logits are
 upsampled to pixels, and the predictions for the validation images are scored (mIoU). All learning rates are trained
 in one pass over the features; the best one is reported. --variant released follows the paper's code instead of its
-text, --variant neco-linear the linear segmentation of Leopart and NeCo (see docs/evaluation.md).
+text, --variant neco-linear the linear segmentation of Leopart and NeCo (see docs/evaluation/linear.md).
 
   cribo evaluate linear --backbone runs/coco --data VOCdevkit/VOC2012
   cribo evaluate linear --backbone vit_small_patch16_224.dino --data ADEChallengeData2016 \\
@@ -243,7 +243,7 @@ class FinetunedSegmenter(SegmentationTraining):
     """End-to-end finetuning with Segmenter.
 
     Attributes:
-        variant: paper, following the paper's text, or released, following its code (see docs/evaluation.md).
+        variant: paper, following the paper's text, or released, following its code (see docs/evaluation/linear.md).
         learning_rates: learning rates, trained separately from the same initial weights; the best one is reported. A
             single one takes a quarter of the time. [8e-5,3e-5,1e-5,8e-6, short: 1e-3,3e-4]
         inference: slide (windows of the crop size, whose logits are averaged where they overlap; stride 480 of 512),
@@ -270,7 +270,7 @@ class FinetunedSegmenter(SegmentationTraining):
 Finetuning with Segmenter: the backbone is trained end to end with a mask transformer on its tokens (two blocks,
 one learnable token per class), and the predictions for the validation images are scored (mIoU). Each learning rate is
 trained separately from the same weights; the best one is reported, and its network is saved. --variant released
-follows the paper's code instead of its text (see docs/evaluation.md).
+follows the paper's code instead of its text (see docs/evaluation/linear.md).
 
   cribo evaluate segmenter --backbone runs/coco --data VOCdevkit/VOC2012 \\
       --runtime.precision bf16-mixed --out segmenter-voc --resume
