@@ -185,5 +185,9 @@ def test_missing_images_raise(frames: Path) -> None:
 
 def test_images_with_colliding_results(frames: Path) -> None:
     save_image(frames / "1.png", LABELS)
-    with pytest.raises(DataError, match=r"1\.bmp and 1\.png share the labels 1\.png: rename one"):
+    with pytest.raises(DataError, match=r"results of 1\.bmp and 1\.png would have the same name, 1: rename one"):
         open_targets(str(frames))
+    (frames / "1.png").rename(frames / "1.x")
+    (frames / "note.txt").write_text("1.x\na/../1.bmp\n")
+    with pytest.raises(DataError, match=r"results of 1\.x and 1\.bmp would have the same name"):
+        open_targets(str(frames / "note.txt"))

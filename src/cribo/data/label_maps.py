@@ -228,9 +228,8 @@ def unlisted_colours(what: str, label_maps: Iterable[Image.Image]) -> DataError:
     found = enumerated([f"{colour} {share:.1%}" for colour, share in shares], _MOST_LISTED)
     lines = "".join(f"\n  NAME {colour}" for colour, _ in shares[:_MOST_LISTED])
     return DataError(
-        f"{what}: labels are colours, and the list of classes does not give the colour of each class. Colours found: "
-        f"{found}. Write a line for each class to classes.txt, with its name and colour; {_IGNORED} is the name for "
-        f"pixels without a class:{lines}"
+        f"{what}: labels are colours, but the colours of the classes are not listed. Colours found: {found}. Write the "
+        f"name and colour of each class to classes.txt, with the name {_IGNORED} for pixels without a class:{lines}"
     )
 
 

@@ -150,7 +150,7 @@ class LabelledFiles(ImageFiles):
     @property
     def classes(self) -> list[str]:
         """The names of the classes; label c is `classes[c]`."""
-        if not self._classes and self.coding is MASKS:
+        if self.coding == MASKS and not self._classes:  # decided here, before workers of a loader copy this object
             self._classes = list(MASK_CLASSES)
         if not self._classes:
             known = (labels[labels != IGNORE_INDEX] for labels in map(self.labels, range(len(self))))

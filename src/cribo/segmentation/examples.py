@@ -1,5 +1,6 @@
 """Labelled examples on disk: images and label maps in one or two folders, or a COCO file."""
 
+import posixpath
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ class Examples:
     @property
     def new_classes(self) -> list[str] | None:
         """Names of the classes of a new memory; those of masks are background and foreground by default."""
-        is_masks = isinstance(self.images, LabelledFiles) and self.images.coding is MASKS
+        is_masks = isinstance(self.images, LabelledFiles) and self.images.coding == MASKS
         return list(MASK_CLASSES) if self.classes is None and is_masks else self.classes
 
     @property
@@ -224,8 +225,19 @@ def open_targets(source: str, *, apart_from: Path | None = None) -> tuple[Path, 
         names = [name for name in names if own not in (folder / name).absolute().parents]
         if not names:
             raise DataError(f"all images of {source} are in {apart_from}, the output folder: choose another --out")
-    by_stem(names, EXTENSIONS)
+    named: dict[str, str] = {}
+    for name in names:
+        if (other := named.setdefault(result_name(name), name)) != name:
+            raise DataError(
+                f"the results of {other} and {name} would have the same name, {result_name(name)}: rename one, or "
+                "label them in two calls with different --out"
+            )
     return folder, names
+
+
+def result_name(image: str) -> str:
+    """Return the name of an image without its extension, as in the names of its results."""
+    return posixpath.splitext(image)[0]
 
 
 def _of_glob(pattern: Path) -> tuple[Path, list[str]]:

@@ -39,7 +39,7 @@ from cribo.evaluation.results import versions
 from cribo.files import FolderError, remove_parts, write_json, write_text, write_whole
 from cribo.folders import ResultFolder
 from cribo.segmentation.config import SegmentConfig
-from cribo.segmentation.examples import Examples, find_examples, open_targets
+from cribo.segmentation.examples import Examples, find_examples, open_targets, result_name
 from cribo.segmentation.fitting import Choice
 from cribo.segmentation.memory import Segmentation, SegmentationMemory
 from cribo.segmentation.pictures import SegmentedPanel, draw_overview, overlay
@@ -93,15 +93,15 @@ class Segmented:
     def speed(self) -> str:
         """Number of images, duration and speed, as text."""
         fresh = self.images - self.reused
-        parts = [f"{counted(fresh, 'image')} in {duration(self.seconds)}"]
+        text = f"{counted(fresh, 'image')} in {duration(self.seconds)}"
         if fresh:
-            parts.append(f"of which labelling took {duration(self.labelling_seconds)}")
-            parts[-1] += f" ({fresh / self.labelling_seconds:.1f} images/s)"
+            speed = f"{fresh / self.labelling_seconds:.1f} images/s"
+            text += f", of which labelling took {duration(self.labelling_seconds)} ({speed})"
         if self.reused:
-            parts.append(f"{self.reused} already labelled")
+            text += f", {self.reused} already labelled"
         if self.earlier:
-            parts.append(f"results of {counted(self.earlier, 'earlier image')} kept")
-        return ", ".join(parts)
+            text += f", results of {counted(self.earlier, 'earlier image')} kept"
+        return text
 
 
 def segment_images(
@@ -339,8 +339,8 @@ def _segment_all(
 ) -> Segmented:
     """Label all images that are not labelled yet, and write the summary."""
     done = results.done()
-    stems = {_stem(name) for name in names}
-    results.earlier = {name: record for name, record in done.items() if _stem(name) not in stems}
+    stems = {result_name(name) for name in names}
+    results.earlier = {name: record for name, record in done.items() if result_name(name) not in stems}
     results.begin(len(names))
     skipped: dict[str, str] = {}
     reused = 0
@@ -544,12 +544,12 @@ class _Results:
                 continue
             if all(target.is_file() for target in self._targets(record.name)):
                 # Images that differ only in the extension share files; keep the last one.
-                records[_stem(record.name)] = record
+                records[result_name(record.name)] = record
         return {record.name: record for record in records.values()}
 
     def _targets(self, name: str) -> tuple[Path, Path, Path]:
         """Return the paths of label map, overlay and confidence of an image."""
-        stem = _stem(name)
+        stem = result_name(name)
         return (
             self.folder / "labels" / f"{stem}.png",
             self.folder / "overlays" / f"{stem}.jpg",
@@ -650,11 +650,6 @@ class _Results:
 
 def _changed(what: str, before: object, now: object) -> str:
     return f"{what} was {before}, is {now}"
-
-
-def _stem(name: str) -> str:
-    """Return the name of an image without extension, as in the names of its results."""
-    return name.rpartition(".")[0]
 
 
 def _read_grey(path: Path) -> UInt8[Tensor, "h w"]:
