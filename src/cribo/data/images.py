@@ -218,8 +218,11 @@ def named_below_one_folder(files: ImageFiles) -> ImageFiles:
     names = list(files.names)
     if not any(os.path.isabs(name) or ".." in name.split("/") for name in names):
         return ImageFiles(files.folder, dict.fromkeys(map(posixpath.normpath, names)), max_pixels=files.max_pixels)
-    # Folders are resolved, because `..` after a link leads to the parent of its target.
-    resolved: Callable[[str], str] = lru_cache(maxsize=1024)(os.path.realpath)
+
+    @lru_cache(maxsize=1024)
+    def resolved(folder: str) -> str:
+        return os.path.realpath(folder)  # `..` after a link leads to the parent of its target
+
     paths = [os.path.split(os.path.join(files.folder, name)) for name in names]
     paths = dict.fromkeys(os.path.join(resolved(folder), name) for folder, name in paths)
     folder = resolved(files.folder)
