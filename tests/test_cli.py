@@ -135,7 +135,7 @@ def test_invalid_arguments_are_refused(words: list[str], message: str, refused: 
         (["--data.root", "empty"], "no images in empty"),
         (["--data.root", "file"], "give a folder of images, or a .txt file"),
         (["--data.root", "empty", "--data.images", "train"], "there is no 'train'"),
-        (["--data.root", "texts"], "none of the first 8 images of data.root can be read"),
+        (["--data.root", "texts"], "none of the 8 images of data.root can be read"),
         (["--backbone.name", "vit_tiny_patch16_242"], "did you mean vit_tiny_patch16_224"),
         (["--backbone.args", "{depht: 3}"], "has no argument 'depht'"),
         (["--backbone.pretrained", "nothing.pth"], "no weights at nothing.pth"),

@@ -107,6 +107,13 @@ def test_segmentation_is_fitted_to_the_scored_images_and_scored_on_held_out_ones
     assert fit_segmentation(network, labelled) is None
 
 
+def test_images_of_one_class_do_not_score_a_segmentation(tmp_path: Path, network) -> None:
+    write(tmp_path, "", 10, seed=0)
+    for path in (tmp_path / "labels").glob("*.png"):
+        Image.new("L", (96, 64), 1).save(path)
+    assert fit_segmentation(network, open_labelled(tmp_path)) is None
+
+
 def test_a_network_is_kept_if_one_measure_improves_and_none_degrades() -> None:
     good, fair, bad = (torch.tensor([[[right, 100 - right], [100 - right, right]]] * 12) for right in (90, 80, 60))
     names = ("before", "after")

@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from cribo.data.images import DataError, ImageFiles, MissingData, PackedNames, ReducingSource, open_images
+from cribo.data.images import (
+    DataError,
+    ImageFiles,
+    MissingData,
+    PackedNames,
+    ReducingSource,
+    named_below_one_folder,
+    open_images,
+    require_readable,
+)
 from cribo.data.reading import UnreadableImage
 
 
@@ -144,6 +153,39 @@ def test_list_names_the_first_missing_file_and_the_count(tmp_path):
         open_images(tmp_path / "list.txt")
 
 
+def test_listed_images_are_named_below_the_folder_of_the_list_or_their_common_folder(tmp_path):
+    for name in ("lists/a.png", "lists/sub/b.png", "other/a.png", "other/deep/c.png"):
+        save(tmp_path / name)
+    (tmp_path / "linked").symlink_to(tmp_path / "lists", target_is_directory=True)
+
+    def named(*lines: object) -> tuple[str, list[str]]:
+        (tmp_path / "lists" / "list.txt").write_text("".join(f"{line}\n" for line in lines))
+        files = named_below_one_folder(open_images(tmp_path / "linked" / "list.txt"))
+        assert all(Path(files.path(index)).is_file() for index in range(len(files)))
+        return files.folder, names(files)
+
+    own, other = tmp_path / "lists", tmp_path / "other"
+    assert named("a.png", "sub/b.png") == (str(tmp_path / "linked"), ["a.png", "sub/b.png"])
+    assert named(own / "sub/b.png", "a.png", "./a.png", "sub/../a.png") == (str(own), ["sub/b.png", "a.png"])
+    assert named(other / "deep/c.png", "../other/a.png") == (str(other), ["deep/c.png", "a.png"])
+    assert named("a.png", other / "a.png") == (str(tmp_path), ["lists/a.png", "other/a.png"])
+
+
+def test_a_collection_without_readable_images_is_refused(tmp_path):
+    for name in ("1.png", "2.png"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(
+        DataError, match=r"none of the 2 images of x can be read; the first is .*1\.png: the file is empty"
+    ):
+        require_readable(open_images(tmp_path), "x")
+    with pytest.raises(DataError, match=r"the only image of x cannot be read: .*2\.png: the file is empty"):
+        require_readable(ImageFiles(tmp_path, ["2.png"]), "x")
+    save(tmp_path / "3.png")
+    require_readable(open_images(tmp_path), "x")
+    with pytest.raises(DataError, match="none of the first 2 images of x can be read"):
+        require_readable(open_images(tmp_path), "x", most=2)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -174,6 +216,11 @@ def test_a_missing_folder_suggests_the_nearest_name(tmp_path):
         open_images(tmp_path, "photos")
     with pytest.raises(MissingData, match=r"there is no 'sub' in .*x.png.*, which is a file"):
         open_images(tmp_path, "images/train/x.png/sub")
+    with pytest.raises(MissingData, match=r"there is no 'gone' in .*images/train; files there: x\.png"):
+        open_images(tmp_path, "labels/../images/train/gone")
+    (tmp_path / "labels" / "val").mkdir()
+    with pytest.raises(MissingData, match=r"there is no 'gone' in .*labels/val, which is empty"):
+        open_images(tmp_path, "labels/val/gone")
 
 
 def test_missing_data_is_a_data_error_and_a_file_not_found_error(tmp_path):

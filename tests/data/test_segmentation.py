@@ -1,3 +1,4 @@
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from cribo.data.datasets import open_segmentation
 from cribo.data.images import DataError, MissingData
 from cribo.data.reading import UnreadableImage
 from cribo.data.scenes import Scenes
-from cribo.data.segmentation import LabelledFolder, LabelledImages, LabelledSubset, LabelValues, by_stem, colour_map
+from cribo.data.segmentation import LabelledFolder, LabelledImages, LabelledSubset, by_stem, colour_map
 
 LABELS = np.array([[0, 1, 2], [2, 255, 0]], dtype=np.uint8)
 
@@ -98,17 +99,60 @@ def test_other_depths(root, dtype):
     np.testing.assert_array_equal(labels, values)
 
 
-def test_colour_coded_labels_are_refused(root):
+def test_colours_of_the_labels_are_read_if_they_are_listed(root):
     save_image(root / "labels" / "val" / "a.png")
     with pytest.raises(
-        DataError, match=r"a\.png: labels must be class indices .* got colours \(mode RGB\): replace colours"
+        DataError, match=r"a\.png: labels are colours, .* Colours found: #ff0000 50\.0%, #000000 16\.7%, "
     ):
         open_segmentation("folder", root, "val").labels(0)
+    save_labels(root / "labels" / "val" / "b.png", np.array([[255, 0, 0], [0, 255, 0]], np.uint8)[LABELS % 3 % 2])
+    (root / "classes.txt").write_text("red #ff0000\ngreen 0 255 0\n")
+    data = open_segmentation("folder", root, "val")
+    assert (data.classes, list(data.palette)) == (["red", "green"], [(255, 0, 0), (0, 255, 0)])
+    np.testing.assert_array_equal(data.labels(0), np.zeros((2, 3)))
+    np.testing.assert_array_equal(data.labels(1), LABELS % 3 % 2)
+
+
+@pytest.mark.parametrize(
+    ("classes", "others", "expected"),
+    [
+        (None, [], ["background", "foreground"]),
+        (["other", "cell"], [], ["other", "cell"]),
+        (["other", "cell"], [1], None),
+        (["a", "b", "c"], [], None),
+        (None, [1], None),
+    ],
+)
+def test_masks_of_0_and_255(root, caplog, classes, others, expected):
+    """255 is the foreground unless another value occurs, or the number of classes is not two."""
+    mask = np.array([[0, 255, 0], [255, 255, 0]], dtype=np.uint8)
+    for name in ("a", "b"):
+        save_labels(root / "labels" / "val" / f"{name}.png", mask)
+    for value in others:
+        save_labels(root / "labels" / "val" / "b.png", np.full_like(mask, value))
+    logging.getLogger("cribo").propagate = True
+    with caplog.at_level(logging.INFO, "cribo"):
+        data = LabelledFolder(root / "images" / "val", root / "labels" / "val", classes)
+        labels = data.labels(0)
+    np.testing.assert_array_equal(labels, np.where(mask == 255, 255 if expected is None else 1, 0))
+    if expected is not None:
+        assert data.classes == expected
+        assert f"only 0 and 255, which are read as {expected[0]} and {expected[1]}" in caplog.text
 
 
 def test_missing_label_is_named(root):
     (root / "labels" / "val" / "b.png").unlink()
     with pytest.raises(MissingData, match=r"image b\.jpg has no labels: there is no b\.png in .*val"):
+        open_segmentation("folder", root, "val")
+
+
+def test_other_files_in_place_of_labels_are_named(root):
+    (root / "labels" / "val" / "b.png").unlink()
+    (root / "labels" / "val" / "b.txt").write_text("0 0.5 0.5 0.1 0.1")
+    with pytest.raises(MissingData, match=r"there is no b\.png in .*val, but b\.txt: convert the labels to PNG"):
+        open_segmentation("folder", root, "val")
+    (root / "labels" / "val" / "b.json").write_text('{"version": "5.5", "shapes": [], "imagePath": "b.jpg"}')
+    with pytest.raises(MissingData, match=r"but b\.json, which is in labelme's format: convert it with .*labelme2voc"):
         open_segmentation("folder", root, "val")
 
 
@@ -207,12 +251,6 @@ def test_the_colour_map_equals_pascal_voc():
 def test_scenes_have_a_colour_per_class():
     scenes: LabelledImages = Scenes(1)
     assert len(set(scenes.palette)) == len(scenes.palette) == len(scenes.classes)
-
-
-def test_values_are_formatted_as_ranges():
-    assert str(LabelValues((7, 8, 11, 12, 13), ignored=(0, 9, 255))) == (
-        "in 7..8, 11..13 (5 classes) or 0, 9, 255 (ignored)"
-    )
 
 
 def test_stems_exclude_the_longest_ending():

@@ -12,9 +12,10 @@ from safetensors import safe_open
 import cribo.embedding.run as run
 from cribo.arguments import ConfigError
 from cribo.cli import main
+from cribo.data.images import DataError
 from cribo.data.reading import read_image
 from cribo.embedding.config import EmbedConfig
-from cribo.embedding.run import Embedded, NothingEmbedded, embed_images
+from cribo.embedding.run import Embedded, embed_images
 from cribo.files import FolderError
 from cribo.models import build_backbone, load_backbone, save_backbone
 from cribo.models.backbone import normalise
@@ -154,33 +155,34 @@ def test_a_stopped_run_resumes_and_a_finished_one_is_kept(images: Path, monkeypa
     before = first.stat().st_mtime_ns
     monkeypatch.setattr(run, "write_part", write)
     done = embed(images, "mean-colour", resume=True)
-    assert (done.images, done.reused, list(done.skipped)) == (6, 4, ["a/broken.png"])
+    assert (done.images, done.reused, list(done.skipped)) == (5, 3, ["a/broken.png"])
     assert first.stat().st_mtime_ns == before
     for (name, own), (other, expected) in zip(rows(images).items(), rows(images, "whole").items(), strict=True):
         assert name == other
         assert len(own) == len(expected) == (name != "a/broken.png")
         np.testing.assert_array_equal([v for _, v in own], [v for _, v in expected])
-    assert embed(images, "mean-colour", resume=True).reused == 6
+    assert embed(images, "mean-colour", resume=True).reused == 5
     assert json.loads((images.parent / "out" / "about.json").read_text())["finished"]
 
 
 def test_other_settings_or_images_are_not_resumed(images: Path) -> None:
     embed(images, "mean-colour")
-    with pytest.raises(
-        FolderError, match=r"created with different settings .*: precision was float32, is float16; size"
-    ):
+    with pytest.raises(FolderError, match=r"created with different inputs .*: precision was float32, is float16; size"):
         embed(images, "mean-colour", resume=True, precision="float16", size=64)
     (images / "a" / "0.png").unlink()
-    with pytest.raises(FolderError, match="images was 5, is 4"):
+    with pytest.raises(FolderError, match=r"images was 5, is 4; images of .*images were added, removed or changed"):
         embed(images, "mean-colour", resume=True)
+    with pytest.raises(FolderError, match=r"the folder of the images was .*images, is .*images/b\."):
+        embed(images / "b", "mean-colour", resume=True, out="../out")
     assert len(rows(images)) == 5
 
 
 def test_only_unreadable_images(images: Path) -> None:
     for name in NAMES:
         (images / name).write_bytes(b"nothing")
-    with pytest.raises(NothingEmbedded, match="none of the 5 images"):
+    with pytest.raises(DataError, match=r"none of the 5 images of .* the first is .*a/0\.png: not an image"):
         embed(images, "mean-colour")
+    assert not (images.parent / "out").exists()
 
 
 def test_invalid_input_leaves_no_files(images: Path) -> None:
@@ -197,14 +199,16 @@ def test_invalid_input_leaves_no_files(images: Path) -> None:
 
 def test_the_command(images: Path, backbone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = images.parent / "out"
+    (images / "c.png").write_bytes(b"")
     words = ["embed", str(images), "--backbone", str(backbone), "--out", str(out), "--device", "cpu"]
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "5 images in" in said
+    assert "1 image could not be read:\n  c.png: the file is empty" in said
     assert str(out / "features") in said
     table = pq.read_table(out / "features")
     assert table["image"].to_pylist() == NAMES
     assert table.schema.field("embedding").type.list_size == 32
     assert main(words) == 2
     assert main([*words, "--resume"]) == 0
-    assert "5 were already encoded" in capsys.readouterr().out
+    assert "0 images in 0:00, 5 already encoded" in capsys.readouterr().out

@@ -34,8 +34,21 @@ def test_a_backbone_and_a_folder_suffice(squares: Path, tmp_path: Path) -> None:
     assert contents.finder is not None
     names = [contents.finder.collection.name(number) for number in range(4)]
     assert names == ["0-blue.png", "0-red.png", "1-blue.png", "1-red.png"]
+    assert "contains 4 of 8 images" in contents.notes[0]
+    whole = ExploreConfig(backbone=BackboneSource("mean-colour"), images=squares, limit=8, device="cpu")
+    assert opened(whole, tmp_path / "whole").notes == ()
     alone = opened(ExploreConfig(backbone=BackboneSource("mean-colour"), device="cpu"), tmp_path / "alone")
     assert (alone.finder, alone.pairs, alone.notes) == (None, None, ())
+
+
+def test_a_folder_without_readable_images_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "broken.png").write_bytes(b"")
+    config = ExploreConfig(backbone=BackboneSource("mean-colour"), images=tmp_path / "images", device="cpu")
+    with pytest.raises(
+        InputError, match=r"the only image of .*images cannot be read: .*broken\.png: the file is empty"
+    ):
+        opened(config, tmp_path / "work")
 
 
 def test_a_run_without_checkpoints_needs_a_backbone(run_folder: Path, tmp_path: Path) -> None:

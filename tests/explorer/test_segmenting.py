@@ -104,7 +104,7 @@ def test_downloaded_examples_can_be_read_by_cribo_segment(visitors: Visitors, tm
         archive.extractall(tmp_path)
     found = find_examples(tmp_path / "examples")
     memory = SegmentationMemory("mean-colour", classes=found.classes, palette=found.palette)
-    memory.extend([found.example(index) for index in range(len(found))])
+    memory.extend([*found])
     assert memory.classes == ["red", "green", "blue", "yellow", "tomato", "cyan"]
     assert memory.palette == list(BRUSHES.values())
     assert memory.names == ["01.png"]

@@ -16,9 +16,9 @@ from cribo.data.reading import read_image
 from cribo.folders import ResultFolder
 from cribo.models import build_backbone, load_backbone, save_backbone
 from cribo.object_search import ObjectDatabase, extract_objects, index_vectors
-from cribo.retrieval.encoders import backbone_encoder, blocks_encoder
+from cribo.retrieval.encoders import backbone_encoder, blocks_encoder, mean_colour_encoder
 
-from .conftest import write_picture
+from .conftest import held, info_of, write_picture
 
 Run = Callable[..., str]
 
@@ -179,8 +179,9 @@ def test_an_update_uses_the_stored_options(cribo: Run, indexed: Path, pictures: 
     write_picture(pictures / "c" / "6.png", 7)
     (pictures / "a" / "broken.png").write_bytes(b"")
     said = cribo("index", "--db", indexed)
-    assert "1 new images, 0 changed, 6 unchanged, 0 removed, 1 not readable as images" in said
-    assert "a/broken.png: the file is empty" in said
+    assert "1 new image, 0 changed, 6 unchanged, 0 removed;" in said
+    assert "1 image could not be read:\n  a/broken.png: the file is empty" in said
+    assert "objects of 7 images" in said
 
 
 def test_changed_and_deleted_images_are_reported(cribo: Run, indexed: Path, pictures: Path, tmp_path: Path) -> None:
@@ -293,12 +294,22 @@ def test_invalid_input_is_rejected_before_anything_is_written(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_search_in_an_empty_database_is_rejected(cribo: Run, tmp_path: Path) -> None:
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "broken.png").write_bytes(b"no picture")
-    cribo("index", "--backbone", "mean-colour", "--images", "photos", "--db", "objects.db")
-    write_picture(tmp_path / "query.png", 0)
-    said = cribo("search", "--db", "objects.db", "--image", "query.png", status=2)
+def test_unreadable_images_only_leave_no_database(cribo: Run, indexed: Path, pictures: Path, tmp_path: Path) -> None:
+    for path in pictures.rglob("*.png"):
+        path.write_bytes(b"no picture")
+    before = held(ObjectDatabase.open(indexed))
+    said = cribo("index", "--db", indexed, "--prune", status=2)
+    assert "none of the 6 images of" in said
+    assert "the first is" in said
+    assert "a/0.png: not an image" in said
+    assert held(ObjectDatabase.open(indexed)) == before
+    cribo("index", "--backbone", "mean-colour", "--images", pictures, "--db", "new.db", status=2)
+    assert not (tmp_path / "new.db").exists()
+
+
+def test_a_search_in_an_empty_database_is_rejected(cribo: Run, pictures: Path, tmp_path: Path) -> None:
+    ObjectDatabase.create(tmp_path / "objects.db", info_of(mean_colour_encoder(8), pictures))
+    said = cribo("search", "--db", "objects.db", "--image", pictures / "a" / "1.png", status=2)
     assert "contains no objects: index images with cribo index" in said
 
 

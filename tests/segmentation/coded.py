@@ -54,4 +54,4 @@ def save_labels(path: Path, labels: torch.Tensor, palette: list[int] | None = No
     written = Image.fromarray(labels.to(torch.uint8).numpy())
     if palette is not None:
         written.putpalette(palette)
-    written.save(path)
+    written.save(path, bits=8)  # with fewer bits for a short palette, 255 would become another value

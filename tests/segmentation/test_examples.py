@@ -6,6 +6,7 @@ import torch
 
 from cribo.data.images import DataError, MissingData
 from cribo.segmentation.examples import find_examples, open_targets
+from cribo.segmentation.inputs import open_labels
 
 from .coded import blocks, save_example, save_image, save_labels
 
@@ -24,16 +25,18 @@ def test_side_by_side(tmp_path: Path, ending: str) -> None:
         save_example(tmp_path / Path(name).parent, Path(name).name, LABELS, label_name=f"{Path(name).name}{ending}")
     (tmp_path / "classes.txt").write_text("road\nsky\n")
     found = find_examples(tmp_path)
-    assert (list(found.names), found.classes) == (["b.bmp", "deep/a.bmp"], ["road", "sky"])
-    assert found.example(1) == (tmp_path / "deep/a.bmp", tmp_path / f"deep/a{ending}.png", "deep/a.bmp")
+    assert found.classes == ["road", "sky"]
+    assert [example.name for example in found] == ["b.bmp", "deep/a.bmp"]
+    assert found[1].image == str(tmp_path / "deep/a.bmp")
+    assert torch.equal(open_labels(found[1].labels).labels, LABELS)
 
 
 def test_png_images_beside_their_labels(tmp_path: Path) -> None:
     save_image(tmp_path / "a.png", LABELS)
     save_labels(tmp_path / "a_labels.png", LABELS)
     found = find_examples(tmp_path)
-    assert found.example(0) == (tmp_path / "a.png", tmp_path / "a_labels.png", "a.png")
-    assert found.classes is None
+    assert (found[0].image, found[0].name) == (str(tmp_path / "a.png"), "a.png")
+    assert (found.classes, found.new_classes) == (None, None)
 
 
 def test_images_and_labels_in_two_folders(tmp_path: Path) -> None:
@@ -42,10 +45,37 @@ def test_images_and_labels_in_two_folders(tmp_path: Path) -> None:
     (tmp_path / "classes.txt").write_text("road\nsky\n")
     (tmp_path / "mine.txt").write_text("grass\nwater\n")
     found = find_examples(tmp_path)
-    assert (list(found.names), found.classes) == (["x/a.bmp"], ["road", "sky"])
-    assert found.example(0)[:2] == (str(tmp_path / "images/x/a.bmp"), str(tmp_path / "labels/x/a.png"))
-    elsewhere = find_examples(tmp_path / "images", labels=tmp_path / "labels", classes=tmp_path / "mine.txt")
-    assert (elsewhere.example(0), elsewhere.classes) == (found.example(0), ["grass", "water"])
+    assert found.classes == ["road", "sky"]
+    assert (found[0].image, found[0].name) == (str(tmp_path / "images/x/a.bmp"), "x/a.bmp")
+    (tmp_path / "images" / "list.txt").write_text(f"{tmp_path}/images/x/a.bmp\n")
+    for source in (tmp_path / "images", tmp_path / "images" / "list.txt"):
+        elsewhere = find_examples(source, labels=tmp_path / "labels", classes=tmp_path / "mine.txt")
+        assert (elsewhere[0].name, elsewhere.classes) == ("x/a.bmp", ["grass", "water"])
+
+
+def test_folders_of_pascal_voc(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_image(tmp_path / "JPEGImages" / f"{name}.bmp", LABELS)
+    save_labels(tmp_path / "SegmentationClass" / "b.png", LABELS)
+    assert [example.name for example in find_examples(tmp_path)] == ["b.bmp"]
+    save_labels(tmp_path / "SegmentationClass" / "c.png", LABELS)
+    with pytest.raises(DataError, match=r"the labels .*SegmentationClass/c\.png have no image: .*JPEGImages"):
+        find_examples(tmp_path)
+
+
+def test_masks_of_0_and_255_are_two_classes_unless_more_are_known(tmp_path: Path) -> None:
+    save_example(tmp_path, "a", torch.where(LABELS == 1, 255, 0))
+    found = find_examples(tmp_path)
+    assert (found.classes, found.new_classes) == (None, ["background", "foreground"])
+    assert torch.equal(open_labels(found[0].labels).labels, LABELS)
+    of_memory = find_examples(tmp_path, known_classes=3)
+    assert open_labels(of_memory[0].labels).labels.unique().tolist() == [0, 255]
+
+
+def test_colours_of_the_list_become_the_palette(tmp_path: Path) -> None:
+    save_example(tmp_path, "a", LABELS)
+    (tmp_path / "classes.txt").write_text("road 0 0 0\nsky 1 1 1\n")
+    assert find_examples(tmp_path).palette == [(0, 0, 0), (1, 1, 1)]
 
 
 def test_annotations_of_cocos_format(tmp_path: Path) -> None:
@@ -54,7 +84,7 @@ def test_annotations_of_cocos_format(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     for found in (find_examples(tmp_path), find_examples(tmp_path, labels=tmp_path / "a.json")):
         assert found.classes == ["background", "cell"]
-        labels = found.example(0).labels
+        labels = found[0].labels
         assert isinstance(labels, torch.Tensor)
         assert torch.equal(labels, blocks([1, 0]))
     (tmp_path / "names.txt").write_text("x\ny")
@@ -69,6 +99,9 @@ def test_an_image_without_labels(tmp_path: Path) -> None:
     save_example(tmp_path, "a", LABELS)
     save_image(tmp_path / "b.bmp", LABELS)
     with pytest.raises(DataError, match=r"image b\.bmp has no labels: .* contains neither b\.png nor b_labels\.png"):
+        find_examples(tmp_path)
+    (tmp_path / "b.json").write_text('{"shapes": [], "imagePath": "b.bmp"}')
+    with pytest.raises(DataError, match=r"nor b_labels\.png, but b\.json, which is in labelme's format"):
         find_examples(tmp_path)
     save_image(tmp_path / "two" / "images" / "b.bmp", LABELS)
     (tmp_path / "two" / "labels").mkdir()
@@ -114,6 +147,9 @@ def frames(tmp_path: Path) -> Path:
         save_image(tmp_path / "frames" / Path(name).with_suffix(".bmp"), LABELS)
     (tmp_path / "frames" / "note.bmp").unlink()
     (tmp_path / "frames" / "note.txt").write_text("1.bmp\na/2.bmp\n")
+    save_image(tmp_path / "lists" / "0.bmp", LABELS)
+    (tmp_path / "lists" / "above.txt").write_text("../frames/1.bmp\n0.bmp\n")
+    (tmp_path / "lists" / "elsewhere.txt").write_text(f"{tmp_path}/frames/a/2.bmp\n../frames/1.bmp\n")
     return tmp_path / "frames"
 
 
@@ -126,6 +162,8 @@ def frames(tmp_path: Path) -> Path:
         ("frames/?/b/[1-3].bmp", "frames", ["a/b/3.bmp"]),
         ("frames/note.txt", "frames", ["1.bmp", "a/2.bmp"]),
         ("frames/a/2.bmp", "frames/a", ["2.bmp"]),
+        ("lists/above.txt", "", ["frames/1.bmp", "lists/0.bmp"]),
+        ("lists/elsewhere.txt", "frames", ["a/2.bmp", "1.bmp"]),
     ],
 )
 def test_images_by_folder_glob_list_and_name(frames: Path, source: str, folder: str, names: list[str]) -> None:
@@ -146,9 +184,10 @@ def test_missing_images_raise(frames: Path) -> None:
 
 
 def test_images_with_colliding_results(frames: Path) -> None:
-    (frames / "a" / "list.txt").write_text("../1.bmp\n")
-    with pytest.raises(DataError, match=r"lists \.\./1\.bmp, which is outside"):
-        open_targets(str(frames / "a" / "list.txt"))
     save_image(frames / "1.png", LABELS)
-    with pytest.raises(DataError, match=r"1\.bmp and 1\.png share the labels 1\.png: rename one"):
+    with pytest.raises(DataError, match=r"results of 1\.bmp and 1\.png would have the same name, 1: rename one"):
         open_targets(str(frames))
+    (frames / "1.png").rename(frames / "1.x")
+    (frames / "note.txt").write_text("1.x\na/../1.bmp\n")
+    with pytest.raises(DataError, match=r"results of 1\.x and 1\.bmp would have the same name"):
+        open_targets(str(frames / "note.txt"))

@@ -57,8 +57,8 @@ def test_label_maps_equal_their_files(tmp_path: Path) -> None:
         assert torch.equal(from_image.labels, from_file.labels)
         assert from_image.labels.tolist() == values.tolist()
         assert from_image.palette == from_file.palette
-    colours = Image.new("RGB", (2, 2))
+    colours = Image.new("RGB", (2, 2), "red")
     colours.save(tmp_path / "colours.png")
     for labels in (colours, tmp_path / "colours.png"):
-        with pytest.raises(DataError, match="labels must be class indices in a grey or palette PNG, got colours"):
+        with pytest.raises(DataError, match=r"labels must be class indices, got colours \(mode RGB\)"):
             open_labels(labels)

@@ -334,6 +334,22 @@ def scenes(memory: SegmentationMemory, count: int) -> SegmentationMemory:
     return memory
 
 
+def test_a_score_of_one_class_is_unknown() -> None:
+    """Any prediction would be right."""
+    memory = SegmentationMemory(PERFECT, settings=EXACT)
+    left = image_of(blocks([0, 1, 2, 3]))
+    memory.add(left, blocks([1, 1, 255, 255]))
+    assert memory.unmeasured == "all labels are in one half of a single image"
+    memory.add(image_of(blocks([1, 1, 0, 0])), blocks([1, 1, 1, 255]))
+    assert (memory.fit().expected, memory.fit().per_class) == (None, {})
+    with pytest.raises(DataError, match="all labelled patches have the same class, so nothing can be left out"):
+        memory.left_out()
+    memory.add(left, blocks([0, 1, 255, 255]))
+    memory.add(image_of(blocks([0, 1, 1, 0])), blocks([0, 1, 1, 0]))
+    assert memory.unmeasured is None
+    assert memory.fit().expected is not None
+
+
 def test_adding_an_example_chooses_again() -> None:
     memory = scenes(SegmentationMemory(deep()), 2)
     before = memory.fit()

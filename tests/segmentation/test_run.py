@@ -1,6 +1,5 @@
 import csv
 import json
-import logging
 import re
 import shutil
 from dataclasses import fields
@@ -23,7 +22,8 @@ from cribo.files import FolderError
 from cribo.models import build_backbone, save_backbone
 from cribo.retrieval import BackboneSource
 from cribo.segmentation.config import SegmentConfig
-from cribo.segmentation.run import NothingSegmented, Segmented, segment_images
+from cribo.segmentation.memory import SegmentationMemory
+from cribo.segmentation.run import Segmented, segment_images
 from cribo.segmentation.settings import SegmentationSettings
 
 from .coded import blocks, save_image, save_labels
@@ -105,7 +105,8 @@ def test_written_files(folder: Path) -> None:
     assert about["classes"] == ["road", "sky", "car", "tree"]
     assert about["memory"]["examples"] == ["a.bmp", "b.bmp"]
     assert about["settings"]["neighbours"] == 1
-    assert about["images"] == {"found": 3, "segmented": 3, "reused": 0, "skipped": 0}
+    counts = {"found": 3, "segmented": 3, "reused": 0, "earlier": 0, "skipped": 0}
+    assert about["images"] == {"folder": str(folder / "images"), **counts}
     assert not list(out.rglob("*.part"))
 
 
@@ -219,13 +220,41 @@ def test_changed_and_new_images_are_labelled_on_resume(folder: Path) -> None:
     assert segment(folder, resume=True).reused == 4
 
 
-def test_other_settings_or_examples_are_not_resumed(folder: Path) -> None:
+def test_results_of_images_that_were_removed_are_kept_on_resume(folder: Path) -> None:
+    whole = segment(folder)
+    before = {row["image"]: row for row in summary(folder / "out")}
+    (folder / "images" / "1.bmp").unlink()
+    (folder / "images" / "sub" / "2.bmp").rename(folder / "images" / "sub" / "3.png")
+    (folder / "images" / "sub" / "3.bmp").unlink()
+    done = segment(folder, resume=True)
+    assert (done.images, done.reused, done.earlier) == (1, 0, 2)
+    assert sum(done.shares.values()) == pytest.approx(sum(whole.shares.values()))
+    rows = {row["image"]: row for row in summary(folder / "out")}
+    assert [*rows] == ["sub/3.png", "1.bmp", "sub/2.bmp"]  # the results of sub/3.bmp were replaced
+    assert {name: row for name, row in rows.items() if name != "sub/3.png"} == {
+        name: row for name, row in before.items() if name != "sub/3.bmp"
+    }
+    assert sorted(path.stem for path in (folder / "out" / "labels").rglob("*.png")) == ["1", "2", "3"]
+    assert json.loads((folder / "out" / "about.json").read_text())["images"]["earlier"] == 2
+
+
+def test_other_images_settings_or_examples_are_not_resumed(folder: Path) -> None:
     segment(folder)
     before = files(folder / "out")
-    with pytest.raises(FolderError, match=r"was created with different settings .*: neighbours was 1, is 2"):
+    with pytest.raises(
+        FolderError,
+        match=r"out was created with different inputs and cannot be resumed: the folder of the images was .*/images, "
+        r"is .*/images/sub\. Choose another --out, or replace it with --overwrite",
+    ):
+        segment(folder, resume=True, images=str(folder / "images" / "sub"))
+    with pytest.raises(FolderError, match=r"was created with different inputs .*: neighbours was 1, is 2"):
         segment(folder, resume=True, neighbours=2)
     save_labels(folder / "examples" / "b_labels.png", enlarged(FIRST), PALETTE)
-    with pytest.raises(FolderError, match=r"the examples differ \(2 before, 2 now\)"):
+    with pytest.raises(FolderError, match="the images or labels of the examples have changed"):
+        segment(folder, resume=True)
+    for path in (folder / "examples").glob("b*"):
+        path.unlink()
+    with pytest.raises(FolderError, match=r"the list of examples was a\.bmp, b\.bmp, is a\.bmp"):
         segment(folder, resume=True)
     assert files(folder / "out") == before
     (folder / "other").mkdir()
@@ -239,7 +268,7 @@ def test_a_rejected_command_leaves_the_memory_unchanged(folder: Path) -> None:
     segment(folder, memory=str(memory))
     before = memory.read_bytes()
     save_labels(folder / "examples" / "b_labels.png", enlarged(FIRST), PALETTE)
-    with pytest.raises(FolderError, match="was created with different settings"):
+    with pytest.raises(FolderError, match="was created with different inputs"):
         segment(folder, memory=str(memory), resume=True)
     assert memory.read_bytes() == before
 
@@ -272,13 +301,11 @@ def test_inputs_inside_the_output_folder_are_rejected(folder: Path, name: str) -
     assert files(folder / "out") == before
 
 
-def test_unreadable_images_are_skipped_and_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_images_are_skipped_and_named(folder: Path) -> None:
     (folder / "images" / "broken.jpg").write_bytes(b"nothing")
-    logging.getLogger("cribo").propagate = True
-    with caplog.at_level(logging.WARNING, "cribo"):
-        done = segment(folder)
+    done = segment(folder)
     assert (done.images, list(done.skipped)) == (3, ["broken.jpg"])
-    assert any("skipped broken.jpg: not an image" in record.getMessage() for record in caplog.records)
+    assert done.skipped["broken.jpg"].startswith("not an image")
     row = next(row for row in summary(folder / "out") if row["image"] == "broken.jpg")
     assert row["error"].startswith("not an image")
     assert row["road"] == ""
@@ -288,10 +315,11 @@ def test_only_unreadable_images(folder: Path) -> None:
     (folder / "bad").mkdir()
     for name in ("x.jpg", "y.jpg"):
         (folder / "bad" / name).write_bytes(b"nothing")
-    with pytest.raises(NothingSegmented, match="none of the 2 images could be read") as raised:
+    with pytest.raises(
+        DataError, match=r"none of the 2 images of .*bad can be read; the first is .*x\.jpg: not an image"
+    ):
         segment(folder, images=str(folder / "bad"))
-    assert raised.value.status == 1
-    assert len(summary(folder / "out")) == 2
+    assert not (folder / "out").exists()
 
 
 def test_invalid_input_leaves_no_files(folder: Path) -> None:
@@ -317,7 +345,9 @@ def test_invalid_input_leaves_no_files(folder: Path) -> None:
 
 def test_examples_that_contradict_each_other_are_refused(folder: Path) -> None:
     save_labels(folder / "examples" / "b_labels.png", torch.full((32, 48), 4, dtype=torch.uint8), [*PALETTE, 9, 9, 9])
-    with pytest.raises(DataError, match=r"b\.bmp: labels must be in 0\.\.3 \(road, sky, car, tree\) .* got 4"):
+    with pytest.raises(
+        DataError, match=r"b_labels\.png: labels must be in 0\.\.3 \(4 classes\) .* got 4 at .* correct"
+    ):
         segment(folder)
     save_labels(folder / "examples" / "b_labels.png", enlarged(SECOND), [*PALETTE[:9], 9, 9, 9])
     save_labels(folder / "examples" / "a_labels.png", enlarged(FIRST).clamp(min=1) + 1, PALETTE)
@@ -336,16 +366,69 @@ def test_classes_other_than_those_of_the_memory_are_refused(folder: Path) -> Non
         segment(folder, out="again", memory=memory)
 
 
-def test_masks_of_0_and_255_are_explained(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_masks_of_0_and_255_are_background_and_foreground(folder: Path) -> None:
     (folder / "examples" / "classes.txt").unlink()
     for name, labels in (("a", FIRST), ("b", SECOND)):
         mask = torch.where(labels == 3, 0, 255)
         mask[0, 0] = 0
         save_labels(folder / "examples" / f"{name}_labels.png", enlarged(mask.to(torch.uint8)))
-    logging.getLogger("cribo").propagate = True
-    with caplog.at_level(logging.WARNING, "cribo"):
+    memory = str(folder / "m.safetensors")
+    done = segment(folder, memory=memory)
+    assert json.loads((folder / "out" / "about.json").read_text())["classes"] == ["background", "foreground"]
+    assert min(done.shares.values()) > 0.2
+    save_labels(folder / "examples" / "b_labels.png", enlarged((SECOND == 3) * 1))
+    segment(folder, out="indices", memory=memory)  # the classes of the memory are those of masks
+    segment(folder, out="masks", memory=memory, examples=str(_masks_only(folder)))
+
+
+def test_masks_of_0_and_255_have_no_foreground_in_a_memory_of_more_classes(folder: Path) -> None:
+    memory = str(folder / "m.safetensors")
+    segment(folder, memory=memory)
+    segment(folder, out="more", memory=memory, examples=str(_masks_only(folder)))
+    added = SegmentationMemory.load(memory, None, device="cpu")
+    assert (added.names[-1], added.classes_of(2)) == ("c.bmp", {"road": 1.0})
+
+
+def _masks_only(folder: Path) -> Path:
+    labels = blocks([0, 1, 0])
+    save_image(folder / "of_masks" / "c.bmp", enlarged(labels))
+    save_labels(folder / "of_masks" / "c.png", enlarged(labels * 255))
+    return folder / "of_masks"
+
+
+def test_examples_of_one_class_are_refused(folder: Path) -> None:
+    for name, labels in (("a", FIRST), ("b", SECOND)):
+        save_labels(folder / "examples" / f"{name}_labels.png", enlarged(torch.where(labels == 3, 255, 2)), PALETTE)
+    with pytest.raises(DataError, match="the examples show only one class, car: label at least two"):
         segment(folder)
-    assert "use 1 for the foreground" in caplog.text
+    (folder / "examples" / "classes.txt").unlink()
+    with pytest.raises(DataError, match="only one class, class 2"):
+        segment(folder)
+    assert not (folder / "out").exists()
+
+
+def test_coloured_labels_and_their_classes(folder: Path) -> None:
+    for name, labels in (("a", FIRST), ("b", SECOND)):
+        path = folder / "examples" / f"{name}_labels.png"
+        with Image.open(path) as image:
+            rgb = np.array(image.convert("RGB"))
+        rgb[(enlarged(labels) == 255).numpy()] = (1, 2, 3)
+        Image.fromarray(rgb).save(path)
+    with pytest.raises(DataError, match=r"(?s)a_labels\.png: labels are colours.*\n  NAME #c80000\n"):
+        segment(folder)
+    (folder / "examples" / "classes.txt").write_text(
+        "road 10 20 30\nsky 200 0 0\ncar #00c800\ntree 0 0 200\nignore 1 2 3\n"
+    )
+    segment(folder)
+    with Image.open(folder / "out" / "labels" / "1.png") as image:
+        assert (image.getpalette() or [])[:12] == PALETTE
+        coloured = np.array(image)
+    for name, labels in (("a", FIRST), ("b", SECOND)):
+        save_labels(folder / "examples" / f"{name}_labels.png", enlarged(labels), PALETTE)
+    (folder / "examples" / "classes.txt").write_text("road\nsky\ncar\ntree\n")
+    segment(folder, out="indices")
+    with Image.open(folder / "indices" / "labels" / "1.png") as image:
+        np.testing.assert_array_equal(coloured, np.array(image))
 
 
 def test_the_expected_score_says_which_share_of_the_classes_it_covers(
@@ -403,8 +486,17 @@ def test_the_score_of_a_single_example_is_not_called_expected(folder: Path, caps
     words = ["segment", "--backbone", "mean-colour", "--images", str(folder / "images"), "--out", str(folder / "out")]
     assert main([*words, "--examples", str(folder / "examples"), "--workers", "1"]) == 0
     said = " ".join(capsys.readouterr().out.split())
+    assert "memory: 1 example, 24 patches, 4 classes" in said
     assert "between the halves of the single example" in said
     assert "expected from" not in said
+
+
+def test_classes_without_names_are_numbered(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "examples" / "classes.txt").unlink()
+    words = ["segment", "--backbone", "mean-colour", "--images", str(folder / "images"), "--out", str(folder / "out")]
+    assert main([*words, "--examples", str(folder / "examples"), "--workers", "1"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "not measured (in a single example only): class 0, class 2, class 3" in said
 
 
 def test_names_that_look_like_markup_are_printed_unchanged(
@@ -420,7 +512,8 @@ def test_names_that_look_like_markup_are_printed_unchanged(
     assert main([*words, "--examples", str(folder / "examples"), "--pictures", "0", "--workers", "1"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"\[unlabelled\] .* \d+\.\d%", said)
-    assert "2 could not be read: x[/b].jpg, x[/y[/bold].jpg" in said
+    assert "2 images could not be read:\n  x[/b].jpg: not an image" in said
+    assert "  x[/y[/bold].jpg: not an image" in said
 
 
 def test_street_scenes(camvid: Path, tmp_path: Path) -> None:

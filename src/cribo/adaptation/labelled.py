@@ -217,7 +217,7 @@ def fit_segmentation(
         progress: called with the number of encoded images and their total.
 
     Returns:
-        The fit; None if fewer than ten images have labels, too few for an interval.
+        The fit; None if fewer than ten images have labels, too few for an interval, or all have the same class.
     """
     images = labelled.queries
     memory = SegmentationMemory(backbone, classes=images.classes)
@@ -227,6 +227,6 @@ def fit_segmentation(
         if (labels != images.ignore_index).any():
             memory.add(images.load(index), labels, name=images.name(index))
         progress(done, len(chosen))
-    if len(memory) < LEAST_IMAGES:
+    if len(memory) < LEAST_IMAGES or memory.unmeasured is not None:
         return None
     return Fit(str(memory.fit().probe), memory.left_out())

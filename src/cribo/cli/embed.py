@@ -3,8 +3,9 @@
 import shlex
 from pathlib import Path
 
-from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places
+from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places, print_unreadable
 from cribo.console import command_console, duration, importing, log_to
+from cribo.wording import counted
 
 HELP = """\
 Write the features of a folder of images to Parquet, NumPy or safetensors files.
@@ -46,7 +47,7 @@ def _embed(words: list[str]) -> None:
     parsed = parser.parse_args(words)
     config = parser.build(EmbedConfig, parsed)
     with importing(console):
-        from cribo.embedding.run import ABOUT, PARTS, embed_images
+        from cribo.embedding.run import ABOUT, PARTS, SKIPPED, embed_images
 
     embedded = embed_images(
         config,
@@ -57,8 +58,7 @@ def _embed(words: list[str]) -> None:
         console=console,
     )
     fresh = embedded.images - embedded.reused
-    before = f", {embedded.reused} were already encoded" if embedded.reused else ""
-    console.print(f"{fresh} images in {duration(embedded.seconds)}{before}")
-    if embedded.skipped:
-        console.print(f"{len(embedded.skipped)} could not be read: {', '.join(embedded.skipped)}")
+    before = f", {embedded.reused} already encoded" if embedded.reused else ""
+    console.print(f"{counted(fresh, 'image')} in {duration(embedded.seconds)}{before}")
+    print_unreadable(console, [*embedded.skipped.items()], SKIPPED)
     print_places(console, {"features": embedded.folder / PARTS, "about": embedded.folder / ABOUT})

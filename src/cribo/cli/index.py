@@ -7,8 +7,10 @@ from cribo.cli.running import (
     guarded,
     optional_backbone,
     print_places,
+    print_unreadable,
 )
 from cribo.console import command_console, duration, importing, log_to
+from cribo.wording import counted
 
 HELP = """\
 Find the objects in every image of a folder and store them in a database (Lance) for cribo search.
@@ -22,7 +24,6 @@ the command can be stopped and restarted at any time. Then: cribo search --db ph
 """
 
 LESS_MEMORY = "lower --batch_size, or --size"
-_LISTED = 5
 
 
 def main(words: list[str]) -> int:
@@ -55,21 +56,15 @@ def _index(words: list[str]) -> None:
         from cribo.object_search.run import index_collection
 
     summary, database, recall = index_collection(config, console=console)
-    for title, files in (("not an image", summary.unreadable), ("temporarily unreadable", summary.unread)):
-        for path, reason in files[:_LISTED]:
-            name = path.encode("utf-8", "backslashreplace").decode()  # it may not be valid UTF-8
-            console.print(f"  {title}: {name}: {reason}")
-        if len(files) > _LISTED:
-            console.print(f"  {title}: {len(files) - _LISTED} more")
+    print_unreadable(console, [*summary.unreadable, *summary.unread])
     speed = f", {summary.images_per_second:.1f} images/s" if summary.images_per_second else ""
     console.print(
-        f"{summary.new} new images, {summary.changed} changed, {summary.unchanged} unchanged, "
-        f"{summary.removed} removed, {len(summary.unreadable)} not readable as images; "
-        f"{duration(summary.seconds)}{speed}",
+        f"{counted(summary.new, 'new image')}, {summary.changed} changed, {summary.unchanged} unchanged, "
+        f"{summary.removed} removed; {duration(summary.seconds)}{speed}",
     )
     size = database.size_bytes()
     console.print(
-        f"{len(database)} objects of {database.count_images()} images"
+        f"{counted(len(database), 'object')} of {counted(database.count_images(), 'image')}"
         + ("" if size is None else f", {size / 1e6:.1f} MB")
         + ("" if recall is None else f"; the vector index finds {recall:.1%} of the 10 nearest"),
     )

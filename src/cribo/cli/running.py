@@ -3,12 +3,13 @@
 import difflib
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cribo.errors import InputError, MissingPackage, Stopped
 from cribo.processes import is_first_process
+from cribo.wording import counted
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -34,6 +35,8 @@ NETWORK = (
     "another project (CrOC, DINO, iBOT, MAE, MoCo v3, DINOv2, TimeT, SlotCon, ...)"
 )
 """Help of `--backbone` for commands that refuse the baseline mean-colour."""
+
+_LISTED = 5  # unreadable images
 
 
 def dispatch(
@@ -126,6 +129,17 @@ def optional_backbone(parsed: "Namespace") -> "BackboneSource | None":
     from cribo.retrieval.source import BackboneSource
 
     return None if parsed.backbone.source is None else BackboneSource(**vars(parsed.backbone))
+
+
+def print_unreadable(console: "Console", files: Sequence[tuple[str, str]], where: str | None = None) -> None:
+    """Print how many images could not be read, with the first names and reasons; `where` is the file with all."""
+    if files:
+        console.print(f"{counted(len(files), 'image')} could not be read:")
+    for name, reason in files[:_LISTED]:
+        text = name.encode("utf-8", "backslashreplace").decode()  # a file name may not be valid UTF-8
+        console.print(f"  {text}: {reason}")
+    if len(files) > _LISTED:
+        console.print(f"  and {len(files) - _LISTED} more" + (f": see {where}" if where else ""))
 
 
 def print_places(console: "Console", places: Mapping[str, Path | str]) -> None:

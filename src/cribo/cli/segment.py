@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places
+from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places, print_unreadable
 from cribo.console import command_console, importing, log_to
 
 HELP = """\
@@ -23,10 +23,10 @@ examples. The command prints the choice and the expected mIoU.
   cribo segment --memory mine.safetensors --remove a.jpg 7     remove examples by name or number
 
 EXAMPLES contains a.jpg and a.png (or a_labels.png), or images/a.jpg and labels/a.png, or images and one JSON file in
-COCO format. RESULT contains label maps, overlays, confidences, summary.csv and contact.png. To continue after an
-interruption, repeat the command with --resume. If classes are confused, add examples of them; --suggest 5 lists images
-with uncertain labels. If small objects are missed in large images, use --scale 1 --window 448. If it is too slow, use
---size 384.
+COCO format. Label maps contain class indices (255: no class), only 0 and 255, or colours that classes.txt lists. RESULT
+contains label maps, overlays, confidences, summary.csv and contact.png. To continue after an interruption, repeat the
+command with --resume. If classes are confused, add examples of them; --suggest 5 lists images with uncertain labels. If
+small objects are missed in large images, use --scale 1 --window 448. If it is too slow, use --size 384.
 """
 
 LESS_MEMORY = "lower --batch_size or --size, or use --window"
@@ -87,8 +87,7 @@ def _segment(words: list[str]) -> None:
         table.add_row(name, f"{share:.1%}")
     console.print(table)
     console.print(segmented.speed)
-    if segmented.skipped:
-        console.print(f"{len(segmented.skipped)} could not be read: {', '.join(segmented.skipped)}")
+    print_unreadable(console, [*segmented.skipped.items()], SUMMARY)
     print_places(
         console,
         {

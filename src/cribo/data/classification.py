@@ -11,9 +11,10 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int64
 
-from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, enumerated, list_files, require
+from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, list_files, require
 from cribo.data.limits import MAX_PIXELS
 from cribo.errors import InputError
+from cribo.wording import enumerated
 
 IMAGENET_SIZES = {"train": 1_281_167, "val": 50_000}
 """Images of each split of ImageNet-1k (ILSVRC 2012)."""

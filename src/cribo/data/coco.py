@@ -11,11 +11,13 @@ import torch
 from jaxtyping import Bool, UInt8
 from torch import Tensor
 
-from cribo.data.images import DataError, ImageFiles, MissingData, enumerated, require
+from cribo.data.images import DataError, ImageFiles, MissingData, require
+from cribo.data.label_maps import IGNORE_INDEX, read_classes
 from cribo.data.limits import MAX_PIXELS
 from cribo.data.reading import image_size
-from cribo.data.segmentation import IGNORE_INDEX, class_names, colour_map
+from cribo.data.segmentation import colour_map
 from cribo.errors import InputError
+from cribo.wording import enumerated
 
 BACKGROUND = "background"
 """The class of pixels outside all objects; it comes first."""
@@ -150,7 +152,7 @@ class CocoLabels(ImageFiles):
         things = [category for category in coco.categories if str(category["name"]).lower() != BACKGROUND]
         self._label = {category["id"]: 0 for category in coco.categories}
         self._label |= {category["id"]: number for number, category in enumerate(things, start=1)}
-        self.classes = class_names([BACKGROUND, *(str(category["name"]) for category in things)])
+        self.classes = read_classes([BACKGROUND, *(str(category["name"]) for category in things)]).names
         self.palette = colour_map(len(self.classes))
         for annotation in (annotation for several in coco.annotations.values() for annotation in several):
             if not annotation.get("segmentation"):

@@ -4,17 +4,17 @@ import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, enumerated, list_files, require
+from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, list_files, require
+from cribo.data.label_maps import class_indices, read_classes
 from cribo.data.limits import MAX_PIXELS
 from cribo.data.segmentation import (
     LabelledFiles,
     LabelledFolder,
     by_stem,
-    class_indices,
-    class_names,
     missing_labels,
 )
 from cribo.data.sets import Layout, SegmentationSet, segmentation_set
+from cribo.wording import enumerated
 
 
 def open_segmentation(
@@ -88,7 +88,7 @@ def open_segmentation(
         (maps[stem] for stem in stems),
         classes=chosen.classes,
         palette=chosen.palette,
-        values=chosen.values if place.layout.label_maps[ending] else class_indices(len(chosen.classes)),
+        coding=chosen.values if place.layout.label_maps[ending] else class_indices(len(chosen.classes)),
     )
 
 
@@ -152,7 +152,7 @@ def _look(layout: Layout, base: Path, split: str) -> _Place:
 
 def _check_class_file(chosen: SegmentationSet, place: _Place) -> None:
     path = place.base / place.layout.class_file if place.layout.class_file else None
-    if path and path.exists() and (names := class_names(path)) != chosen.classes:
+    if path and path.exists() and (names := read_classes(path).names) != chosen.classes:
         raise DataError(
             f"{path} must list the classes of {chosen.title} in order ({', '.join(chosen.classes)}), "
             f"got {', '.join(names)}; open a set with other classes as 'folder'"

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import difflib
 import os
+import posixpath
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
 from cribo.data.limits import MAX_PIXELS
-from cribo.data.reading import image_size, read_image, read_reduced
+from cribo.data.reading import UnreadableImage, image_size, read_image, read_reduced
 from cribo.errors import DataError, InputError, MissingData
+from cribo.wording import counted, enumerated
 
 if TYPE_CHECKING:
     from jaxtyping import Int, Int64, UInt8
@@ -202,6 +205,59 @@ def open_images(
     return ImageFiles(path.parent, (name for _, name in listed), max_pixels=max_pixels)
 
 
+def named_below_one_folder(files: ImageFiles) -> ImageFiles:
+    """Name images by their paths below one folder, each image once, for results that mirror these paths.
+
+    The folder is that of the images, or, if a list contains images outside its own folder, the common folder of all
+    images.
+
+    >>> files = named_below_one_folder(ImageFiles("/lists", ["/data/a/1.jpg", "../data/b/2.jpg", "/data/b/2.jpg"]))
+    >>> files.folder, list(files.names)
+    ('/data', ['a/1.jpg', 'b/2.jpg'])
+    """
+    names = list(files.names)
+    if not any(os.path.isabs(name) or ".." in name.split("/") for name in names):
+        return ImageFiles(files.folder, dict.fromkeys(map(posixpath.normpath, names)), max_pixels=files.max_pixels)
+
+    @lru_cache(maxsize=1024)
+    def resolved(folder: str) -> str:
+        return os.path.realpath(folder)  # `..` after a link leads to the parent of its target
+
+    paths = [os.path.split(os.path.join(files.folder, name)) for name in names]
+    paths = dict.fromkeys(os.path.join(resolved(folder), name) for folder, name in paths)
+    folder = resolved(files.folder)
+    if not all(path.startswith(os.path.join(folder, "")) for path in paths):
+        folder = os.path.commonpath([os.path.dirname(path) for path in paths])
+    return ImageFiles(
+        folder, (Path(path).relative_to(folder).as_posix() for path in paths), max_pixels=files.max_pixels
+    )
+
+
+def require_readable(images: ImageSource, what: str, *, most: int | None = None) -> None:
+    """Check that an image can be read. Images are read until the first success.
+
+    Args:
+        images: the collection.
+        what: its name in the message, such as "the images in photographs".
+        most: number of images to try; all by default.
+
+    Raises:
+        DataError: none of them can be read; the message gives the first reason.
+    """
+    tried = len(images) if most is None else min(most, len(images))
+    first: UnreadableImage | None = None
+    for index in range(tried):
+        try:
+            images.load(index)
+            return
+        except UnreadableImage as error:
+            first = first or error
+    if tried == 1:
+        raise DataError(f"the only image of {what} cannot be read: {first}")
+    part = "" if tried == len(images) else "first "
+    raise DataError(f"none of the {part}{tried} images of {what} can be read; the first is {first}")
+
+
 def has_images(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder contains an image file at any depth."""
     return next(list_files(folder, EXTENSIONS), None) is not None
@@ -258,9 +314,10 @@ def _read_list(path: Path) -> list[tuple[int, str]]:
         raise DataError(f"{path} lists no images: put one path per line, relative to {path.parent} or absolute")
     missing = [name for _, name in names if not os.path.isfile(os.path.join(path.parent, name))]
     if missing:
+        verb = "does" if len(missing) == 1 else "do"
         raise MissingData(
-            f"{len(missing)} of the {len(names)} images listed in {path} do not exist, "
-            f"the first is {missing[0]!r} (looked for at {os.path.join(path.parent, missing[0])})"
+            f"{len(missing)} of the {counted(len(names), 'image')} listed in {path} {verb} not exist, the first is "
+            f"{missing[0]!r} (looked for at {_shown(path.parent / missing[0])})"
         )
     return names
 
@@ -273,7 +330,7 @@ def require(path: Path) -> None:
     while not missing.parent.exists():
         missing = missing.parent
     parent = missing.parent
-    message = f"there is no {missing.name!r} in {parent.absolute()}"
+    message = f"there is no {missing.name!r} in {_shown(parent)}"
     if missing != path:
         message += f" (required: {path})"
     if not parent.is_dir():
@@ -282,8 +339,14 @@ def require(path: Path) -> None:
     nearest = difflib.get_close_matches(missing.name, there, n=1, cutoff=0.5)
     if nearest:
         raise MissingData(f"{message}; did you mean {nearest[0]!r}?")
-    folders = [name for name in there if (parent / name).is_dir()]
-    raise MissingData(f"{message}; folders there: {enumerated(folders) or 'none'}")
+    if folders := [name for name in there if (parent / name).is_dir()]:
+        raise MissingData(f"{message}; folders there: {enumerated(folders)}")
+    raise MissingData(f"{message}; files there: {enumerated(there)}" if there else f"{message}, which is empty")
+
+
+def _shown(path: Path) -> Path:
+    """Return an absolute path without `..`."""
+    return path.resolve() if ".." in path.parts else path.absolute()
 
 
 def _nothing_found(folder: Path) -> str:
@@ -296,8 +359,3 @@ def _nothing_found(folder: Path) -> str:
     there = enumerated([f"{count} {kind}" for kind, count in found.most_common()]) or "no files at all"
     links = f" ({broken} of them broken links)" if broken else ""
     return f"no images in {folder}: looked for {' '.join(EXTENSIONS)}, found {there}{links}"
-
-
-def enumerated(names: Sequence[str], most: int = 8) -> str:
-    """Join names with commas; names beyond the first `most` are counted."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,15 +1,15 @@
 """Images with a class for each pixel, for dense evaluation and segmentation."""
 
+import glob
+import json
+import logging
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import torch
-from jaxtyping import Int16, UInt8
+from jaxtyping import UInt8
 from torch import Tensor
 
 from cribo.data.images import (
@@ -19,18 +19,33 @@ from cribo.data.images import (
     ImageSource,
     MissingData,
     list_files,
+    named_below_one_folder,
     open_images,
     require,
 )
+from cribo.data.label_maps import (
+    IGNORE_INDEX,
+    MASK_CLASSES,
+    MASKS,
+    ClassList,
+    Colour,
+    LabelColours,
+    LabelMap,
+    LabelValues,
+    are_masks,
+    class_indices,
+    has_colours,
+    open_label_map,
+    open_some,
+    read_classes,
+    unlisted_colours,
+)
 from cribo.data.limits import MAX_PIXELS
-from cribo.data.reading import image_size, open_header
+from cribo.data.reading import image_size
 from cribo.errors import InputError
+from cribo.wording import enumerated
 
-IGNORE_INDEX = 255
-"""Label of pixels that memories and scores ignore."""
-
-Colour = tuple[int, int, int]
-"""Red, green and blue, 0 to 255."""
+log = logging.getLogger("cribo")
 
 
 class LabelledImages(ImageSource, Protocol):
@@ -76,39 +91,12 @@ def colour_map(count: int) -> list[Colour]:
     return [(channel(c, 0), channel(c, 1), channel(c, 2)) for c in range(count)]
 
 
-@dataclass(frozen=True)
-class LabelValues:
-    """Meaning of the values in the label maps of a set.
-
-    Attributes:
-        classes: the value of each class, in the order of the classes; all different, 0 to 255.
-        ignored: the values of ignored pixels.
-    """
-
-    classes: tuple[int, ...]
-    ignored: tuple[int, ...] = (IGNORE_INDEX,)
-
-    @cached_property
-    def table(self) -> Int16[np.ndarray, "256"]:
-        """The class of each value, `IGNORE_INDEX` for ignored values, -1 for all others."""
-        table = np.full(256, -1, dtype=np.int16)
-        table[list(self.ignored)] = IGNORE_INDEX
-        table[list(self.classes)] = np.arange(len(self.classes))
-        return table
-
-    def __str__(self) -> str:
-        return f"in {_ranges(self.classes)} ({len(self.classes)} classes) or {_ranges(self.ignored)} (ignored)"
-
-
-def class_indices(count: int) -> LabelValues:
-    """Return values that are class indices, with 255 for ignored pixels."""
-    return LabelValues(tuple(range(count)))
-
-
 class LabelledFiles(ImageFiles):
     """Image files, each with a label map in a file.
 
-    A label map is a grey or palette PNG. (The indices of a palette PNG are read; its colours are ignored.)
+    A label map is a PNG. Its values are read, of a palette PNG the indices, unless `coding` gives the colours of the
+    classes. Values are class indices, with 255 for ignored pixels. If all label maps contain only 0 and 255, and there
+    are two classes or no `classes`, they are masks of a background and a foreground.
 
     Args:
         images: the images.
@@ -116,8 +104,9 @@ class LabelledFiles(ImageFiles):
         label_names: path of the label map of each image.
         classes: names of the classes; if empty, they are numbered up to the highest label, which requires reading all
             label maps once.
-        palette: a colour for each class; those of `colour_map` by default.
-        values: meaning of the values in the label maps; class indices by default.
+        palette: a colour for each class; by default those of `coding`, or of `colour_map`.
+        coding: meaning of the values or colours in the label maps; class indices or masks by default.
+        masks: whether label maps that contain only 0 and 255 may be masks.
     """
 
     ignore_index: int = IGNORE_INDEX
@@ -130,17 +119,39 @@ class LabelledFiles(ImageFiles):
         *,
         classes: Sequence[str] = (),
         palette: Sequence[Colour] | None = None,
-        values: LabelValues | None = None,
+        coding: LabelValues | LabelColours | None = None,
+        masks: bool = True,
     ) -> None:
         super().__init__(images.folder, images.names, max_pixels=images.max_pixels)
         self._label_files = ImageFiles(label_folder, label_names)
         self._classes = list(classes)
-        self._palette = palette
-        self._values = values or class_indices(len(classes) or IGNORE_INDEX)
+        self._palette = coding.classes if palette is None and isinstance(coding, LabelColours) else palette
+        self._coding = coding
+        self._is_published = isinstance(coding, LabelValues)
+        self._may_be_masks = masks and len(classes) in (0, len(MASK_CLASSES))
+
+    @property
+    def coding(self) -> LabelValues | LabelColours:
+        """Meaning of the values or colours in the label maps."""
+        if self._coding is None:
+            self._coding = class_indices(len(self._classes) or IGNORE_INDEX)
+            if self._may_be_masks and are_masks(map(open_label_map, self._label_paths())):
+                log.info(
+                    "the label maps in %s contain only 0 and 255, which are read as %s and %s. (255 means no class if "
+                    "a label map contains other values, or if more than two classes are listed.)",
+                    *(self._label_files.folder, *(self._classes or MASK_CLASSES)),
+                )
+                self._coding = MASKS
+        return self._coding
+
+    def _label_paths(self) -> list[str]:
+        return [self.label_path(index) for index in range(len(self))]
 
     @property
     def classes(self) -> list[str]:
         """The names of the classes; label c is `classes[c]`."""
+        if self.coding == MASKS and not self._classes:  # decided here, before workers of a loader copy this object
+            self._classes = list(MASK_CLASSES)
         if not self._classes:
             known = (labels[labels != IGNORE_INDEX] for labels in map(self.labels, range(len(self))))
             highest = max((int(labels.max()) for labels in known if labels.numel()), default=-1)
@@ -160,39 +171,30 @@ class LabelledFiles(ImageFiles):
         return self._label_files.path(index)
 
     def labels(self, index: int) -> UInt8[Tensor, "h w"]:
-        """Return the class of each pixel, 255 for ignored pixels.
+        """Return the class of each pixel, 255 for ignored pixels; raises the errors of `label_map`."""
+        return self.label_map(index).labels
+
+    def label_map(self, index: int) -> LabelMap:
+        """Return the class of each pixel, and the colours of a palette PNG.
 
         Raises UnreadableImage for a broken file; DataError if the map does not have the size of the image, contains
-        colours instead of indices, or a value that is neither a class nor ignored.
+        colours that `coding` does not give, or a value that is neither a class nor ignored.
         """
         path = self.label_path(index)
-        with open_header(path, max_pixels=self.max_pixels) as image:
-            mode, values = image.mode, np.array(image)
-        if values.ndim != 2 or mode == "F":
-            raise DataError(
-                f"{path}: labels must be class indices in a grey or palette PNG, got colours (mode {mode}): "
-                "replace colours by class indices"
-            )
-        self.require_size(index, values.shape, f"{path}: labels")
-        narrow = values.astype(np.uint8)  # maps may also have 1 or 16 bits per pixel
-        labels = self._values.table.take(narrow)
-        wrong = (labels < 0) | (narrow != values)
-        if wrong.any():
-            raise DataError(
-                f"{path}: labels must be {self._values}, "
-                f"got {int(values[wrong][0])} at {int(wrong.sum())} of {values.size} pixels"
-            )
-        return torch.from_numpy(labels.astype(np.uint8))
+        image = open_label_map(path, max_pixels=self.max_pixels)
+        self.require_size(index, (image.height, image.width), f"{path}: labels")
+        if isinstance(self.coding, LabelValues) and not self._is_published and has_colours(image):
+            raise unlisted_colours(path, open_some(self._label_paths()))
+        return self.coding.read(image, path)
 
 
 class LabelledFolder(LabelledFiles):
     """Images in one folder, label maps in another, paired by their path without extension.
 
-    `images_dir` is any folder for `open_images`; for `a/b.jpg`, `labels_dir` must contain `a/b.png`, a grey or
-    palette PNG whose values are class indices, 255 for ignored pixels. Label maps without an image are
-    skipped. `classes` are the names of the classes or a text file with one name per line; if None, classes are
-    numbered up to the highest label, which requires reading all label maps when `classes` is first used. Their
-    colours are those of `colour_map`.
+    `images_dir` is any folder or list for `open_images`; for `a/b.jpg`, `labels_dir` must contain the label map
+    `a/b.png` (see `LabelledFiles`). Label maps without an image are skipped. `classes` are the names of the classes, or
+    a text file that lists them, possibly with their colours in the label maps (see `read_class_list`). If None, classes
+    are numbered up to the highest label, which requires reading all label maps when `classes` is first used.
 
     Raises MissingData if a folder or a label map does not exist; DataError if there are no images, if two images
     share a label map, or if the classes are not 1 to 255 different names.
@@ -208,9 +210,10 @@ class LabelledFolder(LabelledFiles):
         labels_dir: str | os.PathLike[str],
         classes: Sequence[str] | str | os.PathLike[str] | None = None,
         *,
+        masks: bool = True,
         max_pixels: int = MAX_PIXELS,
     ) -> None:
-        images = open_images(images_dir, max_pixels=max_pixels)
+        images = named_below_one_folder(open_images(images_dir, max_pixels=max_pixels))
         folder = Path(labels_dir).expanduser()
         require(folder)
         stems = by_stem(images.names, EXTENSIONS)
@@ -218,8 +221,9 @@ class LabelledFolder(LabelledFiles):
         for stem, name in stems.items():
             if stem not in maps:
                 raise missing_labels(name, folder / f"{stem}.png")
-        names = [] if classes is None else class_names(classes)
-        super().__init__(images, folder, (maps[stem] for stem in stems), classes=names)
+        listed = ClassList([]) if classes is None else read_classes(classes)
+        names = (maps[stem] for stem in stems)
+        super().__init__(images, folder, names, classes=listed.names, coding=listed.colours, masks=masks)
 
 
 class UnlabelledFiles(ImageFiles):
@@ -294,35 +298,27 @@ def by_stem(names: Iterable[str], endings: Sequence[str]) -> dict[str, str]:
 
 def missing_labels(image: str, labels: Path) -> MissingData:
     """Return the error for an image without a label map."""
-    return MissingData(f"the image {image} has no labels: there is no {labels.name} in {labels.parent}")
+    instead = other_annotations(image, labels)
+    return MissingData(f"the image {image} has no labels: there is no {labels.name} in {labels.parent}{instead}")
 
 
-def class_names(classes: Sequence[str] | str | os.PathLike[str]) -> list[str]:
-    """Return class names, given directly or in a text file with one name per line.
-
-    Raises MissingData if the file does not exist, DataError if there are not 1 to 255 different names.
-    """
-    if isinstance(classes, str | os.PathLike):
-        path = Path(classes).expanduser()
-        require(path)
-        names = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-        origin = str(path)
-    else:
-        names, origin = list(classes), "classes"
-    if not 1 <= len(names) <= IGNORE_INDEX:
-        raise DataError(f"{origin} must name 1 to {IGNORE_INDEX} classes, got {len(names)}")
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise DataError(f"{origin} must name each class once, got {twice!r} {names.count(twice)} times")
-    return names
+def other_annotations(image: str, labels: Path) -> str:
+    """Describe files of other formats in place of a missing label map, as the end of a sentence; empty if none."""
+    files = sorted(labels.parent.glob(f"{glob.escape(labels.stem)}.*"))
+    found = [path for path in files if path.name != Path(image).name]
+    if not found:
+        return ""
+    if labelme := next(filter(_is_labelme, found), None):
+        return (
+            f", but {labelme.name}, which is in labelme's format: convert it with labelme's labelme2voc.py, and use "
+            "the folder that it writes (with JPEGImages and SegmentationClass)"
+        )
+    return f", but {enumerated([path.name for path in found])}: convert the labels to PNG"
 
 
-def _ranges(values: Iterable[int]) -> str:
-    """Format numbers as ranges: `0..3, 7, 255`."""
-    runs: list[list[int]] = []
-    for value in sorted(values):
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1].append(value)
-        else:
-            runs.append([value])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)
+def _is_labelme(path: Path) -> bool:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else None
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and {"shapes", "imagePath"} <= content.keys()

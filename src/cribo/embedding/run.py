@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +19,7 @@ from torch import Tensor
 from cribo.ahead import BUDGET, map_ahead
 from cribo.allocator import keep_freed_memory
 from cribo.console import Phases
-from cribo.data.images import ImageFiles, open_images
+from cribo.data.images import ImageFiles, open_images, require_readable
 from cribo.data.reading import UnreadableImage
 from cribo.devices import resolve_devices, resolve_workers
 from cribo.embedding.config import EmbedConfig
@@ -39,8 +39,6 @@ from cribo.retrieval.encoders import (
     open_network,
 )
 
-log = logging.getLogger("cribo")
-
 ABOUT, SKIPPED, PARTS = "about.json", "skipped.jsonl", "features"
 
 _MOST_IMAGES = 512  # limit per part; an interrupted part is encoded again
@@ -50,18 +48,14 @@ Encoded = list[tuple[Float[np.ndarray, "n d"], dict[str, Int[np.ndarray, " n"]]]
 """Feature rows and index columns of each image."""
 
 
-class NothingEmbedded(Stopped):
-    """None of the images could be read."""
-
-
 @dataclass(frozen=True)
 class Embedded:
     """Result of `embed_images`.
 
     Attributes:
         folder: output folder.
-        images: number of images in all parts, including unreadable ones.
-        reused: number of images in parts that already existed.
+        images: number of images in all parts, without unreadable ones.
+        reused: number of these images in parts that already existed.
         skipped: reasons why images could not be read, by name.
         seconds: duration of encoding the other images.
     """
@@ -93,10 +87,10 @@ def embed_images(
         console: console for progress.
 
     Raises:
-        ValueError: backbone, images, settings or folder are invalid; raised before anything is written.
+        ValueError: backbone, images, settings or folder are invalid, or no image can be read; raised before anything is
+            written.
         FileNotFoundError: a file of the backbone or the images does not exist.
         ImportError: the library of the format is not installed.
-        NothingEmbedded: none of the images can be read.
         OSError: results cannot be written.
     """
     console = console or Console(quiet=True)
@@ -112,6 +106,7 @@ def embed_images(
         advice="choose another --out, continue it with --resume, or replace it with --overwrite",
     )
     files = open_images(config.images)
+    require_readable(files, config.images)
     names = list(dict.fromkeys(files.names))  # a list may name an image twice
     device = resolve_devices(None if config.device is None else (config.device,), "device")[0]
     if device == "cpu":
@@ -139,13 +134,14 @@ def embed_images(
             "files": _fingerprint(files, names),
             **json.loads(json.dumps(asdict(settings))),
         },
+        "images": os.path.realpath(config.images),
         "backbone": about_backbone,
         "blocks": list(encoder.blocks),
         "channels": dim,
         "versions": versions(device),
     }
     if target.resumes:
-        _check_same(out / ABOUT, about["same"])
+        _check_same(out / ABOUT, about)
     else:
         target.create(lambda part: write_json(part / ABOUT, about))
     (out / PARTS).mkdir(exist_ok=True)
@@ -159,8 +155,8 @@ def embed_images(
     kept = f"complete parts are in {out}; to continue, repeat the command with --resume"
     with if_interrupted(lambda: kept), Phases(console) as progress:
         embedded = _write_parts(config, files, names, encoder, settings, dim, encode, out, progress)
-    if len(embedded.skipped) == len(names):
-        raise NothingEmbedded(f"none of the {len(names)} images could be read; {SKIPPED} in {out} gives the reasons")
+    if not embedded.images:  # although one could be read at first
+        raise Stopped(f"the images can no longer be read: see {SKIPPED} in {out}")
     write_json(out / ABOUT, {**about, "finished": True, "skipped": len(embedded.skipped)})
     remove_parts(out / PARTS)
     return embedded
@@ -175,17 +171,23 @@ def _fingerprint(files: ImageFiles, names: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
-def _check_same(path: Path, same: dict[str, Any]) -> None:
+def _check_same(path: Path, about: dict[str, Any]) -> None:
     """Raise FolderError if results are of other images, another backbone or other settings."""
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))["same"]
-        different = [f"{name} was {before[name]}, is {value}" for name, value in same.items() if before[name] != value]
+        before = json.loads(path.read_text(encoding="utf-8"))
+        pairs = {name: (before["same"][name], value) for name, value in about["same"].items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FolderError(f"{path} is damaged: choose another --out, or replace it with --overwrite") from error
+    different = {name: f"{name} was {old}, is {new}" for name, (old, new) in pairs.items() if old != new}
+    if "files" in different:  # hashes
+        now = about["images"]
+        then = before.get("images", now)  # earlier versions did not record it
+        changed = f"images of {now} were added, removed or changed"
+        different["files"] = changed if then == now else f"the folder of the images was {then}, is {now}"
     if different:
         raise FolderError(
-            f"{path.parent} was created with different settings and cannot be resumed: {'; '.join(different)}. Choose "
-            "another --out, or replace it with --overwrite"
+            f"{path.parent} was created with different inputs and cannot be resumed: {'; '.join(different.values())}. "
+            "Choose another --out, or replace it with --overwrite"
         )
 
 
@@ -243,7 +245,8 @@ def _write_parts(
     size = _images_in_part(config, settings, dim)
     parts = [names[start : start + size] for start in range(0, len(names), size)]
     missing = [number for number in range(len(parts)) if not part_path(out / PARTS, number, config.format).exists()]
-    reused = len(names) - sum(len(parts[number]) for number in missing)
+    existing = set(range(len(parts))) - set(missing)
+    done = sum(len(parts[number]) for number in existing)
 
     def read(name: str) -> PreparedImage | UnreadableImage:
         try:
@@ -258,7 +261,7 @@ def _write_parts(
         ahead=4 * config.batch_size,
         nbytes=lambda _, image: None if image is None else getattr(image, "nbytes", 0),
     )
-    started, done = time.perf_counter(), reused
+    started = time.perf_counter()
     progress("images", done, len(names))
     try:
         for number in missing:
@@ -271,7 +274,9 @@ def _write_parts(
             write_part(out / PARTS, number, config.format, _joined(parts[number], rows, config, dim))
     finally:
         images.close()
-    return Embedded(out, len(names), reused, _skipped(out), time.perf_counter() - started)
+    skipped = _skipped(out)
+    reused = sum(name not in skipped for number in existing for name in parts[number])
+    return Embedded(out, len(names) - len(skipped), reused, skipped, time.perf_counter() - started)
 
 
 def _images_in_part(config: EmbedConfig, settings: ObjectSettings, dim: int) -> int:
@@ -292,7 +297,6 @@ def _encode(
         if isinstance(image, PreparedImage):
             readable.append((place, image))
             continue
-        log.warning("skipped %s: %s", names[place], image.reason)
         with (out / SKIPPED).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"image": names[place], "reason": image.reason}) + "\n")
     found = encode([image for _, image in readable]) if readable else []

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cribo.allocator import keep_freed_memory
 from cribo.console import Progress
-from cribo.data.images import ImageFiles, ImageSource, open_images, require
+from cribo.data.images import ImageFiles, ImageSource, open_images, require, require_readable
 from cribo.devices import resolve_devices
 from cribo.errors import InputError
 from cribo.explorer.collection import Collection
@@ -129,18 +129,22 @@ def _some_images(
             source = open_source(run_config(config.run, None))
         else:
             return None
+        chosen, files = range(0, len(source), -(-len(source) // config.limit)), None
+        if isinstance(source, ImageFiles):
+            files = ImageFiles(source.folder, (source.name(number) for number in chosen), **settings)
+            require_readable(files, str(config.images or config.run))
     except (ValueError, OSError) as error:
         if config.images is not None:
             raise
         log.warning("no collection to search: %s", error)
         notes.append("No collection to search. Restart the page with --images DIR or --db DIR.")
         return None
-    chosen = range(0, len(source), -(-len(source) // config.limit))
-    notes.append(
-        f"The collection contains {len(chosen)} of {len(source)} images. For all images, use cribo index and --db."
-    )
-    if isinstance(source, ImageFiles):
-        return ImageFiles(source.folder, (source.name(number) for number in chosen), **settings)
+    if len(chosen) < len(source):
+        notes.append(
+            f"The collection contains {len(chosen)} of {len(source)} images. For all images, use cribo index and --db."
+        )
+    if files is not None:
+        return files
     from torchvision.transforms.v2.functional import to_pil_image
 
     folder = workspace / "images"

@@ -271,8 +271,8 @@ class ObjectDatabase:
         return sum(counts.to_pylist())
 
     def count_images(self) -> int:
-        """Return the number of image files, including unreadable ones."""
-        return self._read(lambda: self._images.count_rows())
+        """Return the number of images, without unreadable files."""
+        return self._read(lambda: self._images.count_rows("error = ''"))
 
     @property
     def num_rows(self) -> int:

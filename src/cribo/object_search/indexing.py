@@ -121,7 +121,7 @@ def index_images(
     work, gone = _compare(database, files, summary, progress)
     if gone and prune is not False:
         if prune is None:
-            _require_few(gone, database.count_images(), files)
+            _require_few([image for image in gone if not image.error], database.count_images(), files)
         database.drop_images(gone)
         summary.removed = len(gone)
     started = time.perf_counter()
@@ -157,9 +157,9 @@ def _require_few(gone: Sequence[IndexedImage], images: int, files: ImageFiles) -
     """Raise DataError if many images are missing, for example because a folder is not mounted."""
     if len(gone) > _PRUNED_SHARE * images:
         raise DataError(
-            f"{len(gone)} of the {images} indexed images are no longer in {files.folder}, such as {gone[0].path}: more "
-            f"than the limit of {_PRUNED_SHARE:.0%}. Check whether a folder is missing; remove these images from the "
-            "database with --prune, or keep them with --prune false"
+            f"indexed images that are no longer in {files.folder}: {len(gone)} of {images}, such as {gone[0].path}, "
+            f"more than the limit of {_PRUNED_SHARE:.0%}. Check whether a folder is missing; remove these images from "
+            "the database with --prune, or keep them with --prune false"
         )
 
 

@@ -12,6 +12,7 @@ from cribo.allocator import keep_freed_memory
 from cribo.arguments import ConfigError
 from cribo.console import Phases
 from cribo.data import ImageFiles, open_images
+from cribo.data.images import require_readable
 from cribo.data.limits import MAX_PIXELS
 from cribo.devices import resolve_devices
 from cribo.errors import if_interrupted
@@ -53,7 +54,8 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
     Can be interrupted at any time; the next call resumes.
 
     Raises:
-        ValueError: backbone, images, settings or database are invalid; raised before any computation.
+        ValueError: backbone, images, settings or database are invalid, or no image can be read; raised before any
+            computation.
         FileNotFoundError: the images or a file of the backbone do not exist.
         ConnectionError: timm's weights, or the object storage, cannot be reached.
         ImportError: Lance is not installed.
@@ -106,6 +108,7 @@ def _open_files(config: IndexConfig, known: DatabaseInfo | None) -> tuple[ImageF
     if source is None:
         raise ConfigError(f"--images is required to create the database {config.db}")
     files = open_images(source, max_pixels=config.max_pixels or MAX_PIXELS)
+    require_readable(files, source)
     return files, _absolute(Path(source).expanduser())
 
 

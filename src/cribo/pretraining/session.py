@@ -15,8 +15,9 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cribo.arguments import ConfigError
-from cribo.data import ImageSource, UnreadableImage, open_collection
+from cribo.data import ImageSource, open_collection
 from cribo.data.cache import CachedImages
+from cribo.data.images import require_readable
 from cribo.data.loading import BatchLoader
 from cribo.data.samples import SampleDataset, StepBatchSampler
 from cribo.data.scenes import Scenes
@@ -64,7 +65,7 @@ class Session:
         self.workers = _workers(config)
         # Raises an error if a batch is larger than the collection; loaders create their own sampler.
         StepBatchSampler(len(self.source), config.optim.batch_size, config.seed, position=lambda: 0)
-        _require_readable(self.source)
+        require_readable(self.source, "data.root", most=_IMAGES_TRIED)
         try:
             self.module = self.make_module()
         except ValueError as error:
@@ -207,19 +208,6 @@ def _require_shareable(config: PretrainConfig, images_per_group: int, devices: i
             f"{sizes[0]} x {sizes[1]} x {sizes[2]} = {math.prod(sizes)}, got {config.optim.batch_size}: "
             "use fewer micro-batches or devices, or a larger batch"
         )
-
-
-def _require_readable(source: ImageSource) -> None:
-    """Check that one of the first images of a collection can be read."""
-    first: UnreadableImage | None = None
-    tried = min(len(source), _IMAGES_TRIED)
-    for index in range(tried):
-        try:
-            source.load(index)
-            return
-        except UnreadableImage as error:
-            first = first or error
-    raise ConfigError(f"none of the first {tried} images of data.root can be read: {first}")
 
 
 def _workers(config: PretrainConfig) -> int:

@@ -15,13 +15,14 @@ class SegmentConfig:
 
     Attributes:
         backbone: the network to use.
-        images: images to label: a folder, a glob in quotes ('frames/**/*.jpg'), a text file that lists images, or one
-            image.
+        images: images to label: a folder, a glob in quotes ('frames/**/*.jpg'), one image, or a text file that lists
+            images, by absolute paths or relative to its folder.
         examples: folder of labelled images: a.jpg next to a.png or a_labels.png; or images/a.jpg and labels/a.png; or
-            images and a JSON file in COCO format. Label maps are grey or palette PNGs whose values are class indices,
-            255 for no class.
+            images and a JSON file in COCO format. Label maps are PNGs of class indices, 255 for no class; or only of 0
+            and 255 (background and foreground); or of the colours that `classes` lists.
         labels: labels of the examples, if they are elsewhere: a folder of label maps, or a JSON file.
-        classes: text file with the name of each class. [classes.txt in the folder of the examples, if it exists]
+        classes: text file with the name of each class, and its colour (#rrggbb or r g b) for coloured label maps.
+            [classes.txt in the folder of the examples, if it exists]
         memory: file of the memory of the examples. Without --examples it is used unchanged; otherwise new examples
             are added.
         settings: fields of `SegmentationSettings` by name; others are those of the memory file, or the defaults.

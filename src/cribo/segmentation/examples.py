@@ -1,18 +1,39 @@
 """Labelled examples on disk: images and label maps in one or two folders, or a COCO file."""
 
-from collections.abc import Callable, Sequence
+import posixpath
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from cribo.data.coco import CocoLabels, is_coco
-from cribo.data.images import EXTENSIONS, DataError, list_files, open_images, require
-from cribo.data.segmentation import Colour, LabelledFolder, by_stem, class_names
+from cribo.data.images import (
+    EXTENSIONS,
+    DataError,
+    ImageFiles,
+    list_files,
+    named_below_one_folder,
+    open_images,
+    require,
+)
+from cribo.data.label_maps import (
+    MASK_CLASSES,
+    MASKS,
+    ClassList,
+    Colour,
+    LabelValues,
+    read_classes,
+)
+from cribo.data.segmentation import LabelledFiles, LabelledFolder, by_stem, other_annotations
 from cribo.segmentation.memory import Example
 
 CLASSES_FILE = "classes.txt"
 
 _MARK = "_labels"  # suffix of the label map of an image
-_LAYOUTS = "a.jpg next to a.png or a_labels.png; images/a.jpg and labels/a.png; or images and one COCO JSON file"
+_VOC_IMAGES, _VOC_LABELS = "JPEGImages", ("SegmentationClassPNG", "SegmentationClass")
+_LAYOUTS = (
+    "a.jpg next to a.png or a_labels.png; images/a.jpg and labels/a.png; JPEGImages/a.jpg and SegmentationClass/a.png; "
+    "or images and one COCO JSON file"
+)
 
 
 @dataclass(frozen=True)
@@ -20,30 +41,51 @@ class Examples:
     """Labelled images, read on access.
 
     Attributes:
-        names: names of the images.
+        images: the images and their labels.
         classes: names of the classes; None if unknown.
-        palette: colours of the classes; None for those of the label maps.
-        example: function that returns the example with an index.
     """
 
-    names: Sequence[str]
+    images: LabelledFiles | CocoLabels
     classes: list[str] | None
-    palette: list[Colour] | None
-    example: Callable[[int], Example]
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Example:
+        images = self.images
+        labels = images.label_map(index) if isinstance(images, LabelledFiles) else images.labels(index)
+        return Example(images.path(index), labels, images.name(index))
+
+    @property
+    def new_classes(self) -> list[str] | None:
+        """Names of the classes of a new memory; those of masks are background and foreground by default."""
+        is_masks = isinstance(self.images, LabelledFiles) and self.images.coding == MASKS
+        return list(MASK_CLASSES) if self.classes is None and is_masks else self.classes
+
+    @property
+    def palette(self) -> list[Colour] | None:
+        """Colours of the classes; None for those of the label maps."""
+        images = self.images
+        if isinstance(images, CocoLabels):
+            return list(images.palette)
+        return None if isinstance(images.coding, LabelValues) else list(images.coding.classes)
 
 
 def find_examples(
-    source: str | Path, *, labels: str | Path | None = None, classes: str | Path | None = None
+    source: str | Path,
+    *,
+    labels: str | Path | None = None,
+    classes: str | Path | None = None,
+    known_classes: int | None = None,
 ) -> Examples:
-    """Find the examples in a folder in any of three layouts, or with labels in another place.
+    """Find the examples in a folder in any of four layouts, or with labels in another place.
 
     Args:
         source: the folder; with `labels`, any source that `open_images` accepts.
         labels: folder of label maps, `a/b.png` for the image `a/b.jpg`; or a file in COCO format.
         classes: text file with the names of the classes; by default `classes.txt` in the folder.
+        known_classes: number of classes of earlier examples; unless there are two, 255 in masks of 0 and 255 means no
+            class.
 
     Raises:
         DataError: there are no examples, images without labels, labels without images, or several annotation files; or
@@ -51,12 +93,14 @@ def find_examples(
     """
     folder = Path(source).expanduser()
     require(folder)
+    masks = known_classes in (None, len(MASK_CLASSES))
     if labels is not None:
         labels = Path(labels).expanduser()
         require(labels)
         if labels.is_file():
             return _of_coco(CocoLabels(labels, folder), classes)
-        return _of_folders(folder, labels, classes or _class_file(folder) or _class_file(labels))
+        classes = classes or _class_file(folder) or _class_file(labels)
+        return _of_folders(folder, labels, classes, masks=masks)
     if not folder.is_dir():
         raise DataError(f"{folder} is a file: give the folder of its label maps with --labels, or give a folder")
     annotations = [path for path in sorted(folder.glob("*.json")) if is_coco(path)]
@@ -65,9 +109,13 @@ def find_examples(
         raise DataError(f"{folder} contains several annotation files ({names}): choose one with --labels")
     if annotations:
         return _of_coco(CocoLabels(annotations[0]), classes)
+    classes = classes or _class_file(folder)
     if (folder / "images").is_dir() and (folder / "labels").is_dir():
-        return _of_folders(folder / "images", folder / "labels", classes or _class_file(folder))
-    return _side_by_side(folder, classes or _class_file(folder))
+        return _of_folders(folder / "images", folder / "labels", classes, masks=masks)
+    voc_labels = next((folder / name for name in _VOC_LABELS if (folder / name).is_dir()), None)
+    if voc_labels is not None and (folder / _VOC_IMAGES).is_dir():
+        return _of_voc(folder / _VOC_IMAGES, voc_labels, classes, masks=masks)
+    return _side_by_side(folder, classes, masks=masks)
 
 
 def _class_file(folder: Path) -> Path | None:
@@ -78,28 +126,27 @@ def _class_file(folder: Path) -> Path | None:
 def _of_coco(coco: CocoLabels, classes: str | Path | None) -> Examples:
     if classes is not None:
         raise DataError(f"--classes {classes} cannot be used with COCO annotations, which define their own classes")
-
-    def example(index: int) -> Example:
-        return Example(coco.path(index), coco.labels(index), coco.name(index))
-
-    return Examples([*coco.names], coco.classes, coco.palette, example)
+    return Examples(coco, coco.classes)
 
 
-def _of_folders(images: Path, labels: Path, classes: str | Path | None) -> Examples:
-    names = None if classes is None else class_names(classes)
-    found = LabelledFolder(images, labels, names)
-    stems = by_stem(found.names, EXTENSIONS)
-    for stem in by_stem(list_files(labels, [".png"]), [".png"]):
-        if images.is_dir() and stem not in stems:
-            raise DataError(f"the labels {labels / stem}.png have no image: {images} does not contain {stem}")
-
-    def example(index: int) -> Example:
-        return Example(found.path(index), found.label_path(index), found.name(index))
-
-    return Examples([*found.names], names, None, example)
+def _of_folders(images: Path, labels: Path, classes: str | Path | None, *, masks: bool) -> Examples:
+    found = LabelledFolder(images, labels, classes, masks=masks)
+    if images.is_dir():
+        _require_images(_maps_in(labels), by_stem(found.names, EXTENSIONS), labels, images)
+    return Examples(found, None if classes is None else found.classes)
 
 
-def _side_by_side(folder: Path, classes: str | Path | None) -> Examples:
+def _of_voc(images: Path, labels: Path, classes: str | Path | None, *, masks: bool) -> Examples:
+    """Find examples in the folders of Pascal VOC, in which most images have no labels."""
+    maps, found = _maps_in(labels), by_stem(open_images(images).names, EXTENSIONS)
+    if not maps:
+        raise DataError(f"no label maps (.png) in {labels}")
+    _require_images(maps, found, labels, images)
+    files = ImageFiles(images, (found[stem] for stem in maps))
+    return _of_files(files, labels, [*maps.values()], classes, masks=masks)
+
+
+def _side_by_side(folder: Path, classes: str | Path | None, *, masks: bool) -> Examples:
     files = list(list_files(folder, EXTENSIONS))
     if not files:
         open_images(folder)  # raises an error that describes the folder
@@ -117,21 +164,36 @@ def _side_by_side(folder: Path, classes: str | Path | None) -> Examples:
             images[stem] = name
     for stem, name in images.items():
         if stem not in maps:
+            instead = other_annotations(name, folder / f"{stem}.png")
             raise DataError(
-                f"the image {name} has no labels: {folder} contains neither {stem}.png nor {stem}{_MARK}.png; "
-                f"supported layouts: {_LAYOUTS}"
+                f"the image {name} has no labels: {folder} contains neither {stem}.png nor {stem}{_MARK}.png"
+                + (instead or f"; supported layouts: {_LAYOUTS}; or give the folder of the label maps with --labels")
             )
     for stem, name in maps.items():
         if stem not in images:
             raise DataError(f"the labels {name} have no image: {folder} does not contain {stem}")
     stems = sorted(images)
+    found = ImageFiles(folder, (images[stem] for stem in stems))
+    return _of_files(found, folder, [maps[stem] for stem in stems], classes, masks=masks)
 
-    def example(index: int) -> Example:
-        stem = stems[index]
-        return Example(folder / images[stem], folder / maps[stem], images[stem])
 
-    names = None if classes is None else class_names(classes)
-    return Examples([images[stem] for stem in stems], names, None, example)
+def _maps_in(folder: Path) -> dict[str, str]:
+    return by_stem(list_files(folder, [".png"]), [".png"])
+
+
+def _require_images(maps: Iterable[str], images: Container[str], labels: Path, folder: Path) -> None:
+    """Raise DataError for a label map without an image."""
+    for stem in maps:
+        if stem not in images:
+            raise DataError(f"the labels {labels / stem}.png have no image: {folder} does not contain {stem}")
+
+
+def _of_files(
+    images: ImageFiles, folder: Path, maps: list[str], classes: str | Path | None, *, masks: bool
+) -> Examples:
+    listed = ClassList([]) if classes is None else read_classes(classes)
+    files = LabelledFiles(images, folder, maps, classes=listed.names, coding=listed.colours, masks=masks)
+    return Examples(files, listed.names or None)
 
 
 def open_targets(source: str, *, apart_from: Path | None = None) -> tuple[Path, list[str]]:
@@ -142,7 +204,8 @@ def open_targets(source: str, *, apart_from: Path | None = None) -> tuple[Path, 
         apart_from: a folder to exclude, such as the output folder.
 
     Returns:
-        A folder, and the sorted paths of the images relative to it.
+        A folder, and the paths of the images relative to it. For a list, it is the folder of the list if that contains
+        all images, else their common folder.
 
     Raises:
         DataError: there are no images, or two images whose results would have the same name.
@@ -155,18 +218,26 @@ def open_targets(source: str, *, apart_from: Path | None = None) -> tuple[Path, 
         if not names:
             raise DataError(f"no images match {source}: searched {folder.absolute()} for {' '.join(EXTENSIONS)}")
     else:
-        found = open_images(path)
+        found = named_below_one_folder(open_images(path))
         folder, names = Path(found.folder), [*found.names]
     if apart_from is not None:
         own = apart_from.absolute()
         names = [name for name in names if own not in (folder / name).absolute().parents]
         if not names:
             raise DataError(f"all images of {source} are in {apart_from}, the output folder: choose another --out")
-    outside = next((name for name in names if Path(name).is_absolute() or ".." in Path(name).parts), None)
-    if outside is not None:
-        raise DataError(f"{source} lists {outside}, which is outside {folder}: list paths relative to {folder}")
-    by_stem(names, EXTENSIONS)
+    named: dict[str, str] = {}
+    for name in names:
+        if (other := named.setdefault(result_name(name), name)) != name:
+            raise DataError(
+                f"the results of {other} and {name} would have the same name, {result_name(name)}: rename one, or "
+                "label them in two calls with different --out"
+            )
     return folder, names
+
+
+def result_name(image: str) -> str:
+    """Return the name of an image without its extension, as in the names of its results."""
+    return posixpath.splitext(image)[0]
 
 
 def _of_glob(pattern: Path) -> tuple[Path, list[str]]:

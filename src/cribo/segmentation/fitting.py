@@ -183,7 +183,8 @@ class CrossValidation:
         temperature: temperature of the neighbours' weights.
 
     Attributes:
-        left_out: description of the folds, such as "one image at a time"; empty if nothing can be left out.
+        left_out: description of the folds, such as "one image at a time"; empty if nothing can be left out, or if all
+            patches have the same class, for which any prediction is right.
     """
 
     def __init__(
@@ -206,9 +207,9 @@ class CrossValidation:
         else:
             folds, self.left_out = self._halves, "each half of the image"
         self._folds = folds
-        if len(folds.unique()) < 2:
-            self.left_out = ""
         truth = self._shares.argmax(dim=1)
+        if min(len(folds.unique()), len(truth.unique())) < 2:
+            self.left_out = ""
         measured = [label for label in truth.unique().tolist() if len(folds[truth == label].unique()) > 1]
         self._truth, self._measured = truth, torch.tensor(measured or truth.unique().tolist())
 

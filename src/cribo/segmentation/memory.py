@@ -17,8 +17,8 @@ from cribo.arguments import ConfigError
 from cribo.console import Progress, no_progress
 from cribo.data.crops import resize_labels
 from cribo.data.images import DataError
+from cribo.data.label_maps import IGNORE_INDEX, Colour, LabelMap, read_classes
 from cribo.data.randomness import keyed_generator
-from cribo.data.segmentation import IGNORE_INDEX, Colour, class_names
 from cribo.devices import resolve_devices
 from cribo.errors import InputError
 from cribo.models import Backbone
@@ -35,7 +35,7 @@ from cribo.segmentation.fitting import (
     choose,
     thinned,
 )
-from cribo.segmentation.inputs import ImageLike, LabelMap, LabelsLike, open_image, open_labels
+from cribo.segmentation.inputs import ImageLike, LabelsLike, open_image, open_labels
 from cribo.segmentation.palette import default_palette
 from cribo.segmentation.pixels import label_pixels
 from cribo.segmentation.settings import SegmentationSettings
@@ -136,7 +136,7 @@ class SegmentationMemory:
                 f"{_listed(wanted or ())}: omit blocks"
             )
         self.encoder = GridEncoder(encoder, self.settings, device, batch_size)
-        self._classes = None if classes is None else class_names(classes)
+        self._classes = None if classes is None else read_classes(classes).names
         self._palette = None if palette is None else list(palette)
         self._known: list[StoredExample] = []
         self._choice: Choice | None = None
@@ -425,10 +425,19 @@ class SegmentationMemory:
         """
         with self._lock:
             probe = self.fit().probe
-            if self.fit().expected is None:
-                raise DataError("all labels are in one half of a single image, so nothing can be left out: label more")
+            if self.unmeasured is not None:
+                raise DataError(f"{self.unmeasured}, so nothing can be left out: label more")
             validation = CrossValidation(self._examples(), self.encoder.encoder.blocks, **self._neighbours)
             return validation.confusions([probe])[probe]
+
+    @property
+    def unmeasured(self) -> str | None:
+        """Reason why no score can be measured on left-out patches; None if `fit().expected` is measured."""
+        if self.fit().expected is not None:
+            return None
+        if len(self) == 1 and len(self._known[0].halves.unique()) == 1:
+            return "all labels are in one half of a single image"
+        return "all labelled patches have the same class"
 
     @property
     def _neighbours(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -27,7 +28,8 @@ from cribo.allocator import keep_freed_memory
 from cribo.console import Phases, duration
 from cribo.data.coco import BACKGROUND
 from cribo.data.coco_writing import outline, write_coco
-from cribo.data.images import DataError, require
+from cribo.data.images import DataError, ImageFiles, require, require_readable
+from cribo.data.label_maps import IGNORE_INDEX
 from cribo.data.reading import UnreadableImage, open_header, read_image
 from cribo.devices import resolve_devices, resolve_workers
 from cribo.drawing import write_figure
@@ -37,7 +39,7 @@ from cribo.evaluation.results import versions
 from cribo.files import FolderError, remove_parts, write_json, write_text, write_whole
 from cribo.folders import ResultFolder
 from cribo.segmentation.config import SegmentConfig
-from cribo.segmentation.examples import Examples, find_examples, open_targets
+from cribo.segmentation.examples import Examples, find_examples, open_targets, result_name
 from cribo.segmentation.fitting import Choice
 from cribo.segmentation.memory import Segmentation, SegmentationMemory
 from cribo.segmentation.pictures import SegmentedPanel, draw_overview, overlay
@@ -45,6 +47,7 @@ from cribo.segmentation.pixels import write_labels
 from cribo.segmentation.settings import SegmentationSettings
 from cribo.segmentation.storage import memory_lock
 from cribo.segmentation.suggesting import suggest
+from cribo.wording import counted, enumerated
 
 log = logging.getLogger("cribo")
 
@@ -62,10 +65,6 @@ _SUGGESTED_FROM = 300  # limit on the images to choose from
 _OVERVIEW_SIDE = 480  # limit on the longer side of an image in the overview, in pixels
 
 
-class NothingSegmented(Stopped):
-    """None of the images could be read."""
-
-
 @dataclass(frozen=True)
 class Segmented:
     """Result of `segment_images`.
@@ -74,6 +73,7 @@ class Segmented:
         folder: output folder.
         images: number of labelled images.
         reused: number of images that were already labelled.
+        earlier: number of images of earlier calls that are no longer among the images; their results are kept.
         skipped: reasons why images could not be read, by name.
         seconds: duration of the command, without imports.
         labelling_seconds: duration of labelling the other images.
@@ -83,6 +83,7 @@ class Segmented:
     folder: Path
     images: int
     reused: int
+    earlier: int
     skipped: dict[str, str]
     seconds: float
     labelling_seconds: float
@@ -92,13 +93,15 @@ class Segmented:
     def speed(self) -> str:
         """Number of images, duration and speed, as text."""
         fresh = self.images - self.reused
-        if not fresh:
-            return f"all {self.images} images were already labelled"
-        before = f", {self.reused} were already labelled" if self.reused else ""
-        return (
-            f"{fresh} images in {duration(self.seconds)}, of which labelling took {duration(self.labelling_seconds)} "
-            f"({fresh / self.labelling_seconds:.1f} images/s){before}"
-        )
+        text = f"{counted(fresh, 'image')} in {duration(self.seconds)}"
+        if fresh:
+            speed = f"{fresh / self.labelling_seconds:.1f} images/s"
+            text += f", of which labelling took {duration(self.labelling_seconds)} ({speed})"
+        if self.reused:
+            text += f", {self.reused} already labelled"
+        if self.earlier:
+            text += f", results of {counted(self.earlier, 'earlier image')} kept"
+        return text
 
 
 def segment_images(
@@ -118,7 +121,8 @@ def segment_images(
     Args:
         config: options of the command.
         out: output folder.
-        resume: resume results in `out` that were created with the same memory and settings.
+        resume: resume results in `out` that were created with images of the same folder, the same memory and the same
+            settings. New and changed images are labelled; results of images that were removed are kept.
         overwrite: replace existing results in `out`.
         pictures: number of images in the overview; 0 for no overview.
         suggestions: number of images to suggest for labelling next.
@@ -127,10 +131,10 @@ def segment_images(
         console: console for progress.
 
     Raises:
-        ValueError: backbone, examples, memory, settings or folder are invalid; raised before anything is written.
+        ValueError: backbone, images, examples, memory, settings or folder are invalid, or no image can be read; raised
+            before anything is written.
         FileNotFoundError: a file of the backbone, the examples or the images does not exist.
         ConnectionError: timm's weights cannot be downloaded.
-        NothingSegmented: none of the images can be read.
         OSError: results cannot be written.
     """
     console = console or Console(quiet=True)
@@ -152,16 +156,14 @@ def segment_images(
     folder, names = open_targets(config.images, apart_from=out)
     if not 0 <= suggestions <= len(names):
         raise InputError(f"--suggest must be from 0 to {len(names)}, the number of images, got {suggestions}")
-    examples = None
-    if config.examples is not None:
-        examples = find_examples(config.examples, labels=config.labels, classes=config.classes)
+    require_readable(ImageFiles(folder, names), config.images)
     file = None if config.memory is None else Path(config.memory).expanduser()
     if file is not None:
-        _check_memory_file(file, may_be_new=examples is not None)
+        _check_memory_file(file, may_be_new=config.examples is not None)
     with Phases(console) as progress:
-        with nullcontext() if file is None or examples is None else memory_lock(file):
-            memory = _open_memory(config, file, settings, examples)
-            has_new = examples is not None and _add_examples(memory, examples, config, progress)
+        with nullcontext() if file is None or config.examples is None else memory_lock(file):
+            memory, has_new = _open_memory(config, file, settings, progress)
+            _require_two_classes(memory)
             memory.fit(progress)
             describe_memory(memory, console)
             results = _Results(out, folder, memory, config, command)
@@ -196,31 +198,35 @@ def _check_memory_file(file: Path, *, may_be_new: bool) -> None:
 
 
 def _open_memory(
-    config: SegmentConfig, file: Path | None, settings: SegmentationSettings, examples: Examples | None
-) -> SegmentationMemory:
-    """Load the memory file, or create an empty memory."""
+    config: SegmentConfig, file: Path | None, settings: SegmentationSettings, progress: Phases
+) -> tuple[SegmentationMemory, bool]:
+    """Load the memory file or create a memory, and add the examples; return whether examples are new."""
     device = resolve_devices(None if config.device is None else (config.device,), "device")[0]
     if device == "cpu":
         keep_freed_memory()
-    if file is None or not file.exists():
-        assert examples is not None  # `SegmentConfig` requires examples or a memory
-        return SegmentationMemory(
-            config.backbone,
-            classes=examples.classes,
-            palette=examples.palette,
-            settings=settings,
-            device=device,
-            batch_size=config.batch_size,
-        )
-    memory = SegmentationMemory.load(
-        file, config.backbone, changes=config.settings, device=device, batch_size=config.batch_size
+    options = {"device": device, "batch_size": config.batch_size}
+    memory = None
+    if file is not None and file.exists():
+        memory = SegmentationMemory.load(file, config.backbone, changes=config.settings, **options)
+    if config.examples is None:
+        assert memory is not None  # `SegmentConfig` requires examples or a memory
+        return memory, False
+    examples = find_examples(
+        config.examples,
+        labels=config.labels,
+        classes=config.classes,
+        known_classes=None if memory is None else len(memory.classes),
     )
-    if examples is not None and examples.classes is not None and examples.classes != memory.classes:
+    if memory is None:
+        memory = SegmentationMemory(
+            config.backbone, classes=examples.new_classes, palette=examples.palette, settings=settings, **options
+        )
+    elif examples.classes is not None and examples.classes != memory.classes:
         raise DataError(
             f"the examples in {config.examples} have the classes {', '.join(examples.classes)}, but the memory {file} "
             f"has {', '.join(memory.classes)}: use the same list for both, or create another memory"
         )
-    return memory
+    return memory, _add_examples(memory, examples, config, progress)
 
 
 def _add_examples(memory: SegmentationMemory, examples: Examples, config: SegmentConfig, progress: Phases) -> bool:
@@ -229,37 +235,41 @@ def _add_examples(memory: SegmentationMemory, examples: Examples, config: Segmen
     progress("examples", 0, len(examples))
     for start in range(0, len(examples), config.batch_size):
         part = range(start, min(len(examples), start + config.batch_size))
-        changed += memory.extend([examples.example(number) for number in part])
+        changed += memory.extend([examples[number] for number in part])
         progress("examples", part[-1] + 1, len(examples))
     if changed < len(examples):
-        log.info("%d of the %d examples are already in the memory", len(examples) - changed, len(examples))
+        log.info("already in the memory: %d of %s", len(examples) - changed, counted(len(examples), "example"))
     return changed > 0
+
+
+def _require_two_classes(memory: SegmentationMemory) -> None:
+    present = [name for name, count in zip(memory.classes, memory.holding, strict=True) if count]
+    if len(present) == 1:
+        raise DataError(
+            f"the examples show only one class, {_named(present[0])}: label at least two. (In label maps, "
+            f"{IGNORE_INDEX} means no class, unless all of them contain only 0 and {IGNORE_INDEX})"
+        )
 
 
 def describe_memory(memory: SegmentationMemory, console: Console) -> None:
     """Print the contents of the memory, the chosen probe, and its expected score."""
     console.print(
-        f"memory: {len(memory)} examples, {memory.patches} patches, {len(memory.classes)} classes",
+        f"memory: {counted(len(memory), 'example')}, {counted(memory.patches, 'patch', 'patches')}, "
+        f"{counted(len(memory.classes), 'class', 'classes')}",
         markup=False,
         highlight=False,
     )
     for sentence in _describe_choice(memory):
         console.print(sentence, markup=False, highlight=False)
-    present = len(memory.classes) - len(memory.absent)
     if memory.absent:
-        log.warning("no examples of %s: these classes are never predicted", ", ".join(memory.absent))
-    if present == 1:
-        log.warning(
-            "the examples contain only one class, so all pixels are assigned to it. In a mask of 0 and 255, 255 means "
-            "no class: use 1 for the foreground"
-        )
+        log.warning("classes without examples, which are never predicted: %s", ", ".join(map(_named, memory.absent)))
 
 
 def _describe_choice(memory: SegmentationMemory) -> list[str]:
     """Describe the chosen probe, its expected score, and the classes that need more examples."""
     choice, classes, holding = memory.fit(), memory.classes, memory.holding
     if choice.expected is None or choice.last_block is None:
-        return [f"reads {choice.probe}; its score is unknown because all labels are in one half of a single image"]
+        return [f"reads {choice.probe}; its score is unknown, because {memory.unmeasured}"]
     # With few examples of many classes, most classes are not measured, and often only the easiest are.
     score = f"{choice.expected:.0%} mIoU{choice.coverage(len(classes))}"
     compared = f"(nearest neighbours on the last block: {choice.last_block:.0%})"
@@ -275,16 +285,21 @@ def _describe_choice(memory: SegmentationMemory) -> list[str]:
         ]
     weakest = sorted(choice.per_class, key=lambda label: choice.per_class[label])[:_WEAKEST]
     weak = [
-        f"{classes[label]} {choice.per_class[label]:.0%} (in {holding[label]})"
+        f"{_named(classes[label])}: {choice.per_class[label]:.0%} (in {counted(holding[label], 'example')})"
         for label in weakest
         if choice.per_class[label] < choice.expected
     ]
     if weak:
         sentences.append(f"weakest classes, which need more examples: {', '.join(weak)}")
-    unmeasured = [name for c, name in enumerate(classes) if holding[c] and c not in choice.per_class]
+    unmeasured = [_named(name) for c, name in enumerate(classes) if holding[c] and c not in choice.per_class]
     if unmeasured:
-        sentences.append(f"not measured, because only one example contains them: {', '.join(unmeasured)}")
+        sentences.append(f"not measured (in a single example only): {', '.join(unmeasured)}")
     return sentences
+
+
+def _named(name: str) -> str:
+    """Return the name of a class for a sentence."""
+    return f"class {name}" if name.isdecimal() else name
 
 
 # -------------------------------------------------------------------------------------------------------- images
@@ -324,6 +339,8 @@ def _segment_all(
 ) -> Segmented:
     """Label all images that are not labelled yet, and write the summary."""
     done = results.done()
+    stems = {result_name(name) for name in names}
+    results.earlier = {name: record for name, record in done.items() if result_name(name) not in stems}
     results.begin(len(names))
     skipped: dict[str, str] = {}
     reused = 0
@@ -344,7 +361,6 @@ def _segment_all(
             for item in written:
                 if item.record is None:
                     skipped[item.name] = item.reason
-                    log.warning("skipped %s: %s", item.name, item.reason)
                 else:
                     results.records[item.name] = item.record
                     reused += item.record is done.get(item.name)
@@ -354,9 +370,10 @@ def _segment_all(
             raise
     seconds = time.perf_counter() - begun
     results.sum_up(names, skipped, seconds, reused)
-    if not results.records:
-        raise NothingSegmented(f"none of the {len(names)} images could be read: see {SUMMARY} in {results.folder}")
-    return Segmented(results.folder, len(results.records), reused, skipped, seconds, seconds, results.shares())
+    if not results.records:  # although one could be read at first
+        raise Stopped(f"the images can no longer be read: see {SUMMARY} in {results.folder}")
+    earlier = len(results.earlier)
+    return Segmented(results.folder, len(results.records), reused, earlier, skipped, seconds, seconds, results.shares())
 
 
 def _suggest(results: "_Results", count: int, progress: Phases) -> None:
@@ -423,6 +440,7 @@ class _Results:
 
     Attributes:
         records: records of the labelled images by name, in the order of the images.
+        earlier: records of images of earlier calls that are no longer among the images.
     """
 
     def __init__(
@@ -430,12 +448,14 @@ class _Results:
     ) -> None:
         self.folder, self.images, self.memory = folder, images, memory
         self.records: dict[str, _Record] = {}
+        self.earlier: dict[str, _Record] = {}
         self._noting = Lock()
         self.classes, self.palette = memory.classes, memory.palette
         about = {
             "format": 1,
             "command": command,
             "finished": False,
+            "images": {"folder": os.path.realpath(images)},
             "memory": {
                 "fingerprint": memory.fingerprint,
                 "file": config.memory,
@@ -460,10 +480,10 @@ class _Results:
         )
 
     def check_same(self) -> None:
-        """Check that results in the folder were created with the same memory and settings.
+        """Check that results in the folder were created with images of the same folder, memory and settings.
 
         Raises:
-            FolderError: memory or settings differ; the message names the differences.
+            FolderError: they differ; the message names the differences.
         """
         try:
             old = json.loads((self.folder / ABOUT).read_text(encoding="utf-8"))
@@ -474,23 +494,31 @@ class _Results:
             ) from error
         if differences:
             raise FolderError(
-                f"{self.folder} was created with different settings and cannot be resumed: {'; '.join(differences)}. "
+                f"{self.folder} was created with different inputs and cannot be resumed: {'; '.join(differences)}. "
                 "Choose another --out, or replace it with --overwrite"
             )
 
     def _differences(self, old: dict[str, Any]) -> list[str]:
+        folders = [about["images"].get("folder") for about in (old, self._about)]  # None in earlier versions
+        moved = [] if None in folders or folders[0] == folders[1] else [_changed("the folder of the images", *folders)]
+        return moved + self._changes_of_memory(old)
+
+    def _changes_of_memory(self, old: dict[str, Any]) -> list[str]:
         if old["memory"]["fingerprint"] == self._about["memory"]["fingerprint"]:
             old_probe, probe = (Choice.from_json(about["choice"]).probe for about in (old, self._about))
-            return [] if old_probe == probe else [f"the probe was {old_probe}, is {probe}"]
+            return [] if old_probe == probe else [_changed("the probe", old_probe, probe)]
 
         def compared(about: dict[str, Any]) -> dict[str, Any]:
             backbone = {f"{name} of the backbone": value for name, value in about["backbone"].items()}
             return {**about["settings"], **backbone, "the list of classes": ", ".join(about["classes"])}
 
         before, now = compared(old), compared(self._about)
-        found = [f"{name} was {before.get(name)}, is {now[name]}" for name in now if before.get(name) != now[name]]
-        counts = [len(about["memory"]["examples"]) for about in (old, self._about)]
-        return found or [f"the examples differ ({counts[0]} before, {counts[1]} now)"]
+        if found := [_changed(name, before.get(name), now[name]) for name in now if before.get(name) != now[name]]:
+            return found
+        names = [enumerated(about["memory"]["examples"]) for about in (old, self._about)]
+        if names[0] != names[1]:
+            return [_changed("the list of examples", *names)]
+        return ["the images or labels of the examples have changed"]
 
     def begin(self, images: int) -> None:
         """Create the folders and write the description of the results.
@@ -500,7 +528,7 @@ class _Results:
         """
         for part in ("labels", "overlays", "confidence"):
             (self.folder / part).mkdir(exist_ok=True)
-        write_json(self.folder / ABOUT, {**self._about, "images": {"found": images}})
+        write_json(self.folder / ABOUT, {**self._about, "images": {**self._about["images"], "found": images}})
 
     def done(self) -> dict[str, _Record]:
         """Return the records of images whose files are complete, by name."""
@@ -516,12 +544,12 @@ class _Results:
                 continue
             if all(target.is_file() for target in self._targets(record.name)):
                 # Images that differ only in the extension share files; keep the last one.
-                records[record.name.rpartition(".")[0]] = record
+                records[result_name(record.name)] = record
         return {record.name: record for record in records.values()}
 
     def _targets(self, name: str) -> tuple[Path, Path, Path]:
         """Return the paths of label map, overlay and confidence of an image."""
-        stem = Path(name).with_suffix("")
+        stem = result_name(name)
         return (
             self.folder / "labels" / f"{stem}.png",
             self.folder / "overlays" / f"{stem}.jpg",
@@ -551,10 +579,11 @@ class _Results:
     def shares(self) -> dict[str, float]:
         """Return the share of each class in the pixels of all images, in descending order."""
         pixels = dict.fromkeys(self.classes, 0.0)
-        for record in self.records.values():
+        records = [*self.records.values(), *self.earlier.values()]
+        for record in records:
             for name, share in record.shares.items():
                 pixels[name] += share * math.prod(record.size)
-        total = sum(math.prod(record.size) for record in self.records.values())
+        total = sum(math.prod(record.size) for record in records)
         return {name: count / total for name, count in sorted(pixels.items(), key=lambda pair: -pair[1])}
 
     def sum_up(self, names: Sequence[str], skipped: Mapping[str, str], seconds: float, reused: int) -> None:
@@ -562,11 +591,11 @@ class _Results:
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")
         table.writerow(["image", "width", "height", "confidence", *self.classes, "error"])
-        for name in names:
+        for name in (*names, *self.earlier):
             if name in skipped:
                 table.writerow([name, *[""] * (3 + len(self.classes)), skipped[name]])
                 continue
-            record = self.records[name]
+            record = self.records.get(name) or self.earlier[name]
             shares = [f"{record.shares.get(c, 0):.6f}" for c in self.classes]
             table.writerow([name, *reversed(record.size), f"{record.confidence:.4f}", *shares, ""])
         write_text(self.folder / SUMMARY, text.getvalue())
@@ -574,7 +603,14 @@ class _Results:
         about = {
             **self._about,
             "finished": True,
-            "images": {"found": len(names), "segmented": fresh, "reused": reused, "skipped": len(skipped)},
+            "images": {
+                **self._about["images"],
+                "found": len(names),
+                "segmented": fresh,
+                "reused": reused,
+                "earlier": len(self.earlier),
+                "skipped": len(skipped),
+            },
             "seconds": round(seconds, 3),
             "seconds_per_image": round(seconds / fresh, 4) if fresh else None,
         }
@@ -610,6 +646,10 @@ class _Results:
             panels.append(SegmentedPanel(name, image[:, ::step, ::step], _read_grey(labels)[::step, ::step], grey))
         figure = draw_overview(panels, self.classes, self.palette, self.memory.fit().per_class)
         write_figure(self.folder / file, figure)
+
+
+def _changed(what: str, before: object, now: object) -> str:
+    return f"{what} was {before}, is {now}"
 
 
 def _read_grey(path: Path) -> UInt8[Tensor, "h w"]:

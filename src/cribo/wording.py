@@ -1,0 +1,23 @@
+"""Wording of messages: numbers with their nouns, and lists of names."""
+
+from collections.abc import Sequence
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """Return a number with its noun, which takes an s in the plural unless `plural` is given.
+
+    Example:
+        >>> counted(1, "image"), counted(0, "image"), counted(2, "class", "classes")
+        ('1 image', '0 images', '2 classes')
+    """
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def enumerated(names: Sequence[str], most: int = 8) -> str:
+    """Join names with commas; names beyond the first `most` are counted.
+
+    Example:
+        >>> enumerated(["a", "b", "c"], most=2)
+        'a, b and 1 more'
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
