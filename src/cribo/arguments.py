@@ -19,6 +19,7 @@ import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
 from cribo.errors import InputError
+from cribo.wording import joined
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -277,7 +278,7 @@ class Parser(ArgumentParser):
         if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
             names = [self._as_typed(name) for name in missing[1].split(", ")]
             usage = "" if self.usage is None else f"; usage: {str(self.usage).splitlines()[0]}"
-            return f"{_listed(names, 'and')} {'is' if len(names) == 1 else 'are'} required{usage}"
+            return f"{joined(names, 'and')} {'is' if len(names) == 1 else 'are'} required{usage}"
         kinds = (
             r"Parser key \"([\w.]+)\":\s+(?:Expected a .*?Got value|Does not validate .*Given value): (.*)",
             r"Parser key \"([\w.]+)\":\s+Unable to load config '(.*?)'\n",
@@ -289,7 +290,7 @@ class Parser(ArgumentParser):
             return None
         choices = [str(choice) for choice in action.choices or _described(getattr(action, "_typehint", dict))]
         allowed = [choice for choice in choices if choice != "null"] or choices  # null is the same as no option
-        return f"{self._shortened(found[1])} must be {_listed(allowed, 'or')}, got {_quoted(found[2])}"
+        return f"{self._shortened(found[1])} must be {joined(allowed, 'or')}, got {_quoted(found[2])}"
 
     def _as_typed(self, name: str) -> str:
         """Return an option with its dashes and short name, or the placeholder of a positional argument."""
@@ -428,11 +429,6 @@ def _bracketed(words: Sequence[str], *, square: bool = False) -> str:
         return "null"
     values = [value for value in re.split(r"[\s,]+", ",".join(words).strip("()[] ")) if value]
     return f"[{','.join(values * 2 if square and len(values) == 1 else values)}]"
-
-
-def _listed(names: Sequence[str], last: str) -> str:
-    """Join names by commas, and the last one by `last`."""
-    return f" {last} ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
 def _quoted(value: str) -> str:

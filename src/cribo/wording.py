@@ -21,3 +21,13 @@ def enumerated(names: Sequence[str], most: int = 8) -> str:
         'a, b and 1 more'
     """
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def joined(names: Sequence[str], last: str) -> str:
+    """Join names with commas, and the last one with a word.
+
+    Example:
+        >>> joined(["a", "b", "c"], "or"), joined(["a"], "or")
+        ('a, b or c', 'a')
+    """
+    return f" {last} ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)

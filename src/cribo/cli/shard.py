@@ -4,6 +4,7 @@ from pathlib import Path
 
 from cribo.cli.running import guarded, print_places
 from cribo.console import Phases, command_console, importing, log_to
+from cribo.wording import counted
 
 HELP = """\
 Pack images into a few large tar files, which are faster to read from network file systems and object storage than
@@ -58,7 +59,7 @@ def _shard(words: list[str]) -> None:
             progress=progress,
         )
     console.print(
-        f"{written.images} images in {written.shards} shards, {written.size_bytes / 1e6:.1f} MB; "
-        f"{len(written.skipped)} were unreadable",
+        f"{counted(written.images, 'image')} in {counted(written.shards, 'shard')}, {written.size_bytes / 1e6:.1f} MB"
+        + (f"; {counted(len(written.skipped), 'image')} could not be read" if written.skipped else "")
     )
     print_places(console, {"shards": written.folder, "to train": f"cribo pretrain --data.root {written.folder}"})
