@@ -22,8 +22,8 @@ BAR = re.compile(r".+ [━╸╺]+ +\d+/\d+ +\d+:\d\d:\d\d ETA (\d+:\d\d:\d\d|-:
 """A whole line of progress: bar, count, time and ETA; only what follows may be cut."""
 
 UNREADABLE = re.compile(
-    r"Traceback|WARN |ignored nothing|none of the 1 |\b1 (images|objects|examples|shards)\b(?!/)| ints\b|or null|(?<!\[)\bNone\b"
-    r"|square root|/\.\./"
+    r"Traceback|WARN |ignored nothing|none of the 1 |\b1 (images|objects|examples|shards)\b(?!/)"
+    r"| ints\b|or null|(?<!\[)\bNone\b|square root|/\.\./"
 )
 """Texts that a user should not have to read."""
 
