@@ -35,7 +35,7 @@ from cribo.segmentation.fitting import Choice, Labeller, Probe, candidate_probes
 from cribo.segmentation.inputs import open_labels
 from cribo.segmentation.palette import default_palette
 from cribo.segmentation.pictures import overlay
-from cribo.segmentation.pixels import PixelLabels, label_pixels
+from cribo.segmentation.pixels import label_pixels
 from cribo.segmentation.settings import Refine
 
 log = logging.getLogger("cribo")
@@ -388,14 +388,16 @@ class Session:
             self._labeller = self._memory.labeller_of(self._choice)
         return self._labeller
 
-    def _predicted(self, image: PageImage, shown: UInt8[Tensor, "3 h w"], refine: Refine) -> PixelLabels | None:
+    def _predicted(
+        self, image: PageImage, shown: UInt8[Tensor, "3 h w"], refine: Refine
+    ) -> UInt8[Tensor, "h w"] | None:
         """Return the predicted labels of an image at the shown size; None without examples."""
         if (labeller := self._fitted()) is None:
             return None
         encoder = self._memory.encoder
         (features,) = encoder.encode([image.load(ENCODED)], blocks=labeller.choice.probe.blocks)
         votes = labeller(labeller.rows(features.flatten(0, 1).cpu())).unflatten(0, features.shape[:2])
-        return label_pixels(votes, shown, patch_size=encoder.encoder.patch_size, refine=refine)
+        return label_pixels(votes, shown, patch_size=encoder.encoder.patch_size, refine=refine).labels
 
     def canvas(self) -> dict[str, Any]:
         """Return the classes, and the current image with its painting and predicted labels, as JSON."""
@@ -417,14 +419,14 @@ class Session:
                 "height": height,
                 "image": _data_url(shown),
                 "painted": [IGNORE_INDEX, width * height] if painting is None else to_runs(painting.labels),
-                "predicted": None if predicted is None else to_runs(predicted.labels),
+                "predicted": None if predicted is None else to_runs(predicted),
                 "changed": painting is not None and painting.is_changed,
                 "time": 0 if painting is None else painting.time,
                 "classes": classes,
             }
 
     def upcoming(self, count: int) -> list[Tile]:
-        """Return pictures of the images to label next, with their predicted labels and mean confidence."""
+        """Return pictures of the images to label next, with their predicted labels."""
         with self._lock:
             self._upcoming = self._next(count)
             return [self._upcoming_tile(self.image(key)) for key in self._upcoming]
@@ -435,10 +437,8 @@ class Session:
             predicted = self._predicted(image, shown, "none")
         except Refused:
             return np.full((_TILE, _TILE, 3), 128, dtype=np.uint8), f"{image.name}: cannot be read"
-        if predicted is None:
-            return shown.permute(1, 2, 0).numpy(), image.name
-        confidence = float(predicted.confidence.mean())
-        return overlay(shown, predicted.labels, self._colours), f"{confidence:.2f} {image.name}"
+        picture = shown.permute(1, 2, 0).numpy()
+        return picture if predicted is None else overlay(shown, predicted, self._colours), image.name
 
     def painted(self) -> list[Tile]:
         """Return pictures of the examples with their paintings, the last one first."""
@@ -453,7 +453,7 @@ class Session:
         return np.where(unpainted, shown.permute(1, 2, 0).numpy(), overlay(shown, labels, self._colours)), image.name
 
     def score(self) -> None:
-        """Estimate the score on new images and calibrate confidences, by cross-validation over the examples."""
+        """Measure the score on left-out examples, and calibrate the probabilities that suggestions compare."""
         # The halves of a single picture often have different classes, so a score from them would be misleading.
         if len(self._memory) > 1 and len(self._present) > 1:
             self._choice = self._memory.fit()
@@ -479,7 +479,7 @@ class Session:
         if count == 1 or self._choice.expected is None:
             return summary
         coverage = self._choice.coverage(len(present))
-        return f"{summary} Expected mIoU on new pictures{coverage}: {self._choice.expected:.0%}."
+        return f"{summary} mIoU on what is painted in left-out examples{coverage}: {self._choice.expected:.0%}."
 
     @property
     def saved(self) -> str:

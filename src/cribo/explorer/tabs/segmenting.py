@@ -128,7 +128,7 @@ def segmenting_tab(tab: gr.Tab, identity: gr.BrowserState, visitors: Visitors, u
             sent = gr.UploadButton(f"Upload a picture ({uploads.limits})", file_types=["image"], size="sm")
             packed = gr.Button("Download the examples", size="sm")
             archive = gr.File(label="For cribo segment --examples", visible=False, interactive=False)
-    gr.Markdown("Pictures to label next, with the mean confidence of their labels: choose one", elem_classes="caption")
+    gr.Markdown("Pictures to label next: choose one", elem_classes="caption")
     upcoming = _gallery("Pictures to label next", "upcoming")
     gr.Markdown("Your examples: choose one to correct it", elem_classes="caption")
     painted = _gallery("Your examples", "painted")
