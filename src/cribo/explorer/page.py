@@ -21,7 +21,7 @@ _STYLE = """
 .gradio-container { width: 100% !important; max-width: min(1280px, 100vw) !important; margin: 0 auto !important; }
 .gradio-container .wrap, .gradio-container main, .gradio-container main :not(button) { min-width: 0; }
 .gradio-container main { width: 100% !important; }
-.gradio-container .main.fillable { padding: clamp(8px, 2.5vw, 32px) !important; }
+.gradio-container .main.fillable { max-width: 100% !important; padding: clamp(8px, 2.5vw, 32px) !important; }
 .caption p { font-weight: 600; }
 .tiles .grid-wrap { max-height: none !important; height: auto !important; min-height: 120px; }
 .tiles .grid-container { grid-template-columns: repeat(auto-fill, minmax(var(--tile), 1fr)) !important; }

@@ -185,7 +185,10 @@ canvas.addEventListener("pointermove", (event) => {
   Object.assign(brush.style, { width: `${side}px`, height: `${side}px` });
   Object.assign(brush.style, { left: `${((to.x + 0.5) / shown.width) * 100}%`, top: `${((to.y + 0.5) / shown.height) * 100}%` });
   brush.hidden = false;
-  if (last) event.getCoalescedEvents().forEach((each) => stroke(position(each)));
+  if (last) {
+    const moves = event.getCoalescedEvents?.() ?? []; // between two frames; missing in some browsers
+    for (const move of moves.length ? moves : [event]) stroke(position(move));
+  }
   const index = Math.floor(to.y + 0.5) * shown.width + Math.floor(to.x + 0.5);
   const label = painted[index] !== NONE ? painted[index] : predicted?.[index];
   part("under").textContent = shown.classes[label]?.name ?? "";

@@ -8,7 +8,7 @@ from typing import Any
 
 import gradio as gr
 
-from cribo.explorer.segmenting import Session, Visitors
+from cribo.explorer.segmenting import Session, Tile, Visitors
 from cribo.explorer.tabs.fields import HIDDEN, REQUEST, show_errors, whole_number
 from cribo.explorer.uploads import Refused, Uploads
 
@@ -96,9 +96,14 @@ def segmenting_tab(tab: gr.Tab, identity: gr.BrowserState, visitors: Visitors, u
         return changed(visitor, Session.replace)
 
     @show_errors
-    def galleries(visitor: Any) -> tuple[Any, ...]:
+    def show_upcoming(visitor: Any) -> list[Tile]:
         with visitors.working(identified(visitor)) as session:
-            return session.upcoming(_UPCOMING), session.painted()
+            return session.upcoming(_UPCOMING)
+
+    @show_errors
+    def show_painted(visitor: Any) -> list[Tile]:
+        with visitors.working(identified(visitor)) as session:
+            return session.painted()
 
     @show_errors
     def score(visitor: Any) -> str:
@@ -136,7 +141,8 @@ def segmenting_tab(tab: gr.Tab, identity: gr.BrowserState, visitors: Visitors, u
     def act(listen: Callable[..., Any], handler: Callable[..., Any], inputs: Any = None, *, name: str) -> Any:
         """Call a handler on an event; then update the galleries."""
         done = listen(handler, [identity, *(inputs or [])], state, api_name=name, **REQUEST)
-        return done.success(galleries, identity, [upcoming, painted], **quiet)
+        shown = done.success(show_upcoming, identity, upcoming, **quiet)
+        return shown.success(show_painted, identity, painted, **quiet)
 
     quiet = {**HIDDEN, "show_progress": "hidden"}
     state = [painter, advice, saved, replacing]
