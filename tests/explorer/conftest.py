@@ -187,11 +187,11 @@ class Visitor:
         self.client.post("/gradio_api/queue/join", json=question).raise_for_status()
         with self.client.stream("GET", "/gradio_api/queue/data", params={"session_hash": self.name}) as events:
             for line in events.iter_lines():
-                event = json.loads(line.removeprefix("data:")) if line.startswith("data:") else {}
-                if event.get("msg") == "process_completed":
-                    if not event["success"]:
-                        raise Refusal(event["output"].get("error") or "")
-                    return event["output"]["data"]
+                message = json.loads(line.removeprefix("data:")) if line.startswith("data:") else {}
+                if message.get("msg") == "process_completed":
+                    if not message["success"]:
+                        raise Refusal(message["output"].get("error") or "")
+                    return message["output"]["data"]
         raise AssertionError("no answer")
 
     def picture(self, shown: dict[str, Any]) -> Image.Image:
