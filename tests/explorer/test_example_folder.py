@@ -32,6 +32,10 @@ def labels_of(folder: Path, name: str) -> torch.Tensor:
     return open_labels(folder / "labels" / name).labels
 
 
+def names_in(folder: ExampleFolder) -> list[str]:
+    return [*find_examples(folder.path).images.names]
+
+
 def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -42,7 +46,7 @@ def test_saved_examples_are_those_that_segment_reads(tmp_path: Path) -> None:
     folder.save(picture("street/a.png", 10), halves(1), ["road", "sky"], written)
     folder.save(picture("b.png", 20), halves(0, 1), ["road", "sky"], written)
     found = find_examples(tmp_path / "new" / "ex")
-    assert (found.names, found.classes) == (["b.png", "street/a.png"], ["road", "sky"])
+    assert ([*found.images.names], found.classes) == (["b.png", "street/a.png"], ["road", "sky"])
     assert torch.equal(labels_of(folder.path, "street/a.png"), halves(1))
     assert (folder.path / "images" / "street" / "a.png").read_bytes() == picture("street/a.png", 10).content
 
@@ -88,7 +92,7 @@ def test_another_image_of_the_same_name_gets_a_number(tmp_path: Path) -> None:
     for shade in (1, 2, 1):
         folder.save(picture("a.png", shade), halves(0), ["road"], written)
     folder.save(picture("a.webp", 3), halves(0), ["road"], written)  # would share the labels of a.png
-    assert find_examples(folder.path).names == ["a-2.png", "a-3.webp", "a.png"]
+    assert names_in(folder) == ["a-2.png", "a-3.webp", "a.png"]
 
 
 def test_labels_are_enlarged_and_unchanged_pixels_keep_their_detail(tmp_path: Path) -> None:
@@ -122,7 +126,21 @@ def test_a_failed_save_leaves_the_folder_unchanged(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert files_of(folder.path) == before
     folder.save(large, halves(0), ["road"], written)
-    assert find_examples(folder.path).names == ["a.png", "b.png"]
+    assert names_in(folder) == ["a.png", "b.png"]
+
+
+def test_a_single_painted_class_is_not_read_as_a_mask(tmp_path: Path) -> None:
+    folder, written = ExampleFolder(tmp_path / "ex"), Written()
+    folder.save(picture("a.png", 1), halves(0), ["road", "sky"], written)
+    assert folder.classes == ["road"]
+    assert (open_labels(find_examples(folder.path)[0].labels).labels[:, 20:] == 255).all()
+    folder.save(picture("b.png", 2), halves(1), ["road", "sky"], written)
+    assert folder.classes == ["road", "sky"]
+    folder.save(picture("b.png", 2), halves(0), ["road", "sky"], written)  # a correction
+    assert (open_labels(find_examples(folder.path)[0].labels).labels[:, 20:] == 255).all()
+    folder.save(picture("b.png", 2), halves(1), ["road", "sky"], written)
+    folder.remove(picture("b.png", 2), written)
+    assert (open_labels(find_examples(folder.path)[0].labels).labels[:, 20:] == 255).all()
 
 
 def test_own_examples_can_be_removed(tmp_path: Path) -> None:
@@ -131,7 +149,7 @@ def test_own_examples_can_be_removed(tmp_path: Path) -> None:
     folder.save(picture("b.png", 2), halves(0), ["road"], written)
     assert not folder.remove(picture("a.png", 1), written)
     assert folder.remove(picture("b.png", 2), written)
-    assert find_examples(folder.path).names == ["a.png"]
+    assert names_in(folder) == ["a.png"]
 
 
 def test_own_classes_can_be_renamed(tmp_path: Path) -> None:
@@ -167,5 +185,14 @@ def test_folders_of_other_layouts_are_refused(tmp_path: Path) -> None:
     shutil.copy(folder.path / "labels" / "a.png", side_by_side)
     with pytest.raises(InputError, match="has a layout that the page cannot extend"):
         ExampleFolder(side_by_side)
+    for name in ("a.png", "b.png"):
+        folder.save(picture(name, 1), halves(0, 1), ["road", "sky"], Written(), replace=True)
+    for line, kind in (("road #00ff00\nsky #0000ff\n", "colours"), ("road\nsky\n", "masks of 0 and 255")):
+        (folder.path / "classes.txt").write_text(line)
+        if kind != "colours":
+            for file in (folder.path / "labels").iterdir():
+                Image.fromarray(255 * halves(0, 1).numpy()).save(file)
+        with pytest.raises(InputError, match=f"the label maps in .* are {kind}, but the page writes class indices"):
+            ExampleFolder(folder.path)
     with pytest.raises(InputError, match="is a file, not a folder"):
         ExampleFolder(side_by_side / "a.jpg")

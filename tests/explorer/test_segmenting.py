@@ -160,6 +160,8 @@ def test_classes_have_different_names_and_keep_their_colours(session: Session) -
     assert session.classes[0] == "tile"
     for names, said in (
         (["a", " "], "must not be empty"),
+        (["a", "bus #a0b1c2"], "must not end with a colour, got “bus #a0b1c2”"),
+        (["a", "bus 1, 2 30"], "must not end with a colour"),
         (["a"], "There must be 32 to 255 classes, got 1"),
         ([*session.classes, "  tile "], "There is a class “tile” already"),
         ([str(number) for number in range(256)], "got 256"),
@@ -254,7 +256,7 @@ def test_a_failed_save_is_reported_and_can_be_repeated(visit: Callable[..., Visi
     (tmp_path / "ex").unlink()
     session.replace()
     assert session.saved == "All examples are saved in “ex”."
-    assert find_examples(tmp_path / "ex").names == ["0-red.png"]
+    assert [*find_examples(tmp_path / "ex").images.names] == ["0-red.png"]
 
 
 def test_downloaded_examples_can_be_read_by_cribo_segment(session: Session, tmp_path: Path) -> None:
@@ -264,8 +266,8 @@ def test_downloaded_examples_can_be_read_by_cribo_segment(session: Session, tmp_
     with zipfile.ZipFile(io.BytesIO(session.zipped())) as archive:
         archive.extractall(tmp_path)
     found = find_examples(tmp_path / "examples")
-    assert (found.names, found.classes) == (["0-red.png"], ["square", "ground"])
-    assert (open_labels(found.example(0).labels).labels[4:44, 4:44] == 1).all()
+    assert ([*found.images.names], found.classes) == (["0-red.png"], ["square", "ground"])
+    assert (open_labels(found[0].labels).labels[4:44, 4:44] == 1).all()
     assert session.saved.startswith("The examples are kept until the server stops")
 
 
@@ -274,10 +276,10 @@ def test_invalid_examples_are_reported_before_the_page_is_served(
 ) -> None:
     paint(fresh(visit(tmp_path / "ex")), "0-red", (1, SQUARE))
     (tmp_path / "ex" / "classes.txt").write_text("square\n")
-    with pytest.raises(InputError, match=r"0-red\.png contains class 1, but .*ex has 1 classes"):
+    with pytest.raises(InputError, match=r"0-red\.png: labels must be in 0 \(1 classes\) or 255 \(ignored\), got 1"):
         visit(tmp_path / "ex").warm(lambda what, done, total: None)
     Image.fromarray(np.zeros((9, 9), np.uint8)).save(tmp_path / "ex" / "labels" / "0-red.png")
-    with pytest.raises(InputError, match="must have the size of its image"):
+    with pytest.raises(InputError, match="must have the size of image"):
         visit(tmp_path / "ex").warm(lambda what, done, total: None)
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import io
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -14,14 +14,15 @@ from torch import Tensor
 from cribo.data.coco import is_coco
 from cribo.data.crops import resize_labels
 from cribo.data.images import EXTENSIONS, has_images, list_files
-from cribo.data.segmentation import IGNORE_INDEX, Colour, class_names
+from cribo.data.label_maps import IGNORE_INDEX, MASKS, Colour, LabelMap, LabelValues, read_classes
+from cribo.data.segmentation import LabelledFiles
 from cribo.errors import InputError
 from cribo.explorer.images import PageImage
 from cribo.explorer.uploads import Refused
 from cribo.files import write_beside, write_text
 from cribo.folders import require_writable
 from cribo.segmentation.examples import CLASSES_FILE, Examples, find_examples
-from cribo.segmentation.inputs import LabelMap, open_labels
+from cribo.segmentation.inputs import open_labels
 from cribo.segmentation.palette import default_palette
 from cribo.segmentation.pixels import write_labels
 from cribo.segmentation.storage import memory_lock
@@ -68,6 +69,7 @@ class ExampleFolder:
                     f"--examples {path} has a layout that the page cannot extend; it writes images/a.jpg, labels/a.png "
                     f"and {CLASSES_FILE}: give a new folder"
                 )
+        self._require_indices()
         palettes = [found.palette or () for found in self._label_maps()]
         self._palette = [*max(palettes, key=len, default=())]
 
@@ -79,7 +81,7 @@ class ExampleFolder:
         """Names of the classes; numbers if there are labels but no `classes.txt`."""
         file = self.path / CLASSES_FILE
         if file.is_file():
-            return class_names(file)
+            return read_classes(file).names
         labelled = [found.labels[found.labels != IGNORE_INDEX] for found in self._label_maps()]
         highest = max((int(labels.max()) for labels in labelled if labels.numel()), default=-1)
         return [str(number) for number in range(highest + 1)]
@@ -131,12 +133,15 @@ class ExampleFolder:
             image_file, label_file = self._files(name)
             if label_file.is_file() and not replace and not self._is_own(name, written):
                 raise ExistingLabels(f"{self} already contains labels of {name}.")
-            table = self._add_classes(classes, written)
+            # Only classes up to the last one in the labels: see `_require_second_class`.
+            present = [label for label in labels.unique().tolist() if label != IGNORE_INDEX]
+            table = self._add_classes(classes[: 1 + max(present)], written)
             existing = open_labels(label_file).labels if label_file.is_file() else None
             encoded = io.BytesIO()
             write_labels(_enlarged(table[labels.long()], image.size, existing), self.palette, encoded)
             _write_pair(image_file, content, label_file, encoded.getvalue())
             written.labels[name] = _hash(encoded.getvalue())
+            self._require_second_class()
 
     def remove(self, image: PageImage, written: Written) -> bool:
         """Remove an example that the session has saved; return False if it has not, or others have changed it."""
@@ -147,6 +152,7 @@ class ExampleFolder:
             del written.labels[name]
             for file in self._files(name):
                 file.unlink(missing_ok=True)
+            self._require_second_class()
             return True
 
     def rename_class(self, old: str, new: str, written: Written) -> None:
@@ -168,7 +174,7 @@ class ExampleFolder:
             written.classes.add(new)
 
     def _add_classes(self, classes: Sequence[str], written: Written) -> UInt8[Tensor, "256"]:
-        """Add the missing classes to the list of the folder; return the index in the folder of each label."""
+        """Add missing classes to the list of the folder; return the index in the folder of each label."""
         present = self.classes
         fresh = [name for name in classes if name not in present]
         if len(present) + len(fresh) > IGNORE_INDEX:
@@ -183,12 +189,36 @@ class ExampleFolder:
         table[: len(classes)] = torch.tensor([present.index(name) for name in classes], dtype=torch.uint8)
         return table
 
+    def _require_indices(self) -> None:
+        """Check that the values of existing label maps are class indices.
+
+        Raises:
+            InputError: they are masks of 0 and 255, or colours.
+        """
+        found = self.examples()
+        if found is not None and isinstance(found.images, LabelledFiles):
+            coding = found.images.coding
+            if coding == MASKS or not isinstance(coding, LabelValues):
+                kind = "masks of 0 and 255" if coding == MASKS else "colours"
+                raise InputError(
+                    f"the label maps in {self._labels} are {kind}, but the page writes class indices: give a new folder"
+                )
+
+    def _require_second_class(self) -> None:
+        """Remove a second class without pixels from the list.
+
+        With two classes, label maps of only 0 and 255 would be read as masks (see `LabelledFiles`).
+        """
+        classes = self.classes
+        if len(classes) == len(MASKS.classes) and not any((found.labels == 1).any() for found in self._label_maps()):
+            self._write_classes(classes[:1])
+
     def _write_classes(self, classes: Sequence[str]) -> None:
         write_text(self.path / CLASSES_FILE, "".join(f"{name}\n" for name in classes))
 
-    def _label_maps(self) -> list[LabelMap]:
+    def _label_maps(self) -> Iterator[LabelMap]:
         names = list_files(self._labels, [".png"]) if self._labels.is_dir() else ()
-        return [open_labels(self._labels / name) for name in names]
+        return (open_labels(self._labels / name) for name in names)
 
     def _name(self, name: str, content: bytes) -> str:
         """Return the name of an image in the folder: its own, or a numbered one if that belongs to another image."""

@@ -20,9 +20,8 @@ from torchvision.transforms.v2.functional import to_pil_image
 
 from cribo.console import Progress
 from cribo.data.crops import resize_labels
-from cribo.data.images import DataError
+from cribo.data.label_maps import IGNORE_INDEX, Colour
 from cribo.data.reading import EncodedImage, UnreadableImage, open_header
-from cribo.data.segmentation import IGNORE_INDEX, Colour
 from cribo.errors import InputError
 from cribo.explorer.candidates import ENCODED, Candidates
 from cribo.explorer.example_folder import ExampleFolder, ExistingLabels, Written
@@ -62,6 +61,8 @@ _SUFFIXES = {
     "PPM": ".ppm",
     "JPEG2000": ".jp2",
 }
+
+_COLOUR = re.compile(r"[\s,](#[0-9a-fA-F]{6}|\d{1,3}([\s,]+\d{1,3}){2})$")  # such lines of classes.txt list colours
 
 Tile = tuple[UInt8[np.ndarray, "h w 3"], str]
 """A small picture and its caption."""
@@ -130,22 +131,15 @@ class Session:
         if (examples := folder.examples()) is None:
             return
         numbers = {} if self._candidates is None else self._candidates.images.numbers
-        for index, name in enumerate(examples.names):
-            example = examples.example(index)
-            image, labels = PageImage(name, Path(str(example.image))), open_labels(example.labels).labels
-            if labels.shape != image.size:
-                raise DataError(f"{example.labels} must have the size of its image, {example.image}")
-            highest = int(labels[labels != IGNORE_INDEX].max()) if bool((labels != IGNORE_INDEX).any()) else -1
-            if highest >= len(self.classes):
-                raise DataError(
-                    f"{example.labels} contains class {highest}, but {folder.path} has {len(self.classes)} classes"
-                )
-            key = f"c{numbers.get(name)}"
-            if name not in numbers or not self._has_content(key, image.content):
+        for index in range(len(examples)):
+            path, label_map, name = examples[index]
+            image, labels = PageImage(str(name), Path(str(path))), open_labels(label_map).labels
+            key = f"c{numbers.get(image.name)}"
+            if image.name not in numbers or not self._has_content(key, image.content):
                 key = f"e{index}"
                 self._own[key] = image
             self._paintings[key] = Painting(resize_labels(labels, bounded(*image.size, SHOWN)))
-            if highest >= 0:
+            if bool((labels != IGNORE_INDEX).any()):
                 self._add(key)
             progress("examples", index + 1, len(examples))
 
@@ -263,12 +257,15 @@ class Session:
         """Rename classes, or add classes at the end.
 
         Raises:
-            Refused: names are empty, repeated or too many, or the class is one of the folder's, which others may use.
+            Refused: names are empty, repeated, too many or like colours; or the class is one of the folder's, which
+                others may use.
         """
         names = [" ".join(name.split())[:LONGEST_NAME] for name in names]
         with self._lock:
             if "" in names:
                 raise Refused("The name of a class must not be empty.")
+            if coloured := next((name for name in names if _COLOUR.search(name)), None):
+                raise Refused(f"The name of a class must not end with a colour, got “{coloured}”.")
             if repeated := next((name for name in names if names.count(name) > 1), None):
                 raise Refused(f"There is a class “{repeated}” already: choose another name.")
             if not len(self.classes) <= len(names) <= IGNORE_INDEX:
