@@ -66,7 +66,7 @@ class ResultFolder:
         self.kind, self.numbered = kind, numbered
         self.resumes = self.replaces = False
         try:
-            _require_writable(path.parent if numbered else path)
+            require_writable(path.parent if numbered else path)
             if numbered:
                 return
             _require_outside(path, inputs)
@@ -139,10 +139,10 @@ def _require_replaceable(path: Path) -> None:
         raise FolderError(f"{path} contains the current folder, which cannot be replaced: choose a folder in it")
     if path.resolve().is_mount():
         raise FolderError(f"{path} is a mounted volume, which cannot be replaced: choose a folder in it")
-    _require_writable(path.parent)
+    require_writable(path.parent)
 
 
-def _require_writable(path: Path) -> None:
+def require_writable(path: Path) -> None:
     """Raise an error if a folder is not writable or cannot be created."""
     for folder in (path, *path.parents):
         if folder.is_dir():

@@ -83,11 +83,12 @@ def run_folder(tiny: "Callable[..., PretrainConfig]", tmp_path_factory: pytest.T
 
 @dataclass
 class Served:
-    """A page served by another process."""
+    """A page served by another process, and the folder to which its visitors save examples."""
 
     address: str
     process: "subprocess.Popen[str]"
     log: Path
+    examples: Path | None = None
 
     def stop(self) -> int:
         """Send SIGINT, as Ctrl-C does, and return the exit status."""
@@ -142,7 +143,10 @@ def served(database: Path, run_folder: Path, tmp_path_factory: pytest.TempPathFa
         "1",
         "--max_megapixels",
         "1",
+        "--examples",
+        str(folder / "examples"),
     )
+    served.examples = folder / "examples"
     try:
         yield served
     finally:
@@ -172,21 +176,22 @@ class Visitor:
         answer.raise_for_status()
         return {"path": answer.json()[0], "orig_name": file, "meta": {"_type": "gradio.FileData"}}
 
-    def ask(self, what: str, *data: Any) -> list[Any]:
-        """Call a function of the page and return its result.
+    def ask(self, what: str, *data: Any, event: dict[str, Any] | None = None) -> list[Any]:
+        """Call a function of the page, with the data of an event, and return its result.
 
         Raises:
             Refusal: the page shows an error.
         """
         question = {"data": list(data), "fn_index": self.functions[what], "session_hash": self.name}
+        question["event_data"] = event
         self.client.post("/gradio_api/queue/join", json=question).raise_for_status()
         with self.client.stream("GET", "/gradio_api/queue/data", params={"session_hash": self.name}) as events:
             for line in events.iter_lines():
-                event = json.loads(line.removeprefix("data:")) if line.startswith("data:") else {}
-                if event.get("msg") == "process_completed":
-                    if not event["success"]:
-                        raise Refusal(event["output"].get("error") or "")
-                    return event["output"]["data"]
+                message = json.loads(line.removeprefix("data:")) if line.startswith("data:") else {}
+                if message.get("msg") == "process_completed":
+                    if not message["success"]:
+                        raise Refusal(message["output"].get("error") or "")
+                    return message["output"]["data"]
         raise AssertionError("no answer")
 
     def picture(self, shown: dict[str, Any]) -> Image.Image:
@@ -230,24 +235,35 @@ class Watched:
 
     Attributes:
         page: the browser page.
+        examples: folder to which examples are saved.
         elsewhere: addresses of requests to other machines.
         errors: errors logged by the browser.
     """
 
     page: "Page"
+    examples: Path
     elsewhere: list[str]
     errors: list[str]
 
     def open(self, tab: str) -> None:
         """Open a tab of the page."""
-        self.page.get_by_role("tab", name=tab, exact=True).first.click()
+        button = self.page.get_by_role("tab", name=tab, exact=True).and_(self.page.locator(":visible"))
+        if not button.count():  # tabs that do not fit are in a menu
+            self.page.locator(".overflow-menu > button").click()
+            button = self.page.locator(".overflow-dropdown button", has_text=tab)
+        button.first.click()
+
+    def resize(self, width: int, height: int) -> None:
+        """Load the page again in a window of another size."""
+        self.page.set_viewport_size({"width": width, "height": height})
+        self.reload()
 
     def reload(self) -> None:
         """Load the page again. Leaving a page interrupts its requests; the errors of that are not counted."""
         before = len(self.errors)
         self.page.reload(wait_until="commit")
         del self.errors[before:]
-        self.page.wait_for_load_state()
+        self.page.get_by_role("tab", name="View pairs").first.wait_for()
 
     @property
     def fits(self) -> bool:
@@ -260,7 +276,8 @@ def watched(served: Served, browser: "Browser") -> Iterator[Watched]:
     """Open the page in a browser; external requests and errors fail the test."""
     page = browser.new_page(viewport={"width": 1280, "height": 1000})
     page.set_default_timeout(60_000)
-    watched = Watched(page, [], [])
+    assert served.examples is not None
+    watched = Watched(page, served.examples, [], [])
     page.on("request", lambda request: _note_request(watched, served.address, request.url))
     page.on("console", lambda message: watched.errors.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: watched.errors.append(str(error)))

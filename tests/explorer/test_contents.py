@@ -1,3 +1,4 @@
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -21,7 +22,9 @@ def test_a_run_without_a_database_indexes_some_of_its_images(run_folder: Path, t
     contents = opened(ExploreConfig(run=run_folder, limit=5, device="cpu"), tmp_path / "work")
     assert contents.finder is not None
     assert len(contents.finder.collection) == 5
-    assert contents.notes == ("The collection contains 5 of 36 images. For all images, use cribo index and --db.",)
+    assert contents.visitors.images is not None
+    assert len(contents.visitors.images) == 5  # the others are generated when they are used
+    assert contents.notes == ()
     query = contents.finder.of_collection(0)
     _, found = contents.finder.matches(query, 0, 4)
     assert query.name not in {match.image for match in found}
@@ -34,9 +37,12 @@ def test_a_backbone_and_a_folder_suffice(squares: Path, tmp_path: Path) -> None:
     assert contents.finder is not None
     names = [contents.finder.collection.name(number) for number in range(4)]
     assert names == ["0-blue.png", "0-red.png", "1-blue.png", "1-red.png"]
-    assert "contains 4 of 8 images" in contents.notes[0]
-    whole = ExploreConfig(backbone=BackboneSource("mean-colour"), images=squares, limit=8, device="cpu")
-    assert opened(whole, tmp_path / "whole").notes == ()
+    assert contents.visitors.images is not None
+    assert len(contents.visitors.images) == 8
+    assert contents.notes == ("Objects are those of 4 of 8 images: for all, use cribo index and --db.",)
+    without_objects = opened(dataclasses.replace(config, limit=0), tmp_path / "without")
+    assert without_objects.finder is None
+    assert without_objects.visitors.images is not None
     alone = opened(ExploreConfig(backbone=BackboneSource("mean-colour"), device="cpu"), tmp_path / "alone")
     assert (alone.finder, alone.pairs, alone.notes) == (None, None, ())
 
@@ -63,14 +69,20 @@ def test_a_run_without_checkpoints_needs_a_backbone(run_folder: Path, tmp_path: 
     assert contents.finder is not None
 
 
+def test_examples_are_kept_apart_from_the_images(squares: Path, tmp_path: Path) -> None:
+    config = ExploreConfig(backbone=BackboneSource("mean-colour"), images=squares, limit=0, examples=squares / "ex")
+    with pytest.raises(InputError, match="ex is inside the folder of the images"):
+        opened(config, tmp_path / "work")
+
+
 def test_missing_images_are_reported(run_folder: Path, tmp_path: Path, squares: Path) -> None:
     run = shutil.copytree(run_folder, tmp_path / "run")
     config = (run / "config.yaml").read_text().replace("root: scenes", f"root: {tmp_path}/gone")
     (run / "config.yaml").write_text(config)
     contents = opened(ExploreConfig(run=run, device="cpu"), tmp_path / "work")
     assert contents.finder is None
-    assert "No collection to search" in contents.notes[0]
-    assert "Restart the page with --images DIR or --db DIR" in contents.notes[0]
+    assert contents.notes == ("No collection. Restart the page with --images DIR or --db DIR.",)
+    assert contents.visitors.images is None
     assert contents.pairs is not None
     with pytest.raises(Refused, match="images of this run cannot be read: start the page with --images DIR"):
         contents.pairs.picture(0)

@@ -61,6 +61,17 @@ def test_the_cache_is_bounded() -> None:
     assert counting.calls == 3 + 26 + 1
 
 
+def test_features_of_probes_are_kept_in_half_precision_unless_they_overflow() -> None:
+    shared = SharedEncoder(Counting().encoder(), "cpu")
+    for scale, nbytes in ((1.0, 2), (1e6, 4)):
+        before = shared.kept_bytes
+        images = torch.full((1, 3, 32, 32), scale)
+        for features in (shared.probed.encode(images), shared.probed.encode(images)):
+            assert features.dtype == torch.float32
+            assert torch.equal(features, torch.full((1, 16, 3), scale))
+        assert shared.kept_bytes - before == 16 * 3 * nbytes
+
+
 def test_large_images_are_encoded_at_a_limited_size() -> None:
     shared = SharedEncoder(Counting().encoder(), "cpu", max_patches=50)
     dense = shared.encode(torch.zeros(3, 400, 100, dtype=torch.uint8))

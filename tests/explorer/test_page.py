@@ -1,14 +1,20 @@
 """The page in a real browser."""
 
 import re
+import shutil
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("playwright.sync_api")
-from playwright.sync_api import Locator, expect
+from playwright.sync_api import Locator, Page, expect
 from tests.explorer.conftest import COLOURS, Watched, draw_square
+
+from cribo.explorer.example_folder import ExampleFolder, Written
+from cribo.explorer.images import PageImage
+from cribo.segmentation.inputs import open_labels
 
 expect.set_options(timeout=60_000)  # other tests may occupy the cores
 
@@ -56,6 +62,15 @@ def test_a_patch_is_selected_by_click_and_moved_by_keys(watched: Watched, red: s
     expect(page.locator("#nearest-to-patch")).to_contain_text(re.compile(r"1\. 1\.00 \d-red\.png"))
 
 
+def test_a_chosen_image_is_scrolled_into_view_on_a_phone(watched: Watched) -> None:
+    page = watched.page
+    watched.resize(390, 844)
+    watched.open("Objects")
+    page.locator("#collection button", has_text="7: 1-yellow").click()
+    expect(page.locator("#objects-text")).to_contain_text("in 1-yellow.png")
+    expect(page.get_by_role("img", name="The image with the outline of the selected object")).to_be_in_viewport()
+
+
 def test_an_object_finds_similar_objects(watched: Watched, red: str) -> None:
     page = watched.page
     watched.open("Objects")
@@ -74,38 +89,125 @@ def test_an_object_finds_similar_objects(watched: Watched, red: str) -> None:
     expect(page.locator("#objects-text")).to_contain_text("-red.png, cosine similarity 1.00")
 
 
-def test_painted_classes_segment_another_picture(watched: Watched, red: str, tmp_path: Path) -> None:
-    page = watched.page
-    watched.open("Segment")
-    expect(page.locator("#examples-text")).to_contain_text("No examples yet")  # from here on, the visitor is known
-    page.locator("[role=tabpanel]:visible input[type=file]").last.set_input_files(red)
-    expect(page.get_by_text("There are no examples yet")).to_be_visible()
-    page.locator("[role=tabpanel]:visible input[type=file]").first.set_input_files(red)
-    canvas = page.locator("canvas:visible").first
-    expect(page.get_by_label("Brush").or_(page.locator("[title*=rush]")).first).to_be_visible()
-    page.wait_for_timeout(1000)  # the canvas is resized to the picture without an event
-    place = canvas.bounding_box()
+def position_on(picture: Locator, x: float, y: float) -> tuple[float, float]:
+    """Return the position on the page of a position relative to the sides of a picture."""
+    place = picture.bounding_box()
     assert place is not None
-    middle = place["x"] + place["width"] / 2, place["y"] + place["height"] / 2
-    page.mouse.move(middle[0] - 10, middle[1] - 10)
+    return place["x"] + x * place["width"], place["y"] + y * place["height"]
+
+
+def drag(page: Page, start: tuple[float, float], end: tuple[float, float]) -> None:
+    """Paint a line on the picture of the editor, between positions relative to its sides."""
+    canvas = page.locator(".painter-canvas")
+    canvas.scroll_into_view_if_needed()
+    page.mouse.move(*position_on(canvas, *start))
     page.mouse.down()
-    page.mouse.move(middle[0] + 5, middle[1] + 5, steps=4)
+    page.mouse.move(*position_on(canvas, *end), steps=4)
     page.mouse.up()
-    page.get_by_role("button", name="Add as an example").click()
-    expect(page.locator("#examples-text")).to_contain_text("1 example")
-    expect(page.locator("#examples-text")).to_contain_text("red")
-    expect(page.locator("#segmented-text")).to_contain_text("red 100%")
-    expect(page.get_by_role("img", name="The picture, tinted by class")).to_be_visible()
+
+
+def confirm(page: Page) -> None:
+    """Confirm the painting, and wait until the server has received it."""
+    button = page.get_by_role("button", name="Confirm", exact=True)
+    expect(button).to_be_enabled()
+    button.click()
+    expect(button).to_be_disabled()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_pictures_are_labelled_by_painting(watched: Watched, width: int, red: str, squares: Path) -> None:
+    page, examples = watched.page, watched.examples
+    shutil.rmtree(examples, ignore_errors=True)
+    watched.resize(width, 844)
+    watched.open("Segment")
+    advice, painter = page.locator("#advice"), page.locator(".painter")
+    expect(advice).to_contain_text("Name a class")
+    expect(page.get_by_role("alert")).to_have_count(0)
+    upcoming = page.locator("#upcoming button")
+    expect(upcoming).to_have_count(7)
+
+    # A picture of the gallery is opened, and the editor is scrolled into view.
+    tile = upcoming.filter(has_text=re.compile(r"0-(red|green)")).first
+    name = re.sub(r"\s", "", tile.inner_text())
+    tile.click()
+    expect(page.locator(".painter-caption")).to_have_text(name)
+    expect(painter).to_be_in_viewport()
+    page.wait_for_function("document.querySelector('.painter').getBoundingClientRect().top >= 0")
+    tools, picture = (
+        painter.locator(".painter-row").nth(1).bounding_box(),
+        page.locator(".painter-stage").bounding_box(),
+    )
+    assert tools is not None
+    assert picture is not None
+    assert tools["y"] + tools["height"] <= picture["y"]
+    assert watched.fits
+
+    # Two classes are named and painted.
+    for label, line in (("square", ((0.1, 0.25), (0.4, 0.25))), ("ground", ((0.1, 0.8), (0.9, 0.8)))):
+        page.get_by_label("Name of a new class").fill(label)
+        page.keyboard.press("Enter")
+        expect(painter.get_by_role("button", name=label)).to_have_attribute("aria-pressed", "true")
+        drag(page, *line)
+    confirm(page)
+    expect(advice).to_contain_text(re.compile(r"1 example, \d+ patches: square, ground"))
+    expect(page.locator("#saved")).to_contain_text("All examples are saved in “examples”")
+    expect(upcoming).to_have_count(7)
+    labels = open_labels(examples / "labels" / name).labels
+    assert labels[24, 24] == 0
+    assert labels[77, 48] == 1
+    assert labels[48, 90] == 255
+    assert (examples / "images" / name).read_bytes() == (squares / name).read_bytes()
+    page.mouse.move(*position_on(page.locator(".painter-canvas"), 0.9, 0.5))
+    expect(page.locator(".painter-under")).to_have_text("ground")  # predicted
+
+    # The painting survives a reload, and is corrected.
     watched.reload()
     watched.open("Segment")
-    expect(page.locator("#examples-text")).to_contain_text("1 example")
+    expect(advice).to_contain_text("1 example")
+    page.locator("#painted button").first.click()
+    expect(page.locator(".painter-caption")).to_have_text(name)
+    painter.get_by_role("button", name="ground").click()
+    drag(page, (0.8, 0.1), (0.8, 0.6))
+    page.get_by_role("button", name="Confirm, next picture").click()
+    expect(page.locator(".painter-caption")).not_to_have_text(name)
+    assert open_labels(examples / "labels" / name).labels[48, 77] == 1
+
+    # An uploaded picture is labelled as well.
+    page.locator("[role=tabpanel]:visible input[type=file]").first.set_input_files(red)
+    expect(page.locator(".painter-caption")).to_have_text("red.png")
     with page.expect_download() as download:
         page.get_by_role("button", name="Download the examples").click()
         page.get_by_role("link", name="examples.zip").or_(page.locator("a[download]:visible")).first.click()
     with zipfile.ZipFile(download.value.path()) as archive:
-        assert sorted(archive.namelist())[1:] == ["examples/images/01.png", "examples/labels/01.png"]
-    page.get_by_role("button", name="Start over").click()
-    expect(page.locator("#examples-text")).to_contain_text("No examples yet")
+        files = [each for each in archive.namelist() if not each.endswith("/")]
+    assert files == ["examples/classes.txt", f"examples/images/{name}", f"examples/labels/{name}"]
+
+
+def test_labels_of_another_visitor_are_replaced_on_request(watched: Watched, squares: Path) -> None:
+    page, examples = watched.page, watched.examples
+    shutil.rmtree(examples, ignore_errors=True)
+    watched.open("Segment")
+    expect(page.locator("#advice")).to_contain_text("Name a class")
+    name = page.locator(".painter-caption").inner_text()
+    others = torch.zeros(96, 96, dtype=torch.uint8)
+    ExampleFolder(examples).save(PageImage(name, squares / name), others, ["roof"], Written())
+    page.get_by_label("Name of a new class").fill("squaer")
+    page.get_by_role("button", name="Add", exact=True).click()
+    page.on("dialog", lambda dialog: dialog.accept("square"))
+    page.get_by_role("button", name="Rename").click()
+    expect(page.locator(".painter-classes")).to_have_text("square")
+    drag(page, (0.1, 0.2), (0.4, 0.2))
+    drag(page, (0.1, 0.5), (0.4, 0.5))
+    page.get_by_role("button", name="Undo").click()
+    confirm(page)
+    expect(page.locator("#saved")).to_contain_text(f"Not saved in “examples”: {name} (it contains other labels)")
+    assert torch.equal(open_labels(examples / "labels" / name).labels, others)
+    page.get_by_role("button", name="Save and replace").click()
+    expect(page.locator("#saved")).to_contain_text("All examples are saved")
+    labels = open_labels(examples / "labels" / name).labels
+    assert labels[19, 24] == 1
+    assert labels[48, 24] == 255  # undone
+    assert (examples / "classes.txt").read_text() == "roof\nsquare\n"
 
 
 def test_large_and_invalid_pictures_are_refused_with_a_message(watched: Watched, tmp_path: Path) -> None:
@@ -147,14 +249,8 @@ def test_every_control_is_reached_with_tab_and_shows_focus(watched: Watched) -> 
 def test_every_tab_fits_a_phone(watched: Watched, scheme: str) -> None:
     page = watched.page
     page.emulate_media(color_scheme=scheme)  # pyright: ignore[reportArgumentType]
-    page.set_viewport_size({"width": 360, "height": 740})
-    watched.reload()
-    page.get_by_role("tab", name="View pairs").first.wait_for()
+    watched.resize(360, 740)
     for tab in ("View pairs", "Objects", "Features", "Segment"):
-        button = page.get_by_role("tab", name=tab, exact=True).and_(page.locator(":visible"))
-        if not button.count():
-            page.locator(".overflow-menu > button").click()
-            button = page.locator(".overflow-dropdown button", has_text=tab)
-        button.first.click()
+        watched.open(tab)
         expect(page.locator("[role=tabpanel]:visible").first).to_be_visible()
         assert watched.fits, tab

@@ -1,6 +1,10 @@
 import io
+import json
+import re
 import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,137 +12,301 @@ import torch
 from PIL import Image
 from tests.explorer.conftest import COLOURS, draw_square, encoded
 
+from cribo.cli import main
+from cribo.data.images import open_images
+from cribo.errors import InputError
 from cribo.explorer import segmenting
+from cribo.explorer.example_folder import ExampleFolder
+from cribo.explorer.images import FolderImages
 from cribo.explorer.network import SharedEncoder
-from cribo.explorer.segmenting import BRUSHES, Visitors, example_of, memory_sentence, segment
+from cribo.explorer.painting import from_runs, to_runs
+from cribo.explorer.segmenting import Session, Visitors
 from cribo.explorer.uploads import Refused
 from cribo.retrieval import mean_colour_encoder
-from cribo.segmentation import SegmentationMemory
 from cribo.segmentation.examples import find_examples
 from cribo.segmentation.inputs import open_labels
 
+SQUARE, GROUND = (4, 4, 44, 44), (60, 60, 90, 90)  # of the images whose name starts with 0
+KEYS = {f"{place}-{colour}": f"c{4 * place + n}" for place in (0, 1) for n, colour in enumerate(sorted(COLOURS))}
 
-def as_tensor(image: Image.Image) -> torch.Tensor:
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+Area = tuple[int, tuple[int, int, int, int]]
+"""A class and a box: left, top, right, bottom."""
 
 
-def layer(*areas: tuple[str, tuple[int, int, int, int]], size: int = 96) -> bytes:
-    image = Image.new("RGBA", (size, size))
-    for brush, box in areas:
-        image.paste((*BRUSHES[brush], 255), box)
-    return encoded(image)
+def runs(*areas: Area) -> list[int]:
+    """Return a painting of 96 x 96 pixels."""
+    labels = torch.full((96, 96), 255, dtype=torch.uint8)
+    for label, (left, top, right, bottom) in areas:
+        labels[top:bottom, left:right] = label
+    return to_runs(labels)
+
+
+def paint(session: Session, image: str, *areas: Area, time: float = 1.0) -> None:
+    """Paint on an image of the collection, and confirm."""
+    session.draw(KEYS[image], time, runs(*areas))
+    session.confirm(KEYS[image])
+
+
+def predicted(session: Session, image: str) -> torch.Tensor:
+    """Return the predicted labels of an image of the collection."""
+    session.open(KEYS[image])
+    return from_runs(session.canvas()["predicted"], (96, 96), len(session.classes))
 
 
 @pytest.fixture
-def visitors() -> Visitors:
-    return Visitors(SharedEncoder(mean_colour_encoder(16), "cpu"))
+def visit(squares: Path) -> Iterator[Callable[..., Visitors]]:
+    """Return a function that opens the squares as a collection, with a folder of examples if one is given."""
+    opened: list[Visitors] = []
+
+    def visit(examples: Path | None = None) -> Visitors:
+        encoder = SharedEncoder(mean_colour_encoder(16), "cpu")
+        folder = None if examples is None else ExampleFolder(examples)
+        opened.append(Visitors(encoder, FolderImages(open_images(squares)), folder))
+        return opened[-1]
+
+    yield visit
+    for visitors in opened:
+        visitors.close()
 
 
-def test_painted_pixels_get_the_class_of_the_brush() -> None:
-    painted = layer(("green", (0, 0, 10, 96)), ("cyan", (20, 0, 30, 96)))
-    _, labels = example_of(as_tensor(draw_square(COLOURS["red"], (0, 0))), painted, max_pixels=10**6)
-    assert labels[50, 5] == list(BRUSHES).index("green")
-    assert labels[50, 25] == list(BRUSHES).index("cyan")
-    assert labels[50, 60] == 255
+def fresh(visitors: Visitors, *, classes: tuple[str, ...] = ("square", "ground")) -> Session:
+    """Return the session of a new visitor with some named classes."""
+    session = visitors.session(f"visitor {len(visitors)}")
+    session.name_classes([*session.classes, *(name for name in classes if name not in session.classes)])
+    return session
 
 
-def test_soft_edges_get_the_class_of_the_brush_or_are_ignored() -> None:
-    soft = Image.new("RGBA", (96, 96), (*BRUSHES["blue"], 100))
-    soft.paste((10, 120, 190, 200), (0, 0, 48, 96))
-    _, labels = example_of(as_tensor(draw_square(COLOURS["red"], (0, 0))), encoded(soft), max_pixels=10**6)
-    assert set(labels[:, :48].flatten().tolist()) == {list(BRUSHES).index("blue")}
-    assert set(labels[:, 48:].flatten().tolist()) == {255}
+@pytest.fixture
+def session(visit: Callable[..., Visitors]) -> Session:
+    return fresh(visit())
 
 
-def test_large_examples_are_reduced_with_their_labels() -> None:
-    image = torch.zeros(3, 1536, 1536, dtype=torch.uint8)
-    small, labels = example_of(image, layer(("red", (0, 0, 768, 1536)), size=1536), max_pixels=10**7)
-    assert small.shape[1:] == labels.shape == (768, 768)
-    assert (labels != 255).float().mean() == pytest.approx(0.5, abs=0.01)
+def test_a_painted_square_is_found_in_the_next_pictures(session: Session) -> None:
+    session.begin()
+    assert session.canvas()["predicted"] is None
+    assert session.advice.startswith("No examples yet")
+    before = {caption: picture for picture, caption in session.upcoming(9)}
+    assert len(before) == 7
+    assert tuple(before["1-blue.png"][70, 55]) == COLOURS["blue"]
+    paint(session, "0-red", (0, SQUARE), (1, GROUND))
+    assert re.fullmatch(r"1 example, \d+ patches: square, ground\.", session.advice)
+    found = predicted(session, "1-red")
+    assert (found[52:92, 36:76] == 0).all()
+    assert (found[:, :28] == 1).all()
+    tiles = {caption: picture for picture, caption in session.upcoming(9)}
+    assert len(tiles) == 6  # neither the example nor the current picture
+    square, ground = tiles["1-blue.png"][70, 55].astype(int), tiles["1-blue.png"][20, 20].astype(int)
+    assert np.abs(square - (*COLOURS["blue"],)).max() > 20  # both are tinted
+    assert ground.max() > 40
+    paint(session, "1-red", (0, (36, 52, 76, 92)), (1, (0, 0, 28, 96)))
+    session.score()
+    assert "square, ground. mIoU on what is painted in left-out examples: " in session.advice
+
+
+def test_corrections_replace_and_erasing_removes_an_example(session: Session) -> None:
+    paint(session, "0-red", (0, SQUARE), (1, GROUND))
+    paint(session, "0-red", (1, SQUARE), (0, GROUND), time=2)
+    assert (predicted(session, "1-red")[52:92, 36:76] == 1).all()
+    assert [caption for _, caption in session.painted()] == ["0-red.png"]
+    paint(session, "0-red", time=3)
+    assert session.painted() == []
+    assert session.canvas()["predicted"] is None
+
+
+def test_paintings_are_kept_until_they_are_confirmed(session: Session) -> None:
+    session.open("c3")
+    session.draw("c3", 5.0, runs((0, SQUARE)))
+    session.draw("c3", 4.0, runs())  # arrives late
+    assert session.canvas()["changed"]
+    assert session.examples == []
+    session.open(None)
+    assert session.current != "c3"
+    session.open(None)
+    assert session.current == "c3"  # begun pictures come first
+    assert session.canvas()["painted"] == runs((0, SQUARE))
 
 
 @pytest.mark.parametrize(
-    ("painted", "said"),
+    ("given", "said"),
     [
-        (layer(), "Nothing is painted yet"),
-        (layer(("red", (0, 0, 9, 9)), size=64), "size of its picture, 96 x 96, got 64 x 64"),
-        (layer(("red", (0, 0, 9, 9)), size=200), "The painting cannot be used"),
-        (b"no image", "The painting cannot be used"),
+        ([0, 9215], "does not match its picture"),
+        ([0, 9216, 1, 0], "does not match its picture"),
+        ([7, 9216], "does not match its picture"),
+        ([0, 2**62, 0, 2**62, 0, 2**62, 0, 2**62, 0, 9216], "does not match its picture"),
+        ([0, 2**70], "The painting is invalid"),
+        ([0, 9216, 1], "The painting is invalid"),
+        ("0,9216", "The painting is invalid"),
+        (None, "The painting is invalid"),
     ],
 )
-def test_invalid_paintings_are_refused(painted: bytes, said: str) -> None:
+def test_invalid_paintings_are_refused(session: Session, given: Any, said: str) -> None:
     with pytest.raises(Refused, match=said):
-        example_of(as_tensor(draw_square(COLOURS["red"], (0, 0))), painted, max_pixels=20_000)
+        session.draw("c0", 1.0, given)
 
 
-def test_a_square_is_found_where_it_is_in_another_picture(visitors: Visitors) -> None:
-    examples = visitors.examples("a")
-    memory = examples.memory
-    assert memory_sentence(memory) == "No examples yet."
-    areas = ("magenta", (4, 4, 44, 44)), ("yellow", (60, 60, 90, 90))
-    examples.add(*example_of(as_tensor(draw_square(COLOURS["red"], (0, 0))), layer(*areas), max_pixels=10**6))
-    assert memory_sentence(memory).endswith("patches: yellow, magenta.")
-    names = ["", "", "", "", "tomato", ""]
-    found = segment(memory, as_tensor(draw_square(COLOURS["red"], (48, 32))), names)
-    assert found.sentence.startswith("yellow 7")
-    assert "tomato 2" in found.sentence
-    side = found.overlay.shape[0]
-    inside = found.overlay[int(0.75 * side), int(0.6 * side)].astype(int)
-    outside = found.overlay[int(0.2 * side), int(0.2 * side)].astype(int)
-    assert inside[2] > inside[1]  # magenta
-    assert outside[1] > outside[2]  # yellow
-    assert found.confidence.shape == found.overlay.shape
-    examples.add(*example_of(as_tensor(draw_square(COLOURS["red"], (9, 0))), layer(*areas), max_pixels=10**6))
-    assert "yellow, magenta. Expected mIoU on new pictures: " in memory_sentence(memory)
+@pytest.mark.parametrize("key", ["c8", "u0", "../a.png", "", "c-1", "c" + "9" * 30])
+def test_unknown_pictures_are_refused(session: Session, key: str) -> None:
+    with pytest.raises(Refused, match="picture"):
+        session.open(key)
 
 
-def test_downloaded_examples_can_be_read_by_cribo_segment(visitors: Visitors, tmp_path: Path) -> None:
-    examples = visitors.examples("a")
+def test_classes_have_different_names_and_keep_their_colours(session: Session) -> None:
+    before = session.canvas()["classes"]
+    session.name_classes(["square", "ground", *(f"class {number}" for number in range(30))])
+    session.name_classes(["tile", *session.classes[1:]])
+    colours = [tuple(each["colour"]) for each in session.canvas()["classes"]]
+    assert len({*colours}) == 32
+    assert colours[:2] == [tuple(each["colour"]) for each in before]
+    assert session.classes[0] == "tile"
+    for names, said in (
+        (["a", " "], "must not be empty"),
+        (["a", "bus #a0b1c2"], "must not end with a colour, got “bus #a0b1c2”"),
+        (["a", "bus 1, 2 30"], "must not end with a colour"),
+        (["a"], "There must be 32 to 255 classes, got 1"),
+        ([*session.classes, "  tile "], "There is a class “tile” already"),
+        ([str(number) for number in range(256)], "got 256"),
+    ):
+        with pytest.raises(Refused, match=said):
+            session.name_classes(names)
+
+
+def test_uploaded_pictures_are_used_like_those_of_the_collection(session: Session) -> None:
+    content = encoded(draw_square(COLOURS["red"], (16, 16)))
+    session.upload("../my photo.jpeg", content, max_pixels=10**5)
+    key = session.current
+    session.upload("../my photo.jpeg", content, max_pixels=10**5)
+    assert session.current == key == "u0"
+    assert session.canvas()["name"] == "my_photo.png"
+    session.open("c0")
+    assert session.upcoming(9)[0][1] == "my_photo.png"
+    session.draw("u0", 1.0, runs((0, (16, 16, 60, 60)), (1, (70, 70, 90, 90))))
+    session.confirm("u0")
+    assert (predicted(session, "0-red")[4:44, 4:44] == 0).all()
+    with pytest.raises(Refused, match="more than max_pixels"):
+        session.upload("a.png", content, max_pixels=100)
+    with pytest.raises(Refused, match="not an image"):
+        session.upload("a.png", b"no image", max_pixels=100)
+
+
+def test_without_a_collection_a_picture_is_requested() -> None:
+    session = Session(SharedEncoder(mean_colour_encoder(16), "cpu"))
+    session.begin()
+    assert session.canvas() == {"key": None, "classes": []}
+    assert session.advice == "Upload a picture to paint on."
+
+
+# ------------------------------------------------------------------------------------------ saving
+
+
+def test_saved_examples_label_the_collection_with_segment(
+    visit: Callable[..., Visitors], squares: Path, tmp_path: Path
+) -> None:
+    session = fresh(visit(tmp_path / "ex"))
+    paint(session, "0-red", (0, SQUARE), (1, GROUND))
+    paint(session, "0-green", (0, SQUARE), (1, GROUND))
+    paint(session, "0-blue", (0, SQUARE))
+    assert session.saved == "All examples are saved in “ex”."
+    words = ["--backbone", "mean-colour", "--examples", str(tmp_path / "ex"), "--images", str(squares)]
+    assert main(["segment", *words, "--out", str(tmp_path / "out"), "--pictures", "0"]) == 0
+    assert json.loads((tmp_path / "out" / "about.json").read_text())["classes"] == ["square", "ground"]
+    found = open_labels(tmp_path / "out" / "labels" / "1-red.png").labels
+    assert (found[52:92, 36:76] == 0).all()
+    assert (found[:, :28] == 1).all()
+
+
+def test_a_later_session_continues_from_saved_examples(visit: Callable[..., Visitors], tmp_path: Path) -> None:
+    first = fresh(visit(tmp_path / "ex"))
+    paint(first, "0-red", (0, SQUARE), (1, GROUND))
+    content = encoded(draw_square(COLOURS["red"], (16, 16)))
+    first.upload("mine.png", content, max_pixels=10**5)
+    first.draw("u0", 1.0, runs((0, (16, 16, 60, 60))))
+    first.confirm("u0")
+    later = fresh(visit(tmp_path / "ex"), classes=("roof",))
+    assert later.classes == ["square", "ground", "roof"]
+    assert sorted(caption for _, caption in later.painted()) == ["0-red.png", "mine.png"]
+    assert (predicted(later, "1-red")[52:92, 36:76] == 0).all()
+    later.open(KEYS["0-red"])
+    assert later.canvas()["painted"] == runs((0, SQUARE), (1, GROUND))
+    paint(later, "0-green", (2, SQUARE))
+    assert find_examples(tmp_path / "ex").classes == ["square", "ground", "roof"]
+
+
+def test_labels_from_before_the_session_are_replaced_only_after_confirmation(
+    visit: Callable[..., Visitors], tmp_path: Path
+) -> None:
+    paint(fresh(visit(tmp_path / "ex")), "0-red", (0, SQUARE))
+    labels = tmp_path / "ex" / "labels" / "0-red.png"
+    before = labels.read_bytes()
+    later = fresh(visit(tmp_path / "ex"))
+    paint(later, "0-red", (0, SQUARE), (1, GROUND))
+    assert later.saved == "Not saved in “ex”: 0-red.png (it contains other labels)."
+    assert labels.read_bytes() == before
+    later.replace()
+    assert later.saved == "All examples are saved in “ex”."
+    assert (open_labels(labels).labels[60:90, 60:90] == 1).all()
+    paint(later, "0-red", (0, SQUARE), (1, SQUARE), time=2)  # its own now
+    assert later.saved == "All examples are saved in “ex”."
+
+
+def test_a_failed_save_is_reported_and_can_be_repeated(visit: Callable[..., Visitors], tmp_path: Path) -> None:
+    session = fresh(visit(tmp_path / "ex"))
+    (tmp_path / "ex").write_text("a file instead of the folder")
+    paint(session, "0-red", (0, SQUARE))
+    assert session.saved == "Not saved in “ex”: 0-red.png (Not a directory)."
+    (tmp_path / "ex").unlink()
+    session.replace()
+    assert session.saved == "All examples are saved in “ex”."
+    assert [*find_examples(tmp_path / "ex").images.names] == ["0-red.png"]
+
+
+def test_downloaded_examples_can_be_read_by_cribo_segment(session: Session, tmp_path: Path) -> None:
     with pytest.raises(Refused, match="There are no examples yet"):
-        examples.zipped([])
-    picture = as_tensor(draw_square(COLOURS["red"], (0, 0)))
-    for area in ((4, 4, 44, 44), (0, 0, 48, 48)):  # a correction
-        painted = example_of(picture, layer(("magenta", area), ("yellow", (60, 60, 90, 90))), max_pixels=10**6)
-        examples.add(*painted)
-    with zipfile.ZipFile(io.BytesIO(examples.zipped(["", "", "", "", "tomato"]))) as archive:
+        session.zipped()
+    paint(session, "0-red", (1, SQUARE))
+    with zipfile.ZipFile(io.BytesIO(session.zipped())) as archive:
         archive.extractall(tmp_path)
     found = find_examples(tmp_path / "examples")
-    memory = SegmentationMemory("mean-colour", classes=found.classes, palette=found.palette)
-    memory.extend([*found])
-    assert memory.classes == ["red", "green", "blue", "yellow", "tomato", "cyan"]
-    assert memory.palette == list(BRUSHES.values())
-    assert memory.names == ["01.png"]
-    assert torch.equal(open_labels(tmp_path / "examples" / "labels" / "01.png").labels, painted[1])
+    assert ([*found.images.names], found.classes) == (["0-red.png"], ["square", "ground"])
+    assert (open_labels(found[0].labels).labels[4:44, 4:44] == 1).all()
+    assert session.saved.startswith("The examples are kept until the server stops")
 
 
-def test_examples_of_all_visitors_together_are_bounded(visitors: Visitors, monkeypatch: pytest.MonkeyPatch) -> None:
-    painted = example_of(
-        as_tensor(draw_square(COLOURS["red"], (0, 0))), layer(("red", (0, 0, 96, 96))), max_pixels=10**6
-    )
-    for name in "abc":
-        visitors.examples(name).add(*painted)
-    monkeypatch.setattr(segmenting, "_MOST_BYTES", 2 * visitors.examples("c").nbytes)
-    visitors.examples("c")
-    assert [name in visitors for name in "abc"] == [False, True, True]
+def test_invalid_examples_are_reported_before_the_page_is_served(
+    visit: Callable[..., Visitors], tmp_path: Path
+) -> None:
+    paint(fresh(visit(tmp_path / "ex")), "0-red", (1, SQUARE))
+    (tmp_path / "ex" / "classes.txt").write_text("square\n")
+    with pytest.raises(InputError, match=r"0-red\.png: labels must be in 0 \(1 classes\) or 255 \(ignored\), got 1"):
+        visit(tmp_path / "ex").warm(lambda what, done, total: None)
+    Image.fromarray(np.zeros((9, 9), np.uint8)).save(tmp_path / "ex" / "labels" / "0-red.png")
+    with pytest.raises(InputError, match="must have the size of image"):
+        visit(tmp_path / "ex").warm(lambda what, done, total: None)
 
 
-def test_memories_are_separate_per_visitor_and_bounded(visitors: Visitors, monkeypatch: pytest.MonkeyPatch) -> None:
+# ------------------------------------------------------------------------------------------ visitors
+
+
+def test_sessions_are_separate_and_bounded(visit: Callable[..., Visitors], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segmenting, "_MOST_VISITORS", 3)
-    monkeypatch.setattr(segmenting, "_MOST_EXAMPLES", 2)
-    first = visitors.examples("first")
-    for shade in (0, 90):
-        picture = Image.fromarray(np.full((96, 96, 3), shade, np.uint8))
-        first.add(*example_of(as_tensor(picture), layer(("red", (0, 0, 96, 96))), max_pixels=10**6))
-    with pytest.raises(Refused, match=r"The memory is full \(2 examples\): start over"):
-        first.add(torch.zeros(3, 96, 96, dtype=torch.uint8), torch.zeros(96, 96, dtype=torch.uint8))
-    assert "Paint a second class" in memory_sentence(first.memory)
-    assert visitors.examples("first") is first
-    assert len(visitors.examples("second").memory) == 0
+    visitors = visit()
+    first = visitors.session("first")
+    first.name_classes(["square"])
+    assert visitors.session("second").classes == []
     for name in ("third", "first", "fourth"):
-        visitors.examples(name)
+        visitors.session(name)
     assert len(visitors) == 3
-    assert visitors.examples("first") is first  # it was used after the second
-    visitors.forget("first")
-    assert len(visitors.examples("first").memory) == 0
-    with pytest.raises(Refused, match="There are no examples yet"):
-        segment(visitors.examples("first").memory, torch.zeros(3, 96, 96, dtype=torch.uint8), [])
+    assert visitors.session("first") is first  # it was used after the second
+    assert "second" not in visitors
+
+
+def test_the_memory_of_all_visitors_is_bounded(visit: Callable[..., Visitors], monkeypatch: pytest.MonkeyPatch) -> None:
+    visitors = visit()
+    for name in "abc":
+        visitors.session(name).name_classes(["square"])
+        paint(visitors.session(name), "0-red", (0, SQUARE))
+    monkeypatch.setattr(segmenting, "_MOST_BYTES", 2 * visitors.session("c").nbytes)
+    visitors.session("c")
+    assert [name in visitors for name in "abc"] == [False, True, True]
+    monkeypatch.setattr(segmenting, "_MOST_PATCHES", 1)
+    with pytest.raises(Refused, match="The memory is full: download the examples"):
+        paint(visitors.session("c"), "0-blue", (0, SQUARE))

@@ -1,6 +1,7 @@
 """The server over HTTP, started by the command."""
 
 import re
+import shutil
 import signal
 import socket
 import time
@@ -97,7 +98,8 @@ def test_shown_pictures_match_the_requests(visitor: Visitor) -> None:
         ("nearest", (None, "../../etc/passwd", 0, 3), "Not a number"),
         ("nearest", ({"path": "", "url": "http://127.0.0.1:9/"}, 0, 0, 3), "No picture was uploaded yet"),
         ("likeness", (None, 0, 0), "No picture was uploaded yet"),
-        ("add_example", (None, "visitor-of-this-test"), "No picture to paint on was uploaded yet"),
+        ("upload", ("visitor-of-this-test", None), "No picture was uploaded yet"),
+        ("open_number", ("visitor-of-this-test", 99), "The picture must be 0 to 7, got 99."),
     ],
 )
 def test_errors_are_shown_as_messages(visitor: Visitor, what: str, data: tuple[object, ...], said: str) -> None:
@@ -105,33 +107,36 @@ def test_errors_are_shown_as_messages(visitor: Visitor, what: str, data: tuple[o
         visitor.ask(what, *data)
 
 
-def test_examples_are_separate_per_visitor(served: Served, visitor: Visitor) -> None:
-    from PIL import Image
-
-    from cribo.explorer.segmenting import BRUSHES
-
-    picture = draw_square(COLOURS["red"], (0, 0))
-    layer = Image.new("RGBA", (96, 96))
-    layer.paste((*BRUSHES["green"], 255), (8, 8, 40, 40))
-    layer.paste((*BRUSHES["blue"], 255), (60, 60, 90, 90))
-    painting = {"background": visitor.send(picture), "layers": [visitor.send(layer, "layer.png")], "composite": None}
+def test_examples_are_separate_per_visitor_and_saved(served: Served, visitor: Visitor) -> None:
+    assert served.examples is not None
+    shutil.rmtree(served.examples, ignore_errors=True)
     own, others = "visitor-of-this-test", "another-visitor-of-it"
-    assert visitor.ask("add_example", painting, own)[0].startswith("1 example, ")
-    new = visitor.send(draw_square(COLOURS["red"], (48, 32)))
-    names = ["", "square", *[""] * (len(BRUSHES) - 2)]
-    overlay, _, said = visitor.ask("segment", own, new, *names)
-    assert re.fullmatch(r"blue 7\d%, square 2\d%\.", said)
-    colour = visitor.picture(overlay).getpixel((200, 280))
-    assert isinstance(colour, tuple)
-    assert colour[1] > colour[2]
     other = Visitor(served.address, "another")
+    for each, name in ((visitor, own), (other, others)):
+        canvas, advice, *_ = each.ask("begin", name)
+        assert advice.startswith("Name a class")
+        assert canvas["predicted"] is None
+    visitor.ask("classes", own, event={"names": ["square", "ground"]})
+    canvas = visitor.ask("open_number", own, 2)[0]
+    assert (canvas["name"], canvas["width"], canvas["height"]) == ("0-red.png", 96, 96)
+    row = [0, 44, 255, 36, 1, 16]  # 44 pixels of the square, and 16 of the ground
+    painting = {"key": canvas["key"], "time": 1, "runs": [*row * 44, 255, 96 * 52]}
+    canvas, advice, saved, _ = visitor.ask("confirm", own, event=painting)
+    assert re.fullmatch(r"1 example, \d+ patches: square, ground\.", advice)
+    assert saved == "All examples are saved in “examples”."
+    assert sum(canvas["predicted"][1::2]) == 96 * 96
+    assert (served.examples / "labels" / "0-red.png").is_file()
+    canvas = other.ask("open_number", others, 2)[0]
+    assert canvas["predicted"] is None
+    assert canvas["classes"] == []
+    sent = other.send(draw_square(COLOURS["red"], (48, 32)), "mine.png")
+    assert other.ask("upload", others, sent)[0]["name"] == "mine.png"
     with pytest.raises(Refusal, match="There are no examples yet"):
-        other.ask("segment", others, other.send(picture), *names)
+        other.ask("download_examples", others)
     with pytest.raises(Refusal, match="The visitor is unknown"):
-        other.ask("segment", "", other.send(picture), *names)
-    assert visitor.ask("begin_anew", own)[0] == "No examples yet."
-    with pytest.raises(Refusal, match="There are no examples yet"):
-        visitor.ask("segment", own, new, *names)
+        other.ask("begin", "")
+    with pytest.raises(Refusal, match="The painting is invalid"):
+        other.ask("confirm", others, event={"key": "c0"})
 
 
 @pytest.mark.parametrize(
@@ -324,7 +329,7 @@ def test_contents_are_required(refused: Callable[..., str], tmp_path: Path) -> N
     assert "there is no 'street'" in refused("--run", str(tmp_path / "street"))
     assert "contains no database of objects" in refused("--db", str(tmp_path))
     assert "no images in" in refused("--backbone", "mean-colour", "--images", str(tmp_path))
-    assert "limit must be >= 1, got 0" in refused("--backbone", "mean-colour", "--limit", "0")
+    assert "limit must be >= 0, got -1" in refused("--backbone", "mean-colour", "--limit", "-1")
     assert "exclude each other" in refused("--backbone", "mean-colour", "--password", "x", "--no_password")
     assert "max_megabytes must be > 0, got 0" in refused("--backbone", "mean-colour", "--max_megabytes", "0")
 

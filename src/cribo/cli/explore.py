@@ -13,12 +13,14 @@ from cribo.console import command_console, importing, log_to
 
 HELP = """\
 Open a web page with the view pairs of a run and their clusters, nearest objects across a collection of images, features
-as colours, and segmentation from a few painted examples.
+as colours, and labelling of images from a few painted examples.
 
   cribo explore --run runs/camvid                       a run; finds the objects of some of its images at start-up
   cribo explore --db street.db                          a database of objects, created by cribo index
   cribo explore --run runs/camvid --db street.db        both
   cribo explore --backbone vit_small_patch16_224.dino --images PHOTOGRAPHS
+  cribo explore --backbone vit_small_patch16_224.dino --images PHOTOGRAPHS --examples EXAMPLES --limit 0
+                                                        label examples for cribo segment by painting
 
 The page is served to this machine only (127.0.0.1). With --host 0.0.0.0, other machines can open it with a password,
 which is printed. Nothing is sent to, or loaded from, other servers. Ctrl-C stops the server.
@@ -41,7 +43,7 @@ def _explore(words: list[str]) -> None:
     parser = Parser(
         prog="cribo explore",
         description=HELP,
-        usage="cribo explore [--run DIR] [--db DIR] [--backbone SOURCE] [--images DIR] [options]",
+        usage="cribo explore [--run DIR] [--db DIR] [--backbone SOURCE] [--images DIR] [--examples DIR] [options]",
         short=BACKBONE_SHORT,
         switches=BACKBONE_SWITCHES,
     )

@@ -7,8 +7,8 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from cribo.data.reading import UnreadableImage, read_reduced
 from cribo.errors import InputError
+from cribo.explorer.images import image_in
 from cribo.explorer.uploads import Refused
 from cribo.object_search import FoundObject, ImageObject, IndexedImage, ObjectDatabase
 
@@ -73,22 +73,12 @@ class Collection:
         Raises:
             Refused: the image was deleted or changed since it was indexed, is outside the folder, or cannot be read.
         """
-        image = self.image(number)
-        root = self.database.root.resolve()
-        path = (root / image.path).resolve()
-        if not path.is_relative_to(root):
-            raise Refused(f"{image.path} is a link to a file outside the folder of the collection.")
+        name = self.name(number)
+        image = image_in(self.database.root, name, max_pixels=self.max_pixels)
         if change := self._change(number):
             what = "has been deleted" if change == "missing" else "has changed since it was indexed"
-            raise Refused(f"{image.path} {what}: update the database with cribo index.")
-
-        def reduction(height: int, width: int) -> int:
-            return next((factor for factor in (8, 4, 2) if max(height, width) >= 2 * factor * longest), 1)
-
-        try:
-            return read_reduced(path, reduction, max_pixels=self.max_pixels)[0]
-        except UnreadableImage as error:
-            raise Refused(f"{image.path} cannot be read: {error.reason}.") from error
+            raise Refused(f"{name} {what}: update the database with cribo index.")
+        return image.read(2 * longest)
 
     def _change(self, number: int) -> str:
         """Return `ObjectDatabase.is_changed` of an image, which may have been indexed again since the start."""

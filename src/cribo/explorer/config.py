@@ -17,11 +17,13 @@ class ExploreConfig:
         db: a database of objects of cribo index: a folder or URL.
         backbone: network of the features. [that of the database or run]
         images: folder of the images. [that of the run or database]
-        limit: number of images whose objects are found at start-up, without a database.
+        limit: number of images whose objects are found at start-up, without a database; 0 for none.
+        examples: folder of examples for `cribo segment`, created if needed: what is painted on the page is added to
+            those that it contains.
         device: such as cuda:0 or cpu. [the first GPU, else the CPU]
 
     Raises:
-        ConfigError: neither `run`, `db` nor `backbone` is given, or `limit` is below 1.
+        ConfigError: neither `run`, `db` nor `backbone` is given, or `limit` is below 0.
     """
 
     run: Path | None = None
@@ -29,12 +31,13 @@ class ExploreConfig:
     backbone: BackboneSource | None = None
     images: Path | None = None
     limit: int = 100
+    examples: Path | None = None
     device: str | None = None
 
     def __post_init__(self) -> None:
         if self.run is None and self.db is None and self.backbone is None:
             raise ConfigError("--run DIR, --db DIR or --backbone SOURCE is required")
-        require_least(self, {"limit": 1})
+        require_least(self, {"limit": 0})
 
 
 @dataclass(frozen=True)

@@ -3,22 +3,27 @@
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cribo.allocator import keep_freed_memory
 from cribo.console import Progress
 from cribo.data.images import ImageFiles, ImageSource, open_images, require, require_readable
 from cribo.devices import resolve_devices
 from cribo.errors import InputError
+from cribo.evaluation.data import spread
 from cribo.explorer.collection import Collection
 from cribo.explorer.config import ExploreConfig, Limits
+from cribo.explorer.example_folder import ExampleFolder
+from cribo.explorer.images import FolderImages
 from cribo.explorer.network import SharedEncoder
 from cribo.explorer.objects import ObjectFinder
+from cribo.explorer.segmenting import Visitors
 from cribo.object_search import DatabaseInfo, ObjectDatabase, ObjectSettings, index_images
 from cribo.pretraining.files import CONFIG
 from cribo.retrieval import BackboneSource, backbone_encoder
 from cribo.retrieval.encoders import blocks_encoder, open_network
 from cribo.segmentation import probe_encoder
+from cribo.segmentation.fitting import default_blocks
 
 if TYPE_CHECKING:
     from cribo.explorer.view_pairs import PairSample
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("cribo")
 
 _BACKBONE = "backbone.safetensors"
+_GENERATED = 100  # number of images of a run without image files
 
 
 @dataclass(frozen=True)
@@ -36,12 +42,14 @@ class Contents:
         title: title of the page.
         encoder: the network.
         notes: sentences about missing contents.
+        visitors: sessions of the Segment tab, with all images of the collection.
         pairs: view pairs of the run.
         finder: search among the objects of a collection.
     """
 
     title: str
     encoder: SharedEncoder
+    visitors: Visitors
     notes: tuple[str, ...] = ()
     pairs: "PairSample | None" = None
     finder: ObjectFinder | None = None
@@ -80,19 +88,30 @@ def open_contents(config: ExploreConfig, limits: Limits, workspace: Path, progre
     backbone.eval().to(device)
     blocks = None if database is None else database.info.blocks
     plain = blocks_encoder(backbone, blocks) if blocks else backbone_encoder(backbone, layers=source.layers)
-    encoder = SharedEncoder(plain, device, probed=probe_encoder(backbone))
-    notes: list[str] = []
+    probed = probe_encoder(backbone)
+    encoder = SharedEncoder(plain, device, probed=probe_encoder(backbone, default_blocks(probed.blocks)))
     if database is not None:
         database.require_encoder(plain, str(about["name"]))
-    elif (files := _some_images(config, limits, workspace, notes, progress)) is not None:
+    notes: list[str] = []
+    files = _files_of(database, limits) if database is not None else _images(config, limits, workspace, notes, progress)
+    folder = None if config.examples is None else _example_folder(config.examples, files)
+    visitors = Visitors(encoder, None if files is None else FolderImages(files), folder)
+    visitors.warm(progress)
+    if database is None and files is not None and config.limit:
         root = str(Path(files.folder).absolute())
         info = DatabaseInfo.of(plain, device, about, source, ObjectSettings(), root)
         database = ObjectDatabase.create(workspace / "objects.db", info)
-        index_images(database, encoder.encoder, files, device=device, progress=progress)
+        chosen = spread(len(files), config.limit)
+        some = ImageFiles(files.folder, (files.name(number) for number in chosen), max_pixels=limits.pixels)
+        index_images(database, encoder.encoder, some, device=device, progress=progress)
+        if len(chosen) < len(files):
+            notes.append(
+                f"Objects are those of {len(chosen)} of {len(files)} images: for all, use cribo index and --db."
+            )
     finder = None
     if database is not None:
         finder = ObjectFinder(Collection(database, max_pixels=limits.pixels), encoder)
-    return Contents(_title(config), encoder, tuple(notes), pairs, finder)
+    return Contents(_title(config), encoder, visitors, tuple(notes), pairs, finder)
 
 
 def _network_of(run: Path) -> str | None:
@@ -114,14 +133,19 @@ def _title(config: ExploreConfig) -> str:
     return " · ".join(dict.fromkeys(names))
 
 
-def _some_images(
+def _files_of(database: ObjectDatabase, limits: Limits) -> ImageFiles:
+    """Return the readable images of a database."""
+    names = [image.path for image in database.images() if not image.error]
+    return ImageFiles(database.root, names, max_pixels=limits.pixels)
+
+
+def _images(
     config: ExploreConfig, limits: Limits, workspace: Path, notes: list[str], progress: Progress
 ) -> ImageFiles | None:
-    """Return up to `limit` evenly spaced images of the folder or run; append a note about their number to `notes`."""
-    settings: dict[str, Any] = {"max_pixels": limits.pixels}
+    """Return the images of the folder or run; if there are none, append a note to `notes`."""
     try:
         if config.images is not None:
-            source: ImageSource = open_images(config.images, **settings)
+            source: ImageSource = open_images(config.images, max_pixels=limits.pixels)
         elif config.run is not None:
             from cribo.explorer.view_pairs import run_config
             from cribo.pretraining.session import open_source
@@ -129,27 +153,36 @@ def _some_images(
             source = open_source(run_config(config.run, None))
         else:
             return None
-        chosen, files = range(0, len(source), -(-len(source) // config.limit)), None
         if isinstance(source, ImageFiles):
-            files = ImageFiles(source.folder, (source.name(number) for number in chosen), **settings)
+            files = ImageFiles(source.folder, source.names, max_pixels=limits.pixels)
             require_readable(files, str(config.images or config.run))
+            return files
     except (ValueError, OSError) as error:
         if config.images is not None:
             raise
-        log.warning("no collection to search: %s", error)
-        notes.append("No collection to search. Restart the page with --images DIR or --db DIR.")
+        log.warning("no collection: %s", error)
+        notes.append("No collection. Restart the page with --images DIR or --db DIR.")
         return None
-    if len(chosen) < len(source):
-        notes.append(
-            f"The collection contains {len(chosen)} of {len(source)} images. For all images, use cribo index and --db."
-        )
-    if files is not None:
-        return files
     from torchvision.transforms.v2.functional import to_pil_image
 
     folder = workspace / "images"
     folder.mkdir()
-    for done, number in enumerate(chosen, start=1):  # generated images
+    chosen = spread(len(source), config.limit or _GENERATED)
+    for done, number in enumerate(chosen, start=1):  # images that are generated, or packed in shards
         to_pil_image(source.load(number)).save(folder / f"{number:07d}.png")
         progress("images", done, len(chosen))
-    return open_images(folder, **settings)
+    return open_images(folder, max_pixels=limits.pixels)
+
+
+def _example_folder(path: Path, files: ImageFiles | None) -> ExampleFolder:
+    """Open the folder of the examples.
+
+    Raises:
+        InputError: the images of the folder would be part of the collection, or see `ExampleFolder`.
+    """
+    if files is not None and path.expanduser().resolve().is_relative_to(Path(files.folder).resolve()):
+        raise InputError(
+            f"--examples {path} is inside the folder of the images, {files.folder}, where its images would be listed "
+            "too: choose another folder"
+        )
+    return ExampleFolder(path)

@@ -56,7 +56,7 @@ class SharedEncoder:
 
     Attributes:
         encoder: `encoder`, protected by the lock and with the cache.
-        probed: `probed`, with the same lock and cache.
+        probed: `probed`, with the same lock and cache, whose features are kept in half precision.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class SharedEncoder:
         *,
         probed: PatchEncoder | None = None,
         max_patches: int = 4096,
-        cache_bytes: int = 512 * 2**20,
+        cache_bytes: int = 2**30,
     ) -> None:
         self.device = device
         self.max_patches = max_patches
         self.cache_bytes = cache_bytes
         self._lock = threading.RLock()
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
-        self.encoder = self._shared(encoder)
-        self.probed = self._shared(probed or encoder)
+        self.encoder = self._shared(encoder, torch.float32)
+        self.probed = self._shared(probed or encoder, torch.float16)
 
     @property
     def kept_bytes(self) -> int:
@@ -92,20 +92,22 @@ class SharedEncoder:
         tokens = self.encoder.grids(pixels[None], self.device)[0]
         return Dense(tokens.cpu(), (image.shape[1], image.shape[2]))
 
-    def _shared(self, encoder: PatchEncoder) -> PatchEncoder:
+    def _shared(self, encoder: PatchEncoder, precision: torch.dtype) -> PatchEncoder:
         def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n d"]:
             if len(images) > 1:  # batches of a collection, whose images are encoded only once
                 with self._lock:
                     return encoder.encode(images)
-            about = f"{encoder.blocks} {tuple(images.shape)}".encode()
+            about = f"{encoder.blocks} {precision} {tuple(images.shape)}".encode()
             key = hashlib.sha256(about + images.cpu().contiguous().numpy().tobytes()).digest()
             with self._lock:
                 features = self._kept.get(key)
                 if features is None:
-                    features = self._kept[key] = encoder.encode(images).cpu().clone()
+                    features = encoder.encode(images).to("cpu", copy=True)
+                    rounded = features.to(precision)
+                    features = self._kept[key] = rounded if rounded.isfinite().all() else features
                 self._kept.move_to_end(key)
                 while len(self._kept) > 1 and self.kept_bytes > self.cache_bytes:
                     self._kept.popitem(last=False)
-            return features.to(images.device)
+            return features.to(images.device, torch.float32)
 
         return dataclasses.replace(encoder, encode=encode)

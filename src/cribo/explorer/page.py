@@ -21,6 +21,7 @@ _STYLE = """
 .gradio-container { width: 100% !important; max-width: min(1280px, 100vw) !important; margin: 0 auto !important; }
 .gradio-container .wrap, .gradio-container main, .gradio-container main :not(button) { min-width: 0; }
 .gradio-container main { width: 100% !important; }
+.gradio-container .main.fillable { max-width: 100% !important; padding: clamp(8px, 2.5vw, 32px) !important; }
 .caption p { font-weight: 600; }
 .tiles .grid-wrap { max-height: none !important; height: auto !important; min-height: 120px; }
 .tiles .grid-container { grid-template-columns: repeat(auto-fill, minmax(var(--tile), 1fr)) !important; }
@@ -29,8 +30,10 @@ _STYLE = """
 .tiles .caption-label { position: static; max-width: 100%; border: 0; font-size: 12px; }
 #nearest, #nearest-to-patch { --tile: 135px; }
 #collection { --tile: 100px; }
+#painter .html-container { padding: 0; }
+#upcoming, #painted { --tile: 140px; }
+:is(#upcoming, #painted) .caption-label { white-space: normal; overflow-wrap: anywhere; }
 .shown img { width: 100%; max-height: 560px; object-fit: contain; }
-@media (max-width: 640px) { .gradio-container main.fillable { padding: 8px !important; } }
 """
 
 
@@ -63,6 +66,6 @@ def build_page(contents: Contents, uploads: Uploads) -> gr.Blocks:
                     objects_tab(tab, contents.finder, uploads)
             with gr.Tab("Features"):
                 features_tab(contents.encoder, uploads, contents.finder)
-            with gr.Tab("Segment"):
-                segmenting_tab(page, identity, contents.encoder, uploads)
+            with gr.Tab("Segment") as tab:
+                segmenting_tab(tab, identity, contents.visitors, uploads)
     return page

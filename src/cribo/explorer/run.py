@@ -5,7 +5,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -56,7 +56,8 @@ def explore(
             elif not is_loopback(host):
                 console.print("No password is set: anyone who can reach the port can see the images.")
 
-        serve(page, uploads, listener, host=host, password=password, look=look(), on_start=announce)
+        with closing(contents.visitors):
+            serve(page, uploads, listener, host=host, password=password, look=look(), on_start=announce)
 
 
 @contextmanager

@@ -1,263 +1,578 @@
-"""Segmentation from painted examples; examples of the most recent visitors are kept, within bounded memory."""
+"""Labelling of images by examples that are painted on the page; the work of recent visitors is kept in memory."""
 
+import base64
 import io
+import logging
+import re
+import tempfile
 import threading
 import zipfile
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from hashlib import sha256
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import UInt8
-from PIL import Image
 from torch import Tensor
-from torchvision.transforms.v2 import functional as TF
+from torchvision.transforms.v2.functional import to_pil_image
 
+from cribo.console import Progress
+from cribo.data.crops import resize_labels
+from cribo.data.label_maps import IGNORE_INDEX, Colour
 from cribo.data.reading import EncodedImage, UnreadableImage, open_header
-from cribo.data.segmentation import Colour
+from cribo.errors import InputError
+from cribo.explorer.candidates import ENCODED, Candidates
+from cribo.explorer.example_folder import ExampleFolder, ExistingLabels, Written
+from cribo.explorer.images import FolderImages, PageImage, bounded
 from cribo.explorer.network import SharedEncoder
-from cribo.explorer.pictures import as_shown
+from cribo.explorer.painting import Painting, from_runs, to_runs
 from cribo.explorer.uploads import Refused
 from cribo.segmentation import SegmentationMemory, SegmentationSettings
-from cribo.segmentation.fitting import candidate_probes, default_probe
+from cribo.segmentation.fitting import Choice, Labeller, Probe, candidate_probes, default_probe
+from cribo.segmentation.inputs import open_labels
+from cribo.segmentation.palette import default_palette
 from cribo.segmentation.pictures import overlay
-from cribo.segmentation.pixels import write_labels
+from cribo.segmentation.pixels import label_pixels
+from cribo.segmentation.settings import Refine
 
-BRUSHES: dict[str, Colour] = {
-    "red": (230, 25, 75),
-    "green": (60, 180, 75),
-    "blue": (0, 130, 200),
-    "yellow": (255, 225, 25),
-    "magenta": (240, 50, 230),
-    "cyan": (70, 240, 240),
-}
-"""Colours of the brushes, one per class."""
+log = logging.getLogger("cribo")
 
-_LONGEST = 768  # longer side of an example in pixels
-_PATCHES = 45  # patches along the shorter side
-_MOST_EXAMPLES = 12
-_MOST_PATCHES = 30_000
+SHOWN = 768
+"""Longer side of a picture to paint on, in pixels."""
+
+LONGEST_NAME = 40
+"""Maximum number of characters in the name of a class."""
+
+_TILE = 256  # longer side of a small picture, in pixels
+_TRIED = 8  # pictures, in search of one that can be read
+_MOST_PATCHES = 65_536  # of the examples of a visitor
 _MOST_VISITORS = 32
-_MOST_BYTES = 2 * 2**30  # of the examples of all visitors
-_NO_CLASS = 255
+_MOST_BYTES = 2 * 2**30  # of all visitors
+_SUFFIXES = {
+    "JPEG": ".jpg",
+    "MPO": ".jpg",
+    "PNG": ".png",
+    "WEBP": ".webp",
+    "TIFF": ".tif",
+    "BMP": ".bmp",
+    "GIF": ".gif",
+    "PPM": ".ppm",
+    "JPEG2000": ".jp2",
+}
+
+_COLOUR = re.compile(r"[\s,](#[0-9a-fA-F]{6}|\d{1,3}([\s,]+\d{1,3}){2})$")  # such lines of classes.txt list colours
+
+Tile = tuple[UInt8[np.ndarray, "h w 3"], str]
+"""A small picture and its caption."""
 
 
-@dataclass(frozen=True)
-class SegmentedPicture:
-    """A picture with its labels.
+class Session:
+    """The work of a visitor: classes, paintings, and uploaded pictures.
+
+    Images are addressed by keys: `c` and the number of an image in the collection, `e` and the number of another image
+    in the folder of examples, or `u` and the number of an upload.
+
+    Args:
+        encoder: the shared encoder.
+        candidates: images of the collection to suggest; None without a collection.
+        folder: folder to which examples are saved. Those that it contains are the first examples.
+        progress: called while these are read.
 
     Attributes:
-        overlay: the picture, tinted by class.
-        confidence: probability of each predicted label; bright is high.
-        sentence: share of each class, as text.
+        classes: names of the classes.
+        current: key of the image to paint on; None if there is none.
+        unsaved: why examples are not saved, by key.
+
+    Raises:
+        DataError: the folder contains an invalid example.
     """
 
-    overlay: UInt8[np.ndarray, "h w 3"]
-    confidence: UInt8[np.ndarray, "h w 3"]
-    sentence: str
-
-
-@dataclass
-class PaintedExamples:
-    """The examples of a visitor.
-
-    Attributes:
-        memory: segmentation memory of the examples.
-        paintings: pictures and their labels, by hash of the picture, so that a new painting replaces an earlier one.
-    """
-
-    memory: SegmentationMemory
-    paintings: dict[str, tuple[UInt8[Tensor, "3 h w"], UInt8[Tensor, "h w"]]] = field(default_factory=dict)
+    def __init__(
+        self,
+        encoder: SharedEncoder,
+        candidates: Candidates | None = None,
+        folder: ExampleFolder | None = None,
+        *,
+        progress: Progress = lambda what, done, total: None,
+    ) -> None:
+        self.classes: list[str] = []
+        self.current: str | None = None
+        self._opened = 0  # times that an image was shown
+        self.unsaved: dict[str, str] = {}
+        self._encoder, self._candidates, self._folder = encoder, candidates, folder
+        self._memory = empty_memory(encoder)
+        self._choice = Choice(probe_of(encoder), 1.0, None, None, {}, "")
+        self._labeller: Labeller | None = None
+        self._colours: list[Colour] = []
+        self._own: dict[str, PageImage] = {}
+        self._paintings: dict[str, Painting] = {}
+        self._written = Written()
+        self._upcoming: list[str] = []
+        self._lock = threading.RLock()
+        if folder is not None:
+            self._restore(folder, progress)
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        paintings = [part for painting in self.paintings.values() for part in painting]
-        return self.memory.nbytes + sum(part.nbytes for part in paintings)
+        uploads = [image.source for image in self._own.values() if isinstance(image.source, EncodedImage)]
+        paintings = sum(painting.nbytes for painting in self._paintings.values())
+        return self._memory.nbytes + paintings + sum(len(upload.content) for upload in uploads)
 
-    def add(self, image: UInt8[Tensor, "3 h w"], labels: UInt8[Tensor, "h w"]) -> None:
-        """Add a painting.
+    @property
+    def examples(self) -> list[str]:
+        """Keys of the examples."""
+        return [key for key, painting in self._paintings.items() if painting.confirmed is not None]
+
+    def _restore(self, folder: ExampleFolder, progress: Progress) -> None:
+        self.classes, self._colours = folder.classes, folder.palette
+        if (examples := folder.examples()) is None:
+            return
+        numbers = {} if self._candidates is None else self._candidates.images.numbers
+        for index in range(len(examples)):
+            path, label_map, name = examples[index]
+            image, labels = PageImage(str(name), Path(str(path))), open_labels(label_map).labels
+            key = f"c{numbers.get(image.name)}"
+            if image.name not in numbers or not self._has_content(key, image.content):
+                key = f"e{index}"
+                self._own[key] = image
+            self._paintings[key] = Painting(resize_labels(labels, bounded(*image.size, SHOWN)))
+            if bool((labels != IGNORE_INDEX).any()):
+                self._add(key)
+            progress("examples", index + 1, len(examples))
+
+    def _has_content(self, key: str, content: bytes) -> bool:
+        """Whether the file of an image has this content."""
+        try:
+            return self.image(key).content == content
+        except Refused:  # deleted, or outside the folder
+            return False
+
+    # ---------------------------------------------------------------------------------------------- images
+
+    def image(self, key: str) -> PageImage:
+        """Return an image by its key.
 
         Raises:
-            Refused: the memory is full.
+            Refused: there is no image with this key.
         """
-        if len(self.memory) >= _MOST_EXAMPLES or self.memory.patches >= _MOST_PATCHES:
-            raise Refused(f"The memory is full ({len(self.memory)} examples): start over to add more.")
-        self.memory.add(image, labels)
-        self.paintings[sha256(image.numpy().tobytes()).hexdigest()] = image, labels
+        if key in self._own:
+            return self._own[key]
+        if self._candidates is None or not re.fullmatch(r"c\d{1,9}", key):
+            raise Refused("This picture is unknown: reload the page.")
+        return self._candidates.images[int(key[1:])]
 
-    def zipped(self, names: Sequence[str]) -> bytes:
-        """Return a zip file of all paintings in the layout that `cribo segment --examples` reads.
+    def upload(self, name: str, content: bytes, *, max_pixels: int) -> None:
+        """Add a picture and show it for painting.
 
         Args:
-            names: names of the classes, in the order of the brushes; empty names default to the colour.
+            name: name of the file.
+            content: bytes of the file.
+            max_pixels: maximum number of pixels.
+
+        Raises:
+            Refused: the file is not an image, or has too many pixels.
+        """
+        try:
+            with open_header(EncodedImage(name, content), max_pixels=max_pixels) as image:
+                suffix = _SUFFIXES[str(image.format)]
+        except UnreadableImage as error:
+            raise Refused(f"The picture cannot be used: {error.reason}.") from error
+        stem = re.sub(r"[^\w-]+", "_", PurePosixPath(name).stem).strip("_")[:60] or "picture"
+        sent = PageImage(stem + suffix, EncodedImage(stem + suffix, content), max_pixels)
+        with self._lock:
+            key = next((key for key, image in self._own.items() if image == sent), f"u{len(self._own)}")
+            self._own[key] = sent
+            self.open(key)
+
+    def begin(self) -> None:
+        """Show the first picture, unless one is shown or there is none."""
+        with self._lock:
+            if self.current is None:
+                with suppress(Refused):
+                    self.open(None)
+
+    def open(self, key: str | None) -> None:
+        """Show an image for painting: one by its key, or the next one for None.
+
+        Raises:
+            Refused: there is no such image, or it cannot be read.
+        """
+        with self._lock:
+            if key is None:
+                key = next((key for key in self._next(_TRIED) if self._is_readable(key)), None)
+            if key is None:
+                raise Refused("There are no other pictures: upload one, or choose one of your examples.")
+            self.image(key).load(_TILE)
+            self.current = key
+            self._opened += 1
+
+    def open_upcoming(self, place: int) -> None:
+        """Show a picture of `upcoming` for painting.
+
+        Raises:
+            Refused: there is no such picture.
+        """
+        self._open_one_of(self._upcoming, place)
+
+    def open_example(self, place: int) -> None:
+        """Show a picture of `painted` for painting.
+
+        Raises:
+            Refused: there is no such picture.
+        """
+        self._open_one_of(self.examples[::-1], place)
+
+    def _open_one_of(self, keys: Sequence[str], place: int) -> None:
+        if not 0 <= place < len(keys):
+            raise Refused("This picture is unknown: reload the page.")
+        self.open(keys[place])
+
+    def _is_readable(self, key: str) -> bool:
+        try:
+            self.image(key).load(_TILE)
+        except Refused:
+            return False
+        return True
+
+    def _next(self, count: int) -> list[str]:
+        """Return the keys of images to label next: begun or uploaded ones, then suggestions; not the current one."""
+        examples = self.examples
+        begun = [key for key, painting in self._paintings.items() if key not in examples and painting.is_changed]
+        uploaded = [key for key in self._own if key not in examples and key not in begun]
+        found = [key for key in (*begun, *uploaded) if key != self.current][:count]
+        if self._candidates is not None:
+            done = {int(key[1:]) for key in (*examples, *begun) if key[0] == "c"}
+            current = [int(key[1:]) for key in (self.current,) if key is not None and key[0] == "c"]
+            # With a single class, no label is uncertain.
+            labeller = self._fitted() if len(self._present) > 1 else None
+            found += [f"c{number}" for number in self._candidates.order(labeller, current, done, count - len(found))]
+        return found
+
+    # ---------------------------------------------------------------------------------------------- painting
+
+    def name_classes(self, names: Sequence[str]) -> None:
+        """Rename classes, or add classes at the end.
+
+        Raises:
+            Refused: names are empty, repeated, too many or like colours; or the class is one of the folder's, which
+                others may use.
+        """
+        names = [" ".join(name.split())[:LONGEST_NAME] for name in names]
+        with self._lock:
+            if "" in names:
+                raise Refused("The name of a class must not be empty.")
+            if coloured := next((name for name in names if _COLOUR.search(name)), None):
+                raise Refused(f"The name of a class must not end with a colour, got “{coloured}”.")
+            if repeated := next((name for name in names if names.count(name) > 1), None):
+                raise Refused(f"There is a class “{repeated}” already: choose another name.")
+            if not len(self.classes) <= len(names) <= IGNORE_INDEX:
+                raise Refused(f"There must be {len(self.classes)} to {IGNORE_INDEX} classes, got {len(names)}.")
+            for old, new in zip(self.classes, names, strict=False):
+                if old != new and self._folder is not None:
+                    self._folder.rename_class(old, new, self._written)
+            self.classes = names
+            # The colours of existing classes never change.
+            self._colours += default_palette(names)[len(self._colours) :]
+
+    def draw(self, key: str, time: float, runs: Any) -> None:
+        """Store what is painted on an image, without adding it to the examples.
+
+        Args:
+            key: key of the image.
+            time: time of the last stroke; no-op if a later painting was stored.
+            runs: the labels (see `from_runs`).
+
+        Raises:
+            Refused: the painting does not have the size of the image, or contains unknown classes.
+        """
+        with self._lock:
+            labels = from_runs(runs, bounded(*self.image(key).size, SHOWN), len(self.classes))
+            painting = self._paintings.setdefault(key, Painting(labels, time))
+            if time >= painting.time:
+                painting.labels, painting.time = labels, time
+
+    def confirm(self, key: str) -> None:
+        """Add the painting of an image to the examples and save it; remove the example if the painting was erased.
+
+        Raises:
+            Refused: the painted region is too small, or the memory is full.
+        """
+        with self._lock:
+            painting = self._paintings.get(key)
+            if painting is None or not painting.is_changed:
+                return
+            if bool((painting.labels != IGNORE_INDEX).any()):
+                self._add(key)
+                self._save(key)
+            else:
+                self._remove(key)
+
+    def _add(self, key: str) -> None:
+        if key not in self.examples and self._memory.patches >= _MOST_PATCHES:
+            raise Refused("The memory is full: download the examples, and label the other images with cribo segment.")
+        painting, image = self._paintings[key], self.image(key).load(ENCODED)
+        labels = resize_labels(painting.labels, (image.shape[1], image.shape[2]))
+        if not bool((labels != IGNORE_INDEX).any()):
+            raise Refused("The painted region is too small: paint more.")
+        self._memory.add(image, labels, name=key)
+        painting.confirmed = painting.labels
+        self._labeller = None
+
+    def _remove(self, key: str) -> None:
+        del self._paintings[key]
+        others = [place for place, name in enumerate(self._memory.names) if name != key]
+        if not others:
+            self._memory = empty_memory(self._encoder)
+        elif len(others) < len(self._memory):
+            self._memory.remove([*{*range(len(self._memory))} - {*others}])
+        self._labeller = None
+        if self._folder is not None:
+            self._folder.remove(self.image(key), self._written)
+            self.unsaved.pop(key, None)
+
+    def _save(self, key: str, *, replace: bool = False) -> None:
+        labels = self._paintings[key].confirmed
+        if self._folder is None or labels is None:
+            return
+        self.unsaved.pop(key, None)
+        try:
+            self._folder.save(self.image(key), labels, self.classes, self._written, replace=replace)
+        except ExistingLabels:
+            self.unsaved[key] = "it contains other labels"
+        except (OSError, InputError) as error:
+            log.exception("cannot save an example")
+            self.unsaved[key] = (error.strerror if isinstance(error, OSError) else None) or "see the log"
+
+    def replace(self) -> None:
+        """Save the unsaved examples, replacing other labels of their images in the folder."""
+        with self._lock:
+            for key in [*self.unsaved]:
+                self._save(key, replace=True)
+
+    def zipped(self) -> bytes:
+        """Return a zip file with all examples in the layout that `cribo segment --examples` reads.
 
         Raises:
             Refused: there are no examples.
         """
-        if not self.paintings:
-            raise Refused("There are no examples yet: paint one and add it first.")
-        content = io.BytesIO()
-        with zipfile.ZipFile(content, "w") as archive:
-            for number, (image, labels) in enumerate(self.paintings.values(), start=1):
-                with archive.open(f"examples/images/{number:02d}.png", "w") as file:
-                    TF.to_pil_image(image).save(file, "PNG")
-                with archive.open(f"examples/labels/{number:02d}.png", "w") as file:
-                    write_labels(labels, list(BRUSHES.values()), file)
-            archive.writestr("examples/classes.txt", "".join(f"{name}\n" for name in _named(names)))
+        if not self.examples:
+            raise Refused("There are no examples yet: paint one and confirm it first.")
+        content, written = io.BytesIO(), Written()
+        with self._lock, tempfile.TemporaryDirectory(prefix="cribo-examples-") as place:
+            folder = ExampleFolder(Path(place) / "examples")
+            for key in self.examples:
+                labels = self._paintings[key].confirmed
+                assert labels is not None
+                folder.save(self.image(key), labels, self.classes, written)
+            with zipfile.ZipFile(content, "w") as archive:
+                for file in sorted(folder.path.rglob("*")):
+                    archive.write(file, file.relative_to(place))
         return content.getvalue()
+
+    # ---------------------------------------------------------------------------------------------- labels
+
+    @property
+    def _present(self) -> list[str]:
+        """Names of the classes that occur in the examples."""
+        return [name for name, count in zip(self.classes, self._memory.holding, strict=False) if count]
+
+    def _fitted(self) -> Labeller | None:
+        """Return the probe fitted to the examples; None if there are none."""
+        if self._labeller is None and len(self._memory):
+            self._labeller = self._memory.labeller_of(self._choice)
+        return self._labeller
+
+    def _predicted(
+        self, image: PageImage, shown: UInt8[Tensor, "3 h w"], refine: Refine
+    ) -> UInt8[Tensor, "h w"] | None:
+        """Return the predicted labels of an image at the shown size; None without examples."""
+        if (labeller := self._fitted()) is None:
+            return None
+        encoder = self._memory.encoder
+        (features,) = encoder.encode([image.load(ENCODED)], blocks=labeller.choice.probe.blocks)
+        votes = labeller(labeller.rows(features.flatten(0, 1).cpu())).unflatten(0, features.shape[:2])
+        return label_pixels(votes, shown, patch_size=encoder.encoder.patch_size, refine=refine).labels
+
+    def canvas(self) -> dict[str, Any]:
+        """Return the classes, and the current image with its painting and predicted labels, as JSON."""
+        with self._lock:
+            pairs = zip(self.classes, self._colours, strict=True)
+            classes = [{"name": name, "colour": list(colour)} for name, colour in pairs]
+            if self.current is None:
+                return {"key": None, "classes": classes}
+            image = self.image(self.current)
+            shown = image.load(SHOWN)
+            height, width = shown.shape[1:]
+            predicted = self._predicted(image, shown, "bilateral")
+            painting = self._paintings.get(self.current)
+            return {
+                "key": self.current,
+                "opened": self._opened,
+                "name": image.name,
+                "width": width,
+                "height": height,
+                "image": _data_url(shown),
+                "painted": [IGNORE_INDEX, width * height] if painting is None else to_runs(painting.labels),
+                "predicted": None if predicted is None else to_runs(predicted),
+                "changed": painting is not None and painting.is_changed,
+                "time": 0 if painting is None else painting.time,
+                "classes": classes,
+            }
+
+    def upcoming(self, count: int) -> list[Tile]:
+        """Return pictures of the images to label next, with their predicted labels."""
+        with self._lock:
+            self._upcoming = self._next(count)
+            return [self._upcoming_tile(self.image(key)) for key in self._upcoming]
+
+    def _upcoming_tile(self, image: PageImage) -> Tile:
+        try:
+            shown = image.load(_TILE)
+            predicted = self._predicted(image, shown, "none")
+        except Refused:
+            return np.full((_TILE, _TILE, 3), 128, dtype=np.uint8), f"{image.name}: cannot be read"
+        picture = shown.permute(1, 2, 0).numpy()
+        return picture if predicted is None else overlay(shown, predicted, self._colours), image.name
+
+    def painted(self) -> list[Tile]:
+        """Return pictures of the examples with their paintings, the last one first."""
+        with self._lock:
+            return [self._painted_tile(key) for key in self.examples[::-1]]
+
+    def _painted_tile(self, key: str) -> Tile:
+        image = self.image(key)
+        shown = image.load(_TILE)
+        labels = resize_labels(self._paintings[key].labels, (shown.shape[1], shown.shape[2]))
+        unpainted = (labels == IGNORE_INDEX).numpy()[..., None]
+        return np.where(unpainted, shown.permute(1, 2, 0).numpy(), overlay(shown, labels, self._colours)), image.name
+
+    def score(self) -> None:
+        """Measure the score on left-out examples, and calibrate the probabilities that suggestions compare."""
+        # The halves of a single picture often have different classes, so a score from them would be misleading.
+        if len(self._memory) > 1 and len(self._present) > 1:
+            self._choice = self._memory.fit()
+
+    @property
+    def advice(self) -> str:
+        """The examples so far, and what to do next."""
+        count, present = len(self.examples), self._present
+        if self.current is None:
+            return "Upload a picture to paint on."
+        if not self.classes:
+            return (
+                "Name a class, such as “road”, and paint over parts of its objects. Unpainted pixels are ignored, so a "
+                "few strokes are enough."
+            )
+        if not count:
+            return (
+                "No examples yet: paint parts of two classes or more and confirm. Then the next pictures are labelled."
+            )
+        summary = f"{count} example{'s' * (count > 1)}, {self._memory.patches} patches: {', '.join(present)}."
+        if len(present) == 1:
+            return f"{summary} Paint a second class: with a single class, all pixels are assigned to it."
+        if count == 1 or self._choice.expected is None:
+            return summary
+        coverage = self._choice.coverage(len(present))
+        return f"{summary} mIoU on what is painted in left-out examples{coverage}: {self._choice.expected:.0%}."
+
+    @property
+    def saved(self) -> str:
+        """Whether the examples are saved, as text; empty without examples."""
+        if not self.examples:
+            return ""
+        if self._folder is None:
+            return (
+                "The examples are kept until the server stops: download them, or start the page with `--examples DIR`."
+            )
+        if not self.unsaved:
+            return f"All examples are saved in {self._folder}."
+        reasons = ", ".join(f"{self.image(key).name} ({reason})" for key, reason in self.unsaved.items())
+        return f"Not saved in {self._folder}: {reasons}."
 
 
 class Visitors:
-    """Examples of the most recently active visitors.
+    """Sessions of the most recently active visitors.
 
     Args:
         encoder: the shared encoder.
+        images: the collection; None if there is none.
+        folder: folder to which examples are saved; None if there is none.
     """
 
-    def __init__(self, encoder: SharedEncoder) -> None:
-        self.encoder = encoder
+    def __init__(
+        self, encoder: SharedEncoder, images: FolderImages | None = None, folder: ExampleFolder | None = None
+    ) -> None:
+        self.images = images
+        self._encoder, self._folder = encoder, folder
+        self._candidates = None
+        if images is not None:
+            self._candidates = Candidates(images, empty_memory(encoder).encoder, probe_of(encoder).blocks)
         self._lock = threading.Lock()
-        self._examples: OrderedDict[str, PaintedExamples] = OrderedDict()
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
 
     def __len__(self) -> int:
-        """Return the number of visitors with examples."""
-        return len(self._examples)
+        """Return the number of sessions."""
+        return len(self._sessions)
 
     def __contains__(self, visitor: str) -> bool:
-        """Whether a visitor has examples."""
-        return visitor in self._examples
+        """Whether a visitor has a session."""
+        return visitor in self._sessions
 
-    def examples(self, visitor: str) -> PaintedExamples:
-        """Return the examples of a visitor, which are empty for a new visitor."""
+    def warm(self, progress: Progress) -> None:
+        """Read the examples of the folder, which finds errors and caches the features of their images.
+
+        Raises:
+            DataError: an example is invalid.
+        """
+        Session(self._encoder, self._candidates, self._folder, progress=progress)
+
+    def session(self, visitor: str) -> Session:
+        """Return the session of a visitor, which is new if there is none."""
+        if self._candidates is not None:
+            self._candidates.start()
+        session = self._sessions.get(visitor) or Session(self._encoder, self._candidates, self._folder)
         with self._lock:
-            examples = self._examples.get(visitor)
-            if examples is None:
-                examples = self._examples[visitor] = PaintedExamples(self._empty())
-            self._examples.move_to_end(visitor)
+            session = self._sessions.setdefault(visitor, session)
+            self._sessions.move_to_end(visitor)
             while len(self) > 1 and (len(self) > _MOST_VISITORS or self._nbytes() > _MOST_BYTES):
-                self._examples.popitem(last=False)
-            return examples
+                self._sessions.popitem(last=False)
+            return session
 
-    def forget(self, visitor: str) -> None:
-        """Discard the examples of a visitor."""
-        with self._lock:
-            self._examples.pop(visitor, None)
+    @contextmanager
+    def working(self, visitor: str) -> Iterator[Session]:
+        """Yield the session of a visitor while nothing is encoded in the background."""
+        if self._candidates is None:
+            yield self.session(visitor)
+            return
+        with self._candidates.paused():
+            yield self.session(visitor)
+
+    def close(self) -> None:
+        """Stop encoding in the background."""
+        if self._candidates is not None:
+            self._candidates.stop()
 
     def _nbytes(self) -> int:
-        return sum(examples.nbytes for examples in self._examples.values())
-
-    def _empty(self) -> SegmentationMemory:
-        # Use the default probe: comparing probes would take several seconds after each example.
-        available = self.encoder.probed.blocks
-        probe = default_probe(candidate_probes(available, blocks=None, whiten=None, head=None), available)
-        return SegmentationMemory(
-            self.encoder.probed,
-            classes=list(BRUSHES),
-            palette=list(BRUSHES.values()),
-            settings=SegmentationSettings(
-                size=_PATCHES * self.encoder.probed.patch_size,
-                blocks=probe.blocks,
-                whiten=probe.whiten,
-                head=probe.head,
-            ),
-            device=self.encoder.device,
-            batch_size=1,
-        )
+        return sum(session.nbytes for session in self._sessions.values())
 
 
-def example_of(
-    image: UInt8[Tensor, "3 h w"], layer: bytes, *, max_pixels: int
-) -> tuple[UInt8[Tensor, "3 new_h new_w"], UInt8[Tensor, "new_h new_w"]]:
-    """Convert a painted picture to an example: the picture and the class of each pixel, both reduced.
-
-    Painted pixels get the class of the brush with the nearest colour; other pixels are ignored.
-
-    Args:
-        image: the picture.
-        layer: the painting, an image file with transparency.
-        max_pixels: maximum number of pixels of the layer.
-
-    Raises:
-        Refused: nothing is painted, or the layer is not an image of the size of the picture.
-    """
-    size = _bounded(image.shape[1], image.shape[2])
-    try:
-        with open_header(EncodedImage("painting", layer), max_pixels=max_pixels) as opened:
-            painted_size = opened.size[1], opened.size[0]
-            small = opened.convert("RGBA").resize((size[1], size[0]), Image.Resampling.NEAREST)
-    except UnreadableImage as error:
-        raise Refused(f"The painting cannot be used: {error.reason}.") from error
-    if painted_size != tuple(image.shape[1:]):
-        raise Refused(
-            f"The painting must have the size of its picture, {image.shape[2]} x {image.shape[1]}, got "
-            f"{painted_size[1]} x {painted_size[0]}: upload the picture again and repeat the painting."
-        )
-    painted = torch.from_numpy(np.array(small))
-    brushes = torch.tensor(list(BRUSHES.values()))
-    distances = (painted[..., None, :3].int() - brushes).abs().sum(dim=-1)
-    labels = torch.where(painted[..., 3] >= 128, distances.argmin(dim=-1), _NO_CLASS).to(torch.uint8)
-    if not (labels != _NO_CLASS).any():
-        raise Refused("Nothing is painted yet: choose a colour and paint over parts of each object.")
-    return TF.resize(image, list(size), antialias=True), labels
+def probe_of(encoder: SharedEncoder) -> Probe:
+    """Return the default probe: comparing probes would take several seconds after each example."""
+    blocks = encoder.probed.blocks
+    return default_probe(candidate_probes(blocks, blocks=None, whiten=None, head=None), blocks)
 
 
-def prepare(memory: SegmentationMemory, image: UInt8[Tensor, "3 h w"]) -> UInt8[Tensor, "3 new_h new_w"]:
-    """Reduce a picture and cache its features for later requests."""
-    small = TF.resize(image, list(_bounded(image.shape[1], image.shape[2])), antialias=True)
-    memory.encoder.encode([small])
-    return small
+def empty_memory(encoder: SharedEncoder) -> SegmentationMemory:
+    """Return a memory without examples, whose probe is fixed."""
+    probe = probe_of(encoder)
+    settings = SegmentationSettings(blocks=probe.blocks, whiten=probe.whiten, head=probe.head)
+    return SegmentationMemory(encoder.probed, settings=settings, device=encoder.device, batch_size=1)
 
 
-def memory_sentence(memory: SegmentationMemory | None) -> str:
-    """Describe the contents of a memory; None stands for an empty one."""
-    if memory is None or not len(memory):
-        return "No examples yet."
-    present = [name for name in memory.classes if name not in memory.absent]
-    summary = f"{len(memory)} example{'s' * (len(memory) > 1)}, {memory.patches} patches: {', '.join(present)}."
-    if len(present) == 1:
-        return f"{summary} Paint a second class: with a single class, all pixels are assigned to it."
-    # Halves of a single picture often have different classes, so a score from them would be misleading.
-    choice = memory.fit() if len(memory) > 1 else None
-    if choice is None or choice.expected is None:
-        return summary
-    return f"{summary} Expected mIoU on new pictures{choice.coverage(len(present))}: {choice.expected:.0%}."
-
-
-def segment(memory: SegmentationMemory, image: UInt8[Tensor, "3 h w"], names: Sequence[str]) -> SegmentedPicture:
-    """Segment a picture from the examples.
-
-    Args:
-        memory: memory of the examples.
-        image: picture to segment.
-        names: names of the classes, in the order of the brushes; empty names default to the colour.
-
-    Raises:
-        Refused: there are no examples.
-    """
-    small = prepare(memory, image)
-    if not len(memory):
-        raise Refused("There are no examples yet: paint one and add it first.")
-    found = memory.segment(small)
-    picture = as_shown(small)
-    size = picture.shape[:2]
-    nearest = TF.InterpolationMode.NEAREST_EXACT
-    labels = TF.resize(found.labels[None], list(size), interpolation=nearest)[0]
-    painted = overlay(torch.from_numpy(picture).permute(2, 0, 1), labels, list(BRUSHES.values()))
-    clear = np.array(Image.fromarray((255 * found.confidence.clamp(0, 1)).byte().numpy()).resize((size[1], size[0])))
-    name_of = dict(zip(BRUSHES, _named(names), strict=True))
-    shares = ", ".join(f"{name_of[brush]} {share:.0%}" for brush, share in found.shares.items())
-    return SegmentedPicture(painted, clear[..., None].repeat(3, axis=2), f"{shares}.")
-
-
-def _named(names: Sequence[str]) -> list[str]:
-    """Return the class name of each brush, by default its colour."""
-    given = {brush: name.strip() for brush, name in zip(BRUSHES, names, strict=False)}
-    return [given.get(brush) or brush for brush in BRUSHES]
-
-
-def _bounded(height: int, width: int) -> tuple[int, int]:
-    scale = min(1.0, _LONGEST / max(height, width))
-    return max(1, round(scale * height)), max(1, round(scale * width))
+def _data_url(image: UInt8[Tensor, "3 h w"]) -> str:
+    content = io.BytesIO()
+    to_pil_image(image).save(content, "JPEG", quality=90)
+    return f"data:image/jpeg;base64,{base64.b64encode(content.getvalue()).decode()}"

@@ -399,19 +399,25 @@ class SegmentationMemory:
                 choice, neighbours = self.fit(), self.settings.neighbours
                 if self.patches > _MOST_PATCHES:
                     log.info("using %d of the %d patches of the examples", _MOST_PATCHES, self.patches)
-                self._labeller = Labeller(
-                    self._examples(),
-                    choice,
-                    self.encoder.encoder.blocks,
-                    device=self.encoder.device,
-                    **self._neighbours,
-                )
+                self._labeller = self.labeller_of(choice)
                 if choice.probe.head != "ridge" and self.patches < neighbours:
                     log.warning(
                         "the memory has %d patches, fewer than neighbours=%d: all of them vote",
                         *(self.patches, neighbours),
                     )
             return self._labeller
+
+    def labeller_of(self, choice: Choice) -> Labeller:
+        """Fit a given probe to the present examples, without the cross-validation of `fit`, which takes longer.
+
+        Raises:
+            DataError: the memory is empty.
+        """
+        with self._lock:
+            if not self._known:
+                raise DataError("the memory is empty: add an image with labels first")
+            blocks = self.encoder.encoder.blocks
+            return Labeller(self._examples(), choice, blocks, device=self.encoder.device, **self._neighbours)
 
     def left_out(self) -> Int[Tensor, "n c c"]:
         """Compute the confusion matrix (rows are labels) of each example's left-out patches.

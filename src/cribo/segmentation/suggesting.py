@@ -1,6 +1,6 @@
 """Suggestions of images to label next."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from jaxtyping import Float, UInt8
@@ -14,11 +14,7 @@ _LABELLED = 2048  # limit on the labelled patches that images are compared with
 
 
 def suggest(memory: SegmentationMemory, images: Iterable[UInt8[Tensor, "3 h w"]], count: int) -> list[int]:
-    """Choose images with uncertain regions to label next.
-
-    Greedy facility location: the gain of an image is the increase in similarity between the patches of all images and
-    their nearest labelled or chosen patch, weighted by the uncertainty of their labels. Gains are summed per possible
-    class, and the square roots of the sums are added, so that frequent classes do not dominate.
+    """Choose images with uncertain regions to label next (see `cover`).
 
     Args:
         memory: memory of the labelled examples.
@@ -32,40 +28,64 @@ def suggest(memory: SegmentationMemory, images: Iterable[UInt8[Tensor, "3 h w"]]
         DataError: the memory is empty.
     """
     labeller = memory.labeller()
-    rows, probabilities = [], []
+    groups = []
     for index, image in enumerate(images):
         (features,) = memory.encoder.encode([image], blocks=labeller.choice.probe.blocks)
-        features = features.flatten(0, 1).cpu()
-        chosen = torch.randperm(len(features), generator=keyed_generator(index))[:_PATCHES]
-        own = labeller.rows(features[chosen])
-        rows.append(own)
-        probabilities.append(labeller(own))
-    if not rows:
+        groups.append(labeller.rows(sample(features, index)))
+    if not groups:
         return []
-    lengths = [len(own) for own in rows]
-    return _cover(torch.cat(rows), torch.cat(probabilities), lengths, labeller.known_rows(_LABELLED), count)
+    rows = torch.cat(groups)
+    similar = torch.stack([similarity(rows, group) for group in groups])
+    return cover(similar, labeller(rows), similarity(rows, labeller.known_rows(_LABELLED)), count)
 
 
-def _cover(
-    rows: Float[Tensor, "n e"],
+def sample(features: Float[Tensor, "rows columns l d"], key: int) -> Float[Tensor, "p l d"]:
+    """Return a few random patches of an image, on the CPU; the choice depends only on `key`."""
+    patches = features.flatten(0, 1).cpu()
+    return patches[torch.randperm(len(patches), generator=keyed_generator(key))[:_PATCHES]]
+
+
+def similarity(rows: Float[Tensor, "n e"], others: Float[Tensor, "m e"]) -> Float[Tensor, " n"]:
+    """Return the cosine similarity of each row to the nearest of the others; all have unit length."""
+    return (rows @ others.T).amax(dim=1)
+
+
+def cover(
+    similar: Float[Tensor, "images n"],
     probabilities: Float[Tensor, "n c"],
-    lengths: list[int],
-    known: Float[Tensor, "m e"],
+    covered: Float[Tensor, " n"],
     count: int,
+    *,
+    first: Sequence[int] = (),
 ) -> list[int]:
-    """Choose groups of rows greedily so that uncertain rows are close to a chosen or known row."""
+    """Choose images whose patches are close to many patches with uncertain labels.
+
+    Greedy facility location: the gain of an image is the increase in similarity between the patches of all images and
+    their nearest labelled or chosen patch, weighted by the uncertainty of their labels. Gains are summed per possible
+    class, and the square roots of the sums are added, so that frequent classes do not dominate.
+
+    Args:
+        similar: similarity of each image to each of the N patches of all images (see `similarity`).
+        probabilities: probability of each class for each patch.
+        covered: similarity of each patch to the nearest labelled patch.
+        count: number of images to choose.
+        first: images that are already chosen.
+
+    Returns:
+        Indices of images, at most `count`, without `first`.
+    """
     uncertainty = 1 - probabilities.amax(dim=1)
     patches_per_class = probabilities.sum(dim=0).clamp(min=1)
-    covered = (rows @ known.T).amax(dim=1)
-    similar = torch.stack([(rows @ group.T).amax(dim=1) for group in rows.split(lengths)])  # (images, N)
-    found: list[int] = []
     gained = torch.zeros_like(patches_per_class)
-    while len(found) < min(count, len(lengths)):
+    taken = list(first)
+    for image in first:
+        covered = torch.maximum(covered, similar[image])
+    while len(taken) < min(len(first) + count, len(similar)):
         gains = ((similar - covered).clamp(min=0) * uncertainty) @ probabilities  # (images, C)
         scores = ((gained + gains) / patches_per_class).sqrt().sum(dim=1)
-        scores[found] = -1
+        scores[taken] = -1
         best = int(scores.argmax())
-        found.append(best)
+        taken.append(best)
         gained += gains[best]
         covered = torch.maximum(covered, similar[best])
-    return found
+    return taken[len(first) :]

@@ -60,7 +60,7 @@ def sent_picture(caption: str, alt: str) -> gr.Image:
     )
 
 
-def shown_picture(caption: str, alt: str) -> gr.Image:
+def shown_picture(caption: str, alt: str, *, elem_id: str | None = None) -> gr.Image:
     """Create a field that shows a picture."""
     gr.Markdown(caption, elem_classes="caption")
     return gr.Image(
@@ -70,6 +70,7 @@ def shown_picture(caption: str, alt: str) -> gr.Image:
         format="png",
         buttons=["fullscreen"],
         alt_text=alt,
+        elem_id=elem_id,
         elem_classes="shown",
     )
 

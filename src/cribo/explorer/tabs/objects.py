@@ -19,6 +19,10 @@ from cribo.explorer.uploads import Refused, Uploads
 
 _MATCHES = 12  # as in the paper's figures
 _MOST_MATCHES = 48
+_SCROLL_UP = """() => {
+    const picture = document.getElementById("object-picture");
+    if (picture.getBoundingClientRect().top < 0) picture.scrollIntoView();
+}"""
 
 
 def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
@@ -63,7 +67,9 @@ def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
     with gr.Row(equal_height=False):
         with gr.Column(scale=2, min_width=280):
             picture = shown_picture(
-                "The image: click on an object", "The image with the outline of the selected object"
+                "The image: click on an object",
+                "The image with the outline of the selected object",
+                elem_id="object-picture",
             )
         with gr.Column(scale=1, min_width=280):
             text = gr.Markdown("The search starts when this tab is opened.", elem_id="objects-text")
@@ -103,7 +109,8 @@ def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
     gr.on([page.submit, page.blur], turned, page, [page, thumbnails], api_name="page", **REQUEST)
     before.click(show_errors(lambda place: turned(whole_number(place) - 1)), page, [page, thumbnails], **HIDDEN)
     after.click(show_errors(lambda place: turned(whole_number(place) + 1)), page, [page, thumbnails], **HIDDEN)
-    thumbnails.select(picked, page, [sent, number], **HIDDEN).success(anew, first, shown, **HIDDEN)
+    chosen_image = thumbnails.select(picked, page, [sent, number], **HIDDEN).success(anew, first, shown, **HIDDEN)
+    chosen_image.success(None, js=_SCROLL_UP)  # on a narrow page, the thumbnails are far below the picture
     number.submit(anew, first, shown, **HIDDEN)
     number.blur(ask, inputs, shown, **HIDDEN)
     gr.on([sent.upload, sent.clear], anew, first, shown, **HIDDEN)

@@ -1,133 +1,195 @@
-"""The tab of in-context segmentation: paint examples, and segment other pictures from them."""
+"""The tab of segmentation by example: paint on pictures, and see the next ones labelled."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable
 from hashlib import sha256
+from importlib.resources import files
 from typing import Any
 
 import gradio as gr
 
-from cribo.explorer.network import SharedEncoder
-from cribo.explorer.segmenting import BRUSHES, PaintedExamples, Visitors, example_of, memory_sentence, prepare, segment
-from cribo.explorer.tabs.fields import HEIGHT, HIDDEN, REQUEST, sent_picture, show_errors, shown_picture
+from cribo.explorer.segmenting import Session, Tile, Visitors
+from cribo.explorer.tabs.fields import HIDDEN, REQUEST, show_errors, whole_number
 from cribo.explorer.uploads import Refused, Uploads
 
-_LONGEST_NAME = 40
-_ADVICE = (
-    "1. Upload a picture and paint over parts of each object, with one colour per class. Unpainted pixels are "
-    "ignored.\n2. Upload a picture to segment.\n3. Add the painting as an example: the other picture is segmented "
-    "immediately. Correct the painting, or paint other pictures, and add it again."
-)
+_UPCOMING = 8  # pictures
 
 
-def segmenting_tab(page: gr.Blocks, identity: gr.BrowserState, encoder: SharedEncoder, uploads: Uploads) -> None:
-    """Add an image editor, the examples so far, and a field for the picture to segment.
+def segmenting_tab(tab: gr.Tab, identity: gr.BrowserState, visitors: Visitors, uploads: Uploads) -> None:
+    """Add the editor, the pictures to label next, and the examples.
 
     Args:
-        page: the page that contains the tab.
+        tab: the tab, which is filled when it is opened.
         identity: identity of the visitor, defined outside the tab, since browsers restore visible components only.
-        encoder: the network.
+        visitors: the sessions.
         uploads: folder and limits of uploaded pictures.
     """
-    visitors = Visitors(encoder)
 
-    def enter(known: Any) -> tuple[str, str]:
-        if isinstance(known, str) and known in visitors:
-            return known, memory_sentence(visitors.examples(known).memory)
-        return secrets.token_urlsafe(16), memory_sentence(None)
+    def enter(known: Any) -> str:
+        return known if isinstance(known, str) and known in visitors else secrets.token_urlsafe(16)
 
-    def examples_of(visitor: Any) -> PaintedExamples:
+    def identified(visitor: Any) -> str:
         if visitor is None:
             raise Refused("The page is still loading: try again in a moment.")
         if not isinstance(visitor, str) or not 16 <= len(visitor) <= 64:
             raise Refused("The visitor is unknown: reload the page.")
-        return visitors.examples(visitor)
+        return visitor
+
+    def changed(visitor: Any, change: Callable[[Session], object]) -> tuple[Any, ...]:
+        """Change the session of a visitor, and return the contents of the editor and of the texts."""
+        with visitors.working(identified(visitor)) as session:
+            change(session)
+            return session.canvas(), session.advice, session.saved, gr.Button(visible=bool(session.unsaved))
 
     @show_errors
-    def add(sent: Any, visitor: Any) -> str:
-        parts = sent if isinstance(sent, dict) else {}
-        image = uploads.read(parts.get("background"), what="picture to paint on")
-        layer = uploads.content(next(iter(parts.get("layers") or ()), None), what="painting")
-        image, labels = example_of(image, layer, max_pixels=uploads.limits.pixels)
-        examples = examples_of(visitor)
-        examples.add(image, labels)
-        return memory_sentence(examples.memory)
+    def begin(visitor: Any) -> tuple[Any, ...]:
+        return changed(visitor, lambda session: session.begin())
 
     @show_errors
-    def look(sent: Any, visitor: Any) -> None:
-        if isinstance(sent, dict) and sent.get("background"):
-            image = uploads.read(sent["background"], what="picture to paint on")
-            prepare(examples_of(visitor).memory, image)
+    def draw(visitor: Any, event: gr.EventData) -> None:
+        visitors.session(identified(visitor)).draw(*_painting(event))
 
     @show_errors
-    def forget(visitor: Any) -> tuple[str, gr.File]:
-        visitors.forget(str(visitor))
-        return memory_sentence(None), gr.File(visible=False)
+    def confirm(visitor: Any, event: gr.EventData) -> tuple[Any, ...]:
+        def change(session: Session) -> None:
+            session.draw(*_painting(event))
+            session.confirm(str(event.key))
+
+        return changed(visitor, change)
 
     @show_errors
-    def label(visitor: Any, sent: Any, *given: Any) -> tuple[Any, ...]:
-        if sent is None:
-            return None, None, ""
-        found = segment(examples_of(visitor).memory, uploads.read(sent), called(given))
-        return found.overlay, found.confidence, found.sentence
+    def proceed(visitor: Any, event: gr.EventData) -> tuple[Any, ...]:
+        def change(session: Session) -> None:
+            if event.key is not None:
+                session.draw(*_painting(event))
+                session.confirm(str(event.key))
+            session.open(None)
+
+        return changed(visitor, change)
 
     @show_errors
-    def download(visitor: Any, *given: Any) -> gr.File:
-        content = examples_of(visitor).zipped(called(given))
+    def name_classes(visitor: Any, event: gr.EventData) -> tuple[Any, ...]:
+        names = event.names if isinstance(event.names, list) else []
+        return changed(visitor, lambda session: session.name_classes([str(name) for name in names]))
+
+    @show_errors
+    def open_upcoming(visitor: Any, event: gr.SelectData) -> tuple[Any, ...]:
+        return changed(visitor, lambda session: session.open_upcoming(whole_number(event.index)))
+
+    @show_errors
+    def open_example(visitor: Any, event: gr.SelectData) -> tuple[Any, ...]:
+        return changed(visitor, lambda session: session.open_example(whole_number(event.index)))
+
+    @show_errors
+    def open_number(visitor: Any, number: Any) -> tuple[Any, ...]:
+        return changed(visitor, lambda session: session.open(f"c{whole_number(number)}"))
+
+    @show_errors
+    def upload(visitor: Any, sent: Any) -> tuple[Any, ...]:
+        content = uploads.content(sent)
+        name = str(sent.get("orig_name") or "picture")
+        pixels = uploads.limits.pixels
+        return changed(visitor, lambda session: session.upload(name, content, max_pixels=pixels))
+
+    @show_errors
+    def replace(visitor: Any) -> tuple[Any, ...]:
+        return changed(visitor, Session.replace)
+
+    @show_errors
+    def show_upcoming(visitor: Any) -> list[Tile]:
+        with visitors.working(identified(visitor)) as session:
+            return session.upcoming(_UPCOMING)
+
+    @show_errors
+    def show_painted(visitor: Any) -> list[Tile]:
+        with visitors.working(identified(visitor)) as session:
+            return session.painted()
+
+    @show_errors
+    def score(visitor: Any) -> str:
+        with visitors.working(identified(visitor)) as session:
+            session.score()
+            return session.advice
+
+    @show_errors
+    def download(visitor: Any) -> gr.File:
+        content = visitors.session(identified(visitor)).zipped()
         folder = uploads.folder / sha256(visitor.encode()).hexdigest()[:32]  # one folder per visitor
         folder.mkdir(exist_ok=True)
         (folder / "examples.zip").write_bytes(content)
         return gr.File(str(folder / "examples.zip"), visible=True)
 
-    def called(given: Sequence[Any]) -> list[str]:
-        return [" ".join(str(name or "").split())[:_LONGEST_NAME] for name in given]
-
-    gr.Markdown(_ADVICE)
+    advice = gr.Markdown(elem_id="advice")
     with gr.Row(equal_height=False):
-        with gr.Column(scale=2, min_width=280):
-            editor = _editor(uploads)
-        with gr.Column(scale=1, min_width=280):
-            with gr.Accordion("Names of the colours", open=False):
-                names = [
-                    gr.Textbox(label=colour, placeholder=colour, max_length=_LONGEST_NAME, lines=1)
-                    for colour in BRUSHES
-                ]
-            examples = gr.Markdown(elem_id="examples-text")  # filled when the page is loaded
-            added = gr.Button("Add as an example", variant="primary")
-            packed = gr.Button("Download the examples")
+        with gr.Column(scale=5, min_width=300):
+            painter = _painter()
+        with gr.Column(scale=2, min_width=240):
+            saved = gr.Markdown(elem_id="saved")
+            replacing = gr.Button("Save and replace", visible=False, variant="stop", size="sm")
+            number = None
+            if visitors.images is not None:
+                last = len(visitors.images) - 1
+                number = gr.Number(None, label=f"Open a picture by its number (0 to {last})", precision=0, minimum=0)
+            sent = gr.UploadButton(f"Upload a picture ({uploads.limits})", file_types=["image"], size="sm")
+            packed = gr.Button("Download the examples", size="sm")
             archive = gr.File(label="For cribo segment --examples", visible=False, interactive=False)
-            cleared = gr.Button("Start over")
-    with gr.Row(equal_height=False):
-        with gr.Column(min_width=280):
-            picture = sent_picture(f"The picture to segment ({uploads.limits})", "The picture to segment")
-            again = gr.Button("Segment")
-        with gr.Column(min_width=280):
-            overlay = shown_picture("Its segmentation", "The picture, tinted by class")
-            shares = gr.Markdown(elem_id="segmented-text")
-            confidence = shown_picture("Confidence: bright is high", "Confidence of the segmentation")
-    page.load(enter, identity, [identity, examples], **HIDDEN)
-    cleared.click(forget, identity, [examples, archive], api_name="begin_anew", **REQUEST)
-    packed.click(download, [identity, *names], archive, api_name="download_examples", **REQUEST)
-    shown = [overlay, confidence, shares]
-    editor.upload(look, [editor, identity], None, **HIDDEN)
-    adding = added.click(add, [editor, identity], examples, api_name="add_example", **REQUEST)
-    inputs = [identity, picture, *names]
-    adding.success(label, inputs, shown, **HIDDEN)
-    gr.on([picture.upload, picture.clear, again.click], label, inputs, shown, api_name="segment", **REQUEST)
+    gr.Markdown("Pictures to label next: choose one", elem_classes="caption")
+    upcoming = _gallery("Pictures to label next", "upcoming")
+    gr.Markdown("Your examples: choose one to correct it", elem_classes="caption")
+    painted = _gallery("Your examples", "painted")
+
+    def act(listen: Callable[..., Any], handler: Callable[..., Any], inputs: Any = None, *, name: str) -> Any:
+        """Call a handler on an event; then update the galleries."""
+        done = listen(handler, [identity, *(inputs or [])], state, api_name=name, **REQUEST)
+        shown = done.success(show_upcoming, identity, upcoming, **quiet)
+        return shown.success(show_painted, identity, painted, **quiet)
+
+    quiet = {**HIDDEN, "show_progress": "hidden"}
+    state = [painter, advice, saved, replacing]
+    act(tab.select(enter, identity, identity, **HIDDEN).success, begin, name="begin")
+    painter.draw(draw, identity, None, api_name="draw", **{**REQUEST, "concurrency_id": "painting"})
+    for listen, handler, name in ((painter.confirm, confirm, "confirm"), (painter.next, proceed, "next")):
+        act(listen, handler, name=name).success(score, identity, advice, **quiet)
+    painter.classes(name_classes, identity, state, api_name="classes", **REQUEST)
+    act(upcoming.select, open_upcoming, name="open_upcoming")
+    act(painted.select, open_example, name="open_example")
+    if number is not None:
+        act(number.submit, open_number, [number], name="open_number")
+    act(sent.upload, upload, [sent], name="upload")
+    replacing.click(replace, identity, state, api_name="replace", **REQUEST)
+    packed.click(download, identity, archive, api_name="download_examples", **REQUEST)
 
 
-def _editor(uploads: Uploads) -> gr.ImageEditor:
-    gr.Markdown(f"Example ({uploads.limits}): paint on it", elem_classes="caption")
-    brushes = [f"rgb{colour}" for colour in BRUSHES.values()]
-    return gr.ImageEditor(
-        label="Example to paint on",
+def _painting(event: gr.EventData) -> tuple[str, float, Any]:
+    try:
+        return str(event.key), float(event.time), event.runs
+    except (AttributeError, TypeError, ValueError) as error:
+        raise Refused("The painting is invalid: reload the page.") from error
+
+
+def _painter() -> gr.HTML:
+    folder = files("cribo.explorer") / "painter"
+    html, css, js = ((folder / f"painter.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
+    return gr.HTML(
+        {"key": None, "classes": []},
+        html_template=html,
+        css_template=css,
+        js_on_load=js,
+        apply_default_css=False,
+        elem_id="painter",
+    )
+
+
+def _gallery(label: str, elem_id: str) -> gr.Gallery:
+    return gr.Gallery(
+        label=label,
         show_label=False,
-        sources=["upload", "clipboard"],
-        brush=gr.Brush(default_size=16, colors=list(brushes), default_color=brushes[0], color_mode="fixed"),
-        eraser=gr.Eraser(default_size=16),
-        layers=False,
-        transforms=(),
-        buttons=["fullscreen"],
-        height=HEIGHT + 60,
-        canvas_size=(640, 480),
+        height="auto",
+        allow_preview=False,
+        interactive=False,
+        object_fit="contain",
+        format="jpeg",
+        buttons=[],
+        elem_id=elem_id,
+        elem_classes="tiles",
     )
