@@ -6,11 +6,12 @@ import pytest
 import torch
 from PIL import Image
 
+from cribo.colours import distinct_colours
 from cribo.data.datasets import open_segmentation
 from cribo.data.images import DataError, MissingData
 from cribo.data.reading import UnreadableImage
 from cribo.data.scenes import Scenes
-from cribo.data.segmentation import LabelledFolder, LabelledImages, LabelledSubset, by_stem, colour_map
+from cribo.data.segmentation import LabelledFolder, LabelledImages, LabelledSubset, by_stem
 
 LABELS = np.array([[0, 1, 2], [2, 255, 0]], dtype=np.uint8)
 
@@ -39,7 +40,7 @@ def test_layout_with_splits(root):
     assert len(data) == 2
     assert data.classes == ["sky", "road", "car"]
     assert data.ignore_index == 255
-    assert list(data.palette) == [(0, 0, 0), (128, 0, 0), (0, 128, 0)]
+    assert data.palette == distinct_colours(3)
     assert data.name(0) == "a.jpg"
     assert data.load(0).shape == (3, 2, 3)
     assert data.labels(0).dtype == torch.uint8
@@ -232,20 +233,6 @@ def test_broken_label_file(root):
     path.write_bytes(path.read_bytes()[:400])
     with pytest.raises(UnreadableImage, match=r"a\.png"):
         open_segmentation("folder", root, "val").labels(0)
-
-
-def test_the_colour_map_equals_pascal_voc():
-    colours = colour_map(256)
-    assert len(set(colours)) == 256
-    assert [colours[c] for c in (1, 8, 15, 20, 255)] == [
-        (128, 0, 0),
-        (64, 0, 0),
-        (192, 128, 128),
-        (0, 64, 128),
-        (224, 224, 192),
-    ]
-    with pytest.raises(ValueError, match=r"count must be in 0\.\.256 .*, got 257"):
-        colour_map(257)
 
 
 def test_scenes_have_a_colour_per_class():

@@ -671,18 +671,18 @@ def test_a_comparison_is_never_overwritten(tmp_path: Path) -> None:
 
 def test_the_figure_has_a_curve_for_each_result_and_published_row() -> None:
     comparison = compare([a_result("one"), a_result("two", data={"name": "camvid"})])
-    voc, camvid = comparison.figure().axes
-    labels = [text.get_text() for text in (voc.get_legend() or pytest.fail("no legend")).get_texts()]
+    voc, camvid = comparison.figure().subfigs
+    labels = [text.get_text() for text in (voc.axes[0].get_legend() or pytest.fail("no legend")).get_texts()]
     assert labels[0] == "one"
     assert "CrIBo ViT-S/16, COCO (300) (published)" in labels
     assert len(labels) == 11
-    assert "Pascal VOC 2012" in voc.get_title()
-    assert "CamVid" in camvid.get_title()
+    assert "Pascal VOC 2012" in voc.get_suptitle()
+    assert "CamVid" in camvid.get_suptitle()
 
 
 def test_the_figure_warns_of_incomparable_results() -> None:
     comparison = compare([a_result("one"), a_result("two", settings={"neighbours": 30})])
-    assert "NOT comparable: the results differ in neighbours" in comparison.figure().axes[0].get_title()
+    assert "NOT comparable: the results differ in neighbours" in comparison.figure().subfigs[0].get_suptitle()
 
 
 def test_narrow_terminals_truncate_nothing() -> None:

@@ -8,7 +8,8 @@ import torch
 from PIL import Image
 
 from cribo.arguments import ConfigError
-from cribo.data import DataError, colour_map
+from cribo.colours import class_colours
+from cribo.data import DataError
 from cribo.data.scenes import Scenes
 from cribo.evaluation.data import ImageData, SegmentationData
 from cribo.evaluation.features import content_hash
@@ -27,7 +28,7 @@ def test_a_custom_set_needs_the_documented_methods(limit: int | None) -> None:
     train, val = splits.train, splits.val
     assert (splits.about["train"], splits.about["val"]) == ("train", "val")
     assert (len(train), len(val)) == (limit or 10, limit or 10)
-    assert train.palette == colour_map(len(train.classes))
+    assert train.palette == class_colours(train.classes)
     assert train.ignore_index == 255
     spread = range(10) if limit is None else (0, 2, 5, 7)
     assert [train.name(index) for index in range(len(train))] == [f"scene-0-{index:06d}" for index in spread]

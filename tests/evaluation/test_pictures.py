@@ -123,7 +123,7 @@ def test_classes_have_the_colours_of_the_palette(ignore_index: int) -> None:
 def test_the_legend_lists_the_classes_that_are_drawn() -> None:
     panel = a_panel()
     figure = draw_predictions([panel], CLASSES, PALETTE)
-    assert texts(figure)[-6:] == ["sky", "car", "tree", "no class", "right", "wrong"]
+    assert texts(figure)[-6:] == ["0 sky", "2 car", "3 tree", "no class", "last column: right", "wrong"]
     handles = figure.subfigs[-1].legends[0].get_patches()
     assert [np.round(255 * np.array(to_rgb(patch.get_facecolor()))).astype(int).tolist() for patch in handles[:3]] == [
         list(PALETTE[0]),
@@ -131,7 +131,12 @@ def test_the_legend_lists_the_classes_that_are_drawn() -> None:
         list(PALETTE[3]),
     ]
     labelled = Panel("b.jpg", panel.image, panel.prediction, panel.prediction)
-    assert texts(draw_predictions([labelled], CLASSES, PALETTE))[-4:] == ["sky", "tree", "right", "wrong"]
+    assert texts(draw_predictions([labelled], CLASSES, PALETTE))[-4:] == [
+        "0 sky",
+        "3 tree",
+        "last column: right",
+        "wrong",
+    ]
 
 
 def test_a_row_shows_the_score_of_the_prediction() -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 220), "yellow": (230, 220, 40)}
 SECRET = "nobody on the page may read this"
 CHROMIUM = "/usr/bin/chromium"
-_SWITCHES = [
+SWITCHES = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync"),
 ]
@@ -224,7 +224,7 @@ def browser() -> "Iterator[Browser]":
     if not Path(CHROMIUM).is_file():
         pytest.skip(f"needs a browser: {CHROMIUM} (apt-get install chromium)")
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=_SWITCHES)
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
         yield browser
         browser.close()
 

@@ -1,6 +1,7 @@
 import numpy as np
 import torch
 
+from cribo.drawing import MARK
 from cribo.explorer.features import colour_picture, cosines, patch_similarity
 from cribo.explorer.network import Dense
 
@@ -28,7 +29,7 @@ def test_the_selected_patch_is_framed_and_similar_patches_are_bright() -> None:
     assert found.picture.shape[:2] == (64 * scale, 96 * scale)
     bright, dark = found.picture[10, 10].mean(), found.picture[10, -10].mean()
     assert bright > dark + 100
-    framed = (found.picture == (255, 32, 96)).all(axis=2)
+    framed = (found.picture == MARK).all(axis=2)
     rows, columns = framed.nonzero()
     assert rows.min() >= 40 * scale
     assert columns.max() <= 24 * scale

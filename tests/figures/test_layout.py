@@ -1,21 +1,21 @@
 import torch
 
-from cribo.figures.layout import consistent_colours, covered, lay_out_clusters, lay_out_features
+from cribo.figures.layout import consistent_numbers, covered, lay_out_clusters, lay_out_features
 from cribo.objectives.cluster_record import ClusterHistory
 
 
-def test_an_object_keeps_its_colour_regardless_of_its_index() -> None:
+def test_an_object_keeps_its_number_regardless_of_its_index() -> None:
     now = torch.tensor([[0, 0, 1, 1, 2, 2], [0, 0, 1, 1, 2, 2]])
     renumbered = torch.tensor([[4, 4, 3, 3, 0, 0], [4, 4, 3, 0, 0, 0]])
-    before, after = consistent_colours(torch.stack([renumbered, now]))
+    before, after = consistent_numbers(torch.stack([renumbered, now]))
     assert [before[4], before[3], before[0]] == [after[0], after[1], after[2]]
     assert len(set(after.values())) == 3
 
 
-def test_clusters_of_one_view_have_no_colour_and_new_objects_get_a_free_one() -> None:
+def test_clusters_of_one_view_have_no_number_and_new_objects_get_a_free_one() -> None:
     first = torch.tensor([[0, 0, 1, 2], [0, 0, 1, 3]])
     last = torch.tensor([[0, 0, 0, 0], [0, 0, 0, 0]])
-    before, after = consistent_colours(torch.stack([first, last]))
+    before, after = consistent_numbers(torch.stack([first, last]))
     assert set(before) == {0, 1}
     assert before[0] == after[0]
     assert before[1] != before[0]
@@ -23,7 +23,7 @@ def test_clusters_of_one_view_have_no_colour_and_new_objects_get_a_free_one() ->
 
 def test_a_pair_without_objects_is_drawn() -> None:
     none = torch.tensor([[0, 0], [1, 1]])
-    assert consistent_colours(torch.stack([none, none])) == [{}, {}]
+    assert consistent_numbers(torch.stack([none, none])) == [{}, {}]
 
 
 def test_the_figure_of_clusters_has_a_column_for_each_epoch() -> None:

@@ -11,6 +11,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import cribo
+from cribo.colours import distinct_colours
 from cribo.data.images import DataError, MissingData
 from cribo.data.reading import UnreadableImage
 from cribo.data.scenes import Scenes
@@ -104,6 +105,23 @@ def test_patches_without_labels_are_excluded() -> None:
     labels[0, 0] = 1  # a single labelled pixel is enough
     memory.add(image_of(FIRST), labels)
     assert memory.patches == 4
+
+
+def test_confidence_is_calibrated_by_several_images_that_are_mostly_labelled(tmp_path: Path) -> None:
+    memory = perfect()
+    memory.add(image_of(FIRST), FIRST)
+    assert memory.uncalibrated == "there is only one example: label a second image"
+    memory.add(image_of(SECOND), SECOND)
+    assert memory.uncalibrated == ""
+    strokes = torch.full_like(FIRST, 255)
+    strokes[0, 0] = 1
+    memory.add(image_of(FIRST), strokes)
+    assert memory.uncalibrated == ""  # 1 of 6 and 5 of 6 patches
+    memory.add(image_of(SECOND), strokes)
+    assert memory.uncalibrated == "only 17% of the examples' area is labelled: label at least 50%"
+    memory.save(tmp_path / "memory.safetensors")
+    read = SegmentationMemory.load(tmp_path / "memory.safetensors", PERFECT)
+    assert read.uncalibrated == memory.uncalibrated
 
 
 def test_a_thin_stroke_in_a_large_image_is_not_lost() -> None:
@@ -292,7 +310,7 @@ def test_the_colours_of_the_first_palette_are_kept_and_others_refused(tmp_path: 
     assert memory.palette == [(1, 2, 3), (40, 50, 60), (7, 8, 9)]
     save_labels(tmp_path / "grey.png", SECOND)
     memory.add(image_of(SECOND), tmp_path / "grey.png")
-    assert memory.palette == [(1, 2, 3), (40, 50, 60), (7, 8, 9), (214, 39, 40)]
+    assert memory.palette == [(1, 2, 3), (40, 50, 60), (7, 8, 9), distinct_colours(4)[3]]
     save_labels(tmp_path / "other.png", blocks([0, 2]), [1, 2, 3, 0, 0, 0, 9, 9, 9])
     with pytest.raises(DataError, match=r"class 2 has the colour \(9, 9, 9\) in its palette, but \(7, 8, 9\)"):
         memory.add(image_of(blocks([0, 2])), tmp_path / "other.png")

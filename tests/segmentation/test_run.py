@@ -107,7 +107,19 @@ def test_written_files(folder: Path) -> None:
     assert about["settings"]["neighbours"] == 1
     counts = {"found": 3, "segmented": 3, "reused": 0, "earlier": 0, "skipped": 0}
     assert about["images"] == {"folder": str(folder / "images"), **counts}
+    assert about["confidence"] == "255 times the probability, 0 to 1, that the label is right"
     assert not list(out.rglob("*.part"))
+
+
+def test_confidence_that_is_not_calibrated_is_marked_everywhere(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("b.bmp", "b_labels.png"):
+        (folder / "examples" / name).unlink()
+    with caplog.at_level("WARNING", logger="cribo"):
+        segment(folder)
+    reason = "there is only one example: label a second image"
+    assert f"the confidence is not calibrated and may be far too high: {reason}" in caplog.messages
+    about = json.loads((folder / "out" / "about.json").read_text())
+    assert about["confidence"].endswith(f"not calibrated: {reason}")
 
 
 def test_pixels_without_confidence_have_no_class_and_no_share(folder: Path) -> None:

@@ -10,17 +10,18 @@ from torch.nn.functional import normalize
 
 from cribo.adaptation.encoding import PATCHES, encode, readable
 from cribo.adaptation.verdict import Candidate
+from cribo.colours import rgb
 from cribo.console import Progress
 from cribo.data import ImageSource
 from cribo.data.randomness import keyed_generator
-from cribo.drawing import hide_ticks, house_style
+from cribo.drawing import MARK, PAGE_WIDTH, hide_ticks, house_style
 from cribo.evaluation.data import spread
 from cribo.retrieval.grid import encoding_size
 from cribo.retrieval.patches import resize_image
 
 _IMAGES = 100
 _QUERIES = 6
-_NEIGHBOURS = 4
+_NEIGHBOURS = 3
 _REACH = 4  # patches drawn on each side of a patch
 
 
@@ -45,7 +46,13 @@ def draw_neighbours(
     queries = spread(len(pictures), _QUERIES)
     columns = 1 + 2 * _NEIGHBOURS
     with house_style():
-        figure = Figure(figsize=(1.35 * columns + 0.4, 1.5 * len(queries) + 0.6), layout="constrained")
+        cell = PAGE_WIDTH / columns
+        figure = Figure(figsize=(PAGE_WIDTH, (cell + 0.2) * len(queries) + 0.8), layout="constrained")
+        figure.suptitle(
+            "Patches (framed) and their nearest neighbours in other images, before and after adaptation.\n"
+            "Numbers: cosine similarity to the first patch of the row",
+            fontsize=9,
+        )
         cells = figure.subplots(len(queries), columns, squeeze=False)
         for row, query in enumerate(queries):
             place = _query_patch(found[1][1][query], query)
@@ -55,7 +62,7 @@ def draw_neighbours(
                 for number, (image, patch, similarity) in enumerate(near):
                     axes = cells[row, 1 + side * _NEIGHBOURS + number]
                     _draw_patch(axes, pictures[image], grids[image], patch)
-                    axes.set_xlabel(f"{similarity:.2f}", fontsize=7)
+                    axes.set_xlabel(f"{similarity:.2f}", fontsize=8)
         hide_ticks(cells)
         cells[0, 0].set_title("patch", fontsize=9)
         cells[0, 1].set_title(f"nearest, {before.name}", fontsize=9, loc="left")
@@ -100,4 +107,5 @@ def _draw_patch(axes: Axes, picture: UInt8[Tensor, "3 h w"], grid: tuple[int, in
     left = min(max(0, (column - _REACH) * side), width - length)
     axes.imshow(picture[:, top : top + length, left : left + length].permute(1, 2, 0).numpy())
     corner = (column * side - left - 0.5, row * side - top - 0.5)
-    axes.add_patch(Rectangle(corner, side, side, fill=False, edgecolor="#D55E00", linewidth=1.2))
+    for colour, width in (("black", 3.2), (rgb(MARK), 1.4)):
+        axes.add_patch(Rectangle(corner, side, side, fill=False, edgecolor=colour, linewidth=width))

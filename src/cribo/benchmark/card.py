@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 
 from cribo.benchmark.plan import by_reason
 from cribo.console import duration
-from cribo.drawing import house_style, write_figure
+from cribo.drawing import PAGE_WIDTH, house_style, write_figure
 from cribo.evaluation.comparison import Comparison, compare
 from cribo.evaluation.protocol import find_protocol
 from cribo.evaluation.published import architecture_name
@@ -43,7 +43,6 @@ _ROLES: Mapping[str, str] = {BACKBONE: "#0072B2", UNTRAINED: "#E69F00", MEAN: "0
 
 _SHOWN_PICTURES = 3  # maximum number of pictures on the chart
 _BAR = 0.19  # inch
-_CHART_WIDTH = 9.5
 
 
 @dataclass
@@ -213,9 +212,9 @@ class Card:
         groups = [(row, value) for row in self.measured for value in row.charted]
         bars = sum(_BAR * (len(row.results) + 1.2) for row, _ in groups) + 1.2
         images = {row.name: imread(path) for row, path in shown}
-        heights = [bars, *(_CHART_WIDTH * image.shape[0] / image.shape[1] + 0.35 for image in images.values())]
+        heights = [bars, *(PAGE_WIDTH * image.shape[0] / image.shape[1] + 0.35 for image in images.values())]
         with house_style():
-            figure = Figure(figsize=(_CHART_WIDTH, sum(heights)), layout="constrained")
+            figure = Figure(figsize=(PAGE_WIDTH, sum(heights)), layout="constrained")
             parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
             _draw_bars(parts[0].subplots(), groups)
             parts[0].suptitle(self.title + ("\nquick benchmark with few images" if self.quick else ""))
@@ -314,4 +313,4 @@ def _draw_bars(axes: Axes, groups: Sequence[tuple[CardRow, Any]]) -> None:
     axes.set_xlim(0, 100)
     axes.set_xlabel("score [%]")
     handles = [Patch(color=colour, label=role) for role, colour in _ROLES.items()]
-    axes.legend(handles=handles, frameon=False, loc="lower right", fontsize=8)
+    axes.legend(handles=handles, frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(handles))

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING
 from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from cribo.colours import colour_map
     from cribo.data.classification import ClassificationSplits, ClassifiedFiles, open_class_folders, open_classification
     from cribo.data.datasets import default_splits, open_segmentation
     from cribo.data.images import DataError, ImageFiles, ImageSource, MissingData, open_images
     from cribo.data.reading import UnreadableImage, read_image
-    from cribo.data.segmentation import LabelledFiles, LabelledFolder, LabelledImages, LabelledSubset, colour_map
+    from cribo.data.segmentation import LabelledFiles, LabelledFolder, LabelledImages, LabelledSubset
     from cribo.data.sets import SEGMENTATION_SETS, SegmentationSet
     from cribo.data.shard_writing import WrittenShards, write_shards
     from cribo.data.shards import ShardedImages, open_collection, open_shards
@@ -51,7 +52,8 @@ __getattr__ = lazy_names(
         ".datasets": ("default_splits", "open_segmentation"),
         ".images": ("DataError", "ImageFiles", "ImageSource", "MissingData", "open_images"),
         ".reading": ("UnreadableImage", "read_image"),
-        ".segmentation": ("LabelledFiles", "LabelledFolder", "LabelledImages", "LabelledSubset", "colour_map"),
+        ".segmentation": ("LabelledFiles", "LabelledFolder", "LabelledImages", "LabelledSubset"),
+        "cribo.colours": ("colour_map",),
         ".sets": ("SEGMENTATION_SETS", "SegmentationSet"),
         ".shard_writing": ("WrittenShards", "write_shards"),
         ".shards": ("ShardedImages", "open_collection", "open_shards"),

@@ -11,11 +11,11 @@ import torch
 from jaxtyping import Bool, UInt8
 from torch import Tensor
 
+from cribo.colours import class_colours
 from cribo.data.images import DataError, ImageFiles, MissingData, require
 from cribo.data.label_maps import IGNORE_INDEX, read_classes
 from cribo.data.limits import MAX_PIXELS
 from cribo.data.reading import image_size
-from cribo.data.segmentation import colour_map
 from cribo.errors import InputError
 from cribo.wording import enumerated
 
@@ -153,7 +153,7 @@ class CocoLabels(ImageFiles):
         self._label = {category["id"]: 0 for category in coco.categories}
         self._label |= {category["id"]: number for number, category in enumerate(things, start=1)}
         self.classes = read_classes([BACKGROUND, *(str(category["name"]) for category in things)]).names
-        self.palette = colour_map(len(self.classes))
+        self.palette = class_colours(self.classes)
         for annotation in (annotation for several in coco.annotations.values() for annotation in several):
             if not annotation.get("segmentation"):
                 raise DataError(

@@ -15,6 +15,7 @@ from jaxtyping import Int16, Integer, UInt8
 from PIL import Image
 from torch import Tensor
 
+from cribo.colours import Colour
 from cribo.data.images import DataError, require
 from cribo.data.limits import MAX_PIXELS
 from cribo.data.reading import open_header
@@ -25,9 +26,6 @@ IGNORE_INDEX = 255
 
 MASK_CLASSES: Sequence[str] = ("background", "foreground")
 """Names of the classes of masks of 0 and 255 without a list of classes."""
-
-Colour = tuple[int, int, int]
-"""Red, green and blue, 0 to 255."""
 
 _IGNORED = "ignore"  # name of colours without a class in a list of colours
 _COLOURED_LINE = re.compile(r"(.+?)[\s,]+(?:#([0-9a-fA-F]{6})|(\d{1,3})[\s,]+(\d{1,3})[\s,]+(\d{1,3}))")

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from cribo.colours import Colour, class_colours
 from cribo.errors import InputError
 
 OBJECT_CLASSES = (
@@ -24,10 +25,6 @@ OBJECT_CLASSES = (
     "marbled flower",
 )
 GROUND_CLASSES = ("sand", "clouds", "water")
-
-# For label pictures only; in the scenes, every class has all hues.
-_OBJECT_COLOURS = ((214, 39, 40), (255, 127, 14), (44, 160, 44), (148, 103, 189), (227, 119, 194), (102, 51, 0))
-_GROUND_COLOURS = ((237, 201, 145), (214, 219, 228), (31, 119, 180))
 
 _TILE = 512  # side of a seamless texture tile in texels
 _TEXELS_PER_PIXEL = 7.0  # tiles are sampled far below their resolution, so the nearest texel suffices
@@ -77,9 +74,9 @@ class Scenes:
         return [*OBJECT_CLASSES, *GROUND_CLASSES]
 
     @property
-    def palette(self) -> list[tuple[int, int, int]]:
-        """The colour of each class in pictures of labels; grounds have the colour of their name."""
-        return [*_OBJECT_COLOURS, *_GROUND_COLOURS]
+    def palette(self) -> list[Colour]:
+        """The colour of each class in pictures of labels; in the scenes, every class has all hues."""
+        return class_colours(self.classes)
 
     @property
     def ignore_index(self) -> int:

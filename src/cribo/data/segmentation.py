@@ -12,6 +12,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+from cribo.colours import Colour, class_colours
 from cribo.data.images import (
     EXTENSIONS,
     DataError,
@@ -28,7 +29,6 @@ from cribo.data.label_maps import (
     MASK_CLASSES,
     MASKS,
     ClassList,
-    Colour,
     LabelColours,
     LabelMap,
     LabelValues,
@@ -42,7 +42,6 @@ from cribo.data.label_maps import (
 )
 from cribo.data.limits import MAX_PIXELS
 from cribo.data.reading import image_size
-from cribo.errors import InputError
 from cribo.wording import enumerated
 
 log = logging.getLogger("cribo")
@@ -71,26 +70,6 @@ class LabelledImages(ImageSource, Protocol):
         ...
 
 
-def colour_map(count: int) -> list[Colour]:
-    """Return the first `count` colours of Pascal VOC's colour map, which starts with black.
-
-    The bits of a class index are assigned to red, green and blue in turn, from the highest bit of each down, so that
-    similar indices get different colours.
-
-    Raises ValueError if `count` is not in 0..256.
-
-    >>> colour_map(3)
-    [(0, 0, 0), (128, 0, 0), (0, 128, 0)]
-    """
-    if not 0 <= count <= 256:
-        raise InputError(f"count must be in 0..256 (there are 256 colours), got {count}")
-
-    def channel(number: int, first_bit: int) -> int:
-        return sum((number >> (3 * step + first_bit) & 1) << (7 - step) for step in range(3))
-
-    return [(channel(c, 0), channel(c, 1), channel(c, 2)) for c in range(count)]
-
-
 class LabelledFiles(ImageFiles):
     """Image files, each with a label map in a file.
 
@@ -104,7 +83,7 @@ class LabelledFiles(ImageFiles):
         label_names: path of the label map of each image.
         classes: names of the classes; if empty, they are numbered up to the highest label, which requires reading all
             label maps once.
-        palette: a colour for each class; by default those of `coding`, or of `colour_map`.
+        palette: a colour for each class; by default those of `coding`, or of `class_colours`.
         coding: meaning of the values or colours in the label maps; class indices or masks by default.
         masks: whether label maps that contain only 0 and 255 may be masks.
     """
@@ -164,7 +143,7 @@ class LabelledFiles(ImageFiles):
     @property
     def palette(self) -> Sequence[Colour]:
         """The colour of each class in pictures."""
-        return colour_map(len(self.classes)) if self._palette is None else self._palette
+        return class_colours(self.classes) if self._palette is None else self._palette
 
     def label_path(self, index: int) -> str:
         """Return the path of an image's label map."""
@@ -242,7 +221,7 @@ class LabelledSubset:
     """A subset of labelled images, in the given order.
 
     Args:
-        images: the labelled images; `ignore_index` defaults to 255 and `palette` to `colour_map`.
+        images: the labelled images; `ignore_index` defaults to 255 and `palette` to `class_colours`.
         indices: indices of the images to use.
 
     Raises:
@@ -257,7 +236,7 @@ class LabelledSubset:
             raise IndexError(f"indices must be in 0..{len(images) - 1}, got {wrong}")
         self.classes = images.classes
         self.ignore_index: int = getattr(images, "ignore_index", IGNORE_INDEX)
-        self.palette: Sequence[Colour] = getattr(images, "palette", None) or colour_map(len(self.classes))
+        self.palette: Sequence[Colour] = getattr(images, "palette", None) or class_colours(self.classes)
 
     def __len__(self) -> int:
         return len(self.indices)

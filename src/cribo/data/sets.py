@@ -9,10 +9,11 @@ from importlib import resources
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from cribo.colours import Colour, class_colours
 from cribo.errors import DataError
 
 if TYPE_CHECKING:
-    from cribo.data.segmentation import Colour, LabelValues
+    from cribo.data.segmentation import LabelValues
 
 
 @dataclass(frozen=True)
@@ -104,14 +105,11 @@ class SegmentationSet:
         return [entry["name"] for entry in self._entries]
 
     @property
-    def palette(self) -> "list[Colour]":
-        """The colour of each class: the set's own, or those of `colour_map` (black only for a background)."""
+    def palette(self) -> list[Colour]:
+        """The colour of each class: the set's own, or else those of `class_colours`."""
         if all("colour" in entry for entry in self._entries):
             return [tuple(entry["colour"]) for entry in self._entries]
-        from cribo.data.segmentation import colour_map
-
-        first = 0 if self.classes[0] == "background" else 1
-        return colour_map(first + len(self.classes))[first:]
+        return class_colours(self.classes)
 
     @property
     def values(self) -> "LabelValues":

@@ -11,10 +11,11 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+from cribo.colours import BLACK, Colour, distinct_colours
 from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, list_files, require
 from cribo.data.limits import MAX_PIXELS
 from cribo.data.reading import image_size, open_header
-from cribo.data.segmentation import IGNORE_INDEX, UnlabelledFiles, by_stem, colour_map
+from cribo.data.segmentation import IGNORE_INDEX, UnlabelledFiles, by_stem
 
 DAVIS_SIZES = {"train": 60, "val": 30}
 """Videos of the splits of DAVIS 2017 with public annotations."""
@@ -221,6 +222,6 @@ def _count_objects(path: Path) -> int:
     return objects
 
 
-def object_palette(objects: int) -> list[tuple[int, int, int]]:
-    """Return the colour of background and of each object, which are those of DAVIS."""
-    return colour_map(objects + 1)
+def object_palette(objects: int) -> list[Colour]:
+    """Return the colour of background (black) and of each object."""
+    return [BLACK, *distinct_colours(objects)]

@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from rich.console import Group as Stack
 from rich.console import RenderableType
 
-from cribo.drawing import house_style, write_figure
+from cribo.drawing import PAGE_WIDTH, house_style, write_figure
 from cribo.evaluation.data import PLACES
-from cribo.evaluation.pictures import Curve, plot_curves, varied_values
+from cribo.evaluation.pictures import Curve, legend_height, plot_curves, varied_values
 from cribo.evaluation.published import PublishedRow, architecture_name, published_beside
 from cribo.evaluation.results import (
     NONE,
@@ -200,17 +200,17 @@ class Comparison:
         """Plot the headline metric of each group as a function of the varied setting."""
         curves = [group.curves() for group in self.groups]
         heights = [
-            4.2 if len(group.values) > 1 else 1.2 + 0.42 * len(drawn)
+            4.0 + legend_height(drawn) if len(group.values) > 1 else 1.2 + 0.42 * len(drawn)
             for group, drawn in zip(self.groups, curves, strict=True)
         ]
-        figure = Figure(figsize=(9.5, sum(heights)), layout="constrained")
+        figure = Figure(figsize=(PAGE_WIDTH, sum(heights)), layout="constrained")
         with house_style():
             # Separate subfigures, so that long bar labels of one group do not shrink the axes of another.
             parts = figure.subfigures(len(self.groups), squeeze=False, height_ratios=heights)[:, 0]
             for part, group, drawn in zip(parts, self.groups, curves, strict=True):
                 axes = part.subplots()
                 plot_curves(axes, drawn, metric=group.first.headline, varies=group.first.varies, values=group.values)
-                axes.set_title("\n".join((group.title, *textwrap.wrap(group.verdict, _TITLE_WIDTH))))
+                part.suptitle("\n".join((group.title, *textwrap.wrap(group.verdict, _TITLE_WIDTH))), fontsize=10)
         return figure
 
     def write(self, folder: Path) -> list[Path]:

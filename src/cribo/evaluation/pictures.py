@@ -16,8 +16,21 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 from torch import Tensor
 
-from cribo.data.segmentation import Colour
-from cribo.drawing import STRIPES, house_style, paint_classes, stripes, write_figure
+from cribo.colours import LINE_COLOURS, Colour, rgb
+from cribo.drawing import (
+    LEGEND_LINE,
+    LETTER,
+    PAGE_WIDTH,
+    STRIPES,
+    house_style,
+    legend_columns,
+    number_regions,
+    paint_classes,
+    short_name,
+    stripes,
+    tint,
+    write_figure,
+)
 from cribo.errors import InputError
 from cribo.evaluation.results import NONE, EvaluationResult, metric_title, percent, varied_title, varied_value
 from cribo.evaluation.scores import accuracy, count_confusion, iou, mean_iou
@@ -29,10 +42,13 @@ WRONG: Colour = (213, 94, 0)
 """Colour of wrong pixels; distinguishable from `RIGHT` with colour vision deficiency."""
 
 _NO_CLASS = "no class"
-_TINT = 0.6  # opacity of RIGHT and WRONG over the image
 _NUMBERED_CLASSES = 24  # maximum number of classes for numbers in the cells of a confusion matrix
 _LISTED_CLASSES = 60  # maximum number of classes that keep the order of the class list
-_TITLE, _HEADING, _LEGEND_LINE = 0.36, 0.22, 0.21  # inches
+_TITLE, _HEADING = 0.36, 0.22  # inches
+_TALLEST = 1.1  # height of a picture, as a multiple of its width
+_NUMBERED = 0.03  # smaller regions have no number: radius as a share of the width of the picture
+_MARKERS = "osDv^P"
+_LEAST_SPAN = 5.0  # of the vertical axis of curves, in per cent
 _ROWS_PER_PICTURE = 8
 _CLASS_FIGURES: Mapping[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
     "IoU": (iou, "mIoU", "pixels or patches"),
@@ -40,10 +56,6 @@ _CLASS_FIGURES: Mapping[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
 }
 
 _P = TypeVar("_P")
-
-
-def _curve_colour(number: int) -> tuple[float, ...]:
-    return mpl.colormaps["tab10"](number % 10) if number < 10 else mpl.colormaps["tab20b"](number % 20)
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,7 @@ def write_pictures(
         if len(result.results) > 1:
             curve = Curve(result.backbone["name"], {row[varies]: row for row in result.results})
             values = varied_values([result])
-            figures[headline] = Figure(figsize=(7.6, 3.8), layout="constrained")
+            figures[headline] = Figure(figsize=(PAGE_WIDTH, 3.8), layout="constrained")
             plot_curves(figures[headline].subplots(), [curve], metric=headline, varies=varies, values=values)
             figures[headline].suptitle(result.title)
         confused = next((row for row in result.results if row.get("confusion")), None)
@@ -175,10 +187,10 @@ def plot_curves(axes: Axes, curves: Sequence[Curve], *, metric: str, varies: str
             points[known],
             yerr=None if np.isnan(std).all() else std[known],
             label=curve.label,
-            color=_curve_colour(number),
+            color=LINE_COLOURS[number % len(LINE_COLOURS)],
             linestyle="none" if named else "--" if curve.published else "-",
             linewidth=1 if curve.published else 1.8,
-            marker="o",
+            marker=_MARKERS[number // len(LINE_COLOURS) % len(_MARKERS)],
             markersize=7 if named else 4,
             markerfacecolor="white" if curve.published else None,
             capsize=3,
@@ -188,10 +200,19 @@ def plot_curves(axes: Axes, curves: Sequence[Curve], *, metric: str, varies: str
     if named:
         axes.set_xlim(-0.5, len(values) - 0.5)
     axes.set(xlabel=varied_title(varies), ylabel=f"{metric_title(metric)} [%]")
-    axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
+    axes.ticklabel_format(axis="y", useOffset=False)
+    low, high = axes.get_ylim()
+    wider = max(0.0, _LEAST_SPAN - (high - low)) / 2
+    axes.set_ylim(max(0.0, low - wider), high + wider)
     axes.grid(axis="y", color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8)
+    names = [curve.label for curve in curves]
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=legend_columns(names))
+
+
+def legend_height(curves: Sequence[Curve]) -> float:
+    """Return the height in inches of the legend of curves."""
+    return LEGEND_LINE * -(-len(curves) // legend_columns([curve.label for curve in curves]))
 
 
 def _plot_bars(axes: Axes, curves: Sequence[Curve], metric: str, values: Sequence[object]) -> None:
@@ -200,7 +221,7 @@ def _plot_bars(axes: Axes, curves: Sequence[Curve], metric: str, values: Sequenc
         [curve.label for curve in curves],
         np.nan_to_num(points),
         xerr=std,
-        color=list(map(_curve_colour, range(len(curves)))),
+        color=[LINE_COLOURS[number % len(LINE_COLOURS)] for number in range(len(curves))],
         height=0.6,
     )
     for bar, curve in zip(bars, curves, strict=True):
@@ -246,9 +267,9 @@ def draw_confusion(
     predicted = torch.cat((order, torch.arange(count, columns)))
     # Rows sum to 1, and are NaN for a class without labels.
     shares = (confusion.double() / confusion.sum(dim=1, keepdim=True))[order][:, predicted]
-    cell = min(0.52, max(0.1, 9 / count))  # inch
+    cell = min(0.5, max(0.11, (PAGE_WIDTH - 4) / columns))  # inch
     side = cell * columns
-    figure = Figure(figsize=(side + 4.6, cell * count + 2.2), layout="constrained")
+    figure = Figure(figsize=(side + 4, cell * count + 2.2), layout="constrained")
     matrix, bars, scale = figure.subplots(1, 3, width_ratios=(side, 1.8, 0.16))
     bars.sharey(matrix)
     drawn = matrix.imshow(
@@ -259,7 +280,7 @@ def draw_confusion(
         aspect="auto",
         interpolation="nearest",
     )
-    font = min(9.0, 72 * cell * 0.82)
+    font, inside = min(9.0, 72 * cell * 0.82), min(8.0, 36 * cell)
     matrix.set_yticks(range(count), names, fontsize=font)
     matrix.set_xticks(range(columns), [*names, _NO_CLASS][:columns], rotation=90, fontsize=font)
     matrix.tick_params(length=0)
@@ -268,7 +289,7 @@ def draw_confusion(
     for row, column in (shares >= 0.005).nonzero().tolist() if count <= _NUMBERED_CLASSES else ():
         share = float(shares[row, column])
         colour = "white" if share > 0.35 else "black"
-        matrix.text(column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=8, color=colour)
+        matrix.text(column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=inside, color=colour)
     figures, mean, counted = _CLASS_FIGURES[metric]
     _draw_class_figures(bars, figures(confusion)[order], font, metric, mean)
     bar = figure.colorbar(drawn, cax=scale, format=PercentFormatter(1, decimals=0))
@@ -293,10 +314,9 @@ def _draw_class_figures(axes: Axes, values: Float[Tensor, " c"], font: float, me
 
 def draw_rows(
     panels: Sequence[_P],
-    draw: Callable[[_P, Sequence[Axes]], str],
+    draw: Callable[[_P, Sequence[Axes]], tuple[str, str]],
     *,
     aspects: Sequence[float],
-    cell: tuple[float, float],
     headings: Sequence[str],
     handles: Sequence[Any],
     title: str = "",
@@ -305,27 +325,30 @@ def draw_rows(
 
     Args:
         panels: rows of the figure; at least one.
-        draw: function that draws a panel into the axes of its row, and returns the title of the row.
+        draw: function that draws a panel into the axes of its row, and returns its name and result,
+            which are the title of the row.
         aspects: aspect ratio (height / width) of each panel.
-        cell: width and maximum height of a picture, in inches.
         headings: titles of the columns.
         handles: handles of the legend.
         title: title of the figure.
     """
-    columns = min(len(handles), 8)
-    spaces = [min(cell[1], cell[0] * aspect) + _TITLE for aspect in aspects]
-    spaces = [spaces[0] + _HEADING, *spaces[1:], _LEGEND_LINE * -(-len(handles) // columns) + 0.15]
-    height = sum(spaces) + (0.3 if title else 0.0)
+    columns = legend_columns([str(handle.get_label()) for handle in handles])
+    width = PAGE_WIDTH / len(headings)
+    spaces = [width * min(_TALLEST, aspect) + _TITLE for aspect in aspects]
+    spaces = [spaces[0] + _HEADING, *spaces[1:], LEGEND_LINE * -(-len(handles) // columns) + 0.15]
+    height = sum(spaces) + 0.25 * (title.count("\n") + 1 if title else 0)
     with house_style():
-        figure = Figure(figsize=(len(headings) * cell[0] + 0.4, height), layout="constrained")
+        figure = Figure(figsize=(PAGE_WIDTH, height), layout="constrained")
         if title:
-            figure.suptitle(title)
+            figure.suptitle(title, fontsize=9)
         rows = figure.subfigures(len(spaces), 1, squeeze=False, height_ratios=spaces)[:, 0]
         for row, panel in zip(rows, panels, strict=False):
-            row.suptitle(draw(panel, row.subplots(1, len(headings))), fontsize=9, x=0.005, ha="left")
+            name, result = draw(panel, row.subplots(1, len(headings)))
+            letters = max(10, int(PAGE_WIDTH / LETTER) - len(result))
+            row.suptitle(f"{short_name(name, letters)}: {result}", fontsize=9, x=0.005, ha="left")
         for axes, heading in zip(rows[0].axes, headings, strict=True):
             axes.set_title(heading, fontsize=9)
-        rows[-1].legend(handles=handles, ncols=columns, loc="center", frameon=False, fontsize=8, handlelength=1.2)
+        rows[-1].legend(handles=handles, ncols=columns, loc="center", frameon=False, fontsize=9, handlelength=1.2)
     return figure
 
 
@@ -333,7 +356,8 @@ def draw_predictions(panels: Sequence[Panel], classes: Sequence[str], palette: S
     """Draw images, labels, predictions and their correctness, one row per image.
 
     The title of a row contains the mIoU over the classes that occur in the image or its prediction, and the fraction of
-    correct labelled pixels. Unlabelled pixels are striped. The legend lists the classes drawn.
+    correct labelled pixels. Unlabelled pixels are striped. Regions have the number of their class, its index, since no
+    palette of so many classes is distinct for everybody; the legend lists the classes drawn.
 
     Args:
         panels: at least one.
@@ -346,7 +370,9 @@ def draw_predictions(panels: Sequence[Panel], classes: Sequence[str], palette: S
     if len(palette) != len(classes):
         raise InputError(f"palette must have a colour for each of the {len(classes)} classes, got {len(palette)}")
 
-    def draw(panel: Panel, axes: Sequence[Axes]) -> str:
+    numbers = {c: c for c in range(len(classes)) if c != panels[0].ignore_index}
+
+    def draw(panel: Panel, axes: Sequence[Axes]) -> tuple[str, str]:
         pictures = (
             panel.image.permute(1, 2, 0).numpy(),
             paint_classes(panel.labels, palette, panel.ignore_index),
@@ -357,17 +383,18 @@ def draw_predictions(panels: Sequence[Panel], classes: Sequence[str], palette: S
         for part, picture, interpolation in zip(axes, pictures, ("antialiased", *3 * ["nearest"]), strict=True):
             part.imshow(picture, interpolation=interpolation)
             part.set_axis_off()
+        for part, shown in zip(axes[1:3], (panel.labels, panel.prediction), strict=True):
+            number_regions(part, shown, numbers, smallest=_NUMBERED)
         confusion = panel.confusion(len(classes))
         if not confusion.sum():
-            return f"{panel.name}: no labels"
+            return panel.name, "no labels"
         right = float(confusion.diagonal().sum() / confusion.sum())
-        return f"{panel.name}: mIoU {percent(mean_iou(confusion))} %, {percent(right)} % of the pixels right"
+        return panel.name, f"mIoU {percent(mean_iou(confusion))} %, {percent(right)} % of the pixels right"
 
     return draw_rows(
         panels,
         draw,
         aspects=[panel.labels.shape[0] / panel.labels.shape[1] for panel in panels],
-        cell=(3.0, 3.2),
         headings=("image", "labels", "prediction", "right or wrong"),
         handles=_legend_handles(panels, classes, palette),
     )
@@ -375,28 +402,25 @@ def draw_predictions(panels: Sequence[Panel], classes: Sequence[str], palette: S
 
 def paint_right_and_wrong(panel: Panel) -> UInt8[np.ndarray, "h w 3"]:
     """Return the greyscale image tinted with `RIGHT` or `WRONG`; unlabelled pixels are striped."""
-    grey = panel.image.float().mean(dim=0)[..., None]
-    right = (panel.prediction == panel.labels)[..., None]
-    colour = torch.where(right, torch.tensor(RIGHT), torch.tensor(WRONG))
-    painted = ((1 - _TINT) * grey + _TINT * colour).round().to(torch.uint8)
-    painted[~panel.counts] = stripes(panel.labels.shape)[~panel.counts]
-    return painted.numpy()
+    right = (panel.prediction == panel.labels).numpy()[..., None]
+    painted = tint(panel.image.permute(1, 2, 0).numpy(), np.where(right, RIGHT, WRONG))
+    unlabelled = ~panel.counts.numpy()
+    painted[unlabelled] = stripes(panel.labels.shape).numpy()[unlabelled]
+    return painted
 
 
 def _legend_handles(panels: Sequence[Panel], classes: Sequence[str], palette: Sequence[Colour]) -> list[Patch]:
     drawn = {value for panel in panels for part in (panel.labels, panel.prediction) for value in part.unique().tolist()}
     ignored = {panel.ignore_index for panel in panels}
     handles = [
-        Patch(facecolor=rgb(palette[place]), edgecolor="0.4", linewidth=0.4, label=classes[place])
+        Patch(facecolor=rgb(palette[place]), edgecolor="0.4", linewidth=0.4, label=f"{place} {classes[place]}")
         for place in sorted(drawn - ignored)
     ]
     if drawn & ignored:
         face, edge = (str(grey / 255) for grey in STRIPES[:2])
         handles.append(Patch(facecolor=face, edgecolor=edge, hatch="////", label=_NO_CLASS))
-    return [*handles, Patch(facecolor=rgb(RIGHT), label="right"), Patch(facecolor=rgb(WRONG), label="wrong")]
-
-
-def rgb(colour: Colour) -> tuple[float, float, float]:
-    """Return a colour as a matplotlib RGB tuple in 0-1."""
-    red, green, blue = colour
-    return red / 255, green / 255, blue / 255
+    return [
+        *handles,
+        Patch(facecolor=rgb(RIGHT), label="last column: right"),
+        Patch(facecolor=rgb(WRONG), label="wrong"),
+    ]

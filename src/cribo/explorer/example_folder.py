@@ -11,10 +11,11 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+from cribo.colours import Colour, class_colours
 from cribo.data.coco import is_coco
 from cribo.data.crops import resize_labels
 from cribo.data.images import EXTENSIONS, has_images, list_files
-from cribo.data.label_maps import IGNORE_INDEX, MASKS, Colour, LabelMap, LabelValues, read_classes
+from cribo.data.label_maps import IGNORE_INDEX, MASKS, LabelMap, LabelValues, read_classes
 from cribo.data.segmentation import LabelledFiles
 from cribo.errors import InputError
 from cribo.explorer.images import PageImage
@@ -23,7 +24,6 @@ from cribo.files import write_beside, write_text
 from cribo.folders import require_writable
 from cribo.segmentation.examples import CLASSES_FILE, Examples, find_examples
 from cribo.segmentation.inputs import open_labels
-from cribo.segmentation.palette import default_palette
 from cribo.segmentation.pixels import write_labels
 from cribo.segmentation.storage import memory_lock
 
@@ -88,9 +88,9 @@ class ExampleFolder:
 
     @property
     def palette(self) -> list[Colour]:
-        """Colours of the classes: those of existing label maps, continued by `default_palette`."""
+        """Colours of the classes: those of existing label maps, continued by `class_colours`."""
         classes = self.classes
-        return [*self._palette, *default_palette(classes)[len(self._palette) :]][: len(classes)]
+        return [*self._palette, *class_colours(classes)[len(self._palette) :]][: len(classes)]
 
     def examples(self) -> Examples | None:
         """Find the examples; None if there are none.

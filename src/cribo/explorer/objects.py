@@ -10,9 +10,10 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from cribo.drawing import outline_region
 from cribo.explorer.collection import Collection
 from cribo.explorer.network import SharedEncoder
-from cribo.explorer.pictures import SHOWN, as_shown, with_outline
+from cribo.explorer.pictures import SHOWN, as_shown
 from cribo.explorer.uploads import Refused
 from cribo.object_search import FoundObject, ImageObject, extract_objects
 
@@ -153,13 +154,13 @@ class ObjectFinder:
             picture = as_shown(self.collection.load(number, _MATCH), _MATCH)
         except Refused as error:
             return _blank(*match.object.mask.image), f"{caption} - {error}"
-        return with_outline(picture, match.object.mask.pixels(picture.shape[:2])), caption
+        return outline_region(picture, match.object.mask.pixels(picture.shape[:2])), caption
 
 
 def query_picture(query: QueryImage, number: int) -> UInt8[np.ndarray, "h w 3"]:
     """Outline an object in a query image, and fade the other pixels."""
     inside = query.object(number).mask.pixels(query.image.shape[:2])
-    return with_outline(query.image, inside)
+    return outline_region(query.image, inside)
 
 
 def query_sentence(query: QueryImage, number: int, found: Sequence[FoundObject]) -> str:

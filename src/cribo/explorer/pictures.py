@@ -1,22 +1,20 @@
-"""8-bit pictures for the page: resizing, heat maps, boxes and outlines."""
+"""8-bit pictures for the page: resizing, heat maps, boxes and numbers."""
+
+from collections.abc import Mapping
 
 import matplotlib as mpl
 import numpy as np
-import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, UInt8
-from PIL import Image, ImageDraw
+from jaxtyping import Float, Int, UInt8
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torchvision.transforms.v2 import functional as TF
 
-from cribo.data.segmentation import Colour
-from cribo.drawing import paint_regions
+from cribo.colours import Colour
+from cribo.drawing import MARK, region_places
 
 SHOWN = 768
 """Longer side of a picture on the page, in pixels."""
-
-MARK: Colour = (255, 32, 96)
-"""Colour of selections."""
 
 _DARK: Colour = (20, 20, 20)
 
@@ -75,8 +73,17 @@ def with_box(picture: UInt8[np.ndarray, "h w 3"], box: tuple[int, int, int, int]
     return np.array(image)
 
 
-def with_outline(picture: UInt8[np.ndarray, "h w 3"], inside: Bool[np.ndarray, "h w"]) -> UInt8[np.ndarray, "h w 3"]:
-    """Return a copy of a picture with an outline around a region, faded to grey outside it."""
-    labels = torch.from_numpy(inside.astype(np.int64))
-    colour = MARK[0] / 255, MARK[1] / 255, MARK[2] / 255
-    return np.rint(255 * paint_regions(picture / 255, labels, {1: colour}, tint=0.0)).astype(np.uint8)
+def with_numbers(
+    picture: UInt8[np.ndarray, "height width 3"], labels: Int[Tensor, "h w"], numbers: Mapping[int, int]
+) -> UInt8[np.ndarray, "height width 3"]:
+    """Return a copy of a picture with a number in each region; labels may be of another resolution."""
+    image = Image.fromarray(picture)
+    down, across = picture.shape[0] / labels.shape[0], picture.shape[1] / labels.shape[1]
+    font = ImageFont.load_default(max(10, picture.shape[1] // 20))
+    for region, (x, y, _) in region_places(labels).items():
+        if region in numbers:
+            place = (across * (x + 0.5), down * (y + 0.5))
+            ImageDraw.Draw(image).text(
+                place, str(numbers[region]), "white", font, anchor="mm", stroke_width=2, stroke_fill="black"
+            )
+    return np.array(image)

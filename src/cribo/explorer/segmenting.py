@@ -18,9 +18,10 @@ from jaxtyping import UInt8
 from torch import Tensor
 from torchvision.transforms.v2.functional import to_pil_image
 
+from cribo.colours import Colour, class_colours
 from cribo.console import Progress
 from cribo.data.crops import resize_labels
-from cribo.data.label_maps import IGNORE_INDEX, Colour
+from cribo.data.label_maps import IGNORE_INDEX
 from cribo.data.reading import EncodedImage, UnreadableImage, open_header
 from cribo.errors import InputError
 from cribo.explorer.candidates import ENCODED, Candidates
@@ -32,7 +33,6 @@ from cribo.explorer.uploads import Refused
 from cribo.segmentation import SegmentationMemory, SegmentationSettings
 from cribo.segmentation.fitting import Choice, Labeller, Probe, candidate_probes, default_probe
 from cribo.segmentation.inputs import open_labels
-from cribo.segmentation.palette import default_palette
 from cribo.segmentation.pictures import overlay
 from cribo.segmentation.pixels import label_pixels
 from cribo.segmentation.settings import Refine
@@ -275,7 +275,7 @@ class Session:
                     self._folder.rename_class(old, new, self._written)
             self.classes = names
             # The colours of existing classes never change.
-            self._colours += default_palette(names)[len(self._colours) :]
+            self._colours += class_colours(names)[len(self._colours) :]
 
     def draw(self, key: str, time: float, runs: Any) -> None:
         """Store what is painted on an image, without adding it to the examples.

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
-from cribo.explorer.pictures import shown_size
+from cribo.explorer.pictures import shown_size, with_numbers
 from cribo.explorer.uploads import Refused
 from cribo.models import load_backbone
 from cribo.objectives.sampling import ObjectSample, sample_objects
@@ -105,17 +105,21 @@ def run_config(run: Path, images: Path | None) -> PretrainConfig:
 def _draw(sample: ObjectSample, number: int) -> PairPicture:
     colours = sample.object_colours(number)
     views = [_enlarged(sample.view(number, view)) for view in (0, 1)]
-    clusters = [_enlarged(sample.painted(number, view, colours)) for view in (0, 1)]
+    numbers = {cluster: place for place, cluster in enumerate(colours, start=1)}
+    clusters = [
+        with_numbers(_enlarged(sample.painted(number, view, colours)), sample.clusters(number, view), numbers)
+        for view in (0, 1)
+    ]
     sentence = (
         f"Pair {number} of {len(sample.pairs)} (counted from 0): {len(colours)} objects occur in both views. Each "
-        "colour is one object; grey regions occur in one view only."
+        "number and colour is one object; grey regions occur in one view only."
     )
     return PairPicture((views[0], views[1]), (clusters[0], clusters[1]), sentence)
 
 
-def _enlarged(picture: np.ndarray) -> UInt8[np.ndarray, "h w 3"]:
-    """Resize a picture (H, W, 3) in 0-1 to the shown size by nearest neighbour."""
+def _enlarged(picture: UInt8[np.ndarray, "h w 3"]) -> UInt8[np.ndarray, "new_h new_w 3"]:
+    """Resize a picture to the shown size by nearest neighbour."""
     height, width = shown_size(picture.shape[0], picture.shape[1], _LONGEST)
     rows = np.arange(height) * picture.shape[0] // height
     columns = np.arange(width) * picture.shape[1] // width
-    return np.rint(255 * picture[rows][:, columns]).astype(np.uint8)
+    return picture[rows][:, columns]

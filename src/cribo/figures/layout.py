@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpec, SubplotSpec
 from torch import Tensor
 
-from cribo.drawing import frame, hide_ticks, paint_regions, region_colour
+from cribo.colours import distinct_colours
+from cribo.drawing import frame, hide_ticks, number_regions, paint_regions
 from cribo.objectives.cluster_record import ClusterHistory
 from cribo.objectives.sampling import ObjectSample, enlarge_labels, match_sample
 
@@ -22,7 +23,7 @@ _GAP = {"wspace": 0.04, "hspace": 0.04, "left": 0.01, "right": 0.99, "top": 0.99
 
 
 def lay_out_matches(sample: ObjectSample, *, queries: int, objects: int) -> Figure:
-    """Draw query views, their objects, and the nearest object in other images to each, in the same colour.
+    """Draw query views, their objects, and the nearest object in other images to each, with the same number and colour.
 
     As in the paper's matching figures. Matches that are not cycle-consistent, and hence not used, have dashed frames.
 
@@ -38,19 +39,20 @@ def lay_out_matches(sample: ObjectSample, *, queries: int, objects: int) -> Figu
     grid = GridSpec(rows * queries, columns, figure=figure, **_GAP)
     for query, (painted, neighbours) in enumerate(match_sample(sample, queries, objects=objects)):
         top = rows * query
-        for place, picture in enumerate((sample.view(query, 0), painted)):
-            _picture(figure, grid[top : top + rows, rows * place : rows * (place + 1)], picture)
+        _picture(figure, grid[top : top + rows, :rows], sample.view(query, 0))
+        axes = _picture(figure, grid[top : top + rows, rows : 2 * rows], painted)
+        numbers = {neighbour.cluster: number for number, neighbour in enumerate(neighbours, start=1)}
+        number_regions(axes, sample.clusters(query, 0), numbers, size=6)
         for number, neighbour in enumerate(neighbours):
             row, column = divmod(number, _MATCH_COLUMNS)
             axes = _picture(figure, grid[top + row, 2 * rows + column], neighbour.picture)
-            frame(axes, neighbour.colour, width=1.2)
-            for spine in axes.spines.values():
-                spine.set_linestyle("-" if neighbour.consistent else (0, (2, 1.5)))
+            frame(axes, neighbour.colour, width=1.2, dashed=not neighbour.consistent)
+            _number(axes, number + 1)
     return figure
 
 
 def lay_out_clusters(history: ClusterHistory, *, pairs: int) -> Figure:
-    """Draw view pairs in rows and their clusters at several epochs in columns, with consistent colours.
+    """Draw view pairs in rows and their clusters at several epochs in columns, with consistent numbers and colours.
 
     Clusters in one view only are not objects and are drawn grey. Pairs are sorted by the area covered by objects.
     """
@@ -63,14 +65,16 @@ def lay_out_clusters(history: ClusterHistory, *, pairs: int) -> Figure:
     panels = figure.subplots(2 * pairs, columns, squeeze=False, gridspec_kw={**_GAP, "top": top})
     height, width = history.views.shape[-2:]
     for place, pair in enumerate(most):
-        colours = consistent_colours(history.labels[:, pair])
+        numbers = consistent_numbers(history.labels[:, pair])
+        colours = distinct_colours(1 + max((place for own in numbers for place in own.values()), default=0))
         for view in (0, 1):
             row = panels[2 * place + view]
-            picture = history.views[pair, view].permute(1, 2, 0).numpy() / 255
+            picture = history.views[pair, view].permute(1, 2, 0).numpy()
             row[0].imshow(picture)
             for time, axes in enumerate(row[1:]):
                 labels = enlarge_labels(history.labels[time, pair, view], history.grid, (height, width))
-                axes.imshow(paint_regions(picture, labels, colours[time], tint=0.5))
+                axes.imshow(paint_regions(picture, labels, {c: colours[n - 1] for c, n in numbers[time].items()}))
+                number_regions(axes, labels, numbers[time], size=6)
     panels[0, 0].set_title("views", pad=3)
     for axes, epoch in zip(panels[0, 1:], history.epochs, strict=True):
         axes.set_title(f"epoch {epoch}", pad=3)
@@ -85,15 +89,15 @@ def covered(labels: Int[Tensor, "p 2 n"]) -> Int[Tensor, " p"]:
     return same.any(dim=2).sum(dim=1) + same.any(dim=1).sum(dim=1)
 
 
-def consistent_colours(labels: Int[Tensor, "e 2 n"]) -> list[dict[int, tuple[float, float, float]]]:
-    """Assign colours to a pair's objects at each epoch, so that overlapping objects keep their colour.
+def consistent_numbers(labels: Int[Tensor, "e 2 n"]) -> list[dict[int, int]]:
+    """Number a pair's objects from 1 at each epoch, so that overlapping objects keep their number.
 
     Since cluster indices are arbitrary, objects of consecutive epochs are matched by the number of shared patches,
     largest first, from the last epoch to the first.
     """
     kept = [sorted(set(first.tolist()) & set(second.tolist())) for first, second in labels]
-    number = max(1, max(map(len, kept), default=0))
-    numbers: list[dict[int, int]] = [{cluster: place for place, cluster in enumerate(kept[-1])}]
+    most = max(map(len, kept), default=0)
+    numbers: list[dict[int, int]] = [{cluster: place for place, cluster in enumerate(kept[-1], start=1)}]
     for time in range(len(kept) - 2, -1, -1):
         later, flat, after = numbers[0], labels[time].flatten(), labels[time + 1].flatten()
         shared = [
@@ -105,9 +109,9 @@ def consistent_colours(labels: Int[Tensor, "e 2 n"]) -> list[dict[int, tuple[flo
         for count, cluster, other in sorted(shared, key=lambda entry: (-entry[0], *entry[1:])):
             if count and cluster not in given and later[other] not in given.values():
                 given[cluster] = later[other]
-        free = iter([place for place in range(number) if place not in given.values()])
+        free = iter([place for place in range(1, most + 1) if place not in given.values()])
         numbers.insert(0, {cluster: given[cluster] if cluster in given else next(free) for cluster in kept[time]})
-    return [{cluster: region_colour(place, number) for cluster, place in given.items()} for given in numbers]
+    return numbers
 
 
 def lay_out_features(
@@ -126,6 +130,12 @@ def lay_out_features(
         panels[2 * block + 1, column].imshow(painted)
     hide_ticks(panels)
     return figure
+
+
+def _number(axes: Axes, number: int) -> None:
+    """Write a number into the upper left corner of a picture."""
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+    axes.text(0.04, 0.95, str(number), transform=axes.transAxes, fontsize=6, ha="left", va="top", bbox=box)
 
 
 def _picture(figure: Figure, place: SubplotSpec, picture: np.ndarray) -> Axes:

@@ -24,7 +24,7 @@ from cribo.files import write_json, write_text
 from cribo.folders import ResultFolder
 from cribo.models import Backbone, load_backbone
 from cribo.objectives.cluster_record import read_clusters
-from cribo.objectives.pictures import draw_bootstrapping
+from cribo.objectives.pictures import CYCLE_CONSISTENT, draw_bootstrapping
 from cribo.objectives.sampling import sample_objects
 from cribo.pretraining import PretrainConfig, load_config
 from cribo.pretraining.files import CONFIG, METRICS
@@ -175,9 +175,10 @@ class _Drawer:
             raise _Skipped("the data has only one image")
         others = len(sample.pairs) - queries
         return lay_out_matches(sample, queries=queries, objects=self.options.num_objects), (
-            f"Cross-image object-level matches: the objects of each query view in unique colours (K = "
-            f"{self.options.num_objects}; objects in both views only) and, in the same colour, the nearest neighbour "
-            f"of each among the objects of {others} other images. Dashed frames: not cycle-consistent."
+            f"Cross-image object-level matches: the objects of each query view (K = "
+            f"{self.options.num_objects}; objects in both views only) and, with the same number and colour, the "
+            f"nearest neighbour of each among the objects of {others} other images. Solid frames: cycle-consistent "
+            f"({CYCLE_CONSISTENT}). Dashed frames: not cycle-consistent."
         )
 
     def _clusters(self) -> tuple[Figure, str]:
@@ -187,7 +188,7 @@ class _Drawer:
             raise _Skipped(str(error)) from error
         return lay_out_clusters(history, pairs=3), (
             "Clusters of view pairs over the epochs of pretraining, with two rows for the two views of an image. Each "
-            "colour is one object of the pair; grey clusters occur in one view only."
+            "number and colour is one object of the pair; grey clusters occur in one view only."
         )
 
     def _bootstrapping(self) -> tuple[Figure, str]:

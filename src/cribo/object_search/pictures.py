@@ -6,24 +6,24 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from jaxtyping import UInt8
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from cribo.data.reading import UnreadableImage, read_image, read_reduced
-from cribo.drawing import hide_ticks, house_style, paint_regions, write_figure
+from cribo.drawing import PAGE_WIDTH, hide_ticks, house_style, outline_region, short_name, write_figure
 from cribo.object_search.database import FoundObject
 from cribo.object_search.duplicates import DuplicatePair
 from cribo.object_search.queries import Query
 from cribo.retrieval.patches import resize_image
 
-_QUERY_COLOUR, _FOUND_COLOUR = (0.9, 0.35, 0.0), (0.0, 0.62, 0.45)
-_TINT = 0.2
 _SHOWN = 300  # shorter side of an image on the sheet, in pixels
-_COLUMNS = 5
-_PANEL, _HEADING = 2.3, 0.42  # inch
+_COLUMNS = 6  # including the query
+_PANEL, _HEADING = PAGE_WIDTH / _COLUMNS, 0.52  # inch
 _MOST_ROWS = 16
-_NAME = 26  # maximum length of an image's name
+_TEXT = 8  # points
+_LETTERS = 21  # that fit over a panel
 
 
 def write_sheet(
@@ -31,7 +31,7 @@ def write_sheet(
 ) -> Path:
     """Draw the query on the left and the nearest objects on the right, and write a PNG.
 
-    With one region, all its objects are drawn in rows of five; with several, the first five of each in one row.
+    With one region, all its objects are drawn in rows of four; with several, the first five of each in one row.
 
     Args:
         path: path of the picture.
@@ -42,8 +42,13 @@ def write_sheet(
     """
     with house_style():
         figure, queries, cells = _panels(query, len(found), len(found[0]))
+        figure.suptitle(
+            "The query (left) and the most similar objects, outlined. Above each: the cosine similarity\n"
+            "of its features to those of the query (at most 1), its number in the image, and the file",
+            fontsize=9,
+        )
         for number, axes in enumerate(queries):
-            _draw_query(axes, query, number)
+            _draw_query(axes, query, number, len(queries))
         for axes, one in _placed(cells, found, len(queries)):
             _draw_found(axes, one, states.get(one.image, ""), root)
         hide_ticks(np.array([*queries, *cells]))
@@ -61,17 +66,21 @@ def write_pairs(path: Path, pairs: Sequence[DuplicatePair], root: Path) -> Path:
     shown = pairs[: 2 * _MOST_ROWS]
     rows = max(1, math.ceil(len(shown) / 2))
     with house_style():
-        figure = Figure(figsize=(4 * _PANEL, rows * (_PANEL + _HEADING) + 0.1), layout="constrained")
+        figure = Figure(figsize=(PAGE_WIDTH, rows * (PAGE_WIDTH / 4 * 0.75 + _HEADING) + 0.6), layout="constrained")
+        more = f"the first {len(shown)} of {len(pairs)} pairs" if len(pairs) > len(shown) else f"{len(pairs)} pairs"
+        figure.suptitle(
+            f"Similar images: {more}. Above each: cosine similarity of their mean features (at most 1)",
+            fontsize=9,
+        )
         axes = figure.subplots(rows, 4, squeeze=False)
         frames = axes.reshape(-1, 2)
         for (left, right), pair in zip(frames, shown, strict=False):
-            for one, name in ((left, pair.first), (right, pair.second)):
+            for one, name, number in ((left, pair.first, f"{pair.similarity:.3f}"), (right, pair.second, "")):
                 pixels = _load(root / name)
-                one.imshow(np.full((3, 4, 3), 0.9) if pixels is None else pixels.permute(1, 2, 0).numpy())
-                one.set_title(_short(name), fontsize=8)
-            left.set_title(f"{pair.similarity:.3f}\n{_short(pair.first)}", fontsize=8)
+                one.imshow(np.full((3, 4, 3), 0.9) if pixels is None else _array(pixels))
+                _title(one, number, name, letters=30)
         if not pairs:
-            frames[0][0].set_title("no similar images", fontsize=8)
+            frames[0][0].set_title("no similar images", fontsize=_TEXT)
         hide_ticks(axes)
         return write_figure(path, figure)
 
@@ -79,14 +88,15 @@ def write_pairs(path: Path, pairs: Sequence[DuplicatePair], root: Path) -> Path:
 def _panels(query: Query, regions: int, nearest: int) -> tuple[Figure, list[Axes], list[Axes]]:
     """Return a figure with the axes of the queries (left) and of the found objects (row-major)."""
     height, width = query.size
-    rows = min(max(1, math.ceil(nearest / _COLUMNS)) if regions == 1 else regions, _MOST_ROWS)
     # A single query is drawn at twice the width and height of the found objects.
-    side = 2 if regions == 1 and rows > 1 else 1
+    side = 2 if regions == 1 else 1
+    columns = _COLUMNS - side
+    rows = min(max(side, math.ceil(nearest / columns)) if regions == 1 else regions, _MOST_ROWS)
     panel = _PANEL * min(max(height / width, 0.5), 1.5) + _HEADING
-    figure = Figure(figsize=(_PANEL * (_COLUMNS + side), panel * rows + 0.1), layout="constrained")
-    grid = figure.add_gridspec(rows, _COLUMNS + side)
+    figure = Figure(figsize=(PAGE_WIDTH, panel * rows + 0.5), layout="constrained")
+    grid = figure.add_gridspec(rows, _COLUMNS)
     queries = [figure.add_subplot(grid[row : row + side, :side]) for row in range(1 if regions == 1 else rows)]
-    cells = [figure.add_subplot(grid[row, side + column]) for row in range(rows) for column in range(_COLUMNS)]
+    cells = [figure.add_subplot(grid[row, side + column]) for row in range(rows) for column in range(columns)]
     return figure, queries, cells
 
 
@@ -97,35 +107,41 @@ def _placed(cells: list[Axes], found: Sequence[Sequence[FoundObject]], rows: int
         yield from zip(cells[number * room : (number + 1) * room], several, strict=False)
 
 
-def _draw_query(axes: Axes, query: Query, number: int) -> None:
+def _draw_query(axes: Axes, query: Query, number: int, queries: int) -> None:
     region = query.regions[number]
     mask = region.pixels(*query.size)
     pixels = _small(read_image(query.path))
     small = torch.nn.functional.interpolate(torch.from_numpy(mask)[None, None].float(), pixels.shape[1:])[0, 0]
-    axes.imshow(_painted(pixels, small.numpy() > 0, _QUERY_COLOUR))
+    axes.imshow(outline_region(_array(pixels), small.numpy() > 0))
     axes.set_anchor("N")  # aligns the query with the first row of found objects
-    axes.set_title(f"{region.name}\n{_short(query.path.name)}", fontsize=8, color=_QUERY_COLOUR, fontweight="bold")
+    _title(axes, f"query: {region.name}", query.path.name, letters=_LETTERS * (2 if queries == 1 else 1), bold=True)
 
 
 def _draw_found(axes: Axes, found: FoundObject, state: str, root: Path) -> None:
-    title = f"{found.similarity:.3f}, object {found.object.number}\n{_short(found.image)}"
     pixels = None if state == "missing" else _load(root / found.image)
+    note = ""
     if pixels is None:
         axes.imshow(np.full((3, 4, 3), 0.9), aspect="auto")
         note = "deleted since indexing" if state == "missing" else "unreadable"
-        axes.text(0.5, 0.5, note, transform=axes.transAxes, ha="center", va="center", fontsize=8)
     elif state == "changed":
         # The stored mask does not apply to the changed image.
-        axes.imshow(0.4 * pixels.permute(1, 2, 0).numpy() / 255 + 0.5)
-        axes.text(0.5, 0.5, "changed since indexing", transform=axes.transAxes, ha="center", va="center", fontsize=8)
+        axes.imshow(outline_region(_array(pixels), np.zeros(pixels.shape[1:], dtype=bool)))
+        note = "changed since indexing"
     else:
-        axes.imshow(_painted(pixels, found.object.mask.pixels(pixels.shape[1:]), _FOUND_COLOUR))
-    axes.set_title(title, fontsize=8)
+        axes.imshow(outline_region(_array(pixels), found.object.mask.pixels(pixels.shape[1:])))
+    axes.text(0.5, 0.5, note.replace(" ", "\n"), transform=axes.transAxes, ha="center", va="center", fontsize=_TEXT)
+    _title(axes, f"{found.similarity:.3f}, object {found.object.number}", found.image)
 
 
-def _painted(pixels: Tensor, mask: np.ndarray, colour: tuple[float, float, float]) -> np.ndarray:
-    picture = pixels.permute(1, 2, 0).numpy() / 255
-    return paint_regions(picture, torch.from_numpy(mask.astype(np.int64)), {1: colour}, tint=_TINT)
+def _title(axes: Axes, what: str, name: str, *, letters: int = _LETTERS, bold: bool = False) -> None:
+    """Write a line above a picture, and the folder and name of its file."""
+    folder, _, file = name.rpartition("/")
+    lines = [what, *(short_name(part, letters) for part in (f"{folder}/" if folder else "", file) if part)]
+    axes.set_title("\n".join(lines), fontsize=_TEXT, fontweight="bold" if bold else "normal")
+
+
+def _array(pixels: UInt8[Tensor, "3 h w"]) -> UInt8[np.ndarray, "h w 3"]:
+    return pixels.permute(1, 2, 0).numpy()
 
 
 def _load(path: Path) -> Tensor | None:
@@ -145,8 +161,3 @@ def _small(pixels: Tensor) -> Tensor:
     if scale >= 1:
         return pixels
     return resize_image(pixels, (round(scale * pixels.shape[1]), round(scale * pixels.shape[2])), "bilinear")
-
-
-def _short(name: str) -> str:
-    short = name if len(name) <= _NAME else f"…{name[1 - _NAME :]}"
-    return short.replace("$", r"\$")  # matplotlib renders text between two $ as a formula

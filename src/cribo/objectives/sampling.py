@@ -1,24 +1,24 @@
 """Sample view pairs of a run's images, with a backbone's clusters, objects and matches."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Int
+from jaxtyping import Int, UInt8
 from torch import Tensor
 
+from cribo.colours import Colour, distinct_colours
 from cribo.data.images import ImageSource
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, SampleDataset
-from cribo.drawing import paint_regions, region_colour
+from cribo.drawing import outline_region, paint_regions
 from cribo.method import NO_MATCH, MemoryBank, pool_objects
 from cribo.models import Backbone, evaluation_mode, normalise
 from cribo.objectives.objects import Objects, find_objects, label_tokens
 from cribo.objectives.options import ObjectiveOptions
 from cribo.objectives.views import ViewPairs
-
-Colour = tuple[float, float, float]
 
 _ENCODED_AT_ONCE = 32
 
@@ -73,20 +73,22 @@ class ObjectSample:
     objects: Objects
     grid: tuple[int, int]
 
-    def view(self, image: int, view: int) -> np.ndarray:
-        """Return one view, (H, W, 3) in 0-1, without photometric augmentation."""
-        return self.pairs["views"][image, view].permute(1, 2, 0).numpy() / 255
+    def view(self, image: int, view: int) -> UInt8[np.ndarray, "h w 3"]:
+        """Return one view, (H, W, 3), without photometric augmentation."""
+        return self.pairs["views"][image, view].permute(1, 2, 0).numpy()
 
-    def painted(self, image: int, view: int, colours: dict[int, Colour], *, tint: float = 0.5) -> np.ndarray:
-        """Return one view, (H, W, 3) in 0-1, with the given clusters coloured and the others grey."""
-        picture = self.view(image, view)
-        labels = enlarge_labels(self.objects.labels[image, view], self.grid, picture.shape[:2])
-        return paint_regions(picture, labels, colours, tint=tint)
+    def clusters(self, image: int, view: int) -> Int[Tensor, "h w"]:
+        """Return the cluster of each pixel of a view."""
+        return enlarge_labels(self.objects.labels[image, view], self.grid, self.pairs["views"].shape[-2:])
+
+    def painted(self, image: int, view: int, colours: Mapping[int, Colour]) -> UInt8[np.ndarray, "h w 3"]:
+        """Return one view with the given clusters coloured and the others grey."""
+        return paint_regions(self.view(image, view), self.clusters(image, view), colours)
 
     def object_colours(self, image: int) -> dict[int, Colour]:
         """Return a colour for each cluster of an image that is an object."""
         clusters = self.objects.clusters[self.objects.rows == image].tolist()
-        return {cluster: region_colour(number, len(clusters)) for number, cluster in enumerate(clusters)}
+        return dict(zip(clusters, distinct_colours(len(clusters)), strict=True))
 
 
 def enlarge_labels(labels: Int[Tensor, " n"], grid: tuple[int, int], size: tuple[int, ...]) -> Int[Tensor, "h w"]:
@@ -106,17 +108,21 @@ class Neighbour:
     """Nearest object of another image.
 
     Attributes:
-        picture: (H, W, 3) the object's view in 0-1, with the object in the query object's colour.
-        colour: colour of both objects, in 0-1.
+        cluster: cluster of the query object.
+        picture: the found object's view, with the object outlined in the query object's colour.
+        colour: colour of both objects.
         consistent: whether the match is cycle-consistent.
     """
 
-    picture: np.ndarray
+    cluster: int
+    picture: UInt8[np.ndarray, "h w 3"]
     colour: Colour
     consistent: bool
 
 
-def match_sample(sample: ObjectSample, queries: int, *, objects: int) -> list[tuple[np.ndarray, list[Neighbour]]]:
+def match_sample(
+    sample: ObjectSample, queries: int, *, objects: int
+) -> list[tuple[UInt8[np.ndarray, "h w 3"], list[Neighbour]]]:
     """Match the largest objects of some images with the objects of the others, in their first views.
 
     Args:
@@ -125,8 +131,8 @@ def match_sample(sample: ObjectSample, queries: int, *, objects: int) -> list[tu
         objects: maximum number of objects per query, the largest first.
 
     Returns:
-        For each query image, its view (H, W, 3) with coloured objects, and their neighbours. Objects without a match
-        are omitted.
+        For each query image, its view with coloured objects, and their neighbours, the largest object first.
+        Objects without a match are omitted.
     """
     found = sample.objects
     in_gallery = found.rows >= queries
@@ -142,15 +148,16 @@ def match_sample(sample: ObjectSample, queries: int, *, objects: int) -> list[tu
     for image in range(queries):
         own = (found.rows == image).nonzero().flatten().tolist()
         own.sort(key=lambda row: -int((found.labels[found.rows[row], 0] == found.clusters[row]).sum()))
-        colours, neighbours = {}, []
-        for number, row in enumerate(own[:objects]):
+        neighbours: list[Neighbour] = []
+        for row, colour in zip(own[:objects], distinct_colours(objects), strict=False):
             slot = int(matches.nearest[0, row])
             if slot == NO_MATCH:
                 continue
-            colour = region_colour(number, min(len(own), objects))
             other = gallery[slot]
-            picture = sample.painted(int(found.rows[other]), 0, {int(found.clusters[other]): colour}, tint=0.15)
-            colours[int(found.clusters[row])] = colour
-            neighbours.append(Neighbour(picture, colour, bool(matches.valid[0, row])))
+            image_of = int(found.rows[other])
+            inside = (sample.clusters(image_of, 0) == found.clusters[other]).numpy()
+            picture = outline_region(sample.view(image_of, 0), inside, colour)
+            neighbours.append(Neighbour(int(found.clusters[row]), picture, colour, bool(matches.valid[0, row])))
+        colours = {neighbour.cluster: neighbour.colour for neighbour in neighbours}
         result.append((sample.painted(image, 0, colours), neighbours))
     return result

@@ -3,15 +3,18 @@
 from dataclasses import asdict
 from pathlib import Path
 
-import matplotlib as mpl
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from cribo.colours import LINE_COLOURS
 from cribo.drawing import house_style, write_figure
 from cribo.files import write_json
 from cribo.pretraining.profiling import OF_OBJECTS, TABLE, Profile, StepProfile
 
 PROFILE, FIGURE = "profile.json", "profile.png"
+
+_OTHERS = [row for row in TABLE if row not in OF_OBJECTS]
+_COLOURS = dict(zip(OF_OBJECTS, LINE_COLOURS, strict=False)) | dict(zip(_OTHERS, ("0.55", "0.7", "0.85"), strict=True))
 
 
 def write_profile(profile: Profile, folder: Path, *, command: str) -> list[Path]:
@@ -54,16 +57,15 @@ def profile_figure(profile: Profile) -> Figure:
         figure = Figure(figsize=(7.5, 1.1 + 0.55 * len(steps)), layout="constrained")
         axes, places = figure.subplots(), range(len(steps))
         left = [0.0 for _ in places]
-        for number, row in enumerate(TABLE):
+        for row in TABLE:
             widths = [1000 * step.rows[row] for step in steps]
-            colour = mpl.colormaps["tab20"](2 * number + (row not in OF_OBJECTS))
-            axes.barh(places, widths, left=left, color=colour, edgecolor="white", label=row)
+            axes.barh(places, widths, left=left, color=_COLOURS[row], edgecolor="white", label=row)
             left = [begin + width for begin, width in zip(left, widths, strict=True)]
         axes.set_yticks(places, [_heading(step) for step in steps])
         axes.invert_yaxis()
-        axes.set_xlabel("ms per step (strong colours: objects only)")
+        axes.set_xlabel("ms per step (grey: parts that need no objects)")
         figure.suptitle(_title(profile), fontsize=9)
-        figure.legend(loc="outside right center", frameon=False, fontsize=8)
+        figure.legend(loc="outside right center", frameon=False, fontsize=9)
     return figure
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from cribo.data.samples import SampleDataset
-from cribo.drawing import curves_figure, from_zero, house_style, legend, write_figure
+from cribo.drawing import curves_figure, from_zero, house_style, legend, plot_curve, write_figure
 from cribo.objectives import Columns, Objective
 from cribo.pretraining.files import REPORT
 from cribo.pretraining.schedules import Schedules
@@ -60,13 +60,7 @@ def draw_losses(rows: Sequence[dict[str, float]], columns: Columns | None = None
         points = [(row["epoch"], row[name]) for row in rows if row.get(name)]
         if points:
             own = name.removeprefix("loss_")
-            axes.plot(
-                *zip(*points, strict=True),
-                label=columns.labels.get(own, own),
-                color=f"C{place}",
-                linewidth=1.2,
-                marker="o" if len(points) == 1 else None,
-            )
+            plot_curve(axes, points, label=columns.labels.get(own, own), color=f"C{place}", linewidth=1.2)
     axes.set(xlabel="epoch", ylabel="loss")
     legend(axes)
     return figure
@@ -76,7 +70,7 @@ def draw_score(rows: Sequence[dict[str, float]], baselines: dict[str, float]) ->
     """Draw dense retrieval over the epochs, with the baselines."""
     figure, axes = curves_figure()
     points = [(row["epoch"], 100 * row["dense_nn"]) for row in rows if "dense_nn" in row]
-    axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label="trained")
+    plot_curve(axes, points, label="trained")
     for number, (name, value) in enumerate(baselines.items()):
         axes.axhline(100 * value, color=f"C{number + 1}", linestyle="--", linewidth=1, label=name)
     axes.set(xlabel="epoch", ylabel="mIoU [%]")
@@ -99,7 +93,7 @@ def draw_curves(curves: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
     figure = Figure(figsize=(8, 2.5 * rows), layout="constrained")
     panels = figure.subplots(rows, 2, sharex=True, squeeze=False)
     for axes, (name, points) in zip(panels.flat, curves.items(), strict=False):
-        axes.plot(*zip(*points, strict=True))
+        plot_curve(axes, points)
         axes.set_title({"lr": "learning rate"}.get(name, name.replace("_", " ")))
         axes.ticklabel_format(axis="y", useOffset=False)
     for axes in panels.flat[len(curves) :]:

@@ -5,6 +5,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from cribo.colours import Colour
 from cribo.data.coco import CocoLabels, is_coco
 from cribo.data.images import (
     EXTENSIONS,
@@ -19,7 +20,6 @@ from cribo.data.label_maps import (
     MASK_CLASSES,
     MASKS,
     ClassList,
-    Colour,
     LabelValues,
     read_classes,
 )

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import logging
 import os
+import statistics
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from cribo.arguments import ConfigError
+from cribo.colours import Colour, class_colours
 from cribo.console import Progress, no_progress
 from cribo.data.crops import resize_labels
 from cribo.data.images import DataError
-from cribo.data.label_maps import IGNORE_INDEX, Colour, LabelMap, read_classes
+from cribo.data.label_maps import IGNORE_INDEX, LabelMap, read_classes
 from cribo.data.randomness import keyed_generator
 from cribo.devices import resolve_devices
 from cribo.errors import InputError
@@ -36,7 +38,6 @@ from cribo.segmentation.fitting import (
     thinned,
 )
 from cribo.segmentation.inputs import ImageLike, LabelsLike, open_image, open_labels
-from cribo.segmentation.palette import default_palette
 from cribo.segmentation.pixels import label_pixels
 from cribo.segmentation.settings import SegmentationSettings
 from cribo.segmentation.storage import Stored, StoredExample, read_memory, write_memory
@@ -47,6 +48,8 @@ BackboneLike = Backbone | PatchEncoder | BackboneSource | str | os.PathLike[str]
 
 _MOST_PATCHES = 16_384
 """Limit on the number of labelled patches that a probe is fitted to (see `thinned`)."""
+
+_LEAST_LABELLED = 0.5  # share of the examples' patches that calibration needs
 
 _DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
 
@@ -71,8 +74,8 @@ class Segmentation:
 
     Attributes:
         labels: class of each pixel; 255 where the confidence is below `min_confidence`.
-        confidence: probability of the class, 0 to 1, calibrated on left-out halves of the examples; not calibrated if
-            there is only one labelled half.
+        confidence: probability of the class, 0 to 1, calibrated on left-out halves of the examples unless
+            `SegmentationMemory.uncalibrated` gives a reason.
         shares: share of the pixels of each class that occurs, by name, in descending order.
     """
 
@@ -93,7 +96,7 @@ class SegmentationMemory:
         backbone: a `Backbone`, used on its own device by default; a `PatchEncoder`; a `BackboneSource`; or a source
             that `load_backbone` accepts, or `mean-colour`.
         classes: names of the classes, or a text file with them; None for numbers up to the highest label.
-        palette: a colour for each class; None for the palette of the first palette PNG, or else `default_palette`.
+        palette: a colour for each class; None for the palette of the first palette PNG, or else `class_colours`.
         settings: settings for encoding and labelling; values of None are chosen by cross-validation.
         device: device of the backbone; by default its current device, or for a source, the first GPU, else the CPU.
         batch_size: number of images or windows of equal size to encode at once.
@@ -174,7 +177,7 @@ class SegmentationMemory:
     def palette(self) -> list[Colour]:
         """Colour of each class."""
         own = self._palette or []
-        return [*own, *default_palette(self.classes)[len(own) :]][: len(self.classes)]
+        return [*own, *class_colours(self.classes)[len(own) :]][: len(self.classes)]
 
     @property
     def holding(self) -> list[int]:
@@ -186,6 +189,20 @@ class SegmentationMemory:
     def absent(self) -> list[str]:
         """Classes that occur in no example and are therefore never predicted."""
         return [name for name, count in zip(self.classes, self.holding, strict=True) if not count]
+
+    @property
+    def uncalibrated(self) -> str:
+        """The reason why confidences are not calibrated, and what to do; "" if they are.
+
+        A single image does not show how predictions on other images fail, and a few strokes, mostly in the middle of
+        objects, do not show how the pixels between them do (benchmarks/RESULTS.md).
+        """
+        if len(self) < 2:
+            return "there is only one example: label a second image"
+        labelled = statistics.fmean(known.labelled for known in self._known)
+        if labelled < _LEAST_LABELLED:
+            return f"only {labelled:.0%} of the examples' area is labelled: label at least {_LEAST_LABELLED:.0%}"
+        return ""
 
     @property
     def fingerprint(self) -> str:
@@ -280,7 +297,8 @@ class SegmentationMemory:
         counts = counts[order]
         patches, label = counts.nonzero(as_tuple=True)
         pixels = torch.stack((patches, label, counts[patches, label]), dim=1).int()
-        return StoredExample(name, image, content, own, pixels, (order % columns >= columns / 2).int())
+        halves = (order % columns >= columns / 2).int()
+        return StoredExample(name, image, content, own, pixels, halves, len(kept) / (rows * columns))
 
     def _put(self, known: StoredExample) -> None:
         same = [place for place, other in enumerate(self._known) if other.image == known.image]

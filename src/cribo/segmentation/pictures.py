@@ -10,13 +10,25 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
 
-from cribo.data.segmentation import IGNORE_INDEX, Colour
-from cribo.drawing import hide_ticks, house_style, paint_classes
+from cribo.colours import BLACK, Colour, rgb
+from cribo.data.segmentation import IGNORE_INDEX
+from cribo.drawing import (
+    LEGEND_LINE,
+    PAGE_WIDTH,
+    hide_ticks,
+    house_style,
+    legend_columns,
+    number_regions,
+    paint_classes,
+    short_name,
+    tint,
+)
 
-_TINT = 0.55  # opacity of a class over the image
 _BORDER = 0.35  # brightness of pixels at the border of classes
-_ROW_HEIGHT, _LEGEND_LINE, _HEADING = 2.1, 0.22, 0.35  # inch
-_COLUMNS = 6  # of the legend
+_HEADING = 0.35  # inch
+
+CONFIDENCE = "magma"
+"""Colours of confidence, in matplotlib: from black (0) to nearly white (1)."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +51,18 @@ class SegmentedPanel:
 def overlay(
     image: UInt8[Tensor, "3 h w"], labels: UInt8[Tensor, "h w"], palette: Sequence[Colour]
 ) -> UInt8[np.ndarray, "h w 3"]:
-    """Return an image tinted with the colours of the classes, with dark lines at their borders.
+    """Return an image in shades of the colours of the classes, with dark lines at their borders.
 
-    Class 0 is the background if it is black in the palette; it is not tinted.
+    Class 0 is the background if it is black in the palette; there, the image is unchanged.
     """
-    picture = image.permute(1, 2, 0).numpy().astype(np.float32)
-    colours = paint_classes(labels, palette, IGNORE_INDEX)
-    tint = np.full((*labels.shape, 1), _TINT, dtype=np.float32)
-    if palette and tuple(palette[0]) == (0, 0, 0):
-        tint[labels.numpy() == 0] = 0
-    painted = (1 - tint) * picture + tint * colours
-    painted[_borders(labels).numpy()] *= _BORDER
-    return painted.round().clip(0, 255).astype(np.uint8)
+    picture = image.permute(1, 2, 0).numpy()
+    painted = tint(picture, paint_classes(labels, palette, IGNORE_INDEX))
+    if palette and tuple(palette[0]) == BLACK:
+        background = labels.numpy() == 0
+        painted[background] = picture[background]
+    borders = _borders(labels).numpy()
+    painted[borders] = np.rint(_BORDER * painted[borders]).astype(np.uint8)
+    return painted
 
 
 def _borders(labels: UInt8[Tensor, "h w"]) -> Tensor:
@@ -66,46 +78,52 @@ def draw_overview(
     classes: Sequence[str],
     palette: Sequence[Colour],
     expected: Mapping[int, float],
+    uncalibrated: str = "",
 ) -> Figure:
     """Draw images, labels and confidence in columns, with a legend of the classes that occur.
+
+    Regions have the number of their class, its value in the label maps.
 
     Args:
         panels: images, one per row.
         classes: names of the classes.
         palette: colours of the classes.
         expected: IoU of each class on left-out examples, 0 to 1, for the legend.
+        uncalibrated: the reason why the confidence is not calibrated; "" if it is.
     """
     present = sorted(set().union(*(set(panel.labels.unique().tolist()) for panel in panels)) - {IGNORE_INDEX})
-    lines = -(-len(present) // _COLUMNS)
-
-    def name(c: int) -> str:
-        return f"{classes[c]} {expected[c]:.0%}" if c in expected else classes[c]
-
-    height = _HEADING + _ROW_HEIGHT * len(panels) + _LEGEND_LINE * (lines + 1)
+    names = [f"{c} {classes[c]}{f' {expected[c]:.0%}' if c in expected else ''}" for c in present]
+    columns = legend_columns(names)
+    lines = -(-len(names) // max(1, columns))
+    aspect = max(panel.image.shape[1] / panel.image.shape[2] for panel in panels)
+    height = _HEADING + (PAGE_WIDTH / 3.4 * min(aspect, 1.2) + 0.25) * len(panels) + LEGEND_LINE * (lines + 1)
     with house_style():
-        figure = Figure(figsize=(8.6, height), layout="constrained")
+        figure = Figure(figsize=(PAGE_WIDTH, height + 2 * LEGEND_LINE * bool(uncalibrated)), layout="constrained")
         axes = figure.subplots(len(panels), 3, squeeze=False)
         for row, panel in zip(axes, panels, strict=True):
             row[0].imshow(panel.image.permute(1, 2, 0).numpy())
             row[1].imshow(overlay(panel.image, panel.labels, palette), interpolation="nearest")
-            row[2].imshow(panel.confidence.numpy(), cmap="magma", vmin=0, vmax=1)
-            row[0].set_title(_shortened(panel.name), fontsize=8, loc="left")
+            number_regions(row[1], panel.labels, dict(zip(present, present, strict=True)), smallest=0.03)
+            row[2].imshow(panel.confidence.numpy(), cmap=CONFIDENCE, vmin=0, vmax=1)
+            row[0].set_title(short_name(panel.name, 36), fontsize=9, loc="left")
         axes[0][1].set_title("labels", fontsize=9)
-        axes[0][2].set_title("confidence", fontsize=9)
+        axes[0][2].set_title("not calibrated" if uncalibrated else "confidence", fontsize=9)
         hide_ticks(axes)
-        figure.colorbar(axes[0][2].images[0], ax=list(axes[:, 2]), shrink=min(1.0, 1.6 / len(panels)), aspect=14)
+        scale = figure.colorbar(
+            axes[0][2].images[0], ax=list(axes[:, 2]), shrink=min(1.0, 1.6 / len(panels)), aspect=14
+        )
+        scale.set_label("confidence, not calibrated" if uncalibrated else "confidence: probability of the label")
         handles = [
-            Patch(facecolor=tuple(part / 255 for part in palette[c]), edgecolor="0.3", label=name(c)) for c in present
+            Patch(facecolor=rgb(palette[c]), edgecolor="0.3", label=name)
+            for c, name in zip(present, names, strict=True)
         ]
         figure.legend(
             handles=handles,
             loc="outside lower center",
-            ncols=min(_COLUMNS, len(handles)),
+            ncols=columns,
             frameon=False,
             title="classes with their IoU on left-out examples" if expected else None,
         )
+        if uncalibrated:
+            figure.suptitle(f"The confidence is not calibrated and may be far too high: {uncalibrated}", fontsize=9)
     return figure
-
-
-def _shortened(name: str, most: int = 44) -> str:
-    return name if len(name) <= most else f"…{name[1 - most :]}"

@@ -10,7 +10,8 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
-from cribo.data.segmentation import IGNORE_INDEX, Colour
+from cribo.colours import Colour
+from cribo.data.segmentation import IGNORE_INDEX
 from cribo.retrieval.patches import resize_image
 from cribo.segmentation.settings import Refine
 

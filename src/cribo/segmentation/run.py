@@ -261,6 +261,8 @@ def describe_memory(memory: SegmentationMemory, console: Console) -> None:
     )
     for sentence in _describe_choice(memory):
         console.print(sentence, markup=False, highlight=False)
+    if memory.uncalibrated:
+        log.warning("the confidence is not calibrated and may be far too high: %s", memory.uncalibrated)
     if memory.absent:
         log.warning("classes without examples, which are never predicted: %s", ", ".join(map(_named, memory.absent)))
 
@@ -467,7 +469,8 @@ class _Results:
             "classes": self.classes,
             "palette": self.palette,
             "choice": memory.fit().as_json(),
-            "confidence": "255 times the probability, 0 to 1, that the label is right",
+            "confidence": "255 times the probability, 0 to 1, that the label is right"
+            + (f"; not calibrated: {memory.uncalibrated}" if memory.uncalibrated else ""),
             "versions": versions(str(memory.encoder.device)),
         }
         self._about: dict[str, Any] = json.loads(json.dumps(about))  # as `check_same` reads it
@@ -644,7 +647,8 @@ class _Results:
             step = max(1, -(-max(image.shape[1:]) // _OVERVIEW_SIDE))
             grey = _read_grey(confidence)[::step, ::step].float() / 255
             panels.append(SegmentedPanel(name, image[:, ::step, ::step], _read_grey(labels)[::step, ::step], grey))
-        figure = draw_overview(panels, self.classes, self.palette, self.memory.fit().per_class)
+        expected, uncalibrated = self.memory.fit().per_class, self.memory.uncalibrated
+        figure = draw_overview(panels, self.classes, self.palette, expected, uncalibrated)
         write_figure(self.folder / file, figure)
 
 

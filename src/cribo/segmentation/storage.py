@@ -17,8 +17,8 @@ from filelock import FileLock, Timeout
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from cribo.colours import Colour
 from cribo.data.images import DataError, require
-from cribo.data.segmentation import Colour
 from cribo.errors import InputError
 from cribo.files import write_whole
 from cribo.segmentation.fitting import LabelledPatches
@@ -28,7 +28,7 @@ log = logging.getLogger("cribo")
 MEMORY_FORMAT = 2
 
 _KIND = "cribo segmentation memory"
-_TEXTS = ("name", "image", "labels")
+_ABOUT = ("name", "image", "labels", "labelled")
 # The tensors of all examples are concatenated; the length of each is stored under these names.
 _LENGTHS = {"features": "patches_of_example", "pixels": "pixels_of_example", "halves": "patches_of_example"}
 
@@ -43,6 +43,7 @@ class StoredExample:
         features: features of the N labelled patches in random order, for each of L blocks.
         pixels: rows of patch, class and number of pixels.
         halves: see `LabelledPatches`.
+        labelled: share of the image's patches that have labels; 1 if unknown, in files of earlier versions.
     """
 
     name: str
@@ -51,6 +52,7 @@ class StoredExample:
     features: Float[Tensor, "n l d"]
     pixels: Int[Tensor, "s 3"]
     halves: Int[Tensor, " n"]
+    labelled: float = 1.0
 
     def patches(self, classes: int) -> LabelledPatches:
         """Return its patches with dense class shares."""
@@ -120,7 +122,7 @@ def write_memory(path: str | os.PathLike[str], stored: Stored) -> None:
     about = {field.name: getattr(stored, field.name) for field in fields(Stored)} | {
         "format": MEMORY_FORMAT,
         "blocks": list(stored.blocks),
-        "examples": [{name: getattr(example, name) for name in _TEXTS} for example in examples],
+        "examples": [{name: getattr(example, name) for name in _ABOUT} for example in examples],
     }
     about["sha256"] = _sha256(tensors, about)
 

@@ -31,7 +31,7 @@ def test_boxes_are_drawn_at_their_objects(images: BoxedImages, found: Detections
             (3.5, 5.5, 20, 16),
             (33.5, 19.5, 24, 22),
         }
-    assert [text.get_text() for text in predicted.texts] == ["60", "90"]
+    assert [text.get_text() for text in predicted.texts] == ["green 60 %", "red 90 %"]
     assert {patch.get_edgecolor() for patch in there.patches} == {patch.get_edgecolor() for patch in predicted.patches}
 
 

@@ -10,10 +10,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from torch import Tensor
 
+from cribo.colours import rgb
 from cribo.data.correspondence import PairedImages
 from cribo.evaluation.correspondence.matching import are_correct
 from cribo.evaluation.pages import draw_box, show_image, write_pages
-from cribo.evaluation.pictures import RIGHT, WRONG, draw_rows, rgb
+from cribo.evaluation.pictures import RIGHT, WRONG, draw_rows
 
 
 def write_pairs(
@@ -40,7 +41,7 @@ def draw_pairs(
 ) -> Figure:
     """Draw the points of each source and their matches in the target, with lines to the ground truth."""
 
-    def draw(number: int, axes: Sequence[Axes]) -> str:
+    def draw(number: int, axes: Sequence[Axes]) -> tuple[str, str]:
         pair, found = images.pairs[number], matches[number]
         correct = are_correct(pair, found, alpha).tolist()
         for part, index in zip(axes, (pair.source, pair.target), strict=True):
@@ -53,14 +54,13 @@ def draw_pairs(
             axes[1].plot(*zip(target, match, strict=True), "-", color=colour, linewidth=1.2)
             axes[1].plot(*target, "o", markersize=6, color="none", markeredgecolor="white")
             axes[1].plot(*match, "o", markersize=5, color=colour, markeredgecolor="white")
-        return f"{pair.name}: {sum(correct)} of {len(correct)} points correct"
+        return pair.name, f"{sum(correct)} of {len(correct)} points correct"
 
     shapes = [images.load(images.pairs[number].target).shape for number in numbers]
     return draw_rows(
         numbers,
         draw,
         aspects=[height / width for _, height, width in shapes],
-        cell=(4.6, 3.8),
         headings=("source", "target"),
         handles=[
             _dot(rgb(RIGHT), "white", f"correct, within {alpha:g} of the box"),

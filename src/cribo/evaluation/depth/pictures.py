@@ -66,13 +66,13 @@ def draw_depths(
     shade = Normalize(0, farthest)
     colours = mpl.colormaps["viridis_r"]
 
-    def draw(index: int, axes: Sequence[Axes]) -> str:
+    def draw(index: int, axes: Sequence[Axes]) -> tuple[str, str]:
         depth = depths[index]
         whole = [upsample(part[EncodedView(index)], depth.shape, images.max_depth) for part in found.values()]
         show_image(axes[0], images.load(index))
         for part, values in zip(axes[1:], (depth, *whole), strict=True):
             show_image(part, _paint(values, shade, colours))
-        return f"{images.name(index)}: {', '.join(_said(method, part[index]) for method, part in scores.items())}"
+        return images.name(index), ", ".join(_said(method, part[index]) for method, part in scores.items())
 
     ticks = (value for value in MaxNLocator(_SHADES).tick_values(0, farthest) if value <= farthest)
     face, edge = (str(grey / 255) for grey in STRIPES)
@@ -80,7 +80,6 @@ def draw_depths(
         indices,
         draw,
         aspects=[depth.shape[0] / depth.shape[1] for depth in depths.values()],
-        cell=(3.0, 3.2),
         headings=("image", "depth", *found),
         handles=[
             *(Patch(facecolor=colours(shade(value)), label=f"{value:g} m") for value in ticks),

@@ -9,9 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from cribo.colours import rgb
 from cribo.evaluation.discovery.discovery import Discovered
 from cribo.evaluation.pages import draw_box, show_image, write_pages
-from cribo.evaluation.pictures import RIGHT, WRONG, draw_rows, rgb
+from cribo.evaluation.pictures import RIGHT, WRONG, draw_rows
 from cribo.files import write_json
 
 _OBJECT = "#F0E442"
@@ -44,7 +45,7 @@ def draw_objects(indices: Sequence[int], found: Mapping[str, Discovered], images
         images: images of the objects.
     """
 
-    def draw(index: int, axes: Sequence[Axes]) -> str:
+    def draw(index: int, axes: Sequence[Axes]) -> tuple[str, str]:
         image = images.load(index)
         for part in axes:
             show_image(part, image)
@@ -54,13 +55,12 @@ def draw_objects(indices: Sequence[int], found: Mapping[str, Discovered], images
         for part, discovered in zip(axes[1:], found.values(), strict=True):
             _draw_object(part, discovered, index)
         verdicts = (f"{_TITLES[name]} {'right' if part.right[index] else 'wrong'}" for name, part in found.items())
-        return f"{images.name(index)}: {', '.join(verdicts)}"
+        return images.name(index), ", ".join(verdicts)
 
     return draw_rows(
         indices,
         draw,
         aspects=[images.load(index).shape[1] / images.load(index).shape[2] for index in indices],
-        cell=(3.6, 3.4),
         headings=("objects", *(_TITLES[name] for name in found)),
         handles=[
             Line2D([], [], color=_OBJECT, label="annotated object"),

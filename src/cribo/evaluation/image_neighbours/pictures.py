@@ -7,18 +7,19 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.lines import Line2D
 
+from cribo.colours import rgb
 from cribo.data.classification import ClassifiedFiles
-from cribo.drawing import frame, hide_ticks
+from cribo.drawing import DASHES, frame, hide_ticks
 from cribo.evaluation.data import spread
 from cribo.evaluation.image_neighbours.features import SquareCrop
 from cribo.evaluation.image_neighbours.retrieval import ImageRetrieval, NeighbourScore, shown_score, vote_weights
 from cribo.evaluation.pages import write_pages
-from cribo.evaluation.pictures import RIGHT, WRONG, draw_rows, rgb
+from cribo.evaluation.pictures import RIGHT, WRONG, draw_rows
 
-_NEIGHBOURS = 7  # maximum number of neighbours per image
-_WIDTH, _ASPECT = 1.57, 1.25  # of a picture with its caption, in inches
+_NEIGHBOURS = 5  # maximum number of neighbours per image
+_CAPTION = 0.3  # height of a caption, as a multiple of the width of a picture
 _LETTERS = 20  # maximum characters per line of a caption
 
 
@@ -64,33 +65,32 @@ def _draw(
     prepare = SquareCrop(found.settings.resize, found.settings.crop)
     shown = min(score.neighbours, _NEIGHBOURS)
 
-    def draw(index: int, axes: Sequence[Axes]) -> str:
+    def draw(index: int, axes: Sequence[Axes]) -> tuple[str, str]:
         label, predicted = (asked.classes[int(classes[index])] for classes in (asked.labels, score.predicted))
         axes[0].imshow(prepare(asked.load(index)).permute(1, 2, 0).numpy())
-        axes[0].set_xlabel(_caption(label), fontsize=7, weight="bold")
+        axes[0].set_xlabel(_caption(label), fontsize=8, weight="bold")
         near, similarities = found.nearest.rows[index, :shown], found.nearest.similarity[index, :shown]
         shares = vote_weights(similarities[None], found.settings.temperature)[0] / score.votes[index]
         neighbours = zip(axes[1:], near.tolist(), similarities.tolist(), shares.tolist(), strict=True)
         for part, row, similarity, share in neighbours:
             name = train.classes[int(train.labels[row])]
             part.imshow(prepare(train.load(row)).permute(1, 2, 0).numpy())
-            part.set_xlabel(f"{_caption(name)}\ncosine {similarity:.2f}, vote {100 * share:.0f} %", fontsize=7)
-            frame(part, rgb(RIGHT if name == label else WRONG))
+            part.set_xlabel(f"{_caption(name)}\n{similarity:.2f}, {100 * share:.0f} %", fontsize=8)
+            frame(part, RIGHT if name == label else WRONG, dashed=name != label)
         hide_ticks(np.array(axes))
-        return f"{asked.name(index)}: {label}, {'correct' if label == predicted else f'classified as {predicted}'}"
+        return asked.name(index), f"{label}, {'correct' if label == predicted else f'classified as {predicted}'}"
 
     return draw_rows(
         images,
         draw,
-        aspects=[_ASPECT] * len(images),
-        cell=(_WIDTH, _WIDTH * _ASPECT),
+        aspects=[1 + _CAPTION] * len(images),
         headings=("image", *(f"neighbour {place}" for place in range(1, shown + 1))),
         handles=[
-            Patch(facecolor=rgb(RIGHT), label="same class"),
-            Patch(facecolor=rgb(WRONG), label="another class"),
+            Line2D([], [], color=rgb(RIGHT), linewidth=2, label="same class"),
+            Line2D([], [], color=rgb(WRONG), linewidth=2, linestyle=DASHES, label="another class"),
         ],
-        title="Images, up to half of them misclassified, and their nearest training images; "
-        f"votes are relative to the sum over {score.neighbours} neighbours",
+        title="Images, up to half of them misclassified, and their nearest training images.\nNumbers below them: "
+        f"cosine similarity, and share of the votes of {score.neighbours} neighbours",
     )
 
 

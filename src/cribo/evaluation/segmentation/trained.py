@@ -14,8 +14,8 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+from cribo.colours import Colour
 from cribo.data.crops import Scale, fitted_size, resize
-from cribo.data.segmentation import Colour
 from cribo.errors import InputError
 from cribo.evaluation.segmentation.inference import Inference, segment_pixels
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer

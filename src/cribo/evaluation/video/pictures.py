@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from jaxtyping import UInt8
 from matplotlib.axes import Axes
@@ -11,18 +12,19 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from torch import Tensor
 
+from cribo.colours import rgb
 from cribo.data.reading import image_size
 from cribo.data.video import VideoFrames, object_palette
+from cribo.drawing import tint
 from cribo.evaluation.pages import show_image, write_pages
-from cribo.evaluation.pictures import draw_rows, rgb
+from cribo.evaluation.pictures import draw_rows
 from cribo.evaluation.results import percent
 from cribo.evaluation.video.scoring import boundary
 from cribo.evaluation.video.segmenting import Segmented
 from cribo.files import write_whole
 
 _SHOWN_AT = (0, 0.25, 0.5, 0.75, 1)  # of the frames of a video, without the last, which is not scored
-_TINT = 0.55
-_OUTLINE = 255.0  # white
+_OUTLINE = 255  # white
 
 
 def write_videos(found: Sequence[Segmented], images: VideoFrames, folder: Path, *, number: int) -> None:
@@ -53,14 +55,14 @@ def draw_videos(found: Sequence[Segmented], images: VideoFrames) -> Figure:
         images: frames of the videos.
     """
 
-    def draw(part: Segmented, axes: Sequence[Axes]) -> str:
+    def draw(part: Segmented, axes: Sequence[Axes]) -> tuple[str, str]:
         last = len(part.video.frames) - 2
         for share, cell in zip(_SHOWN_AT, axes, strict=True):
             frame = round(share * last)
             index = part.video.frames[frame]
             show_image(cell, _paint(images.load(index), part.objects(frame), images.objects(index)))
         regions, boundaries = (float(each.mean()) for each in (part.score.regions, part.score.boundaries))
-        return f"{part.video.name}: J {percent(regions)} %, F {percent(boundaries)} %"
+        return part.video.name, f"J {percent(regions)} %, F {percent(boundaries)} %"
 
     sizes = [image_size(images.path(part.video.frames[0])) for part in found]
     objects = object_palette(max(part.video.objects for part in found))[1:]
@@ -68,7 +70,6 @@ def draw_videos(found: Sequence[Segmented], images: VideoFrames) -> Figure:
         found,
         draw,
         aspects=[height / width for height, width in sizes],
-        cell=(2.6, 2.6),
         headings=("first frame, given", *(f"at {share:.0%}" for share in _SHOWN_AT[1:])),
         handles=[
             *(Patch(facecolor=rgb(colour), label=f"object {number}") for number, colour in enumerate(objects, start=1)),
@@ -80,10 +81,10 @@ def draw_videos(found: Sequence[Segmented], images: VideoFrames) -> Figure:
 def _paint(
     image: UInt8[Tensor, "3 h w"], found: UInt8[Tensor, "h w"], true: UInt8[Tensor, "h w"]
 ) -> UInt8[Tensor, "3 h w"]:
-    painted = image.permute(1, 2, 0).double()
-    colours = torch.tensor(object_palette(max(int(found.max()), int(true.max()))), dtype=torch.double)
-    inside = found > 0
-    painted[inside] = (1 - _TINT) * painted[inside] + _TINT * colours[found[inside].long()]
+    painted = image.permute(1, 2, 0).numpy().copy()
+    colours = np.array(object_palette(max(int(found.max()), int(true.max()))))
+    inside = found.numpy() > 0
+    painted[inside] = tint(painted[inside], colours[found.numpy()[inside]])
     for number in range(1, len(colours)):
-        painted[boundary(true == number)] = _OUTLINE
-    return painted.round().byte().permute(2, 0, 1)
+        painted[boundary(true == number).numpy()] = _OUTLINE
+    return torch.from_numpy(painted).permute(2, 0, 1)
