@@ -19,15 +19,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from PIL import Image
 from torchvision.transforms.v2.functional import to_pil_image
 
 from cribo.cli import main as cribo
 from cribo.data.scenes import Scenes
+from cribo.drawing import region_places
 from cribo.models import build_backbone, save_backbone
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page
+    from playwright.sync_api import Page
 
 REPOSITORY = Path(__file__).parents[1]
 IMAGES = REPOSITORY / "docs" / "images"
@@ -76,15 +78,15 @@ class Inputs:
         return folder
 
     def _trained(self, name: str, *words: str | Path, full: str = "", quick: str = "") -> Path:
-        tiny = "--optim.epochs 1 --optim.batch_size 4 --objects.group_size 4 --data.workers 0 --runtime.threads 1"
-        settings = f"{tiny} {quick}" if self.quick else full
+        tiny = "--optim.epochs 1 --optim.batch_size 4 --objects.group_size 4 --data.workers 0"
+        settings = f"{tiny} --losses.cross_image_from_epoch 0 {quick}" if self.quick else full
         _call("pretrain", *words, settings, "--out", self.work / "runs", f"--name {name} --continue")
         return self.work / "runs" / name
 
     @cached_property
     def synthetic_run(self) -> Path:
         """The run of the quickstart, on synthetic scenes."""
-        full, quick = "--optim.epochs 48", "--data.scenes.count 8 --losses.cross_image_from_epoch 0 --score.images 4,2"
+        full, quick = "--optim.epochs 48", "--data.scenes.count 8 --score.images 4,2"
         return self._trained("quickstart", full=full, quick=quick)
 
     @cached_property
@@ -103,6 +105,21 @@ class Inputs:
     def examples(self) -> Path:
         """Eight of the street scenes, as examples of `cribo segment`."""
         return self._part("examples", "train", 2 if self.quick else 8, labels=True)
+
+    @cached_property
+    def strokes(self) -> Path:
+        """Two street scenes of which a stroke of each large class is labelled."""
+        folder = self._part("strokes", "train", 2, labels=True)
+        for file in (folder / "labels").iterdir():
+            labels = torch.from_numpy(np.array(Image.open(file)))
+            painted = torch.full_like(labels, 255)
+            for label, (x, y, radius) in region_places(labels).items():
+                if radius > 0.04 * labels.shape[1]:
+                    rows, columns = (slice(round(c - r), round(c + r)) for c, r in ((y, radius / 3), (x, radius)))
+                    own = labels[rows, columns]
+                    painted[rows, columns] = torch.where(own == label, own, 255)
+            to_pil_image(painted).save(file)
+        return folder
 
     @cached_property
     def new_streets(self) -> Path:
@@ -345,31 +362,13 @@ def explorer_features(inputs: Inputs) -> Image.Image:
 
 
 def explorer_segment(inputs: Inputs) -> Image.Image:
-    """The tab of segmentation, with a painted example."""
+    """The tab of segmentation, with an example open."""
     page = _opened(inputs.page, "Segment")
-    fields = page.locator("[role=tabpanel]:visible input[type=file]")
-    fields.first.set_input_files(max(inputs.examples.joinpath("images").iterdir()))
-    canvas = page.locator("canvas:visible").first
-    page.get_by_label("Brush").or_(page.locator("[title*=rush]")).first.wait_for()
-    page.wait_for_timeout(2000)  # the canvas is resized to the picture without an event
-    _stroke(page, canvas, (0.3, 0.8), (0.7, 0.8))
-    page.get_by_role("button", name="Add as an example").click()
-    page.get_by_text("1 example").wait_for()
-    fields.last.set_input_files(_new_street(inputs))
-    page.get_by_role("img", name="The picture, tinted by class").wait_for()
+    page.locator("#painted button").nth(1).click()
+    page.get_by_text(min(inputs.strokes.joinpath("images").iterdir()).name).first.wait_for()
+    page.locator("#upcoming img").first.wait_for()
+    page.wait_for_timeout(5000)  # labels of the next pictures arrive one by one
     return _screenshot(page)
-
-
-def _stroke(page: "Page", canvas: "Locator", *points: tuple[float, float]) -> None:
-    """Paint a line through points, relative to the sides of the canvas."""
-    box = canvas.bounding_box()
-    assert box is not None
-    places = [(box["x"] + x * box["width"], box["y"] + y * box["height"]) for x, y in points]
-    page.mouse.move(*places[0])
-    page.mouse.down()
-    for place in places[1:]:
-        page.mouse.move(*place, steps=8)
-    page.mouse.up()
 
 
 PICTURES: dict[str, Callable[[Inputs], Path | Image.Image]] = {
@@ -421,7 +420,8 @@ def _browsed(inputs: Inputs) -> "Iterator[Page]":
     if not Path(CHROMIUM).is_file():
         raise Unavailable(f"needs a browser: {CHROMIUM} (apt-get install chromium)")
     limit = "4" if inputs.quick else "92"
-    served = serve(inputs.work / "explorer.log", "--run", str(inputs.street_run), "--limit", limit)
+    words = ("--run", inputs.street_run, "--backbone", inputs.network, "--examples", inputs.strokes, "--limit", limit)
+    served = serve(inputs.work / "explorer.log", *map(str, words))
     try:
         with sync_playwright() as driver:
             browser = driver.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
