@@ -67,7 +67,7 @@ def unreadable(figure: Figure) -> Iterator[str]:
     """Describe texts of a drawn figure that are too small, cut at its border, or over each other."""
     boxes = []
     for text in texts(figure):
-        height = text.get_fontsize() / 72 * SHOWN / figure.get_figwidth()
+        height = float(text.get_fontsize()) / 72 * SHOWN / figure.get_figwidth()
         if height < SMALLEST:
             yield f"{text.get_text()!r} is {height:.1f} pixels high"
         box = text.get_window_extent()
