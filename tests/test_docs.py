@@ -197,6 +197,7 @@ OTHER_NAMES = {
     *("main.py", "datasets/coco.py", "models/backbone.py", "models/detector.py"),  # YOLOS
     *("YolosForObjectDetection.from_pretrained", "AutoImageProcessor.from_pretrained", "ViTModel"),  # transformers
     *("interpolate_pos_encoding", "forward_features", "--hypothesis-profile", "AWS_ACCESS_KEY_ID", "AWS_ENDPOINT_URL"),
+    "labelme2voc.py",  # LabelMe
     *("my_set", "loss_image", "cribo.json"),  # a placeholder, a key with the name of a loss, a file
 }
 """Names in the text that the code of this project does not contain."""
@@ -214,7 +215,7 @@ class Code(NamedTuple):
 @pytest.fixture(scope="module")
 def code() -> Code:
     found = Code([], set(), {}, set())
-    for folder in ("src", "tests", "benchmarks", "examples"):
+    for folder in ("src", "tests", "benchmarks", "docs", "examples"):
         for file in sorted((REPOSITORY / folder).rglob("*.py")):
             path = file.relative_to(REPOSITORY / folder).with_suffix("")
             found.files.append(f"/{folder}/{path}.py")

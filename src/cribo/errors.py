@@ -40,10 +40,12 @@ def if_interrupted(advice: Callable[[], str]) -> Iterator[None]:
         advice: returns the message; called only on Ctrl-C.
 
     Example:
-        >>> with if_interrupted(lambda: "3 of 5 images are done"):
-        ...     raise KeyboardInterrupt
-        Traceback (most recent call last):
-        KeyboardInterrupt: 3 of 5 images are done
+        >>> try:
+        ...     with if_interrupted(lambda: "3 of 5 images are done"):
+        ...         raise KeyboardInterrupt
+        ... except KeyboardInterrupt as error:
+        ...     print(error)
+        3 of 5 images are done
     """
     try:
         yield

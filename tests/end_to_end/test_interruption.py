@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,11 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_ctrl_c_says_what_is_kept(
-    case: str, workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    case: str,
+    workspace: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     words, phase, message = CASES[case]
     if words[0] == "index":
@@ -93,6 +98,8 @@ def test_ctrl_c_says_what_is_kept(
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(Phases, "__call__", interrupted)
+    request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the background jobs of a shell ignore Ctrl-C
     assert main(words) == 130
     last = capsys.readouterr().err.splitlines()[-1]
     assert re.fullmatch(rf"cribo {' '.join(words[: 1 + (words[0] == 'evaluate')])}: interrupted; {message}", last), last

@@ -163,7 +163,7 @@ def test_the_resizing_of_positions_is_noted(tmp_path: Path, name: str):
 
 def test_positions_of_weights_of_unknown_origin(tmp_path: Path):
     path, _, _ = written("timm ViT", tmp_path)
-    assert "give --backbone.positions bicubic_offset" in str(load_backbone(path).loaded)
+    assert "add --backbone.positions bicubic_offset" in str(load_backbone(path).loaded)
     assert "as requested (timm)" in str(load_backbone(path, positions="timm").loaded)
 
 

@@ -123,7 +123,7 @@ def test_an_outage_of_the_file_system_changes_nothing(
     faulty = Faulty(open_images(images), tmp_path / "counts", drawn(36, 0, 0.5, fails(), times=1))
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr("cribo.pretraining.session.open_source", lambda _: faulty)
-        patch.setattr("cribo.pretraining.session._require_readable", lambda source: None)
+        patch.setattr("cribo.pretraining.session.require_readable", lambda *_, **__: None)
         # The record of clusters would read some images before the loader does, and use up their faults.
         patch.setattr("cribo.objectives.cribo.CrIBo.callbacks", lambda *_: ())
         failing = train(config, "failing")
