@@ -217,7 +217,7 @@ def visitor(served: Served, request: pytest.FixtureRequest) -> Visitor:
     return Visitor(served.address, f"visitor{abs(hash(request.node.name))}")
 
 
-@pytest.fixture(scope="package")  # other tests start a browser of their own
+@pytest.fixture(scope="module")  # docs/pictures.py, which is tested too, starts a browser of its own
 def browser() -> "Iterator[Browser]":
     """Start Chromium as packaged by Debian."""
     playwright = pytest.importorskip("playwright.sync_api")
