@@ -238,6 +238,23 @@ def test_a_run_prints_its_results_and_files(config: str, capsys: pytest.CaptureF
     assert "already finished" in capsys.readouterr().out
 
 
+def test_a_short_run_of_the_quickstart_is_called_too_short(capsys: pytest.CaptureFixture[str]) -> None:
+    from cribo.pretraining.presets import dump_config, load_config
+
+    def finished(epochs: int) -> str:
+        folder = Path("runs") / f"of-{epochs}"
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(dump_config(load_config("quickstart", {"optim.epochs": epochs})))
+        summary = {"epochs": epochs, "steps": 1, "seconds": 10.0, "images_per_second": 1.0, "peak_rss_bytes": 1}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        assert main(["pretrain", "--optim.epochs", str(epochs), "--name", folder.name, "--continue"]) == 0
+        return capsys.readouterr().out
+
+    whole = load_config("quickstart").optim.epochs
+    assert f"2 epochs are too few to judge: `cribo pretrain` trains {whole}, in about" in finished(2)
+    assert "too few" not in finished(whole)
+
+
 def test_a_diverged_run_ends_with_status_1(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pretrain", "--config", config, "--losses.student_temperature", "1e-44"]) == 1
     assert "the loss image was not finite, seen at step 1" in capsys.readouterr().err
