@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +79,17 @@ def test_help(word: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == cribo.__version__
+
+
+def test_threads_spin_briefly_unless_the_user_chose_how_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "active")
+        monkeypatch.delenv(name)
+    main(["--version"])
+    assert os.environ.pop("GOMP_SPINCOUNT").isdigit()
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    main(["--version"])
+    assert "GOMP_SPINCOUNT" not in os.environ
 
 
 def test_help_of_pretrain_lists_and_explains_the_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,7 +99,7 @@ def test_figures_are_images_with_content(whole_run: tuple[PretrainConfig, Any]) 
 def test_the_ratio_of_few_epochs_is_drawn_for_each_row(epochs: int, points: int) -> None:
     rows = [{"epoch": row / 4, "bootstrapping_ratio": 0.1} for row in range(1, 4 * epochs + 1)]
     (curve,) = draw_bootstrapping({"": rows}).axes[0].lines
-    assert len(curve.get_xdata()) == points
+    assert len(np.asarray(curve.get_xdata())) == points
 
 
 def test_a_missing_ratio_has_no_figure(tiny: Tiny, tmp_path: Path) -> None:

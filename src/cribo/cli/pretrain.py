@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 HELP = """\
 Learn dense representations from unlabelled images.
 
-  cribo pretrain                                                      three minutes on synthetic scenes
+  cribo pretrain                                                      about a minute on synthetic scenes
   cribo pretrain --config coco_vits16 --data.root COCO                from random weights, as published
   cribo pretrain --config camvid --name mine --objects.num_objects 8  a preset with changed values
   cribo pretrain --resume runs/mine                                   continue an interrupted run

@@ -87,7 +87,7 @@ class TimeEstimate(Callback):
                 whole = duration(trainer.max_steps * per_step * needed / epochs)
                 text += f", too few to judge; the quickstart's {needed} epochs take about {whole}"
             elif needed:
-                text += "; --minutes or --optim.epochs shortens this, but a shorter run is too short to judge"
+                text += "; --minutes and --optim.epochs shorten this, but a shorter run is too short to judge"
             log.info(text)
 
 
