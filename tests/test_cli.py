@@ -250,8 +250,12 @@ def test_a_run_prints_its_results_and_files(config: str, capsys: pytest.CaptureF
     assert "already finished" in capsys.readouterr().out
 
 
-def test_a_short_run_of_the_quickstart_is_called_too_short(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_run_of_the_quickstart_is_called_too_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from cribo.pretraining.presets import dump_config, load_config
+
+    monkeypatch.chdir(tmp_path)
 
     def finished(epochs: int) -> str:
         folder = Path("runs") / f"of-{epochs}"

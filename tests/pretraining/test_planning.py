@@ -14,7 +14,8 @@ Tiny = Callable[..., PretrainConfig]
 
 
 def test_epochs_of_schedules_are_scaled_with_the_length() -> None:
-    config = load_config("quickstart")
+    overrides = {"optim.warmup_epochs": 2, "losses.cross_image_from_epoch": 24, "score.every_epochs": 8}
+    config = load_config("quickstart", {"optim.epochs": 48} | overrides)
     half = with_epochs(config, 24)
     assert (half.optim.epochs, half.optim.warmup_epochs) == (24, 1)
     assert (half.losses.cross_image_from_epoch, half.score.every_epochs) == (12, 4)
