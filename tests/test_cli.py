@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +79,17 @@ def test_help(word: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == cribo.__version__
+
+
+def test_threads_spin_briefly_unless_the_user_chose_how_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "active")
+        monkeypatch.delenv(name)
+    main(["--version"])
+    assert os.environ.pop("GOMP_SPINCOUNT").isdigit()
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    main(["--version"])
+    assert "GOMP_SPINCOUNT" not in os.environ
 
 
 def test_help_of_pretrain_lists_and_explains_the_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,6 +248,27 @@ def test_a_run_prints_its_results_and_files(config: str, capsys: pytest.CaptureF
     # Resuming a finished run is not an error.
     assert main(["pretrain", "--resume"]) == 0
     assert "already finished" in capsys.readouterr().out
+
+
+def test_a_short_run_of_the_quickstart_is_called_too_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cribo.pretraining.presets import dump_config, load_config
+
+    monkeypatch.chdir(tmp_path)
+
+    def finished(epochs: int) -> str:
+        folder = Path("runs") / f"of-{epochs}"
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(dump_config(load_config("quickstart", {"optim.epochs": epochs})))
+        summary = {"epochs": epochs, "steps": 1, "seconds": 10.0, "images_per_second": 1.0, "peak_rss_bytes": 1}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        assert main(["pretrain", "--optim.epochs", str(epochs), "--name", folder.name, "--continue"]) == 0
+        return capsys.readouterr().out
+
+    whole = load_config("quickstart").optim.epochs
+    assert f"2 epochs are too few to judge: `cribo pretrain` trains {whole}, in about" in finished(2)
+    assert "too few" not in finished(whole)
 
 
 def test_a_diverged_run_ends_with_status_1(config: str, capsys: pytest.CaptureFixture[str]) -> None:

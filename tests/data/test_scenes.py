@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from cribo.data.scenes import GROUND_CLASSES, OBJECT_CLASSES, Scenes
+from cribo.data.scenes import GROUND_CLASSES, OBJECT_CLASSES, Scenes, held_out_scenes
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,20 @@ def test_a_scene_depends_on_seed_and_number_only() -> None:
         assert torch.equal(Scenes(1, 48, seed=1, first=index).load(0), expected[index])
     assert not torch.equal(expected[0], expected[1])
     assert not torch.equal(expected[0], Scenes(4, 48, seed=2).load(0))
+
+
+@pytest.mark.parametrize("memory", [1, 5000])
+def test_held_out_scenes_are_disjoint_and_queries_independent_of_the_memory(memory: int) -> None:
+    train, queries = held_out_scenes(memory, 10)
+    assert train.name(memory - 1) < queries.name(0)
+    assert queries == held_out_scenes(200, 10)[1]
+
+
+def test_a_scene_can_be_changed_by_its_reader() -> None:
+    scenes = Scenes(1, 16)
+    expected = scenes.load(0).clone()
+    scenes.load(0).zero_()
+    assert torch.equal(scenes.load(0), expected)
 
 
 def test_every_class_covers_some_pixels_and_no_other_value_occurs(sample: tuple) -> None:

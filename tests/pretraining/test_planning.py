@@ -1,31 +1,21 @@
-"""Runs planned by --minutes."""
+"""Duration of a run, and runs planned by --minutes."""
 
-import time
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 
 from cribo.pretraining import PretrainConfig, load_config, pretrain
-from cribo.pretraining.planning import with_epochs
+from cribo.pretraining.planning import epochs_to_judge, with_epochs
 
 Tiny = Callable[..., PretrainConfig]
 
 
-class Slower(L.Callback):
-    """Delays every step after the timing."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        time.sleep(self.seconds)
-
-
 def test_epochs_of_schedules_are_scaled_with_the_length() -> None:
-    config = load_config("quickstart")
+    overrides = {"optim.warmup_epochs": 2, "losses.cross_image_from_epoch": 24, "score.every_epochs": 8}
+    config = load_config("quickstart", {"optim.epochs": 48} | overrides)
     half = with_epochs(config, 24)
     assert (half.optim.epochs, half.optim.warmup_epochs) == (24, 1)
     assert (half.losses.cross_image_from_epoch, half.score.every_epochs) == (12, 4)
@@ -41,15 +31,26 @@ def test_a_planned_run_has_the_epochs_that_fit(tiny: Tiny, tmp_path: Path, witho
     assert load_config(run.folder).optim.epochs == run.summary["epochs"]
 
 
-def test_a_run_ends_after_twice_the_time_if_the_machine_becomes_slower(
+def test_the_duration_is_estimated_from_the_first_steps(
     tiny: Tiny, tmp_path: Path, without_report: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = tiny({"optim.warmup_epochs": 0})
-    run = pretrain(config, out=tmp_path, name="run", minutes=0.05, callbacks=[Slower(1.0)])
-    planned = 4 * run.summary["epochs"]
-    assert 0 < run.summary["steps"] < planned
-    assert f"of {planned}, after twice the planned time" in caplog.text
-    assert (run.folder / "backbone.safetensors").is_file()
+    caplog.set_level("INFO", "cribo")
+    pretrain(tiny({"optim.epochs": 5}), out=tmp_path, name="run")
+    assert re.search(r"20 steps take about \d+:\d\d on this machine$", caplog.text, re.M)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "judged"),
+    [
+        ({"seed": 3, "optim.epochs": 2, "losses.image": 0.5}, True),
+        ({"backbone.name": "resnet34"}, False),
+        ({"data.scenes.count": 64}, False),
+        ({"objective": "dino"}, False),
+    ],
+)
+def test_a_shorter_run_of_the_quickstart_is_too_short_to_judge(overrides: dict[str, Any], judged: bool) -> None:
+    expected = load_config("quickstart").optim.epochs if judged else 0
+    assert epochs_to_judge(load_config("quickstart", overrides)) == expected
 
 
 def test_a_finished_run_is_not_resumed_with_another_configuration(

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from cribo.models import load_backbone
+from cribo.objectives.pictures import draw_bootstrapping
 from cribo.pretraining import ConfigError, PretrainConfig, TooManyUnreadable, load_config, pretrain
 from cribo.pretraining.presets import dump_config
 from cribo.pretraining.run import overrides_in
@@ -92,6 +93,13 @@ def test_figures_are_images_with_content(whole_run: tuple[PretrainConfig, Any]) 
             assert image.width >= 600
             assert image.height >= 300
             assert np.asarray(image.convert("L")).std() > 5
+
+
+@pytest.mark.parametrize(("epochs", "points"), [(1, 4), (10, 10)])
+def test_the_ratio_of_few_epochs_is_drawn_for_each_row(epochs: int, points: int) -> None:
+    rows = [{"epoch": row / 4, "bootstrapping_ratio": 0.1} for row in range(1, 4 * epochs + 1)]
+    (curve,) = draw_bootstrapping({"": rows}).axes[0].lines
+    assert len(np.asarray(curve.get_xdata())) == points
 
 
 def test_a_missing_ratio_has_no_figure(tiny: Tiny, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from cribo.evaluation import DenseNN, EvaluationRuntime, SegmentationData, evalu
 from cribo.evaluation.data import Splits
 from cribo.evaluation.runner import calibrate_batch_norms
 from cribo.models import build_backbone, save_backbone
-from cribo.pretraining.score import RetrievalScore
+from cribo.pretraining.presets import load_config
+from cribo.pretraining.score import RetrievalScore, open_score_data
 from cribo.retrieval import BackboneSource
 
 
@@ -43,6 +44,15 @@ def taken(score: RetrievalScore, backbone: Any, step: int) -> float:
     )
     score._take(trainer, module)
     return score.curve[-1][1]
+
+
+def test_the_score_of_the_quickstart_has_the_scenes_and_neighbours_of_the_command() -> None:
+    config = load_config("quickstart")
+    scored, evaluated = open_score_data(config), SegmentationData("scenes").open()
+    assert scored is not None
+    assert (scored.train, scored.val) == (evaluated.train, evaluated.val)
+    assert config.score.neighbours == DenseNN().for_data(8, evaluated.train.classes).neighbours
+    assert (config.score.memory_ratio, config.score.size) == (1, None)
 
 
 @pytest.mark.parametrize("ratio", [1, 4])

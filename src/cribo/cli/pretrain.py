@@ -1,7 +1,7 @@
 """`cribo pretrain`: learn dense representations from unlabelled images."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 HELP = """\
 Learn dense representations from unlabelled images.
 
-  cribo pretrain                                                      three minutes on synthetic scenes
+  cribo pretrain                                                      about a minute on synthetic scenes
   cribo pretrain --config coco_vits16 --data.root COCO                from random weights, as published
   cribo pretrain --config camvid --name mine --objects.num_objects 8  a preset with changed values
   cribo pretrain --resume runs/mine                                   continue an interrupted run
@@ -28,8 +28,6 @@ data.root is a folder (read recursively), a text file that lists images, or a fo
 `cribo shard` writes. --config is a preset or a YAML file of the values below; values that it does not set have the
 defaults shown. --print_config prints the resulting configuration.
 """
-
-_QUICKSTART_MINUTES = 3.0
 
 LESS_MEMORY = "raise --optim.micro_batches, or set --backbone.checkpointing selective"
 
@@ -64,8 +62,7 @@ def _pretrain(words: list[str]) -> None:
     parser.add_argument(
         "--minutes",
         type=float,
-        help="approximate duration of the training: sets optim.epochs by timing a few steps; 3 in the quickstart "
-        "without --optim.epochs",
+        help="approximate duration of the training: sets optim.epochs by timing a few steps",
     )
     parser.add_argument(
         "--resume",
@@ -94,8 +91,6 @@ def _pretrain(words: list[str]) -> None:
         run = resume(folder, overrides=overrides_in(parser.expand(words)), console=console)
     else:
         config = config_from(parsed)
-        if parsed.minutes is None and _is_timed_quickstart(parsed, words):
-            parsed.minutes = _QUICKSTART_MINUTES
         with importing(console):
             from cribo.pretraining.run import pretrain
 
@@ -112,23 +107,14 @@ def _pretrain(words: list[str]) -> None:
     _print_summary(run, console)
 
 
-def _is_timed_quickstart(parsed: Any, words: list[str]) -> bool:
-    """Whether this is the quickstart on one device without --optim.epochs."""
-    from cribo.pretraining.presets import DEFAULT_PRESET, find_config
-
-    return (
-        Path(str(parsed.config[-1])) == find_config(DEFAULT_PRESET)
-        and not any(word.partition("=")[0] == "--optim.epochs" for word in words)
-        and str(parsed.runtime.devices) == "1"
-        and parsed.runtime.num_nodes == 1
-    )
-
-
 def _print_summary(run: "Run", console: Console) -> None:
+    from cribo.pretraining.planning import epochs_to_judge
+    from cribo.pretraining.presets import load_config
+
     summary = run.summary
     if "dense_nn" in summary:
         score = summary["dense_nn"]
-        table = Table(title="Dense nearest-neighbour retrieval on held-out images")
+        table = Table(title="Dense nearest-neighbour retrieval on held-out images: mean intersection over union (mIoU)")
         table.add_column("features")
         table.add_column("mIoU", justify="right")
         for label, key in (
@@ -139,6 +125,12 @@ def _print_summary(run: "Run", console: Console) -> None:
             value = "unknown" if score[key] is None else f"{100 * score[key]:.1f} %"
             table.add_row(label, value, style="bold" if key == "after" else None)
         console.print(table)
+    epochs, needed = summary["epochs"], epochs_to_judge(load_config(run.folder))
+    if epochs < needed:
+        whole = duration(summary["seconds"] * needed / epochs)
+        console.print(
+            f"{epochs} epochs are too few to judge: `cribo pretrain` trains {needed}, in about {whole} on this machine"
+        )
     console.print(
         f"{summary['steps']} steps in {duration(summary['seconds'])}, "
         f"{summary['images_per_second']:.0f} images/s, "

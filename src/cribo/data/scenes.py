@@ -14,6 +14,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from cribo.colours import Colour, class_colours
+from cribo.data.sets import HELD_OUT_SCENES
 from cribo.errors import InputError
 
 OBJECT_CLASSES = (
@@ -25,6 +26,8 @@ OBJECT_CLASSES = (
     "marbled flower",
 )
 GROUND_CLASSES = ("sand", "clouds", "water")
+
+_FIRST_QUERY = 1_000_400  # above the numbers of all training scenes
 
 _TILE = 512  # side of a seamless texture tile in texels
 _TEXELS_PER_PIXEL = 7.0  # tiles are sampled far below their resolution, so the nearest texel suffices
@@ -96,7 +99,7 @@ class Scenes:
         Raises:
             IndexError: `index` is out of range.
         """
-        return torch.from_numpy(self._compose(index)[0])
+        return torch.tensor(self._compose(index)[0])
 
     def labels(self, index: int) -> UInt8[Tensor, "size size"]:
         """Return the class index of every pixel of a scene.
@@ -104,7 +107,7 @@ class Scenes:
         Raises:
             IndexError: `index` is out of range.
         """
-        return torch.from_numpy(self._compose(index)[1])
+        return torch.tensor(self._compose(index)[1])
 
     def _number(self, index: int) -> int:
         if not 0 <= index < self.count:
@@ -112,16 +115,28 @@ class Scenes:
         return self.first + index
 
     def _compose(self, index: int) -> tuple[Array, Array]:
-        random = np.random.Generator(np.random.Philox(key=[self.seed, self._number(index)]))
-        return compose_scene(random, self.size, self.min_objects, self.max_objects)
+        return compose_scene(self.seed, self._number(index), self.size, self.min_objects, self.max_objects)
 
 
-def compose_scene(random: np.random.Generator, size: int, min_objects: int, max_objects: int) -> tuple[Array, Array]:
+def held_out_scenes(memory: int = HELD_OUT_SCENES[0], queries: int = HELD_OUT_SCENES[1]) -> tuple[Scenes, Scenes]:
+    """Return labelled scenes to search, and others to score, none of which are trained on.
+
+    Example:
+        >>> memory, queries = held_out_scenes()
+        >>> len(memory), len(queries)
+        (200, 100)
+    """
+    return Scenes(memory, first=_FIRST_QUERY - memory), Scenes(queries, first=_FIRST_QUERY)
+
+
+@lru_cache(maxsize=1)  # labels are read after the image
+def compose_scene(seed: int, number: int, size: int, min_objects: int, max_objects: int) -> tuple[Array, Array]:
     """Paint one scene, from the farthest to the nearest object.
 
     Returns:
         The image, uint8 (3, size, size), and the class of every pixel, uint8 (size, size).
     """
+    random = np.random.Generator(np.random.Philox(key=[seed, number]))
     scene = random.random(8)
     num_objects = min_objects + int(scene[0] * (max_objects - min_objects + 1))
     ground = len(OBJECT_CLASSES) + int(scene[1] * len(GROUND_CLASSES))

@@ -15,6 +15,9 @@ from cribo.errors import DataError
 if TYPE_CHECKING:
     from cribo.data.segmentation import LabelValues
 
+HELD_OUT_SCENES = 200, 100
+"""Numbers of held-out synthetic scenes to search and to score."""
+
 
 @dataclass(frozen=True)
 class Layout:

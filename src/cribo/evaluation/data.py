@@ -9,15 +9,13 @@ from typing import Any, ClassVar, Self
 
 from cribo.arguments import ConfigError, import_by_path
 from cribo.checks import require_least
-from cribo.data.sets import SEGMENTATION_SETS, SegmentationSet, segmentation_set
+from cribo.data.sets import HELD_OUT_SCENES, SEGMENTATION_SETS, SegmentationSet, segmentation_set
 from cribo.errors import DataError
 
 SCENES = "scenes"
 PLACES = ("root", "train_annotations", "val_annotations")
 """Fields of data configurations that locate the data without identifying it."""
 
-_SCENE_COUNTS = 400, 100  # in train and val
-_FIRST_SCENE = 1_000_000  # above the indices of all training scenes
 _IMAGE_LAYOUTS = "imagenet", "folder"
 _LABELLED_IMAGES = ("__len__", "load", "labels", "name", "classes")
 
@@ -96,16 +94,13 @@ class SegmentationData:
         return Splits(train, val, self.name, about_splits(self, self.root, train, train_name, val, val_name))
 
     def _scenes(self) -> list[tuple[Any, str]]:
-        from cribo.data.scenes import Scenes
+        from cribo.data.scenes import held_out_scenes
 
         given = {"root": self.root, "partial": self.partial or None, "a split": self.train or self.val}
         if unused := [option for option, value in given.items() if value is not None]:
             raise ConfigError(f"data scenes are synthetic and take no {' and no '.join(unused)}")
-        train, val = (count if self.limit is None else min(self.limit, count) for count in _SCENE_COUNTS)
-        return [
-            (Scenes(train, first=_FIRST_SCENE), "held out"),
-            (Scenes(val, first=_FIRST_SCENE + max(_SCENE_COUNTS)), "held out"),
-        ]
+        counts = (count if self.limit is None else min(self.limit, count) for count in HELD_OUT_SCENES)
+        return [(scenes, "held out") for scenes in held_out_scenes(*counts)]
 
     def _sets(self) -> list[tuple[Any, str]]:
         from cribo.data import LabelledSubset, default_splits, open_segmentation

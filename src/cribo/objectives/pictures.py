@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from cribo.objectives.cribo import CrIBo
 
 _CLUSTER_PAIRS = 6
+_FEW_EPOCHS = 5
 _QUERIES, _NEIGHBOURS, _GALLERY = 4, 5, 256
 
 CYCLE_CONSISTENT = "a search back, from the second view of the found object, finds the same object"
@@ -35,7 +36,7 @@ CYCLE_CONSISTENT = "a search back, from the second view of the found object, fin
 def object_figures(objective: "CrIBo", rows: Sequence[dict[str, float]], dataset: SampleDataset) -> dict[str, Figure]:
     """Draw figures of the run's objects, by name; computed on the teacher's device."""
     figures: dict[str, Figure] = {}
-    if any("bootstrapping_ratio" in row for row in rows):
+    if sum("bootstrapping_ratio" in row for row in rows) > 1:
         figures["bootstrapping_ratio"] = draw_bootstrapping({"": rows})
         figures["bootstrapping_ratio"].axes[0].set_title("Share of objects with a cycle-consistent match")
     if objective.options.needs_objects:
@@ -45,7 +46,7 @@ def object_figures(objective: "CrIBo", rows: Sequence[dict[str, float]], dataset
 
 
 def draw_bootstrapping(runs: Mapping[str, Sequence[dict[str, float]]]) -> Figure:
-    """Draw the mean bootstrapping ratio of each epoch, one curve per run.
+    """Draw the mean bootstrapping ratio of each epoch, one curve per run; each row if there are few epochs.
 
     The ratio is the share of objects with a valid match. A figure of the paper.
 
@@ -54,12 +55,13 @@ def draw_bootstrapping(runs: Mapping[str, Sequence[dict[str, float]]]) -> Figure
     """
     figure, axes = curves_figure()
     for name, rows in runs.items():
+        points = [(row["epoch"], 100 * row["bootstrapping_ratio"]) for row in rows if "bootstrapping_ratio" in row]
         epochs: dict[int, list[float]] = {}
-        for row in rows:
-            if "bootstrapping_ratio" in row:
-                # The last row of epoch n (from 0) has the value n + 1.
-                epochs.setdefault(max(0, int(np.ceil(row["epoch"])) - 1), []).append(row["bootstrapping_ratio"])
-        points = [(float(n), float(100 * np.mean(epochs[n]))) for n in sorted(epochs)]
+        for epoch, ratio in points:
+            # The last row of epoch n (from 0) has the value n + 1.
+            epochs.setdefault(max(0, int(np.ceil(epoch)) - 1), []).append(ratio)
+        if len(epochs) > _FEW_EPOCHS:
+            points = [(float(n), float(np.mean(ratios))) for n, ratios in sorted(epochs.items())]
         plot_curve(axes, points, label=name if len(runs) > 1 else None)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="epoch", ylabel="bootstrapping ratio [%]")

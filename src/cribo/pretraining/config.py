@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cribo.data.limits import MAX_PIXELS
+from cribo.data.sets import HELD_OUT_SCENES
 from cribo.errors import InputError
 from cribo.models.modes import CUDA_GRAPH_MODES, CompileMode
 from cribo.objectives.options import ObjectiveOptions
@@ -81,7 +82,9 @@ class ObjectiveConfig:
 
 @dataclass
 class ScoreConfig:
-    """Dense retrieval on labelled images during training; labels are never used for training.
+    """Dense retrieval on labelled images during training, by default as in `cribo evaluate dense-nn --ratios 1`.
+
+    Labels are never used for training.
 
     Attributes:
         root: folder with images/{train,val}, labels/{train,val} and classes.txt; `scenes` for held-out scenes;
@@ -90,7 +93,8 @@ class ScoreConfig:
         size: (height, width) to which images are resized; the closest multiple of the patch size by default.
         neighbours: k, number of nearest neighbours.
         memory_ratio: n, to use one in n of the memory images.
-        images: (memory, query) numbers of held-out scenes, for `scenes`.
+        images: (memory, query) numbers of held-out scenes, for `scenes`; as in `cribo evaluate --data scenes` by
+            default.
     """
 
     root: str | None = None
@@ -98,7 +102,7 @@ class ScoreConfig:
     size: tuple[int, int] | None = None
     neighbours: int = 50
     memory_ratio: int = 1
-    images: tuple[int, int] = (400, 100)
+    images: tuple[int, int] = HELD_OUT_SCENES
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Choose the number of epochs for a given training time on this machine."""
+"""Duration of a training on this machine, and the number of epochs for a given duration."""
 
 import dataclasses
 import logging
@@ -10,7 +10,9 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 
 from cribo.arguments import ConfigError
+from cribo.console import duration
 from cribo.pretraining.config import PretrainConfig
+from cribo.pretraining.presets import DEFAULT_PRESET, load_config
 from cribo.pretraining.session import Forever, Session
 from cribo.training.lightning import interruptible, quiet_lightning
 
@@ -19,31 +21,19 @@ log = logging.getLogger("cribo")
 _TIMED_STEPS = 8  # after the same number of warm-up steps
 
 
-def plan(session: Session, minutes: float) -> "TimeLimit":
+def plan(session: Session, minutes: float) -> None:
     """Time some steps of a discarded copy, and set the session's epochs to the number that fits.
-
-    Returns:
-        A callback that ends the run after twice the time.
 
     Raises:
         ConfigError: `minutes` is not positive, or there are several devices.
     """
     if minutes <= 0:
         raise ConfigError(f"minutes must be > 0, got {minutes}")
-    per_step = seconds_per_step(session)
-    steps_per_epoch = session.module.schedules.steps_per_epoch
-    seconds_per_epoch = per_step * steps_per_epoch
+    seconds_per_epoch = seconds_per_step(session) * session.module.schedules.steps_per_epoch
     epochs = max(1, round(60 * minutes / seconds_per_epoch))
-    log.info(
-        "optim.epochs set to %d: %.2f s per step on this machine, %d steps per epoch, about %.1f minutes in total",
-        epochs,
-        per_step,
-        steps_per_epoch,
-        epochs * seconds_per_epoch / 60,
-    )
+    log.info("--minutes %g: optim.epochs is %d instead of %d", minutes, epochs, session.config.optim.epochs)
     session.config = with_epochs(session.config, epochs)
     session.module = session.make_module()
-    return TimeLimit(2 * max(60 * minutes, seconds_per_epoch))
 
 
 def seconds_per_step(session: Session) -> float:
@@ -63,28 +53,51 @@ def seconds_per_step(session: Session) -> float:
     return (times[-1] - times[_TIMED_STEPS - 1]) / _TIMED_STEPS
 
 
-class TimeLimit(Callback):
-    """Callback that ends a planned run after twice the planned time."""
+class TimeEstimate(Callback):
+    """Callback that logs how long the training takes, estimated from its first steps.
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._started = 0.0
+    For the quickstart, it also logs what a shorter run is worth.
+
+    Args:
+        config: configuration of the run.
+    """
+
+    def __init__(self, config: PretrainConfig) -> None:
+        self.config = config
+        self._first = 0
+        self._marked = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start the clock."""
-        self._started = time.perf_counter()
+        """Note the first step, which is not 0 in a resumed run."""
+        self._first = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stop after the time limit."""
-        if time.perf_counter() - self._started > self.seconds and not trainer.should_stop:
-            log.warning(
-                "stopping at step %d of %d, after twice the planned time: the machine has become slower",
-                trainer.global_step,
-                trainer.max_steps,
-            )
-            trainer.should_stop = True
+        """Log the estimate once, after warm-up steps and timed steps."""
+        done = trainer.global_step - self._first
+        if done == _TIMED_STEPS:
+            self._marked = time.perf_counter()
+        elif done == 2 * _TIMED_STEPS:
+            per_step = (time.perf_counter() - self._marked) / _TIMED_STEPS
+            left = trainer.max_steps - self._first
+            text = f"{left} steps take about {duration(left * per_step)} on this machine"
+            epochs, needed = self.config.optim.epochs, epochs_to_judge(self.config)
+            if epochs < needed:
+                whole = duration(trainer.max_steps * per_step * needed / epochs)
+                text += f", too few to judge; the quickstart's {needed} epochs take about {whole}"
+            elif needed:
+                text += "; --minutes and --optim.epochs shorten this, but a shorter run is too short to judge"
+            log.info(text)
+
+
+def epochs_to_judge(config: PretrainConfig) -> int:
+    """Return the epochs without which the quickstart's network shows nothing; 0 for other networks and images."""
+    quickstart = load_config(DEFAULT_PRESET)
+    trained, shown = (
+        (each.objective, each.backbone, each.data.root, each.data.scenes) for each in (config, quickstart)
+    )
+    return quickstart.optim.epochs if trained == shown else 0
 
 
 def with_epochs(config: PretrainConfig, epochs: int) -> PretrainConfig:

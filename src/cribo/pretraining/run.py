@@ -26,7 +26,7 @@ from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import CONFIG, REPORT, SUMMARY, TRUNK_CACHE
 from cribo.pretraining.footprint import peak_rss_bytes
 from cribo.pretraining.monitoring import LoadingFaults, Metrics, Watch
-from cribo.pretraining.planning import plan, with_epochs
+from cribo.pretraining.planning import TimeEstimate, plan, with_epochs
 from cribo.pretraining.presets import DEFAULT_PRESET, config_name, differing, dump_config, load_config
 from cribo.pretraining.progress import progress_text, run_progress
 from cribo.pretraining.report import write_report
@@ -88,8 +88,7 @@ def pretrain(
         name: name of the run; must be new unless `overwrite` or `continue_run` is set.
         default_name: base of the name if `name` is not given, to which a number is added; the configuration's name by
             default.
-        minutes: approximate training time on this machine: a short timing sets the number of epochs, and the run ends
-            after twice the time if the machine becomes slower.
+        minutes: approximate training time on this machine: a short timing sets the number of epochs.
         overwrite: replace a run of the same name.
         continue_run: resume the run of the same name, if it exists, from its last checkpoint, for schedulers that
             restart the same command. A finished run is not changed.
@@ -217,7 +216,8 @@ def _run(
             log.info("%s is already finished: nothing to resume", folder)
             return Run(folder, json.loads((folder / SUMMARY).read_text(encoding="utf-8")))
     session = Session(config)
-    limit = [] if minutes is None else [plan(session, minutes)]
+    if minutes is not None:
+        plan(session, minutes)
 
     def open_folder(held: ExitStack) -> Path:
         choose = f"choose another --name, resume it with --resume {out / (name or '')} or --continue, or --overwrite it"
@@ -243,7 +243,7 @@ def _run(
     with open_on_all_ranks(session.probe, open_folder) as folder:
         advice = advice or f"continue with cribo pretrain --resume {folder}"
         with if_interrupted(lambda: advice):
-            return _train(session, folder, [*callbacks, *limit], advice, console or Console(quiet=True))
+            return _train(session, folder, callbacks, advice, console or Console(quiet=True))
 
 
 def _find_checkpoint(folder: Path) -> None:
@@ -282,7 +282,7 @@ def _train(session: Session, folder: Path, callbacks: Sequence[Callback], advice
             *(metrics, faults, watch),
             *([score] if score is not None else []),
             *module.objective.callbacks(folder, session.dataset),
-            *(run_progress(metrics, console), *callbacks),
+            *(run_progress(metrics, console), TimeEstimate(config), *callbacks),
             *(checkpoints, interruption),
         ],
         module.schedules.total_steps,

@@ -8,7 +8,7 @@ import lightning as L
 import torch
 
 from cribo.data import DataError, UnreadableImage, open_segmentation
-from cribo.data.scenes import Scenes
+from cribo.data.scenes import held_out_scenes
 from cribo.evaluation import DenseNN, Splits
 from cribo.evaluation.runner import calibrate_batch_norms, measure
 from cribo.models import Backbone
@@ -21,18 +21,12 @@ log = logging.getLogger("cribo")
 
 
 def open_score_data(config: PretrainConfig) -> Splits | None:
-    """Open the labelled images of the configuration: the memory is train, the queries are val; None without a score.
-
-    Held-out scenes are numbered after the training scenes.
-    """
+    """Open the labelled images of the configuration: the memory is train, the queries are val; None without a score."""
     root = config.data.root if config.score.root == "data" else config.score.root
     if root is None:
         return None
     if root == "scenes":
-        scenes = config.data.scenes
-        memory, queries = config.score.images
-        train = Scenes(memory, size=scenes.size, seed=scenes.seed, first=scenes.count)
-        val = Scenes(queries, size=scenes.size, seed=scenes.seed, first=scenes.count + memory)
+        train, val = held_out_scenes(*config.score.images)
     else:
         train, val = (
             open_segmentation("folder", root, split, max_pixels=config.data.max_pixels) for split in ("train", "val")
