@@ -86,8 +86,7 @@ class Inputs:
     @cached_property
     def synthetic_run(self) -> Path:
         """The run of the quickstart, on synthetic scenes."""
-        full, quick = "--optim.epochs 48", "--data.scenes.count 8 --score.images 4,2"
-        return self._trained("quickstart", full=full, quick=quick)
+        return self._trained("quickstart", quick="--data.scenes.count 8 --score.images 4,2")
 
     @cached_property
     def street_run(self) -> Path:
@@ -362,7 +361,8 @@ def explorer_segment(inputs: Inputs) -> Image.Image:
     """The tab of segmentation, with an example open."""
     page = _opened(inputs.page, "Segment")
     page.locator("#painted button").nth(1).click()
-    page.get_by_text(min(inputs.strokes.joinpath("images").iterdir()).name).first.wait_for()
+    first = min(inputs.strokes.joinpath("images").iterdir()).name
+    page.locator(".painter-caption", has_text=first).wait_for()
     page.locator("#upcoming img").first.wait_for()
     page.wait_for_timeout(5000)  # labels of the next pictures arrive one by one
     return _screenshot(page)
