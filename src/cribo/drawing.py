@@ -224,14 +224,11 @@ def curves_figure() -> tuple[Figure, Axes]:
 
 
 def plot_curve(axes: Axes, points: Sequence[tuple[float, float]], *, label: str | None = None, **style: Any) -> None:
-    """Plot (x, y) as a line, with markers if there are few points; a single value is written beside its marker."""
+    """Plot (x, y) as a line, with markers if there are few points; a single value is written in its label."""
     marker = "o" if len(points) < _FEW else None
     (line,) = axes.plot(*zip(*points, strict=True), marker=marker, markersize=4, label=label, **style)
     if len(points) == 1:
-        line.set_markersize(7)
-        axes.annotate(
-            f"{points[0][1]:.3g} (one value only)", points[0], (9, 0), textcoords="offset points", va="center"
-        )
+        line.set(markersize=7, label=f"{label or 'one value'}: {points[0][1]:.3g}")
         axes.set_xlim(points[0][0] - 1, points[0][0] + 1)
 
 

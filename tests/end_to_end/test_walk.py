@@ -90,7 +90,7 @@ def photographs(
 @pytest.mark.usefixtures("photographs")
 def test_everything_that_is_printed_can_be_read(terminal: Terminal) -> None:
     said = terminal("pretrain --config tiny.yaml --name mine")
-    # TODO mean intersection over union
+    assert "mean intersection over union (mIoU)" in " ".join(said.split())
     backbone = "--backbone runs/mine"
     terminal(f"evaluate dense-nn {backbone} --data scenes --limit 20 --ratios 1 --out mine --cache none")
     terminal("evaluate dense-nn --backbone mean-colour --data scenes --limit 20 --ratios 1 --out colour --cache none")
