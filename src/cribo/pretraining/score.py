@@ -96,7 +96,7 @@ class RetrievalScore(L.Callback):
         try:
             if untrained:
                 calibrate_batch_norms(backbone, self.data.train)
-            miou = self._score(backbone, module.device)
+            miou = float(f"{self._score(backbone, module.device):.8g}")  # as a resumed run reads it from the metrics
         except (UnreadableImage, DataError) as error:
             failed = error
         finally:
