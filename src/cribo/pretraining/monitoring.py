@@ -165,7 +165,8 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 def _formatted(row: Row) -> dict[str, str]:
-    return {name: f"{value:.8g}" for name, value in row.items()}
+    # Exact, so that a resumed run reads the values that it logged.
+    return {name: repr(float(value)).removesuffix(".0") for name, value in row.items()}
 
 
 class TooManyUnreadable(Stopped):

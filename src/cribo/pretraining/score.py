@@ -21,7 +21,10 @@ log = logging.getLogger("cribo")
 
 
 def open_score_data(config: PretrainConfig) -> Splits | None:
-    """Open the labelled images of the configuration: the memory is train, the queries are val; None without a score."""
+    """Open the labelled images of the score: train is the memory, val are the queries.
+
+    Returns None if no score is configured.
+    """
     root = config.data.root if config.score.root == "data" else config.score.root
     if root is None:
         return None
@@ -96,7 +99,7 @@ class RetrievalScore(L.Callback):
         try:
             if untrained:
                 calibrate_batch_norms(backbone, self.data.train)
-            miou = float(f"{self._score(backbone, module.device):.8g}")  # as a resumed run reads it from the metrics
+            miou = self._score(backbone, module.device)
         except (UnreadableImage, DataError) as error:
             failed = error
         finally:
