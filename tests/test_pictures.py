@@ -33,7 +33,7 @@ def test_all_pictures_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def checked(self: Figure, path: Any, **options: Any) -> None:
         savefig(self, path, **options)
         if options["format"] == "png":
-            self.draw_without_rendering()  # places the texts for the resolution of the figure itself
+            self.draw_without_rendering()  # savefig leaves the layout at its own resolution
             faults.extend(f"{Path(path).name}: {fault}" for fault in unreadable(self))
 
     monkeypatch.setattr(Figure, "savefig", checked)

@@ -224,7 +224,7 @@ def curves_figure() -> tuple[Figure, Axes]:
 
 
 def plot_curve(axes: Axes, points: Sequence[tuple[float, float]], *, label: str | None = None, **style: Any) -> None:
-    """Plot (x, y) as a line, with markers if there are few points; a single value is written in its label."""
+    """Plot points (x, y) as a line, with markers if they are few. The label of a single point states its value."""
     marker = "o" if len(points) < _FEW else None
     (line,) = axes.plot(*zip(*points, strict=True), marker=marker, markersize=4, label=label, **style)
     if len(points) == 1:

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0 is success, 1 a failure, 2 invalid arguments or input, 130 an interruption.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-        # Threads of torch that wait for each other first spin. On a busy machine that doubles the time of training.
+        # Idle OpenMP threads spin before they sleep, which doubles the training time on a busy machine.
         os.environ["GOMP_SPINCOUNT"] = "10000"
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))

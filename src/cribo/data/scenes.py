@@ -119,7 +119,7 @@ class Scenes:
 
 
 def held_out_scenes(memory: int = HELD_OUT_SCENES[0], queries: int = HELD_OUT_SCENES[1]) -> tuple[Scenes, Scenes]:
-    """Return labelled scenes to search, and others to score, none of which are trained on.
+    """Return held-out scenes: the memory and the queries of dense retrieval.
 
     Example:
         >>> memory, queries = held_out_scenes()
@@ -129,7 +129,7 @@ def held_out_scenes(memory: int = HELD_OUT_SCENES[0], queries: int = HELD_OUT_SC
     return Scenes(memory, first=_FIRST_QUERY - memory), Scenes(queries, first=_FIRST_QUERY)
 
 
-@lru_cache(maxsize=1)  # labels are read after the image
+@lru_cache(maxsize=1)  # paints a scene once if its labels are read after its image
 def compose_scene(seed: int, number: int, size: int, min_objects: int, max_objects: int) -> tuple[Array, Array]:
     """Paint one scene, from the farthest to the nearest object.
 

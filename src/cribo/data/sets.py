@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cribo.data.segmentation import LabelValues
 
 HELD_OUT_SCENES = 200, 100
-"""Numbers of held-out synthetic scenes to search and to score."""
+"""Numbers of held-out scenes in the memory and in the queries of dense retrieval."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Duration of a training on this machine, and the number of epochs for a given duration."""
+"""Estimates of the duration of a run on this machine, and the number of epochs for a given duration."""
 
 import dataclasses
 import logging
@@ -54,9 +54,9 @@ def seconds_per_step(session: Session) -> float:
 
 
 class TimeEstimate(Callback):
-    """Callback that logs how long the training takes, estimated from its first steps.
+    """Callback that logs the duration of the training, estimated from its first steps.
 
-    For the quickstart, it also logs what a shorter run is worth.
+    For the quickstart, it also logs whether the run is too short to judge.
 
     Args:
         config: configuration of the run.
@@ -92,7 +92,7 @@ class TimeEstimate(Callback):
 
 
 def epochs_to_judge(config: PretrainConfig) -> int:
-    """Return the epochs without which the quickstart's network shows nothing; 0 for other networks and images."""
+    """Return the fewest epochs that give the quickstart a meaningful score; 0 for other networks and images."""
     quickstart = load_config(DEFAULT_PRESET)
     trained, shown = (
         (each.objective, each.backbone, each.data.root, each.data.scenes) for each in (config, quickstart)
