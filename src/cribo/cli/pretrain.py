@@ -114,7 +114,7 @@ def _print_summary(run: "Run", console: Console) -> None:
     summary = run.summary
     if "dense_nn" in summary:
         score = summary["dense_nn"]
-        table = Table(title="Dense nearest-neighbour retrieval on held-out images: mean intersection over union (mIoU)")
+        table = Table(title="Dense retrieval on held-out images: mean intersection over union (mIoU)")
         table.add_column("features")
         table.add_column("mIoU", justify="right")
         for label, key in (
