@@ -105,7 +105,7 @@ def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
     inputs, shown = [sent, number, chosen, count], [chosen, picture, text, nearest]
     first = [sent, number, count]
     opened = tab.select(turned, page, [page, thumbnails], **HIDDEN)
-    opened.then(ask, inputs, shown, **HIDDEN)
+    first_search = opened.then(ask, inputs, shown, **HIDDEN)
     gr.on([page.submit, page.blur], turned, page, [page, thumbnails], api_name="page", **REQUEST)
     before.click(show_errors(lambda place: turned(whole_number(place) - 1)), page, [page, thumbnails], **HIDDEN)
     after.click(show_errors(lambda place: turned(whole_number(place) + 1)), page, [page, thumbnails], **HIDDEN)
@@ -118,3 +118,6 @@ def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
     picture.select(clicked, first, shown, **HIDDEN)
     smaller.click(moved(-1), inputs, shown, **HIDDEN)
     larger.click(moved(1), inputs, shown, **HIDDEN)
+    # The search on opening may end after one that the visitor asked for meanwhile, and would replace its result.
+    asked = [thumbnails.select, number.submit, sent.upload, sent.clear, chosen.submit, count.release, picture.select]
+    gr.on([*asked, smaller.click, larger.click], None, cancels=first_search)
