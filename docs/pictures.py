@@ -25,8 +25,8 @@ from torchvision.transforms.v2.functional import to_pil_image
 
 from cribo.cli import main as cribo
 from cribo.data.scenes import Scenes
-from cribo.drawing import region_places
 from cribo.models import build_backbone, save_backbone
+from cribo.painting import region_places
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -112,7 +112,7 @@ class Inputs:
         for file in (folder / "labels").iterdir():
             labels = torch.from_numpy(np.array(Image.open(file)))
             painted = torch.full_like(labels, 255)
-            for label, (x, y, radius) in region_places(labels).items():
+            for label, (x, y, radius) in region_places(labels.numpy()).items():
                 if radius > 0.04 * labels.shape[1]:
                     rows, columns = (slice(round(c - r), round(c + r)) for c, r in ((y, radius / 3), (x, radius)))
                     own = labels[rows, columns]

@@ -1,9 +1,11 @@
-"""Help and argument errors do not import slow packages."""
+"""Help, argument errors, and commands that only read stored results do not import slow packages."""
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from tests.explorer.conftest import draw_square
 
 from cribo.cli import COMMANDS
 from cribo.cli.evaluate import EVALUATIONS
@@ -89,3 +91,32 @@ def test_unknown_sets_are_reported_without_importing_torch(evaluation: str) -> N
     assert done.stdout.splitlines()[-1].strip() == "loaded:"
     assert f"cribo evaluate {evaluation}: " in done.stderr
     assert "unknown segmentation set 'vox'; did you mean 'voc'?" in done.stderr
+
+
+def imported(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """Return the slow packages that a command has imported."""
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1].split()[1:]
+
+
+def test_a_search_by_entry_imports_neither_torch_nor_matplotlib(tmp_path: Path) -> None:
+    pytest.importorskip("lance")
+    images = tmp_path / "images"
+    images.mkdir()
+    for number, colour in enumerate(((200, 40, 40), (210, 50, 50))):
+        draw_square(colour, (16, 16 * number)).save(images / f"{number}.png")
+    database = ("--db", str(tmp_path / "objects.db"))
+    run("index", "--backbone", "mean-colour", "--images", str(images), *database)
+    done = run("search", *database, "--image", "0.png", "--object", "0", "--out", str(tmp_path / "found"))
+    assert imported(done) == ["lance", "numpy"]
+    assert "1.png" in done.stdout
+    assert (tmp_path / "found" / "sheet.png").is_file()
+
+
+def test_a_comparison_does_not_import_torch(tmp_path: Path) -> None:
+    words = ("--backbone", "mean-colour", "--data", "scenes", "--draws", "1", "--pictures", "0")
+    run("evaluate", "dense-nn", *words, "--out", str(tmp_path / "result"))
+    done = run("evaluate", "compare", str(tmp_path / "result"), "--out", str(tmp_path / "compared"))
+    assert imported(done) == ["matplotlib", "numpy"]
+    assert "mIoU" in done.stdout
+    assert (tmp_path / "compared" / "compare.png").is_file()

@@ -1,4 +1,4 @@
-"""Drawing functions shared by all pictures: styles, coloured and numbered regions, and writing of figures."""
+"""Drawing of figures with matplotlib: styles, frames, numbers, curves and legends, and writing of files."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -7,23 +7,16 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-import torch
-import torch.nn.functional as F
 from cycler import cycler
-from jaxtyping import Bool, Int, UInt8
+from jaxtyping import Int
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
-from torch import Tensor
 
 from cribo.colours import LINE_COLOURS, Colour, rgb
 from cribo.files import write_whole
-
-STRIPES = (215, 165)
-"""The two greys of the stripes that mark unlabelled pixels."""
-
-MARK: Colour = (85, 255, 255)
-"""Colour of outlines over photographs, drawn with a dark edge. Few photographs and no heat map contain it."""
+from cribo.painting import region_places
+from cribo.wording import shortened
 
 PAGE_WIDTH = 8.0
 """Width of the widest figures in inches: text of 9 points is still readable if a page shows them 800 pixels wide."""
@@ -34,12 +27,9 @@ LETTER, LEGEND_LINE = 0.075, 0.22
 DASHES = (0, (3.0, 2.0))
 """Style of dashed frames, in widths of the line."""
 
-_EDGE: Colour = (20, 20, 20)
 _DPI = 150
 _HANDLE = 0.5  # width of an entry of a legend without its label, in inches
 _FEW = 40  # points of a curve with markers
-_TINT = 0.6  # opacity of a colour over a grey picture
-_PLACED = 64  # longer side, in pixels, at which the places of numbers are found
 
 
 def house_style() -> AbstractContextManager[None]:
@@ -100,52 +90,8 @@ def hide_ticks(panels: np.ndarray) -> None:
                 spine.set_visible(False)
 
 
-def paint_regions(
-    picture: UInt8[np.ndarray, "h w 3"], labels: Int[Tensor, "h w"], colours: Mapping[int, Colour]
-) -> UInt8[np.ndarray, "h w 3"]:
-    """Tint and outline the regions in `colours`; fade the other pixels to grey."""
-    painted = _faded(picture)
-    for region, colour in colours.items():
-        inside = labels.numpy() == region
-        painted[inside] = tint(picture[inside], np.array(colour))
-        painted[inside & ~_eroded(inside, 1)] = colour
-    return painted
-
-
-def tint(picture: UInt8[np.ndarray, "*size 3"], colours: Int[np.ndarray, "#*size 3"]) -> UInt8[np.ndarray, "*size 3"]:
-    """Return a picture in shades of one colour, or of a colour per pixel.
-
-    It keeps half of its contrast: otherwise, a dark colour over bright pixels equals a bright colour over dark ones.
-    """
-    grey = 64 + 0.5 * picture.mean(axis=-1, keepdims=True)
-    return np.rint((1 - _TINT) * grey + _TINT * colours).astype(np.uint8)
-
-
-def outline_region(
-    picture: UInt8[np.ndarray, "h w 3"], inside: Bool[np.ndarray, "h w"], colour: Colour = MARK
-) -> UInt8[np.ndarray, "h w 3"]:
-    """Outline a region, which keeps its own colours, with a dark edge; fade the other pixels to grey."""
-    width = max(1, min(picture.shape[:2]) // 100)
-    painted, outside = _faded(picture), ~inside
-    painted[outside & ~_eroded(outside, 2 * width)] = _EDGE
-    painted[outside & ~_eroded(outside, width)] = colour
-    painted[inside] = picture[inside]
-    return painted
-
-
-def _faded(picture: UInt8[np.ndarray, "h w 3"]) -> UInt8[np.ndarray, "h w 3"]:
-    grey = 0.4 * picture.mean(axis=2, keepdims=True) + 90
-    return np.rint(grey).astype(np.uint8).repeat(3, axis=2)
-
-
-def _eroded(inside: Bool[np.ndarray, "h w"], width: int) -> Bool[np.ndarray, "h w"]:
-    """Remove the pixels of a region that are nearer than `width` to others; the edge of the picture is no border."""
-    outside = torch.from_numpy(~inside)[None].float()
-    return F.max_pool2d(outside, 2 * width + 1, stride=1, padding=width)[0].numpy() == 0
-
-
 def number_regions(
-    axes: Axes, labels: Int[Tensor, "h w"], numbers: Mapping[int, int], *, size: float = 8, smallest: float = 0.0
+    axes: Axes, labels: Int[np.ndarray, "h w"], numbers: Mapping[int, int], *, size: float = 8, smallest: float = 0.0
 ) -> None:
     """Write a number into each region of a picture in axes, so that it is identified without its colour.
 
@@ -162,59 +108,9 @@ def number_regions(
             text.set(path_effects=[withStroke(linewidth=size / 4, foreground="black")], fontweight="bold")
 
 
-def region_places(labels: Int[Tensor, "h w"]) -> dict[int, tuple[float, float, float]]:
-    """Return (x, y, radius), in pixels, of a place deep inside each region and its distance to others.
-
-    Example:
-        >>> region_places(torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0]]))
-        {0: (3.0, 1.0, 1.0), 1: (1.0, 1.0, 2.0)}
-    """
-    step = max(1, -(-max(labels.shape) // _PLACED))
-    first = step // 2
-    small = labels[first::step, first::step]
-    places = {}
-    for region in small.unique().tolist():
-        inside = F.pad((small == region).float(), (1, 1, 1, 1))[None]
-        depth = torch.zeros_like(inside)
-        while inside.any():
-            depth += inside
-            inside = 1 - F.max_pool2d(1 - inside, 3, stride=1, padding=1)
-        radius = depth.max()
-        deepest = (depth[0] == radius).nonzero().float() - 1  # without the padding
-        row, column = deepest[(deepest - deepest.mean(dim=0)).square().sum(dim=1).argmin()].tolist()
-        places[int(region)] = (first + step * column, first + step * row, step * float(radius))
-    return places
-
-
-def paint_classes(
-    labels: UInt8[Tensor, "h w"], palette: Sequence[Colour], ignore_index: int
-) -> UInt8[np.ndarray, "h w 3"]:
-    """Colour each pixel by its class; draw stripes where the label is `ignore_index`."""
-    colours = torch.zeros(256, 3, dtype=torch.uint8)
-    colours[: len(palette)] = torch.tensor(list(palette), dtype=torch.uint8)
-    painted = colours[labels.long()]
-    unlabelled = labels == ignore_index
-    painted[unlabelled] = stripes(labels.shape)[unlabelled]
-    return painted.numpy()
-
-
-def stripes(size: Sequence[int]) -> UInt8[Tensor, "h w 3"]:
-    """Return diagonal grey stripes of size (height, width), which mark unlabelled pixels."""
-    width = max(2, size[1] // 60)
-    diagonal = (torch.arange(size[0])[:, None] + torch.arange(size[1])) // width % 2
-    return torch.where(diagonal == 0, *STRIPES).to(torch.uint8)[..., None].expand(-1, -1, 3)
-
-
 def short_name(name: str, letters: int) -> str:
-    """Return a name for a title, with an ellipsis in its middle if it is longer than `letters`.
-
-    Example:
-        >>> short_name("night/camera-2/frame_000123.jpg", 20)
-        'night/cam…000123.jpg'
-    """
-    if len(name) > letters:
-        name = f"{name[: (letters - 1) // 2]}…{name[-(letters // 2) :]}"
-    return name.replace("$", r"\$")  # matplotlib renders text between two $ as a formula
+    """Return a name for a title, shortened if it is longer than `letters`."""
+    return shortened(name, letters).replace("$", r"\$")  # matplotlib renders text between two $ as a formula
 
 
 def curves_figure() -> tuple[Figure, Axes]:

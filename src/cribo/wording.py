@@ -1,4 +1,4 @@
-"""Wording of messages: numbers with their nouns, and lists of names."""
+"""Wording of messages: numbers with their nouns, lists of names, and long names."""
 
 from collections.abc import Sequence
 
@@ -31,3 +31,13 @@ def joined(names: Sequence[str], last: str) -> str:
         ('a, b or c', 'a')
     """
     return f" {last} ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+
+
+def shortened(name: str, letters: int) -> str:
+    """Return a name with an ellipsis in its middle if it is longer than `letters`.
+
+    Example:
+        >>> shortened("night/camera-2/frame_000123.jpg", 20)
+        'night/cam…000123.jpg'
+    """
+    return name if len(name) <= letters else f"{name[: (letters - 1) // 2]}…{name[-(letters // 2) :]}"

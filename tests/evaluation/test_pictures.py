@@ -13,20 +13,18 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 
 from cribo.data import colour_map
-from cribo.drawing import paint_classes
+from cribo.evaluation.curves import Curve, plot_curves, varied_values
 from cribo.evaluation.pictures import (
     RIGHT,
     WRONG,
-    Curve,
     Panel,
     draw_confusion,
     draw_predictions,
     paint_right_and_wrong,
-    plot_curves,
-    varied_values,
     write_pictures,
 )
 from cribo.evaluation.results import EvaluationResult
+from cribo.painting import paint_classes
 
 CLASSES = ["sky", "road", "car", "tree", "sign"]
 PALETTE = colour_map(6)[1:]
@@ -114,7 +112,7 @@ def test_correct_and_wrong_pixels_have_their_colours() -> None:
 @pytest.mark.parametrize("ignore_index", [255, 4])
 def test_classes_have_the_colours_of_the_palette(ignore_index: int) -> None:
     panel = a_panel(ignore_index)
-    painted = paint_classes(panel.labels, PALETTE, ignore_index)
+    painted = paint_classes(panel.labels.numpy(), PALETTE, ignore_index)
     assert (painted[1:, :6] == PALETTE[0]).all()
     assert (painted[1:, 6:] == PALETTE[2]).all()
     assert (painted[0] == painted[0][:, :1]).all()
@@ -155,8 +153,8 @@ def test_a_row_shows_image_labels_prediction_and_errors() -> None:
     shown = [axes.images[0].get_array() for axes in draw_predictions([panel], CLASSES, PALETTE).subfigs[0].axes]
     expected = (
         panel.image.permute(1, 2, 0).numpy(),
-        paint_classes(panel.labels, PALETTE, 255),
-        paint_classes(panel.prediction, PALETTE, 255),
+        paint_classes(panel.labels.numpy(), PALETTE, 255),
+        paint_classes(panel.prediction.numpy(), PALETTE, 255),
         paint_right_and_wrong(panel),
     )
     assert len(shown) == 4

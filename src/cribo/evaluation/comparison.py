@@ -14,8 +14,8 @@ from rich.console import Group as Stack
 from rich.console import RenderableType
 
 from cribo.drawing import PAGE_WIDTH, house_style, write_figure
+from cribo.evaluation.curves import Curve, legend_height, plot_curves, varied_values
 from cribo.evaluation.data import PLACES
-from cribo.evaluation.pictures import Curve, legend_height, plot_curves, varied_values
 from cribo.evaluation.published import PublishedRow, architecture_name, published_beside
 from cribo.evaluation.results import (
     NONE,

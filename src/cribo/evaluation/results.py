@@ -2,27 +2,27 @@
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
-import numpy as np
-import torch
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
 
 from cribo.console import duration
 from cribo.data import SEGMENTATION_SETS
 from cribo.errors import InputError
 from cribo.evaluation.protocol import PROTOCOLS, find_protocol
-from cribo.evaluation.scores import best_place
 from cribo.files import FolderError, write_text
+
+if TYPE_CHECKING:
+    import torch
 
 RESULTS = "results.json"
 """File name of a result."""
@@ -211,12 +211,24 @@ def read_result(path: str | os.PathLike[str]) -> EvaluationResult:
         raise ResultError(f"{file} is corrupt: {error}; repeat the evaluation") from error
 
 
-def versions(device: torch.device | str = "cpu") -> dict[str, str]:
+def best_place(values: Sequence[float | None]) -> int:
+    """Return the index of the highest value, the first on ties; None is lower than any number.
+
+    Example:
+        >>> best_place([None, 0.1, 0.3, 0.3])
+        2
+    """
+    return max(range(len(values)), key=lambda place: -math.inf if (value := values[place]) is None else value)
+
+
+def versions(device: "torch.device | str" = "cpu") -> dict[str, str]:
     """Return the versions of the software that results depend on, and a description of the `hardware`.
 
     Args:
         device: device of the evaluation.
     """
+    import torch
+
     packages = {name: importlib.metadata.version(package) for name, package in _PACKAGES.items()}
     device = torch.device(device)
     if device.type == "cuda":
@@ -484,7 +496,7 @@ def plain(value: Any) -> Any:
 
 
 def _builtin(value: Any) -> Any:
-    if isinstance(value, Tensor | np.ndarray | np.generic):
+    if hasattr(value, "tolist"):  # a tensor, an array or a number of NumPy
         return value.tolist()
     if isinstance(value, os.PathLike):
         return os.fspath(value)

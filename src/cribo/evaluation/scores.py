@@ -1,8 +1,5 @@
 """Confusion matrices and the metrics computed from them."""
 
-import math
-from collections.abc import Sequence
-
 import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
@@ -87,16 +84,6 @@ def matched_iou(confusion: Int[Tensor, "c p"]) -> Float64[Tensor, " p"]:
 def mean_iou(confusion: Int[Tensor, "c p"]) -> float:
     """Return the mean IoU of the classes that occur."""
     return float(iou(confusion).nanmean())
-
-
-def best_place(values: Sequence[float | None]) -> int:
-    """Return the index of the highest value, the first on ties; None is lower than any number.
-
-    Example:
-        >>> best_place([None, 0.1, 0.3, 0.3])
-        2
-    """
-    return max(range(len(values)), key=lambda place: -math.inf if (value := values[place]) is None else value)
 
 
 def accuracy(confusion: Int[Tensor, "c p"]) -> Float[Tensor, " c"]:

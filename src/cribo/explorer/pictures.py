@@ -11,7 +11,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as TF
 
 from cribo.colours import Colour
-from cribo.drawing import MARK, region_places
+from cribo.painting import MARK, region_places
 
 SHOWN = 768
 """Longer side of a picture on the page, in pixels."""
@@ -80,7 +80,7 @@ def with_numbers(
     image = Image.fromarray(picture)
     down, across = picture.shape[0] / labels.shape[0], picture.shape[1] / labels.shape[1]
     font = ImageFont.load_default(max(10, picture.shape[1] // 20))
-    for region, (x, y, _) in region_places(labels).items():
+    for region, (x, y, _) in region_places(labels.numpy()).items():
         if region in numbers:
             place = (across * (x + 0.5), down * (y + 0.5))
             ImageDraw.Draw(image).text(

@@ -11,9 +11,10 @@ from matplotlib.gridspec import GridSpec, SubplotSpec
 from torch import Tensor
 
 from cribo.colours import distinct_colours
-from cribo.drawing import frame, hide_ticks, number_regions, paint_regions
+from cribo.drawing import frame, hide_ticks, number_regions
 from cribo.objectives.cluster_record import ClusterHistory
 from cribo.objectives.sampling import ObjectSample, enlarge_labels, match_sample
+from cribo.painting import paint_regions
 
 TEXT_WIDTH, COLUMN_WIDTH = 6.9, 3.3
 """Widths of a two-column page and of one column, in inches."""
@@ -42,7 +43,7 @@ def lay_out_matches(sample: ObjectSample, *, queries: int, objects: int) -> Figu
         _picture(figure, grid[top : top + rows, :rows], sample.view(query, 0))
         axes = _picture(figure, grid[top : top + rows, rows : 2 * rows], painted)
         numbers = {neighbour.cluster: number for number, neighbour in enumerate(neighbours, start=1)}
-        number_regions(axes, sample.clusters(query, 0), numbers, size=6)
+        number_regions(axes, sample.clusters(query, 0).numpy(), numbers, size=6)
         for number, neighbour in enumerate(neighbours):
             row, column = divmod(number, _MATCH_COLUMNS)
             axes = _picture(figure, grid[top + row, 2 * rows + column], neighbour.picture)
@@ -72,7 +73,7 @@ def lay_out_clusters(history: ClusterHistory, *, pairs: int) -> Figure:
             picture = history.views[pair, view].permute(1, 2, 0).numpy()
             row[0].imshow(picture)
             for time, axes in enumerate(row[1:]):
-                labels = enlarge_labels(history.labels[time, pair, view], history.grid, (height, width))
+                labels = enlarge_labels(history.labels[time, pair, view], history.grid, (height, width)).numpy()
                 axes.imshow(paint_regions(picture, labels, {c: colours[n - 1] for c, n in numbers[time].items()}))
                 number_regions(axes, labels, numbers[time], size=6)
     panels[0, 0].set_title("views", pad=3)

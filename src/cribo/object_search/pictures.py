@@ -1,29 +1,118 @@
-"""Contact sheets of a search: queries with similar objects, or pairs of similar images."""
+"""Contact sheets of a search: queries with similar objects, or pairs of similar images.
 
+Drawn with Pillow, since importing matplotlib takes longer than searching.
+"""
+
+import importlib.util
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from jaxtyping import UInt8
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from torch import Tensor
+from jaxtyping import Bool, UInt8
+from PIL import Image, ImageDraw, ImageFont
 
-from cribo.data.reading import UnreadableImage, read_image, read_reduced
-from cribo.drawing import PAGE_WIDTH, hide_ticks, house_style, outline_region, short_name, write_figure
+from cribo.data.reading import UnreadableImage, open_header, upright_rgb
+from cribo.files import write_whole
 from cribo.object_search.database import FoundObject
-from cribo.object_search.duplicates import DuplicatePair
 from cribo.object_search.queries import Query
-from cribo.retrieval.patches import resize_image
+from cribo.painting import outline_region
+from cribo.wording import shortened
 
-_SHOWN = 300  # shorter side of an image on the sheet, in pixels
+if TYPE_CHECKING:
+    from cribo.object_search.duplicates import DuplicatePair
+
+_WIDTH, _GAP = 1200, 12  # of the sheet, and between its pictures, in pixels
 _COLUMNS = 6  # including the query
-_PANEL, _HEADING = PAGE_WIDTH / _COLUMNS, 0.52  # inch
 _MOST_ROWS = 16
-_TEXT = 8  # points
-_LETTERS = 21  # that fit over a panel
+_TEXT, _LINE = 17, 21  # size of the text and distance of its lines, in pixels
+_HEADING = 3  # lines above a picture
+_OUTLINE = 2  # pixels
+_NO_PICTURE = (230, 230, 230)
+
+Pixels = UInt8[np.ndarray, "h w 3"]
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """A picture on the sheet: lines above it, and a note where it cannot be shown."""
+
+    lines: Sequence[str]
+    pixels: Pixels | None
+    note: str = ""
+    bold: bool = False
+
+
+@dataclass
+class _Sheet:
+    """A white picture with a title, on which cells are placed in rows and columns of equal size.
+
+    Attributes:
+        title: lines of the title.
+        rows: number of rows.
+        columns: number of columns.
+        aspect: height of a picture's room, as a multiple of its width.
+    """
+
+    title: Sequence[str]
+    rows: int
+    columns: int
+    aspect: float
+    image: Image.Image = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.image = Image.new("RGB", (_WIDTH, self._corner(self.rows, 0)[1]), "white")
+        for number, line in enumerate(self.title):
+            self._write(line, _GAP, _GAP + number * _LINE, _WIDTH - 2 * _GAP)
+
+    def room(self, span: int = 1) -> tuple[int, int]:
+        """Return width and height, in pixels, of the room for a picture that spans some rows and columns."""
+        (left, top), (right, bottom) = self._corner(0, 0), self._corner(span, span)
+        return right - left - _GAP, bottom - top - _GAP - _HEADING * _LINE
+
+    def place(self, cell: _Cell, row: int, column: int, span: int = 1) -> None:
+        """Draw a cell that spans some rows and columns; its picture must fit into the room."""
+        left, top = self._corner(row, column)
+        width, height = self.room(span)
+        first = top + (_HEADING - len(cell.lines)) * _LINE  # the last line is next to the picture
+        for number, line in enumerate(cell.lines):
+            self._write(line, left, first + number * _LINE, width, bold=cell.bold)
+        top += _HEADING * _LINE
+        if cell.pixels is not None:
+            self.image.paste(Image.fromarray(cell.pixels), (left, top))
+        else:
+            self.image.paste(_NO_PICTURE, (left, top, left + width, top + height))
+        for number, line in enumerate(cell.note.split()):
+            self._write(line, left + _GAP, top + _GAP + number * _LINE, width - 2 * _GAP)
+
+    def write(self, path: Path) -> Path:
+        """Write the sheet atomically as a PNG, and return its path."""
+        write_whole(path, lambda part: self.image.save(part, "PNG"))
+        return path
+
+    def _corner(self, row: int, column: int) -> tuple[int, int]:
+        width = (_WIDTH - _GAP) / self.columns
+        height = round(self.aspect * (width - _GAP)) + _HEADING * _LINE + _GAP
+        return _GAP + round(column * width), 2 * _GAP + len(self.title) * _LINE + row * height
+
+    def _write(self, line: str, left: int, top: int, width: int, *, bold: bool = False) -> None:
+        font = _font("DejaVuSans-Bold" if bold else "DejaVuSans")
+        letters = len(line)
+        while letters > 1 and font.getlength(shortened(line, letters)) > width:
+            letters -= 1
+        ImageDraw.Draw(self.image).text((left, top), shortened(line, letters), "black", font)
+
+
+@cache
+def _font(name: str) -> ImageFont.FreeTypeFont:
+    """Return a font of matplotlib, which is not imported: Pillow's own has no letters beyond Latin ones."""
+    found = importlib.util.find_spec("matplotlib")
+    assert found is not None
+    assert found.origin is not None
+    return ImageFont.truetype(Path(found.origin).parent / "mpl-data" / "fonts" / "ttf" / f"{name}.ttf", _TEXT)
 
 
 def write_sheet(
@@ -40,22 +129,26 @@ def write_sheet(
         states: states of the found images: `changed`, `missing` or "".
         root: folder that the paths are relative to.
     """
-    with house_style():
-        figure, queries, cells = _panels(query, len(found), len(found[0]))
-        figure.suptitle(
-            "The query (left) and the most similar objects, outlined. Above each: the cosine similarity\n"
-            "of its features to those of the query (at most 1), its number in the image, and the file",
-            fontsize=9,
-        )
-        for number, axes in enumerate(queries):
-            _draw_query(axes, query, number, len(queries))
-        for axes, one in _placed(cells, found, len(queries)):
-            _draw_found(axes, one, states.get(one.image, ""), root)
-        hide_ticks(np.array([*queries, *cells]))
-        return write_figure(path, figure)
+    height, width = query.size
+    # A single query is drawn at twice the width and height of the found objects.
+    span = 2 if len(found) == 1 else 1
+    columns = _COLUMNS - span
+    rows = min(max(span, math.ceil(len(found[0]) / columns)) if span == 2 else len(found), _MOST_ROWS)
+    title = (
+        "The query (left) and the most similar objects, outlined. Above each: the cosine similarity",
+        "of its features to those of the query (at most 1), its number in the image, and the file",
+    )
+    sheet = _Sheet(title, rows, _COLUMNS, min(max(height / width, 0.5), 1.5))
+    for row in range(1 if span == 2 else rows):
+        sheet.place(_query_cell(query, row, sheet.room(span)), row, 0, span)
+    for number, several in enumerate(found[:rows]):
+        for place, one in enumerate(several[: columns * (rows if span == 2 else 1)]):
+            cell = _found_cell(one, states.get(one.image, ""), root, sheet.room())
+            sheet.place(cell, number + place // columns, span + place % columns)
+    return sheet.write(path)
 
 
-def write_pairs(path: Path, pairs: Sequence[DuplicatePair], root: Path) -> Path:
+def write_pairs(path: Path, pairs: "Sequence[DuplicatePair]", root: Path) -> Path:
     """Draw the first pairs of similar images, two pairs per row, and write a PNG.
 
     Args:
@@ -64,100 +157,61 @@ def write_pairs(path: Path, pairs: Sequence[DuplicatePair], root: Path) -> Path:
         root: folder that the paths are relative to.
     """
     shown = pairs[: 2 * _MOST_ROWS]
-    rows = max(1, math.ceil(len(shown) / 2))
-    with house_style():
-        figure = Figure(figsize=(PAGE_WIDTH, rows * (PAGE_WIDTH / 4 * 0.75 + _HEADING) + 0.6), layout="constrained")
-        more = f"the first {len(shown)} of {len(pairs)} pairs" if len(pairs) > len(shown) else f"{len(pairs)} pairs"
-        figure.suptitle(
-            f"Similar images: {more}. Above each: cosine similarity of their mean features (at most 1)",
-            fontsize=9,
-        )
-        axes = figure.subplots(rows, 4, squeeze=False)
-        frames = axes.reshape(-1, 2)
-        for (left, right), pair in zip(frames, shown, strict=False):
-            for one, name, number in ((left, pair.first, f"{pair.similarity:.3f}"), (right, pair.second, "")):
-                pixels = _load(root / name)
-                one.imshow(np.full((3, 4, 3), 0.9) if pixels is None else _array(pixels))
-                _title(one, number, name, letters=30)
-        if not pairs:
-            frames[0][0].set_title("no similar images", fontsize=_TEXT)
-        hide_ticks(axes)
-        return write_figure(path, figure)
+    more = f"the first {len(shown)} of {len(pairs)} pairs" if len(pairs) > len(shown) else f"{len(pairs)} pairs"
+    title = f"Similar images: {more}. Above each: cosine similarity of their mean features (at most 1)"
+    sheet = _Sheet((title,), math.ceil(len(shown) / 2), 4, 0.75)
+    for number, pair in enumerate(shown):
+        for side, name in enumerate((pair.first, pair.second)):
+            what = () if side else (f"{pair.similarity:.3f}",)
+            pixels = _load(root / name, sheet.room())
+            cell = _Cell((*what, *_file_lines(name)), pixels, "" if pixels is not None else "unreadable")
+            sheet.place(cell, number // 2, 2 * (number % 2) + side)
+    return sheet.write(path)
 
 
-def _panels(query: Query, regions: int, nearest: int) -> tuple[Figure, list[Axes], list[Axes]]:
-    """Return a figure with the axes of the queries (left) and of the found objects (row-major)."""
-    height, width = query.size
-    # A single query is drawn at twice the width and height of the found objects.
-    side = 2 if regions == 1 else 1
-    columns = _COLUMNS - side
-    rows = min(max(side, math.ceil(nearest / columns)) if regions == 1 else regions, _MOST_ROWS)
-    panel = _PANEL * min(max(height / width, 0.5), 1.5) + _HEADING
-    figure = Figure(figsize=(PAGE_WIDTH, panel * rows + 0.5), layout="constrained")
-    grid = figure.add_gridspec(rows, _COLUMNS)
-    queries = [figure.add_subplot(grid[row : row + side, :side]) for row in range(1 if regions == 1 else rows)]
-    cells = [figure.add_subplot(grid[row, side + column]) for row in range(rows) for column in range(columns)]
-    return figure, queries, cells
-
-
-def _placed(cells: list[Axes], found: Sequence[Sequence[FoundObject]], rows: int) -> Iterator[tuple[Axes, FoundObject]]:
-    """Yield the found objects with their axes; objects beyond the available axes are omitted."""
-    room = len(cells) // rows
-    for number, several in enumerate(found[:rows]):
-        yield from zip(cells[number * room : (number + 1) * room], several, strict=False)
-
-
-def _draw_query(axes: Axes, query: Query, number: int, queries: int) -> None:
+def _query_cell(query: Query, number: int, room: tuple[int, int]) -> _Cell:
     region = query.regions[number]
-    mask = region.pixels(*query.size)
-    pixels = _small(read_image(query.path))
-    small = torch.nn.functional.interpolate(torch.from_numpy(mask)[None, None].float(), pixels.shape[1:])[0, 0]
-    axes.imshow(outline_region(_array(pixels), small.numpy() > 0))
-    axes.set_anchor("N")  # aligns the query with the first row of found objects
-    _title(axes, f"query: {region.name}", query.path.name, letters=_LETTERS * (2 if queries == 1 else 1), bold=True)
+    pixels = _read(query.path, room)
+    inside = _resized(region.pixels(*query.size), pixels.shape[:2])
+    return _Cell((f"query: {region.name}", query.path.name), outline_region(pixels, inside, width=_OUTLINE), bold=True)
 
 
-def _draw_found(axes: Axes, found: FoundObject, state: str, root: Path) -> None:
-    pixels = None if state == "missing" else _load(root / found.image)
-    note = ""
+def _found_cell(found: FoundObject, state: str, root: Path, room: tuple[int, int]) -> _Cell:
+    lines = (f"{found.similarity:.3f}, object {found.object.number}", *_file_lines(found.image))
+    pixels = None if state == "missing" else _load(root / found.image, room)
     if pixels is None:
-        axes.imshow(np.full((3, 4, 3), 0.9), aspect="auto")
-        note = "deleted since indexing" if state == "missing" else "unreadable"
-    elif state == "changed":
+        return _Cell(lines, None, "deleted since indexing" if state == "missing" else "unreadable")
+    if state == "changed":
         # The stored mask does not apply to the changed image.
-        axes.imshow(outline_region(_array(pixels), np.zeros(pixels.shape[1:], dtype=bool)))
-        note = "changed since indexing"
-    else:
-        axes.imshow(outline_region(_array(pixels), found.object.mask.pixels(pixels.shape[1:])))
-    axes.text(0.5, 0.5, note.replace(" ", "\n"), transform=axes.transAxes, ha="center", va="center", fontsize=_TEXT)
-    _title(axes, f"{found.similarity:.3f}, object {found.object.number}", found.image)
+        nothing = np.zeros(pixels.shape[:2], dtype=bool)
+        return _Cell(lines, outline_region(pixels, nothing), "changed since indexing")
+    inside = found.object.mask.pixels(pixels.shape[:2])
+    return _Cell(lines, outline_region(pixels, inside, width=_OUTLINE))
 
 
-def _title(axes: Axes, what: str, name: str, *, letters: int = _LETTERS, bold: bool = False) -> None:
-    """Write a line above a picture, and the folder and name of its file."""
+def _file_lines(name: str) -> list[str]:
+    """Return the folder and the name of a file."""
     folder, _, file = name.rpartition("/")
-    lines = [what, *(short_name(part, letters) for part in (f"{folder}/" if folder else "", file) if part)]
-    axes.set_title("\n".join(lines), fontsize=_TEXT, fontweight="bold" if bold else "normal")
+    return [f"{folder}/", file] if folder else [file]
 
 
-def _array(pixels: UInt8[Tensor, "3 h w"]) -> UInt8[np.ndarray, "h w 3"]:
-    return pixels.permute(1, 2, 0).numpy()
-
-
-def _load(path: Path) -> Tensor | None:
-    """Read an image at the size of the sheet; None if it is unreadable."""
-
-    def reduction(height: int, width: int) -> int:
-        return max((each for each in (8, 4, 2, 1) if min(height, width) >= each * _SHOWN), default=1)
-
+def _load(path: Path, room: tuple[int, int]) -> Pixels | None:
     try:
-        return _small(read_reduced(path, reduction)[0])
+        return _read(path, room)
     except UnreadableImage:
         return None
 
 
-def _small(pixels: Tensor) -> Tensor:
-    scale = _SHOWN / min(pixels.shape[1:])
-    if scale >= 1:
-        return pixels
-    return resize_image(pixels, (round(scale * pixels.shape[1]), round(scale * pixels.shape[2])), "bilinear")
+def _read(path: Path, room: tuple[int, int]) -> Pixels:
+    """Read an image as RGB, at the largest size that fits into a room of (width, height)."""
+    with open_header(path) as image:
+        image.draft(None, (2 * max(room), 2 * max(room)))  # reduces a JPEG while decoding, to at least this size
+        picture = upright_rgb(image)
+    scale = min(side / own for side, own in zip(room, picture.size, strict=True))
+    width, height = (max(1, round(scale * side)) for side in picture.size)
+    return np.array(picture.resize((width, height), Image.Resampling.BILINEAR))
+
+
+def _resized(mask: Bool[np.ndarray, "h w"], size: tuple[int, ...]) -> Bool[np.ndarray, "new_h new_w"]:
+    resized = Image.fromarray(mask).resize((size[1], size[0]), Image.Resampling.NEAREST)
+    return np.array(resized, dtype=bool)

@@ -85,7 +85,7 @@ def draw_clusters(sample: ObjectSample) -> Figure:
             panels[2 * view, image].imshow(sample.view(image, view))
             painted = panels[2 * view + 1, image]
             painted.imshow(sample.painted(image, view, colours))
-            number_regions(painted, sample.clusters(image, view), numbers, size=7.5)
+            number_regions(painted, sample.clusters(image, view).numpy(), numbers, size=7.5)
     for row, label in enumerate(("view 1", "clusters", "view 2", "clusters")):
         panels[row, 0].set_ylabel(label)
     hide_ticks(panels)
@@ -105,7 +105,7 @@ def draw_matches(sample: ObjectSample) -> Figure:
         panels[image, 0].imshow(sample.view(image, 0))
         panels[image, 1].imshow(painted)
         numbers = {neighbour.cluster: number for number, neighbour in enumerate(neighbours, start=1)}
-        number_regions(panels[image, 1], sample.clusters(image, 0), numbers)
+        number_regions(panels[image, 1], sample.clusters(image, 0).numpy(), numbers)
         for axes, neighbour in zip(panels[image, 2:], neighbours, strict=False):
             axes.imshow(neighbour.picture)
             axes.set_title(f"nearest to {numbers[neighbour.cluster]}", fontsize=9, pad=3)

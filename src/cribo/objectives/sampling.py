@@ -13,12 +13,12 @@ from cribo.colours import Colour, distinct_colours
 from cribo.data.images import ImageSource
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, SampleDataset
-from cribo.drawing import outline_region, paint_regions
 from cribo.method import NO_MATCH, MemoryBank, pool_objects
 from cribo.models import Backbone, evaluation_mode, normalise
 from cribo.objectives.objects import Objects, find_objects, label_tokens
 from cribo.objectives.options import ObjectiveOptions
 from cribo.objectives.views import ViewPairs
+from cribo.painting import outline_region, paint_regions
 
 _ENCODED_AT_ONCE = 32
 
@@ -83,7 +83,7 @@ class ObjectSample:
 
     def painted(self, image: int, view: int, colours: Mapping[int, Colour]) -> UInt8[np.ndarray, "h w 3"]:
         """Return one view with the given clusters coloured and the others grey."""
-        return paint_regions(self.view(image, view), self.clusters(image, view), colours)
+        return paint_regions(self.view(image, view), self.clusters(image, view).numpy(), colours)
 
     def object_colours(self, image: int) -> dict[int, Colour]:
         """Return a colour for each cluster of an image that is an object."""

@@ -19,10 +19,9 @@ from cribo.drawing import (
     house_style,
     legend_columns,
     number_regions,
-    paint_classes,
     short_name,
-    tint,
 )
+from cribo.painting import paint_classes, tint
 
 _BORDER = 0.35  # brightness of pixels at the border of classes
 _HEADING = 0.35  # inch
@@ -56,7 +55,7 @@ def overlay(
     Class 0 is the background if it is black in the palette; there, the image is unchanged.
     """
     picture = image.permute(1, 2, 0).numpy()
-    painted = tint(picture, paint_classes(labels, palette, IGNORE_INDEX))
+    painted = tint(picture, paint_classes(labels.numpy(), palette, IGNORE_INDEX))
     if palette and tuple(palette[0]) == BLACK:
         background = labels.numpy() == 0
         painted[background] = picture[background]
@@ -103,7 +102,7 @@ def draw_overview(
         for row, panel in zip(axes, panels, strict=True):
             row[0].imshow(panel.image.permute(1, 2, 0).numpy())
             row[1].imshow(overlay(panel.image, panel.labels, palette), interpolation="nearest")
-            number_regions(row[1], panel.labels, dict(zip(present, present, strict=True)), smallest=0.03)
+            number_regions(row[1], panel.labels.numpy(), dict(zip(present, present, strict=True)), smallest=0.03)
             row[2].imshow(panel.confidence.numpy(), cmap=CONFIDENCE, vmin=0, vmax=1)
             row[0].set_title(short_name(panel.name, 36), fontsize=9, loc="left")
         axes[0][1].set_title("labels", fontsize=9)

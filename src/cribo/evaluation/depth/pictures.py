@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
+import numpy as np
 import torch
 from jaxtyping import Float, UInt8
 from matplotlib.axes import Axes
@@ -14,13 +15,13 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from cribo.data.depth import DepthImages
-from cribo.drawing import STRIPES, stripes
 from cribo.evaluation.depth.prediction import Predictions
 from cribo.evaluation.depth.scoring import DepthScore, upsample
 from cribo.evaluation.features import EncodedView
 from cribo.evaluation.pages import show_image, write_pages
 from cribo.evaluation.pictures import draw_rows
 from cribo.evaluation.results import percent
+from cribo.painting import STRIPES, stripes
 
 _SHADES = 6  # in the legend
 
@@ -89,8 +90,9 @@ def draw_depths(
 
 
 def _paint(depth: Float[Tensor, "h w"], shade: Normalize, colours: Colormap) -> UInt8[Tensor, "3 h w"]:
-    painted = torch.from_numpy(colours(shade(depth.numpy()), bytes=True)[..., :3])
-    return torch.where(depth[..., None] > 0, painted, stripes(depth.shape)).permute(2, 0, 1)
+    painted = colours(shade(depth.numpy()), bytes=True)[..., :3]
+    measured = depth.numpy()[..., None] > 0
+    return torch.from_numpy(np.where(measured, painted, stripes(depth.shape))).permute(2, 0, 1)
 
 
 def _said(method: str, score: DepthScore | None) -> str:

@@ -13,8 +13,9 @@ from cribo.data.crops import Crops, MMSegPreparation, Preparation, SquarePrepara
 from cribo.evaluation.data import spread
 from cribo.evaluation.pages import panel_of
 from cribo.evaluation.protocol import Outcome
+from cribo.evaluation.results import best_place
 from cribo.evaluation.runner import Run
-from cribo.evaluation.scores import best_place, iou
+from cribo.evaluation.scores import iou
 from cribo.evaluation.segmentation.module import SegmentationModule
 from cribo.evaluation.segmentation.protocol import SegmentationTraining, scale_of
 from cribo.evaluation.training import fit

@@ -15,13 +15,13 @@ from torch import Tensor
 from cribo.colours import rgb
 from cribo.data.reading import image_size
 from cribo.data.video import VideoFrames, object_palette
-from cribo.drawing import tint
 from cribo.evaluation.pages import show_image, write_pages
 from cribo.evaluation.pictures import draw_rows
 from cribo.evaluation.results import percent
 from cribo.evaluation.video.scoring import boundary
 from cribo.evaluation.video.segmenting import Segmented
 from cribo.files import write_whole
+from cribo.painting import tint
 
 _SHOWN_AT = (0, 0.25, 0.5, 0.75, 1)  # of the frames of a video, without the last, which is not scored
 _OUTLINE = 255  # white

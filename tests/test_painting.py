@@ -1,12 +1,12 @@
 import numpy as np
-import torch
 from matplotlib.figure import Figure
 
-from cribo.drawing import MARK, number_regions, outline_region, paint_regions, region_places
+from cribo.drawing import number_regions
+from cribo.painting import MARK, outline_region, paint_regions, region_places
 
 
 def test_a_region_is_numbered_inside_and_small_ones_are_not() -> None:
-    labels = torch.zeros(40, 60, dtype=torch.long)
+    labels = np.zeros((40, 60), dtype=int)
     labels[10:30, 30:55] = 7
     labels[0, 0] = 3
     axes = Figure().subplots()
@@ -17,7 +17,7 @@ def test_a_region_is_numbered_inside_and_small_ones_are_not() -> None:
 
 
 def test_the_place_of_a_ring_is_on_the_ring() -> None:
-    labels = torch.zeros(300, 300, dtype=torch.long)
+    labels = np.zeros((300, 300), dtype=int)
     labels[50:250, 50:250] = 1
     labels[100:200, 100:200] = 0
     x, y, radius = region_places(labels)[1]
@@ -27,7 +27,7 @@ def test_the_place_of_a_ring_is_on_the_ring() -> None:
 
 def test_painted_regions_have_their_colour_and_others_are_grey() -> None:
     picture = np.full((8, 8, 3), (200, 100, 30), dtype=np.uint8)
-    labels = torch.zeros(8, 8, dtype=torch.long)
+    labels = np.zeros((8, 8), dtype=int)
     labels[2:6, 2:6] = 5
     painted = paint_regions(picture, labels, {5: (0, 114, 178)})
     assert painted[2, 3].tolist() == [0, 114, 178]  # outline
