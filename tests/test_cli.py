@@ -70,6 +70,12 @@ def test_help_shows_often_used_options_first_and_each_option_once(capsys: pytest
     assert len(named) == len(set(named)) > 30
 
 
+def test_help_has_no_heading_without_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["evaluate", "detection", "--help"])  # all options of the data are among the often used ones
+    assert re.findall(r"^(\S.*:)\n\n", capsys.readouterr().out, re.M) == []
+
+
 @pytest.mark.parametrize("word", ["-h", "--help"])
 def test_help(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([word]) == 0

@@ -241,9 +241,7 @@ class Parser(ArgumentParser):
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """Return the help with short names, the options that usage and examples name first."""
         self._group_often_used()
-        # Hide the options that read a single group from a file: --config does the same.
-        text = re.sub(r"\n  --\S+ CONFIG\s+Path to a configuration file\.", "", super().format_help(*args, **kwargs))
-        text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
+        text = re.sub(r"<class\s+'(?:\w+\.)*(\w+)'>", r"\1", super().format_help(*args, **kwargs))
         for short, long in self._short.items():
             removed = " " * (len(long) - len(short))  # keeps the column of the explanations
             text = re.sub(rf"^(  {re.escape(long)} \S+)( +)(?=\S)", rf"\1\2{removed}", text, flags=re.MULTILINE)
@@ -251,7 +249,10 @@ class Parser(ArgumentParser):
         return text
 
     def _group_often_used(self) -> None:
-        """Move the options that usage and description name, and required ones, to a first group in this order."""
+        """Move the options that usage and description name, and required ones, to a first group in this order.
+
+        Options that read a single group from a file are hidden: --config does the same.
+        """
         texts = f"{self.usage or ''} {self.description or ''}"
         named = [self._long(option) for option in re.findall(r"--\w[\w.]*\b", texts)]
         often = self.add_argument_group("often used")
@@ -261,7 +262,9 @@ class Parser(ArgumentParser):
                 places = [named.index(option) for option in action.option_strings if option in named]
                 if places or action.required:
                     used[action] = min(places, default=0)
-            group._group_actions[:] = [action for action in group._group_actions if action not in used]
+            group._group_actions[:] = [
+                action for action in group._group_actions if action not in used and action.metavar != "CONFIG"
+            ]
         often._group_actions += sorted(used, key=used.__getitem__)
         self._action_groups = [often, *(group for group in self._action_groups if group is not often)]
 
