@@ -1,4 +1,4 @@
-"""Help, argument errors, and commands that only read stored results do not import slow packages."""
+"""Help and argument errors do not import slow packages; commands that only read results do not import torch."""
 
 import subprocess
 import sys

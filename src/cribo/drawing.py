@@ -1,4 +1,4 @@
-"""Drawing of figures with matplotlib: styles, frames, numbers, curves and legends, and writing of files."""
+"""Drawing of figures with matplotlib: styles, frames, numbers, curves and legends."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager

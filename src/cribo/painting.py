@@ -1,4 +1,4 @@
-"""Painting of pictures as arrays of pixels: outlined, tinted and striped regions, and places for their numbers."""
+"""Painting of pictures as NumPy arrays: tinted, outlined and striped regions."""
 
 from collections.abc import Mapping, Sequence
 

@@ -39,5 +39,7 @@ def shortened(name: str, letters: int) -> str:
     Example:
         >>> shortened("night/camera-2/frame_000123.jpg", 20)
         'night/cam…000123.jpg'
+        >>> shortened("street", 1)
+        '…'
     """
-    return name if len(name) <= letters else f"{name[: (letters - 1) // 2]}…{name[-(letters // 2) :]}"
+    return name if len(name) <= letters else f"{name[: (letters - 1) // 2]}…{name[len(name) - letters // 2 :]}"

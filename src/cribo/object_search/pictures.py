@@ -5,6 +5,7 @@ Drawn with Pillow, since importing matplotlib takes longer than searching.
 
 import importlib.util
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,7 +21,7 @@ from cribo.files import write_whole
 from cribo.object_search.database import FoundObject
 from cribo.object_search.queries import Query
 from cribo.painting import outline_region
-from cribo.wording import shortened
+from cribo.wording import counted, shortened
 
 if TYPE_CHECKING:
     from cribo.object_search.duplicates import DuplicatePair
@@ -38,7 +39,7 @@ Pixels = UInt8[np.ndarray, "h w 3"]
 
 @dataclass(frozen=True)
 class _Cell:
-    """A picture on the sheet: lines above it, and a note where it cannot be shown."""
+    """A picture on the sheet, with lines above it and a note over it."""
 
     lines: Sequence[str]
     pixels: Pixels | None
@@ -48,7 +49,7 @@ class _Cell:
 
 @dataclass
 class _Sheet:
-    """A white picture with a title, on which cells are placed in rows and columns of equal size.
+    """A white picture with a title and a grid of cells.
 
     Attributes:
         title: lines of the title.
@@ -69,12 +70,12 @@ class _Sheet:
             self._write(line, _GAP, _GAP + number * _LINE, _WIDTH - 2 * _GAP)
 
     def room(self, span: int = 1) -> tuple[int, int]:
-        """Return width and height, in pixels, of the room for a picture that spans some rows and columns."""
+        """Return (width, height), in pixels, of the picture of a cell that spans rows and columns."""
         (left, top), (right, bottom) = self._corner(0, 0), self._corner(span, span)
         return right - left - _GAP, bottom - top - _GAP - _HEADING * _LINE
 
     def place(self, cell: _Cell, row: int, column: int, span: int = 1) -> None:
-        """Draw a cell that spans some rows and columns; its picture must fit into the room."""
+        """Draw a cell that spans rows and columns; its picture has at most the size `room(span)`."""
         left, top = self._corner(row, column)
         width, height = self.room(span)
         first = top + (_HEADING - len(cell.lines)) * _LINE  # the last line is next to the picture
@@ -100,19 +101,20 @@ class _Sheet:
 
     def _write(self, line: str, left: int, top: int, width: int, *, bold: bool = False) -> None:
         font = _font("DejaVuSans-Bold" if bold else "DejaVuSans")
-        letters = len(line)
-        while letters > 1 and font.getlength(shortened(line, letters)) > width:
-            letters -= 1
-        ImageDraw.Draw(self.image).text((left, top), shortened(line, letters), "black", font)
+        lengths = range(1, len(line) + 1)
+        letters = bisect_right(lengths, width, key=lambda letters: font.getlength(shortened(line, letters)))
+        ImageDraw.Draw(self.image).text((left, top), shortened(line, max(1, letters)), "black", font)
 
 
 @cache
-def _font(name: str) -> ImageFont.FreeTypeFont:
-    """Return a font of matplotlib, which is not imported: Pillow's own has no letters beyond Latin ones."""
-    found = importlib.util.find_spec("matplotlib")
-    assert found is not None
-    assert found.origin is not None
-    return ImageFont.truetype(Path(found.origin).parent / "mpl-data" / "fonts" / "ttf" / f"{name}.ttf", _TEXT)
+def _font(name: str) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """Load a font from the files of matplotlib, or Pillow's font, which has Latin letters only."""
+    package = importlib.util.find_spec("matplotlib")  # does not import it
+    folder = Path(package.origin).parent if package and package.origin else Path()
+    try:
+        return ImageFont.truetype(folder / "mpl-data" / "fonts" / "ttf" / f"{name}.ttf", _TEXT)
+    except OSError:  # some distributions move the files elsewhere
+        return ImageFont.load_default(_TEXT)
 
 
 def write_sheet(
@@ -139,12 +141,12 @@ def write_sheet(
         "of its features to those of the query (at most 1), its number in the image, and the file",
     )
     sheet = _Sheet(title, rows, _COLUMNS, min(max(height / width, 0.5), 1.5))
-    for row in range(1 if span == 2 else rows):
-        sheet.place(_query_cell(query, row, sheet.room(span)), row, 0, span)
-    for number, several in enumerate(found[:rows]):
-        for place, one in enumerate(several[: columns * (rows if span == 2 else 1)]):
+    pixels = _read(query.path, sheet.room(span))
+    for row, nearest in enumerate(found[:rows]):
+        sheet.place(_query_cell(query, row, pixels), row, 0, span)
+        for place, one in enumerate(nearest[: columns * (rows if span == 2 else 1)]):
             cell = _found_cell(one, states.get(one.image, ""), root, sheet.room())
-            sheet.place(cell, number + place // columns, span + place % columns)
+            sheet.place(cell, row + place // columns, span + place % columns)
     return sheet.write(path)
 
 
@@ -157,21 +159,20 @@ def write_pairs(path: Path, pairs: "Sequence[DuplicatePair]", root: Path) -> Pat
         root: folder that the paths are relative to.
     """
     shown = pairs[: 2 * _MOST_ROWS]
-    more = f"the first {len(shown)} of {len(pairs)} pairs" if len(pairs) > len(shown) else f"{len(pairs)} pairs"
-    title = f"Similar images: {more}. Above each: cosine similarity of their mean features (at most 1)"
+    count = f"the first {len(shown)} of {len(pairs)} pairs" if pairs[len(shown) :] else counted(len(pairs), "pair")
+    title = f"Similar images: {count}. Above each: cosine similarity of their mean features (at most 1)"
     sheet = _Sheet((title,), math.ceil(len(shown) / 2), 4, 0.75)
     for number, pair in enumerate(shown):
         for side, name in enumerate((pair.first, pair.second)):
-            what = () if side else (f"{pair.similarity:.3f}",)
+            similarity = () if side else (f"{pair.similarity:.3f}",)
             pixels = _load(root / name, sheet.room())
-            cell = _Cell((*what, *_file_lines(name)), pixels, "" if pixels is not None else "unreadable")
-            sheet.place(cell, number // 2, 2 * (number % 2) + side)
+            note = "" if pixels is not None else "unreadable" if (root / name).exists() else "deleted since indexing"
+            sheet.place(_Cell((*similarity, *_file_lines(name)), pixels, note), number // 2, 2 * (number % 2) + side)
     return sheet.write(path)
 
 
-def _query_cell(query: Query, number: int, room: tuple[int, int]) -> _Cell:
+def _query_cell(query: Query, number: int, pixels: Pixels) -> _Cell:
     region = query.regions[number]
-    pixels = _read(query.path, room)
     inside = _resized(region.pixels(*query.size), pixels.shape[:2])
     return _Cell((f"query: {region.name}", query.path.name), outline_region(pixels, inside, width=_OUTLINE), bold=True)
 

@@ -118,6 +118,9 @@ def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
     picture.select(clicked, first, shown, **HIDDEN)
     smaller.click(moved(-1), inputs, shown, **HIDDEN)
     larger.click(moved(1), inputs, shown, **HIDDEN)
-    # The search on opening may end after one that the visitor asked for meanwhile, and would replace its result.
-    asked = [thumbnails.select, number.submit, sent.upload, sent.clear, chosen.submit, count.release, picture.select]
-    gr.on([*asked, smaller.click, larger.click], None, cancels=first_search)
+    # Otherwise, the search on opening could end after a later search and replace its result.
+    later_searches = [
+        *(thumbnails.select, picture.select, number.submit, number.blur, chosen.submit, chosen.blur),
+        *(sent.upload, sent.clear, count.release, smaller.click, larger.click),
+    ]
+    gr.on(later_searches, None, cancels=first_search)
