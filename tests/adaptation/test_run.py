@@ -205,5 +205,5 @@ def test_a_too_short_budget_names_the_required_minutes(scenes: Path, source: Pat
     start, images = load_backbone(folder / "closed_form"), open_images(asked.images)
     with pytest.raises(ValueError, match=r"--minutes 2 suffices for 0 steps.*use --minutes 3, or --minutes 1"):
         planned_training(asked, load_config("adapt", TRAINING), start, images, folder, seconds=0.0)
-    planned = planned_training(asked, load_config("adapt", TRAINING), start, images, folder, seconds=100.0)
-    assert planned.optim.epochs * (20 // 4) == 500  # the default maximum
+    planned = planned_training(asked, load_config("adapt", TRAINING), start, images, folder, seconds=10_000.0)
+    assert planned.optim.epochs * (20 // 4) == 500  # the default maximum, on any machine
