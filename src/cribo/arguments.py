@@ -240,7 +240,7 @@ class Parser(ArgumentParser):
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """Return the help with short names, the options that usage and examples name first."""
-        self._group_often_used()
+        self._arrange_groups()
         text = re.sub(r"<class\s+'(?:\w+\.)*(\w+)'>", r"\1", super().format_help(*args, **kwargs))
         for short, long in self._short.items():
             removed = " " * (len(long) - len(short))  # keeps the column of the explanations
@@ -248,11 +248,8 @@ class Parser(ArgumentParser):
             text = re.sub(rf"{re.escape(long)}(?![\w.])", short, text)
         return text
 
-    def _group_often_used(self) -> None:
-        """Move the options that usage and description name, and required ones, to a first group in this order.
-
-        Options that read a single group from a file are hidden: --config does the same.
-        """
+    def _arrange_groups(self) -> None:
+        """Move options named in usage and description, and required ones, to a first group; hide redundant ones."""
         texts = f"{self.usage or ''} {self.description or ''}"
         named = [self._long(option) for option in re.findall(r"--\w[\w.]*\b", texts)]
         often = self.add_argument_group("often used")
@@ -262,6 +259,7 @@ class Parser(ArgumentParser):
                 places = [named.index(option) for option in action.option_strings if option in named]
                 if places or action.required:
                     used[action] = min(places, default=0)
+            # Options with CONFIG read a single group from a file, as --config does.
             group._group_actions[:] = [
                 action for action in group._group_actions if action not in used and action.metavar != "CONFIG"
             ]

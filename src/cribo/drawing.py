@@ -1,4 +1,4 @@
-"""Drawing of figures with matplotlib: styles, frames, numbers, curves and legends."""
+"""Elements of matplotlib figures: styles, frames, numbers of regions, curves and legends."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -120,7 +120,10 @@ def curves_figure() -> tuple[Figure, Axes]:
 
 
 def plot_curve(axes: Axes, points: Sequence[tuple[float, float]], *, label: str | None = None, **style: Any) -> None:
-    """Plot points (x, y) as a line, with markers if they are few. The label of a single point states its value."""
+    """Plot points (x, y) as a line, with markers if there are few of them.
+
+    The value of a single point is added to its label.
+    """
     marker = "o" if len(points) < _FEW else None
     (line,) = axes.plot(*zip(*points, strict=True), marker=marker, markersize=4, label=label, **style)
     if len(points) == 1:

@@ -68,7 +68,7 @@ def _faded(picture: UInt8[np.ndarray, "h w 3"]) -> UInt8[np.ndarray, "h w 3"]:
 
 
 def _eroded(inside: Bool[np.ndarray, "h w"], width: int) -> Bool[np.ndarray, "h w"]:
-    """Remove the pixels of a region that are nearer than `width` to others; the edge of the picture is no border."""
+    """Erode a mask by `width` pixels; pixels outside the picture count as part of the mask."""
     for axis in (0, 1):
         margins = [(width, width) if each == axis else (0, 0) for each in (0, 1)]
         padded = np.pad(inside, margins, constant_values=True)

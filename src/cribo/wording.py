@@ -1,4 +1,4 @@
-"""Wording of messages: numbers with their nouns, lists of names, and long names."""
+"""Wording of messages: numbers with nouns, lists of names, and shortened names."""
 
 from collections.abc import Sequence
 

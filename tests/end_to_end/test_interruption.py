@@ -99,7 +99,7 @@ def test_ctrl_c_says_what_is_kept(
 
     monkeypatch.setattr(Phases, "__call__", interrupted)
     request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with SIGINT ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     assert main(words) == 130
     last = capsys.readouterr().err.splitlines()[-1]
     assert re.fullmatch(rf"cribo {' '.join(words[: 1 + (words[0] == 'evaluate')])}: interrupted; {message}", last), last

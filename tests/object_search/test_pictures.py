@@ -17,7 +17,7 @@ RED, BLUE = (220, 20, 20), (20, 20, 220)
 
 
 def write_halves(path: Path, size: tuple[int, int] = (120, 160), *, turned: bool = False) -> Path:
-    """Write an image of (height, width) with a red upper and a blue lower half, stored turned by 90° if wanted."""
+    """Write an image of (height, width) with a red upper and a blue lower half, rotated by EXIF if `turned`."""
     pixels = np.zeros((*size, 3), dtype=np.uint8)
     pixels[: size[0] // 2], pixels[size[0] // 2 :] = RED, BLUE
     image, exif = Image.fromarray(pixels), Image.Exif()
@@ -48,7 +48,7 @@ def read(path: Path) -> np.ndarray:
 
 
 def count(sheet: np.ndarray, colour: tuple[int, int, int]) -> int:
-    """Count the pixels of about a colour, which JPEG changes slightly."""
+    """Count the pixels close to a colour, with tolerance for JPEG compression."""
     return int((np.abs(sheet - colour).max(axis=2) < 25).sum())
 
 
@@ -83,7 +83,7 @@ def test_images_of_any_shape_fit_into_their_cells(tmp_path: Path, size: tuple[in
     write_halves(tmp_path / name, size)
     one = found_in(name, size)
     sheet = read(write_sheet(tmp_path / "sheet.png", query, [[one]], {name: "changed"}, tmp_path))
-    assert (sheet[70:, 595:] == 255).all()  # below the title and right of the first result
+    assert (sheet[70:, 595:] == 255).all()  # only the title is drawn to the right of the first result
 
 
 def test_the_number_of_rows_is_limited(tmp_path: Path) -> None:

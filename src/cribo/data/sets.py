@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cribo.data.segmentation import LabelValues
 
 HELD_OUT_SCENES = 200, 100
-"""Numbers of held-out scenes in the memory and in the queries of dense retrieval."""
+"""Number of held-out scenes in the memory, and number of query scenes, of dense retrieval."""
 
 
 @dataclass(frozen=True)

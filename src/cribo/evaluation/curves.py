@@ -1,4 +1,4 @@
-"""Curves of metrics as functions of the varied setting of results."""
+"""Plots of metrics against the varied setting of results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ def varied_values(results: Sequence[EvaluationResult]) -> list[object]:
 
 
 def plot_curves(axes: Axes, curves: Sequence[Curve], *, metric: str, varies: str, values: Sequence[object]) -> None:
-    """Plot a metric as a function of a setting.
+    """Plot a metric against a setting, with one curve per result.
 
     Numeric values are connected by lines, with error bars; names, such as those of methods, are not connected. A
     setting with a single value is drawn as horizontal bars.

@@ -1,4 +1,4 @@
-"""Pictures of a result: curve, confusion matrix, and predictions next to images and labels."""
+"""Pictures of a result: metric curve, confusion matrix, and predictions next to images and labels."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
+import numpy as np
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -496,8 +497,10 @@ def plain(value: Any) -> Any:
 
 
 def _builtin(value: Any) -> Any:
-    if hasattr(value, "tolist"):  # a tensor, an array or a number of NumPy
-        return value.tolist()
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    import torch  # results read from files do not get here
+
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        return value.tolist()
     raise TypeError(f"results must be JSON serialisable, got {value!r}")

@@ -35,9 +35,7 @@ class GridMask:
 
     def pixels(self, size: tuple[int, ...] | None = None) -> Bool[np.ndarray, "h w"]:
         """Return the mask over pixels of the image, resized to a (height, width) if given."""
-        size = size or self.image
-        rows, columns = (patch_of_pixel(pixels, patches) for pixels, patches in zip(size, self.grid, strict=True))
-        return self.patches()[np.ix_(rows, columns)]
+        return resize_mask(self.patches(), size or self.image)
 
     def contains(self, x: int, y: int) -> bool:
         """Whether a pixel belongs to the object."""
@@ -48,6 +46,12 @@ class GridMask:
     def coco(self) -> dict[str, object]:
         """Return the mask over pixels in COCO format: `size` and compressed `counts` as a string."""
         return outline(self.pixels())["segmentation"]
+
+
+def resize_mask(mask: Bool[np.ndarray, "h w"], size: tuple[int, ...]) -> Bool[np.ndarray, "new_h new_w"]:
+    """Resize a mask to a (height, width) by nearest-neighbour interpolation."""
+    rows, columns = (patch_of_pixel(new, old) for new, old in zip(size, mask.shape, strict=True))
+    return mask[np.ix_(rows, columns)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Bool, UInt8
+from jaxtyping import UInt8
 from PIL import Image, ImageDraw, ImageFont
 
 from cribo.data.reading import UnreadableImage, open_header, upright_rgb
 from cribo.files import write_whole
 from cribo.object_search.database import FoundObject
+from cribo.object_search.objects import resize_mask
 from cribo.object_search.queries import Query
 from cribo.painting import outline_region
 from cribo.wording import counted, shortened
@@ -30,8 +31,8 @@ _WIDTH, _GAP = 1200, 12  # of the sheet, and between its pictures, in pixels
 _COLUMNS = 6  # including the query
 _MOST_ROWS = 16
 _TEXT, _LINE = 17, 21  # size of the text and distance of its lines, in pixels
-_HEADING = 3  # lines above a picture
-_OUTLINE = 2  # pixels
+_HEADING = 3  # maximum number of text lines above a picture
+_OUTLINE = 2  # width of outlines, in pixels
 _NO_PICTURE = (230, 230, 230)
 
 Pixels = UInt8[np.ndarray, "h w 3"]
@@ -39,7 +40,7 @@ Pixels = UInt8[np.ndarray, "h w 3"]
 
 @dataclass(frozen=True)
 class _Cell:
-    """A picture on the sheet, with lines above it and a note over it."""
+    """A picture with lines of text above it, and a note written over it."""
 
     lines: Sequence[str]
     pixels: Pixels | None
@@ -55,7 +56,8 @@ class _Sheet:
         title: lines of the title.
         rows: number of rows.
         columns: number of columns.
-        aspect: height of a picture's room, as a multiple of its width.
+        aspect: maximum height of a picture, as a multiple of the width of its cell.
+        image: the sheet.
     """
 
     title: Sequence[str]
@@ -70,15 +72,15 @@ class _Sheet:
             self._write(line, _GAP, _GAP + number * _LINE, _WIDTH - 2 * _GAP)
 
     def room(self, span: int = 1) -> tuple[int, int]:
-        """Return (width, height), in pixels, of the picture of a cell that spans rows and columns."""
+        """Return the maximum (width, height), in pixels, of a picture in a cell of `span` rows and columns."""
         (left, top), (right, bottom) = self._corner(0, 0), self._corner(span, span)
         return right - left - _GAP, bottom - top - _GAP - _HEADING * _LINE
 
     def place(self, cell: _Cell, row: int, column: int, span: int = 1) -> None:
-        """Draw a cell that spans rows and columns; its picture has at most the size `room(span)`."""
+        """Draw a cell of `span` rows and columns, with a picture of at most the size `room(span)`."""
         left, top = self._corner(row, column)
         width, height = self.room(span)
-        first = top + (_HEADING - len(cell.lines)) * _LINE  # the last line is next to the picture
+        first = top + (_HEADING - len(cell.lines)) * _LINE  # text is aligned at the bottom, next to the picture
         for number, line in enumerate(cell.lines):
             self._write(line, left, first + number * _LINE, width, bold=cell.bold)
         top += _HEADING * _LINE
@@ -108,12 +110,12 @@ class _Sheet:
 
 @cache
 def _font(name: str) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """Load a font from the files of matplotlib, or Pillow's font, which has Latin letters only."""
+    """Load one of matplotlib's fonts, or Pillow's default font if it is missing."""
     package = importlib.util.find_spec("matplotlib")  # does not import it
     folder = Path(package.origin).parent if package and package.origin else Path()
     try:
         return ImageFont.truetype(folder / "mpl-data" / "fonts" / "ttf" / f"{name}.ttf", _TEXT)
-    except OSError:  # some distributions move the files elsewhere
+    except OSError:  # some distributions move the files; Pillow's font has Latin letters only
         return ImageFont.load_default(_TEXT)
 
 
@@ -133,9 +135,11 @@ def write_sheet(
     """
     height, width = query.size
     # A single query is drawn at twice the width and height of the found objects.
-    span = 2 if len(found) == 1 else 1
+    single = len(found) == 1
+    span = 2 if single else 1
     columns = _COLUMNS - span
-    rows = min(max(span, math.ceil(len(found[0]) / columns)) if span == 2 else len(found), _MOST_ROWS)
+    rows = min(max(span, math.ceil(len(found[0]) / columns)) if single else len(found), _MOST_ROWS)
+    shown = columns * (rows if single else 1)  # results of each query
     title = (
         "The query (left) and the most similar objects, outlined. Above each: the cosine similarity",
         "of its features to those of the query (at most 1), its number in the image, and the file",
@@ -144,7 +148,7 @@ def write_sheet(
     pixels = _read(query.path, sheet.room(span))
     for row, nearest in enumerate(found[:rows]):
         sheet.place(_query_cell(query, row, pixels), row, 0, span)
-        for place, one in enumerate(nearest[: columns * (rows if span == 2 else 1)]):
+        for place, one in enumerate(nearest[:shown]):
             cell = _found_cell(one, states.get(one.image, ""), root, sheet.room())
             sheet.place(cell, row + place // columns, span + place % columns)
     return sheet.write(path)
@@ -159,8 +163,12 @@ def write_pairs(path: Path, pairs: "Sequence[DuplicatePair]", root: Path) -> Pat
         root: folder that the paths are relative to.
     """
     shown = pairs[: 2 * _MOST_ROWS]
-    count = f"the first {len(shown)} of {len(pairs)} pairs" if pairs[len(shown) :] else counted(len(pairs), "pair")
+    count = counted(len(pairs), "pair")
+    if len(pairs) > len(shown):
+        count = f"the first {len(shown)} of {count}"
     title = f"Similar images: {count}. Above each: cosine similarity of their mean features (at most 1)"
+    if not pairs:
+        title = "No similar images"
     sheet = _Sheet((title,), math.ceil(len(shown) / 2), 4, 0.75)
     for number, pair in enumerate(shown):
         for side, name in enumerate((pair.first, pair.second)):
@@ -173,7 +181,7 @@ def write_pairs(path: Path, pairs: "Sequence[DuplicatePair]", root: Path) -> Pat
 
 def _query_cell(query: Query, number: int, pixels: Pixels) -> _Cell:
     region = query.regions[number]
-    inside = _resized(region.pixels(*query.size), pixels.shape[:2])
+    inside = resize_mask(region.pixels(*query.size), pixels.shape[:2])
     return _Cell((f"query: {region.name}", query.path.name), outline_region(pixels, inside, width=_OUTLINE), bold=True)
 
 
@@ -204,15 +212,10 @@ def _load(path: Path, room: tuple[int, int]) -> Pixels | None:
 
 
 def _read(path: Path, room: tuple[int, int]) -> Pixels:
-    """Read an image as RGB, at the largest size that fits into a room of (width, height)."""
+    """Read an image as RGB, scaled to fit into (width, height) = `room`."""
     with open_header(path) as image:
         image.draft(None, (2 * max(room), 2 * max(room)))  # reduces a JPEG while decoding, to at least this size
         picture = upright_rgb(image)
     scale = min(side / own for side, own in zip(room, picture.size, strict=True))
     width, height = (max(1, round(scale * side)) for side in picture.size)
     return np.array(picture.resize((width, height), Image.Resampling.BILINEAR))
-
-
-def _resized(mask: Bool[np.ndarray, "h w"], size: tuple[int, ...]) -> Bool[np.ndarray, "new_h new_w"]:
-    resized = Image.fromarray(mask).resize((size[1], size[0]), Image.Resampling.NEAREST)
-    return np.array(resized, dtype=bool)

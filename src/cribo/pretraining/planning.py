@@ -1,4 +1,4 @@
-"""Estimates of the duration of a run on this machine, and the number of epochs for a given duration."""
+"""Estimation of the duration of a run, and of the number of epochs for a given duration."""
 
 import dataclasses
 import logging
