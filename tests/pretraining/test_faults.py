@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,19 @@ Train = Callable[..., Any]
 
 
 class KillWorkers(L.Callback):
-    """Kills all workers, or one, after some steps."""
+    """Kills all workers of its run, or one, after some steps."""
 
     def __init__(self, *steps: int, most: int | None = None) -> None:
         self.steps = steps
         self.most = most
+        self.others: set[BaseProcess] = set()  # children that earlier tests left
+
+    def on_fit_start(self, *_: Any, **__: Any) -> None:
+        self.others = set(multiprocessing.active_children())
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         if trainer.global_step in self.steps:
-            workers = multiprocessing.active_children()
+            workers = [child for child in multiprocessing.active_children() if child not in self.others]
             assert workers
             for worker in workers[: self.most]:
                 worker.kill()
