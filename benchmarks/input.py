@@ -35,11 +35,11 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision import transforms as classic
 from torchvision.transforms.functional import pil_to_tensor
 
-from cribo.data import ImageFiles, open_images
+from cribo.data import ImageFiles, apply_photometric, open_images
 from cribo.data.loading import BatchLoader
 from cribo.data.samples import Batch, SampleDataset, StepBatchSampler
 from cribo.data.scenes import Scenes
-from cribo.method import ViewRecipe, apply_photometric
+from cribo.method import ViewRecipe
 from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, normalise
 from cribo.objectives.views import ViewPairs
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cribo.method import SelfDistillation, cluster_tokens, cross_view_loss, reference
 from cribo.method.blocks import rows_per_block
-from cribo.method.matching import nearest_rows
+from cribo.method.matching import Rows, nearest_rows
 
 PROTOTYPES, CHANNELS = 65_536, 256
 
@@ -53,8 +53,9 @@ def search(queries: int, rows: int, device: str) -> Versions:
     bank = F.normalize(bank, dim=1).to(torch.float16 if device.startswith("cuda") else torch.float32)
     query_images, row_images = (torch.arange(count, device=device) // 20 for count in (queries, rows))
     allowed = query_images[:, None] != row_images
+    stored = Rows(bank.expand(2, -1, -1), [slice(0, rows)], row_images)
     return {
-        "ours": lambda: nearest_rows(query, bank, query_images=query_images, row_images=row_images),
+        "ours": lambda: nearest_rows(query, stored, 0, query_images),
         "bare product": lambda: query.to(bank.dtype) @ bank.T,
         "reference": lambda: reference.nearest(query, bank.float(), allowed),
     }

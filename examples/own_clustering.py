@@ -34,9 +34,7 @@ def stripes(
     return ((x - low) / (high - low + 1) * num_objects).long()
 
 
-def close_enough(
-    objects: Float[Tensor, "2 r d"], jumped: Float[Tensor, "2 r d"], group_rows: object = None
-) -> Bool[Tensor, "2 r"]:
+def close_enough(objects: Float[Tensor, "2 r d"], jumped: Float[Tensor, "2 r d"]) -> Bool[Tensor, "2 r"]:
     """Accept matches that are also similar in the other view; compare `cribo.method.cycle_consistency`."""
     return F.cosine_similarity(objects.flip(0), jumped, dim=-1) > 0.5
 

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cribo
+from cribo.data import sample_photometric
 from cribo.data.samples import Batch, LazyImage, Sample
-from cribo.method import cut_views, sample_crops, sample_photometric
+from cribo.method import cut_views, sample_crops
 from cribo.models import Backbone
 from cribo.objectives import Columns, Objective, Output, Setting, Step
 from cribo.objectives.views import normalised_views

@@ -23,6 +23,7 @@ from cribo.method import (
     cross_image_loss,
     cross_view_loss,
     cut_views,
+    draw_initial_tokens,
     patch_coordinates,
     pool_objects,
     sample_crops,
@@ -30,6 +31,7 @@ from cribo.method import (
 from cribo.models import build_backbone
 
 STEPS, BATCH, SIZE, K, PROTOTYPES = 20, 8, 64, 8, 64
+TOKENS = (SIZE // 8) ** 2
 
 generator = torch.Generator().manual_seed(0)
 images, recipe = Scenes(STEPS * BATCH), ViewRecipe(size=SIZE)
@@ -69,8 +71,8 @@ for step in range(STEPS):
             tokens_t.flatten(1, 2),
             coordinates.flatten(1, 2),
             num_objects=K,
+            initial_tokens=torch.stack([draw_initial_tokens(2 * TOKENS, K, generator=generator) for _ in numbers]),
             position_weight=1.0,
-            generator=generator,
         ).view(tokens_t.shape[:3])
         objects, kept = pool_objects(tokens_t, labels, K)  # (B, 2, K, D), (B, K)
         rows, clusters = kept.nonzero(as_tuple=True)
@@ -83,11 +85,10 @@ for step in range(STEPS):
     found_s = pool_objects(tokens_s.unflatten(0, (BATCH, 2)), labels, K)[0][rows, :, clusters].transpose(0, 1)
     by_view_t, by_view_s = (z.unflatten(0, (BATCH, 2)).transpose(0, 1) for z in (global_t, global_s))
     objects_t, objects_s = teacher["head"](found_t), student["head"](found_s)
-    group = [len(rows)]  # the batch is one group
     losses = {
-        "image": cross_view_loss(student["head"](by_view_s), teacher["head"](by_view_t), level("image"), [BATCH]),
-        "cross-view": cross_view_loss(objects_s, objects_t, level("object"), group),
-        "cross-image": cross_image_loss(objects_s, neighbours, matches.valid, level("object"), group),
+        "image": cross_view_loss(student["head"](by_view_s), teacher["head"](by_view_t), level("image")),
+        "cross-view": cross_view_loss(objects_s, objects_t, level("object")),
+        "cross-image": cross_image_loss(objects_s, neighbours, matches.valid, level("object")),
     }
     optimizer.zero_grad()
     torch.stack(list(losses.values())).sum().backward()

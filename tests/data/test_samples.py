@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader
 
 from cribo.data.images import DataError, ImageFiles, open_images
 from cribo.data.loading import BatchLoader
+from cribo.data.photometric import Photometric
+from cribo.data.reduction import largest_reduction, reduced_crops
 from cribo.data.samples import Batch, LazyImage, Sample, SampleDataset, StepBatchSampler, Unreadable
 from cribo.method import Crops, ViewRecipe, cut_views, sample_crops
-from cribo.method.views import Photometric, largest_reduction, reduced_crops
 from cribo.objectives.cribo import ViewPairs
 
 

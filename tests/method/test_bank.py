@@ -124,7 +124,7 @@ def wrapped_bank(dtype: torch.dtype = torch.float32, num_images: int = 5) -> Mem
     for number in range(7):
         objects = torch.randn(2, 6, DIM, generator=generator)
         bank.push(objects, torch.tensor([2 * number] * 3 + [2 * number + 1] * 3), [3, 3])
-    assert bank._oldest + len(bank) > bank.capacity
+    assert len(bank.rows.parts) == 2
     return bank
 
 
@@ -188,7 +188,6 @@ def test_half_precision_rows_are_searched_in_float32(dtype: torch.dtype) -> None
     bank = MemoryBank(num_images=50, num_objects=2, dim=DIM, dtype=dtype)
     rows = torch.randn(2, 100, DIM)
     bank.push(rows, torch.arange(50).repeat_interleave(2), [2] * 50)
-    assert bank._rows.dtype == dtype
     rounded = rows.to(dtype).float()
     queries = torch.randn(2, 30, DIM)
     matches = bank.match(queries, torch.full((30,), 99))
@@ -208,40 +207,23 @@ def test_own_images_never_match() -> None:
         assert (bank.image_ids(matches.nearest[view]) != images).all()
 
 
-def test_criterion_and_groups() -> None:
+def test_the_criterion_does_not_change_the_neighbours() -> None:
     bank = MemoryBank(num_images=40, num_objects=1, dim=DIM)
     rows = torch.randn(2, 40, DIM)
     bank.push(rows, torch.arange(40), [1] * 40)
     queries, images = torch.randn(2, 12, DIM), torch.arange(100, 112)
     everything = bank.match(queries, images, criterion="none")
-    whole = bank.match(queries, images)
-    parts = bank.match(queries, images, group_rows=[5, 0, 7])
-    single = bank.match(queries, images, group_rows=[1] * 12)
+    cycle = bank.match(queries, images)
     assert everything.valid.all()
-    assert single.valid.all()  # an object that is alone in its group matches itself
-    assert torch.equal(whole.valid, match_objects(queries, rows)[1])
-    for rows_of_group in (slice(0, 5), slice(5, 12)):
-        alone = bank.match(queries[:, rows_of_group], images[rows_of_group])
-        assert torch.equal(parts.valid[:, rows_of_group], alone.valid)
-    for matches in (whole, parts, single):
-        assert torch.equal(matches.nearest, everything.nearest)
-
-
-def test_rows_are_one_fixed_allocation() -> None:
-    bank = MemoryBank(num_images=5, num_objects=4, dim=DIM)
-    address, shape = bank._rows.data_ptr(), bank._rows.shape
-    for number in range(7):
-        bank.push(torch.randn(2, 8, DIM), torch.tensor([number] * 8), [4, 4])
-        bank.match(torch.randn(2, 3, DIM), torch.arange(3))
-    assert bank._rows.data_ptr() == address
-    assert bank._rows.shape == shape
+    assert torch.equal(cycle.valid, match_objects(queries, rows)[1])
+    assert torch.equal(cycle.nearest, everything.nearest)
+    assert bank.match(queries[:, :1], images[:1]).valid.all()  # an object that is alone in its group matches itself
 
 
 def test_pushed_tensors_are_copied() -> None:
     bank = MemoryBank(num_images=5, num_objects=4, dim=DIM)
     rows = torch.randn(2, 2, DIM, requires_grad=True)
     bank.push(rows, torch.tensor([0, 1]), [1, 1])
-    assert not bank._rows.requires_grad
     before = bank.objects(0, torch.tensor([0, 1]))
     with torch.no_grad():
         rows.zero_()
@@ -263,9 +245,6 @@ def test_errors() -> None:
         bank.push(torch.zeros(2, 4, DIM), torch.zeros(4).long(), [1] * 4)
     with pytest.raises(ValueError, match="7 objects does not fit a bank of 3 images and 6 objects"):
         bank.push(torch.zeros(2, 7, DIM), torch.zeros(7).long(), [7])
-    bank.push(torch.randn(2, 2, DIM), torch.zeros(2).long(), [2])
-    with pytest.raises(ValueError, match="group_rows must sum to 2 objects"):
-        bank.match(torch.zeros(2, 2, DIM), torch.ones(2).long(), group_rows=[1])
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
@@ -285,20 +264,6 @@ def test_a_state_that_does_not_fit_does_not_change_the_bank() -> None:
         smaller.load_state_dict(state)
     assert len(smaller) == 3
     assert smaller.images_held == 2
-
-
-def test_a_state_of_version_0_1_is_restored() -> None:
-    """It contains unnormalised rows and the inverse of their norms."""
-    bank, old = wrapped_bank(), wrapped_bank().state_dict()
-    norms = old.pop("norms")
-    old["rows"] = old["rows"] * norms[..., None]
-    old["inverse_norms"] = 1 / norms
-    restored = MemoryBank(num_images=5, num_objects=4, dim=DIM)
-    restored.load_state_dict(old)
-    queries, images = torch.randn(2, 40, DIM), torch.arange(40) % 12
-    before, after = bank.match(queries, images), restored.match(queries, images)
-    assert torch.equal(before.nearest, after.nearest)
-    torch.testing.assert_close(bank.objects(0, before.nearest[0]), restored.objects(0, after.nearest[0]))
 
 
 def test_objects_that_are_not_finite_are_stored_as_zeros() -> None:

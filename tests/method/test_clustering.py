@@ -1,9 +1,13 @@
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cribo.method import blocks, cluster_tokens, cluster_tokens_kmeans, draw_initial_tokens, reference
+
+BOTH = [partial(cluster_tokens, position_weight=1.0), cluster_tokens_kmeans]
 
 
 def scene(seed: int, *, batch: int = 3, tokens: int = 60, dim: int = 12, objects: int = 6):
@@ -101,23 +105,16 @@ def test_order_of_random_tokens_changes_few_labels() -> None:
     assert (shuffled == labels[:, order]).float().mean() >= 0.99
 
 
-@pytest.mark.parametrize("cluster", [cluster_tokens, cluster_tokens_kmeans])
+@pytest.mark.parametrize("cluster", BOTH)
 def test_labels_do_not_depend_on_batch_mates(cluster) -> None:
     """Matrix products of another batch size may round differently; with clear margins, no label may change."""
-    weight = 1.0 if cluster is cluster_tokens else 0.0
     tokens, coordinates, initial, _ = quarters(2)
     tokens[1] *= 1000  # would affect a scaling over the batch
     coordinates[2] *= 50
-    together = cluster(tokens, coordinates, num_objects=4, position_weight=weight, initial_tokens=initial)
+    together = cluster(tokens, coordinates, num_objects=4, initial_tokens=initial)
     for image in range(len(tokens)):
         one = slice(image, image + 1)
-        alone = cluster(
-            tokens[one],
-            coordinates[one],
-            num_objects=4,
-            position_weight=weight,
-            initial_tokens=initial[one],
-        )
+        alone = cluster(tokens[one], coordinates[one], num_objects=4, initial_tokens=initial[one])
         assert torch.equal(alone[0], together[image])
 
 
@@ -132,8 +129,8 @@ def test_labels_of_random_images_do_not_depend_on_batch_mates() -> None:
 
 def test_clear_parts_are_found() -> None:
     tokens, coordinates, initial, quarter = quarters(3)
-    for cluster, weight in ((cluster_tokens, 1.0), (cluster_tokens, 0.0), (cluster_tokens_kmeans, 0.0)):
-        labels = cluster(tokens, coordinates, num_objects=4, position_weight=weight, initial_tokens=initial)
+    for cluster in (*BOTH, partial(cluster_tokens, position_weight=0.0)):
+        labels = cluster(tokens, coordinates, num_objects=4, initial_tokens=initial)
         assert torch.equal(labels, quarter)
 
 
@@ -162,35 +159,37 @@ def test_equal_coordinates_give_no_cue() -> None:
     assert torch.equal(with_position, without)
 
 
-@pytest.mark.parametrize("cluster", [cluster_tokens, cluster_tokens_kmeans])
+@pytest.mark.parametrize("cluster", BOTH)
 def test_equal_tokens_do_not_break(cluster) -> None:
-    labels = cluster(torch.ones(2, 10, 3), torch.zeros(2, 10, 2), num_objects=3, position_weight=0.0)
+    start = torch.arange(3).expand(2, -1)
+    labels = cluster(torch.ones(2, 10, 3), torch.zeros(2, 10, 2), num_objects=3, initial_tokens=start)
     assert ((labels >= 0) & (labels < 3)).all()
 
 
-@pytest.mark.parametrize("cluster", [cluster_tokens, cluster_tokens_kmeans])
+@pytest.mark.parametrize("cluster", BOTH)
 def test_zero_tokens_do_not_break(cluster) -> None:
-    labels = cluster(torch.zeros(2, 10, 3), torch.rand(2, 10, 2), num_objects=3, position_weight=0.0)
+    start = torch.arange(3).expand(2, -1)
+    labels = cluster(torch.zeros(2, 10, 3), torch.rand(2, 10, 2), num_objects=3, initial_tokens=start)
     assert ((labels >= 0) & (labels < 3)).all()
 
 
-@pytest.mark.parametrize("cluster", [cluster_tokens, cluster_tokens_kmeans])
+@pytest.mark.parametrize("cluster", BOTH)
 def test_as_many_clusters_as_tokens(cluster) -> None:
-    tokens = 5 * torch.eye(8)[None]
-    labels = cluster(tokens, torch.rand(1, 8, 2), num_objects=8, position_weight=0.0)
+    tokens, start = 5 * torch.eye(8)[None], torch.randperm(8)[None]
+    labels = cluster(tokens, torch.rand(1, 8, 2), num_objects=8, initial_tokens=start)
     assert labels[0].unique().numel() == 8
 
 
-@pytest.mark.parametrize("cluster", [cluster_tokens, cluster_tokens_kmeans])
+@pytest.mark.parametrize("cluster", BOTH)
 def test_one_cluster_takes_all(cluster) -> None:
-    tokens, coordinates, _ = scene(0)
-    weight = 1.0 if cluster is cluster_tokens else 0.0
-    assert (cluster(tokens, coordinates, num_objects=1, position_weight=weight) == 0).all()
+    tokens, coordinates, initial = scene(0)
+    assert (cluster(tokens, coordinates, num_objects=1, initial_tokens=initial[:, :1]) == 0).all()
 
 
-@pytest.mark.parametrize("cluster", [cluster_tokens, cluster_tokens_kmeans])
+@pytest.mark.parametrize("cluster", BOTH)
 def test_an_empty_batch_gives_no_labels(cluster) -> None:
-    labels = cluster(torch.zeros(0, 8, 4), torch.zeros(0, 8, 2), num_objects=2, position_weight=0.0)
+    start = torch.zeros(0, 2, dtype=torch.long)
+    labels = cluster(torch.zeros(0, 8, 4), torch.zeros(0, 8, 2), num_objects=2, initial_tokens=start)
     assert labels.shape == (0, 8)
 
 
@@ -210,33 +209,15 @@ def test_kmeans_against_a_loop(seed: int) -> None:
         assert labels[image].tolist() == nearest
 
 
-@pytest.mark.parametrize("cluster", [cluster_tokens, cluster_tokens_kmeans])
-def test_draws_depend_on_the_generator_only(cluster) -> None:
-    tokens, coordinates, _ = scene(7)
-    weight = 1.0 if cluster is cluster_tokens else 0.0
+def test_draws_depend_on_the_generator_only() -> None:
+    def draw(seed: int) -> Tensor:
+        return draw_initial_tokens(60, 6, generator=torch.Generator().manual_seed(seed))
 
-    def labels(seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        return cluster(tokens, coordinates, num_objects=6, position_weight=weight, generator=generator)
-
-    torch.manual_seed(0)
     before = torch.get_rng_state()
-    first = labels(1)
+    first = draw(1)
     assert torch.equal(before, torch.get_rng_state())
-    torch.rand(10)
-    assert torch.equal(labels(1), first)
-    assert not torch.equal(labels(2), first)
-
-
-def test_given_initial_tokens_match_drawn_ones() -> None:
-    tokens, coordinates, _ = scene(7)
-    generator = torch.Generator().manual_seed(1)
-    initial = torch.stack([draw_initial_tokens(60, 6, generator=generator) for _ in range(3)])
-    options = {"num_objects": 6, "position_weight": 1.0}
-    assert torch.equal(
-        cluster_tokens(tokens, coordinates, initial_tokens=initial, **options),
-        cluster_tokens(tokens, coordinates, generator=torch.Generator().manual_seed(1), **options),
-    )
+    assert torch.equal(draw(1), first)
+    assert not torch.equal(draw(2), first)
 
 
 def test_initial_tokens_are_drawn_without_replacement_and_uniformly() -> None:
@@ -307,16 +288,10 @@ def test_errors(change: dict, message: str) -> None:
         cluster_tokens(**arguments | change)
 
 
-def test_kmeans_rejects_a_positional_weight() -> None:
-    tokens, coordinates, _ = scene(0)
-    with pytest.raises(ValueError, match=r"position_weight must be 0, got 2\.0; use cluster_tokens"):
-        cluster_tokens_kmeans(tokens, coordinates, num_objects=6, position_weight=2.0)
-
-
 def test_kmeans_rejects_more_clusters_than_tokens() -> None:
-    tokens, coordinates, _ = scene(0)
+    tokens, coordinates, initial = scene(0)
     with pytest.raises(ValueError, match=r"\(60\), got 99"):
-        cluster_tokens_kmeans(tokens, coordinates, num_objects=99)
+        cluster_tokens_kmeans(tokens, coordinates, num_objects=99, initial_tokens=initial)
     with pytest.raises(ValueError, match=r"\(4\), got 5"):
         draw_initial_tokens(4, 5)
 

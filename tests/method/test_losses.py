@@ -1,4 +1,3 @@
-import math
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +14,6 @@ from cribo.method import (
     cross_image_loss,
     cross_view_loss,
     reference,
-    sinkhorn_centre,
     weighted_cross_entropy,
 )
 
@@ -28,11 +26,11 @@ def unit(*shape: int, seed: int) -> Tensor:
     return torch.nn.functional.normalize(rows, dim=-1)
 
 
-def level(student_prototypes: Tensor | None = None, *, centre: Tensor | None = None) -> SelfDistillation:
+def level(student_prototypes: Tensor | None = None) -> SelfDistillation:
     return SelfDistillation(
         unit(PROTOTYPES, DIM, seed=0) if student_prototypes is None else student_prototypes,
         unit(PROTOTYPES, DIM, seed=1),
-        0.1 * unit(PROTOTYPES, seed=2) if centre is None else centre,
+        0.1 * unit(PROTOTYPES, seed=2),
         0.1,
         0.05,
     )
@@ -89,9 +87,8 @@ def test_float64_stays_float64() -> None:
         0.1,
         0.05,
     )
-    loss = cross_view_loss(student, teacher, distillation, [3, 20])
-    parts = [literal(s, t, distillation) for s, t in zip(student, teacher.flip(0), strict=True)]
-    expected = torch.stack([torch.stack([part[:3].mean(), part[3:].mean()]).mean() for part in parts]).mean()
+    loss = cross_view_loss(student, teacher, distillation)
+    expected = torch.cat([literal(s, t, distillation) for s, t in zip(student, teacher.flip(0), strict=True)]).mean()
     torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
 
 
@@ -223,9 +220,6 @@ def test_no_more_logits_than_a_block_are_ever_computed(monkeypatch: pytest.Monke
     with LargestTensor() as largest:
         cross_view_loss(student, unit(2, rows, DIM, seed=6), distillation).backward()
     assert largest.elements <= bound
-    with LargestTensor() as largest:
-        sinkhorn_centre(unit(rows, DIM, seed=6), weight, temperature=0.1)
-    assert largest.elements <= bound
 
 
 @pytest.mark.parametrize("name", ["student_temperature", "teacher_temperature"])
@@ -236,71 +230,54 @@ def test_temperatures_out_of_range(name: str) -> None:
         SelfDistillation(prototypes, prototypes, torch.zeros(PROTOTYPES), **temperatures)
 
 
-def test_groups_that_do_not_sum_to_the_rows() -> None:
-    rows = unit(2, 3, DIM, seed=1)
-    with pytest.raises(ValueError, match=r"group_rows must sum to the 3 rows, got \[2, 2\]"):
-        cross_view_loss(rows, rows, level(), [2, 2])
-    with pytest.raises(ValueError, match=r"group_rows must sum to the 3 rows, got \[1\]"):
-        cross_image_loss(rows, rows[:0, 0], torch.zeros(2, 3, dtype=torch.bool), level(), [1])
+class Pairs:
+    """Objects of two views, of which some have neighbours."""
 
-
-class Groups:
-    """Objects of two views in groups, some without objects or neighbours, each with its own centre."""
-
-    def __init__(self, sizes: tuple[int, ...], share: float) -> None:
-        self.sizes, rows = sizes, sum(sizes)
+    def __init__(self, rows: int, share: float) -> None:
         self.student = unit(2, rows, DIM, seed=5)
         self.teacher = unit(2, rows, DIM, seed=6)
         self.valid = torch.rand(2, rows, generator=torch.Generator().manual_seed(7)) < share
         self.neighbours = unit(int(self.valid.sum()), DIM, seed=8)
         self.prototypes = unit(PROTOTYPES, DIM, seed=0)
-        self.centres = 0.1 * unit(len(sizes), PROTOTYPES, seed=2)
 
-    def ours(self, student: Tensor, prototypes: Tensor, centres: Tensor) -> Tensor:
-        distillation = level(prototypes, centre=centres)
+    def ours(self, student: Tensor, prototypes: Tensor) -> Tensor:
+        distillation = level(prototypes)
         return torch.stack(
             (
-                cross_view_loss(student, self.teacher, distillation, self.sizes),
-                cross_image_loss(student, self.neighbours, self.valid, distillation, self.sizes),
+                cross_view_loss(student, self.teacher, distillation),
+                cross_image_loss(student, self.neighbours, self.valid, distillation),
             )
         )
 
-    def literally(self, student: Tensor, prototypes: Tensor, centres: Tensor) -> Tensor:
-        """Compute means of means, group by group and direction by direction; 0 if empty (docs/method.md)."""
+    def literally(self, student: Tensor, prototypes: Tensor) -> Tensor:
+        """Compute means of means, direction by direction; 0 if empty (docs/method.md)."""
         neighbours = dict(zip(self.valid.nonzero().unbind(), self.neighbours, strict=True))
         neighbours = {tuple(place.tolist()): embedding for place, embedding in neighbours.items()}
         nothing = 0 * (student.sum() + prototypes.sum()).double()
-        losses = [nothing, nothing]
-        for group, start in enumerate(torch.tensor((0, *self.sizes)).cumsum(0)[:-1].tolist()):
-            distillation = level(prototypes, centre=centres[group] if centres.ndim > 1 else centres)
-            for view in (0, 1):
-                rows = range(start, start + self.sizes[group])
-                matched = [row for row in rows if (view, row) in neighbours]
-                pairs = (
-                    [(student[1 - view, row], self.teacher[view, row]) for row in rows],
-                    [(student[1 - view, row], neighbours[view, row]) for row in matched],
-                )
-                for loss, found in enumerate(pairs):
-                    if found:
-                        students, teachers = (torch.stack(side) for side in zip(*found, strict=True))
-                        mean = literal(students, teachers, distillation).mean()
-                        losses[loss] = losses[loss] + mean / 2 / len(self.sizes)
+        losses, distillation = [nothing, nothing], level(prototypes)
+        for view in (0, 1):
+            rows = range(student.shape[1])
+            matched = [row for row in rows if (view, row) in neighbours]
+            pairs = (
+                [(student[1 - view, row], self.teacher[view, row]) for row in rows],
+                [(student[1 - view, row], neighbours[view, row]) for row in matched],
+            )
+            for loss, found in enumerate(pairs):
+                if found:
+                    students, teachers = (torch.stack(side) for side in zip(*found, strict=True))
+                    losses[loss] = losses[loss] + literal(students, teachers, distillation).mean() / 2
         return torch.stack(losses)
 
 
-@pytest.mark.parametrize("sizes", [(9,), (4, 0, 6, 1), (0, 3), (0, 0)])
+@pytest.mark.parametrize("rows", [0, 1, 3, 11])
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("centres", ["one", "each"])
-def test_losses_are_means_over_groups_of_means_over_directions(
-    sizes: tuple[int, ...], share: float, centres: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    groups = Groups(sizes, share)
-    centre = groups.centres[0] if centres == "one" else groups.centres
+def test_losses_are_means_over_directions(rows: int, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = Pairs(rows, share)
     results = []
-    for function, block_rows in ((groups.literally, 1), (groups.ours, 1), (groups.ours, 3), (groups.ours, 1000)):
+    for function, block_rows in ((pairs.literally, 1), (pairs.ours, 1), (pairs.ours, 3), (pairs.ours, 1000)):
         monkeypatch.setitem(blocks._NUMBERS, "cpu", block_rows * PROTOTYPES)
-        leaves = [tensor.clone().requires_grad_() for tensor in (groups.student, groups.prototypes)]
-        losses = function(leaves[0], leaves[1], centre)
+        leaves = [tensor.clone().requires_grad_() for tensor in (pairs.student, pairs.prototypes)]
+        losses = function(*leaves)
         results.append([losses.detach(), *torch.autograd.grad(3 * losses.sum(), leaves)])
     for result in results[1:]:
         for ours, plain in zip(result, results[0], strict=True):
@@ -350,47 +327,3 @@ def test_the_centre_is_saved_with_its_module() -> None:
 def test_centre_momentum_out_of_range(momentum: float) -> None:
     with pytest.raises(ValueError, match=rf"momentum of the centre must be in \[0, 1\), got {momentum}"):
         Centre(PROTOTYPES, momentum=momentum)
-
-
-def sinkhorn_probabilities(logits: Tensor, iterations: int) -> Tensor:
-    """Sinkhorn-Knopp in the log domain on (R, L), columns first, so that rows are probabilities."""
-    rows, columns = logits.shape
-    plan = logits.double().log_softmax(dim=1)
-    for _ in range(iterations):
-        plan = plan - plan.logsumexp(dim=0, keepdim=True) + math.log(rows / columns)
-        plan = plan - plan.logsumexp(dim=1, keepdim=True)
-    return plan.exp()
-
-
-@pytest.mark.parametrize("iterations", [1, 3, 8])
-@pytest.mark.usefixtures("block_rows")
-def test_sinkhorn_centre_matches_sinkhorn_probabilities(iterations: int) -> None:
-    embeddings, prototypes = unit(ROWS, DIM, seed=1), unit(PROTOTYPES, DIM, seed=2)
-    centre = sinkhorn_centre(embeddings, prototypes, temperature=0.1, iterations=iterations)
-    logits = embeddings @ prototypes.T
-    probabilities = ((logits - centre) / 0.1).softmax(dim=-1)
-    expected = sinkhorn_probabilities(logits / 0.1, iterations)
-    torch.testing.assert_close(probabilities, expected.float(), rtol=1e-3, atol=1e-6)
-
-
-def test_sinkhorn_centre_spreads_rows_evenly_over_prototypes() -> None:
-    embeddings, prototypes = unit(300, DIM, seed=1) + 0.7, unit(PROTOTYPES, DIM, seed=2)
-    logits = embeddings @ prototypes.T
-    uneven = (logits / 0.1).softmax(dim=-1).mean(dim=0) * PROTOTYPES
-    assert uneven.max() > 3
-    centre = sinkhorn_centre(embeddings, prototypes, temperature=0.1, iterations=200)
-    even = ((logits - centre) / 0.1).softmax(dim=-1).mean(dim=0) * PROTOTYPES
-    torch.testing.assert_close(even, torch.ones(PROTOTYPES), rtol=1e-2, atol=0)
-
-
-def test_sinkhorn_centre_without_rows_is_zero() -> None:
-    centre = sinkhorn_centre(torch.zeros(0, DIM), unit(PROTOTYPES, DIM, seed=2), temperature=0.1)
-    assert (centre == 0).all()
-
-
-def test_sinkhorn_centre_out_of_range() -> None:
-    rows, prototypes = unit(ROWS, DIM, seed=1), unit(PROTOTYPES, DIM, seed=2)
-    with pytest.raises(ValueError, match=r"temperature must be > 0, got 0\.0"):
-        sinkhorn_centre(rows, prototypes, temperature=0.0)
-    with pytest.raises(ValueError, match="iterations must be >= 1, got 0"):
-        sinkhorn_centre(rows, prototypes, temperature=0.1, iterations=0)

@@ -3,8 +3,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cribo.method import NO_MATCH, blocks, cycle_consistency, match_objects, reference
-from cribo.method.matching import nearest_rows
+from cribo.method import NO_MATCH, blocks, match_objects, reference
+from cribo.method.matching import Rows, nearest_rows
 
 
 def naive_nearest(query: Tensor, rows: Tensor) -> int:
@@ -14,17 +14,15 @@ def naive_nearest(query: Tensor, rows: Tensor) -> int:
     return max(range(len(rows)), key=lambda index: (cosines[index], -index))
 
 
-def naive_cycle(objects: Tensor, bank: Tensor, groups: list[int]) -> tuple[list[list[int]], list[list[bool]]]:
+def naive_cycle(objects: Tensor, bank: Tensor) -> tuple[list[list[int]], list[list[bool]]]:
     """Compute neighbours and cycle consistency, one object at a time."""
     nearest, consistent = [], []
-    group_of = [number for number, rows in enumerate(groups) for _ in range(rows)]
     for view in (0, 1):
         found, closed = [], []
         for r in range(objects.shape[1]):
             neighbour = naive_nearest(objects[view, r], bank[view])
             jumped = bank[1 - view, neighbour]
-            mates = [other for other, group in enumerate(group_of) if group == group_of[r]]
-            back = mates[naive_nearest(jumped, objects[1 - view, mates])]
+            back = naive_nearest(jumped, objects[1 - view])
             found.append(neighbour)
             closed.append(back == r)
         nearest.append(found)
@@ -46,7 +44,7 @@ def random_case(seed: int, *, rows: int, bank_rows: int, dim: int = 6) -> tuple[
 def test_matches_against_a_loop(seed: int) -> None:
     objects, bank = random_case(seed, rows=9 + seed, bank_rows=1 + 4 * seed)
     nearest, consistent = match_objects(objects, bank)
-    expected_nearest, expected_consistent = naive_cycle(objects, bank, [objects.shape[1]])
+    expected_nearest, expected_consistent = naive_cycle(objects, bank)
     assert nearest.tolist() == expected_nearest
     assert consistent.tolist() == expected_consistent
 
@@ -54,15 +52,6 @@ def test_matches_against_a_loop(seed: int) -> None:
 def test_some_cycles_close_and_some_do_not() -> None:
     shares = [match_objects(*random_case(seed, rows=20, bank_rows=40))[1].float().mean() for seed in range(5)]
     assert 0.1 < float(torch.stack(shares).mean()) < 0.9
-
-
-@pytest.mark.parametrize("groups", [[12], [5, 7], [0, 3, 0, 8, 1], [1] * 12, [4, 4, 4]])
-@pytest.mark.parametrize("seed", range(4))
-def test_the_cycle_stays_inside_the_group(seed: int, groups: list[int]) -> None:
-    objects, bank = random_case(seed, rows=12, bank_rows=30)
-    nearest, _ = match_objects(objects, bank)
-    jumped = torch.stack([bank[1 - view, nearest[view]] for view in (0, 1)])
-    assert cycle_consistency(objects, jumped, groups).tolist() == naive_cycle(objects, bank, groups)[1]
 
 
 def test_views_match_in_their_own_bank_and_return_through_the_other() -> None:
@@ -100,18 +89,23 @@ def block_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return request.param
 
 
+def stored(rows: Tensor, parts: list[slice] | None = None, images: Tensor | None = None) -> Rows:
+    """The same rows in both views."""
+    return Rows(rows.expand(2, -1, -1), [slice(0, len(rows))] if parts is None else parts, images)
+
+
 @pytest.mark.parametrize("parts", [None, [slice(0, 20), slice(20, 50)], [slice(30, 50), slice(0, 30)]])
 @pytest.mark.usefixtures("block_rows")
 def test_blocks_and_parts_change_nothing(parts: list[slice] | None) -> None:
     queries, rows = torch.randn(4, 6), F.normalize(torch.randn(50, 6), dim=-1)
     expected = reference.nearest(queries.double(), rows.double())
-    assert torch.equal(nearest_rows(queries, rows, parts=parts), expected)
+    assert torch.equal(nearest_rows(queries, stored(rows, parts), 0), expected)
 
 
 @pytest.mark.usefixtures("block_rows")
 def test_rows_outside_of_the_parts_are_not_found() -> None:
     queries, rows = torch.randn(4, 6), F.normalize(torch.randn(50, 6), dim=-1)
-    found = nearest_rows(queries, rows, parts=[slice(40, 50), slice(0, 5)])
+    found = nearest_rows(queries, stored(rows, [slice(40, 50), slice(0, 5)]), 0)
     inside = torch.cat((torch.arange(40, 50), torch.arange(5)))
     assert torch.equal(found, inside[reference.nearest(queries.double(), rows[inside].double())])
 
@@ -119,15 +113,15 @@ def test_rows_outside_of_the_parts_are_not_found() -> None:
 @pytest.mark.usefixtures("block_rows")
 def test_ties_go_to_the_first_row() -> None:
     rows = torch.eye(4)[[3, 1, 0, 1, 0, 2, 2]]
-    assert nearest_rows(torch.eye(4), rows).tolist() == [2, 1, 5, 0]
-    assert nearest_rows(torch.eye(4), rows, parts=[slice(3, 7), slice(0, 3)]).tolist() == [4, 3, 5, 0]
+    assert nearest_rows(torch.eye(4), stored(rows), 0).tolist() == [2, 1, 5, 0]
+    assert nearest_rows(torch.eye(4), stored(rows, [slice(3, 7), slice(0, 3)]), 0).tolist() == [4, 3, 5, 0]
 
 
 @pytest.mark.usefixtures("block_rows")
 def test_rows_of_the_own_image_never_match() -> None:
     queries, bank = torch.randn(20, 6), F.normalize(torch.randn(60, 6), dim=-1)
     images, bank_images = torch.arange(20) % 5, torch.arange(60) % 5
-    nearest = nearest_rows(queries, bank, query_images=images, row_images=bank_images)
+    nearest = nearest_rows(queries, stored(bank, images=bank_images), 0, images)
     for query, image, row in zip(queries, images, nearest, strict=True):
         others = (bank_images != image).nonzero().flatten()
         assert int(row) == int(others[naive_nearest(query, bank[others])])
@@ -136,7 +130,7 @@ def test_rows_of_the_own_image_never_match() -> None:
 def test_a_bank_with_only_the_own_image_matches_nothing() -> None:
     bank = F.normalize(torch.randn(3, 6), dim=-1)
     queries, images = bank[[0, 0]], torch.tensor([7, 8])
-    nearest = nearest_rows(queries, bank, query_images=images, row_images=torch.tensor([7, 7, 7]))
+    nearest = nearest_rows(queries, stored(bank, images=torch.tensor([7, 7, 7])), 0, images)
     assert nearest.tolist() == [NO_MATCH, 0]
 
 
@@ -161,5 +155,3 @@ def test_errors() -> None:
         match_objects(torch.zeros(5, 3), torch.zeros(2, 4, 3))
     with pytest.raises(ValueError, match=r"bank must have the shape \(2, M, 3\), got \(2, 4, 6\)"):
         match_objects(torch.zeros(2, 5, 3), torch.zeros(2, 4, 6))
-    with pytest.raises(ValueError, match=r"group_rows must sum to 5 objects, got \[2, 2\]"):
-        cycle_consistency(torch.zeros(2, 5, 3), torch.zeros(2, 5, 3), [2, 2])

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
-from cribo.method import MemoryBank, patch_coordinates, pool_objects, soft_neighbour_loss
+from cribo.method import MemoryBank, patch_coordinates, pool_objects
 from cribo.models import load_backbone
 from cribo.objectives import Setting, Step
 from cribo.objectives import alignment as module
 from cribo.objectives.alignment import Alignment
+from cribo.objectives.headfree import soft_neighbour_loss
 from cribo.objectives.objects import Objects, find_objects, label_tokens
 from cribo.objectives.points import find_points, overlap_points, sample_tokens
 from cribo.objectives.views import normalised_views
@@ -88,7 +89,7 @@ def rows_of(objective: Alignment, batch: Batch) -> tuple[torch.Tensor, Objects, 
     teacher, own = (network(views).tokens.unflatten(0, (-1, 2)) for network in (objective.exported(), student))
     labels = label_tokens(teacher, batch, objective.options.objects)
     objects = find_objects(*pool_objects(teacher, labels, 5), labels, batch.images)
-    return teacher, objects, objects.pool(own, 5)
+    return teacher, objects, objects.features(own)
 
 
 def test_objects_match_those_of_the_other_view(tiny: Tiny) -> None:
@@ -131,7 +132,7 @@ def test_soft_neighbours_of_objects_and_points(tiny: Tiny) -> None:
     points = find_points(teacher, batch, grid=objective.grid, side=3)
     views = normalised_views(batch, objective.options.views, objective.exported())
     own = objective.student.get_submodule("backbone")(views).tokens.unflatten(0, (-1, 2))
-    wanted = soft_neighbour_loss(points.sample(own), points.teacher, points.images, patches_of, neighbours=3)
+    wanted = soft_neighbour_loss(points.features(own), points.teacher, points.images, patches_of, neighbours=3)
     torch.testing.assert_close(losses["patch_neighbours"], wanted)
 
 
@@ -141,7 +142,7 @@ def test_a_loss_with_weight_0_is_not_computed(tiny: Tiny, monkeypatch: pytest.Mo
 
     objective, batch = with_banks(tiny, cross_view=1)
     monkeypatch.setattr(MemoryBank, "match", refuse)
-    monkeypatch.setattr(MemoryBank, "neighbours", refuse)
+    monkeypatch.setattr("cribo.objectives.extras.soft_neighbour_loss", refuse)
     assert set(objective(batch, STEP).losses) == {"points", "cross_view"}
     assert objective.object_bank.bank is None
     objective, batch = with_banks(tiny)

@@ -25,7 +25,7 @@ def halves(tokens, coordinates, *, num_objects, initial_tokens):
 def one_label(tokens, coordinates, *, num_objects, initial_tokens):
     return torch.zeros(len(tokens), dtype=torch.long)
 
-def nothing(objects, jumped, group_rows):
+def nothing(objects, jumped):
     return torch.zeros(objects.shape[:2], dtype=torch.bool)
 """
 

@@ -13,11 +13,12 @@ import torch
 from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
-from cribo.method import SelfDistillation, soft_neighbour_loss
+from cribo.method import SelfDistillation
 from cribo.objectives import Setting, Step
 from cribo.objectives import cribo as module
 from cribo.objectives.collapse import prototype_entropy
 from cribo.objectives.cribo import CrIBo, Result
+from cribo.objectives.headfree import soft_neighbour_loss
 from cribo.objectives.objects import find_clustering, find_criterion, label_tokens
 from cribo.objectives.options import ObjectsConfig
 from cribo.objectives.views import normalised_views
@@ -194,11 +195,15 @@ def test_soft_neighbours_use_features_before_the_head(tiny: Tiny) -> None:
     views = normalised_views(batch, objective.options.views, objective.student.backbone)
     tokens = objective.student.backbone(views).tokens.unflatten(0, (-1, 2))
     pairs = {
-        "object_neighbours": (objects_of, result.objects, result.objects.pool(tokens, 5)),
-        "patch_neighbours": (patches_of, result.points, result.points.sample(tokens)),
+        "object_neighbours": (objects_of, result.objects, result.objects.features(tokens)),
+        "patch_neighbours": (patches_of, result.points, result.points.features(tokens)),
     }
     for name, (bank, found, student) in pairs.items():
-        wanted = soft_neighbour_loss(student, found.teacher, found.images, bank, found.group_rows(4), neighbours=3)
+        of_groups = [
+            soft_neighbour_loss(student[:, rows], found.teacher[:, rows], found.images[rows], bank, neighbours=3)
+            for rows in found.groups(4)
+        ]
+        wanted = torch.stack(of_groups).mean()
         torch.testing.assert_close(losses[name], wanted)
         assert wanted > 0
     early = objective(batch, Step(0, 4, 12)).losses  # soft neighbours are used from epoch 1 on
@@ -292,7 +297,7 @@ def halves(tokens, coordinates, *, num_objects, initial_tokens):
     height = coordinates[..., 1]
     return (height > height.mean(dim=1, keepdim=True)).long()
 
-def of_the_first_view(objects, jumped, group_rows):
+def of_the_first_view(objects, jumped):
     valid = torch.zeros(objects.shape[:2], dtype=torch.bool)
     valid[0] = True
     return valid

@@ -8,8 +8,8 @@ import lightning as L
 import pytest
 import torch
 
+from cribo.data import apply_photometric
 from cribo.data.samples import Batch
-from cribo.method import apply_photometric
 from cribo.method.reference import Reference
 from cribo.models import normalise
 from cribo.objectives.cribo import CrIBo

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from cribo.data.classification import ClassificationSplits, ClassifiedFiles, open_class_folders, open_classification
     from cribo.data.datasets import default_splits, open_segmentation
     from cribo.data.images import DataError, ImageFiles, ImageSource, MissingData, open_images
+    from cribo.data.photometric import Photometric, apply_photometric, sample_photometric
     from cribo.data.reading import UnreadableImage, read_image
     from cribo.data.segmentation import LabelledFiles, LabelledFolder, LabelledImages, LabelledSubset
     from cribo.data.sets import SEGMENTATION_SETS, SegmentationSet
@@ -28,11 +29,13 @@ __all__ = [
     "LabelledImages",
     "LabelledSubset",
     "MissingData",
+    "Photometric",
     "SegmentationSet",
     "ShardError",
     "ShardedImages",
     "UnreadableImage",
     "WrittenShards",
+    "apply_photometric",
     "colour_map",
     "default_splits",
     "open_class_folders",
@@ -42,6 +45,7 @@ __all__ = [
     "open_segmentation",
     "open_shards",
     "read_image",
+    "sample_photometric",
     "write_shards",
 ]
 
@@ -51,6 +55,7 @@ __getattr__ = lazy_names(
         ".classification": ("ClassificationSplits", "ClassifiedFiles", "open_class_folders", "open_classification"),
         ".datasets": ("default_splits", "open_segmentation"),
         ".images": ("DataError", "ImageFiles", "ImageSource", "MissingData", "open_images"),
+        ".photometric": ("Photometric", "apply_photometric", "sample_photometric"),
         ".reading": ("UnreadableImage", "read_image"),
         ".segmentation": ("LabelledFiles", "LabelledFolder", "LabelledImages", "LabelledSubset"),
         "cribo.colours": ("colour_map",),

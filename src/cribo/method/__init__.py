@@ -1,8 +1,7 @@
 """The method of the paper (section 3) in pure PyTorch. Each part can be used alone, in any training loop.
 
 `reference` is a literal, unoptimised training step: start reading there. The other modules are the fast version, in
-the order of a step: `views`, `clustering`, `objects`, `matching`, `bank`, `heads`, `losses`. The losses of
-`headfree` are not in the paper.
+the order of a step: `views`, `clustering`, `objects`, `matching`, `bank`, `heads`, `losses`.
 """
 
 from typing import TYPE_CHECKING
@@ -12,15 +11,12 @@ from cribo.lazy import lazy_names
 if TYPE_CHECKING:
     from cribo.method.bank import Matches, MemoryBank
     from cribo.method.clustering import cluster_tokens, cluster_tokens_kmeans, draw_initial_tokens
-    from cribo.method.headfree import cosine_distance, gram_loss, soft_neighbour_loss
     from cribo.method.heads import ProjectionHead, PrototypeLayer
     from cribo.method.losses import (
         Centre,
         SelfDistillation,
         cross_image_loss,
         cross_view_loss,
-        mean_over_groups,
-        sinkhorn_centre,
         weighted_cross_entropy,
     )
     from cribo.method.matching import NO_MATCH, cycle_consistency, match_objects
@@ -28,12 +24,9 @@ if TYPE_CHECKING:
     from cribo.method.recipe import ViewRecipe
     from cribo.method.views import (
         Crops,
-        Photometric,
-        apply_photometric,
         cut_views,
         patch_coordinates,
         sample_crops,
-        sample_photometric,
     )
 
 __all__ = [
@@ -42,29 +35,21 @@ __all__ = [
     "Crops",
     "Matches",
     "MemoryBank",
-    "Photometric",
     "ProjectionHead",
     "PrototypeLayer",
     "SelfDistillation",
     "ViewRecipe",
-    "apply_photometric",
     "cluster_tokens",
     "cluster_tokens_kmeans",
-    "cosine_distance",
     "cross_image_loss",
     "cross_view_loss",
     "cut_views",
     "cycle_consistency",
     "draw_initial_tokens",
-    "gram_loss",
     "match_objects",
-    "mean_over_groups",
     "patch_coordinates",
     "pool_objects",
     "sample_crops",
-    "sample_photometric",
-    "sinkhorn_centre",
-    "soft_neighbour_loss",
     "weighted_cross_entropy",
 ]
 
@@ -73,15 +58,12 @@ __getattr__ = lazy_names(
     {
         ".bank": ("Matches", "MemoryBank"),
         ".clustering": ("cluster_tokens", "cluster_tokens_kmeans", "draw_initial_tokens"),
-        ".headfree": ("cosine_distance", "gram_loss", "soft_neighbour_loss"),
         ".heads": ("ProjectionHead", "PrototypeLayer"),
         ".losses": (
             "Centre",
             "SelfDistillation",
             "cross_image_loss",
             "cross_view_loss",
-            "mean_over_groups",
-            "sinkhorn_centre",
             "weighted_cross_entropy",
         ),
         ".matching": ("NO_MATCH", "cycle_consistency", "match_objects"),
@@ -89,12 +71,9 @@ __getattr__ = lazy_names(
         ".recipe": ("ViewRecipe",),
         ".views": (
             "Crops",
-            "Photometric",
-            "apply_photometric",
             "cut_views",
             "patch_coordinates",
             "sample_crops",
-            "sample_photometric",
         ),
     },
 )

@@ -3,14 +3,14 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from cribo.errors import InputError
-from cribo.method.matching import NO_MATCH, cycle_consistency, nearest_rows, top_rows
+from cribo.method.matching import Rows, match_rows
 from cribo.method.precision import at_least_float32, in_float32
 from cribo.method.recipe import Criterion
 
@@ -97,13 +97,14 @@ class MemoryBank:
         """Return the unnormalised objects (R, D) at `slots`, at least in float32; `views` is one or one per slot."""
         return at_least_float32(self._rows[views, slots]) * self._norms[views, slots][:, None]
 
-    def directions(self, view: int, slots: Int[Tensor, "*r"]) -> Float[Tensor, "*r d"]:
-        """Return the unit-length objects of a view at `slots`, at least in float32; zeros for `NO_MATCH`."""
-        return at_least_float32(self._rows[view, slots]).masked_fill_((slots == NO_MATCH)[..., None], 0)
-
     def image_ids(self, slots: Int[Tensor, " r"]) -> Int[Tensor, " r"]:
         """Return the image of the object at each slot."""
         return self._images[slots]
+
+    @property
+    def rows(self) -> Rows:
+        """The objects in the bank, normalised, oldest first."""
+        return Rows(self._rows, ring_slices(self._oldest, self._length, self.capacity), self._images)
 
     @torch.no_grad()
     @in_float32
@@ -112,64 +113,22 @@ class MemoryBank:
         objects: Float[Tensor, "2 r d"],
         images: Int[Tensor, " r"],
         *,
-        group_rows: Sequence[int] | None = None,
         criterion: Criterion | Callable[..., Bool[Tensor, "2 r"]] = "cycle",
     ) -> Matches:
         """Find each object's nearest neighbour in the bank of its view, and select the positive pairs.
 
         Args:
-            objects: (2, R, D) the batch's teacher objects, any scale.
+            objects: (2, R, D) teacher objects of one group of images, any scale.
             images: (R,) image of each object; the bank's rows of the same image never match.
-            group_rows: number of objects of each group of images, in order; one group by default. Cycles stay inside
-                a group.
             criterion: `cycle` keeps cycle-consistent matches, `none` keeps every match (the paper's ablation); or a
                 function with the arguments and result of `cycle_consistency`.
 
         Raises:
-            ValueError: an unknown criterion, or groups that do not sum to R.
+            ValueError: an unknown criterion.
 
         Source: paper equations 2 to 4.
         """
-        if not callable(criterion) and criterion not in get_args(Criterion):
-            raise InputError(f"criterion must be one of {', '.join(get_args(Criterion))}, got {criterion!r}")
-        live = ring_slices(self._oldest, self._length, self.capacity)
-        nearest = torch.stack(
-            [
-                nearest_rows(objects[view], self._rows[view], parts=live, query_images=images, row_images=self._images)
-                for view in (0, 1)
-            ]
-        )
-        matched = nearest != NO_MATCH
-        if criterion == "none" or not self._length:
-            return Matches(nearest, matched)
-        slots = nearest.where(matched, self._oldest)  # any live slot if there is no neighbour
-        jumped = torch.stack([self._rows[1 - view, slots[view]] for view in (0, 1)])  # paper equation 3
-        is_valid = criterion if callable(criterion) else cycle_consistency
-        return Matches(nearest, matched & is_valid(objects, jumped, group_rows))
-
-    @torch.no_grad()
-    @in_float32
-    def neighbours(
-        self, objects: Float[Tensor, "2 r d"], images: Int[Tensor, " r"], count: int
-    ) -> tuple[Float[Tensor, "2 r k"], Int[Tensor, "2 r k"]]:
-        """Find the `count` most similar objects in the bank of each object's view.
-
-        Args:
-            objects: (2, R, D) any scale.
-            images: (R,) image of each object; the bank's rows of the same image are excluded.
-            count: number of neighbours per object.
-
-        Returns:
-            (2, R, count) cosine similarities, descending, and the slots. If the bank has fewer rows, the remaining
-            similarities are -inf and their slots `NO_MATCH`.
-        """
-        live = ring_slices(self._oldest, self._length, self.capacity)
-        found = [
-            top_rows(objects[view], self._rows[view], count, parts=live, query_images=images, row_images=self._images)
-            for view in (0, 1)
-        ]
-        similarities, slots = zip(*found, strict=True)
-        return torch.stack(similarities), torch.stack(slots)
+        return Matches(*match_rows(objects, self.rows, images, criterion))
 
     @torch.no_grad()
     def push(self, objects: Float[Tensor, "2 r d"], images: Int[Tensor, " r"], counts: Sequence[int]) -> None:
@@ -221,8 +180,8 @@ class MemoryBank:
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the live rows and their slots, for a checkpoint."""
-        live = ring_slices(self._oldest, self._length, self.capacity)
-        slots = torch.cat([torch.arange(part.start, part.stop) for part in live] or [torch.arange(0)])
+        parts = self.rows.parts
+        slots = torch.cat([torch.arange(part.start, part.stop) for part in parts] or [torch.arange(0)])
         slots = slots.to(self._images.device)
         return {
             "rows": self._rows[:, slots],
@@ -248,14 +207,9 @@ class MemoryBank:
                 f"a state of {len(counts)} images with {rows.shape[1]} objects does not fit a bank of "
                 f"{self.num_images} images and {self.capacity} objects: use a larger bank"
             )
-        if "inverse_norms" in state:  # checkpoints of version 0.1 contain unnormalised rows
-            inverse = state["inverse_norms"]
-            rows, norms = rows.float() * inverse[..., None], inverse.reciprocal()
-        else:
-            norms = state["norms"]
         self._counts.clear()
         self._oldest, self._length = int(state["oldest"]) % self.capacity, 0
-        self._append(rows, norms, state["images"], counts)
+        self._append(rows, state["norms"], state["images"], counts)
 
 
 def ring_slices(start: int, length: int, capacity: int) -> list[slice]:

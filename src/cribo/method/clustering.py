@@ -27,13 +27,12 @@ def cluster_tokens(
     coordinates: Float[Tensor, "b t 2"],
     *,
     num_objects: int,
+    initial_tokens: Int[Tensor, "b k"],
     position_weight: float,
     marginals: Marginals = "adaptive",
     iterations: int = 5,
     sinkhorn_iterations: int = 5,
     sharpness: float = 20.0,
-    initial_tokens: Int[Tensor, "b k"] | None = None,
-    generator: torch.Generator | None = None,
 ) -> Int[Tensor, "b t"]:
     """Assign each token to one of `num_objects` clusters by optimal transport with positional cues.
 
@@ -43,14 +42,13 @@ def cluster_tokens(
         tokens: (B, T, D) tokens of both views, one after the other (T = 2N); any scale, normalised here.
         coordinates: (B, T, 2) patch centres (x, y) in pixels of the source image.
         num_objects: K, the number of clusters; some may end up empty.
+        initial_tokens: (B, K) indices of the clusters' initial tokens, in [0, T); see `draw_initial_tokens`.
         position_weight: lambda_pos, the weight of the positional cost relative to the semantic one.
         marginals: mass of the clusters in the transport plan. `uniform` gives each 1/K (the paper's text), `adaptive`
             a share based on its size in the previous round (the released recipe).
         iterations: rounds of assignment and centroid update.
         sinkhorn_iterations: rounds of row and column scaling inside each.
         sharpness: inverse of the entropic regularisation: the plan starts from exp(-sharpness * cost).
-        initial_tokens: (B, K) indices of the initial tokens, in [0, T); drawn by default.
-        generator: generator of that draw; PyTorch's default generator by default.
 
     Returns:
         (B, T) int64 labels in [0, K). Ties go to the first cluster.
@@ -62,7 +60,8 @@ def cluster_tokens(
 
     Example:
         >>> tokens, coordinates = torch.randn(2, 98, 16), torch.rand(2, 98, 2) * 224
-        >>> labels = cluster_tokens(tokens, coordinates, num_objects=6, position_weight=1.0)
+        >>> start = torch.stack([draw_initial_tokens(98, 6) for _ in range(2)])
+        >>> labels = cluster_tokens(tokens, coordinates, num_objects=6, initial_tokens=start, position_weight=1.0)
         >>> labels.shape
         torch.Size([2, 98])
     """
@@ -74,7 +73,7 @@ def cluster_tokens(
         raise InputError(f"sharpness must be > 0 and <= 100, got {sharpness}")
     if sinkhorn_iterations < 1:
         raise InputError(f"sinkhorn_iterations must be >= 1, got {sinkhorn_iterations}")
-    initial_tokens = _initial_tokens(tokens, coordinates, num_objects, iterations, initial_tokens, generator)
+    _check(tokens, coordinates, num_objects, initial_tokens, iterations)
     images = rows_per_block(2 * tokens.shape[1] ** 2, tokens.device)  # the distances and temporaries of the same size
     parts = zip(tokens.split(images), coordinates.split(images), initial_tokens.split(images), strict=True)
     options = position_weight, marginals, iterations, sinkhorn_iterations, sharpness
@@ -88,29 +87,23 @@ def cluster_tokens_kmeans(
     coordinates: Float[Tensor, "b t 2"],
     *,
     num_objects: int,
-    position_weight: float = 0.0,
+    initial_tokens: Int[Tensor, "b k"],
     iterations: int = 5,
-    initial_tokens: Int[Tensor, "b k"] | None = None,
-    generator: torch.Generator | None = None,
 ) -> Int[Tensor, "b t"]:
     """Assign each token to its nearest centroid by cosine (spherical k-means), the paper's baseline.
 
-    Same shapes and errors as `cluster_tokens`. `coordinates` are accepted for the common interface; k-means
-    has no positional cue, so `position_weight` must be 0. An empty cluster keeps a zero centroid.
+    Same shapes and errors as `cluster_tokens`. `coordinates` are accepted for the common interface: k-means has no
+    positional cue. An empty cluster keeps a zero centroid.
 
     Source: paper appendix "Clustering algorithm", table "Ablation study on the clustering algorithm".
 
     Example:
         >>> tokens, coordinates = torch.randn(2, 98, 16), torch.rand(2, 98, 2) * 224
-        >>> cluster_tokens_kmeans(tokens, coordinates, num_objects=6).shape
+        >>> start = torch.stack([draw_initial_tokens(98, 6) for _ in range(2)])
+        >>> cluster_tokens_kmeans(tokens, coordinates, num_objects=6, initial_tokens=start).shape
         torch.Size([2, 98])
     """
-    if position_weight != 0:
-        raise InputError(
-            f"k-means has no positional cue: position_weight must be 0, got {position_weight}; "
-            "use cluster_tokens for positional cues"
-        )
-    initial_tokens = _initial_tokens(tokens, coordinates, num_objects, iterations, initial_tokens, generator)
+    _check(tokens, coordinates, num_objects, initial_tokens, iterations)
     tokens = F.normalize(tokens, dim=-1)
     labels = _largest(_take_rows(tokens, initial_tokens) @ tokens.mT)
     for _ in range(iterations - 1):
@@ -141,31 +134,20 @@ def _check_num_objects(num_objects: int, num_tokens: int) -> None:
         )
 
 
-def _initial_tokens(
-    tokens: Tensor,
-    coordinates: Tensor,
-    num_objects: int,
-    iterations: int,
-    initial_tokens: Tensor | None,
-    generator: torch.Generator | None,
-) -> Int[Tensor, "b k"]:
-    """Check the arguments common to both clusterings, and draw the initial tokens if none are given."""
+def _check(tokens: Tensor, coordinates: Tensor, num_objects: int, initial_tokens: Tensor, iterations: int) -> None:
+    """Check the arguments common to both clusterings."""
     if tokens.ndim != 3:
         raise InputError(f"tokens must have the shape (B, T, D), got {tuple(tokens.shape)}")
     batch, num_tokens, _ = tokens.shape
-    if coordinates.shape != (batch, num_tokens, 2):
-        raise InputError(f"coordinates must have the shape ({batch}, {num_tokens}, 2), got {tuple(coordinates.shape)}")
     _check_num_objects(num_objects, num_tokens)
+    for name, tensor, shape in (
+        ("coordinates", coordinates, (batch, num_tokens, 2)),
+        ("initial_tokens", initial_tokens, (batch, num_objects)),
+    ):
+        if tensor.shape != shape:
+            raise InputError(f"{name} must have the shape {shape}, got {tuple(tensor.shape)}")
     if iterations < 1:
         raise InputError(f"iterations must be >= 1, got {iterations}")
-    if initial_tokens is None:
-        draws = [draw_initial_tokens(num_tokens, num_objects, generator=generator) for _ in range(batch)]
-        return torch.stack(draws).to(tokens.device) if draws else tokens.new_zeros((0, num_objects)).long()
-    if initial_tokens.shape != (batch, num_objects):
-        raise InputError(
-            f"initial_tokens must have the shape ({batch}, {num_objects}), got {tuple(initial_tokens.shape)}"
-        )
-    return initial_tokens.long()
 
 
 def _cluster_images(
@@ -195,7 +177,7 @@ def _cluster_images(
                 cluster_mass = (sizes / sizes.sum(dim=1, keepdim=True))[..., None]
         cost = -(centroids @ tokens.mT)  # paper equation 12
         if position_weight > 0:
-            cost = cost.add_(_positional_cost(nearest), alpha=position_weight)  # equation 16
+            cost = cost + position_weight * _positional_cost(nearest)  # equation 16
         plan = _transport_plan(_rescale(cost), cluster_mass, sinkhorn_iterations, sharpness)
         labels = _largest(plan)
     return labels
@@ -216,8 +198,8 @@ def _distances(coordinates: Float[Tensor, "b t 2"]) -> Float[Tensor, "b t t"]:
     Computed from differences: with a matrix product, a token's distance to itself would not be exactly 0.
     """
     x, y = coordinates.mT.contiguous().unbind(dim=1)
-    distances = (x[:, :, None] - x[:, None]).square_().add_((y[:, :, None] - y[:, None]).square_()).sqrt_()
-    return torch.threshold_(distances, 0.0, torch.inf)
+    distances = ((x[:, :, None] - x[:, None]).square() + (y[:, :, None] - y[:, None]).square()).sqrt()
+    return distances.where(distances > 0, torch.inf)
 
 
 def _nearest(distances: Float[Tensor, "b t t"], labels: Int[Tensor, "b t"], num_objects: int) -> Float[Tensor, "b k t"]:
@@ -234,16 +216,15 @@ def _nearest(distances: Float[Tensor, "b t t"], labels: Int[Tensor, "b t"], num_
 def _positional_cost(nearest: Float[Tensor, "b k t"]) -> Float[Tensor, "b k t"]:
     """Fill entries without a nearest member with the image's mean (counting them as 0); scale the maximum to 1."""
     cost = nearest.nan_to_num(posinf=0.0)
-    missing = torch.eq(cost, 0, out=torch.empty_like(cost))  # as floats: a boolean mask takes five times as long
-    cost.addcmul_(missing, cost.mean(dim=(1, 2), keepdim=True))
+    cost = cost.where(cost > 0, cost.mean(dim=(1, 2), keepdim=True))
     # Avoids a division by zero if all coordinates are equal: the cost is then 0.
-    return cost.div_(cost.amax(dim=(1, 2), keepdim=True).clamp_min_(torch.finfo(cost.dtype).tiny))
+    return cost / cost.amax(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(cost.dtype).tiny)
 
 
 def _rescale(cost: Float[Tensor, "b k t"]) -> Float[Tensor, "b k t"]:
     """Scale each image's cost affinely to [0, 1]."""
     lowest, highest = cost.amin(dim=(1, 2), keepdim=True), cost.amax(dim=(1, 2), keepdim=True)
-    return (cost - lowest).div_((highest - lowest).clamp_min_(torch.finfo(cost.dtype).tiny))
+    return (cost - lowest) / (highest - lowest).clamp_min(torch.finfo(cost.dtype).tiny)
 
 
 def _transport_plan(
@@ -254,12 +235,12 @@ def _transport_plan(
     The plan is token_scale * kernel * cluster_scale: two vectors are scaled instead of the matrix. The returned plan
     omits the token scale, which does not change a token's arg-max.
     """
-    kernel = (-sharpness * cost).exp_()
+    kernel = (-sharpness * cost).exp()
     token_mass, cluster_scale = 1 / kernel.shape[2], torch.ones_like(cluster_mass)
     for _ in range(iterations):
         token_scale = token_mass / (cluster_scale.mT @ kernel)  # (B, 1, T)
         cluster_scale = cluster_mass / (kernel @ token_scale.mT)  # (B, K, 1)
-    return kernel.mul_(cluster_scale)
+    return kernel * cluster_scale
 
 
 def _centroids(tokens: Float[Tensor, "b t d"], labels: Int[Tensor, "b t"], num_objects: int) -> Float[Tensor, "b k d"]:

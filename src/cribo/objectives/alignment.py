@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from cribo.arguments import ConfigError
 from cribo.data.samples import Batch
-from cribo.method import cosine_distance, mean_over_groups, pool_objects
+from cribo.method import pool_objects
 from cribo.models import Backbone
 from cribo.models.lora import plain_copy
 from cribo.models.modes import CompileMode
-from cribo.objectives.anchor import Anchor
-from cribo.objectives.banks import PatchBank, neighbour_loss, object_bank
+from cribo.objectives.banks import PatchBank, object_bank
 from cribo.objectives.base import Columns, Objective, Output, Setting, Step, move_towards
+from cribo.objectives.extras import LABELS, Anchor, Extra, Seen, SoftNeighbours, point_distance
+from cribo.objectives.headfree import cosine_distance
 from cribo.objectives.objects import (
     Objects,
     check_objects,
@@ -27,6 +28,7 @@ from cribo.objectives.objects import (
     find_criterion,
     find_objects,
     label_tokens,
+    mean_over_groups,
 )
 from cribo.objectives.options import ObjectiveOptions
 from cribo.objectives.points import GRID, Points, find_points
@@ -59,9 +61,7 @@ class Alignment(Objective):
             "points": "1 - cosine at points",
             "cross_view": "1 - cosine of objects across views",
             "cross_image": "1 - cosine of objects across images",
-            "object_neighbours": "soft neighbours of objects",
-            "patch_neighbours": "soft neighbours of patches",
-            "anchor": "distance from the starting weights",
+            **LABELS,
             "bootstrapping_ratio": "objects with a valid match",
         },
         progress={"overlapping": "overlapping {:.0%}", "bootstrapping_ratio": "bootstrapped {:.0%}"},
@@ -107,9 +107,21 @@ class Alignment(Objective):
         if options.losses.anchor:
             self.weights["anchor"] = options.losses.anchor
             self.anchor = Anchor(self.exported(), options.losses.anchor_kind)
+        self.extras = self._extras()
         self._images: list[Tensor] = []  # this and the next two: one entry per micro-batch of the step so far
         self._points: list[Points] = []
         self._objects: list[Objects] = []
+
+    def _extras(self) -> dict[str, Extra]:
+        """Return the losses that CrIBo can use too, by name, if they are on."""
+        losses, group_size = self.options.losses, self.images_per_group
+        extras: dict[str, Extra | None] = {
+            "anchor": self.anchor,
+            "points": point_distance,
+            "patch_neighbours": SoftNeighbours("points", self.patch_bank, losses, group_size=group_size),
+            "object_neighbours": SoftNeighbours("objects", self.object_bank, losses, group_size=group_size),
+        }
+        return {name: extra for name, extra in extras.items() if extra is not None and name in self.weights}
 
     def samples(self) -> ViewPairs:
         """Return the transform to view pairs."""
@@ -139,60 +151,51 @@ class Alignment(Objective):
         for module in self.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.eval()  # in every step, because scoring sets the whole teacher back to training mode
-        inputs = inputs_of(batch, teacher, self.options, step)
+        inputs = inputs_of(batch, teacher, self.options)
         with torch.no_grad():
             targets = encode(teacher, inputs).tokens.unflatten(0, (-1, 2))
-        step.lap("teacher backbone")
-        noise = drop_path_noise(batch)
-        tokens = encode(student, inputs, drop_path_noise=noise).tokens
-        step.lap("student backbone")
+        tokens = encode(student, inputs, drop_path_noise=drop_path_noise(batch)).tokens.unflatten(0, (-1, 2))
         self._images.append(batch.images)
         output = Output({})
-        if self.anchor is not None:
-            output.losses["anchor"] = self.anchor(tokens, inputs)
-        tokens = tokens.unflatten(0, (-1, 2))
+        pairs: dict[str, Any] = {}
         if self.finds_points:
             points = find_points(targets, batch, grid=self.grid, side=self.side)
-            self._add_point_losses(output, tokens, points)
+            self._points.append(points)
+            pairs["points"] = points, points.features(tokens)
             output.metrics["overlapping"] = len(points.rows), len(batch)
-        step.lap("patch losses")
         if self.finds_objects:
             with torch.no_grad():
                 labels = label_tokens(targets, batch, self.options.objects, self.cluster)
-                step.lap("clustering")
                 pooled, kept = pool_objects(targets, labels, self.options.objects.num_objects)
                 objects = find_objects(pooled, kept, labels, batch.images)
-            step.lap("pooling")
-            self._add_object_losses(output, tokens, objects)
-            step.lap("object losses")
+            self._objects.append(objects)
+            pairs["objects"] = objects, objects.features(tokens)
+            self._add_object_losses(output, *pairs["objects"])
+        seen = Seen(inputs, tokens, pairs)
+        output.losses |= {name: extra(seen, step) for name, extra in self.extras.items()}
         return output
 
-    def _add_point_losses(self, output: Output, tokens: Float[Tensor, "b 2 n d"], points: Points) -> None:
-        self._points.append(points)
-        student = points.sample(tokens)
-        if "points" in self.weights:
-            distance = cosine_distance(student.flip(0), points.teacher)
-            output.losses["points"] = distance.sum() / max(distance.numel(), 1)
-        if "patch_neighbours" in self.weights:
-            loss = neighbour_loss(student, points, self.patch_bank, self.images_per_group, self.options.losses)
-            output.losses["patch_neighbours"] = loss
-
-    def _add_object_losses(self, output: Output, tokens: Float[Tensor, "b 2 n d"], objects: Objects) -> None:
-        self._objects.append(objects)
-        student = objects.pool(tokens, self.options.objects.num_objects)
-        rows = objects.group_rows(self.images_per_group)
+    def _add_object_losses(self, output: Output, objects: Objects, student: Float[Tensor, "2 r d"]) -> None:
+        """Add the losses of objects across views and across images, averaged over groups."""
+        groups = objects.groups(self.images_per_group)
         if "cross_view" in self.weights:
-            output.losses["cross_view"] = mean_over_groups(cosine_distance(student.flip(0), objects.teacher), rows)
+            distance = cosine_distance(student.flip(0), objects.teacher)
+            output.losses["cross_view"] = mean_over_groups(
+                groups, lambda rows: distance[:, rows].sum() / max(distance[:, rows].numel(), 1)
+            )
         if "cross_image" in self.weights:
             bank = self.object_bank.allocate(objects.teacher)
-            matches = bank.match(objects.teacher, objects.images, group_rows=rows, criterion=self.criterion)
-            neighbours = torch.stack([bank.directions(view, matches.nearest[view]) for view in (0, 1)])
-            distance = cosine_distance(student.flip(0), neighbours)
-            output.losses["cross_image"] = mean_over_groups(distance, rows, matches.valid)
+            matches = self.object_bank.match(objects, group_size=self.images_per_group, criterion=self.criterion)
+
+            def cross_image(rows: slice) -> Float[Tensor, ""]:
+                valid = matches.valid[:, rows]
+                views, places = valid.nonzero(as_tuple=True)
+                neighbours = bank.objects(views, matches.nearest[:, rows][views, places])
+                distance = cosine_distance(student[:, rows][1 - views, places], neighbours)
+                return (0.5 / valid.sum(dim=1)[views] * distance).sum()  # the mean of both directions' means
+
+            output.losses["cross_image"] = mean_over_groups(groups, cross_image)
             output.metrics["bootstrapping_ratio"] = matches.valid.sum(), matches.valid.numel()
-        if "object_neighbours" in self.weights:
-            loss = neighbour_loss(student, objects, self.object_bank, self.images_per_group, self.options.losses)
-            output.losses["object_neighbours"] = loss
 
     def schedules(self, step: Step) -> dict[str, float]:
         """Return the teacher's momentum."""
@@ -201,12 +204,10 @@ class Alignment(Objective):
     def after_step(self, step: Step) -> None:
         """Update the teacher, and push the step's objects and patches to their banks."""
         move_towards(self.teacher, self.student, self.schedules(step)["momentum"])
-        step.lap("moving average")
         images = torch.cat(self._images)
         self.object_bank.push(self._objects, images, step)
         self.patch_bank.push_points(self._points, images, step)
         self._images, self._objects, self._points = [], [], []
-        step.lap("bank update")
 
     def compile_parts(self, mode: CompileMode) -> None:
         """Compile both backbones and the clustering."""

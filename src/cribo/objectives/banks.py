@@ -10,10 +10,10 @@ from torch import Tensor
 
 from cribo.arguments import ConfigError
 from cribo.data.randomness import keyed_generator
-from cribo.method import MemoryBank, soft_neighbour_loss
+from cribo.method import Matches, MemoryBank
 from cribo.objectives.base import Step
 from cribo.objectives.objects import RowPairs
-from cribo.objectives.options import LossConfig, ObjectiveOptions
+from cribo.objectives.options import ObjectiveOptions
 from cribo.objectives.points import Points
 
 _PATCHES_PER_IMAGE = 8
@@ -48,6 +48,16 @@ class RunBank:
                 self.bank.load_state_dict(self._restored)
                 self._restored = None
         return self.bank
+
+    def match(self, objects: RowPairs, *, group_size: int, criterion: Any) -> Matches:
+        """Match the objects of each group of `group_size` images; see `MemoryBank.match`."""
+        bank = self.allocate(objects.teacher)
+        matches = [
+            bank.match(objects.teacher[:, rows], objects.images[rows], criterion=criterion)
+            for rows in objects.groups(group_size)
+        ]
+        nearest, valid = (torch.cat([getattr(part, name) for part in matches], dim=1) for name in ("nearest", "valid"))
+        return Matches(nearest, valid)
 
     def push(self, parts: Sequence[RowPairs], images: Int[Tensor, " b"], step: Step) -> None:
         """Add the rows of a step's micro-batches on all ranks; no-op until a loss has read the bank.
@@ -109,23 +119,6 @@ def resolve_bank_images(options: ObjectiveOptions, num_images: int) -> int:
     if configured is None:
         return max(min(25_000, num_images // 2), options.optim.batch_size)
     return configured
-
-
-def neighbour_loss(
-    student: Float[Tensor, "2 r d"], pairs: RowPairs, bank: RunBank, group_size: int, losses: LossConfig
-) -> Float[Tensor, ""]:
-    """Soft-neighbour loss of the student's rows, with the teacher's as targets."""
-    student_temperature, teacher_temperature = losses.neighbour_temperature
-    return soft_neighbour_loss(
-        student,
-        pairs.teacher,
-        pairs.images,
-        bank.allocate(pairs.teacher),
-        pairs.group_rows(group_size),
-        neighbours=losses.neighbours,
-        student_temperature=student_temperature,
-        teacher_temperature=teacher_temperature,
-    )
 
 
 def _gather(

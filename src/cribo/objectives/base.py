@@ -22,7 +22,6 @@ from cribo.models import Backbone, build_backbone
 from cribo.models.lora import add_adapters, has_adapters, merged_parameters
 from cribo.models.modes import CompileMode
 from cribo.objectives.options import ObjectiveOptions
-from cribo.training.timing import StepTimer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -123,14 +122,12 @@ class Step:
         steps_per_epoch: number of steps per epoch.
         total_steps: number of steps of the run.
         gather: gathers a tensor of the same shape on every rank, as (ranks, ...); must be called on all ranks.
-        lap: assigns the time since its last call to a part of the step, for `cribo profile`.
     """
 
     number: int
     steps_per_epoch: int
     total_steps: int
     gather: Callable[[Tensor], Tensor] = _gather_single_rank
-    lap: StepTimer = field(default_factory=StepTimer)
 
     @property
     def epoch(self) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
@@ -22,15 +22,13 @@ from cribo.method import (
     cross_image_loss,
     cross_view_loss,
     pool_objects,
-    sinkhorn_centre,
 )
-from cribo.method.losses import cross_entropy
 from cribo.models.modes import CompileMode
-from cribo.objectives.anchor import Anchor
-from cribo.objectives.banks import PatchBank, neighbour_loss, object_bank
+from cribo.objectives.banks import PatchBank, object_bank
 from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.collapse import collapse_advice, measure_collapse
-from cribo.objectives.distillation import Distillation
+from cribo.objectives.distillation import Distillation, Network
+from cribo.objectives.extras import LABELS, Anchor, Extra, Seen, SoftNeighbours
 from cribo.objectives.objects import (
     Objects,
     check_objects,
@@ -38,6 +36,7 @@ from cribo.objectives.objects import (
     find_criterion,
     find_objects,
     label_tokens,
+    mean_over_groups,
 )
 from cribo.objectives.options import ObjectiveOptions
 from cribo.objectives.points import GRID, Points, find_points
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 log = logging.getLogger("cribo")
-
-_BEYOND_THE_PAPER = ("object_neighbours", "patch_neighbours", "anchor")
 
 
 @dataclass
@@ -95,9 +92,7 @@ class CrIBo(Distillation):
             "cross_image": r"cross-image objects $\mathcal{L}_{ci}^{o}$",
             "bootstrapping_ratio": "objects with a valid match",
             "objects_per_image": "objects per image",
-            "object_neighbours": "soft neighbours of objects",
-            "patch_neighbours": "soft neighbours of patches",
-            "anchor": "distance from the starting weights",
+            **LABELS,
         },
         progress={"bootstrapping_ratio": "bootstrapped {:.0%}"},
     )
@@ -110,8 +105,6 @@ class CrIBo(Distillation):
         options, losses = setting.options, setting.options.losses
         side = options.views.size // self.student.backbone.patch_size
         _check(options, tokens=2 * side * side)
-        self.weights = {"image": losses.image, "cross_view": losses.cross_view, "cross_image": losses.cross_image}
-        self.weights |= {name: weight for name in _BEYOND_THE_PAPER if (weight := getattr(losses, name))}
         self.images_per_group = options.objects.group_size
         # A last layer without its loss gets no gradient.
         self.uses_all_parameters = self.uses_all_parameters and bool(losses.image and losses.cross_view)
@@ -120,11 +113,26 @@ class CrIBo(Distillation):
         self.patch_bank = PatchBank(options, on=bool(losses.patch_neighbours))
         self.bank_images = self.object_bank.num_images
         self.anchor = Anchor(self.teacher.backbone, losses.anchor_kind) if losses.anchor else None
+        self.extras = self._extras()
+        self.weights = {"image": losses.image, "cross_view": losses.cross_view, "cross_image": losses.cross_image}
+        self.weights |= {name: getattr(losses, name) for name in self.extras}
         self.cluster = find_clustering(options.objects)
         self.criterion = find_criterion(options.objects)
-        self._cross_entropy = cross_entropy
         self._results: list[Result] = []  # one per micro-batch of the step so far
         self.last_result: Result | None = None
+
+    def _extras(self) -> dict[str, Extra]:
+        """Return the losses that are on and not in the paper."""
+        losses, group_size = self.options.losses, self.images_per_group
+        neighbours = {"group_size": group_size, "from_epoch": losses.cross_image_from_epoch}
+        extras: dict[str, Extra] = {}
+        if losses.object_neighbours:
+            extras["object_neighbours"] = SoftNeighbours("objects", self.object_bank, losses, **neighbours)
+        if losses.patch_neighbours:
+            extras["patch_neighbours"] = SoftNeighbours("points", self.patch_bank, losses, **neighbours)
+        if self.anchor is not None:
+            extras["anchor"] = self.anchor
+        return extras
 
     @property
     def bank(self) -> MemoryBank | None:
@@ -154,30 +162,28 @@ class CrIBo(Distillation):
             raise InputError(
                 f"a batch must be a whole number of groups of {self.images_per_group} images, got {len(batch)}"
             )
-        inputs = inputs_of(batch, self.teacher.backbone, self.options, step)
+        inputs = self.inputs(batch)
         result = self._teach(inputs, batch, step)
         with torch.set_grad_enabled(step.epoch >= self.options.optim.freeze_backbone_epochs):
-            noise = drop_path_noise(batch)
-            global_tokens, tokens, _ = encode(self.student.backbone, inputs, drop_path_noise=noise)
-        step.lap("student backbone")
-        images = self.student.head(_by_view(global_tokens))
-        step.lap("image projections")
-        step.lap.at_gradient(global_tokens, "image projections, backward")
+            global_tokens, tokens = self.encode(self.student, inputs, drop_path_noise(batch))
+        images = self.project_images(self.student, global_tokens)
         # Losses that are off or have no objects are 0, but attached to the graph.
-        zero: Tensor = 0 * images.sum()
-        losses = dict.fromkeys(self.weights, zero)
+        losses = dict.fromkeys(self.weights, 0 * images.sum())
         if self.weights["image"]:
-            losses["image"] = self._image_loss(images, result, step)
-            step.lap("image loss")
-            step.lap.at_gradient(images, "image loss, backward")
+            losses["image"] = self.image_loss(images, result.teacher_images, step)
+        pairs: dict[str, Any] = {}
         metrics: dict[str, Any] = {}
         if result.objects is not None:
-            losses |= self._object_losses(tokens.unflatten(0, (-1, 2)), result.objects, result, step)
-            step.lap.at_gradient(losses["image"], "pooling, backward")
+            pooled = self.pool(result.objects, tokens)
+            pairs["objects"] = result.objects, pooled
             metrics["objects_per_image"] = sum(result.objects.counts), len(batch)
-        losses |= self._patch_losses(tokens, inputs, result, step)
+            if self._projects_objects:
+                losses |= self.object_losses(self.project_objects(self.student, pooled), result, step)
         if result.matches is not None:
             metrics["bootstrapping_ratio"] = result.matches.valid.sum(), result.matches.valid.numel()
+        if result.points is not None:
+            pairs["points"] = result.points, result.points.features(tokens)
+        losses |= self.extra_losses(Seen(inputs, tokens, pairs), step)
         result.losses = {name: loss.detach() for name, loss in losses.items()}
         self.last_result = result
         self._results.append(result)
@@ -189,121 +195,105 @@ class CrIBo(Distillation):
     def _teach(self, inputs: Inputs, batch: Batch, step: Step) -> Result:
         """Run the teacher: objects, their matches, and the embeddings that the student must predict."""
         options = self.options
-        global_tokens, tokens, _ = encode(self.teacher.backbone, inputs)
-        tokens = tokens.unflatten(0, (-1, 2))
-        step.lap("teacher backbone")
-        images = self.teacher.head(_by_view(global_tokens))
-        step.lap("image projections")
-        points = None
+        global_tokens, tokens = self.encode(self.teacher, inputs)
+        images = self.project_images(self.teacher, global_tokens)
+        result = Result(batch.images, tokens, images, images[:, :0])
         if options.losses.patch_neighbours:
-            points = find_points(tokens, batch, grid=self.grid, side=GRID)
-            step.lap("patch losses")
-        if not options.needs_objects:
-            return Result(batch.images, tokens, images, images[:, :0], points=points)
-        labels = self.label_tokens(tokens, batch)
-        step.lap("clustering")
-        objects = find_objects(*pool_objects(tokens, labels, options.objects.num_objects), labels, batch.images)
-        step.lap("pooling")
-        matches = None
-        if options.needs_bank:
-            self.object_bank.allocate(objects.teacher)
-            if options.losses.cross_image and self._reads_banks(step):
-                matches = self.match(objects.teacher, objects.images, objects.group_rows(self.images_per_group))
-        step.lap("retrieval")
-        embeddings = self.teacher.head(objects.teacher) if self._projects_objects else images[:, :0]
-        step.lap("object projections")
-        return Result(batch.images, tokens, images, embeddings, objects, matches, points)
+            result.points = self.find_points(tokens, batch)
+        if options.needs_objects:
+            labels = self.label_tokens(tokens, batch)
+            objects = result.objects = self.find_objects(tokens, labels, batch)
+            if options.needs_bank:
+                self.object_bank.allocate(objects.teacher)
+            if options.losses.cross_image and step.epoch >= options.losses.cross_image_from_epoch:
+                result.matches = self.match(objects)
+            if self._projects_objects:
+                result.teacher_objects = self.project_objects(self.teacher, objects.teacher)
+        return result
+
+    def inputs(self, batch: Batch) -> Inputs:
+        """Return the views of a batch, augmented, or their tokens after frozen blocks."""
+        return inputs_of(batch, self.teacher.backbone, self.options)
+
+    def encode(
+        self, network: Network, inputs: Inputs, noise: Float[Tensor, "two_b sites"] | None = None
+    ) -> tuple[Float[Tensor, "2 b d"], Float[Tensor, "b 2 n d"]]:
+        """Return a network's global tokens, view after view, and its tokens, image after image."""
+        global_tokens, tokens, _ = encode(network.backbone, inputs, drop_path_noise=noise)
+        return global_tokens.unflatten(0, (-1, 2)).transpose(0, 1), tokens.unflatten(0, (-1, 2))
 
     def label_tokens(self, tokens: Float[Tensor, "b 2 n d"], batch: Batch) -> Int[Tensor, "b 2 n"]:
         """Return the cluster of each of the teacher's tokens."""
         return label_tokens(tokens, batch, self.options.objects, self.cluster)
 
-    def match(self, objects: Float[Tensor, "2 r d"], images: Int[Tensor, " r"], group_rows: Sequence[int]) -> Matches:
+    def find_objects(self, tokens: Float[Tensor, "b 2 n d"], labels: Int[Tensor, "b 2 n"], batch: Batch) -> Objects:
+        """Return the objects of the teacher's tokens."""
+        return find_objects(*pool_objects(tokens, labels, self.options.objects.num_objects), labels, batch.images)
+
+    def find_points(self, tokens: Float[Tensor, "b 2 n d"], batch: Batch) -> Points:
+        """Return points of the overlap of both views, for soft neighbours of patches."""
+        return find_points(tokens, batch, grid=self.grid, side=GRID)
+
+    def pool(self, objects: Objects, tokens: Float[Tensor, "b 2 n d"]) -> Float[Tensor, "2 r d"]:
+        """Pool the student's tokens with the teacher's labels."""
+        return objects.features(tokens)
+
+    def match(self, objects: Objects) -> Matches:
         """Return the nearest neighbours of objects in the bank, and whether they are positive pairs."""
-        assert self.bank is not None
-        return self.bank.match(objects, images, group_rows=group_rows, criterion=self.criterion)
+        return self.object_bank.match(objects, group_size=self.images_per_group, criterion=self.criterion)
 
     # --------------------------------------------------------------------------------- 3.2.3 training objectives
 
-    def _image_loss(self, images: Float[Tensor, "2 b e"], result: Result, step: Step) -> Float[Tensor, ""]:
-        """L_cv^g of the student's image-level embeddings."""
-        rows = [self.images_per_group] * (images.shape[1] // self.images_per_group)
-        level = self._level("image", result.teacher_images, rows, step)
-        return cross_view_loss(images, result.teacher_images, level, rows, formula=self._cross_entropy)
+    def project_images(self, network: Network, global_tokens: Float[Tensor, "2 b d"]) -> Float[Tensor, "2 b e"]:
+        """Return a network's image-level embeddings."""
+        return network.head(global_tokens)
 
-    def _object_losses(
-        self, tokens: Float[Tensor, "b 2 n d"], objects: Objects, result: Result, step: Step
-    ) -> dict[str, Float[Tensor, ""]]:
-        """L_cv^o, L_ci^o and soft neighbours of the student's tokens, pooled with the teacher's labels."""
-        pooled = objects.pool(tokens, self.options.objects.num_objects)
-        step.lap("pooling")
-        losses: dict[str, Tensor] = {}
-        if "object_neighbours" in self.weights and self._reads_banks(step):
-            bank, config = self.object_bank, self.options.losses
-            losses["object_neighbours"] = neighbour_loss(pooled, objects, bank, self.images_per_group, config)
-            step.lap("object losses")
-        if not self._projects_objects:
-            return losses
-        student = self.student.head(pooled)
-        step.lap("object projections")
-        step.lap.at_gradient(student, "object losses, backward")
-        step.lap.at_gradient(pooled, "object projections, backward")
-        rows = objects.group_rows(self.images_per_group)
-        level = self._level("object", result.teacher_objects, rows, step)
-        formula = self._cross_entropy
-        if self.weights["cross_view"]:
-            losses["cross_view"] = cross_view_loss(student, result.teacher_objects, level, rows, formula=formula)
-        step.lap("object losses")
-        if result.matches is not None:
-            neighbours = self._embed_neighbours(result.matches)
-            step.lap("object projections")
-            valid = result.matches.valid
-            losses["cross_image"] = cross_image_loss(student, neighbours, valid, level, rows, formula=formula)
-        step.lap("object losses")
-        return losses
+    def project_objects(self, network: Network, objects: Float[Tensor, "*r d"]) -> Float[Tensor, "*r e"]:
+        """Return a network's object-level embeddings."""
+        return network.head(objects)
 
-    def _patch_losses(
-        self, tokens: Float[Tensor, "two_b n d"], inputs: Inputs, result: Result, step: Step
+    def image_loss(
+        self, student: Float[Tensor, "2 b e"], teacher: Float[Tensor, "2 b e"], step: Step
+    ) -> Float[Tensor, ""]:
+        """L_cv^g (equation 10)."""
+        level, size = self.level("image", step), self.images_per_group
+        groups = [slice(start, start + size) for start in range(0, student.shape[1], size)]
+        return mean_over_groups(
+            groups,
+            lambda rows: cross_view_loss(student[:, rows], teacher[:, rows], self.centred(level, teacher[:, rows])),
+        )
+
+    def object_losses(
+        self, student: Float[Tensor, "2 r e"], result: Result, step: Step
     ) -> dict[str, Float[Tensor, ""]]:
-        """Soft neighbours of patches, and the distance from the starting weights."""
-        losses: dict[str, Tensor] = {}
-        if result.points is not None:
-            points, bank, config = result.points, self.patch_bank, self.options.losses
-            bank.allocate(points.teacher)
-            if self._reads_banks(step):
-                student = points.sample(tokens.unflatten(0, (-1, 2)))
-                losses["patch_neighbours"] = neighbour_loss(student, points, bank, self.images_per_group, config)
-        if self.anchor is not None:
-            losses["anchor"] = self.anchor(tokens, inputs)
-        if losses:
-            step.lap("patch losses")
-        return losses
+        """L_cv^o (equation 6) and L_ci^o (equation 8)."""
+        assert result.objects is not None
+        teacher, matches, level = result.teacher_objects, result.matches, self.level("object", step)
+        losses: dict[str, list[Tensor]] = {"cross_view": [], "cross_image": []}
+        for rows in result.objects.groups(self.images_per_group):
+            centred = self.centred(level, teacher[:, rows])
+            if self.weights["cross_view"]:
+                losses["cross_view"].append(cross_view_loss(student[:, rows], teacher[:, rows], centred))
+            if matches is not None:
+                valid = matches.valid[:, rows]
+                neighbours = self.embed_neighbours(matches.nearest[:, rows], valid)
+                losses["cross_image"].append(cross_image_loss(student[:, rows], neighbours, valid, centred))
+        return {name: torch.stack(of_groups).mean() for name, of_groups in losses.items() if of_groups}
+
+    @torch.no_grad()
+    def embed_neighbours(self, nearest: Int[Tensor, "2 r"], valid: Bool[Tensor, "2 r"]) -> Float[Tensor, "z e"]:
+        """Return the teacher's embeddings of the valid neighbours; the head computes no others."""
+        assert self.bank is not None
+        views, rows = valid.nonzero(as_tuple=True)
+        return self.project_objects(self.teacher, self.bank.objects(views, nearest[views, rows]))
+
+    def extra_losses(self, seen: Seen, step: Step) -> dict[str, Float[Tensor, ""]]:
+        """Losses that are not in the paper."""
+        return {name: extra(seen, step) for name, extra in self.extras.items()}
 
     @property
     def _projects_objects(self) -> bool:
         return bool(self.weights["cross_view"] or self.weights["cross_image"])
-
-    def _reads_banks(self, step: Step) -> bool:
-        return step.epoch >= self.options.losses.cross_image_from_epoch
-
-    @torch.no_grad()
-    def _embed_neighbours(self, matches: Matches) -> Float[Tensor, "z e"]:
-        """Return the teacher's embeddings of the valid neighbours; the head computes no others."""
-        assert self.bank is not None
-        views, rows = matches.valid.nonzero(as_tuple=True)
-        return self.teacher.head(self.bank.objects(views, matches.nearest[views, rows]))
-
-    def _level(
-        self, name: str, embeddings: Float[Tensor, "2 r e"], group_rows: list[int], step: Step
-    ) -> SelfDistillation:
-        """Return prototypes, centre and temperatures of a level; each group has its own Sinkhorn centre."""
-        losses, temperature = self.options.losses, self.schedules(step)["teacher_temperature"]
-        student, teacher = (network.prototypes(name).weight for network in (self.student, self.teacher))
-        centre = self.centre(name).value
-        if losses.centring == "sinkhorn":
-            groups = [rows.flatten(0, 1) for rows in embeddings.split(group_rows, dim=1)]
-            centre = torch.stack([sinkhorn_centre(rows, teacher, temperature=temperature) for rows in groups])
-        return SelfDistillation(student, teacher, centre, losses.student_temperature, temperature)
 
     # ------------------------------------------------------------------------------ update after a step, checkpoints
 
@@ -312,20 +302,28 @@ class CrIBo(Distillation):
         """Update centres and teacher, and push the step's objects and patches to their banks."""
         results, self._results = self._results, []
         images, objects = zip(*((result.teacher_images, result.teacher_objects) for result in results), strict=True)
-        self.move_teacher(step, {"image": images, "object": objects})
-        batch_images = torch.cat([result.batch_images for result in results])
-        found = [result.objects for result in results if result.objects is not None]
-        self.object_bank.push(found, batch_images, step)
+        self.update_centres(step, {"image": images, "object": objects})
+        self.move_teacher(step)
+        self.push(results, step)
+
+    def push(self, results: Sequence[Result], step: Step) -> None:
+        """Push the objects and patches of a step's micro-batches to their banks."""
+        images = torch.cat([result.batch_images for result in results])
+        objects = [result.objects for result in results if result.objects is not None]
+        self.object_bank.push(objects, images, step)
         points = [result.points for result in results if result.points is not None]
-        self.patch_bank.push_points(points, batch_images, step)
-        step.lap("bank update")
+        self.patch_bank.push_points(points, images, step)
 
     def compile_parts(self, mode: CompileMode) -> None:
         """Compile both backbones, the clustering, and the cross-entropy."""
         super().compile_parts(mode)
         self.cluster = torch.compile(self.cluster)
-        # The number of objects changes from step to step.
-        self._cross_entropy = torch.compile(cross_entropy, dynamic=True)
+
+        class Compiled(SelfDistillation):
+            # The number of objects changes from step to step.
+            cross_entropy = torch.compile(SelfDistillation.cross_entropy, dynamic=True)
+
+        self.self_distillation = Compiled
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the banks' states. Banks are not buffers because distributed wrappers must not broadcast them."""
@@ -348,7 +346,7 @@ class CrIBo(Distillation):
         if options.needs_objects:
             embeddings["object"] = result.teacher_objects
         levels = {
-            name: (rows, self._level(name, rows, [rows.shape[1]], step))
+            name: (rows, self.centred(self.level(name, step), rows))
             for name, rows in embeddings.items()
             if rows.shape[1]
         }
@@ -377,10 +375,6 @@ class CrIBo(Distillation):
         from cribo.objectives.cluster_record import ClusterRecord
 
         return (ClusterRecord(folder, dataset.source, self.options),)
-
-
-def _by_view(tokens: Float[Tensor, "two_b d"]) -> Float[Tensor, "2 b d"]:
-    return tokens.unflatten(0, (-1, 2)).transpose(0, 1)
 
 
 def _check(options: ObjectiveOptions, *, tokens: int) -> None:

@@ -13,18 +13,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cribo.arguments import ConfigError
+from cribo.data.photometric import Photometric, apply_photometric, sample_photometric
 from cribo.data.samples import Batch, LazyImage, Sample
-from cribo.method import (
-    Centre,
-    Crops,
-    Photometric,
-    ViewRecipe,
-    apply_photometric,
-    cut_views,
-    sample_crops,
-    sample_photometric,
-    sinkhorn_centre,
-)
+from cribo.method import Centre, Crops, ViewRecipe, cut_views, sample_crops
 from cribo.models import normalise
 from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.distillation import Distillation
@@ -141,21 +132,15 @@ class DINO(Distillation):
 
     def forward(self, batch: Batch, step: Step) -> Output:
         """Cross-entropy between teacher and student over all pairs of different crops."""
-        losses, temperature = self.options.losses, self.schedules(step)["teacher_temperature"]
-        parts = list(self._augmented(batch))
-        step.lap("photometric")
-        config = self.options.backbone
-        inputs = [encode_frozen(self.teacher.backbone, views.flatten(0, 1), config, step) for views in parts]
+        parts, config = list(self._augmented(batch)), self.options.backbone
+        inputs = [encode_frozen(self.teacher.backbone, views.flatten(0, 1), config) for views in parts]
+        level = self.level("image", step)
         with torch.no_grad():
             embeddings = self.teacher.head(encode(self.teacher.backbone, inputs[0]).global_token)
             self._embeddings.append(embeddings)
-            prototypes = self.teacher.prototypes("image").weight
-            centre = self.centre("image").value
-            if losses.centring == "sinkhorn":
-                centre = sinkhorn_centre(embeddings, prototypes, temperature=temperature)
-            targets = ((F.linear(embeddings, prototypes) - centre) / temperature).softmax(dim=-1)
-            targets = targets.unflatten(0, (2, -1))  # (2, B, L)
-        step.lap("teacher backbone")
+            centre = self.centred(level, embeddings).centre
+            logits = F.linear(embeddings, level.teacher_prototypes) - centre
+            targets = (logits / level.teacher_temperature).softmax(dim=-1).unflatten(0, (2, -1))  # (2, B, L)
         noise = batch["drop_path_noise"].transpose(0, 1) if self.crops.drop_path_sites else None
         students, first = [], 0
         for views, own_inputs in zip(parts, inputs, strict=True):
@@ -163,9 +148,8 @@ class DINO(Distillation):
             token = encode(self.student.backbone, own_inputs, drop_path_noise=own).global_token
             students.append(self.student.head(token).unflatten(0, (len(views), -1)))
             first += len(views)
-        logits = F.linear(torch.cat(students), self.student.prototypes("image").weight)
-        step.lap("student backbone")
-        loss = dino_loss(targets, logits / losses.student_temperature)
+        logits = F.linear(torch.cat(students), level.student_prototypes)
+        loss = dino_loss(targets, logits / level.student_temperature)
         entropy = torch.special.entr(targets).sum(dim=-1).mean() / torch.log(targets.new_tensor(targets.shape[-1]))
         return Output({"dino": loss}, {"teacher_entropy": entropy})
 
@@ -173,7 +157,8 @@ class DINO(Distillation):
     def after_step(self, step: Step) -> None:
         """Update the centre and the teacher."""
         embeddings, self._embeddings = self._embeddings, []
-        self.move_teacher(step, {"image": embeddings})
+        self.update_centres(step, {"image": embeddings})
+        self.move_teacher(step)
 
     def _augmented(self, batch: Batch) -> Iterator[Float[Tensor, "v b 3 h w"]]:
         """Yield the global and then the local crops, augmented and normalised for the networks."""

@@ -1,18 +1,20 @@
 """Student and teacher networks, shared by CrIBo and DINO."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from cribo.data.randomness import keyed_generator
-from cribo.method import Centre, ProjectionHead, PrototypeLayer
+from cribo.method import Centre, ProjectionHead, PrototypeLayer, SelfDistillation
 from cribo.models import Backbone
 from cribo.models.lora import plain_copy
 from cribo.models.modes import CompileMode
 from cribo.objectives.base import Objective, Setting, Step, move_towards
 from cribo.objectives.options import HeadConfig
+from cribo.objectives.sinkhorn import sinkhorn_centre
 
 
 class Network(nn.Module):
@@ -81,12 +83,30 @@ class Distillation(Objective):
         for level in levels:
             self.add_module(f"{level}_centre", Centre(options.head.prototypes, momentum=options.losses.centre_momentum))
         self.uses_all_parameters = not options.optim.freeze_backbone_epochs
+        self.self_distillation = SelfDistillation
 
     def centre(self, level: str) -> Centre:
         """Return the centre of a level."""
         centre = getattr(self, f"{level}_centre")
         assert isinstance(centre, Centre)
         return centre
+
+    def level(self, name: str, step: Step) -> SelfDistillation:
+        """Return the prototypes, the moving-average centre and the temperatures of a level at a step."""
+        return self.self_distillation(
+            self.student.prototypes(name).weight,
+            self.teacher.prototypes(name).weight,
+            self.centre(name).value,
+            self.options.losses.student_temperature,
+            self.schedules(step)["teacher_temperature"],
+        )
+
+    def centred(self, level: SelfDistillation, embeddings: Float[Tensor, "..."]) -> SelfDistillation:
+        """Return a level with the centre of a group: the moving average, or that of its own (..., E) embeddings."""
+        if self.options.losses.centring == "mean":
+            return level
+        rows, temperature = embeddings.flatten(0, -2), level.teacher_temperature
+        return replace(level, centre=sinkhorn_centre(rows, level.teacher_prototypes, temperature=temperature))
 
     def trainable(self) -> Network:
         """Return the student."""
@@ -118,18 +138,21 @@ class Distillation(Objective):
         self.teacher.backbone.compile(mode)
 
     @torch.no_grad()
-    def move_teacher(self, step: Step, embeddings: Mapping[str, Sequence[Float[Tensor, "..."]]]) -> None:
-        """Update the centres with the mean logits of the whole batch, and the teacher with the student.
+    def update_centres(self, step: Step, embeddings: Mapping[str, Sequence[Float[Tensor, "..."]]]) -> None:
+        """Update the centres with the mean logits of the whole batch.
 
         Args:
             step: the completed step.
             embeddings: (..., E) the teacher's embeddings of each level, one tensor per micro-batch.
         """
-        if self.options.losses.centring == "mean":
-            for level, parts in embeddings.items():
-                rows = torch.cat([part.flatten(0, -2) for part in parts])
-                total = step.gather(torch.cat((rows.sum(dim=0), rows.new_full((1,), len(rows))))).sum(dim=0)
-                self.centre(level).update(total[:-1], total[-1], self.teacher.prototypes(level).weight)
-        step.lap("centres")
+        if self.options.losses.centring == "sinkhorn":
+            return
+        for level, parts in embeddings.items():
+            rows = torch.cat([part.flatten(0, -2) for part in parts])
+            total = step.gather(torch.cat((rows.sum(dim=0), rows.new_full((1,), len(rows))))).sum(dim=0)
+            self.centre(level).update(total[:-1], total[-1], self.teacher.prototypes(level).weight)
+
+    @torch.no_grad()
+    def move_teacher(self, step: Step) -> None:
+        """Update the teacher with the student."""
         move_towards(self.teacher, self.student, self.schedules(step)["momentum"])
-        step.lap("moving average")

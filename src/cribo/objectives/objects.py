@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -101,9 +102,10 @@ class RowPairs:
     images: Int[Tensor, " r"]
     counts: list[int]
 
-    def group_rows(self, group_size: int) -> list[int]:
-        """Return the number of rows of each group of `group_size` images."""
-        return [sum(self.counts[start : start + group_size]) for start in range(0, len(self.counts), group_size)]
+    def groups(self, group_size: int) -> list[slice]:
+        """Return the rows of each group of `group_size` images, whose losses and cycles do not depend on the others."""
+        ends = [sum(self.counts[:end]) for end in range(0, len(self.counts) + 1, group_size)]
+        return [slice(*rows) for rows in pairwise(ends)]
 
 
 @dataclass
@@ -114,15 +116,17 @@ class Objects(RowPairs):
         labels: (B, 2, N) cluster of each token.
         rows: (R,) index of each object's image within the batch.
         clusters: (R,) cluster of each object.
+        num_objects: K.
     """
 
     labels: Int[Tensor, "b 2 n"]
     rows: Int[Tensor, " r"]
     clusters: Int[Tensor, " r"]
+    num_objects: int
 
-    def pool(self, tokens: Float[Tensor, "b 2 n d"], num_objects: int) -> Float[Tensor, "2 r d"]:
+    def features(self, tokens: Float[Tensor, "b 2 n d"]) -> Float[Tensor, "2 r d"]:
         """Pool another network's tokens to the same objects."""
-        pooled, _ = pool_objects(tokens, self.labels, num_objects)
+        pooled, _ = pool_objects(tokens, self.labels, self.num_objects)
         return pooled[self.rows, :, self.clusters].transpose(0, 1)
 
 
@@ -135,7 +139,13 @@ def find_objects(
     """
     counts: list[int] = kept.sum(dim=1).tolist()
     rows, clusters = torch.nonzero_static(kept, size=sum(counts)).unbind(dim=1)
-    return Objects(pooled[rows, :, clusters].transpose(0, 1), images[rows], counts, labels, rows, clusters)
+    teacher = pooled[rows, :, clusters].transpose(0, 1)
+    return Objects(teacher, images[rows], counts, labels, rows, clusters, kept.shape[1])
+
+
+def mean_over_groups(groups: Sequence[slice], loss: Callable[[slice], Float[Tensor, ""]]) -> Float[Tensor, ""]:
+    """Return the mean of a loss that is computed for the rows of one group of images at a time."""
+    return torch.stack([loss(rows) for rows in groups]).mean()
 
 
 def check_objects(options: ObjectiveOptions, *, tokens: int, with_bank: bool) -> None:

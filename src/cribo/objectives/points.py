@@ -29,8 +29,8 @@ class Points(RowPairs):
     places: Float[Tensor, "i 2 p 2"]
     grid: tuple[int, int]
 
-    def sample(self, tokens: Float[Tensor, "b 2 n d"]) -> Float[Tensor, "2 r d"]:
-        """Return the features of another network's tokens at the points."""
+    def features(self, tokens: Float[Tensor, "b 2 n d"]) -> Float[Tensor, "2 r d"]:
+        """Interpolate another network's tokens at the points."""
         return _rows(tokens, self.rows, self.places, self.grid)
 
     def draw(self, count: int, generator: torch.Generator) -> RowPairs:

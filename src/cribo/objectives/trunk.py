@@ -8,7 +8,6 @@ from torch import Tensor
 from cribo.data.samples import Batch
 from cribo.models import Backbone
 from cribo.models.backbone import Features, Trunk
-from cribo.objectives.base import Step
 from cribo.objectives.options import BackboneConfig, ObjectiveOptions
 from cribo.objectives.views import normalised_views
 
@@ -22,25 +21,19 @@ def shared_blocks(backbone: Backbone, config: BackboneConfig) -> int:
 
 
 @torch.no_grad()
-def encode_frozen(backbone: Backbone, views: Float[Tensor, "b 3 h w"], config: BackboneConfig, step: Step) -> Inputs:
+def encode_frozen(backbone: Backbone, views: Float[Tensor, "b 3 h w"], config: BackboneConfig) -> Inputs:
     """Run the frozen blocks shared by student and teacher; return the views unchanged if there are none."""
     blocks = shared_blocks(backbone, config)
-    if not blocks:
-        return views
-    trunk = backbone.encode_trunk(views, blocks)
-    step.lap("frozen blocks")
-    return trunk
+    return backbone.encode_trunk(views, blocks) if blocks else views
 
 
-def inputs_of(batch: Batch, backbone: Backbone, options: ObjectiveOptions, step: Step) -> Inputs:
+def inputs_of(batch: Batch, backbone: Backbone, options: ObjectiveOptions) -> Inputs:
     """Return the views of a batch of view pairs, or their tokens after the shared blocks, computed or cached."""
     if "trunk" in batch.samples:
         side = options.views.size // backbone.patch_size
         tokens = batch["trunk"].flatten(0, 1).to(next(backbone.parameters()).dtype)
         return Trunk(tokens, (side, side), shared_blocks(backbone, options.backbone))
-    views = normalised_views(batch, options.views, backbone)
-    step.lap("photometric")
-    return encode_frozen(backbone, views, options.backbone, step)
+    return encode_frozen(backbone, normalised_views(batch, options.views, backbone), options.backbone)
 
 
 def encode(backbone: Backbone, inputs: Inputs, *, drop_path_noise: Float[Tensor, "b sites"] | None = None) -> Features:

@@ -6,18 +6,17 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from cribo.data.photometric import apply_photometric, sample_photometric
+from cribo.data.reduction import largest_reduction, reduced_crops
 from cribo.data.samples import Batch, LazyImage, Sample
 from cribo.method import (
     Crops,
     ViewRecipe,
-    apply_photometric,
     cut_views,
     draw_initial_tokens,
     patch_coordinates,
     sample_crops,
-    sample_photometric,
 )
-from cribo.method.views import largest_reduction, reduced_crops
 from cribo.models import Backbone, normalise
 
 

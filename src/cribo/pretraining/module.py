@@ -19,7 +19,6 @@ from cribo.pretraining.parameters import clip_each, drop_gradients, parameter_gr
 from cribo.pretraining.schedules import Schedules
 from cribo.pretraining.sums import RunningSums
 from cribo.training.module import NonFiniteLoss, ResumableModule
-from cribo.training.timing import StepTimer
 
 
 class PretrainingModule(ResumableModule):
@@ -49,7 +48,6 @@ class PretrainingModule(ResumableModule):
         self.schedules = Schedules(config.optim, steps_per_epoch, self.objective.schedules)
         self.sums = RunningSums(self._gather, lambda: self.trainer.world_size)
         self._restored_sums: dict[str, Any] | None = None
-        self.timer = StepTimer()
 
     # ------------------------------------------------------------------------------------------------- set-up
 
@@ -81,12 +79,11 @@ class PretrainingModule(ResumableModule):
 
     def at(self, number: int) -> Step:
         """Return a step of this run."""
-        return replace(self.schedules.step(number), gather=self._gather, lap=self.timer)
+        return replace(self.schedules.step(number), gather=self._gather)
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         """Run one optimiser step."""
         objective, parts = self.objective, self.config.optim.micro_batches
-        self.timer("waiting for data")
         step, values = self.at(self.step), self.schedules.at(self.step)
         optimizer: Any = self.optimizers()
         for group in optimizer.param_groups:
@@ -100,10 +97,8 @@ class PretrainingModule(ResumableModule):
             total: Any = sum(objective.weights.get(name, 1.0) * loss for name, loss in output.losses.items())
             with nullcontext() if number == parts else self._gradients_kept_here():
                 self.manual_backward(total / parts)
-            self.timer("backbone, backward")
             self.sums.add(output, objective.weights)
         optimizer.step()
-        self.timer("optimiser")
         objective.after_step(step)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

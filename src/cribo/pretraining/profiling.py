@@ -25,10 +25,12 @@ from cribo.arguments import ConfigError
 from cribo.data.samples import Batch
 from cribo.method import NO_MATCH, Matches, MemoryBank
 from cribo.objectives.cribo import CrIBo
+from cribo.objectives.distillation import Network
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.footprint import peak_bytes, reset_peak
 from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.session import Forever, Session
+from cribo.pretraining.timing import StepTimer
 from cribo.training.lightning import interruptible, quiet_lightning
 
 TABLE = {
@@ -54,7 +56,7 @@ TABLE = {
         "moving average",
     ),
 }
-"""Rows of the paper's table, and the parts of a step (`Step.lap`) in each row."""
+"""Rows of the paper's table, and the parts of a step (`time_parts`) in each row."""
 
 OF_OBJECTS = ("Clustering", "NN retrieval", "Object projections", "Object losses")
 """Rows that are computed only for objects."""
@@ -236,11 +238,13 @@ class _Measurement(Callback):
         self.warmup, self.last = warmup, last
         self.trace, self.progress = trace, progress
         self.profiler = torch.profiler.profile()
+        self.timer = StepTimer()
 
     def take(self, session: Session, objects: int | None, ratio: float) -> StepProfile:
         """Train with a number of objects per image (None: as clustered) and a share of valid matches."""
         module = session.make_module()
         objective = _cribo(module)
+        time_parts(objective, self.timer)
         if objects is not None:
             objective.label_tokens = partial(_fixed_objects, objective.label_tokens, objects)
         objective.match = partial(_fixed_ratio, objective.match, ratio)
@@ -265,11 +269,21 @@ class _Measurement(Callback):
             held=self.held,
         )
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for optimizer in trainer.optimizers:
+            optimizer.register_step_post_hook(lambda *_: self.timer("optimiser"))
+
+    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
+        self.timer("waiting for data")
+
+    def on_after_backward(self, *_: Any, **__: Any) -> None:
+        self.timer("backbone, backward")
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         assert isinstance(pl_module, PretrainingModule)
-        timer, device, done = pl_module.timer, pl_module.device, trainer.global_step
+        timer, device, done = self.timer, pl_module.device, trainer.global_step
         timer.end_step()
         if done == 1:
             _fill_bank(_cribo(pl_module))
@@ -287,6 +301,51 @@ class _Measurement(Callback):
             self.profiler.stop()
             self.profiler.export_chrome_trace(str(self.trace))
         self.progress(done, trainer.max_steps)
+
+
+def time_parts(objective: CrIBo, timer: StepTimer) -> None:
+    """Time the methods of an objective that compute the parts of a step, and the parts of its backward pass."""
+    student, teacher = objective.student, objective.teacher
+
+    def backbone_of(network: Network, *_: Any) -> str:
+        return "student backbone" if network is student else "teacher backbone"
+
+    def also_backward(method: str, at_result: str, at_input: str | None = None) -> None:
+        inner = getattr(objective, method)
+
+        def run(*args: Any) -> Tensor:
+            result = inner(*args)
+            timer.at_gradient(result, at_result)
+            if at_input is not None:
+                timer.at_gradient(args[-1], at_input)
+            return result
+
+        setattr(objective, method, run)
+
+    # The last operation of the forward pass is the first one of the backward pass: the losses of objects, then that of
+    # images.
+    also_backward("project_objects", "object losses, backward", "object projections, backward")
+    also_backward("image_loss", "pooling, backward")
+    also_backward("project_images", "image loss, backward", "image projections, backward")
+    timer.wrap(teacher.backbone, "encode_trunk", "frozen blocks")
+    for method, part in {
+        "inputs": "photometric",
+        "encode": backbone_of,
+        "label_tokens": "clustering",
+        "find_objects": "pooling",
+        "pool": "pooling",
+        "match": "retrieval",
+        "project_images": "image projections",
+        "image_loss": "image loss",
+        "project_objects": "object projections",
+        "object_losses": "object losses",
+        "find_points": "patch losses",
+        "extra_losses": "patch losses",
+        "update_centres": "centres",
+        "move_teacher": "moving average",
+        "push": "bank update",
+    }.items():
+        timer.wrap(objective, method, part)
 
 
 def _fixed_objects(

@@ -1,7 +1,5 @@
 """Losses on the features, without projection head and prototypes. None of them is in the paper."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -10,9 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cribo.method.bank import MemoryBank
 from cribo.method.blocks import rows_per_block
-from cribo.method.losses import mean_over_groups
-from cribo.method.matching import NO_MATCH
-from cribo.method.precision import in_float32
+from cribo.method.matching import NO_MATCH, Rows, similarities
+from cribo.method.precision import at_least_float32, in_float32
 
 
 @in_float32
@@ -48,7 +45,6 @@ def soft_neighbour_loss(
     teacher: Float[Tensor, "2 r d"],
     images: Int[Tensor, " r"],
     bank: MemoryBank,
-    group_rows: Sequence[int] | None = None,
     *,
     neighbours: int,
     student_temperature: float = 0.1,
@@ -58,21 +54,20 @@ def soft_neighbour_loss(
 
     For each row of one view, the teacher's distribution is the softmax of its cosine similarities to its m nearest
     neighbours in the bank of that view. The student's distribution is that of the same row in the other view, over the
-    same neighbours. Rows without a neighbour add 0. Not in the paper; related to NeCo (Pariza et al. 2025), which
-    sorts neighbours, and to the retrieval of Hummingbird (Balazevic et al. 2023).
+    same neighbours. Rows without a neighbour do not count. Not in the paper; related to NeCo (Pariza et al. 2025),
+    which sorts neighbours, and to the retrieval of Hummingbird (Balazevic et al. 2023).
 
     Args:
-        student: (2, R, D) objects or patches of both views, row-aligned, any scale.
+        student: (2, R, D) objects or patches of both views of one group of images, row-aligned, any scale.
         teacher: (2, R, D) the teacher's rows of the same objects or patches.
         images: (R,) image of each row; the bank's rows of the same image are excluded.
         bank: memory bank of earlier teacher rows.
-        group_rows: number of rows of each group of images, in order; one group by default.
         neighbours: m, the number of neighbours.
         student_temperature: temperature of the student's softmax.
         teacher_temperature: temperature of the teacher's softmax; lower values give sharper targets.
 
-    Raises:
-        ValueError: `group_rows` do not sum to R.
+    Returns:
+        The mean of both views' means.
 
     Example:
         >>> bank = MemoryBank(num_images=10, num_objects=2, dim=8)
@@ -81,20 +76,42 @@ def soft_neighbour_loss(
         >>> loss = soft_neighbour_loss(student, torch.randn(2, 3, 8), torch.tensor([0, 5, 6]), bank, neighbours=2)
         >>> loss.backward()
     """
-    similarities, slots = bank.neighbours(teacher, images, neighbours)
-
-    def of_block(view: int, queries: Tensor, similarities: Tensor, slots: Tensor) -> Float[Tensor, " block"]:
-        cosines = torch.einsum("rd,rmd->rm", F.normalize(queries, dim=-1), bank.directions(view, slots))
-        return _cross_entropy(cosines / student_temperature, similarities / teacher_temperature, slots != NO_MATCH)
-
-    size = rows_per_block(neighbours * student.shape[2], student.device)
-    entropies: list[Tensor] = []
+    rows = bank.rows
+    means: list[Tensor] = []
     for view in (0, 1):
-        rows = (student[1 - view], similarities[view], slots[view])
-        blocks = zip(*(part.split(size) for part in rows), strict=True)
+        cosines, places = top_rows(teacher[view], rows, view, images, neighbours)
+
+        def of_block(queries: Tensor, cosines: Tensor, places: Tensor, view: int = view) -> Float[Tensor, " block"]:
+            found = places != NO_MATCH
+            directions = at_least_float32(rows.values[view, places]).masked_fill(~found[..., None], 0)
+            own = torch.einsum("rd,rmd->rm", F.normalize(queries, dim=-1), directions)
+            return _cross_entropy(own / student_temperature, cosines / teacher_temperature, found)
+
+        size = rows_per_block(neighbours * student.shape[2], student.device)
+        blocks = zip(*(part.split(size) for part in (student[1 - view], cosines, places)), strict=True)
         # The backward pass gathers the neighbours again, so that only one block of them is in memory.
-        entropies.append(torch.cat([checkpoint(of_block, view, *block, use_reentrant=False) for block in blocks]))
-    return mean_over_groups(torch.stack(entropies), group_rows, (slots != NO_MATCH).any(dim=-1))
+        entropies = torch.cat([checkpoint(of_block, *block, use_reentrant=False) for block in blocks])
+        means.append(entropies.sum() / (places[:, 0] != NO_MATCH).sum().clamp_min(1))
+    return torch.stack(means).mean()
+
+
+@torch.no_grad()
+def top_rows(
+    queries: Float[Tensor, "r d"], rows: Rows, view: int, images: Int[Tensor, " r"], count: int
+) -> tuple[Float[Tensor, "r k"], Int[Tensor, "r k"]]:
+    """Find the `count` rows of a view with the greatest cosine similarity to each query; see `nearest_rows`.
+
+    Returns:
+        (R, count) similarities, descending, and (R, count) indices of rows. If there are fewer rows, the remaining
+        similarities are -inf and their indices `NO_MATCH`.
+    """
+    best = queries.new_full((len(queries), count), -torch.inf)
+    nearest = torch.full_like(best, NO_MATCH, dtype=torch.long)
+    for start, similarity in similarities(queries, rows, view, images):
+        values, found = similarity.topk(min(count, similarity.shape[1]), dim=1)
+        best, places = torch.cat((best, values), dim=1).topk(count, dim=1)
+        nearest = torch.cat((nearest, found + start), dim=1).gather(1, places)
+    return best, nearest.where(best > -torch.inf, NO_MATCH)
 
 
 def _cross_entropy(

@@ -3,7 +3,7 @@ import time
 import pytest
 import torch
 
-from cribo.training.timing import StepTimer
+from cribo.pretraining.timing import StepTimer
 
 
 def test_times_of_a_part_are_summed_within_each_step():

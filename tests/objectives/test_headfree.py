@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cribo.method import MemoryBank, gram_loss, headfree, mean_over_groups, soft_neighbour_loss
+from cribo.method import MemoryBank
+from cribo.objectives import headfree
+from cribo.objectives.headfree import gram_loss, soft_neighbour_loss, top_rows
 
 DIM = 6
 
@@ -73,7 +75,7 @@ def test_rows_without_a_neighbour_do_not_count() -> None:
 @pytest.mark.parametrize("rows", [0, 2])
 def test_an_empty_bank_or_batch_gives_a_differentiable_0(rows: int) -> None:
     bank = MemoryBank(num_images=8, num_objects=2, dim=DIM)
-    bank._rows.fill_(torch.nan)  # unused memory
+    bank.rows.values.fill_(torch.nan)  # unused memory
     student = torch.randn(2, rows, DIM, requires_grad=True)
     loss = soft_neighbour_loss(student, torch.randn(2, rows, DIM), torch.arange(rows), bank, neighbours=4)
     loss.backward()
@@ -89,20 +91,13 @@ def test_neighbours_in_a_wrapped_bank_are_live_rows() -> None:
     for image in range(5):
         bank.push(pushed[:, 2 * image : 2 * image + 2], torch.full((2,), image), [2])
     queries = torch.randn(2, 4, DIM, generator=generator)
-    similarities, slots = bank.neighbours(queries, torch.full((4,), 99), 3)
     live = F.normalize(pushed[:, 4:], dim=-1)
-    torch.testing.assert_close(similarities, (F.normalize(queries, dim=-1) @ live.mT).topk(3, dim=-1).values)
     for view in (0, 1):
-        found = (bank.directions(view, slots[view]) * F.normalize(queries[view], dim=-1)[:, None]).sum(dim=-1)
-        torch.testing.assert_close(found, similarities[view])
-
-
-def test_the_mean_over_groups_averages_valid_rows() -> None:
-    values = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
-    valid = torch.tensor([[True, False, True, True], [False, False, True, False]])
-    assert mean_over_groups(values) == 4.5
-    assert mean_over_groups(values, [2, 2], valid) == pytest.approx((1 + 3.5 + 0 + 7) / 4)
-    assert mean_over_groups(values, [4, 0]) == 4.5 / 2
+        similarities, slots = top_rows(queries[view], bank.rows, view, torch.full((4,), 99), 3)
+        expected = F.normalize(queries[view], dim=-1) @ live[view].T
+        torch.testing.assert_close(similarities, expected.topk(3, dim=-1).values)
+        found = F.normalize(bank.objects(view, slots.flatten()), dim=-1).view(4, 3, DIM)
+        torch.testing.assert_close((found * F.normalize(queries[view], dim=-1)[:, None]).sum(dim=-1), similarities)
 
 
 def test_the_gram_loss_compares_patches_of_the_same_view() -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch.profiler import record_function
 class StepTimer:
     """Timer of the parts of training steps; no-op until started.
 
-    A step calls the timer at the end of each part. On a GPU this records an event in the stream, without synchronising
-    until the times are read.
+    A call ends a part: the time since the last call belongs to it. On a GPU a call records an event in the stream,
+    without synchronising until the times are read.
 
     Example:
         >>> timer = StepTimer()
@@ -29,6 +30,7 @@ class StepTimer:
     def __init__(self) -> None:
         self._device: torch.device | None = None
         self._steps: list[list[tuple[str, Any]]] = []  # parts and their end times, by step
+        self._open: list[str] = []  # parts of the methods that are running, outermost first
 
     def start(self, device: torch.device) -> None:
         """Start timing the steps on a device."""
@@ -46,6 +48,27 @@ class StepTimer:
         """Call the timer with `part` when the backward pass reaches a tensor."""
         if self._device is not None and tensor.requires_grad:
             tensor.register_hook(lambda _: self(part))
+
+    def wrap(self, owner: Any, method: str, part: str | Callable[..., str]) -> None:
+        """Replace a method of an object by one whose calls are a part; their inner parts are subtracted.
+
+        Args:
+            owner: the object.
+            method: name of the method.
+            part: name of the part, or a function of the method's arguments that returns it.
+        """
+        inner = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._open:
+                self(self._open[-1])
+            self._open.append(part if isinstance(part, str) else part(*args, **kwargs))
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self(self._open.pop())
+
+        setattr(owner, method, timed)
 
     def end_step(self) -> None:
         """End the current step."""
