@@ -19,7 +19,7 @@ from cribo.models.lora import plain_copy
 from cribo.models.modes import CompileMode
 from cribo.objectives.banks import PatchBank, object_bank
 from cribo.objectives.base import Columns, Objective, Output, Setting, Step, move_towards
-from cribo.objectives.extras import LABELS, Anchor, Extra, Seen, SoftNeighbours, point_distance
+from cribo.objectives.extras import LABELS, Anchor, Seen, make_extras
 from cribo.objectives.headfree import cosine_distance
 from cribo.objectives.objects import (
     Objects,
@@ -107,21 +107,17 @@ class Alignment(Objective):
         if options.losses.anchor:
             self.weights["anchor"] = options.losses.anchor
             self.anchor = Anchor(self.exported(), options.losses.anchor_kind)
-        self.extras = self._extras()
+        self.extras = make_extras(
+            self.weights,
+            options.losses,
+            object_bank=self.object_bank,
+            patch_bank=self.patch_bank,
+            anchor=self.anchor,
+            group_size=self.images_per_group,
+        )
         self._images: list[Tensor] = []  # this and the next two: one entry per micro-batch of the step so far
         self._points: list[Points] = []
         self._objects: list[Objects] = []
-
-    def _extras(self) -> dict[str, Extra]:
-        """Return the losses that CrIBo can use too, by name, if they are on."""
-        losses, group_size = self.options.losses, self.images_per_group
-        extras: dict[str, Extra | None] = {
-            "anchor": self.anchor,
-            "points": point_distance,
-            "patch_neighbours": SoftNeighbours("points", self.patch_bank, losses, group_size=group_size),
-            "object_neighbours": SoftNeighbours("objects", self.object_bank, losses, group_size=group_size),
-        }
-        return {name: extra for name, extra in extras.items() if extra is not None and name in self.weights}
 
     def samples(self) -> ViewPairs:
         """Return the transform to view pairs."""

@@ -28,7 +28,7 @@ from cribo.objectives.banks import PatchBank, object_bank
 from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.collapse import collapse_advice, measure_collapse
 from cribo.objectives.distillation import Distillation, Network
-from cribo.objectives.extras import LABELS, Anchor, Extra, Seen, SoftNeighbours
+from cribo.objectives.extras import LABELS, Anchor, Seen, make_extras
 from cribo.objectives.objects import (
     Objects,
     check_objects,
@@ -113,26 +113,21 @@ class CrIBo(Distillation):
         self.patch_bank = PatchBank(options, on=bool(losses.patch_neighbours))
         self.bank_images = self.object_bank.num_images
         self.anchor = Anchor(self.teacher.backbone, losses.anchor_kind) if losses.anchor else None
-        self.extras = self._extras()
+        self.extras = make_extras(
+            {name: getattr(losses, name) for name in LABELS},
+            losses,
+            object_bank=self.object_bank,
+            patch_bank=self.patch_bank,
+            anchor=self.anchor,
+            group_size=self.images_per_group,
+            from_epoch=losses.cross_image_from_epoch,
+        )
         self.weights = {"image": losses.image, "cross_view": losses.cross_view, "cross_image": losses.cross_image}
         self.weights |= {name: getattr(losses, name) for name in self.extras}
         self.cluster = find_clustering(options.objects)
         self.criterion = find_criterion(options.objects)
         self._results: list[Result] = []  # one per micro-batch of the step so far
         self.last_result: Result | None = None
-
-    def _extras(self) -> dict[str, Extra]:
-        """Return the losses that are on and not in the paper."""
-        losses, group_size = self.options.losses, self.images_per_group
-        neighbours = {"group_size": group_size, "from_epoch": losses.cross_image_from_epoch}
-        extras: dict[str, Extra] = {}
-        if losses.object_neighbours:
-            extras["object_neighbours"] = SoftNeighbours("objects", self.object_bank, losses, **neighbours)
-        if losses.patch_neighbours:
-            extras["patch_neighbours"] = SoftNeighbours("points", self.patch_bank, losses, **neighbours)
-        if self.anchor is not None:
-            extras["anchor"] = self.anchor
-        return extras
 
     @property
     def bank(self) -> MemoryBank | None:

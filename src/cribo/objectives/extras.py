@@ -110,3 +110,35 @@ class Anchor(nn.Module):
             start = encode(self.start, seen.inputs).tokens
         tokens = seen.tokens.flatten(0, 1)
         return gram_loss(tokens, start) if self.kind == "gram" else cosine_distance(tokens, start).mean()
+
+
+def make_extras(
+    weights: Mapping[str, float],
+    losses: LossConfig,
+    *,
+    object_bank: RunBank,
+    patch_bank: RunBank,
+    anchor: Anchor | None,
+    group_size: int,
+    from_epoch: int = 0,
+) -> dict[str, Extra]:
+    """Return the losses with a weight, by name; names of other losses are ignored.
+
+    Args:
+        weights: weight of each loss; 0 for none.
+        losses: options of soft neighbours.
+        object_bank: bank for the soft neighbours of objects.
+        patch_bank: bank for the soft neighbours of patches.
+        anchor: distance from the starting weights; None if it is off.
+        group_size: number of images per group.
+        from_epoch: first epoch in which soft neighbours are used.
+    """
+    extras: dict[str, Extra | None] = {
+        "points": point_distance,
+        "object_neighbours": SoftNeighbours(
+            "objects", object_bank, losses, group_size=group_size, from_epoch=from_epoch
+        ),
+        "patch_neighbours": SoftNeighbours("points", patch_bank, losses, group_size=group_size, from_epoch=from_epoch),
+        "anchor": anchor,
+    }
+    return {name: extra for name, extra in extras.items() if extra is not None and weights.get(name)}
