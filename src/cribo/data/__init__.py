@@ -16,47 +16,4 @@ if TYPE_CHECKING:
     from cribo.data.shards import ShardedImages, open_collection, open_shards
     from cribo.data.storage import ShardError
 
-__all__ = [
-    "SEGMENTATION_SETS",
-    "ClassificationSplits",
-    "ClassifiedFiles",
-    "DataError",
-    "ImageFiles",
-    "ImageSource",
-    "LabelledFiles",
-    "LabelledFolder",
-    "LabelledImages",
-    "LabelledSubset",
-    "MissingData",
-    "SegmentationSet",
-    "ShardError",
-    "ShardedImages",
-    "UnreadableImage",
-    "WrittenShards",
-    "colour_map",
-    "default_splits",
-    "open_class_folders",
-    "open_classification",
-    "open_collection",
-    "open_images",
-    "open_segmentation",
-    "open_shards",
-    "read_image",
-    "write_shards",
-]
-
-__getattr__ = lazy_names(
-    __name__,
-    {
-        ".classification": ("ClassificationSplits", "ClassifiedFiles", "open_class_folders", "open_classification"),
-        ".datasets": ("default_splits", "open_segmentation"),
-        ".images": ("DataError", "ImageFiles", "ImageSource", "MissingData", "open_images"),
-        ".reading": ("UnreadableImage", "read_image"),
-        ".segmentation": ("LabelledFiles", "LabelledFolder", "LabelledImages", "LabelledSubset"),
-        "cribo.colours": ("colour_map",),
-        ".sets": ("SEGMENTATION_SETS", "SegmentationSet"),
-        ".shard_writing": ("WrittenShards", "write_shards"),
-        ".shards": ("ShardedImages", "open_collection", "open_shards"),
-        ".storage": ("ShardError",),
-    },
-)
+__getattr__, __all__ = lazy_names(__name__)
