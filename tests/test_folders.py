@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from cribo.files import FolderError, write_folder_whole
-from cribo.folders import MARKER, ResultFolder
+from cribo.folders import MARKER, ResultFolder, describe_changes, require_same
 
 
 def made(path: Path, kind: str = "search", content: str = "old") -> Path:
@@ -129,3 +129,25 @@ def test_a_failed_exchange_keeps_the_old_and_the_new_folder(
     assert places.keys() == {"old", "new"}
     assert str(places["new"]) in str(raised.value)
     assert places["old"] == folder if failures == 1 else str(places["old"]) in str(raised.value)
+
+
+def test_results_are_resumed_only_with_the_same_inputs(tmp_path: Path) -> None:
+    file = tmp_path / "about.json"
+
+    def resume(now: dict[str, int | None]) -> None:
+        require_same(file, lambda: describe_changes(json.loads(file.read_text()), now), advice="Use another.")
+
+    file.write_text('{"size": 448, "seed": 0}')
+    resume({"size": 448, "seed": 0, "added": None})
+    with pytest.raises(
+        FolderError,
+        match=r"different inputs and cannot be resumed: size was 448, is 224; seed was 0, is not given\. Use another\.",
+    ):
+        resume({"size": 224})
+    for damaged in ("{", "[]"):
+        file.write_text(damaged)
+        with pytest.raises(FolderError, match=r"about\.json is damaged: choose another --out"):
+            resume({"size": 448})
+    file.unlink()
+    with pytest.raises(FolderError, match=r"about\.json is damaged"):
+        resume({"size": 448})

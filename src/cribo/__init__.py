@@ -13,25 +13,5 @@ if TYPE_CHECKING:
     from cribo.segmentation import SegmentationMemory
 
 __version__ = version("cribo-ssl")
-__all__ = [
-    "AdaptConfig",
-    "SegmentationMemory",
-    "__version__",
-    "adapt",
-    "evaluate",
-    "load_backbone",
-    "load_config",
-    "pretrain",
-    "resume",
-]
-
-__getattr__ = lazy_names(
-    __name__,
-    {
-        ".adaptation": ("AdaptConfig", "adapt"),
-        ".evaluation": ("evaluate",),
-        ".models": ("load_backbone",),
-        ".pretraining": ("load_config", "pretrain", "resume"),
-        ".segmentation": ("SegmentationMemory",),
-    },
-)
+__getattr__, __all__ = lazy_names(__name__)
+__all__ += ["__version__"]

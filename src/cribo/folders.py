@@ -5,9 +5,10 @@ import itertools
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from cribo.files import FolderError, write_folder_whole, write_json
 
@@ -111,6 +112,57 @@ class ResultFolder:
                     self.path.rmdir()  # removes it only if it is empty
             raise
         return self.path
+
+
+def require_same(
+    file: Path,
+    find_changes: Callable[[], Iterable[str]],
+    *,
+    advice: str = "Choose another --out, or replace it with --overwrite",
+) -> None:
+    """Require that results to resume were created with the same inputs.
+
+    Args:
+        file: file in the folder of the results that describes the inputs.
+        find_changes: reads the file, and returns what has changed as text; an error means that the file is damaged.
+        advice: what to do if anything has changed, as the end of an error message.
+
+    Raises:
+        FolderError: inputs differ, and the message names them; or the file is damaged.
+
+    Example:
+        >>> require_same(Path("out/about.json"), lambda: describe_changes({"size": 448}, {"size": 224}))
+        Traceback (most recent call last):
+        cribo.files.FolderError: out was created with different inputs and cannot be resumed: size was 448, is 224. ...
+    """
+    try:
+        changes = list(find_changes())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FolderError(f"{file} is damaged: choose another --out, or replace it with --overwrite") from error
+    if changes:
+        raise FolderError(
+            f"{file.parent} was created with different inputs and cannot be resumed: {'; '.join(changes)}. {advice}"
+        )
+
+
+def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each value that has changed as text; a missing value equals None."""
+    for name in dict.fromkeys((*before, *now)):
+        if before.get(name) != now.get(name):
+            yield f"{name} was {before.get(name, 'not given')}, is {now.get(name, 'not given')}"
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values by dotted names.
+
+    Example:
+        >>> flat({"k": 50, "optim": {"lr": 0.1}})
+        {'k': 50, 'optim.lr': 0.1}
+    """
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        result |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return result
 
 
 def _kind_in(folder: Path) -> str | None:

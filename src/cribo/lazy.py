@@ -1,27 +1,34 @@
 """Lazy imports of a package's public names, so that importing a configuration does not import torch."""
 
+import ast
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import sys
+from collections.abc import Callable
 from typing import Any
 
 
-def lazy_names(package: str, places: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package that imports its names on first use (PEP 562).
+def lazy_names(package: str) -> tuple[Callable[[str], Any], list[str]]:
+    """Return `__getattr__` and `__all__` of a package whose names are imported on first use (PEP 562).
 
-    Args:
-        package: name of the package.
-        places: maps each module to the names that it defines; modules of the package start with a dot.
+    The names are those that the package's source imports under `if TYPE_CHECKING:`, where type checkers and the
+    documentation find them, too.
 
     Example:
-        >>> __getattr__ = lazy_names("cribo.data", {".randomness": ("keyed_generator",)})
-        >>> __getattr__("keyed_generator").__module__
-        'cribo.data.randomness'
+        >>> import cribo.figures
+        >>> cribo.figures.__all__
+        ['FIGURES', 'PCAColours', 'WrittenFigures', 'pca_colours', 'write_figures']
     """
-    module_of = {name: module for module, names in places.items() for name in names}
+    module_of: dict[str, str] = {}
+    for block in ast.parse(inspect.getsource(sys.modules[package])).body:
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
+            for node in block.body:
+                if isinstance(node, ast.ImportFrom) and node.module:
+                    module_of |= {alias.name: node.module for alias in node.names}
 
     def get(name: str) -> Any:
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(module_of[name], package), name)
+        return getattr(importlib.import_module(module_of[name]), name)
 
-    return get
+    return get, sorted(module_of)

@@ -287,7 +287,7 @@ def test_a_folder_is_resumed_only_with_the_same_settings(opened: Callable[..., A
         (folder / "work").touch()
     with opened({"layers": 1, "data": {"name": "voc"}}, resume=True) as folder:
         assert (folder / "work").exists()
-    with pytest.raises(FolderError, match=r"was created with data\.name voc, got ade20k"):
+    with pytest.raises(FolderError, match=r"cannot be resumed: data\.name was voc, is ade20k"):
         opened({"layers": 1, "data": {"name": "ade20k"}}, resume=True).__enter__()
     assert (tmp_path / "out" / "work").exists()
 

@@ -217,7 +217,7 @@ def test_a_run_is_not_resumed_with_another_configuration(tiny: Tiny, train: Trai
     changes = {"runtime.checkpoint_every": 2}
     with pytest.raises(RuntimeError, match="stopped"):
         begun(tiny(changes), callbacks=[StopAfter(3)])
-    with pytest.raises(ConfigError, match=r"run has optim.lr 0.02, not 0.1; only runtime.\* and data.root"):
+    with pytest.raises(FolderError, match=r"optim.lr was 0.02, is 0.1. Only runtime.\* and data.root"):
         begun(tiny({**changes, "optim.lr": 0.1}))
     whole = train(tiny(changes), "whole")
     assert_same_run(whole, begun(tiny({**changes, "runtime.checkpoint_every": 5, "data.workers": 1})))

@@ -10,21 +10,4 @@ if TYPE_CHECKING:
     from cribo.adaptation.run import Adapted, adapt
     from cribo.adaptation.signs import neighbour_agreement
 
-__all__ = [
-    "AdaptConfig",
-    "Adapted",
-    "adapt",
-    "choose_closed_form",
-    "neighbour_agreement",
-    "refit_whitening",
-]
-
-__getattr__ = lazy_names(
-    __name__,
-    {
-        ".closed_form": ("choose_closed_form", "refit_whitening"),
-        ".config": ("AdaptConfig",),
-        ".run": ("Adapted", "adapt"),
-        ".signs": ("neighbour_agreement",),
-    },
-)
+__getattr__, __all__ = lazy_names(__name__)

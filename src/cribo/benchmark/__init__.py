@@ -10,14 +10,4 @@ if TYPE_CHECKING:
     from cribo.benchmark.plan import make_plan
     from cribo.benchmark.run import benchmark
 
-__all__ = ["BenchmarkConfig", "BenchmarkData", "Card", "benchmark", "make_plan"]
-
-__getattr__ = lazy_names(
-    __name__,
-    {
-        ".card": ("Card",),
-        ".config": ("BenchmarkConfig", "BenchmarkData"),
-        ".plan": ("make_plan",),
-        ".run": ("benchmark",),
-    },
-)
+__getattr__, __all__ = lazy_names(__name__)

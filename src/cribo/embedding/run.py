@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -26,8 +26,8 @@ from cribo.embedding.config import EmbedConfig
 from cribo.embedding.writing import Rows, part_path, require_writer, write_part
 from cribo.errors import InputError, Stopped, if_interrupted
 from cribo.evaluation.results import versions
-from cribo.files import FolderError, remove_parts, write_json
-from cribo.folders import ResultFolder
+from cribo.files import remove_parts, write_json
+from cribo.folders import ResultFolder, describe_changes, require_same
 from cribo.object_search.extraction import MAX_PATCHES, PreparedImage, extract_prepared, read_prepared
 from cribo.object_search.settings import ObjectSettings
 from cribo.retrieval.encoders import (
@@ -141,7 +141,7 @@ def embed_images(
         "versions": versions(device),
     }
     if target.resumes:
-        _check_same(out / ABOUT, about)
+        require_same(out / ABOUT, lambda: _changes(out / ABOUT, about))
     else:
         target.create(lambda part: write_json(part / ABOUT, about))
     (out / PARTS).mkdir(exist_ok=True)
@@ -171,24 +171,16 @@ def _fingerprint(files: ImageFiles, names: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
-def _check_same(path: Path, about: dict[str, Any]) -> None:
-    """Raise FolderError if results are of other images, another backbone or other settings."""
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-        pairs = {name: (before["same"][name], value) for name, value in about["same"].items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FolderError(f"{path} is damaged: choose another --out, or replace it with --overwrite") from error
-    different = {name: f"{name} was {old}, is {new}" for name, (old, new) in pairs.items() if old != new}
-    if "files" in different:  # hashes
-        now = about["images"]
-        then = before.get("images", now)  # earlier versions did not record it
-        changed = f"images of {now} were added, removed or changed"
-        different["files"] = changed if then == now else f"the folder of the images was {then}, is {now}"
-    if different:
-        raise FolderError(
-            f"{path.parent} was created with different inputs and cannot be resumed: {'; '.join(different.values())}. "
-            "Choose another --out, or replace it with --overwrite"
-        )
+def _changes(file: Path, now: dict[str, Any]) -> Iterator[str]:
+    """Yield what has changed since `file` was written: the images, the backbone or settings."""
+    before = json.loads(file.read_text(encoding="utf-8"))
+    settings = {name: value for name, value in now["same"].items() if name != "files"}
+    yield from describe_changes({name: before["same"][name] for name in settings}, settings)
+    if before["same"]["files"] != now["same"]["files"]:  # hashes
+        place = "the folder of the images"
+        folder = before.get("images", now["images"])  # earlier versions did not record it
+        moved = list(describe_changes({place: folder}, {place: now["images"]}))
+        yield from moved or [f"images of {folder} were added, removed or changed"]
 
 
 # -------------------------------------------------------------------------------------------------------- features

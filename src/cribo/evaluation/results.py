@@ -21,6 +21,7 @@ from cribo.data import SEGMENTATION_SETS
 from cribo.errors import InputError
 from cribo.evaluation.protocol import PROTOCOLS, find_protocol
 from cribo.files import FolderError, write_text
+from cribo.folders import flat
 
 if TYPE_CHECKING:
     import torch
@@ -150,7 +151,7 @@ class EvaluationResult:
     @property
     def conditions(self) -> dict[str, Any]:
         """Settings and description of the data, by dotted names that start with `settings.` or `data.`."""
-        return dict(flat({"settings": self.settings, "data": self.data}))
+        return flat({"settings": self.settings, "data": self.data})
 
     @property
     def title(self) -> str:
@@ -346,20 +347,6 @@ def percent(value: float | None, std: float | None = None) -> str:
     return NONE if value is None else f"{100 * value:.1f}" + ("" if std is None else f" ± {100 * std:.1f}")
 
 
-def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested settings with dotted names.
-
-    Example:
-        >>> dict(flat({"k": 50, "optim": {"lr": 0.1}}))
-        {'k': 50, 'optim.lr': 0.1}
-    """
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
 # ---------------------------------------------------------------------- tables
 
 
@@ -480,7 +467,7 @@ def _listed(settings: Mapping[str, Any]) -> str:
     unset = {"size": "each image's own"}
     return " · ".join(
         f"{name.replace('_', ' ')} {unset.get(name, 'none') if value is None else setting_value(value)}"
-        for name, value in flat(settings)
+        for name, value in flat(settings).items()
     )
 
 

@@ -21,10 +21,10 @@ from cribo.data.randomness import keyed_generator
 from cribo.devices import resolve_workers
 from cribo.errors import Stopped, if_interrupted
 from cribo.evaluation.loading import Batches
-from cribo.evaluation.results import OUT, RESULTS, EvaluationResult, flat, read_result, setting_value
+from cribo.evaluation.results import OUT, RESULTS, EvaluationResult, read_result
 from cribo.evaluation.runtime import TrainingRuntime
-from cribo.files import FolderError, remove_parts, write_json
-from cribo.folders import MARKER, ResultFolder
+from cribo.files import remove_parts, write_json
+from cribo.folders import MARKER, ResultFolder, describe_changes, flat, require_same
 from cribo.processes import end_with_launcher, is_first_process
 from cribo.training.checkpoints import Checkpoints, checkpoint_files, resume_point
 from cribo.training.folder import RUN_LOCK, claim, open_on_all_ranks
@@ -241,10 +241,14 @@ def _remove_if_empty(folder: Path) -> None:
 def is_evaluation_of(folder: Path, settings: dict[str, Any]) -> bool:
     """Whether a folder has an unfinished evaluation with these settings, which can be resumed."""
     try:
-        begun = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        begun = _read_settings(folder)
     except (OSError, ValueError):
         return False
     return begun == json.loads(json.dumps(settings)) and not (folder / RESULTS).exists()
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
 
 
 def finished_result(out: Path | None, *, resume: bool) -> EvaluationResult | None:
@@ -280,26 +284,15 @@ def _open(
         ),
     )
     if (folder / SETTINGS).is_file():
-        _require_same(folder, settings)
+        require_same(
+            folder / SETTINGS,
+            lambda: describe_changes(flat(_read_settings(folder)), flat(settings)),
+            advice="Use the same settings to resume it, or choose another --out",
+        )
         remove_parts(folder)
     else:
         write_json(folder / SETTINGS, settings)
     return folder
-
-
-def _require_same(folder: Path, settings: dict[str, Any]) -> None:
-    """Check that the settings of an evaluation to resume have not changed."""
-    try:
-        before = dict(flat(json.loads((folder / SETTINGS).read_text(encoding="utf-8"))))
-    except ValueError as error:
-        raise FolderError(f"{folder / SETTINGS} is corrupt ({error}): restart with --overwrite") from error
-    now = dict(flat(settings))
-    for setting in dict.fromkeys((*before, *now)):
-        if before.get(setting) != now.get(setting):
-            raise FolderError(
-                f"{folder} was created with {setting} {setting_value(before.get(setting))}, got "
-                f"{setting_value(now.get(setting))}: use the same settings to resume it, or choose another --out"
-            )
 
 
 def _trainer(runtime: TrainingRuntime, folder: Path | None, callbacks: Sequence[Callback], steps: int) -> L.Trainer:

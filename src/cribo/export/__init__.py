@@ -8,12 +8,4 @@ if TYPE_CHECKING:
     from cribo.export.options import TARGETS, Target
     from cribo.export.run import DifferentFeatures, ExportReport, export_backbone
 
-__all__ = ["TARGETS", "DifferentFeatures", "ExportReport", "Target", "export_backbone"]
-
-__getattr__ = lazy_names(
-    __name__,
-    {
-        ".options": ("TARGETS", "Target"),
-        ".run": ("DifferentFeatures", "ExportReport", "export_backbone"),
-    },
-)
+__getattr__, __all__ = lazy_names(__name__)

@@ -9,13 +9,4 @@ if TYPE_CHECKING:
     from cribo.figures.run import WrittenFigures, write_figures
     from cribo.retrieval.pca import PCAColours, pca_colours
 
-__all__ = ["FIGURES", "PCAColours", "WrittenFigures", "pca_colours", "write_figures"]
-
-__getattr__ = lazy_names(
-    __name__,
-    {
-        ".config": ("FIGURES",),
-        ".run": ("WrittenFigures", "write_figures"),
-        "cribo.retrieval.pca": ("PCAColours", "pca_colours"),
-    },
-)
+__getattr__, __all__ = lazy_names(__name__)

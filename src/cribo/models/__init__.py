@@ -11,26 +11,4 @@ if TYPE_CHECKING:
     from cribo.models.saving import describe, save_backbone
     from cribo.models.weights import load_backbone, load_pretrained
 
-__all__ = [
-    "Backbone",
-    "Features",
-    "LoadedWeights",
-    "build_backbone",
-    "describe",
-    "evaluation_mode",
-    "load_backbone",
-    "load_pretrained",
-    "normalise",
-    "save_backbone",
-]
-
-__getattr__ = lazy_names(
-    __name__,
-    {
-        ".adopting": ("LoadedWeights",),
-        ".backbone": ("Backbone", "Features", "evaluation_mode", "normalise"),
-        ".building": ("build_backbone",),
-        ".saving": ("describe", "save_backbone"),
-        ".weights": ("load_backbone", "load_pretrained"),
-    },
-)
+__getattr__, __all__ = lazy_names(__name__)

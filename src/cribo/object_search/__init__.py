@@ -11,30 +11,4 @@ if TYPE_CHECKING:
     from cribo.object_search.objects import GridMask, ImageObject
     from cribo.object_search.settings import ObjectSettings
 
-__all__ = [
-    "DatabaseError",
-    "DatabaseInfo",
-    "FoundObject",
-    "GridMask",
-    "ImageObject",
-    "ImageObjects",
-    "IndexSummary",
-    "IndexedImage",
-    "ObjectDatabase",
-    "ObjectSettings",
-    "extract_objects",
-    "index_images",
-    "index_lock",
-    "index_vectors",
-]
-
-__getattr__ = lazy_names(
-    __name__,
-    {
-        ".database": ("DatabaseError", "DatabaseInfo", "FoundObject", "IndexedImage", "ObjectDatabase"),
-        ".extraction": ("ImageObjects", "extract_objects"),
-        ".indexing": ("IndexSummary", "index_images", "index_lock", "index_vectors"),
-        ".objects": ("GridMask", "ImageObject"),
-        ".settings": ("ObjectSettings",),
-    },
-)
+__getattr__, __all__ = lazy_names(__name__)

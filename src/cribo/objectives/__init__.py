@@ -7,11 +7,4 @@ from cribo.lazy import lazy_names
 if TYPE_CHECKING:
     from cribo.objectives.base import Columns, Objective, Output, Setting, Step, make_objective
 
-__all__ = ["Columns", "Objective", "Output", "Setting", "Step", "make_objective"]
-
-__getattr__ = lazy_names(
-    __name__,
-    {
-        ".base": ("Columns", "Objective", "Output", "Setting", "Step", "make_objective"),
-    },
-)
+__getattr__, __all__ = lazy_names(__name__)

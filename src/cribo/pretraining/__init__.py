@@ -13,29 +13,4 @@ if TYPE_CHECKING:
     from cribo.pretraining.profiling import Profile, profile
     from cribo.pretraining.run import Run, pretrain, resume
 
-__all__ = [
-    "ConfigError",
-    "NonFiniteLoss",
-    "PretrainConfig",
-    "PretrainingModule",
-    "Profile",
-    "Run",
-    "TooManyUnreadable",
-    "load_config",
-    "pretrain",
-    "profile",
-    "resume",
-]
-
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "cribo.arguments": ("ConfigError",),
-        ".config": ("PretrainConfig",),
-        ".module": ("NonFiniteLoss", "PretrainingModule"),
-        ".monitoring": ("TooManyUnreadable",),
-        ".presets": ("load_config",),
-        ".profiling": ("Profile", "profile"),
-        ".run": ("Run", "pretrain", "resume"),
-    },
-)
+__getattr__, __all__ = lazy_names(__name__)

@@ -167,26 +167,6 @@ def dump_config(config: PretrainConfig) -> str:
     return yaml.safe_dump(asdict(config), sort_keys=False)
 
 
-def differing(one: PretrainConfig, other: PretrainConfig) -> list[tuple[str, Any, Any]]:
-    """Return the dotted name and both values of each option that differs.
-
-    Example:
-        >>> differing(load_config("adapt"), load_config("adapt", {"optim.epochs": 7}))
-        [('optim.epochs', 4, 7)]
-    """
-    values, others = (_flat(yaml.safe_load(dump_config(config))) for config in (one, other))
-    missing = "(not given)"
-    pairs = {name: (values.get(name, missing), others.get(name, missing)) for name in (*values, *others)}
-    return [(name, value, changed) for name, (value, changed) in pairs.items() if value != changed]
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat
-
-
 def _config_parser() -> ConfigParser:
     parser = ConfigParser(short={short: long for short, long in SHORT.items() if "." in short})
     parser.add_class_arguments(PretrainConfig)

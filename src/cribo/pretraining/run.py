@@ -20,14 +20,14 @@ from cribo.arguments import ConfigError
 from cribo.console import Phases
 from cribo.errors import if_interrupted
 from cribo.files import FolderError, remove_parts, write_json, write_text
-from cribo.folders import ResultFolder
+from cribo.folders import ResultFolder, describe_changes, flat, require_same
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import CONFIG, REPORT, SUMMARY, TRUNK_CACHE
 from cribo.pretraining.footprint import peak_rss_bytes
 from cribo.pretraining.monitoring import LoadingFaults, Metrics, Watch
 from cribo.pretraining.planning import TimeEstimate, plan, with_epochs
-from cribo.pretraining.presets import DEFAULT_PRESET, config_name, differing, dump_config, load_config
+from cribo.pretraining.presets import DEFAULT_PRESET, config_name, dump_config, load_config
 from cribo.pretraining.progress import progress_text, run_progress
 from cribo.pretraining.report import write_report
 from cribo.pretraining.score import RetrievalScore
@@ -340,13 +340,18 @@ def _may_change(name: str) -> bool:
 
 
 def _require_same(folder: Path, config: PretrainConfig) -> None:
-    """Raise an error if a run is resumed with a configuration that would change its results."""
-    for name, before, now in differing(load_config(folder / CONFIG), config):
-        if not _may_change(name):
-            raise ConfigError(
-                f"{folder} has {name} {before}, not {now}; only runtime.* and {', '.join(_OF_READING)} can "
-                "change: keep the old value, or choose another --name"
-            )
+    """Require that a resumed run has the configuration of the run, except for what does not affect its results."""
+
+    def fixed(config: PretrainConfig) -> dict[str, Any]:
+        values = flat(yaml.safe_load(dump_config(config)))
+        return {name: value for name, value in values.items() if not _may_change(name)}
+
+    before = load_config(folder / CONFIG)
+    require_same(
+        folder / CONFIG,
+        lambda: describe_changes(fixed(before), fixed(config)),
+        advice=f"Only runtime.* and {', '.join(_OF_READING)} can change: keep the old value, or choose another --name",
+    )
 
 
 def _mean(rows: Sequence[dict[str, float]], name: str) -> float:

@@ -9,13 +9,4 @@ if TYPE_CHECKING:
     from cribo.segmentation.memory import Example, Segmentation, SegmentationMemory
     from cribo.segmentation.settings import SegmentationSettings
 
-__all__ = ["Example", "Segmentation", "SegmentationMemory", "SegmentationSettings", "probe_encoder"]
-
-__getattr__ = lazy_names(
-    __name__,
-    {
-        ".encoding": ("probe_encoder",),
-        ".memory": ("Example", "Segmentation", "SegmentationMemory"),
-        ".settings": ("SegmentationSettings",),
-    },
-)
+__getattr__, __all__ = lazy_names(__name__)

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -37,7 +37,7 @@ from cribo.errors import InputError, Stopped, if_interrupted
 from cribo.evaluation.data import spread
 from cribo.evaluation.results import versions
 from cribo.files import FolderError, remove_parts, write_json, write_text, write_whole
-from cribo.folders import ResultFolder
+from cribo.folders import ResultFolder, describe_changes, require_same
 from cribo.segmentation.config import SegmentConfig
 from cribo.segmentation.examples import Examples, find_examples, open_targets, result_name
 from cribo.segmentation.fitting import Choice
@@ -168,7 +168,7 @@ def segment_images(
             describe_memory(memory, console)
             results = _Results(out, folder, memory, config, command)
             if target.resumes:
-                results.check_same()
+                require_same(out / ABOUT, results.changes)
             else:
                 target.create()
             if file is not None and has_new:  # after all checks, so that a failed command leaves the file unchanged
@@ -473,7 +473,7 @@ class _Results:
             + (f"; not calibrated: {memory.uncalibrated}" if memory.uncalibrated else ""),
             "versions": versions(str(memory.encoder.device)),
         }
-        self._about: dict[str, Any] = json.loads(json.dumps(about))  # as `check_same` reads it
+        self._about: dict[str, Any] = json.loads(json.dumps(about))  # as `changes` reads it
 
     def kept(self, images: int) -> str:
         """Say what an interruption leaves, and how to continue."""
@@ -482,46 +482,30 @@ class _Results:
             "--resume"
         )
 
-    def check_same(self) -> None:
-        """Check that results in the folder were created with images of the same folder, memory and settings.
+    def changes(self) -> Iterator[str]:
+        """Yield what has changed since the results in the folder were created: images, memory or settings."""
+        old = json.loads((self.folder / ABOUT).read_text(encoding="utf-8"))
+        folders = [about["images"].get("folder") for about in (old, self._about)]
+        if None not in folders:  # earlier versions did not record it
+            yield from describe_changes(*({"the folder of the images": folder} for folder in folders))
+        yield from self._changes_of_memory(old)
 
-        Raises:
-            FolderError: they differ; the message names the differences.
-        """
-        try:
-            old = json.loads((self.folder / ABOUT).read_text(encoding="utf-8"))
-            differences = self._differences(old)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise FolderError(
-                f"{self.folder / ABOUT} is damaged: choose another --out, or replace it with --overwrite"
-            ) from error
-        if differences:
-            raise FolderError(
-                f"{self.folder} was created with different inputs and cannot be resumed: {'; '.join(differences)}. "
-                "Choose another --out, or replace it with --overwrite"
-            )
-
-    def _differences(self, old: dict[str, Any]) -> list[str]:
-        folders = [about["images"].get("folder") for about in (old, self._about)]  # None in earlier versions
-        moved = [] if None in folders or folders[0] == folders[1] else [_changed("the folder of the images", *folders)]
-        return moved + self._changes_of_memory(old)
-
-    def _changes_of_memory(self, old: dict[str, Any]) -> list[str]:
+    def _changes_of_memory(self, old: dict[str, Any]) -> Iterable[str]:
+        both = (old, self._about)
         if old["memory"]["fingerprint"] == self._about["memory"]["fingerprint"]:
-            old_probe, probe = (Choice.from_json(about["choice"]).probe for about in (old, self._about))
-            return [] if old_probe == probe else [_changed("the probe", old_probe, probe)]
+            return describe_changes(*({"the probe": Choice.from_json(about["choice"]).probe} for about in both))
 
         def compared(about: dict[str, Any]) -> dict[str, Any]:
             backbone = {f"{name} of the backbone": value for name, value in about["backbone"].items()}
             return {**about["settings"], **backbone, "the list of classes": ", ".join(about["classes"])}
 
-        before, now = compared(old), compared(self._about)
-        if found := [_changed(name, before.get(name), now[name]) for name in now if before.get(name) != now[name]]:
-            return found
-        names = [enumerated(about["memory"]["examples"]) for about in (old, self._about)]
-        if names[0] != names[1]:
-            return [_changed("the list of examples", *names)]
-        return ["the images or labels of the examples have changed"]
+        return (
+            list(describe_changes(*map(compared, both)))
+            or list(
+                describe_changes(*({"the list of examples": enumerated(about["memory"]["examples"])} for about in both))
+            )
+            or ["the images or labels of the examples have changed"]
+        )
 
     def begin(self, images: int) -> None:
         """Create the folders and write the description of the results.
@@ -650,10 +634,6 @@ class _Results:
         expected, uncalibrated = self.memory.fit().per_class, self.memory.uncalibrated
         figure = draw_overview(panels, self.classes, self.palette, expected, uncalibrated)
         write_figure(self.folder / file, figure)
-
-
-def _changed(what: str, before: object, now: object) -> str:
-    return f"{what} was {before}, is {now}"
 
 
 def _read_grey(path: Path) -> UInt8[Tensor, "h w"]:

@@ -177,7 +177,7 @@ def test_a_killed_training_resumes_with_identical_results(
     assert not Path("killed/results.json").exists()
     assert "already exists" in refused(*words, "--out", "killed")
     said = refused(*words, "--out", "killed", "--resume", "--learning_rate", "0.1")
-    assert "was created with settings.learning_rate 0.0002, got 0.1" in said
+    assert "cannot be resumed: settings.learning_rate was 0.0002, is 0.1" in said
     assert main([*words, "--out", "killed", "--resume"]) == 0
     assert read_result("killed").results == read_result("whole").results
     assert Path("killed/detections.json").read_bytes() == Path("whole/detections.json").read_bytes()

@@ -108,7 +108,7 @@ def recognise(
     for pattern, reason in REFUSED:
         if any(re.search(pattern, key) for key in originals):
             raise InputError(f"{source} {reason}")
-    project = next((project for project in PROJECTS if _shows(project.signs, originals)), None)
+    project = next((project for project in PROJECTS if _matches(project.needs, originals)), None)
     found = _networks(originals, own)
     if not found:
         like = f", although its other keys match {project.name}" if project else ""
@@ -170,8 +170,8 @@ def required_keys(backbone: Backbone) -> set[str]:
     }
 
 
-def _shows(signs: Iterable[str], keys: Iterable[str]) -> bool:
-    return all(any(re.search(sign, key) for key in keys) for sign in signs)
+def _matches(needs: Iterable[str], keys: Iterable[str]) -> bool:
+    return all(any(re.search(pattern, key) for key in keys) for pattern in needs)
 
 
 def _networks(keys: Collection[str], own: Collection[str]) -> dict[str, Naming]:
@@ -181,7 +181,7 @@ def _networks(keys: Collection[str], own: Collection[str]) -> dict[str, Naming]:
     for naming in NAMINGS:
         for prefix in _prefixes(naming.anchor, keys):
             inner = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
-            if prefix not in found and _shows(naming.needs, inner):
+            if prefix not in found and _matches(naming.needs, inner):
                 found[prefix] = naming
     if found or not own:
         return found
