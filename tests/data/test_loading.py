@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -45,11 +46,6 @@ BATCH = 4
 IMAGES = 41  # ten batches and one image that is skipped
 MANY = 161  # forty batches, more than are prefetched
 PATIENT = (0.001, 0.002, 0.003)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cribo.data.loading._END_SECONDS", 1.0)
 
 
 class Training:
@@ -96,8 +92,8 @@ def skipped(batches: Sequence[Batch]) -> set[Unreadable]:
 
 
 def threads() -> list[threading.Thread]:
-    """Return the threads that stop the workers of an iterator."""
-    return [thread for thread in threading.enumerate() if thread.name == "end of workers"]
+    """Return the threads that read batches from workers."""
+    return [thread for thread in threading.enumerate() if thread.name == "batches"]
 
 
 def ended(processes: Sequence[Any], seconds: float = 10) -> bool:
@@ -274,8 +270,11 @@ def test_an_interruption_while_waiting_for_a_batch_loses_nothing(tmp_path: Path)
     class Interrupted(Exception):
         pass
 
-    def interrupt(number: int, frame: object) -> None:
-        raise Interrupted
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if frame is None or not frame.f_code.co_filename.endswith("threading.py"):
+            signal.setitimer(signal.ITIMER_REAL, 0.01)  # not waiting
+        else:
+            raise Interrupted
 
     before = signal.signal(signal.SIGALRM, interrupt)
     batches: list[Batch] = []
