@@ -215,6 +215,15 @@ def test_a_dying_worker_does_not_interrupt_a_step(another: int | None, both: boo
     assert training.loader.restarts == 1
 
 
+def test_the_handler_of_the_program_is_kept() -> None:
+    before = signal.signal(signal.SIGCHLD, handler := lambda number, frame: None)
+    try:
+        Training(Noise(IMAGES)).batches()
+        assert signal.getsignal(signal.SIGCHLD) is handler
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 @pytest.mark.parametrize("both", [False, True])
 def test_a_worker_stopped_during_a_step_is_replaced(both: bool) -> None:
     """Its prefetched batches are lost."""
