@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -45,11 +46,6 @@ BATCH = 4
 IMAGES = 41  # ten batches and one image that is skipped
 MANY = 161  # forty batches, more than are prefetched
 PATIENT = (0.001, 0.002, 0.003)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cribo.data.loading._END_SECONDS", 1.0)
 
 
 class Training:
@@ -96,8 +92,8 @@ def skipped(batches: Sequence[Batch]) -> set[Unreadable]:
 
 
 def threads() -> list[threading.Thread]:
-    """Return the threads that stop the workers of an iterator."""
-    return [thread for thread in threading.enumerate() if thread.name == "end of workers"]
+    """Return the threads that read batches from workers."""
+    return [thread for thread in threading.enumerate() if thread.name == "batches"]
 
 
 def ended(processes: Sequence[Any], seconds: float = 10) -> bool:
@@ -219,6 +215,15 @@ def test_a_dying_worker_does_not_interrupt_a_step(another: int | None, both: boo
     assert training.loader.restarts == 1
 
 
+def test_the_handler_of_the_program_is_kept() -> None:
+    before = signal.signal(signal.SIGCHLD, handler := lambda number, frame: None)
+    try:
+        Training(Noise(IMAGES)).batches()
+        assert signal.getsignal(signal.SIGCHLD) is handler
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 @pytest.mark.parametrize("both", [False, True])
 def test_a_worker_stopped_during_a_step_is_replaced(both: bool) -> None:
     """Its prefetched batches are lost."""
@@ -274,8 +279,11 @@ def test_an_interruption_while_waiting_for_a_batch_loses_nothing(tmp_path: Path)
     class Interrupted(Exception):
         pass
 
-    def interrupt(number: int, frame: object) -> None:
-        raise Interrupted
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if frame is None or not frame.f_code.co_filename.endswith("threading.py"):
+            signal.setitimer(signal.ITIMER_REAL, 0.01)  # not waiting
+        else:
+            raise Interrupted
 
     before = signal.signal(signal.SIGALRM, interrupt)
     batches: list[Batch] = []

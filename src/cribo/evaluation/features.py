@@ -16,9 +16,9 @@ from torch.utils.data import Dataset
 
 from cribo.console import Progress, no_progress
 from cribo.data import ImageFiles, LabelledImages, LabelledSubset
+from cribo.data.batches import Batches
 from cribo.data.crops import resize_labels
 from cribo.evaluation.cache import DTYPES, FeatureCache, Machine, in_blocks, require_room, store, stored
-from cribo.evaluation.loading import Batches
 from cribo.retrieval.choices import FeaturePrecision, Interpolation
 from cribo.retrieval.encoders import PatchEncoder
 from cribo.retrieval.free_memory import available_memory

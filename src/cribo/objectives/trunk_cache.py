@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float16
-from torch.utils.data import DataLoader
 
 from cribo.arguments import ConfigError
+from cribo.data.batches import Batches, unchanged
 from cribo.data.images import ImageSource
-from cribo.data.loading import unchanged
 from cribo.data.reading import UnreadableImage
 from cribo.data.samples import Batch, LazyImage, Sample, SampleDataset
 from cribo.files import write_json
@@ -132,7 +131,7 @@ def fill(
     # Negative epochs: pairs that a run without a cache never draws.
     keys = [[(-1 - pair, image) for image in chunk for pair in range(pairs)] for chunk in chunks]
     dataset = SampleDataset(source, views, seed=options.seed)
-    loader = DataLoader(dataset, batch_sampler=keys, collate_fn=unchanged, num_workers=workers)
+    loader = Batches(dataset, unchanged, batch_sampler=keys, workers=workers)
     for chunk, batch in zip(chunks, loader, strict=True):
         place = slice(chunk.start * pairs, chunk.stop * pairs)
         arrays["tokens"][place] = _frozen_tokens(objective, batch)

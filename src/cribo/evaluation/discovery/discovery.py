@@ -17,10 +17,10 @@ from torch.utils.data import Dataset
 from torchvision.ops import box_iou
 
 from cribo.console import Progress
+from cribo.data.batches import Batches
 from cribo.errors import InputError
 from cribo.evaluation.discovery.methods import FoundObject, lost, tokencut
 from cribo.evaluation.discovery.protocol import Discovery
-from cribo.evaluation.loading import Batches
 from cribo.models import Backbone, evaluation_mode, normalise
 from cribo.retrieval.patches import resize_image
 

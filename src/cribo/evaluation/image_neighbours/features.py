@@ -19,10 +19,10 @@ from torchvision.transforms.v2 import functional as TF
 
 from cribo.console import Progress, no_progress
 from cribo.data import UnreadableImage
+from cribo.data.batches import Batches
 from cribo.data.classification import ClassifiedFiles
 from cribo.errors import InputError
 from cribo.evaluation.cache import DTYPES, FeatureCache, Machine, in_blocks, require_room, store, stored
-from cribo.evaluation.loading import Batches
 from cribo.retrieval.choices import FeaturePrecision
 from cribo.retrieval.encoders import ImageEncoder
 
