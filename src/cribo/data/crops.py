@@ -276,11 +276,7 @@ def distort(image: UInt8[Tensor, "3 h w"], generator: torch.Generator) -> UInt8[
     Brightness adds or subtracts up to 32 (of 255). Contrast, a factor of 0.5 to 1.5 on all values, comes second or
     last with equal probability. Saturation, a factor of 0.5 to 1.5, and hue, rotated by up to 36 degrees, are changed
     in HSV. Values are clipped to 0-255 after each step, and rounded once at the end (MMSegmentation rounds down after
-    each step).
-
-    Args:
-        image: RGB.
-        generator: random generator; nine numbers are drawn.
+    each step). Nine random numbers are drawn.
     """
     chances = torch.rand(5, generator=generator).tolist()
     amounts = torch.rand(3, generator=generator).tolist()

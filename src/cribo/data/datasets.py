@@ -184,11 +184,9 @@ def _label_maps(place: _Place) -> tuple[str, dict[str, str]]:
 
 
 def read_stems(path: Path) -> set[str]:
-    """Read the stems in an image list in Pascal VOC's format.
+    """Read the stems in an image list in Pascal VOC's format, or raise DataError.
 
     Each line is a name without folder and extension, or the paths of an image and its label map.
-
-    Raises DataError if the file is not text, is empty, or has two different stems in a line.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()

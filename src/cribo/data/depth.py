@@ -78,11 +78,7 @@ class DepthImages(UnlabelledFiles):
         return DepthImages(self.folder, names, files, scale=self.scale, max_depth=self.max_depth, window=self.window)
 
     def check_unit(self) -> None:
-        """Check on a few depth maps that they hold measurements in the unit that is expected.
-
-        Raises:
-            DataError: there is no measurement in them, or their median is above `max_depth` or below a hundredth of it.
-        """
+        """Raise DataError if a few depth maps are empty, or their median is above `max_depth` or under 1 % of it."""
         count = min(_SAMPLED, len(self))
         maps = [self._metres(place * len(self) // count) for place in range(count)]
         measured = torch.cat([depth[depth > 0] for depth in maps])

@@ -131,11 +131,7 @@ def held_out_scenes(memory: int = HELD_OUT_SCENES[0], queries: int = HELD_OUT_SC
 
 @lru_cache(maxsize=1)  # paints a scene once if its labels are read after its image
 def compose_scene(seed: int, number: int, size: int, min_objects: int, max_objects: int) -> tuple[Array, Array]:
-    """Paint one scene, from the farthest to the nearest object.
-
-    Returns:
-        The image, uint8 (3, size, size), and the class of every pixel, uint8 (size, size).
-    """
+    """Paint one scene, the nearest object last: its image (3, size, size) and classes (size, size), both uint8."""
     random = np.random.Generator(np.random.Philox(key=[seed, number]))
     scene = random.random(8)
     num_objects = min_objects + int(scene[0] * (max_objects - min_objects + 1))

@@ -217,15 +217,10 @@ def _shrunk(pixels: UInt8[Tensor, "3 h w"], height: int, width: int, size: int) 
 
 
 def member_name(name: str, index: int, extension: str) -> str:
-    """Return the name of an image file in a shard.
+    """Return the name in a shard of an image whose `name` and `index` are those in the source.
 
     This is its path below the source folder. Dots in the file name are replaced by %2E, since WebDataset treats
     everything after the first dot as the extension. A path outside the folder is replaced by a number.
-
-    Args:
-        name: name of the image in the source.
-        index: index of the image in the source.
-        extension: extension of the written file, with the dot.
 
     >>> member_name("class.1/a.b.png", 7, ".png"), member_name("a.png", 7, ".jpg"), member_name("../a.png", 7, ".png")
     ('class.1/a%2Eb.png', 'a%2Epng.jpg', '000000007/a.png')

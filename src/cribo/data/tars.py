@@ -189,14 +189,7 @@ def image_members(file: BinaryIO, size: int, what: str) -> list[tuple[str, int, 
 
     Images are regular members with one of `EXTENSIONS`, except hidden ones and further parts of a WebDataset sample,
     such as `7.mask.png` for `7.jpg`. Nothing is unpacked, and names are never used as paths.
-
-    Args:
-        file: an uncompressed tar file.
-        size: size of the file in bytes.
-        what: name of the file for error messages.
-
-    Raises:
-        DataError: the file is broken, truncated or not a tar file.
+    Raises DataError, with `what` as the file's name, if the file is broken or not an uncompressed tar file.
     """
     found: list[tuple[str, str, int, int]] = []
     for member in _members(file, size, what):

@@ -78,12 +78,7 @@ class VideoFrames(UnlabelledFiles):
 
 
 def read_objects(path: str | os.PathLike[str], *, max_pixels: int = MAX_PIXELS) -> UInt8[Tensor, "h w"]:
-    """Read the number of the object at each pixel; 255, no class in DAVIS, is background, as in its evaluation.
-
-    Raises:
-        UnreadableImage: a broken file.
-        DataError: colours instead of indices.
-    """
+    """Read the number of the object at each pixel; 255, no class in DAVIS, is background, as in its evaluation."""
     with open_header(path, max_pixels=max_pixels) as image:
         mode, values = image.mode, np.array(image)
     if mode not in ("P", "L", "1"):

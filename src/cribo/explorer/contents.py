@@ -175,11 +175,7 @@ def _images(
 
 
 def _example_folder(path: Path, files: ImageFiles | None) -> ExampleFolder:
-    """Open the folder of the examples.
-
-    Raises:
-        InputError: the images of the folder would be part of the collection, or see `ExampleFolder`.
-    """
+    """Open the folder of the examples, which must be outside the collection."""
     if files is not None and path.expanduser().resolve().is_relative_to(Path(files.folder).resolve()):
         raise InputError(
             f"--examples {path} is inside the folder of the images, {files.folder}, where its images would be listed "

@@ -190,11 +190,7 @@ class ExampleFolder:
         return table
 
     def _require_indices(self) -> None:
-        """Check that the values of existing label maps are class indices.
-
-        Raises:
-            InputError: they are masks of 0 and 255, or colours.
-        """
+        """Raise InputError if existing label maps are masks of 0 and 255, or colours, instead of class indices."""
         found = self.examples()
         if found is not None and isinstance(found.images, LabelledFiles):
             coding = found.images.coding

@@ -231,11 +231,8 @@ def _notes(backbone: Backbone, options: ExportOptions) -> tuple[str, ...]:
 
 
 def _unsupported_reason(backbone: Backbone, options: ExportOptions) -> str | None:
-    """Return an error message for networks with window attention (Swin, MaxViT).
-
-    They partition feature maps in Python, so that tracing fixes the size or fails. They are recognised as the networks
-    with feature maps that timm builds for an image size.
-    """
+    """Return an error message for networks with window attention (Swin, MaxViT), which tracing fixes to one size."""
+    # The networks with feature maps that timm builds for an image size.
     if "img_size" in backbone.arguments and not isinstance(backbone.model, VisionTransformer | Eva):
         return f"{backbone.name} uses window attention, which cannot be traced for dynamic image sizes"
     return None

@@ -152,14 +152,9 @@ def compare_features(
     options: ExportOptions,
     progress: Callable[[str, int, int], None],
 ) -> tuple[float, tuple[tuple[int, int, int], ...]]:
-    """Compute the largest relative difference between the features of a float32 backbone and of its export.
+    """Return the largest relative difference of the export's features, and (batch, height, width) of the images.
 
-    Returns:
-        The difference, and (batch, height, width) of the images used.
-
-    Raises:
-        DifferentFeatures: the export cannot be loaded, or its features have another shape or data type, or differ by
-            more than the tolerance of the precision.
+    Raises DifferentFeatures if it is above the tolerance, shapes or data types differ, or the export cannot be loaded.
     """
     sizes, tolerance = _sizes(backbone, options.fixed_size), TOLERANCES[options.precision]
     largest = 0.0

@@ -84,8 +84,7 @@ def _adapted_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _linear_layers(backbone: Backbone, first_block: int) -> dict[str, nn.Linear]:
     """Return the linear layers of attention and MLPs from a block on, by name.
 
-    Layers whose weight is read without calling them (the qkv of BEiT, which adds its bias in parts) are excluded: an
-    adapter would have no effect.
+    Layers that are never called (the qkv of BEiT) are excluded: an adapter would have no effect.
     """
     called: set[str] = set()
     found: dict[str, nn.Linear] = {}

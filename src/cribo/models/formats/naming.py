@@ -13,11 +13,7 @@ Replacements = tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]
 
 
 def substitute(state: State, *rules: tuple[str, str | Callable[[re.Match[str]], str]]) -> State:
-    """Apply regular expressions to every key, one after the other.
-
-    Raises:
-        ValueError: two keys become the same.
-    """
+    """Apply regular expressions to every key, one after the other; raise InputError if two keys become the same."""
     renamed: State = {}
     for key, value in state.items():
         for pattern, replacement in rules:
