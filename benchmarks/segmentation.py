@@ -24,8 +24,8 @@ from torch import Tensor
 from cribo.adaptation.labelled import open_labelled
 from cribo.allocator import keep_freed_memory
 from cribo.data import LabelledSubset
+from cribo.data.limits import spread
 from cribo.data.randomness import keyed_generator
-from cribo.evaluation.data import spread
 from cribo.evaluation.scores import calibration_error, iou
 from cribo.models import Backbone, build_backbone, load_backbone
 from cribo.retrieval import PatchEncoder

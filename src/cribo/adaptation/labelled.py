@@ -12,8 +12,8 @@ from torch.nn.functional import normalize
 from cribo.adaptation.encoding import encode
 from cribo.arguments import ConfigError
 from cribo.data import LabelledFolder, LabelledImages, open_segmentation
+from cribo.data.limits import spread
 from cribo.data.randomness import keyed_generator
-from cribo.evaluation.data import spread
 from cribo.evaluation.scores import iou
 from cribo.models import Backbone
 from cribo.retrieval.patches import grid_counts, labels_in_memory, majority_label

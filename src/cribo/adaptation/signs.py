@@ -10,9 +10,9 @@ from torch.nn.functional import normalize
 
 from cribo.adaptation.encoding import encode, encode_pixels, readable
 from cribo.data import ImageSource
+from cribo.data.limits import spread
 from cribo.data.randomness import keyed_generator
 from cribo.errors import InputError
-from cribo.evaluation.data import spread
 from cribo.method import (
     ViewRecipe,
     apply_photometric,

@@ -1,15 +1,13 @@
 """Results of evaluations: common format of all protocols, JSON file and tables."""
 
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -22,9 +20,6 @@ from cribo.errors import InputError
 from cribo.evaluation.protocol import PROTOCOLS, find_protocol
 from cribo.files import FolderError, write_text
 
-if TYPE_CHECKING:
-    import torch
-
 RESULTS = "results.json"
 """File name of a result."""
 
@@ -36,7 +31,6 @@ RESULTS_FORMAT = 1
 NONE = "-"
 """Placeholder of missing values in tables."""
 
-_PACKAGES = {"cribo": "cribo-ssl", **{name: name for name in ("torch", "torchvision", "timm", "numpy")}}
 _METRICS = {
     "miou": "mIoU",
     "top1": "top-1",
@@ -220,31 +214,6 @@ def best_place(values: Sequence[float | None]) -> int:
         2
     """
     return max(range(len(values)), key=lambda place: -math.inf if (value := values[place]) is None else value)
-
-
-def versions(device: "torch.device | str" = "cpu") -> dict[str, str]:
-    """Return the versions of the software that results depend on, and a description of the `hardware`.
-
-    Args:
-        device: device of the evaluation.
-    """
-    import torch
-
-    packages = {name: importlib.metadata.version(package) for name, package in _PACKAGES.items()}
-    device = torch.device(device)
-    if device.type == "cuda":
-        hardware = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
-    else:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        hardware = f"{'' if device.type == 'cpu' else f'{device.type}, '}{_processor()}, {cores} cores"
-    return {**packages, "python": platform.python_version(), "hardware": hardware}
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
-    name = re.search(r"^model name\s*: (.+)", text, re.MULTILINE)
-    return name[1] if name else platform.processor() or platform.machine()
 
 
 # ----------------------------------------------------------------------- words

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from cribo.allocator import keep_freed_memory
 from cribo.console import Progress
 from cribo.data.images import ImageFiles, ImageSource, open_images, require, require_readable
+from cribo.data.limits import spread
 from cribo.devices import resolve_devices
 from cribo.errors import InputError
-from cribo.evaluation.data import spread
 from cribo.explorer.collection import Collection
 from cribo.explorer.config import ExploreConfig, Limits
 from cribo.explorer.example_folder import ExampleFolder

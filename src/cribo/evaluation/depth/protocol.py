@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from cribo.checks import require_distinct, require_least, require_positive
-from cribo.evaluation.data import Splits, about_splits, absolute, spread
+from cribo.data.limits import spread
+from cribo.evaluation.data import Splits, about_splits, absolute
 from cribo.evaluation.protocol import Outcome, PatchProtocol, require_whole_patches, square
 from cribo.retrieval.choices import FeaturePrecision, Interpolation, Vote
 

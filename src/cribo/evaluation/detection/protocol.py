@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from cribo.arguments import ConfigError
 from cribo.checks import require_least, require_positive
-from cribo.evaluation.data import Splits, about_splits, spread
+from cribo.data.limits import spread
+from cribo.evaluation.data import Splits, about_splits
 from cribo.evaluation.protocol import UNDECIDED, Decided, Outcome, Protocol
 from cribo.evaluation.runtime import Schedule, TrainingRuntime
 from cribo.retrieval.source import MEAN_COLOUR, BackboneSource

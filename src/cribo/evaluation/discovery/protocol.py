@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from cribo.arguments import ConfigError
 from cribo.checks import require_distinct, require_least, require_packages
+from cribo.data.limits import spread
 from cribo.errors import DataError, InputError
-from cribo.evaluation.data import Splits, absolute, described, spread
+from cribo.evaluation.data import Splits, absolute, described
 from cribo.evaluation.protocol import QUICK_SIDE, UNDECIDED, Decided, Outcome, Protocol
 from cribo.retrieval.source import BackboneSource
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from cribo.console import Progress, no_progress
 from cribo.data import LabelledImages
 from cribo.data.crops import resize_labels
+from cribo.data.limits import spread
 from cribo.errors import InputError
-from cribo.evaluation.data import spread
 from cribo.evaluation.features import EncodedView, PatchFeatures
 from cribo.evaluation.overclustering.protocol import Overclustering, require_patches
 from cribo.evaluation.pages import panel_of

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cribo.console import Phases
 from cribo.data.crops import Crops, MMSegPreparation, Preparation, SquarePreparation, WholeImages
-from cribo.evaluation.data import spread
+from cribo.data.limits import spread
 from cribo.evaluation.pages import panel_of
 from cribo.evaluation.protocol import Outcome
 from cribo.evaluation.results import best_place
