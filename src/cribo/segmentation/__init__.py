@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from cribo.segmentation.encoding import probe_encoder
+    from cribo.probes.encoding import probe_encoder
     from cribo.segmentation.memory import Example, Segmentation, SegmentationMemory
     from cribo.segmentation.settings import SegmentationSettings
 
@@ -14,7 +14,7 @@ __all__ = ["Example", "Segmentation", "SegmentationMemory", "SegmentationSetting
 __getattr__ = lazy_names(
     __name__,
     {
-        ".encoding": ("probe_encoder",),
+        "cribo.probes.encoding": ("probe_encoder",),
         ".memory": ("Example", "Segmentation", "SegmentationMemory"),
         ".settings": ("SegmentationSettings",),
     },

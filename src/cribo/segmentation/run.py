@@ -37,9 +37,9 @@ from cribo.drawing import write_figure
 from cribo.errors import InputError, Stopped, if_interrupted
 from cribo.files import FolderError, remove_parts, write_json, write_text, write_whole
 from cribo.folders import ResultFolder
+from cribo.probes.fitting import Choice
 from cribo.segmentation.config import SegmentConfig
 from cribo.segmentation.examples import Examples, find_examples, open_targets, result_name
-from cribo.segmentation.fitting import Choice
 from cribo.segmentation.memory import Segmentation, SegmentationMemory
 from cribo.segmentation.pictures import SegmentedPanel, draw_overview, overlay
 from cribo.segmentation.pixels import write_labels
