@@ -7,9 +7,8 @@ from cribo.lazy import lazy_names
 if TYPE_CHECKING:
     from cribo.models.adopting import LoadedWeights
     from cribo.models.backbone import Backbone, Features, evaluation_mode, normalise
-    from cribo.models.building import build_backbone
     from cribo.models.saving import describe, save_backbone
-    from cribo.models.weights import load_backbone, load_pretrained
+    from cribo.models.weights import build_backbone, load_backbone, load_pretrained
 
 __all__ = [
     "Backbone",
@@ -29,8 +28,7 @@ __getattr__ = lazy_names(
     {
         ".adopting": ("LoadedWeights",),
         ".backbone": ("Backbone", "Features", "evaluation_mode", "normalise"),
-        ".building": ("build_backbone",),
         ".saving": ("describe", "save_backbone"),
-        ".weights": ("load_backbone", "load_pretrained"),
+        ".weights": ("build_backbone", "load_backbone", "load_pretrained"),
     },
 )
