@@ -5,7 +5,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
@@ -17,7 +17,6 @@ from rich.text import Text
 from cribo.console import duration
 from cribo.data import SEGMENTATION_SETS
 from cribo.errors import InputError
-from cribo.evaluation.protocol import PROTOCOLS, find_protocol
 from cribo.files import FolderError, write_text
 
 RESULTS = "results.json"
@@ -86,6 +85,8 @@ class EvaluationResult:
         seconds: duration of the evaluation.
         versions: versions of the software, and the hardware.
         command: command line that reproduces the evaluation.
+        evaluation_title: title of the protocol in headings; its name if empty.
+        class_metric: metric of `per_class` in headings.
 
     Raises:
         ValueError: a field has the wrong type, a row lacks a metric, or backbone or data lack a name.
@@ -103,6 +104,8 @@ class EvaluationResult:
     seconds: float
     versions: dict[str, str]
     command: str
+    evaluation_title: str = ""
+    class_metric: str = "IoU"
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():
@@ -151,11 +154,6 @@ class EvaluationResult:
         """Protocol, variant and data, for headings."""
         return result_title([self])
 
-    @property
-    def class_metric(self) -> str:
-        """Name of the per-class metric, for headings."""
-        return find_protocol(self.evaluation).class_metric if self.evaluation in PROTOCOLS else "IoU"
-
     def write(self, folder: Path) -> Path:
         """Write `results.json` atomically, and return its path.
 
@@ -199,7 +197,8 @@ def read_result(path: str | os.PathLike[str]) -> EvaluationResult:
     if content.get("kind") == "card":
         raise ResultError(f"{file} is a card of several evaluations: give the folders of its rows, listed in the file")
     try:
-        return EvaluationResult(**{field.name: content[field.name] for field in fields(EvaluationResult)})
+        known = [field for field in fields(EvaluationResult) if field.name in content or field.default is MISSING]
+        return EvaluationResult(**{field.name: content[field.name] for field in known})
     except KeyError as error:
         raise ResultError(f"{file} is corrupt: it has no {error}; repeat the evaluation") from error
     except (ValueError, TypeError) as error:
@@ -221,8 +220,7 @@ def best_place(values: Sequence[float | None]) -> int:
 
 def result_title(results: Sequence[EvaluationResult]) -> str:
     """Return the title of results of one protocol on one data set: protocol, variants and data."""
-    evaluation = results[0].evaluation
-    title = find_protocol(evaluation).title if evaluation in PROTOCOLS else evaluation
+    title = results[0].evaluation_title or results[0].evaluation
     variants = ", ".join(dict.fromkeys(result.variant for result in results if result.variant is not None))
     named = f"{title} ({variants})" if variants else title
     return f"{named} on {data_title(results[0].data)}"

@@ -267,6 +267,8 @@ def evaluate_run(
             seconds=seconds,
             versions={**versions(outcome.device or run.devices[0]), **outcome.packages},
             command=command,
+            evaluation_title=protocol.title,
+            class_metric=protocol.class_metric,
         )
 
     def write(outcome: Outcome, result: EvaluationResult, folder: Path) -> None:
