@@ -36,9 +36,9 @@ from cribo.data import LabelledImages, open_images, open_segmentation
 from cribo.data.reading import read_image
 from cribo.models import build_backbone, load_backbone
 from cribo.object_search import DatabaseInfo, IndexedImage, ObjectDatabase, ObjectSettings, index_images, index_lock
-from cribo.object_search.extraction import extract_objects, extract_prepared, prepare_image
-from cribo.object_search.objects import ImageObject
 from cribo.retrieval import BackboneSource, PatchEncoder, backbone_encoder, mean_colour_encoder, nearest
+from cribo.retrieval.object_extraction import extract_objects, extract_prepared, prepare_image
+from cribo.retrieval.objects import ImageObject
 from cribo.retrieval.search import TensorKeys
 
 DIM = 384

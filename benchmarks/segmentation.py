@@ -24,13 +24,13 @@ from torch import Tensor
 from cribo.adaptation.labelled import open_labelled
 from cribo.allocator import keep_freed_memory
 from cribo.data import LabelledSubset
+from cribo.data.limits import spread
 from cribo.data.randomness import keyed_generator
-from cribo.evaluation.data import spread
 from cribo.evaluation.scores import calibration_error, iou
 from cribo.models import Backbone, build_backbone, load_backbone
+from cribo.probes.fitting import default_blocks
 from cribo.retrieval import PatchEncoder
 from cribo.segmentation import Example, SegmentationMemory, SegmentationSettings, probe_encoder
-from cribo.segmentation.fitting import default_blocks
 from cribo.segmentation.suggesting import suggest
 
 _DRAW = 0x736567

@@ -15,7 +15,7 @@ import cribo
 from cribo.data import apply_photometric, sample_photometric
 from cribo.data.scenes import Scenes
 from cribo.evaluation import DenseNN, Machine, dense_nn
-from cribo.evaluation.dense_neighbours.protocol import Variant
+from cribo.evaluation.dense_neighbours.settings import Variant
 from cribo.method import MemoryBank, SelfDistillation, cluster_tokens, cross_view_loss, match_objects, pool_objects
 from cribo.method.recipe import ViewRecipe
 from cribo.models import build_backbone

@@ -11,6 +11,7 @@ from rich.console import Console
 from cribo.data import SEGMENTATION_SETS
 from cribo.evaluation import DenseNN
 from cribo.evaluation.comparison import COMPARISON, Comparison, compare
+from cribo.evaluation.protocol import find_protocol
 from cribo.evaluation.published import published_beside
 from cribo.evaluation.results import NONE, EvaluationResult, ResultError
 from cribo.evaluation.segmentation.protocol import Linear
@@ -89,6 +90,7 @@ def a_result(
         "seconds": 1.0,
         "versions": {},
         "command": "",
+        "evaluation_title": "Dense nearest-neighbour retrieval",
     }
     return EvaluationResult(**{**values, **changes})
 
@@ -330,6 +332,8 @@ def trained(
         seconds=1.0,
         versions={},
         command="",
+        evaluation_title=find_protocol(evaluation).title,
+        class_metric=find_protocol(evaluation).class_metric,
     )
 
 

@@ -54,6 +54,7 @@ def a_result(rows: int = 2, **changes: Any) -> EvaluationResult:
         "seconds": 1.0,
         "versions": {},
         "command": "",
+        "evaluation_title": "Dense nearest-neighbour retrieval",
     }
     return EvaluationResult(**{**values, **changes})
 

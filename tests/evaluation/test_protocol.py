@@ -86,11 +86,11 @@ def test_a_custom_protocol_is_a_command(
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert files == {"cribo.json", "results.json", "confusion.png", "miou.png"}
     output = " ".join(capsys.readouterr().out.split())
-    assert "class-means on scenes" in output
+    assert "Class means on scenes" in output
     with pytest.raises(SystemExit):
         main(["evaluate", "own_protocol.ClassMeans", "--help"])
     assert "sides of the square images" in " ".join(capsys.readouterr().out.split())
-    assert "class-means" in compare([tmp_path / "out"]).markdown()
+    assert "Class means" in compare([tmp_path / "out"]).markdown()
 
 
 def test_protocols_with_equal_encoding_share_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from cribo.explorer.images import FolderImages
 from cribo.explorer.network import SharedEncoder
 from cribo.explorer.segmenting import empty_memory, probe_of
 from cribo.explorer.uploads import Refused
+from cribo.probes.fitting import Choice
 from cribo.retrieval import mean_colour_encoder
-from cribo.segmentation.fitting import Choice
 
 SHADES = (0, 5, 10, 120, 125, 250)
 

@@ -9,9 +9,9 @@ from PIL import Image
 
 from cribo.object_search.database import FoundObject, IndexedImage
 from cribo.object_search.duplicates import DuplicatePair
-from cribo.object_search.objects import GridMask, ImageObject
 from cribo.object_search.pictures import write_pairs, write_sheet
 from cribo.object_search.queries import Query, Region
+from cribo.retrieval.objects import GridMask, ImageObject
 
 RED, BLUE = (220, 20, 20), (20, 20, 220)
 

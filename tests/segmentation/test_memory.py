@@ -16,9 +16,9 @@ from cribo.data.images import DataError, MissingData
 from cribo.data.reading import UnreadableImage
 from cribo.data.scenes import Scenes
 from cribo.models import Backbone, build_backbone
+from cribo.probes.fitting import Probe, class_ious
 from cribo.retrieval import BackboneSource, PatchEncoder
 from cribo.segmentation import Example, SegmentationMemory, SegmentationSettings
-from cribo.segmentation.fitting import Probe, class_ious
 from cribo.segmentation.settings import Refine
 from cribo.segmentation.storage import read_memory, write_memory
 from cribo.segmentation.suggesting import suggest
@@ -456,3 +456,16 @@ def test_a_memory_with_a_filter_of_an_earlier_version_is_read(tmp_path: Path) ->
     assert SegmentationMemory.load(tmp_path / "m", PERFECT).settings.refine == "bilateral"
     with pytest.raises(ValueError, match="refine must be none or bilateral, got 'guided'"):
         SegmentationSettings(refine="guided")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"min_confidence": 1.0}, r"min_confidence must be from 0 to below 1, got 1\.0"),
+        ({"contrast": float("nan")}, "contrast must be > 0, got nan"),
+        ({"neighbours": 0}, "neighbours must be >= 1, got 0"),
+    ],
+)
+def test_invalid_settings(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SegmentationSettings(**settings)

@@ -11,7 +11,7 @@ from cribo.adaptation.encoding import encode, readable
 from cribo.adaptation.signs import neighbour_agreement, view_points
 from cribo.console import Progress
 from cribo.data import ImageSource
-from cribo.evaluation.data import spread
+from cribo.data.limits import spread
 from cribo.method import ViewRecipe
 from cribo.models import Backbone
 from cribo.models.building import first_blocks

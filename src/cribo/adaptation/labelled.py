@@ -12,14 +12,17 @@ from torch.nn.functional import normalize
 from cribo.adaptation.encoding import encode
 from cribo.arguments import ConfigError
 from cribo.data import LabelledFolder, LabelledImages, open_segmentation
+from cribo.data.limits import spread
 from cribo.data.randomness import keyed_generator
-from cribo.evaluation.data import spread
 from cribo.evaluation.scores import iou
 from cribo.models import Backbone
+from cribo.probes.encoding import GridEncoder, probe_encoder
+from cribo.probes.examples import content_hash, label_features
+from cribo.probes.fitting import MOST_PATCHES, LabelledPatches, fit_probe, left_out_confusions, thinned
+from cribo.probes.settings import ProbeSettings
 from cribo.retrieval.patches import grid_counts, labels_in_memory, majority_label
 from cribo.retrieval.search import TensorKeys, nearest
 from cribo.retrieval.voting import Voters, label_shares
-from cribo.segmentation.memory import SegmentationMemory
 
 LEAST_IMAGES = 10
 """Minimum number of labelled images; with fewer, intervals are uninformative."""
@@ -219,14 +222,21 @@ def fit_segmentation(
     Returns:
         The fit; None if fewer than ten images have labels, too few for an interval, or all have the same class.
     """
-    images = labelled.queries
-    memory = SegmentationMemory(backbone, classes=images.classes)
+    images, settings = labelled.queries, ProbeSettings()
+    encoder = GridEncoder(probe_encoder(backbone), settings, next(backbone.parameters()).device, batch_size=1)
+    examples: dict[str, LabelledPatches] = {}  # by content, because copies of a left-out image would reveal its labels
     chosen = spread(len(images), _MOST_EXAMPLES)
     for done, index in enumerate(chosen, start=1):
         labels = images.labels(index)
         if (labels != images.ignore_index).any():
-            memory.add(images.load(index), labels, name=images.name(index))
+            image = images.load(index)
+            [features] = encoder.encode([image])
+            examples[content_hash(image)] = label_features(features, labels, encoder).patches(len(images.classes))
         progress(done, len(chosen))
-    if len(memory) < LEAST_IMAGES or memory.unmeasured is not None:
+    if len(examples) < LEAST_IMAGES:
         return None
-    return Fit(str(memory.fit().probe), memory.left_out())
+    patches, blocks = thinned([*examples.values()], MOST_PATCHES), encoder.encoder.blocks
+    choice = fit_probe(patches, blocks, settings)
+    if choice.expected is None:
+        return None
+    return Fit(str(choice.probe), left_out_confusions(patches, choice.probe, blocks, settings))

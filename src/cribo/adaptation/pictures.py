@@ -13,9 +13,9 @@ from cribo.adaptation.verdict import Candidate
 from cribo.colours import rgb
 from cribo.console import Progress
 from cribo.data import ImageSource
+from cribo.data.limits import spread
 from cribo.data.randomness import keyed_generator
 from cribo.drawing import PAGE_WIDTH, hide_ticks, house_style
-from cribo.evaluation.data import spread
 from cribo.painting import MARK
 from cribo.retrieval.grid import encoding_size
 from cribo.retrieval.patches import resize_image

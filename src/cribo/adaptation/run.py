@@ -22,10 +22,10 @@ from cribo.adaptation.verdict import Candidate, Verdict, judge
 from cribo.arguments import ConfigError
 from cribo.console import Phases
 from cribo.data import ImageFiles, open_images
+from cribo.data.limits import spread
 from cribo.devices import multiplies_bfloat16, resolve_devices
 from cribo.drawing import write_figure
 from cribo.errors import if_interrupted
-from cribo.evaluation.data import spread
 from cribo.files import write_json, write_text
 from cribo.folders import ResultFolder
 from cribo.models import Backbone, load_backbone, save_backbone

@@ -10,10 +10,10 @@ from torch.nn.functional import normalize
 
 from cribo.adaptation.encoding import encode, encode_pixels, readable
 from cribo.data import ImageSource
+from cribo.data.limits import spread
 from cribo.data.photometric import apply_photometric, sample_photometric
 from cribo.data.randomness import keyed_generator
 from cribo.errors import InputError
-from cribo.evaluation.data import spread
 from cribo.method import ViewRecipe, cut_views, patch_coordinates, sample_crops
 from cribo.models import Backbone
 from cribo.objectives.points import overlap_points, sample_tokens

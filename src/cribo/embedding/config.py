@@ -5,8 +5,8 @@ from typing import Literal
 
 from cribo.arguments import ConfigError
 from cribo.checks import require_least, sorted_blocks
-from cribo.object_search.settings import ObjectOptions
 from cribo.retrieval.choices import FeaturePrecision
+from cribo.retrieval.object_settings import ObjectOptions
 from cribo.retrieval.source import BackboneSource
 
 Kind = Literal["global", "patches", "objects"]

@@ -25,11 +25,8 @@ from cribo.devices import resolve_devices, resolve_workers
 from cribo.embedding.config import EmbedConfig
 from cribo.embedding.writing import Rows, part_path, require_writer, write_part
 from cribo.errors import InputError, Stopped, if_interrupted
-from cribo.evaluation.results import versions
 from cribo.files import remove_parts, write_json
 from cribo.folders import ResultFolder, describe_changes, require_same
-from cribo.object_search.extraction import MAX_PATCHES, PreparedImage, extract_prepared, read_prepared
-from cribo.object_search.settings import ObjectSettings
 from cribo.retrieval.encoders import (
     PatchEncoder,
     backbone_encoder,
@@ -38,6 +35,9 @@ from cribo.retrieval.encoders import (
     map_by_size,
     open_network,
 )
+from cribo.retrieval.object_extraction import MAX_PATCHES, PreparedImage, extract_prepared, read_prepared
+from cribo.retrieval.object_settings import ObjectSettings
+from cribo.versions import versions
 
 ABOUT, SKIPPED, PARTS = "about.json", "skipped.jsonl", "features"
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 
 from cribo.arguments import ConfigError, import_by_path
 from cribo.checks import require_least
+from cribo.data.limits import spread
 from cribo.data.sets import HELD_OUT_SCENES, SEGMENTATION_SETS, SegmentationSet, segmentation_set
 from cribo.errors import DataError
 
@@ -238,14 +239,3 @@ def about_splits(
 def absolute(folder: str | os.PathLike[str]) -> Path:
     """Return an absolute path, with ~ replaced by the home folder, but symbolic links kept."""
     return Path(folder).expanduser().absolute()
-
-
-def spread(count: int, most: int) -> list[int]:
-    """Return up to `most` indices below `count`, evenly spaced.
-
-    Example:
-        >>> spread(10, 3), spread(2, 3)
-        ([0, 3, 6], [0, 1])
-    """
-    number = min(count, most)
-    return [place * count // number for place in range(number)]

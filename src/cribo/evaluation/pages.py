@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cribo.data import LabelledImages
 from cribo.data.crops import resize_labels
+from cribo.data.limits import spread
 from cribo.drawing import write_figure
-from cribo.evaluation.data import spread
 from cribo.evaluation.pictures import Panel, pages
 
 ROWS_PER_PAGE = 6

@@ -2,14 +2,15 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Optional, Self, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from cribo.arguments import ConfigError, import_by_path
 from cribo.errors import InputError
 from cribo.evaluation.data import SegmentationData
 from cribo.evaluation.runtime import EvaluationRuntime, TrainingRuntime
+from cribo.evaluation.settings import Settings
 from cribo.retrieval.source import BackboneSource
 
 if TYPE_CHECKING:
@@ -17,17 +18,6 @@ if TYPE_CHECKING:
     from cribo.evaluation.results import EvaluationResult
     from cribo.evaluation.runner import Run
 
-    _T = TypeVar("_T")
-    Decided = Annotated[_T, "None until set by `prepare`"]
-else:
-    Decided = Optional
-
-
-QUICK_SIDE = 224
-"""Side of square images for `cribo benchmark --quick`, in pixels."""
-
-UNDECIDED: Any = None
-"""Default of a setting whose value depends on the variant or the schedule."""
 
 PROTOCOLS: Mapping[str, str] = {
     "dense-nn": "cribo.evaluation.dense_neighbours.protocol.DenseNN",
@@ -73,19 +63,14 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Protocol(ABC):
+class Protocol(Settings, ABC):
     """Base class of evaluation protocols: settings, data, measurement and description.
 
     A protocol is a frozen dataclass. Its fields are its settings; they become options of `cribo evaluate`, with the
     `Attributes:` section of its docstring as their help. Backbone, data and runtime are not part of it. Modules of
     protocols import torch inside functions, which keeps help and option errors fast.
 
-    A protocol that publications implement differently has a setting `variant`, whose type is a `Literal` of the names
-    of these implementations, the default first. It is stored in results, and published values are only compared with
-    results of the same variant.
-
     Attributes:
-        name: name on the command line.
         title: title in headings.
         metrics: metrics of each row, the headline metric first.
         varies: setting that varies between rows.
@@ -100,12 +85,8 @@ class Protocol(ABC):
         pictures: meaning of the number --pictures, for its help.
         quick_limit: number of images per split for `cribo benchmark --quick`.
         less_memory: advice printed when a device runs out of memory.
-
-    Raises:
-        InputError: unknown variant.
     """
 
-    name: ClassVar[str]
     title: ClassVar[str]
     metrics: ClassVar[tuple[str, ...]]
     varies: ClassVar[str]
@@ -119,16 +100,6 @@ class Protocol(ABC):
     pictures: ClassVar[str] = "images for which the prediction is drawn"
     quick_limit: ClassVar[int] = 40
     less_memory: ClassVar[str] = "lower --runtime.batch_size or --runtime.memory_gib"
-
-    def __post_init__(self) -> None:
-        if (variants := self.variants()) and (variant := vars(self)["variant"]) not in variants:
-            raise InputError(f"{self.name}: variant must be one of {', '.join(variants)}, got {variant!r}")
-
-    @classmethod
-    def variants(cls) -> tuple[str, ...]:
-        """Return the names of the variants, the default first; empty for a protocol without variants."""
-        has_variants = any(setting.name == "variant" for setting in fields(cls))
-        return get_args(get_type_hints(cls)["variant"]) if has_variants else ()
 
     @classmethod
     def trains(cls) -> bool:
@@ -164,7 +135,7 @@ class Protocol(ABC):
         """
         return cls()
 
-    def check_backbone(self, source: BackboneSource) -> None:  # noqa: B027 (optional)
+    def check_backbone(self, source: BackboneSource) -> None:
         """Validate the source of a backbone before it is opened.
 
         Raises:
@@ -195,14 +166,6 @@ class Protocol(ABC):
         """Return further paths to print, by label."""
         return {}
 
-    def is_decided(self, name: str) -> bool:
-        """Whether a setting is not None."""
-        return getattr(self, name) is not None
-
-    def decided(self, defaults: Mapping[str, Any]) -> Self:
-        """Return a copy in which `defaults` replace settings that are None."""
-        return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
-
 
 class PatchProtocol(Protocol):
     """Base class of protocols that use the patch features of a frozen backbone (`Run.patches`)."""
@@ -210,23 +173,6 @@ class PatchProtocol(Protocol):
     def used(self, run: "Run") -> dict[str, Any]:
         """Return the settings, with the number of layers that provide features."""
         return {**asdict(self), "layers": run.source.layers}
-
-
-def square(side: int, patch_size: int) -> tuple[int, int]:
-    """Return the (height, width) of square images, `side` rounded down to a multiple of the patch size."""
-    side = max(1, side // patch_size) * patch_size
-    return side, side
-
-
-def require_whole_patches(size: tuple[int, int], patch_size: int) -> None:
-    """Check that height and width of images are multiples of the patch size.
-
-    Raises:
-        InputError: a side is not a positive multiple of the patch size.
-    """
-    height, width = size
-    if height % patch_size or width % patch_size or min(height, width) < 1:
-        raise InputError(f"size must be a multiple of the patch size {patch_size}, got {height}x{width}")
 
 
 def find_protocol(name: str) -> type[Protocol]:

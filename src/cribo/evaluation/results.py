@@ -1,15 +1,13 @@
 """Results of evaluations: common format of all protocols, JSON file and tables."""
 
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -19,12 +17,8 @@ from rich.text import Text
 from cribo.console import duration
 from cribo.data import SEGMENTATION_SETS
 from cribo.errors import InputError
-from cribo.evaluation.protocol import PROTOCOLS, find_protocol
 from cribo.files import FolderError, write_text
 from cribo.folders import flat
-
-if TYPE_CHECKING:
-    import torch
 
 RESULTS = "results.json"
 """File name of a result."""
@@ -37,7 +31,6 @@ RESULTS_FORMAT = 1
 NONE = "-"
 """Placeholder of missing values in tables."""
 
-_PACKAGES = {"cribo": "cribo-ssl", **{name: name for name in ("torch", "torchvision", "timm", "numpy")}}
 _METRICS = {
     "miou": "mIoU",
     "top1": "top-1",
@@ -93,6 +86,8 @@ class EvaluationResult:
         seconds: duration of the evaluation.
         versions: versions of the software, and the hardware.
         command: command line that reproduces the evaluation.
+        evaluation_title: title of the protocol in headings; its name if empty.
+        class_metric: metric of `per_class` in headings.
 
     Raises:
         ValueError: a field has the wrong type, a row lacks a metric, or backbone or data lack a name.
@@ -110,6 +105,8 @@ class EvaluationResult:
     seconds: float
     versions: dict[str, str]
     command: str
+    evaluation_title: str = ""
+    class_metric: str = "IoU"
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():
@@ -158,11 +155,6 @@ class EvaluationResult:
         """Protocol, variant and data, for headings."""
         return result_title([self])
 
-    @property
-    def class_metric(self) -> str:
-        """Name of the per-class metric, for headings."""
-        return find_protocol(self.evaluation).class_metric if self.evaluation in PROTOCOLS else "IoU"
-
     def write(self, folder: Path) -> Path:
         """Write `results.json` atomically, and return its path.
 
@@ -206,7 +198,8 @@ def read_result(path: str | os.PathLike[str]) -> EvaluationResult:
     if content.get("kind") == "card":
         raise ResultError(f"{file} is a card of several evaluations: give the folders of its rows, listed in the file")
     try:
-        return EvaluationResult(**{field.name: content[field.name] for field in fields(EvaluationResult)})
+        known = [field for field in fields(EvaluationResult) if field.name in content or field.default is MISSING]
+        return EvaluationResult(**{field.name: content[field.name] for field in known})
     except KeyError as error:
         raise ResultError(f"{file} is corrupt: it has no {error}; repeat the evaluation") from error
     except (ValueError, TypeError) as error:
@@ -223,38 +216,12 @@ def best_place(values: Sequence[float | None]) -> int:
     return max(range(len(values)), key=lambda place: -math.inf if (value := values[place]) is None else value)
 
 
-def versions(device: "torch.device | str" = "cpu") -> dict[str, str]:
-    """Return the versions of the software that results depend on, and a description of the `hardware`.
-
-    Args:
-        device: device of the evaluation.
-    """
-    import torch
-
-    packages = {name: importlib.metadata.version(package) for name, package in _PACKAGES.items()}
-    device = torch.device(device)
-    if device.type == "cuda":
-        hardware = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
-    else:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        hardware = f"{'' if device.type == 'cpu' else f'{device.type}, '}{_processor()}, {cores} cores"
-    return {**packages, "python": platform.python_version(), "hardware": hardware}
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
-    name = re.search(r"^model name\s*: (.+)", text, re.MULTILINE)
-    return name[1] if name else platform.processor() or platform.machine()
-
-
 # ----------------------------------------------------------------------- words
 
 
 def result_title(results: Sequence[EvaluationResult]) -> str:
     """Return the title of results of one protocol on one data set: protocol, variants and data."""
-    evaluation = results[0].evaluation
-    title = find_protocol(evaluation).title if evaluation in PROTOCOLS else evaluation
+    title = results[0].evaluation_title or results[0].evaluation
     variants = ", ".join(dict.fromkeys(result.variant for result in results if result.variant is not None))
     named = f"{title} ({variants})" if variants else title
     return f"{named} on {data_title(results[0].data)}"

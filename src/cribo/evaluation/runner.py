@@ -23,7 +23,7 @@ from cribo.evaluation.data import PLACES, Splits
 from cribo.evaluation.features import EncodedView, PatchFeatures, Preparation, extract_patches
 from cribo.evaluation.pictures import write_pictures
 from cribo.evaluation.protocol import Outcome, Protocol
-from cribo.evaluation.results import OUT, EvaluationResult, plain, versions
+from cribo.evaluation.results import OUT, EvaluationResult, plain
 from cribo.evaluation.runtime import EvaluationRuntime
 from cribo.folders import ResultFolder
 from cribo.models import Backbone, normalise
@@ -32,6 +32,7 @@ from cribo.retrieval.choices import FeaturePrecision, Interpolation
 from cribo.retrieval.encoders import ImageEncoder, PatchEncoder, backbone_encoder, open_network
 from cribo.retrieval.patches import resize_image
 from cribo.retrieval.source import BackboneSource
+from cribo.versions import versions
 
 log = logging.getLogger("cribo")
 
@@ -266,6 +267,8 @@ def evaluate_run(
             seconds=seconds,
             versions={**versions(outcome.device or run.devices[0]), **outcome.packages},
             command=command,
+            evaluation_title=protocol.title,
+            class_metric=protocol.class_metric,
         )
 
     def write(outcome: Outcome, result: EvaluationResult, folder: Path) -> None:

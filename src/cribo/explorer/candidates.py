@@ -12,8 +12,8 @@ from torch import Tensor
 from cribo.data.randomness import keyed_generator
 from cribo.explorer.images import FolderImages
 from cribo.explorer.uploads import Refused
-from cribo.segmentation.encoding import GridEncoder
-from cribo.segmentation.fitting import Labeller, concatenate
+from cribo.probes.encoding import GridEncoder
+from cribo.probes.fitting import Labeller, concatenate
 from cribo.segmentation.suggesting import cover, sample, similarity
 
 log = logging.getLogger("cribo")

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from cribo.allocator import keep_freed_memory
 from cribo.console import Progress
 from cribo.data.images import ImageFiles, ImageSource, open_images, require, require_readable
+from cribo.data.limits import spread
 from cribo.devices import resolve_devices
 from cribo.errors import InputError
-from cribo.evaluation.data import spread
 from cribo.explorer.collection import Collection
 from cribo.explorer.config import ExploreConfig, Limits
 from cribo.explorer.example_folder import ExampleFolder
@@ -20,10 +20,10 @@ from cribo.explorer.objects import ObjectFinder
 from cribo.explorer.segmenting import Visitors
 from cribo.object_search import DatabaseInfo, ObjectDatabase, ObjectSettings, index_images
 from cribo.pretraining.files import CONFIG
+from cribo.probes.fitting import default_blocks
 from cribo.retrieval import BackboneSource, backbone_encoder
 from cribo.retrieval.encoders import blocks_encoder, open_network
 from cribo.segmentation import probe_encoder
-from cribo.segmentation.fitting import default_blocks
 
 if TYPE_CHECKING:
     from cribo.explorer.view_pairs import PairSample

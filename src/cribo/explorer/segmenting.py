@@ -30,8 +30,8 @@ from cribo.explorer.images import FolderImages, PageImage, bounded
 from cribo.explorer.network import SharedEncoder
 from cribo.explorer.painting import Painting, from_runs, to_runs
 from cribo.explorer.uploads import Refused
+from cribo.probes.fitting import Choice, Labeller, Probe, candidate_probes, default_probe
 from cribo.segmentation import SegmentationMemory, SegmentationSettings
-from cribo.segmentation.fitting import Choice, Labeller, Probe, candidate_probes, default_probe
 from cribo.segmentation.inputs import open_labels
 from cribo.segmentation.pictures import overlay
 from cribo.segmentation.pixels import label_pixels

@@ -7,8 +7,7 @@ from cribo.lazy import lazy_names
 if TYPE_CHECKING:
     from cribo.models.adopting import LoadedWeights
     from cribo.models.backbone import Backbone, Features, evaluation_mode, normalise
-    from cribo.models.building import build_backbone
     from cribo.models.saving import describe, save_backbone
-    from cribo.models.weights import load_backbone, load_pretrained
+    from cribo.models.weights import build_backbone, load_backbone, load_pretrained
 
 __getattr__, __all__ = lazy_names(__name__)

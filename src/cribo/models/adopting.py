@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cribo.errors import InputError
 from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, Backbone
-from cribo.models.building import build_backbone, is_import_path
+from cribo.models.building import build_network, is_import_path
 from cribo.models.formats.architecture import Architecture, project_of_fixed_positions
 from cribo.models.formats.recognising import NetworkName, Recognised, first_keys, required_keys
 from cribo.models.numerics import Numerics
@@ -74,7 +74,7 @@ def build(
             f"the weights name their network {architecture.name}, whose module has not been imported: "
             f"import {module} first, or allow it with --trust (trust=True in Python)"
         )
-    return build_backbone(
+    return build_network(
         architecture.name,
         args=architecture.args,
         image_size=image_size or architecture.image_size,

@@ -19,40 +19,16 @@ from cribo.models import networks
 from cribo.models.backbone import RESERVED_ARGS, Backbone
 
 
-def build_backbone(
+def build_network(
     name: str,
     *,
     args: Mapping[str, Any] | None = None,
-    pretrained: str | None = None,
     image_size: int = 224,
     drop_path: float = 0.0,
     seed: int = 0,
     initialise: bool = True,
 ) -> Backbone:
-    """Build a backbone by its timm name.
-
-    Args:
-        name: timm name, such as `vit_small_patch16_224`, `vit_base_patch14_reg4_dinov2`, `resnet50`, `convnext_tiny`;
-            or the import path of a custom function or class, called with `args`, that returns a module whose
-            `forward_features(images)` is a feature map (B, D, h, w).
-        args: arguments of timm's constructor (`depth`, `embed_dim`, `num_heads`, `output_stride`, ...).
-        pretrained: initial weights: a file, `"timm"`, or a timm name with its tag (`load_pretrained`). If None, weights
-            are random: [CLS] and position embedding from a truncated normal of 0.02, the rest as in timm.
-        image_size: size in pixels for which the position embedding is stored; it is interpolated for others.
-        drop_path: rate of the last residual branch; rates increase linearly with depth, from 0.
-        seed: seed of the random weights, which depend on nothing else.
-        initialise: if False, tensors are uninitialised, for callers that load weights next: building a large network
-            spends most of its time on random numbers.
-
-    Raises:
-        ValueError: unknown name or argument, a network without dense features, or an unsupported size or rate.
-
-    Example:
-        >>> small = {"depth": 6, "embed_dim": 192, "num_heads": 3}
-        >>> backbone = build_backbone("vit_small_patch16_224", args=small)
-        >>> backbone.embed_dim, backbone.patch_size
-        (192, 16)
-    """
+    """Build a backbone with random weights; arguments and errors as in `build_backbone`."""
     args = dict(args or {})
     _check_name(name)
     _check_args(name, args)
@@ -67,12 +43,7 @@ def build_backbone(
         torch.default_generator.manual_seed(seed)
         model, arguments = _create(name, args, image_size, drop_path)
         _initialise_embeddings(model)
-        backbone = Backbone(model, name, arguments, image_size)
-    if pretrained is not None:
-        from cribo.models.weights import load_pretrained  # circular: it builds backbones, too
-
-        load_pretrained(backbone, pretrained)
-    return backbone
+        return Backbone(model, name, arguments, image_size)
 
 
 def first_blocks(backbone: Backbone, count: int) -> Backbone:
@@ -128,7 +99,7 @@ def untrained(backbone: Backbone, *, seed: int = 0, drop_path: float = 0.0) -> B
         drop_path: as in `build_backbone`.
 
     Example:
-        >>> first = build_backbone("resnet18", args={"channels": (8, 8, 8, 8)}, seed=1)
+        >>> first = build_network("resnet18", args={"channels": (8, 8, 8, 8)}, seed=1)
         >>> untrained(first).name, untrained(first).fingerprint() == first.fingerprint()
         ('resnet18', False)
     """
@@ -136,8 +107,8 @@ def untrained(backbone: Backbone, *, seed: int = 0, drop_path: float = 0.0) -> B
 
 
 def _build_again(backbone: Backbone, changes: Mapping[str, Any], **options: Any) -> Backbone:
-    """Build the same network with some arguments changed; `options` are passed to `build_backbone`."""
-    again = build_backbone(backbone.name, args={**backbone.args, **changes}, image_size=backbone.image_size, **options)
+    """Build the same network with some arguments changed; `options` are passed to `build_network`."""
+    again = build_network(backbone.name, args={**backbone.args, **changes}, image_size=backbone.image_size, **options)
     again.mean, again.std = backbone.mean, backbone.std
     again.set_numerics(backbone.numerics)
     return again

@@ -15,7 +15,7 @@ from cribo.errors import InputError
 from cribo.files import Damaged, check_archive
 from cribo.models.adopting import LoadedWeights, adopt, build
 from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, RESERVED_ARGS, Backbone
-from cribo.models.building import nearest_names, untrained
+from cribo.models.building import build_network, nearest_names, untrained
 from cribo.models.formats.architecture import Architecture, infer_architecture
 from cribo.models.formats.distributed import METADATA
 from cribo.models.formats.hub import HUB_CONFIG, activation_of, hub_config, read_beside
@@ -48,6 +48,48 @@ _HUB_FILE = "pytorch_model.bin"  # timm prefers the model.safetensors beside it
 # Files in folders of the Hugging Face hub, and in the folder of an interrupted run.
 _HUB_WEIGHTS, _HUB_IMAGES = ("model.safetensors", _HUB_FILE), "preprocessor_config.json"
 _CHECKPOINTS = "checkpoints/step=*.ckpt"
+
+
+def build_backbone(
+    name: str,
+    *,
+    args: Mapping[str, Any] | None = None,
+    pretrained: str | None = None,
+    image_size: int = 224,
+    drop_path: float = 0.0,
+    seed: int = 0,
+    initialise: bool = True,
+) -> Backbone:
+    """Build a backbone by its timm name.
+
+    Args:
+        name: timm name, such as `vit_small_patch16_224`, `vit_base_patch14_reg4_dinov2`, `resnet50`, `convnext_tiny`;
+            or the import path of a custom function or class, called with `args`, that returns a module whose
+            `forward_features(images)` is a feature map (B, D, h, w).
+        args: arguments of timm's constructor (`depth`, `embed_dim`, `num_heads`, `output_stride`, ...).
+        pretrained: initial weights: a file, `"timm"`, or a timm name with its tag (`load_pretrained`). If None, weights
+            are random: [CLS] and position embedding from a truncated normal of 0.02, the rest as in timm.
+        image_size: size in pixels for which the position embedding is stored; it is interpolated for others.
+        drop_path: rate of the last residual branch; rates increase linearly with depth, from 0.
+        seed: seed of the random weights, which depend on nothing else.
+        initialise: if False, tensors are uninitialised, for callers that load weights next: building a large network
+            spends most of its time on random numbers.
+
+    Raises:
+        ValueError: unknown name or argument, a network without dense features, or an unsupported size or rate.
+
+    Example:
+        >>> small = {"depth": 6, "embed_dim": 192, "num_heads": 3}
+        >>> backbone = build_backbone("vit_small_patch16_224", args=small)
+        >>> backbone.embed_dim, backbone.patch_size
+        (192, 16)
+    """
+    backbone = build_network(
+        name, args=args, image_size=image_size, drop_path=drop_path, seed=seed, initialise=initialise
+    )
+    if pretrained is not None:
+        load_pretrained(backbone, pretrained)
+    return backbone
 
 
 def load_backbone(

@@ -6,9 +6,9 @@ from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cribo.object_search.database import DatabaseError, DatabaseInfo, FoundObject, IndexedImage, ObjectDatabase
-    from cribo.object_search.extraction import ImageObjects, extract_objects
     from cribo.object_search.indexing import IndexSummary, index_images, index_lock, index_vectors
-    from cribo.object_search.objects import GridMask, ImageObject
-    from cribo.object_search.settings import ObjectSettings
+    from cribo.retrieval.object_extraction import ImageObjects, extract_objects
+    from cribo.retrieval.object_settings import ObjectSettings
+    from cribo.retrieval.objects import GridMask, ImageObject
 
 __getattr__, __all__ = lazy_names(__name__)

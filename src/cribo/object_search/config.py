@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from cribo.arguments import ConfigError
 from cribo.checks import require_least, sorted_blocks
-from cribo.object_search.settings import ObjectOptions
+from cribo.retrieval.object_settings import ObjectOptions
 from cribo.retrieval.source import BackboneSource
 
 

@@ -27,8 +27,8 @@ from jaxtyping import Float
 from cribo.arguments import ConfigError
 from cribo.data.images import DataError, require
 from cribo.errors import InputError, MissingPackage
-from cribo.object_search.objects import GridMask, ImageObject
-from cribo.object_search.settings import ObjectSettings
+from cribo.retrieval.object_settings import ObjectSettings
+from cribo.retrieval.objects import GridMask, ImageObject
 from cribo.retrieval.source import BackboneSource
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from cribo.data.images import DataError, ImageFiles
 from cribo.data.reading import EncodedImage, TooManyPixels, UnreadableImage
 from cribo.files import FolderError
 from cribo.object_search.database import FoundObject, IndexedImage, ObjectDatabase, is_remote, new_entry
-from cribo.object_search.extraction import ImageObjects, PreparedImage, extract_prepared, read_prepared
-from cribo.object_search.objects import ImageObject
-from cribo.object_search.settings import ObjectSettings
 from cribo.retrieval.encoders import PatchEncoder, batches_by_size
+from cribo.retrieval.object_extraction import ImageObjects, PreparedImage, extract_prepared, read_prepared
+from cribo.retrieval.object_settings import ObjectSettings
+from cribo.retrieval.objects import ImageObject
 
 INDEX_LOCK = ".index.lock"
 

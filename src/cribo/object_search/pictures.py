@@ -19,9 +19,9 @@ from PIL import Image, ImageDraw, ImageFont
 from cribo.data.reading import UnreadableImage, open_header, upright_rgb
 from cribo.files import write_whole
 from cribo.object_search.database import FoundObject
-from cribo.object_search.objects import resize_mask
 from cribo.object_search.queries import Query
 from cribo.painting import outline_region
+from cribo.retrieval.objects import resize_mask
 from cribo.wording import counted, shortened
 
 if TYPE_CHECKING:

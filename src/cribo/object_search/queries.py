@@ -14,7 +14,7 @@ from cribo.arguments import ConfigError
 from cribo.data.images import DataError, require
 from cribo.data.reading import image_size
 from cribo.object_search.database import DatabaseError, IndexedImage, ObjectDatabase
-from cribo.object_search.objects import Box, ImageObject
+from cribo.retrieval.objects import Box, ImageObject
 
 if TYPE_CHECKING:
     from cribo.retrieval.encoders import PatchEncoder
@@ -116,7 +116,7 @@ def make_query(database: ObjectDatabase, image: str, place: QueryPlace, open_enc
     if indexed is not None and stored and place.box is None:
         objects = database.objects_of(indexed)
         return Query(path, indexed, size, _object_regions(objects, place, str(path)))
-    from cribo.object_search.extraction import extract_prepared, read_prepared
+    from cribo.retrieval.object_extraction import extract_prepared, read_prepared
 
     encoder, device = open_encoder()
     settings = database.info.settings

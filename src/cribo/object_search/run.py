@@ -25,8 +25,8 @@ from cribo.object_search.database import (
     require_free,
 )
 from cribo.object_search.indexing import IndexSummary, index_images, index_lock, index_vectors
-from cribo.object_search.settings import ObjectSettings
 from cribo.retrieval.encoders import open_encoder
+from cribo.retrieval.object_settings import ObjectSettings
 from cribo.retrieval.source import BackboneSource
 
 log = logging.getLogger("cribo")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from cribo.segmentation.encoding import probe_encoder
+    from cribo.probes.encoding import probe_encoder
     from cribo.segmentation.memory import Example, Segmentation, SegmentationMemory
     from cribo.segmentation.settings import SegmentationSettings
 

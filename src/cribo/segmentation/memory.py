@@ -17,26 +17,24 @@ from torch import Tensor
 from cribo.arguments import ConfigError
 from cribo.colours import Colour, class_colours
 from cribo.console import Progress, no_progress
-from cribo.data.crops import resize_labels
 from cribo.data.images import DataError
 from cribo.data.label_maps import IGNORE_INDEX, LabelMap, read_classes
-from cribo.data.randomness import keyed_generator
 from cribo.devices import resolve_devices
 from cribo.errors import InputError
 from cribo.models import Backbone
-from cribo.retrieval.encoders import PatchEncoder, open_network
-from cribo.retrieval.patches import grid_counts, labels_in_memory
-from cribo.retrieval.source import BackboneSource
-from cribo.segmentation.encoding import GridEncoder, MissingBlocks, probe_encoder
-from cribo.segmentation.fitting import (
+from cribo.probes.encoding import GridEncoder, MissingBlocks, probe_encoder
+from cribo.probes.examples import content_hash, label_features
+from cribo.probes.fitting import (
+    MOST_PATCHES,
     Choice,
-    CrossValidation,
     LabelledPatches,
     Labeller,
-    candidate_probes,
-    choose,
+    fit_probe,
+    left_out_confusions,
     thinned,
 )
+from cribo.retrieval.encoders import PatchEncoder, open_network
+from cribo.retrieval.source import BackboneSource
 from cribo.segmentation.inputs import ImageLike, LabelsLike, open_image, open_labels
 from cribo.segmentation.pixels import label_pixels
 from cribo.segmentation.settings import SegmentationSettings
@@ -46,12 +44,7 @@ log = logging.getLogger("cribo")
 
 BackboneLike = Backbone | PatchEncoder | BackboneSource | str | os.PathLike[str]
 
-_MOST_PATCHES = 16_384
-"""Limit on the number of labelled patches that a probe is fitted to (see `thinned`)."""
-
 _LEAST_LABELLED = 0.5  # share of the examples' patches that calibration needs
-
-_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
 
 
 class Example(NamedTuple):
@@ -253,12 +246,17 @@ class SegmentationMemory:
                 image, labels = open_image(example.image), open_labels(example.labels)
                 self._check(name, image, labels.labels)
                 palette = _joined(palette, labels, name)
-                hashes = _content(image), _content(labels.labels)
+                hashes = content_hash(image), content_hash(labels.labels)
                 if not any(hashes == (known.image, known.labels) for known in self._known):
                     fresh[hashes[0]] = (name, image, labels)
             features = self.encoder.encode([image for _, image, _ in fresh.values()])
             known = [
-                self._labelled(name, image, labels.labels, own)
+                StoredExample(
+                    name=name,
+                    image=image,
+                    labels=content_hash(labels.labels),
+                    **vars(label_features(own, labels.labels, self.encoder)),
+                )
                 for (image, (name, _, labels)), own in zip(fresh.items(), features, strict=True)
             ]
             self._palette = palette
@@ -280,25 +278,6 @@ class SegmentationMemory:
                 f"{name}: labels must be in 0..{len(self._classes) - 1} ({', '.join(self._classes)}) or "
                 f"{IGNORE_INDEX} (no class), got {int(values.max())}: correct the labels, or add classes to the list"
             )
-
-    def _labelled(self, name: str, image: str, labels: Tensor, features: Tensor) -> StoredExample:
-        content = _content(labels)
-        rows, columns = features.shape[:2]
-        patch = self.encoder.encoder.patch_size
-        if rows > labels.shape[0] or columns > labels.shape[1]:  # a pixel covers several patches
-            labels = resize_labels(labels, (rows * patch, columns * patch))
-        classes = int(labels[labels != IGNORE_INDEX].max()) + 1
-        # Count at the size of the labels: resizing them to the encoded size would lose thin strokes.
-        counts = grid_counts(labels, (rows, columns), classes, IGNORE_INDEX)
-        counts, kept = labels_in_memory(counts, "outvote")
-        # In random order, so that the first patches are a random sample (see `thinned`).
-        order = kept[torch.randperm(len(kept), generator=keyed_generator(len(kept)))]
-        own = features.flatten(0, 1)[order.to(features.device)].to("cpu", _DTYPES[self.settings.precision])
-        counts = counts[order]
-        patches, label = counts.nonzero(as_tuple=True)
-        pixels = torch.stack((patches, label, counts[patches, label]), dim=1).int()
-        halves = (order % columns >= columns / 2).int()
-        return StoredExample(name, image, content, own, pixels, halves, len(kept) / (rows * columns))
 
     def _put(self, known: StoredExample) -> None:
         same = [place for place, other in enumerate(self._known) if other.image == known.image]
@@ -397,11 +376,8 @@ class SegmentationMemory:
             if self._choice is None:
                 if not self._known:
                     raise DataError("the memory is empty: add an image with labels first")
-                settings, blocks = self.settings, self.encoder.encoder.blocks
-                candidates = candidate_probes(
-                    blocks, blocks=settings.blocks, whiten=settings.whiten, head=settings.head
-                )
-                self._choice = choose(self._examples(), candidates, blocks, **self._neighbours, progress=progress)
+                blocks = self.encoder.encoder.blocks
+                self._choice = fit_probe(self._examples(), blocks, self.settings, progress=progress)
             return self._choice
 
     def labeller(self) -> Labeller:
@@ -415,8 +391,8 @@ class SegmentationMemory:
         with self._lock:
             if self._labeller is None:
                 choice, neighbours = self.fit(), self.settings.neighbours
-                if self.patches > _MOST_PATCHES:
-                    log.info("using %d of the %d patches of the examples", _MOST_PATCHES, self.patches)
+                if self.patches > MOST_PATCHES:
+                    log.info("using %d of the %d patches of the examples", MOST_PATCHES, self.patches)
                 self._labeller = self.labeller_of(choice)
                 if choice.probe.head != "ridge" and self.patches < neighbours:
                     log.warning(
@@ -435,7 +411,7 @@ class SegmentationMemory:
             if not self._known:
                 raise DataError("the memory is empty: add an image with labels first")
             blocks = self.encoder.encoder.blocks
-            return Labeller(self._examples(), choice, blocks, device=self.encoder.device, **self._neighbours)
+            return Labeller(self._examples(), choice, blocks, device=self.encoder.device, **self.settings.voting)
 
     def left_out(self) -> Int[Tensor, "n c c"]:
         """Compute the confusion matrix (rows are labels) of each example's left-out patches.
@@ -451,8 +427,7 @@ class SegmentationMemory:
             probe = self.fit().probe
             if self.unmeasured is not None:
                 raise DataError(f"{self.unmeasured}, so nothing can be left out: label more")
-            validation = CrossValidation(self._examples(), self.encoder.encoder.blocks, **self._neighbours)
-            return validation.confusions([probe])[probe]
+            return left_out_confusions(self._examples(), probe, self.encoder.encoder.blocks, self.settings)
 
     @property
     def unmeasured(self) -> str | None:
@@ -463,14 +438,10 @@ class SegmentationMemory:
             return "all labels are in one half of a single image"
         return "all labelled patches have the same class"
 
-    @property
-    def _neighbours(self) -> dict[str, Any]:
-        return {"neighbours": self.settings.neighbours, "temperature": self.settings.temperature}
-
     def _examples(self) -> list[LabelledPatches]:
         """Return the labelled patches to fit a probe to."""
         classes = len(self.classes)
-        return thinned([known.patches(classes) for known in self._known], _MOST_PATCHES)
+        return thinned([known.patches(classes) for known in self._known], MOST_PATCHES)
 
     # ----------------------------------------------------------------------------------------------- on disk
 
@@ -591,10 +562,6 @@ def _listed(blocks: Sequence[int]) -> str:
 
 def _name_of(image: ImageLike, number: int) -> str:
     return os.path.basename(image) if isinstance(image, str | os.PathLike) else f"example {number}"  # noqa: PTH119
-
-
-def _content(values: UInt8[Tensor, "*shape"]) -> str:
-    return hashlib.sha256(f"{tuple(values.shape)}".encode() + values.contiguous().numpy().tobytes()).hexdigest()
 
 
 def _joined(palette: list[Colour] | None, labels: LabelMap, name: str) -> list[Colour] | None:

@@ -30,23 +30,23 @@ from cribo.data.coco import BACKGROUND
 from cribo.data.coco_writing import outline, write_coco
 from cribo.data.images import DataError, ImageFiles, require, require_readable
 from cribo.data.label_maps import IGNORE_INDEX
+from cribo.data.limits import spread
 from cribo.data.reading import UnreadableImage, open_header, read_image
 from cribo.devices import resolve_devices, resolve_workers
 from cribo.drawing import write_figure
 from cribo.errors import InputError, Stopped, if_interrupted
-from cribo.evaluation.data import spread
-from cribo.evaluation.results import versions
 from cribo.files import FolderError, remove_parts, write_json, write_text, write_whole
 from cribo.folders import ResultFolder, describe_changes, require_same
+from cribo.probes.fitting import Choice
 from cribo.segmentation.config import SegmentConfig
 from cribo.segmentation.examples import Examples, find_examples, open_targets, result_name
-from cribo.segmentation.fitting import Choice
 from cribo.segmentation.memory import Segmentation, SegmentationMemory
 from cribo.segmentation.pictures import SegmentedPanel, draw_overview, overlay
 from cribo.segmentation.pixels import write_labels
 from cribo.segmentation.settings import SegmentationSettings
 from cribo.segmentation.storage import memory_lock
 from cribo.segmentation.suggesting import suggest
+from cribo.versions import versions
 from cribo.wording import counted, enumerated
 
 log = logging.getLogger("cribo")

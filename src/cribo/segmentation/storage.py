@@ -14,14 +14,13 @@ import safetensors
 import safetensors.torch
 import torch
 from filelock import FileLock, Timeout
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from cribo.colours import Colour
 from cribo.data.images import DataError, require
 from cribo.errors import InputError
 from cribo.files import write_whole
-from cribo.segmentation.fitting import LabelledPatches
+from cribo.probes.examples import EncodedExample
 
 log = logging.getLogger("cribo")
 
@@ -33,32 +32,18 @@ _ABOUT = ("name", "image", "labels", "labelled")
 _LENGTHS = {"features": "patches_of_example", "pixels": "pixels_of_example", "halves": "patches_of_example"}
 
 
-@dataclass(frozen=True)
-class StoredExample:
-    """The labelled patches of an example.
+@dataclass(frozen=True, kw_only=True)
+class StoredExample(EncodedExample):
+    """An example of a memory.
 
     Attributes:
         name: name for messages.
         image, labels: hashes of the pixels.
-        features: features of the N labelled patches in random order, for each of L blocks.
-        pixels: rows of patch, class and number of pixels.
-        halves: see `LabelledPatches`.
-        labelled: share of the image's patches that have labels; 1 if unknown, in files of earlier versions.
     """
 
     name: str
     image: str
     labels: str
-    features: Float[Tensor, "n l d"]
-    pixels: Int[Tensor, "s 3"]
-    halves: Int[Tensor, " n"]
-    labelled: float = 1.0
-
-    def patches(self, classes: int) -> LabelledPatches:
-        """Return its patches with dense class shares."""
-        shares = torch.zeros(len(self.features), classes)
-        shares[self.pixels[:, 0].long(), self.pixels[:, 1].long()] = self.pixels[:, 2].float()
-        return LabelledPatches(self.features, shares / shares.sum(dim=1, keepdim=True), self.halves)
 
 
 @dataclass(frozen=True)

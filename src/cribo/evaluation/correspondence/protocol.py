@@ -1,22 +1,14 @@
-"""Semantic correspondence protocol: data, settings and measurement."""
+"""Semantic correspondence protocol: data and measurement."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from cribo.checks import require_least
-from cribo.errors import InputError
+from cribo.evaluation.correspondence.settings import CorrespondenceSettings
 from cribo.evaluation.data import Splits, absolute, described
-from cribo.evaluation.protocol import (
-    QUICK_SIDE,
-    UNDECIDED,
-    Decided,
-    Outcome,
-    PatchProtocol,
-    require_whole_patches,
-    square,
-)
-from cribo.retrieval.choices import FeaturePrecision, Interpolation
+from cribo.evaluation.protocol import Outcome, PatchProtocol
+from cribo.evaluation.settings import QUICK_SIDE, require_whole_patches, square
 
 if TYPE_CHECKING:
     from cribo.evaluation.runner import Run
@@ -76,20 +68,9 @@ class CorrespondenceData:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Correspondence(PatchProtocol):
-    """Semantic correspondence by nearest features, as in DIFT's `eval_spair.py`.
+class Correspondence(CorrespondenceSettings, PatchProtocol):
+    """Semantic correspondence by nearest features, as in DIFT's `eval_spair.py`."""
 
-    Attributes:
-        alphas: maximum distance of a correct point, relative to the longer side of the object's box; one row each.
-        size: height,width of all images, or a single number for squares. [768, or the multiple of the patch size below]
-        interpolation: interpolation of resized images.
-        precision: precision of the stored features; float16 halves their size.
-
-    Raises:
-        InputError: a value is out of range.
-    """
-
-    name: ClassVar[str] = "correspondence"
     title: ClassVar[str] = "Semantic correspondence"
     metrics: ClassVar[tuple[str, ...]] = ("pck_image", "pck_point")
     varies: ClassVar[str] = "alpha"
@@ -106,19 +87,6 @@ feature, and the percentage of correct keypoints is scored (PCK, per image and p
 
 Features are cached on disk. For a quick trial: --limit 50 --size 448
 """
-
-    alphas: tuple[float, ...] = (0.1,)
-    size: Decided[tuple[int, int]] = UNDECIDED
-    interpolation: Interpolation = "bilinear"
-    precision: FeaturePrecision = "float32"
-
-    def __post_init__(self) -> None:
-        if (
-            not self.alphas
-            or not all(0 < alpha <= 1 for alpha in self.alphas)
-            or len({*self.alphas}) < len(self.alphas)
-        ):
-            raise InputError(f"alphas must be distinct numbers > 0 and <= 1, such as 0.05,0.1, got {self.alphas}")
 
     @classmethod
     def quick(cls, patch_size: int, image_size: int | None) -> Self:

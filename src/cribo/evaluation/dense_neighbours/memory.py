@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cribo.data.randomness import keyed_generator
 from cribo.evaluation.cache import Machine
-from cribo.evaluation.dense_neighbours.protocol import DenseNN
+from cribo.evaluation.dense_neighbours.settings import DenseNNSettings
 from cribo.evaluation.features import EncodedView, PatchFeatures, SelectedKeys
 from cribo.retrieval.patches import labels_in_memory, rarest_patches
 from cribo.retrieval.search import ApproximateIndex, Neighbours, recall
@@ -39,7 +39,7 @@ class PatchMemory:
         self,
         known: PatchFeatures,
         views: Sequence[EncodedView],
-        settings: DenseNN,
+        settings: DenseNNSettings,
         num_classes: int,
         *,
         draw: int = 0,

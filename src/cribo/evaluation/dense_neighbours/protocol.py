@@ -1,76 +1,21 @@
-"""Dense nearest-neighbour retrieval protocol: settings, variants and measurement."""
+"""Dense nearest-neighbour retrieval protocol: help and measurement."""
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from cribo.checks import require_least, require_packages, require_positive
-from cribo.data.sets import SEGMENTATION_SETS
-from cribo.errors import InputError
-from cribo.evaluation.protocol import (
-    QUICK_SIDE,
-    UNDECIDED,
-    Decided,
-    Outcome,
-    Protocol,
-    require_whole_patches,
-    square,
-)
-from cribo.retrieval.choices import FeaturePrecision, Interpolation, PatchLabels, Unlabelled, Vote
+from cribo.evaluation.dense_neighbours.settings import DenseNNSettings
+from cribo.evaluation.protocol import Outcome, Protocol
+from cribo.evaluation.settings import QUICK_SIDE, square
 
 if TYPE_CHECKING:
     from cribo.evaluation.runner import Run
 
-Variant = Literal["cribo", "hummingbird", "hummingbird-strict", "dip", "franca"]
-ScoreLevel = Literal["patch", "pixel", "resized"]
-Mean = Literal["present", "matched"]
-Search = Literal["exact", "faiss"]
-
 
 @dataclass(frozen=True, kw_only=True)
-class DenseNN(Protocol):
-    """Dense nearest-neighbour retrieval (CrIBo, section 4.1; Balazevic et al. 2023).
+class DenseNN(DenseNNSettings, Protocol):
+    """Dense nearest-neighbour retrieval (CrIBo, section 4.1; Balazevic et al. 2023)."""
 
-    Attributes:
-        variant: implementation to follow: cribo (CrIBo, section 4.1), hummingbird (the public toolkit for Balazevic et
-            al. 2023), hummingbird-strict (the same, but unlabelled pixels are never a class of the data set, and the
-            mean is over the classes that occur), dip or franca (with the changes of these papers). It sets the
-            defaults in [brackets] below, where hummingbird stands for all variants except cribo.
-        ratios: fractions of the memory's images, one row of results each: 1,8,64,128 for all images, 1/8, ...
-        draws: number of random draws of images per ratio; the score is the mean.
-        lists: folder with lists of the images of each ratio, instead of random draws: 1_div_<ratio>/*.txt, one name
-            per line, as in file_sets of the toolkit.
-        seed: seed of the draws and the augmentations.
-        neighbours: k, the number of nearest patches that vote. [50, hummingbird: 30]
-        vote: weight of a neighbour: majority (equal weights), similarity (its cosine) or attention (softmax of
-            cosine / temperature). Not specified in the paper. [majority, hummingbird: attention]
-        temperature: temperature of the attention. [0.02, dip: 0.07]
-        patch_labels: hard (most frequent class of a patch) or soft (fraction of each class). [hard, hummingbird: soft]
-        unlabelled: handling of unlabelled pixels in the memory: drop patches in which they are most frequent, outvote
-            them by any labelled pixel, treat them as a class that is never correct (class), or as the first class
-            (first). Not specified in the paper. [drop, hummingbird: first, of ADE20K class; hummingbird-strict: first
-            if that is background, else class]
-        score: unit of the score: patch (each patch counts, with the class of most of its pixels), pixel (each pixel of
-            the labels on disk) or resized (each pixel of the resized labels). Not specified in the paper. [patch,
-            hummingbird: resized]
-        mean: mean IoU over the classes that occur (present), or over all classes after Hungarian matching of predicted
-            with true classes, with 0 for absent classes (matched). [present, hummingbird and franca: matched]
-        size: height,width of all images, or a single number for squares. [each image's own, rounded to the patch size;
-            hummingbird: square, 512, franca 518, or the multiple of the patch size below]
-        interpolation: interpolation of resized images. Not specified in the paper. [bicubic, hummingbird: bilinear]
-        augmentations: number of augmented views per image in the memory; 0 for the image itself. [0, hummingbird: 2]
-        memory_patches: maximum number of patches in the memory, patches of rare classes first; 0 for no limit. [0,
-            hummingbird: 10240000, franca: 0]
-        search: exact, or faiss for an approximate index, whose recall is printed.
-        probes: number of lists searched by the approximate index; more lists increase recall and time.
-        precision: precision of the stored features; float16 halves their size.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
-
-    name: ClassVar[str] = "dense-nn"
     title: ClassVar[str] = "Dense nearest-neighbour retrieval"
     metrics: ClassVar[tuple[str, ...]] = ("miou",)
     varies: ClassVar[str] = "ratio"
@@ -94,70 +39,10 @@ disk and reused by further evaluations of the same backbone and images. For a qu
 --data.limit 50 --ratios 1
 """
 
-    variant: Variant = "cribo"
-    ratios: tuple[int, ...] = (1, 8, 64, 128)
-    draws: int = 5
-    lists: str | None = None
-    seed: int = 0
-    neighbours: Decided[int] = UNDECIDED
-    vote: Decided[Vote] = UNDECIDED
-    temperature: Decided[float] = UNDECIDED
-    patch_labels: Decided[PatchLabels] = UNDECIDED
-    unlabelled: Decided[Unlabelled] = UNDECIDED
-    score: Decided[ScoreLevel] = UNDECIDED
-    mean: Decided[Mean] = UNDECIDED
-    size: tuple[int, int] | None = None
-    interpolation: Decided[Interpolation] = UNDECIDED
-    augmentations: Decided[int] = UNDECIDED
-    memory_patches: Decided[int] = UNDECIDED
-    search: Search = "exact"
-    probes: int = 32
-    precision: FeaturePrecision = "float32"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_least(self, {"draws": 1, "neighbours": 1, "probes": 1, "augmentations": 0, "memory_patches": 0})
-        if not self.ratios or min(self.ratios) < 1 or len(set(self.ratios)) < len(self.ratios):
-            raise InputError(f"ratios must be different numbers >= 1, such as 1,8,64,128, got {self.ratios}")
-        require_positive(self, "temperature")
-
-    def for_data(self, patch_size: int, classes: Sequence[str]) -> Self:
-        """Return a copy with all settings set, with the defaults of the variant.
-
-        Args:
-            patch_size: patch size of the backbone in pixels.
-            classes: classes of the data.
-
-        Raises:
-            ValueError: the size is not a multiple of the patch size.
-            ImportError: `mean` is matched and scipy is not installed.
-
-        Example:
-            >>> DenseNN(variant="hummingbird", neighbours=20).for_data(14, ["road", "sky"]).size
-            (504, 504)
-        """
-        settings = self.decided(_VARIANTS[self.variant](patch_size, classes))
-        if settings.size is not None:
-            require_whole_patches(settings.size, patch_size)
-        if settings.mean == "matched":
-            require_packages("mean=matched", "scipy", extra="evaluation", otherwise=", or choose mean=present")
-        return settings
-
     @classmethod
     def quick(cls, patch_size: int, image_size: int | None) -> Self:
         """Return the protocol with the full memory and small images."""
         return cls(ratios=(1,), size=square(image_size or QUICK_SIDE, patch_size))
-
-    def effective(self) -> dict[str, Any]:
-        """Return the settings by name, without those that have no effect."""
-        values = dataclasses.asdict(self)
-        unused = {
-            "temperature": self.vote != "attention",
-            "probes": self.search == "exact",
-            "draws": max(self.ratios) == 1 or self.lists is not None,
-            "lists": max(self.ratios) == 1 or self.lists is None,
-        }
-        return {name: value for name, value in values.items() if not unused.get(name)}
 
     def prepare(self, run: "Run") -> Self:
         """Set all settings that are None."""
@@ -191,65 +76,3 @@ disk and reused by further evaluations of the same backbone and images. For a qu
             palette=val.palette,
             data={"memory_patches": found.memory_patches, "query_patches": found.query_patches},
         )
-
-
-def _cribo(patch_size: int, classes: Sequence[str]) -> dict[str, Any]:
-    """Return the defaults of CrIBo, section 4.1, with our choices for unspecified settings."""
-    return {
-        "neighbours": 50,
-        "vote": "majority",
-        "temperature": 0.02,
-        "patch_labels": "hard",
-        "unlabelled": "drop",
-        "score": "patch",
-        "mean": "present",
-        "interpolation": "bicubic",
-        "augmentations": 0,
-        "memory_patches": 0,
-    }
-
-
-def _hummingbird_strict(patch_size: int, classes: Sequence[str]) -> dict[str, Any]:
-    """Return the defaults of Balazevic et al. 2023, with only the data set's classes in labels and mean."""
-    return {
-        "neighbours": 30,
-        "vote": "attention",
-        "temperature": 0.02,
-        "patch_labels": "soft",
-        "unlabelled": "first" if classes[0].lower() == "background" else "class",
-        "score": "resized",
-        "mean": "present",
-        "size": square(512, patch_size),
-        "interpolation": "bilinear",
-        "augmentations": 2,
-        "memory_patches": 10_240_000,
-    }
-
-
-def _hummingbird(patch_size: int, classes: Sequence[str]) -> dict[str, Any]:
-    """Return the defaults of the public toolkit, where unlabelled pixels are 0 (no class in ADE20K, else the first)."""
-    is_ade20k = list(classes) == SEGMENTATION_SETS["ade20k"].classes
-    return {
-        **_hummingbird_strict(patch_size, classes),
-        "unlabelled": "class" if is_ade20k else "first",
-        "mean": "matched",
-    }
-
-
-def _dip(patch_size: int, classes: Sequence[str]) -> dict[str, Any]:
-    """Return the defaults of DIP's copy of the toolkit, without matching of predictions and absent classes."""
-    return {**_hummingbird(patch_size, classes), "temperature": 0.07, "mean": "present"}
-
-
-def _franca(patch_size: int, classes: Sequence[str]) -> dict[str, Any]:
-    """Return the defaults of Franca: the toolkit with 518-pixel images and unbounded memory (its appendix C)."""
-    return {**_hummingbird(patch_size, classes), "size": square(518, patch_size), "memory_patches": 0}
-
-
-_VARIANTS: Mapping[Variant, Callable[[int, Sequence[str]], dict[str, Any]]] = {
-    "cribo": _cribo,
-    "hummingbird": _hummingbird,
-    "hummingbird-strict": _hummingbird_strict,
-    "dip": _dip,
-    "franca": _franca,
-}

@@ -23,7 +23,7 @@ from cribo.data.randomness import keyed_generator
 from cribo.errors import InputError
 from cribo.evaluation.cache import Machine
 from cribo.evaluation.dense_neighbours.memory import PatchMemory
-from cribo.evaluation.dense_neighbours.protocol import DenseNN, Mean
+from cribo.evaluation.dense_neighbours.settings import DenseNNSettings, Mean
 from cribo.evaluation.features import EncodedView, PatchFeatures, Preparation, extract_patches, in_chunks
 from cribo.evaluation.pages import panel_of
 from cribo.evaluation.pictures import Panel
@@ -100,7 +100,7 @@ class DenseRetrieval:
         memory_patches, query_patches: number of encoded patches.
     """
 
-    settings: DenseNN
+    settings: DenseNNSettings
     scores: tuple[RatioScore, ...]
     panels: tuple[Panel, ...]
     memory_patches: int
@@ -112,7 +112,7 @@ def dense_nn(
     encoder: PatchEncoder,
     memory: LabelledImages,
     queries: LabelledImages,
-    settings: DenseNN | None = None,
+    settings: DenseNNSettings | None = None,
     *,
     machine: Machine | None = None,
     pictures: int = 0,
@@ -136,7 +136,7 @@ def dense_nn(
     """
     machine = machine or Machine()
     _check_sets(memory, queries)
-    settings = (settings or DenseNN()).for_data(encoder.patch_size, memory.classes)
+    settings = (settings or DenseNNSettings()).for_data(encoder.patch_size, memory.classes)
     draws = [
         (ratio, draw, _views(images, settings))
         for ratio in settings.ratios
@@ -188,7 +188,7 @@ def row(score: RatioScore, classes: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def images_of(memory: LabelledImages, ratio: int, settings: DenseNN) -> list[list[int]]:
+def images_of(memory: LabelledImages, ratio: int, settings: DenseNNSettings) -> list[list[int]]:
     """Return the images of each draw of a ratio: all images, those of the lists, or random ones.
 
     Raises:
@@ -229,7 +229,7 @@ class _Scorer:
     """Predicts labels from votes, and accumulates the confusion matrix."""
 
     def __init__(
-        self, queries: LabelledImages, asked: PatchFeatures, settings: DenseNN, pictures: int, device: str
+        self, queries: LabelledImages, asked: PatchFeatures, settings: DenseNNSettings, pictures: int, device: str
     ) -> None:
         self.queries, self.asked, self.settings, self.device = queries, asked, settings, device
         self.panels: list[Panel] = []
@@ -305,7 +305,7 @@ class _Scorer:
 def _score_all(
     scorer: _Scorer,
     memories: Sequence[PatchMemory],
-    settings: DenseNN,
+    settings: DenseNNSettings,
     machine: Machine,
     progress: Progress,
 ) -> tuple[list[Int[Tensor, "c p"]], list[float]]:
@@ -334,7 +334,7 @@ def _score_all(
 
 
 def _sizes(
-    scorer: _Scorer, rows: Mapping[EncodedView, Tensor], memories: Sequence[PatchMemory], settings: DenseNN
+    scorer: _Scorer, rows: Mapping[EncodedView, Tensor], memories: Sequence[PatchMemory], settings: DenseNNSettings
 ) -> dict[EncodedView, int]:
     """Return the memory that the search and scoring of each query take, in bytes; without those of no patch."""
     # Features, neighbours and votes are copied once. Labels have a byte per pixel.
@@ -353,7 +353,7 @@ def _check_sets(memory: LabelledImages, queries: LabelledImages) -> None:
             raise InputError(f"the {name} must hold at least one image, got 0")
 
 
-def _require_bound(views: int, settings: DenseNN) -> None:
+def _require_bound(views: int, settings: DenseNNSettings) -> None:
     if 0 < settings.memory_patches < views:
         raise InputError(
             f"memory_patches must be at least the number of images in the memory (times their augmentations), "
@@ -361,7 +361,7 @@ def _require_bound(views: int, settings: DenseNN) -> None:
         )
 
 
-def _require_neighbours(part: PatchMemory, ratio: int, settings: DenseNN) -> None:
+def _require_neighbours(part: PatchMemory, ratio: int, settings: DenseNNSettings) -> None:
     if not len(part.keys):
         raise InputError(
             f"the memory has no labelled patch at ratio {ratio}: all labels of its images are ignored"
@@ -374,7 +374,7 @@ def _require_neighbours(part: PatchMemory, ratio: int, settings: DenseNN) -> Non
         )
 
 
-def _views(images: Sequence[int], settings: DenseNN) -> list[EncodedView]:
+def _views(images: Sequence[int], settings: DenseNNSettings) -> list[EncodedView]:
     if not settings.augmentations:
         return [EncodedView(index) for index in images]
     return [EncodedView(index, number) for index in images for number in range(settings.augmentations)]

@@ -12,7 +12,7 @@ from cribo.console import Progress
 from cribo.data.depth import DepthImages
 from cribo.errors import InputError
 from cribo.evaluation.cache import Machine
-from cribo.evaluation.depth.protocol import Depth
+from cribo.evaluation.depth.settings import DepthSettings
 from cribo.evaluation.features import EncodedView, PatchFeatures, SelectedKeys, in_chunks
 from cribo.retrieval.grid import patch_of_pixel
 from cribo.retrieval.voting import vote_weights
@@ -48,7 +48,7 @@ def predict(
     known: PatchFeatures,
     images: DepthImages,
     asked: PatchFeatures,
-    settings: Depth,
+    settings: DepthSettings,
     *,
     machine: Machine,
     progress: Progress | None = None,
@@ -90,7 +90,7 @@ def predict_by_neighbours(
     known: PatchFeatures,
     depths: PatchDepths,
     asked: PatchFeatures,
-    settings: Depth,
+    settings: DepthSettings,
     *,
     machine: Machine,
     progress: Progress | None = None,

@@ -1,19 +1,19 @@
-"""Depth from frozen features protocol: data, settings and measurement."""
+"""Depth from frozen features protocol: data and measurement."""
 
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from cribo.checks import require_distinct, require_least, require_positive
-from cribo.evaluation.data import Splits, about_splits, absolute, spread
-from cribo.evaluation.protocol import Outcome, PatchProtocol, require_whole_patches, square
-from cribo.retrieval.choices import FeaturePrecision, Interpolation, Vote
+from cribo.checks import require_least, require_positive
+from cribo.data.limits import spread
+from cribo.evaluation.data import Splits, about_splits, absolute
+from cribo.evaluation.depth.settings import DepthSettings
+from cribo.evaluation.protocol import Outcome, PatchProtocol
+from cribo.evaluation.settings import require_whole_patches, square
 
 if TYPE_CHECKING:
     from cribo.evaluation.runner import Run
-
-METHODS = ("neighbours", "linear")
 
 
 @dataclass
@@ -66,27 +66,9 @@ class DepthData:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Depth(PatchProtocol):
-    """Depth prediction from frozen features, by nearest patches and by a linear probe.
+class Depth(DepthSettings, PatchProtocol):
+    """Depth prediction from frozen features, by nearest patches and by a linear probe."""
 
-    Attributes:
-        methods: neighbours (the weighted mean depth of the nearest patches, as in Balazevic et al. 2023) or linear
-            (ridge regression on the features); one row of results each.
-        neighbours: k, the number of nearest patches.
-        vote: weight of a neighbour: majority (equal weights), similarity (its cosine) or attention (softmax of
-            cosine / temperature).
-        temperature: temperature of the attention.
-        ridge: L2 penalty of the linear probe on the weights of standardised channels.
-        size: height,width of all images, or a single number for squares. [each image's own, rounded to the patch size,
-            or the fixed input size of the network]
-        interpolation: interpolation of resized images.
-        precision: precision of the stored features; float16 halves their size.
-
-    Raises:
-        InputError: a value is out of range.
-    """
-
-    name: ClassVar[str] = "depth"
     title: ClassVar[str] = "Depth"
     metrics: ClassVar[tuple[str, ...]] = ("delta1", "rmse", "abs_rel")
     varies: ClassVar[str] = "method"
@@ -100,20 +82,6 @@ by ridge regression, and scored per pixel (fraction within a factor of 1.25, RMS
 
 Features are cached on disk. For a quick trial: --limit 50
 """
-
-    methods: tuple[str, ...] = METHODS
-    neighbours: int = 30
-    vote: Vote = "attention"
-    temperature: float = 0.02
-    ridge: float = 1e-3
-    size: tuple[int, int] | None = None
-    interpolation: Interpolation = "bicubic"
-    precision: FeaturePrecision = "float32"
-
-    def __post_init__(self) -> None:
-        require_least(self, {"neighbours": 1})
-        require_positive(self, "temperature", "ridge")
-        require_distinct("methods", self.methods, METHODS)
 
     def prepare(self, run: "Run") -> Self:
         """Set the image size."""

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from cribo.data.detection import BoxedImages
 from cribo.evaluation.detection.criterion import SetLoss
-from cribo.evaluation.detection.protocol import CLIP, FINAL_LEARNING_RATE, WEIGHT_DECAY
 from cribo.evaluation.detection.scoring import AveragePrecision, Detections, Gathered, average_precision, read_off
+from cribo.evaluation.detection.settings import CLIP, FINAL_LEARNING_RATE, WEIGHT_DECAY
 from cribo.evaluation.detection.views import Batch
 from cribo.models import normalise
 from cribo.training.module import NonFiniteLoss, ResumableModule

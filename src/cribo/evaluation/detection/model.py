@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cribo.arguments import ConfigError
 from cribo.errors import MissingPackage
-from cribo.evaluation.detection.protocol import ADVICE
+from cribo.evaluation.detection.settings import ADVICE
 from cribo.models import Backbone
 from cribo.models.formats.naming import State
 from cribo.models.formats.table import NAMINGS

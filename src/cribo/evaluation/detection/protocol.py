@@ -1,14 +1,24 @@
-"""Protocol of object detection with YOLOS: data, settings and measurement."""
+"""Protocol of object detection with YOLOS: data and measurement."""
 
 import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from cribo.arguments import ConfigError
-from cribo.checks import require_least, require_positive
-from cribo.evaluation.data import Splits, about_splits, spread
-from cribo.evaluation.protocol import UNDECIDED, Decided, Outcome, Protocol
-from cribo.evaluation.runtime import Schedule, TrainingRuntime
+from cribo.checks import require_least
+from cribo.data.limits import spread
+from cribo.evaluation.data import Splits, about_splits
+from cribo.evaluation.detection.settings import (
+    ADVICE,
+    CLIP,
+    FINAL_LEARNING_RATE,
+    METRICS,
+    SCHEDULES,
+    WEIGHT_DECAY,
+    DetectionSettings,
+)
+from cribo.evaluation.protocol import Outcome, Protocol
+from cribo.evaluation.runtime import TrainingRuntime
 from cribo.retrieval.source import MEAN_COLOUR, BackboneSource
 
 if TYPE_CHECKING:
@@ -16,21 +26,6 @@ if TYPE_CHECKING:
 
     from cribo.evaluation.results import EvaluationResult
     from cribo.evaluation.runner import Run
-
-ADVICE = "choose a vision transformer with a [CLS] token and no registers, such as vit_small_patch16_224"
-"""Advice for networks that are not supported by YOLOS."""
-
-# The paper's schedule is that of YOLOS-S (command in YOLOS's README), with the batch size of CrIBo (appendix "Object
-# detection with YOLO-S": 32 instead of 8). The short schedule trains a small network on a CPU in minutes, with small
-# images, small batches for more steps, and a higher learning rate.
-_SCHEDULES: dict[Schedule, dict[str, Any]] = {
-    "paper": {"epochs": 150, "batch_size": 32, "learning_rate": 2.5e-5, "size": 800, "tokens": 100},
-    "short": {"epochs": 40, "batch_size": 8, "learning_rate": 2e-4, "size": 256, "tokens": 100},
-}
-# For all schedules; the defaults of YOLOS's `main.py`.
-FINAL_LEARNING_RATE = 1e-7
-WEIGHT_DECAY = 1e-4
-CLIP = 0.1  # maximum norm of the gradients
 
 
 @dataclass
@@ -87,26 +82,11 @@ class DetectionData:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Detection(Protocol):
-    """Object detection with YOLOS.
+class Detection(DetectionSettings, Protocol):
+    """Object detection with YOLOS."""
 
-    Attributes:
-        schedule: paper (YOLOS-S on COCO, days on a GPU) or short (small images, for a small machine). It sets the
-            defaults of the next five options, see [brackets].
-        epochs: number of epochs. [150, short: 40]
-        batch_size: number of images per step, over all devices. [32, short: 8]
-        learning_rate: initial learning rate of a cosine schedule. If the loss stagnates or diverges, multiply or
-            divide it by three. [2.5e-5, short: 2e-4]
-        size: shorter side of validation images in pixels; in training, it varies from 0.6 to 1 times this size. Small
-            objects require large images; the cost of attention grows with the fourth power. [800, short: 256]
-        tokens: number of detection tokens, the maximum number of objects per image. [100]
-        checkpointing: recompute activations in the backward pass; a third more computation, much less memory.
-        seed: seed of the new weights, the order of the images and their augmentation.
-    """
-
-    name: ClassVar[str] = "detection"
     title: ClassVar[str] = "Object detection"
-    metrics: ClassVar[tuple[str, ...]] = ("ap", "ap50", "ap75")
+    metrics: ClassVar[tuple[str, ...]] = METRICS
     varies: ClassVar[str] = "learning_rate"
     class_metric: ClassVar[str] = "AP"
     data_type: ClassVar[type[Any]] = DetectionData
@@ -129,23 +109,6 @@ resume after an interruption, use --out FOLDER --resume. For a quick trial: --sc
 Requires: pip install "cribo-ssl[detection]"
 """
 
-    schedule: Schedule = "paper"
-    epochs: Decided[int] = UNDECIDED
-    batch_size: Decided[int] = UNDECIDED
-    learning_rate: Decided[float] = UNDECIDED
-    size: Decided[int] = UNDECIDED
-    tokens: Decided[int] = UNDECIDED
-    checkpointing: bool = False
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_least(self, {"epochs": 1, "batch_size": 1, "size": 1, "tokens": 1})
-        require_positive(self, "learning_rate")
-
-    def scheduled(self) -> Self:
-        """Return a copy with all settings set, with the defaults of the schedule."""
-        return self.decided(_SCHEDULES[self.schedule])
-
     def check_backbone(self, source: BackboneSource) -> None:
         """Raise ConfigError for backbones that cannot be finetuned as a detector."""
         if source.source == MEAN_COLOUR:
@@ -167,7 +130,7 @@ Requires: pip install "cribo-ssl[detection]"
         """Return the settings for `results.json`."""
         return {
             "protocol": self.schedule,
-            **{name: getattr(self, name) for name in _SCHEDULES[self.schedule]},
+            **{name: getattr(self, name) for name in SCHEDULES[self.schedule]},
             "final_learning_rate": FINAL_LEARNING_RATE,
             "weight_decay": WEIGHT_DECAY,
             "clip": CLIP,

@@ -14,11 +14,10 @@ from torchvision.ops import box_convert
 
 from cribo.data.detection import BoxedImages
 from cribo.errors import InputError
-from cribo.evaluation.detection.protocol import Detection
+from cribo.evaluation.detection.settings import METRICS
 from cribo.files import write_text
 
 # In the order of the statistics of COCO's evaluation.
-METRICS = Detection.metrics
 SIZES = ("small", "medium", "large")
 
 

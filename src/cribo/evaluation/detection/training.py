@@ -8,8 +8,8 @@ from cribo.arguments import ConfigError
 from cribo.evaluation.detection.detector import Detector
 from cribo.evaluation.detection.model import build_yolos, require_transformers, save_yolos
 from cribo.evaluation.detection.pictures import write_boxes
-from cribo.evaluation.detection.protocol import Detection
 from cribo.evaluation.detection.scoring import write_detections
+from cribo.evaluation.detection.settings import DetectionSettings
 from cribo.evaluation.detection.views import Collate, Sizes, TrainingViews, WholeViews
 from cribo.evaluation.protocol import Outcome
 from cribo.evaluation.results import EvaluationResult
@@ -29,7 +29,7 @@ DETECTOR = "detector"
 _FEWEST_PATCHES = 4  # minimum number of patches along the shorter side
 
 
-def build_detector(settings: Detection, run: Run) -> Detector:
+def build_detector(settings: DetectionSettings, run: Run) -> Detector:
     """Return the detector before training.
 
     Raises:
@@ -67,7 +67,7 @@ def build_detector(settings: Detection, run: Run) -> Detector:
     return Detector(model, settings.learning_rate, steps=steps, images=val, mean=backbone.mean, std=backbone.std)
 
 
-def train_detector(settings: Detection, run: Run) -> Outcome:
+def train_detector(settings: DetectionSettings, run: Run) -> Outcome:
     """Finetune the detector of a run, and score the predicted boxes."""
     detector, sizes = run.prepared, Sizes(settings.size)
     collate = Collate(run.backbone.patch_size, run.backbone.mean)

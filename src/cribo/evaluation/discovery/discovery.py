@@ -20,7 +20,7 @@ from cribo.console import Progress
 from cribo.data.batches import Batches
 from cribo.errors import InputError
 from cribo.evaluation.discovery.methods import FoundObject, lost, tokencut
-from cribo.evaluation.discovery.protocol import Discovery
+from cribo.evaluation.discovery.settings import DiscoverySettings
 from cribo.models import Backbone, evaluation_mode, normalise
 from cribo.retrieval.patches import resize_image
 
@@ -60,7 +60,7 @@ class Discovered:
 
 @torch.no_grad()
 def discover(
-    backbone: Backbone, images: Any, settings: Discovery, *, workers: int = 0, progress: Progress | None = None
+    backbone: Backbone, images: Any, settings: DiscoverySettings, *, workers: int = 0, progress: Progress | None = None
 ) -> Mapping[str, Discovered]:
     """Find one object in each image with each method.
 

@@ -1,15 +1,18 @@
-"""Object discovery protocol: data, settings and measurement."""
+"""Object discovery protocol: data and measurement."""
 
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from cribo.arguments import ConfigError
-from cribo.checks import require_distinct, require_least, require_packages
+from cribo.checks import require_least, require_packages
+from cribo.data.limits import spread
 from cribo.errors import DataError, InputError
-from cribo.evaluation.data import Splits, absolute, described, spread
-from cribo.evaluation.protocol import QUICK_SIDE, UNDECIDED, Decided, Outcome, Protocol
+from cribo.evaluation.data import Splits, absolute, described
+from cribo.evaluation.discovery.settings import DiscoverySettings
+from cribo.evaluation.protocol import Outcome, Protocol
+from cribo.evaluation.settings import QUICK_SIDE
 from cribo.retrieval.source import BackboneSource
 
 if TYPE_CHECKING:
@@ -17,8 +20,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-METHODS = ("lost", "tokencut")
-DiscoveryFeatures = Literal["keys", "queries", "values", "tokens"]
 
 _MANY = 0.5  # share of images found as a whole above which a warning is logged
 
@@ -85,22 +86,9 @@ class DiscoveryData:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Discovery(Protocol):
-    """Object discovery with LOST and TokenCut on frozen features.
+class Discovery(DiscoverySettings, Protocol):
+    """Object discovery with LOST and TokenCut on frozen features."""
 
-    Attributes:
-        methods: lost (Siméoni et al. 2021) or tokencut (Wang et al. 2022), one row of results each.
-        features: keys, queries or values of the last attention layer (keys in both papers), or tokens, the features of
-            all other protocols. [keys; tokens for networks without attention, or with a linear readout]
-        candidates: number of candidate patches for the seed expansion of LOST.
-        threshold: minimum cosine of connected patches in TokenCut.
-        size: longer side of resized images in pixels. [each image's own size, or the fixed input size of the network]
-
-    Raises:
-        InputError: a value is out of range.
-    """
-
-    name: ClassVar[str] = "discovery"
     title: ClassVar[str] = "Object discovery"
     metrics: ClassVar[tuple[str, ...]] = ("corloc",)
     varies: ClassVar[str] = "method"
@@ -118,18 +106,6 @@ images with a correctly found object is scored (CorLoc: IoU with any box >= 0.5)
 For a quick trial: --limit 50 --size 320
 Requires: pip install "cribo-ssl[evaluation]"
 """
-
-    methods: tuple[str, ...] = METHODS
-    features: Decided[DiscoveryFeatures] = UNDECIDED
-    candidates: int = 100
-    threshold: float = 0.2
-    size: int | None = None
-
-    def __post_init__(self) -> None:
-        require_least(self, {"candidates": 1, "size": 1})
-        require_distinct("methods", self.methods, METHODS)
-        if not -1 < self.threshold < 1:
-            raise InputError(f"threshold must be a cosine between -1 and 1, got {self.threshold}")
 
     @classmethod
     def quick(cls, patch_size: int, image_size: int | None) -> Self:

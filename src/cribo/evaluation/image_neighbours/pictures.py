@@ -11,8 +11,8 @@ from matplotlib.lines import Line2D
 
 from cribo.colours import rgb
 from cribo.data.classification import ClassifiedFiles
+from cribo.data.limits import spread
 from cribo.drawing import DASHES, frame, hide_ticks
-from cribo.evaluation.data import spread
 from cribo.evaluation.image_neighbours.features import SquareCrop
 from cribo.evaluation.image_neighbours.retrieval import ImageRetrieval, NeighbourScore, shown_score, vote_weights
 from cribo.evaluation.pages import write_pages

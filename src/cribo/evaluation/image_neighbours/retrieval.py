@@ -18,7 +18,7 @@ from cribo.data.classification import ClassifiedFiles
 from cribo.errors import InputError
 from cribo.evaluation.cache import Machine
 from cribo.evaluation.image_neighbours.features import SquareCrop, extract_global
-from cribo.evaluation.image_neighbours.protocol import PUBLISHED, ImageNN
+from cribo.evaluation.image_neighbours.settings import PUBLISHED, ImageNNSettings
 from cribo.evaluation.scores import accuracy, count_confusion
 from cribo.retrieval.encoders import ImageEncoder
 from cribo.retrieval.search import Neighbours
@@ -63,7 +63,7 @@ class ImageRetrieval:
         nearest: nearest training images of each image, as many as the largest k.
     """
 
-    settings: ImageNN
+    settings: ImageNNSettings
     scores: tuple[NeighbourScore, ...]
     nearest: Neighbours
 
@@ -73,7 +73,7 @@ def image_nn(
     encoders: Sequence[ImageEncoder],
     train: ClassifiedFiles,
     val: ClassifiedFiles | None,
-    settings: ImageNN | None = None,
+    settings: ImageNNSettings | None = None,
     *,
     machine: Machine | None = None,
     progress: Progress = no_progress,
@@ -101,7 +101,7 @@ def image_nn(
     asked = train if val is None else val
     if asked.classes != train.classes:
         raise InputError(f"train and val must have the same classes, got {train.classes} and {asked.classes}")
-    settings = (settings or ImageNN()).for_data(len(train), leave_one_out=val is None)
+    settings = (settings or ImageNNSettings()).for_data(len(train), leave_one_out=val is None)
     encode = partial(
         extract_global,
         encoders,
@@ -168,7 +168,7 @@ def _without_themselves(found: Neighbours) -> Neighbours:
 
 
 def _scores(
-    nearest: Neighbours, train: ClassifiedFiles, asked: ClassifiedFiles, settings: ImageNN, device: str
+    nearest: Neighbours, train: ClassifiedFiles, asked: ClassifiedFiles, settings: ImageNNSettings, device: str
 ) -> tuple[NeighbourScore, ...]:
     """Classify images by the votes of their nearest training images, with each k."""
     voters, labels = (torch.from_numpy(images.labels).to(device) for images in (train, asked))

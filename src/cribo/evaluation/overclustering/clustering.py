@@ -13,10 +13,10 @@ from torch import Tensor
 from cribo.console import Progress, no_progress
 from cribo.data import LabelledImages
 from cribo.data.crops import resize_labels
+from cribo.data.limits import spread
 from cribo.errors import InputError
-from cribo.evaluation.data import spread
 from cribo.evaluation.features import EncodedView, PatchFeatures
-from cribo.evaluation.overclustering.protocol import Overclustering, require_patches
+from cribo.evaluation.overclustering.settings import OverclusteringSettings, require_patches
 from cribo.evaluation.pages import panel_of
 from cribo.evaluation.pictures import Panel
 from cribo.evaluation.scores import count_confusion, iou, pairwise_iou
@@ -55,7 +55,7 @@ class ClusterScore:
 def overclustering(
     features: PatchFeatures,
     images: LabelledImages,
-    settings: Overclustering,
+    settings: OverclusteringSettings,
     *,
     pictures: int = 0,
     progress: Progress = no_progress,
@@ -167,7 +167,7 @@ def _kmeans(
     sample: Float32[np.ndarray, "m p"],
     rows: Float32[np.ndarray, "n p"],
     clusters: int,
-    settings: Overclustering,
+    settings: OverclusteringSettings,
     seed: int,
 ) -> Int64[np.ndarray, " n"]:
     """Fit k-means to a sample, and return the nearest centre of each row."""
@@ -194,7 +194,7 @@ def _foreground(features: PatchFeatures, views: Sequence[EncodedView]) -> Tensor
 
 
 def _mask(
-    images: LabelledImages, index: int, size: tuple[int, int] | None, settings: Overclustering
+    images: LabelledImages, index: int, size: tuple[int, int] | None, settings: OverclusteringSettings
 ) -> UInt8[Tensor, "h w"]:
     """Return the labels to score, resized unless `size` is None."""
     labels = images.labels(index)

@@ -19,8 +19,8 @@ from cribo.evaluation.scores import mean_iou
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
 from cribo.evaluation.segmentation.module import follow_rules
 from cribo.evaluation.segmentation.outcome import outcome, rows_of, train
-from cribo.evaluation.segmentation.protocol import FinetunedSegmenter, scale_of
 from cribo.evaluation.segmentation.segmenter import Segmenter, SegmenterFinetuning
+from cribo.evaluation.segmentation.settings import SegmenterSettings, scale_of
 from cribo.evaluation.segmentation.trained import SEGMENTER_FILE, TrainedSegmenter, load_segmenter, save_segmenter
 from cribo.files import FolderError, write_json
 from cribo.processes import is_first_process
@@ -33,7 +33,7 @@ _SCORE = "score.json"
 """Score of a learning rate, written when its training has finished."""
 
 
-def finetune(settings: FinetunedSegmenter, run: Run) -> Outcome:
+def finetune(settings: SegmenterSettings, run: Run) -> Outcome:
     """Finetune the network once for each learning rate, score it, and keep the best one.
 
     Each training has its own folder, such as `lr=8e-05`, with checkpoints and TensorBoard logs. The network of the best
@@ -59,7 +59,7 @@ def finetune(settings: FinetunedSegmenter, run: Run) -> Outcome:
     return outcome(rows, segment, run, seconds=sum(score.seconds for score in finished.values()))
 
 
-def build_segmenter(settings: FinetunedSegmenter, run: Run) -> Segmenter:
+def build_segmenter(settings: SegmenterSettings, run: Run) -> Segmenter:
     """Return the untrained network: the backbone with position embeddings resized to the crops, and a new decoder.
 
     Raises:
@@ -98,7 +98,7 @@ def _folder(run: Run, rate: float) -> Path:
     return run.folder / f"lr={rate!r}"
 
 
-def _finish(settings: FinetunedSegmenter, run: Run, rate: float) -> _Score:
+def _finish(settings: SegmenterSettings, run: Run, rate: float) -> _Score:
     """Train or resume with a learning rate, or read the score of a finished training."""
     folder = _folder(run, rate)
     if (folder / _SCORE).is_file():
@@ -120,7 +120,7 @@ def _read(path: Path) -> _Score:
         raise FolderError(f"{path} is corrupt ({error}): remove {path.parent} to repeat the training") from error
 
 
-def _train(settings: FinetunedSegmenter, run: Run, rate: float) -> _Score:
+def _train(settings: SegmenterSettings, run: Run, rate: float) -> _Score:
     """Train a copy of the prepared network, and save it with its score."""
     started, rates, folder = time.perf_counter(), settings.learning_rates, _folder(run, rate)
     segmenter = copy.deepcopy(run.prepared)

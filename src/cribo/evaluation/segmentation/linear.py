@@ -15,8 +15,8 @@ from cribo.evaluation.runner import Run
 from cribo.evaluation.segmentation.inference import Inference
 from cribo.evaluation.segmentation.module import SegmentationModule, follow_rules
 from cribo.evaluation.segmentation.outcome import outcome, preparation, rows_of, train
-from cribo.evaluation.segmentation.protocol import Linear
 from cribo.evaluation.segmentation.rules import PAPER, Rules
+from cribo.evaluation.segmentation.settings import LinearSettings
 from cribo.models import Backbone
 from cribo.retrieval.encoders import open_backbone
 from cribo.retrieval.source import MEAN_COLOUR
@@ -112,7 +112,7 @@ class LinearSegmentation(SegmentationModule):
         checkpoint["state_dict"] = {**own, **checkpoint["state_dict"]}
 
 
-def open_frozen(settings: Linear, run: Run) -> Backbone:
+def open_frozen(settings: LinearSettings, run: Run) -> Backbone:
     """Return the backbone with the normalisation and drop path of the variant.
 
     Raises:
@@ -127,7 +127,7 @@ def open_frozen(settings: Linear, run: Run) -> Backbone:
     return backbone
 
 
-def train_heads(settings: Linear, run: Run) -> Outcome:
+def train_heads(settings: LinearSettings, run: Run) -> Outcome:
     """Train and score the heads on the prepared backbone."""
     backbone: Backbone = run.prepared
     module = LinearSegmentation(

@@ -10,19 +10,19 @@ from torch import Tensor
 
 from cribo.console import Phases
 from cribo.data.crops import Crops, MMSegPreparation, Preparation, SquarePreparation, WholeImages
-from cribo.evaluation.data import spread
+from cribo.data.limits import spread
 from cribo.evaluation.pages import panel_of
 from cribo.evaluation.protocol import Outcome
 from cribo.evaluation.results import best_place
 from cribo.evaluation.runner import Run
 from cribo.evaluation.scores import iou
 from cribo.evaluation.segmentation.module import SegmentationModule
-from cribo.evaluation.segmentation.protocol import SegmentationTraining, scale_of
+from cribo.evaluation.segmentation.settings import SegmentationTrainingSettings, scale_of
 from cribo.evaluation.training import fit
 from cribo.processes import is_first_process
 
 
-def preparation(settings: SegmentationTraining, run: Run) -> Preparation:
+def preparation(settings: SegmentationTrainingSettings, run: Run) -> Preparation:
     """Return the preparation of images for training and scoring."""
     rules, name, crop = settings.rules, run.data.about["name"], settings.crop
     if rules.mask_size is not None:
@@ -32,7 +32,13 @@ def preparation(settings: SegmentationTraining, run: Run) -> Preparation:
 
 
 def train(
-    module: SegmentationModule, settings: SegmentationTraining, run: Run, *, sites: int, folder: Path, label: str
+    module: SegmentationModule,
+    settings: SegmentationTrainingSettings,
+    run: Run,
+    *,
+    sites: int,
+    folder: Path,
+    label: str,
 ) -> torch.device:
     """Train and score a module, or resume its training; return its device.
 

@@ -1,135 +1,36 @@
-"""Linear segmentation and Segmenter protocols: settings, schedules and measurement."""
+"""Linear segmentation and Segmenter protocols: help and measurement."""
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from cribo.arguments import ConfigError
-from cribo.checks import require_least
-from cribo.data.sets import SEGMENTATION_SETS
 from cribo.errors import DataError
-from cribo.evaluation.protocol import UNDECIDED, Decided, Outcome, Protocol
-from cribo.evaluation.runtime import Schedule, TrainingRuntime
-from cribo.evaluation.segmentation.rules import LINEAR, SEGMENTER, InferenceMode, Rules
-from cribo.models.modes import Checkpointing
+from cribo.evaluation.protocol import Outcome, Protocol
+from cribo.evaluation.runtime import TrainingRuntime
+from cribo.evaluation.segmentation.settings import (
+    DecoderConfig,
+    LinearSettings,
+    SegmentationTrainingSettings,
+    SegmenterSettings,
+    scale_of,
+)
 from cribo.retrieval.source import MEAN_COLOUR, BackboneSource
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cribo.data.crops import Scale
     from cribo.evaluation.results import EvaluationResult
     from cribo.evaluation.runner import Run
-    from cribo.evaluation.segmentation.inference import Inference
-    from cribo.models import Backbone
-
-
-# Crop sizes that are multiples of the patch sizes 8, 14 and 16.
-_SCHEDULES: Mapping[Schedule, Mapping[str, int]] = {
-    "paper": {"iterations": 80_000, "batch_size": 16, "crop": 512},
-    "short": {"iterations": 300, "batch_size": 8, "crop": 224},
-}
-_LONG_ITERATIONS, _LONG_SETS = 160_000, ("coco-stuff", "ade20k")  # longer schedule of the paper
-_STRIDE = 480, 512  # stride of windows, relative to their side
-_RULES_TO_SET = "inference", "weight_decay", "drop_path"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SegmentationTraining(Protocol):
-    """Common settings of linear segmentation and Segmenter.
-
-    Attributes:
-        variant: implementation to follow, see docs/evaluation/linear.md.
-        schedule: paper (512-pixel crops, batches of 16, 80,000 iterations, 160,000 for COCO-Stuff and ADE20K) or
-            short, for a small machine. It sets the defaults of the next four options, see [brackets].
-        iterations: number of optimiser steps. [80000 or 160000, short: 300]
-        batch_size: number of crops per step, over all devices. [16, short: 8]
-        crop: side of the training crops, and of the windows of --inference slide, in pixels. [512, short: 224]
-        learning_rates: learning rates to train with; the best one is reported. [those of the schedule]
-        inference: whole (whole images) or slide (windows of the crop size, whose logits are averaged where they
-            overlap; stride 480 of 512). [whole, released: slide]
-        weight_decay: L2 penalty that is added to the gradient. Not specified in the paper. [0, released: 0.01,
-            neco-linear: 1e-4]
-        drop_path: drop path rate of the last block in training; the rates of earlier blocks rise linearly from 0. [0,
-            released: 0.1]
-        seed: seed of the crops, their order, and the initial weights of the head.
-    """
-
-    RATES: ClassVar[Mapping[Schedule, tuple[float, ...]]]
-    """Learning rates of each schedule."""
-
-    RULES: ClassVar[Mapping[str, Rules]]
-    """Rules of each variant."""
+class SegmentationTraining(SegmentationTrainingSettings, Protocol):
+    """Common parts of linear segmentation and Segmenter."""
 
     metrics: ClassVar[tuple[str, ...]] = ("miou",)
     varies: ClassVar[str] = "learning_rate"
     runtime_type: ClassVar[type[Any]] = TrainingRuntime
-
-    variant: str = "paper"
-    schedule: Schedule = "paper"
-    iterations: Decided[int] = UNDECIDED
-    batch_size: Decided[int] = UNDECIDED
-    crop: Decided[int] = UNDECIDED
-    learning_rates: Decided[tuple[float, ...]] = UNDECIDED
-    inference: Decided[InferenceMode] = UNDECIDED
-    weight_decay: Decided[float] = UNDECIDED
-    drop_path: Decided[float] = UNDECIDED
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_least(self, {"iterations": 1, "batch_size": 1, "crop": 1, "weight_decay": 0})
-        if self.is_decided("drop_path") and not 0.0 <= self.drop_path < 1.0:
-            raise ConfigError(f"drop_path must be >= 0 and < 1, got {self.drop_path}")
-        if not self.is_decided("learning_rates"):
-            return
-        rates = self.learning_rates
-        if not rates:
-            raise ConfigError("learning_rates must not be empty: use --learning_rates 8e-4,3e-4, for example")
-        if (wrong := next((rate for rate in rates if not 0 < rate < float("inf")), None)) is not None:
-            raise ConfigError(f"learning_rates must be > 0, got {wrong:g}")
-        if (twice := next((rate for rate in rates if rates.count(rate) > 1), None)) is not None:
-            raise ConfigError(f"learning_rates must be all different, got {twice:g} {rates.count(twice)} times")
-
-    def for_data(self, name: str, backbone: "Backbone") -> Self:
-        """Return a copy with all settings set, with the defaults of variant and schedule.
-
-        Args:
-            name: name of the data set.
-            backbone: backbone of the segmentation.
-
-        Raises:
-            ConfigError: the crop is not a multiple of the patch size, or not the backbone's fixed input size.
-        """
-        defaults: dict[str, Any] = {**_SCHEDULES[self.schedule], "learning_rates": self.RATES[self.schedule]}
-        defaults |= {name: getattr(self.rules, name) for name in _RULES_TO_SET}
-        if self.schedule == "paper":
-            defaults |= {"iterations": _LONG_ITERATIONS} if name in _LONG_SETS else {}
-            defaults |= self.rules.schedule
-        settings = self.decided(defaults)
-        _check_crop(settings.crop, settings.inference, backbone)
-        return settings
-
-    @property
-    def rules(self) -> Rules:
-        """Rules of the variant, overridden by the settings."""
-        decided = {name: getattr(self, name) for name in _RULES_TO_SET if self.is_decided(name)}
-        return dataclasses.replace(self.RULES[self.variant], **decided)
-
-    @property
-    def stride(self) -> int:
-        """Stride of the windows in pixels."""
-        part, whole = _STRIDE
-        return max(1, self.crop * part // whole)
-
-    @property
-    def windows(self) -> "Inference":
-        """Inference mode for scoring."""
-        from cribo.evaluation.segmentation.inference import Inference
-
-        stretch = self.rules.stretches_windows
-        return Inference(self.inference, window=self.crop, stride=self.stride, stretch=stretch)
 
     def prepare(self, run: "Run") -> Self:
         """Set all settings that are None, and check that both splits have labels."""
@@ -163,25 +64,9 @@ class SegmentationTraining(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linear(SegmentationTraining):
-    """Linear segmentation: a linear head on frozen features.
+class Linear(LinearSettings, SegmentationTraining):
+    """Linear segmentation: a linear head on frozen features."""
 
-    Attributes:
-        variant: paper, following the paper's text; released, following its code; or neco-linear, as in Leopart and
-            NeCo, with 2,050 iterations of 128 crops of 448 pixels (see docs/evaluation/linear.md).
-        learning_rates: learning rates, trained concurrently in one pass; the best one is reported.
-            [8e-4,3e-4,1e-4,8e-5, neco-linear: 0.01, short: 3e-2,1e-2,3e-3,1e-3]
-    """
-
-    RATES: ClassVar[Mapping[Schedule, tuple[float, ...]]] = {
-        "paper": (8e-4, 3e-4, 1e-4, 8e-5),
-        "short": (3e-2, 1e-2, 3e-3, 1e-3),
-    }
-    RULES: ClassVar[Mapping[str, Rules]] = LINEAR
-
-    variant: Literal["paper", "released", "neco-linear"] = "paper"
-
-    name: ClassVar[str] = "linear"
     title: ClassVar[str] = "Linear segmentation"
     less_memory: ClassVar[str] = "lower --batch_size or --crop"
     description: ClassVar[str] = """\
@@ -223,47 +108,10 @@ GPU. --schedule short takes minutes on a laptop; its scores are only comparable 
         return {"curves": folder / "tensorboard"}
 
 
-@dataclass
-class DecoderConfig:
-    """Segmenter's decoder, the mask transformer.
-
-    Attributes:
-        layers: number of transformer blocks.
-        width: number of channels. [that of the backbone's tokens]
-        heads: number of attention heads. [one per 64 channels]
-    """
-
-    layers: int = 2
-    width: int | None = None
-    heads: int | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
-class FinetunedSegmenter(SegmentationTraining):
-    """End-to-end finetuning with Segmenter.
+class FinetunedSegmenter(SegmenterSettings, SegmentationTraining):
+    """End-to-end finetuning with Segmenter."""
 
-    Attributes:
-        variant: paper, following the paper's text, or released, following its code (see docs/evaluation/linear.md).
-        learning_rates: learning rates, trained separately from the same initial weights; the best one is reported. A
-            single one takes a quarter of the time. [8e-5,3e-5,1e-5,8e-6, short: 1e-3,3e-4]
-        inference: slide (windows of the crop size, whose logits are averaged where they overlap; stride 480 of 512),
-            as in the released code, or whole (whole images). [slide]
-        drop_path: drop path rate of the last blocks of backbone and decoder in training; the rates of earlier blocks
-            rise linearly from 0. Not specified in the paper; use 0 for networks without drop path. [0.1]
-        decoder: Segmenter's mask transformer.
-        checkpointing: selective or blocks recompute activations of a vision transformer's blocks in the backward
-            pass, which saves GPU memory with the same result.
-    """
-
-    RATES: ClassVar[Mapping[Schedule, tuple[float, ...]]] = {
-        "paper": (8e-5, 3e-5, 1e-5, 8e-6),
-        "short": (1e-3, 3e-4),
-    }
-    RULES: ClassVar[Mapping[str, Rules]] = SEGMENTER
-
-    variant: Literal["paper", "released"] = "paper"
-
-    name: ClassVar[str] = "segmenter"
     title: ClassVar[str] = "Finetuning with Segmenter"
     less_memory: ClassVar[str] = "use --checkpointing selective (vision transformers), or lower --batch_size or --crop"
     description: ClassVar[str] = """\
@@ -286,9 +134,6 @@ comparable between equal settings. For a quick trial: --schedule short --limit 2
 
 If a GPU runs out of memory: --checkpointing selective, more --devices, or a smaller --batch_size.
 """
-
-    decoder: DecoderConfig = field(default_factory=DecoderConfig)
-    checkpointing: Checkpointing = "none"
 
     def check_backbone(self, source: BackboneSource) -> None:
         """Raise ConfigError for backbones that cannot be finetuned."""
@@ -321,23 +166,3 @@ If a GPU runs out of memory: --checkpointing selective, more --devices, or a sma
     def places(self, folder: "Path") -> dict[str, Any]:
         """Return the paths of the training curves and the network."""
         return {"curves": folder / "lr=*" / "tensorboard", "network": folder / "segmenter.safetensors"}
-
-
-def scale_of(name: str) -> "Scale | None":
-    """Return the scale to which images of a data set are resized; None keeps their size."""
-    return SEGMENTATION_SETS[name].scale if name in SEGMENTATION_SETS else None
-
-
-def _check_crop(crop: int, mode: InferenceMode, backbone: "Backbone") -> None:
-    if not backbone.takes_any_size:
-        if crop != backbone.image_size or mode != "slide":
-            raise ConfigError(
-                f"{backbone.name} only accepts images of {backbone.image_size} pixels, got crop {crop} and inference "
-                f"{mode}: use --crop {backbone.image_size} --inference slide"
-            )
-    elif crop % backbone.patch_size:
-        below, above = crop // backbone.patch_size * backbone.patch_size, crop + -crop % backbone.patch_size
-        raise ConfigError(
-            f"crop must be a multiple of the patch size of {backbone.name}, {backbone.patch_size}, got {crop}: "
-            f"use {f'{below} or {above}' if below else above}"
-        )

@@ -10,7 +10,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from cribo.data.crops import resize_labels
-from cribo.evaluation.video.protocol import VideoPropagation
+from cribo.evaluation.video.settings import VideoPropagationSettings
 
 
 class LabelledFrame(NamedTuple):
@@ -29,7 +29,7 @@ def propagate(
     frames: Iterator[Float[Tensor, "rows columns d"]],
     first: UInt8[Tensor, "h w"],
     objects: int,
-    settings: VideoPropagation,
+    settings: VideoPropagationSettings,
 ) -> Iterator[Float[Tensor, "rows columns c"]]:
     """Propagate the objects of the first frame to all others in order.
 
@@ -53,7 +53,7 @@ def propagate(
 
 
 def label_frame(
-    features: Float[Tensor, "rows columns d"], sources: Sequence[LabelledFrame], settings: VideoPropagation
+    features: Float[Tensor, "rows columns d"], sources: Sequence[LabelledFrame], settings: VideoPropagationSettings
 ) -> Float[Tensor, "rows columns c"]:
     """Label the patches of a frame by the most similar patches of other frames within `radius`.
 

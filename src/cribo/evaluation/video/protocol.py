@@ -1,14 +1,15 @@
-"""Video label propagation protocol: data, settings and measurement."""
+"""Video label propagation protocol: data and measurement."""
 
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from cribo.checks import require_least, require_positive
+from cribo.checks import require_least
 from cribo.evaluation.data import Splits, absolute, described
-from cribo.evaluation.protocol import Outcome, PatchProtocol, square
-from cribo.retrieval.choices import FeaturePrecision, Interpolation
+from cribo.evaluation.protocol import Outcome, PatchProtocol
+from cribo.evaluation.settings import square
+from cribo.evaluation.video.settings import VideoPropagationSettings
 
 if TYPE_CHECKING:
     from cribo.evaluation.runner import Run
@@ -64,24 +65,9 @@ class VideoData:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VideoPropagation(PatchProtocol):
-    """Video label propagation on frozen features, as in DINO's `eval_video_segmentation.py`.
+class VideoPropagation(VideoPropagationSettings, PatchProtocol):
+    """Video label propagation on frozen features, as in DINO's `eval_video_segmentation.py`."""
 
-    Attributes:
-        neighbours: k, number of most similar patches whose labels are averaged.
-        radius: search radius in patches, in both directions.
-        previous: number of previous frames to search, in addition to the first.
-        temperature: temperature of the weights exp(cosine / temperature).
-        side: shorter side of resized frames in pixels, rounded down to a multiple of the patch size; the longer side is
-            rounded down to a multiple of 64 pixels, or of the patch size if it does not divide 64.
-        interpolation: interpolation of resized frames.
-        precision: precision of the stored features; float16 halves their size.
-
-    Raises:
-        InputError: a value is out of range.
-    """
-
-    name: ClassVar[str] = "video"
     title: ClassVar[str] = "Video label propagation"
     metrics: ClassVar[tuple[str, ...]] = ("j_and_f", "j_mean", "j_recall", "f_mean", "f_recall")
     varies: ClassVar[str] = "neighbours"
@@ -98,18 +84,6 @@ previous frames, and scored by region and boundary (J&F). Nothing is trained.
 
 Features are cached on disk. For a quick trial: --limit 2 --side 240
 """
-
-    neighbours: int = 5
-    radius: int = 12
-    previous: int = 7
-    temperature: float = 0.1
-    side: int = 480
-    interpolation: Interpolation = "bilinear"
-    precision: FeaturePrecision = "float32"
-
-    def __post_init__(self) -> None:
-        require_least(self, {"neighbours": 1, "radius": 1, "previous": 0, "side": 1})
-        require_positive(self, "temperature")
 
     def prepare(self, run: "Run") -> Self:
         """Use the fixed input size of the network, if it has one."""

@@ -15,8 +15,8 @@ from cribo.data.reading import image_size
 from cribo.data.video import Video, VideoFrames, object_palette
 from cribo.evaluation.features import EncodedView, PatchFeatures
 from cribo.evaluation.video.propagation import object_map, propagate
-from cribo.evaluation.video.protocol import VideoPropagation
 from cribo.evaluation.video.scoring import VideoScore, score_frame
+from cribo.evaluation.video.settings import VideoPropagationSettings
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def segment_videos(
     features: PatchFeatures,
     images: VideoFrames,
     videos: Sequence[Video],
-    settings: VideoPropagation,
+    settings: VideoPropagationSettings,
     *,
     patch_size: int,
     device: torch.device | str = "cpu",

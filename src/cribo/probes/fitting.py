@@ -1,4 +1,4 @@
-"""Probes for few-shot segmentation, chosen by cross-validation and fitted in closed form.
+"""Probes of frozen features, chosen by cross-validation and fitted in closed form.
 
 A probe is a set of blocks, with or without partial whitening, and a head: k-nearest neighbours, ridge regression, or
 the mean of both.
@@ -17,16 +17,19 @@ from torch.nn.functional import normalize
 
 from cribo.console import Progress, no_progress
 from cribo.evaluation.scores import calibration_error, iou
+from cribo.probes.settings import Head, ProbeSettings
 from cribo.retrieval.search import Neighbours, TensorKeys, nearest
 from cribo.retrieval.voting import Voters, label_shares
 from cribo.retrieval.whitening import Moments, partial_whitening
-from cribo.segmentation.settings import Head
 
 POWER = 0.6
 """Exponent of the partial whitening (docs/adapting.md)."""
 
 PENALTY = 1e-3
 """Penalty of the ridge regression for one patch; it grows with the square root of the number of patches."""
+
+MOST_PATCHES = 16_384
+"""Limit on the number of labelled patches that a probe is fitted to (see `thinned`)."""
 
 _MARGIN = 0.12  # mIoU, divided by the square root of the number of examples
 _SAMPLED = (2048, 4096)  # minimum and maximum number of patches for comparing candidates
@@ -297,6 +300,25 @@ def choose(
     if len(examples) == 1 or quality[best] < quality[default] + _MARGIN / math.sqrt(len(examples)):
         best = default
     return Choice(best, validation.sharpness(best), quality[best], quality[baseline], ious[best], validation.left_out)
+
+
+def fit_probe(
+    examples: Sequence[LabelledPatches],
+    blocks: Sequence[int],
+    settings: ProbeSettings,
+    *,
+    progress: Progress = no_progress,
+) -> Choice:
+    """Choose the blocks, whitening and head that are None in the settings; arguments as in `choose`."""
+    candidates = candidate_probes(blocks, blocks=settings.blocks, whiten=settings.whiten, head=settings.head)
+    return choose(examples, candidates, blocks, **settings.voting, progress=progress)
+
+
+def left_out_confusions(
+    examples: Sequence[LabelledPatches], probe: Probe, blocks: Sequence[int], settings: ProbeSettings
+) -> Int[Tensor, "n c c"]:
+    """Compute the confusion matrix (rows are labels) of each example's left-out patches."""
+    return CrossValidation(examples, blocks, **settings.voting).confusions([probe])[probe]
 
 
 def thinned(examples: Sequence[LabelledPatches], most: int) -> list[LabelledPatches]:

@@ -13,15 +13,14 @@ from torch import Tensor
 from cribo.arguments import ConfigError
 from cribo.data.reading import read_image
 from cribo.models import build_backbone
-from cribo.object_search import extraction
-from cribo.object_search.extraction import (
+from cribo.retrieval import PatchEncoder, backbone_encoder, mean_colour_encoder, object_extraction
+from cribo.retrieval.object_extraction import (
     extract_objects,
     patch_of_pixel,
     prepare_image,
     read_prepared,
 )
-from cribo.object_search.settings import ObjectSettings
-from cribo.retrieval import PatchEncoder, backbone_encoder, mean_colour_encoder
+from cribo.retrieval.object_settings import ObjectSettings
 
 SETTINGS = ObjectSettings(num_objects=5, size=None, min_share=0.0)
 
@@ -147,14 +146,14 @@ def test_a_large_jpeg_is_reduced_while_it_is_decoded(tmp_path: Path, monkeypatch
     noise = np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8)
     Image.fromarray(noise).resize((800, 600), Image.Resampling.BICUBIC).save(tmp_path / "large.jpg", quality=95)
     decoded: list[tuple[int, ...]] = []
-    reduced = extraction.read_reduced
+    reduced = object_extraction.read_reduced
 
     def watched(*arguments: Any, **options: Any) -> Any:
         result = reduced(*arguments, **options)
         decoded.append(tuple(result[0].shape))
         return result
 
-    monkeypatch.setattr(extraction, "read_reduced", watched)
+    monkeypatch.setattr(object_extraction, "read_reduced", watched)
     settings, encoder = ObjectSettings(size=64), mean_colour_encoder(16)
     found = read_prepared(tmp_path / "large.jpg", encoder, settings)
     assert decoded == [(3, 150, 200)]

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import normalize, one_hot
 
 from cribo.evaluation.scores import calibration_error
-from cribo.segmentation.fitting import (
+from cribo.probes.fitting import (
     PENALTY,
     Choice,
     LabelledPatches,
@@ -25,7 +25,7 @@ from cribo.segmentation.fitting import (
     row_weights,
     thinned,
 )
-from cribo.segmentation.settings import Head
+from cribo.probes.settings import Head
 
 BLOCKS = (6, 8, 9, 10, 11, 12)
 CLASSES, WIDTH = 4, 16

@@ -23,10 +23,10 @@ from cribo.data.randomness import keyed_generator
 from cribo.data.reading import EncodedImage, read_reduced
 from cribo.errors import InputError
 from cribo.method import cluster_tokens, draw_initial_tokens
-from cribo.object_search.objects import Box, GridMask, ImageObject
-from cribo.object_search.settings import ObjectSettings
 from cribo.retrieval.encoders import PatchEncoder, map_by_size
 from cribo.retrieval.grid import patch_of_pixel
+from cribo.retrieval.object_settings import ObjectSettings
+from cribo.retrieval.objects import Box, GridMask, ImageObject
 from cribo.retrieval.patches import resize_image
 
 _INITIAL_TOKENS = 0x6F626A  # separates these draws from others with the same image key

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from cribo.errors import InputError
 from cribo.models import Backbone
+from cribo.probes.fitting import block_sets
+from cribo.probes.settings import ProbeSettings
 from cribo.retrieval.encoders import PatchEncoder, backbone_encoder, blocks_encoder, map_by_size
 from cribo.retrieval.grid import window_starts
-from cribo.segmentation.fitting import block_sets
-from cribo.segmentation.settings import SegmentationSettings
 
 
 class MissingBlocks(InputError):
@@ -63,7 +63,7 @@ class GridEncoder:
     """
 
     def __init__(
-        self, encoder: PatchEncoder, settings: SegmentationSettings, device: torch.device | str, batch_size: int
+        self, encoder: PatchEncoder, settings: ProbeSettings, device: torch.device | str, batch_size: int
     ) -> None:
         if batch_size < 1:
             raise InputError(f"batch_size must be >= 1, got {batch_size}")

@@ -1,0 +1,1 @@
+"""Probes of frozen features: blocks, whitening and head, chosen by left-out labelled examples."""
