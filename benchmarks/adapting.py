@@ -19,9 +19,9 @@ from torch import Tensor
 
 from cribo.adaptation.closed_form import choose_closed_form, refit_whitening
 from cribo.adaptation.config import AdaptConfig
+from cribo.adaptation.indicators import measure_indicators
 from cribo.adaptation.labelled import gain, open_labelled, score_images
 from cribo.adaptation.run import averaged, planned_training
-from cribo.adaptation.signs import measure_signs
 from cribo.console import Phases
 from cribo.data import LabelledSubset, open_images
 from cribo.models import Backbone, load_backbone, save_backbone
@@ -88,7 +88,7 @@ def main() -> None:
             network = original
         else:
             network = train(row, start, arguments, console)
-        agreement = measure_signs(network, images, views).agreement
+        agreement = measure_indicators(network, images, views).agreement
         tallies = scored(network, arguments, refit=row != "starting weights")
         reference = reference or tallies
         gains = [gain(before, after) for before, after in zip(reference, tallies, strict=True)]

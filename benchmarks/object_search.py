@@ -216,7 +216,7 @@ def filled(place: Path, vectors: Float[np.ndarray, "n d"]) -> tuple[ObjectDataba
         path = "folder/{:08d}.jpg"
         rows = (IndexedImage(path.format(n), n, 1, 1, sha256, 360, 480, PER_IMAGE, "") for n in several)
         database.put([(row, ()) for row in rows])
-    database.tidy(drop_versions=True)
+    database.compact(drop_versions=True)
     return database, time.perf_counter() - begun
 
 

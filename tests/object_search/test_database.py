@@ -98,7 +98,7 @@ def test_objects_without_the_row_of_their_image_are_nowhere(database: ObjectData
     assert found[1].similarity < 1 - 1e-6
     assert len(database) == 100
     assert database.num_rows == 110
-    database.mend()
+    database.repair()
     assert database.num_rows == 100
     assert len(database.objects_of("4.png")) == 5
 
@@ -111,7 +111,7 @@ def test_readers_see_later_commits(database: ObjectDatabase) -> None:
     row = database.image("0.png")
     assert row is not None
     database.drop_images([row])
-    database.tidy(drop_versions=True)
+    database.compact(drop_versions=True)
     assert reader.search(vectors[0, :1], 1)[0][0].image != "0.png"
 
 
@@ -131,7 +131,7 @@ def test_objects_that_were_added_after_the_index_are_found(database: ObjectDatab
     database.put([(an_image("late.png", 1), objects_of(late[0]))], replaced=())
     [found] = database.search(late[0], 3)
     assert (found[0].image, len(found)) == ("late.png", 3)
-    database.tidy(drop_versions=True)
+    database.compact(drop_versions=True)
     [found] = database.search(late[0], 3)
     assert found[0].image == "late.png"
     exact = database.search(vectors[5, :1], 5, exact=True)[0]

@@ -7,7 +7,7 @@ from cribo.lazy import lazy_names
 if TYPE_CHECKING:
     from cribo.adaptation.closed_form import choose_closed_form, refit_whitening
     from cribo.adaptation.config import AdaptConfig
+    from cribo.adaptation.indicators import neighbour_agreement
     from cribo.adaptation.run import Adapted, adapt
-    from cribo.adaptation.signs import neighbour_agreement
 
 __getattr__, __all__ = lazy_names(__name__)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from cribo.adaptation.encoding import encode, readable
-from cribo.adaptation.signs import neighbour_agreement, view_points
+from cribo.adaptation.indicators import neighbour_agreement, view_points
 from cribo.console import Progress
 from cribo.data import ImageSource
 from cribo.data.limits import spread

@@ -8,8 +8,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from cribo.adaptation.config import Keep
+from cribo.adaptation.indicators import Indicators, measure_indicators
 from cribo.adaptation.labelled import Gain, Labelled, fit_segmentation, gain, score_images
-from cribo.adaptation.signs import Signs, measure_signs
 from cribo.console import Progress
 from cribo.data import ImageSource
 from cribo.method import ViewRecipe
@@ -31,7 +31,7 @@ class Verdict:
     Attributes:
         kept: name of the chosen candidate.
         sentences: the verdict as text.
-        signs: indicators of each candidate, on the unlabelled images.
+        indicators: indicators of each candidate, on the unlabelled images.
         labelled: gain in dense retrieval of each later candidate over the starting weights, on the labelled images.
         segmentation: gain in the score that `cribo segment` estimates with some of these images as examples.
         probes: blocks and head that this segmentation chooses for each candidate.
@@ -40,7 +40,7 @@ class Verdict:
 
     kept: str
     sentences: Sequence[str]
-    signs: Mapping[str, Signs]
+    indicators: Mapping[str, Indicators]
     labelled: Mapping[str, Gain] = field(default_factory=dict)
     segmentation: Mapping[str, Gain] = field(default_factory=dict)
     probes: Mapping[str, str] = field(default_factory=dict)
@@ -71,8 +71,8 @@ def judge(
         keep: `adapted` keeps the last candidate in any case.
         progress: called with the phase, the number of processed images and their total.
     """
-    signs = {
-        each.name: measure_signs(each.backbone, images, recipe, partial(progress, f"signs of the {each.name}"))
+    indicators = {
+        each.name: measure_indicators(each.backbone, images, recipe, partial(progress, f"signs of the {each.name}"))
         for each in candidates
     }
     retrieval, retrieval_second = (
@@ -95,13 +95,13 @@ def judge(
     names = [each.name for each in candidates]
     kept = names[-1]
     if keep == "better":
-        kept = choose_network({name: signs[name].agreement for name in names}, measures)
+        kept = choose_network({name: indicators[name].agreement for name in names}, measures)
     gains = [
         {name: gain(tallies[names[0]], tallies[name]) for name in names[1:]} if tallies else {}
         for tallies in (retrieval, segmentation, retrieval_second)
     ]
     probes = {name: fit.probe for name, fit in fits.items()}
-    verdict = Verdict(kept, [], signs, gains[0], gains[1], probes, gains[2])
+    verdict = Verdict(kept, [], indicators, gains[0], gains[1], probes, gains[2])
     return replace(verdict, sentences=_sentences(verdict, names, labelled, second, keep))
 
 
@@ -134,7 +134,7 @@ def _sentences(
     shown = kept if kept != first else last
     sentences = []
     if labelled is None:
-        before, after = verdict.signs[first].agreement, verdict.signs[last].agreement
+        before, after = verdict.indicators[first].agreement, verdict.indicators[last].agreement
         sentences.append(
             f"The neighbour agreement across views is {after:.0%} with the {last} (starting weights: {before:.0%}), "
             "the criterion without labels."

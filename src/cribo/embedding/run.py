@@ -16,7 +16,6 @@ from jaxtyping import Float, Int
 from rich.console import Console
 from torch import Tensor
 
-from cribo.ahead import BUDGET, map_ahead
 from cribo.allocator import keep_freed_memory
 from cribo.console import Phases
 from cribo.data.images import ImageFiles, open_images, require_readable
@@ -27,6 +26,7 @@ from cribo.embedding.writing import Rows, part_path, require_writer, write_part
 from cribo.errors import InputError, Stopped, if_interrupted
 from cribo.files import remove_parts, write_json
 from cribo.folders import ResultFolder, describe_changes, require_same
+from cribo.prefetching import BUDGET, prefetch
 from cribo.retrieval.encoders import (
     PatchEncoder,
     backbone_encoder,
@@ -246,7 +246,7 @@ def _write_parts(
         except UnreadableImage as error:
             return error
 
-    images = map_ahead(
+    images = prefetch(
         read,
         (name for number in missing for name in parts[number]),
         threads=max(1, resolve_workers(config.workers)),

@@ -326,8 +326,8 @@ def _figures(group: Group, title: str, metrics: Sequence[str], notes: list[str])
         if value is None:
             tried = any(len(result.results) > 1 for result in group.results.values())
             return metric_heading(metric) + (", best" if tried else "")
-        said = varied_value(group.first.varies, value)
-        return f"{metric_heading(metric)}, {said}" if len(group.values) == 1 else said
+        text = varied_value(group.first.varies, value)
+        return f"{metric_heading(metric)}, {text}" if len(group.values) == 1 else text
 
     rows = [[name, _architecture(result), NONE, *cells(result.points)] for name, result in group.results.items()]
     printed = [[row.marked, row.backbone, row.training, *cells(row.points)] for row in group.published]
@@ -350,8 +350,8 @@ def _notes(group: Group) -> Iterator[str]:
         yield f"{figures} by {varied_title(first.varies)}."
     best = {name: result.best for name, result in group.results.items() if len(result.results) > 1}
     if best and group.values == [None]:
-        said = (f"{name} {setting_value(row[first.varies])}" for name, row in best.items())
-        yield f"Best {varied_title(first.varies)}: {', '.join(said)}."
+        text = (f"{name} {setting_value(row[first.varies])}" for name, row in best.items())
+        yield f"Best {varied_title(first.varies)}: {', '.join(text)}."
     if group.verdict:
         yield group.verdict
     if group.published:
@@ -363,10 +363,10 @@ def _notes(group: Group) -> Iterator[str]:
         chosen: dict[str, list[str]] = {}
         for name in comparable if silent else ():
             used = group.results[name].settings
-            said = ", ".join(f"{setting_title(one)} {setting_value(used.get(one, NONE))}" for one in silent)
-            chosen.setdefault(said, []).append(name)
-        for said, names in chosen.items():
-            yield f"Not specified in the paper: {said} ({_listed(names)})."
+            text = ", ".join(f"{setting_title(one)} {setting_value(used.get(one, NONE))}" for one in silent)
+            chosen.setdefault(text, []).append(name)
+        for text, names in chosen.items():
+            yield f"Not specified in the paper: {text} ({_listed(names)})."
     if any(row.reproduced for row in group.published):
         yield "† trained by the authors of that paper, not by those of the method."
     if taken := dict.fromkeys(row.taken_from for row in group.published if row.taken_from):

@@ -76,9 +76,9 @@ class SegmentationData:
     @classmethod
     def find(cls, folder: Path) -> Self | None:
         """Return the data set in a folder, recognised by folder name and layout; None if there is none."""
-        for known in SEGMENTATION_SETS.values():
-            if _is_named_after(folder, known) and _has_labels(folder, known):
-                return cls(known.name, str(folder))
+        for data_set in SEGMENTATION_SETS.values():
+            if _is_named_after(folder, data_set) and _has_labels(folder, data_set):
+                return cls(data_set.name, str(folder))
         own = all((folder / part).is_dir() for part in ("images", "labels"))
         return cls("folder", str(folder)) if own else None
 
@@ -128,16 +128,16 @@ class SegmentationData:
         return opened
 
 
-def _is_named_after(folder: Path, known: SegmentationSet) -> bool:
-    names = {known.name, *(Path(usual).name for usual in known.folders)}
+def _is_named_after(folder: Path, data_set: SegmentationSet) -> bool:
+    names = {data_set.name, *(Path(usual).name for usual in data_set.folders)}
     return folder.resolve().name.lower() in {name.lower() for name in names}
 
 
-def _has_labels(folder: Path, known: SegmentationSet) -> bool:
+def _has_labels(folder: Path, data_set: SegmentationSet) -> bool:
     """Whether a folder has the label maps of any split of a published data set."""
     return any(
         (folder / place).is_dir()
-        for layout in known.layouts
+        for layout in data_set.layouts
         for split in layout.splits
         for place in layout.paths(layout.labels, split)
     )

@@ -448,7 +448,7 @@ class ObjectDatabase:
         with self._writing():
             _write_info(self.uri, self.info)
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Remove objects without an image, left by a killed writer; no other process may write at the same time."""
         images, objects = (
             self._read(lambda name=name: self._latest(name).to_table(columns=["entry"]))["entry"].to_numpy()
@@ -456,7 +456,7 @@ class ObjectDatabase:
         )
         self._drop(_OBJECTS, np.setdiff1d(objects, images).tolist())
 
-    def tidy(self, *, drop_versions: bool = False) -> None:
+    def compact(self, *, drop_versions: bool = False) -> None:
         """Merge small files, remove old versions and update the indices.
 
         Args:

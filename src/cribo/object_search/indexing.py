@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from filelock import FileLock, Timeout
 
-from cribo.ahead import map_ahead
 from cribo.console import Progress
 from cribo.data.images import DataError, ImageFiles
 from cribo.data.reading import EncodedImage, TooManyPixels, UnreadableImage
 from cribo.files import FolderError
 from cribo.object_search.database import FoundObject, IndexedImage, ObjectDatabase, is_remote, new_entry
+from cribo.prefetching import prefetch
 from cribo.retrieval.encoders import PatchEncoder, batches_by_size
 from cribo.retrieval.object_extraction import ImageObjects, PreparedImage, extract_prepared, read_prepared
 from cribo.retrieval.object_settings import ObjectSettings
@@ -117,7 +117,7 @@ def index_images(
     """
     database.require_encoder(encoder, "the one given")
     summary = IndexSummary()
-    database.mend()
+    database.repair()
     work, gone = _compare(database, files, summary, progress)
     if gone and prune is not False:
         if prune is None:
@@ -128,7 +128,7 @@ def index_images(
     writer = _Writer(database, summary)
     settings = database.info.settings
     # Threads, because decoding and resizing release the GIL and Lance is not fork-safe.
-    reads = map_ahead(
+    reads = prefetch(
         lambda one: _read(one, files, encoder, settings),
         work,
         threads=max(1, workers),
@@ -148,7 +148,7 @@ def index_images(
                 progress("objects", done, len(work))
     writer.commit()
     if work or gone:
-        database.tidy(drop_versions=bool(prune))
+        database.compact(drop_versions=bool(prune))
     summary.seconds = time.perf_counter() - started
     return summary
 

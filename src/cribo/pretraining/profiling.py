@@ -168,8 +168,8 @@ def profile(
     progress("loader only", 1, 1)
     measured = []
     for number, objects in enumerate(kept or (None,), start=1):
-        told = partial(progress, "steps" if objects is None else f"{objects} objects an image")
-        measurement = _Measurement(warmup, warmup + steps, trace if number >= len(kept) else None, told)
+        report = partial(progress, "steps" if objects is None else f"{objects} objects an image")
+        measurement = _Measurement(warmup, warmup + steps, trace if number >= len(kept) else None, report)
         measured.append(measurement.take(session, objects, bootstrapping_ratio))
         # Trainer and module are a reference cycle; the bank must be freed before the next one is created.
         del measurement

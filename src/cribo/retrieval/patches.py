@@ -67,15 +67,15 @@ def grid_counts(
         >>> grid_counts(torch.tensor([[0, 0, 1], [0, 1, 255]]), (1, 2), 2, 255).tolist()
         [[2, 0, 0], [1, 2, 1]]
     """
-    known = labels != ignore_index
-    if (wrong := labels[known & (labels >= num_classes)]).numel():
+    labelled = labels != ignore_index
+    if (wrong := labels[labelled & (labels >= num_classes)]).numel():
         raise InputError(f"labels must be in 0..{num_classes - 1} or {ignore_index} (ignored), got {int(wrong[0])}")
     rows, across = (
         torch.from_numpy(patch_of_pixel(side, patches)).to(labels.device)
         for side, patches in zip(labels.shape, grid, strict=True)
     )
     columns = num_classes + 1
-    label = torch.where(known, labels.long(), num_classes)
+    label = torch.where(labelled, labels.long(), num_classes)
     patch = rows[:, None] * grid[1] + across
     patches = grid[0] * grid[1]
     flat = (patch * columns + label).flatten()

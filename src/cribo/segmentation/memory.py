@@ -134,36 +134,36 @@ class SegmentationMemory:
         self.encoder = GridEncoder(encoder, self.settings, device, batch_size)
         self._classes = None if classes is None else read_classes(classes).names
         self._palette = None if palette is None else list(palette)
-        self._known: list[StoredExample] = []
+        self._stored: list[StoredExample] = []
         self._choice: Choice | None = None
         self._labeller: Labeller | None = None
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
         """Return the number of examples."""
-        return len(self._known)
+        return len(self._stored)
 
     @property
     def patches(self) -> int:
         """Number of labelled patches of all examples."""
-        return sum(len(known.features) for known in self._known)
+        return sum(len(stored.features) for stored in self._stored)
 
     @property
     def nbytes(self) -> int:
         """Size of the features of all examples in bytes."""
-        return sum(known.features.nbytes for known in self._known)
+        return sum(stored.features.nbytes for stored in self._stored)
 
     @property
     def names(self) -> list[str]:
         """Names of the examples, in the order of addition."""
-        return [known.name for known in self._known]
+        return [stored.name for stored in self._stored]
 
     @property
     def classes(self) -> list[str]:
         """Names of the classes; label c is `classes[c]`."""
         if self._classes is not None:
             return self._classes
-        highest = max((int(known.pixels[:, 1].max()) for known in self._known), default=-1)
+        highest = max((int(stored.pixels[:, 1].max()) for stored in self._stored), default=-1)
         return [str(c) for c in range(highest + 1)]
 
     @property
@@ -175,7 +175,7 @@ class SegmentationMemory:
     @property
     def holding(self) -> list[int]:
         """Number of examples in which each class occurs."""
-        present = [set(known.pixels[:, 1].tolist()) for known in self._known]
+        present = [set(stored.pixels[:, 1].tolist()) for stored in self._stored]
         return [sum(c in classes for classes in present) for c in range(len(self.classes))]
 
     @property
@@ -192,7 +192,7 @@ class SegmentationMemory:
         """
         if len(self) < 2:
             return "there is only one example: label a second image"
-        labelled = statistics.fmean(known.labelled for known in self._known)
+        labelled = statistics.fmean(stored.labelled for stored in self._stored)
         if labelled < _LEAST_LABELLED:
             return f"only {labelled:.0%} of the examples' area is labelled: label at least {_LEAST_LABELLED:.0%}"
         return ""
@@ -202,8 +202,8 @@ class SegmentationMemory:
         """Hash of the backbone, examples, classes and settings, on which predictions depend."""
         about = [self.encoder.encoder.identity, self._classes, sorted(dataclasses.asdict(self.settings).items())]
         digest = hashlib.sha256(repr(about).encode())
-        for known in self._known:
-            digest.update(f"{known.image} {known.labels}".encode())
+        for stored in self._stored:
+            digest.update(f"{stored.image} {stored.labels}".encode())
         return digest.hexdigest()
 
     # ------------------------------------------------------------------------------------------------ examples
@@ -247,10 +247,10 @@ class SegmentationMemory:
                 self._check(name, image, labels.labels)
                 palette = _joined(palette, labels, name)
                 hashes = content_hash(image), content_hash(labels.labels)
-                if not any(hashes == (known.image, known.labels) for known in self._known):
+                if not any(hashes == (stored.image, stored.labels) for stored in self._stored):
                     fresh[hashes[0]] = (name, image, labels)
             features = self.encoder.encode([image for _, image, _ in fresh.values()])
-            known = [
+            stored = [
                 StoredExample(
                     name=name,
                     image=image,
@@ -260,9 +260,9 @@ class SegmentationMemory:
                 for (image, (name, _, labels)), own in zip(fresh.items(), features, strict=True)
             ]
             self._palette = palette
-            for one in known:
+            for one in stored:
                 self._put(one)
-            return len(known)
+            return len(stored)
 
     def _check(self, name: str, image: Tensor, labels: Tensor) -> None:
         if labels.shape != image.shape[1:]:
@@ -279,13 +279,13 @@ class SegmentationMemory:
                 f"{IGNORE_INDEX} (no class), got {int(values.max())}: correct the labels, or add classes to the list"
             )
 
-    def _put(self, known: StoredExample) -> None:
-        same = [place for place, other in enumerate(self._known) if other.image == known.image]
+    def _put(self, stored: StoredExample) -> None:
+        same = [place for place, other in enumerate(self._stored) if other.image == stored.image]
         if same:
-            log.info("replaced the labels of %s in the memory", known.name)
-            self._known[same[0]] = known
+            log.info("replaced the labels of %s in the memory", stored.name)
+            self._stored[same[0]] = stored
         else:
-            self._known.append(known)
+            self._stored.append(stored)
         self._choice = self._labeller = None
 
     def remove(self, examples: Sequence[int]) -> None:
@@ -297,17 +297,17 @@ class SegmentationMemory:
         with self._lock:
             if wrong := [place for place in examples if not 0 <= place < len(self)]:
                 raise DataError(f"no example has the index {wrong[0]}: indices are 0 to {len(self) - 1}")
-            kept = [known for place, known in enumerate(self._known) if place not in set(examples)]
+            kept = [stored for place, stored in enumerate(self._stored) if place not in set(examples)]
             if not kept:
                 raise DataError(
                     f"cannot remove all {len(self)} examples of the memory: keep at least one, or delete the memory"
                 )
-            self._known = kept
+            self._stored = kept
             self._choice = self._labeller = None
 
     def classes_of(self, example: int) -> dict[str, float]:
         """Return the class shares of an example's labelled pixels by name, in descending order."""
-        pixels = self._known[example].pixels
+        pixels = self._stored[example].pixels
         counts = torch.bincount(pixels[:, 1], weights=pixels[:, 2].double(), minlength=len(self.classes))
         shares = zip(self.classes, (counts / counts.sum()).tolist(), strict=True)
         return dict(sorted(((name, share) for name, share in shares if share), key=lambda pair: -pair[1]))
@@ -374,7 +374,7 @@ class SegmentationMemory:
         """
         with self._lock:
             if self._choice is None:
-                if not self._known:
+                if not self._stored:
                     raise DataError("the memory is empty: add an image with labels first")
                 blocks = self.encoder.encoder.blocks
                 self._choice = fit_probe(self._examples(), blocks, self.settings, progress=progress)
@@ -408,7 +408,7 @@ class SegmentationMemory:
             DataError: the memory is empty.
         """
         with self._lock:
-            if not self._known:
+            if not self._stored:
                 raise DataError("the memory is empty: add an image with labels first")
             blocks = self.encoder.encoder.blocks
             return Labeller(self._examples(), choice, blocks, device=self.encoder.device, **self.settings.voting)
@@ -434,14 +434,14 @@ class SegmentationMemory:
         """Reason why no score can be measured on left-out patches; None if `fit().expected` is measured."""
         if self.fit().expected is not None:
             return None
-        if len(self) == 1 and len(self._known[0].halves.unique()) == 1:
+        if len(self) == 1 and len(self._stored[0].halves.unique()) == 1:
             return "all labels are in one half of a single image"
         return "all labelled patches have the same class"
 
     def _examples(self) -> list[LabelledPatches]:
         """Return the labelled patches to fit a probe to."""
         classes = len(self.classes)
-        return thinned([known.patches(classes) for known in self._known], MOST_PATCHES)
+        return thinned([stored.patches(classes) for stored in self._stored], MOST_PATCHES)
 
     # ----------------------------------------------------------------------------------------------- on disk
 
@@ -464,7 +464,7 @@ class SegmentationMemory:
                 settings=dataclasses.asdict(self.settings),
                 blocks=self.encoder.encoder.blocks,
                 choice=None if self._choice is None else self._choice.as_json(),
-                examples=[*self._known],
+                examples=[*self._stored],
             )
         write_memory(path, stored)
 
@@ -522,7 +522,7 @@ class SegmentationMemory:
             )
         if backbone is None:
             memory.backbone = {"source": stored.source}
-        memory._known = [*stored.examples]
+        memory._stored = [*stored.examples]
         if stored.choice is not None and settings.of_choice == saved.of_choice:
             memory._choice = Choice.from_json(stored.choice)
         return memory

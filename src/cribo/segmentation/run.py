@@ -23,7 +23,6 @@ from PIL import Image
 from rich.console import Console
 from torch import Tensor
 
-from cribo.ahead import BUDGET, map_ahead
 from cribo.allocator import keep_freed_memory
 from cribo.console import Phases, duration
 from cribo.data.coco import BACKGROUND
@@ -37,6 +36,7 @@ from cribo.drawing import write_figure
 from cribo.errors import InputError, Stopped, if_interrupted
 from cribo.files import FolderError, remove_parts, write_json, write_text, write_whole
 from cribo.folders import ResultFolder, describe_changes, require_same
+from cribo.prefetching import BUDGET, prefetch
 from cribo.probes.fitting import Choice
 from cribo.segmentation.config import SegmentConfig
 from cribo.segmentation.examples import Examples, find_examples, open_targets, result_name
@@ -350,14 +350,14 @@ def _segment_all(
     workers = max(1, resolve_workers(config.workers))
     threads = {"threads": workers, "ahead": 2 * (workers + config.batch_size)}
     begun = time.perf_counter()
-    read = map_ahead(
+    read = prefetch(
         partial(_read, results.images, done),
         names,
         nbytes=lambda _, item: None if item is None else item.nbytes,
         **threads,
     )
     labelled = _label(results.memory, read, config.batch_size)
-    written = map_ahead(results.finish, labelled, nbytes=lambda item, _: item.nbytes, **threads)
+    written = prefetch(results.finish, labelled, nbytes=lambda item, _: item.nbytes, **threads)
     with closing(read), closing(written):
         try:
             for item in written:

@@ -23,7 +23,7 @@ class PatchMemory:
     """Labelled patches as keys of a search, with their votes.
 
     Args:
-        known: features and class counts of the views.
+        features: features and class counts of the views.
         views: views in this memory.
         settings: settings of the protocol.
         num_classes: C, number of classes.
@@ -37,7 +37,7 @@ class PatchMemory:
 
     def __init__(
         self,
-        known: PatchFeatures,
+        features: PatchFeatures,
         views: Sequence[EncodedView],
         settings: DenseNNSettings,
         num_classes: int,
@@ -50,7 +50,7 @@ class PatchMemory:
         rows: dict[EncodedView, Tensor] = {}
         labels: list[LabelShares] = []
         for view in views:
-            counts, kept = labels_in_memory(known.counts[view].dense(), settings.unlabelled)
+            counts, kept = labels_in_memory(features.counts[view].dense(), settings.unlabelled)
             counts = counts[kept]
             if limit is not None:
                 key = (_PATCH_DRAW, settings.seed, draw, view.image, view.augmentation or 0)
@@ -58,7 +58,7 @@ class PatchMemory:
                 counts, kept = counts[chosen], kept[chosen]
             rows[view] = kept.int()  # int32 halves the memory
             labels.append(label_shares(counts, settings.patch_labels))
-        self.keys = SelectedKeys(known, rows)
+        self.keys = SelectedKeys(features, rows)
         self._settings = settings
         self._voters = Voters(labels, self.columns, device)
         self._index: ApproximateIndex | None = None

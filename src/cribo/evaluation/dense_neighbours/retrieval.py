@@ -153,15 +153,17 @@ def dense_nn(
         progress=progress,
     )
     needed = sorted({view for _, _, views in draws for view in views})
-    known = encode(memory, needed, what="features of the memory")
-    asked = encode(queries, [EncodedView(index) for index in range(len(queries))], what="features of the queries")
+    memory_features = encode(memory, needed, what="features of the memory")
+    query_features = encode(
+        queries, [EncodedView(index) for index in range(len(queries))], what="features of the queries"
+    )
     memories = []
     for ratio, draw, views in draws:
-        part = PatchMemory(known, views, settings, len(memory.classes), draw=draw, device=machine.devices[0])
+        part = PatchMemory(memory_features, views, settings, len(memory.classes), draw=draw, device=machine.devices[0])
         _require_neighbours(part, ratio, settings)
         memories.append(part)
         progress("labels of the memory", len(memories), len(draws))
-    scorer = _Scorer(queries, asked, settings, pictures, machine.devices[0])
+    scorer = _Scorer(queries, query_features, settings, pictures, machine.devices[0])
     if not scorer.has_labels():
         raise InputError("the queries cannot be scored: all labels of their images are ignored")
     tallies, recalls = _score_all(scorer, memories, settings, machine, progress)
@@ -171,7 +173,9 @@ def dense_nn(
         patches = [len(memories[place].keys) for place in places]
         recall = [recalls[place] for place in places] if settings.search == "faiss" else []
         scores.append(RatioScore.of(ratio, [tallies[place] for place in places], patches, recall, settings.mean))
-    return DenseRetrieval(settings, tuple(scores), tuple(scorer.panels), known.patches, asked.patches)
+    return DenseRetrieval(
+        settings, tuple(scores), tuple(scorer.panels), memory_features.patches, query_features.patches
+    )
 
 
 def row(score: RatioScore, classes: Sequence[str]) -> dict[str, Any]:
@@ -229,9 +233,14 @@ class _Scorer:
     """Predicts labels from votes, and accumulates the confusion matrix."""
 
     def __init__(
-        self, queries: LabelledImages, asked: PatchFeatures, settings: DenseNNSettings, pictures: int, device: str
+        self,
+        queries: LabelledImages,
+        query_features: PatchFeatures,
+        settings: DenseNNSettings,
+        pictures: int,
+        device: str,
     ) -> None:
-        self.queries, self.asked, self.settings, self.device = queries, asked, settings, device
+        self.queries, self.query_features, self.settings, self.device = queries, query_features, settings, device
         self.panels: list[Panel] = []
         shown = min(pictures, len(queries))
         self._shown = {round(place * (len(queries) - 1) / max(1, shown - 1)) for place in range(shown)}
@@ -239,7 +248,7 @@ class _Scorer:
         if settings.score == "patch":
             self._patch_labels = {
                 view: majority_label(counts.dense(), settings.unlabelled, _NOT_SCORED).short()
-                for view, counts in asked.counts.items()
+                for view, counts in query_features.counts.items()
             }
 
     def has_labels(self) -> bool:
@@ -247,21 +256,22 @@ class _Scorer:
         if self.settings.score == "patch":
             return any(len(self.rows(view)) for view in self._patch_labels)
         return any(
-            bool((every.places % every.columns < every.columns - 1).any()) for every in self.asked.counts.values()
+            bool((every.places % every.columns < every.columns - 1).any())
+            for every in self.query_features.counts.values()
         )
 
     def rows(self, view: EncodedView) -> Int[Tensor, " m"]:
         """Return the patches to classify: those with a label, or all if pixels are scored."""
         if self.settings.score == "patch":
             return (self._patch_labels[view] != _NOT_SCORED).nonzero()[:, 0]
-        return torch.arange(self.asked.counts[view].patches)
+        return torch.arange(self.query_features.counts[view].patches)
 
     def labels(self, view: EncodedView) -> UInt8[Tensor, "h w"] | Int[Tensor, " n"]:
         """Return the labels to score: those of all patches, or of all pixels."""
         if self.settings.score == "patch":
             return self._patch_labels[view]
         labels = self.queries.labels(view.image)
-        return resize_labels(labels, self.asked.sizes[view]) if self.settings.score == "resized" else labels
+        return resize_labels(labels, self.query_features.sizes[view]) if self.settings.score == "resized" else labels
 
     def score(
         self,
@@ -284,22 +294,22 @@ class _Scorer:
             if self.settings.score == "patch":
                 tally += count_confusion(true[patches.to(self.device)], own.argmax(dim=1), rows, columns)
             else:
-                known = true != self.queries.ignore_index
+                labelled = true != self.queries.ignore_index
                 predicted = self._upsampled(own, view, (true.shape[0], true.shape[1]))
-                tally += count_confusion(true[known], predicted[known], rows, columns)
+                tally += count_confusion(true[labelled], predicted[labelled], rows, columns)
         return tally.cpu()
 
     def _upsampled(self, votes: Float[Tensor, "n p"], view: EncodedView, size: tuple[int, int]) -> Int[Tensor, "h w"]:
         """Return the class of each pixel, from bilinearly upsampled votes."""
         present = (votes.amax(dim=0) > 0).nonzero()[:, 0]  # classes without votes cannot win
-        grid = votes[:, present].mT.unflatten(1, self.asked.grid(view))[None]
+        grid = votes[:, present].mT.unflatten(1, self.query_features.grid(view))[None]
         return present[F.interpolate(grid, size=size, mode="bilinear")[0].argmax(dim=0)]
 
     def _panel(self, view: EncodedView, rows: Int[Tensor, " m"], votes: Float[Tensor, "m p"]) -> Panel:
         ignore_index, predicted = self.queries.ignore_index, votes.argmax(dim=1).cpu()
-        labels = torch.full((self.asked.counts[view].patches,), ignore_index)
+        labels = torch.full((self.query_features.counts[view].patches,), ignore_index)
         labels[rows] = torch.where(predicted == len(self.queries.classes), ignore_index, predicted)
-        return panel_of(self.queries, view.image, labels.view(self.asked.grid(view)))
+        return panel_of(self.queries, view.image, labels.view(self.query_features.grid(view)))
 
 
 def _score_all(
@@ -312,7 +322,7 @@ def _score_all(
     """Search and score all queries in all memories; return the confusion matrix and recall of each memory."""
     tallies = [torch.zeros(len(scorer.queries.classes), part.columns, dtype=torch.long) for part in memories]
     recalls = [0.0] * len(memories)
-    rows = {view: scorer.rows(view) for view in scorer.asked.counts}
+    rows = {view: scorer.rows(view) for view in scorer.query_features.counts}
     patches = sum(map(len, rows.values()))
     # Scoring counts as one more key, so that the progress reaches 100 % only at the end.
     pairs = patches * sum(len(part.keys) + 1 for part in memories)
@@ -323,7 +333,7 @@ def _score_all(
 
     for views in in_chunks(_sizes(scorer, rows, memories, settings)):
         chunk, labels = {view: rows[view] for view in views}, {view: scorer.labels(view) for view in views}
-        features = torch.cat([scorer.asked.features(view)[own] for view, own in chunk.items()])
+        features = torch.cat([scorer.query_features.features(view)[own] for view, own in chunk.items()])
         for number, part in enumerate(memories):
             neighbours, share = part.search(features, machine, partial(report, len(features)))
             recalls[number] += share * len(features) / patches
@@ -341,7 +351,9 @@ def _sizes(
     dim, columns = memories[0].keys.dim, memories[0].columns
     patch_bytes = 2 * (4 * dim + 12 * settings.neighbours + 4 * columns)
     return {
-        view: len(own) * patch_bytes + math.prod(scorer.asked.sizes[view]) for view, own in rows.items() if len(own)
+        view: len(own) * patch_bytes + math.prod(scorer.query_features.sizes[view])
+        for view, own in rows.items()
+        if len(own)
     }
 
 

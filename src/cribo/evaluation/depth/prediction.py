@@ -45,9 +45,9 @@ def patch_depths(depth: Float[Tensor, "h w"], grid: tuple[int, int]) -> Float[Te
 
 
 def predict(
-    known: PatchFeatures,
+    train_features: PatchFeatures,
     images: DepthImages,
-    asked: PatchFeatures,
+    val_features: PatchFeatures,
     settings: DepthSettings,
     *,
     machine: Machine,
@@ -56,9 +56,9 @@ def predict(
     """Predict the depth of patches with each method.
 
     Args:
-        known: features of the training images.
+        train_features: features of the training images.
         images: training images with depth maps.
-        asked: features of the images to predict.
+        val_features: features of the images to predict.
         settings: settings of the protocol after `prepare`.
         machine: resources of the search.
         progress: progress callback.
@@ -68,13 +68,15 @@ def predict(
         UnreadableImage, DataError: a depth map is unusable.
     """
     depths: dict[EncodedView, Tensor] = {}
-    for number, view in enumerate(known.counts, start=1):
-        depths[view] = patch_depths(images.depth(view.image), known.grid(view))
+    for number, view in enumerate(train_features.counts, start=1):
+        depths[view] = patch_depths(images.depth(view.image), train_features.grid(view))
         if progress is not None:
-            progress("depth of the patches", number, len(known.counts))
+            progress("depth of the patches", number, len(train_features.counts))
     methods = {
-        "neighbours": lambda: predict_by_neighbours(known, depths, asked, settings, machine=machine, progress=progress),
-        "linear": lambda: fit_linear(known, depths, settings.ridge).predict(asked),
+        "neighbours": lambda: predict_by_neighbours(
+            train_features, depths, val_features, settings, machine=machine, progress=progress
+        ),
+        "linear": lambda: fit_linear(train_features, depths, settings.ridge).predict(val_features),
     }
     return {method: methods[method]() for method in settings.methods}
 
@@ -87,9 +89,9 @@ class UnitKeys(SelectedKeys):
 
 
 def predict_by_neighbours(
-    known: PatchFeatures,
+    train_features: PatchFeatures,
     depths: PatchDepths,
-    asked: PatchFeatures,
+    val_features: PatchFeatures,
     settings: DepthSettings,
     *,
     machine: Machine,
@@ -98,9 +100,9 @@ def predict_by_neighbours(
     """Predict the depth of each patch as the weighted mean depth of the nearest patches with a measurement.
 
     Args:
-        known: features of the searched patches.
+        train_features: features of the searched patches.
         depths: depth of these patches.
-        asked: features of the images to predict.
+        val_features: features of the images to predict.
         settings: settings of the protocol.
         machine: resources of the search.
         progress: progress callback.
@@ -108,7 +110,7 @@ def predict_by_neighbours(
     Raises:
         InputError: fewer patches with a measurement than neighbours.
     """
-    keys = UnitKeys(known, {view: (~depth.isnan()).nonzero()[:, 0] for view, depth in depths.items()})
+    keys = UnitKeys(train_features, {view: (~depth.isnan()).nonzero()[:, 0] for view, depth in depths.items()})
     if len(keys) < settings.neighbours:
         raise InputError(
             f"neighbours must be at most the number of patches with a measurement, {len(keys)}, got "
@@ -117,10 +119,10 @@ def predict_by_neighbours(
     values = torch.cat([depth[~depth.isnan()] for depth in depths.values()])
     # Features and neighbours are copied once.
     patch_bytes = 2 * (4 * keys.dim + 16 * settings.neighbours)
-    chunks = list(in_chunks({view: counts.patches * patch_bytes for view, counts in asked.counts.items()}))
+    chunks = list(in_chunks({view: counts.patches * patch_bytes for view, counts in val_features.counts.items()}))
     predicted: dict[EncodedView, Tensor] = {}
     for number, views in enumerate(chunks):
-        queries = _unit(torch.cat([asked.features(view) for view in views]))
+        queries = _unit(torch.cat([val_features.features(view) for view in views]))
 
         def report(compared: int, number: int = number) -> None:
             if progress is not None:
@@ -129,8 +131,8 @@ def predict_by_neighbours(
         found = machine.search(queries, keys, settings.neighbours, progress=report)
         weights = vote_weights(found.similarity, settings.vote, settings.temperature)
         means = (weights * values[found.rows]).sum(dim=1) / weights.sum(dim=1)
-        for view, part in zip(views, means.split([asked.counts[view].patches for view in views]), strict=True):
-            predicted[view] = part.view(asked.grid(view))
+        for view, part in zip(views, means.split([val_features.counts[view].patches for view in views]), strict=True):
+            predicted[view] = part.view(val_features.grid(view))
     return predicted
 
 
@@ -141,32 +143,34 @@ class LinearDepth:
     weight: Float64[Tensor, " d"]
     bias: float
 
-    def predict(self, asked: PatchFeatures) -> Predictions:
+    def predict(self, val_features: PatchFeatures) -> Predictions:
         """Predict the depth of each patch."""
         return {
-            view: (asked.features(view).double() @ self.weight + self.bias).float().view(asked.grid(view))
-            for view in asked.counts
+            view: (val_features.features(view).double() @ self.weight + self.bias).float().view(val_features.grid(view))
+            for view in val_features.counts
         }
 
 
-def fit_linear(known: PatchFeatures, depths: PatchDepths, ridge: float) -> LinearDepth:
+def fit_linear(train_features: PatchFeatures, depths: PatchDepths, ridge: float) -> LinearDepth:
     """Fit the depth of patches by ridge regression on standardised features, in closed form in float64.
 
     Minimises the mean of (depth - prediction)² over the patches with a measurement, plus `ridge` times the sum of the
     squared weights of standardised channels.
 
     Args:
-        known: features of the patches.
+        train_features: features of the patches.
         depths: depth of these patches.
         ridge: L2 penalty, > 0.
 
     Raises:
         InputError: no patch has a measurement, or features are not finite.
     """
-    moments = Moments(known.dim + 1)
+    moments = Moments(train_features.dim + 1)
     for view, depth in depths.items():
         measured = ~depth.isnan()
-        moments.update(torch.cat((known.features(view)[measured].double(), depth[measured, None].double()), dim=1))
+        moments.update(
+            torch.cat((train_features.features(view)[measured].double(), depth[measured, None].double()), dim=1)
+        )
     if not moments.count:
         raise InputError("no patch of the training images has a depth: all pixels are 0 or above data.max_depth")
     mean, covariance = moments.mean, moments.covariance
@@ -174,7 +178,9 @@ def fit_linear(known: PatchFeatures, depths: PatchDepths, ridge: float) -> Linea
         raise InputError("the features of the backbone are not finite: depth cannot be fitted")
     deviation = covariance.diagonal()[:-1].clamp_min(0).sqrt()
     scale = torch.where(deviation > 1e-8, deviation, 1.0)  # constant channels stay 0
-    standardised = covariance[:-1, :-1] / (scale[:, None] * scale) + ridge * torch.eye(known.dim, dtype=torch.float64)
+    standardised = covariance[:-1, :-1] / (scale[:, None] * scale) + ridge * torch.eye(
+        train_features.dim, dtype=torch.float64
+    )
     weight = torch.linalg.solve(standardised, covariance[:-1, -1] / scale) / scale
     return LinearDepth(weight, float(mean[-1] - mean[:-1] @ weight))
 

@@ -103,13 +103,15 @@ Features are cached on disk. For a quick trial: --limit 50
         encode = partial(
             run.patches, size=self.size, interpolation=self.interpolation, precision=self.precision, unit=False
         )
-        known, asked = encode(train), encode(val)
+        train_features, val_features = encode(train), encode(val)
         with Phases(run.console) as progress:
-            found = predict(known, train, asked, self, machine=run.machine(run.encoder), progress=progress)
+            found = predict(
+                train_features, train, val_features, self, machine=run.machine(run.encoder), progress=progress
+            )
             scores = score_images(found, val, progress=progress)
         return Outcome(
             rows=[row(method, scores[method]) for method in self.methods],
             classes=(),
-            data={"train_patches": known.patches, "val_patches": asked.patches},
+            data={"train_patches": train_features.patches, "val_patches": val_features.patches},
             write=lambda result, folder: write_depths(found, scores, val, folder, number=run.num_pictures),
         )

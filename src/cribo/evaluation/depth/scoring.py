@@ -95,8 +95,8 @@ def row(method: str, scores: Sequence[DepthScore | None]) -> dict[str, Any]:
     Raises:
         InputError: no image has scored pixels.
     """
-    known = [score for score in scores if score is not None]
-    if not known:
+    measured = [score for score in scores if score is not None]
+    if not measured:
         raise InputError("no pixel of the validation images can be scored: they have no depth")
-    means = torch.tensor(known, dtype=torch.float64).mean(dim=0).tolist()
-    return {"method": method, **dict(zip(DepthScore._fields, means, strict=True)), "images": len(known)}
+    means = torch.tensor(measured, dtype=torch.float64).mean(dim=0).tolist()
+    return {"method": method, **dict(zip(DepthScore._fields, means, strict=True)), "images": len(measured)}

@@ -24,20 +24,20 @@ _LETTERS = 20  # maximum characters per line of a caption
 
 
 def write_neighbours(
-    found: ImageRetrieval, train: ClassifiedFiles, asked: ClassifiedFiles, folder: Path, *, number: int
+    found: ImageRetrieval, train: ClassifiedFiles, queries: ClassifiedFiles, folder: Path, *, number: int
 ) -> None:
     """Draw images with their nearest training images, six per file: `neighbours.png`, `neighbours-2.png`, ...
 
     Args:
         found: result of `image_nn`.
         train: training images.
-        asked: classified images.
+        queries: classified images.
         folder: output folder.
         number: number of images to draw.
     """
     score = shown_score(found.scores)
     chosen = chosen_images(score, number)
-    write_pages(folder, "neighbours", chosen, lambda images: _draw(images, found, score, train, asked))
+    write_pages(folder, "neighbours", chosen, lambda images: _draw(images, found, score, train, queries))
 
 
 def chosen_images(score: NeighbourScore, number: int) -> list[int]:
@@ -60,14 +60,14 @@ def _draw(
     found: ImageRetrieval,
     score: NeighbourScore,
     train: ClassifiedFiles,
-    asked: ClassifiedFiles,
+    queries: ClassifiedFiles,
 ) -> Figure:
     prepare = SquareCrop(found.settings.resize, found.settings.crop)
     shown = min(score.neighbours, _NEIGHBOURS)
 
     def draw(index: int, axes: Sequence[Axes]) -> tuple[str, str]:
-        label, predicted = (asked.classes[int(classes[index])] for classes in (asked.labels, score.predicted))
-        axes[0].imshow(prepare(asked.load(index)).permute(1, 2, 0).numpy())
+        label, predicted = (queries.classes[int(classes[index])] for classes in (queries.labels, score.predicted))
+        axes[0].imshow(prepare(queries.load(index)).permute(1, 2, 0).numpy())
         axes[0].set_xlabel(_caption(label), fontsize=8, weight="bold")
         near, similarities = found.nearest.rows[index, :shown], found.nearest.similarity[index, :shown]
         shares = vote_weights(similarities[None], found.settings.temperature)[0] / score.votes[index]
@@ -78,7 +78,7 @@ def _draw(
             part.set_xlabel(f"{_caption(name)}\n{similarity:.2f}, {100 * share:.0f} %", fontsize=8)
             frame(part, RIGHT if name == label else WRONG, dashed=name != label)
         hide_ticks(np.array(axes))
-        return asked.name(index), f"{label}, {'correct' if label == predicted else f'classified as {predicted}'}"
+        return queries.name(index), f"{label}, {'correct' if label == predicted else f'classified as {predicted}'}"
 
     return draw_rows(
         images,

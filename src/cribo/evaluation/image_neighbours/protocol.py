@@ -73,11 +73,11 @@ same backbone and images. For a quick trial: --limit 200
         encoders = image_encoders(run.backbone, run.devices, image_size=self.crop)
         with Phases(run.console) as progress:
             found = image_nn(encoders, train, val, self, machine=run.machine(encoders[0]), progress=progress)
-        asked, shown = train if val is None else val, shown_score(found.scores)
+        queries, shown = train if val is None else val, shown_score(found.scores)
         return Outcome(
-            rows=[row(score, asked, with_confusion=score is shown) for score in found.scores],
+            rows=[row(score, queries, with_confusion=score is shown) for score in found.scores],
             classes=train.classes,
-            write=lambda result, folder: write_neighbours(found, train, asked, folder, number=run.num_pictures),
+            write=lambda result, folder: write_neighbours(found, train, queries, folder, number=run.num_pictures),
         )
 
     def report(self, result: "EvaluationResult") -> list[Any]:

@@ -98,9 +98,9 @@ def image_nn(
         >>> {score.neighbours: score.top(1) for score in scores}  # doctest: +SKIP
     """
     machine = machine or Machine()
-    asked = train if val is None else val
-    if asked.classes != train.classes:
-        raise InputError(f"train and val must have the same classes, got {train.classes} and {asked.classes}")
+    classified = train if val is None else val
+    if classified.classes != train.classes:
+        raise InputError(f"train and val must have the same classes, got {train.classes} and {classified.classes}")
     settings = (settings or ImageNNSettings()).for_data(len(train), leave_one_out=val is None)
     encode = partial(
         extract_global,
@@ -120,7 +120,7 @@ def image_nn(
     )
     if val is None:
         nearest = _without_themselves(nearest)
-    return ImageRetrieval(settings, _scores(nearest, train, asked, settings, machine.devices[0]), nearest)
+    return ImageRetrieval(settings, _scores(nearest, train, classified, settings, machine.devices[0]), nearest)
 
 
 def shown_score(scores: Sequence[NeighbourScore]) -> NeighbourScore:
@@ -128,17 +128,17 @@ def shown_score(scores: Sequence[NeighbourScore]) -> NeighbourScore:
     return next((score for score in scores if score.neighbours == PUBLISHED), scores[0])
 
 
-def row(score: NeighbourScore, asked: ClassifiedFiles, *, with_confusion: bool) -> dict[str, Any]:
+def row(score: NeighbourScore, queries: ClassifiedFiles, *, with_confusion: bool) -> dict[str, Any]:
     """Return the row of a result, optionally with the confusion matrix of up to 256 classes."""
-    confusion = score.confusion(torch.from_numpy(asked.labels), len(asked.classes))
+    confusion = score.confusion(torch.from_numpy(queries.labels), len(queries.classes))
     found = {
         "neighbours": score.neighbours,
         "top1": score.top(1),
         "top5": score.top(5),
-        "per_class": dict(zip(asked.classes, accuracy(confusion).tolist(), strict=True)),
-        "confused": most_confused(confusion, asked.classes),
+        "per_class": dict(zip(queries.classes, accuracy(confusion).tolist(), strict=True)),
+        "confused": most_confused(confusion, queries.classes),
     }
-    if with_confusion and len(asked.classes) <= _CONFUSION_CLASSES:
+    if with_confusion and len(queries.classes) <= _CONFUSION_CLASSES:
         found["confusion"] = confusion.tolist()
     return found
 
@@ -168,10 +168,10 @@ def _without_themselves(found: Neighbours) -> Neighbours:
 
 
 def _scores(
-    nearest: Neighbours, train: ClassifiedFiles, asked: ClassifiedFiles, settings: ImageNNSettings, device: str
+    nearest: Neighbours, train: ClassifiedFiles, queries: ClassifiedFiles, settings: ImageNNSettings, device: str
 ) -> tuple[NeighbourScore, ...]:
     """Classify images by the votes of their nearest training images, with each k."""
-    voters, labels = (torch.from_numpy(images.labels).to(device) for images in (train, asked))
+    voters, labels = (torch.from_numpy(images.labels).to(device) for images in (train, queries))
     at_once = max(1, _VOTES_AT_ONCE // len(train.classes))
     found: list[list[tuple[Tensor, ...]]] = [[] for _ in settings.neighbours]
     for similarity, rows, own in zip(*(part.split(at_once) for part in (*nearest, labels)), strict=True):

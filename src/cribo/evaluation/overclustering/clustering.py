@@ -96,8 +96,8 @@ def overclustering(
             found = _kmeans(sample, rows, clusters, settings, settings.seed + draw)
             maps = torch.from_numpy(found).view(len(images), *grid)
             predicted = torch.stack([resize_labels(part, size) for part in maps]).flatten()
-            known = labels != ignore
-            counts = count_confusion(labels[known], predicted[known], classes, clusters)
+            labelled = labels != ignore
+            counts = count_confusion(labels[labelled], predicted[labelled], classes, clusters)
             matched = match_clusters(counts[settings.foreground :], matching) + settings.foreground
             confusion = torch.zeros(classes, classes, dtype=torch.long).index_add_(1, matched, counts)
             confusions.append(confusion)

@@ -12,7 +12,7 @@ BUDGET = 2**28
 """Default memory limit of prefetched items and results, in bytes."""
 
 
-def map_ahead(
+def prefetch(
     function: Callable[[Item], Result],
     items: Iterable[Item],
     *,
@@ -35,7 +35,7 @@ def map_ahead(
         budget: limit on the total size in bytes; items are added to the queue while the total is below it.
 
     Example:
-        >>> list(map_ahead(abs, [-3, 2, -1], threads=2, ahead=2, nbytes=lambda item, result: 8))
+        >>> list(prefetch(abs, [-3, 2, -1], threads=2, ahead=2, nbytes=lambda item, result: 8))
         [3, 2, 1]
     """
     pool = ThreadPoolExecutor(threads)

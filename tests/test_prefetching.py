@@ -3,7 +3,7 @@ from threading import Event
 
 import pytest
 
-from cribo.ahead import map_ahead
+from cribo.prefetching import prefetch
 
 
 def size(item: int, result: int | None) -> int:
@@ -15,7 +15,7 @@ def test_results_come_in_order_whatever_takes_longest() -> None:
         time.sleep(0.05 if item == 0 else 0)
         return 2 * item
 
-    found = map_ahead(slow_first, range(20), threads=4, ahead=6, nbytes=size)
+    found = prefetch(slow_first, range(20), threads=4, ahead=6, nbytes=size)
     assert list(found) == list(range(0, 40, 2))
 
 
@@ -30,7 +30,7 @@ def test_no_more_is_held_than_items_and_bytes_allow(ahead: int, budget: int, mos
             yield item
 
     largest = 0
-    for consumed, _ in enumerate(map_ahead(abs, items(), threads=2, ahead=ahead, nbytes=size, budget=budget), 1):
+    for consumed, _ in enumerate(prefetch(abs, items(), threads=2, ahead=ahead, nbytes=size, budget=budget), 1):
         largest = max(largest, taken - consumed)
     assert largest == most
 
@@ -46,7 +46,7 @@ def test_an_unknown_size_is_assumed_to_be_the_last_known() -> None:
     def first_only(item: int, result: int | None) -> int | None:
         return 10 if item == 0 else None
 
-    found = map_ahead(abs, items(), threads=2, ahead=20, nbytes=first_only, budget=50)
+    found = prefetch(abs, items(), threads=2, ahead=20, nbytes=first_only, budget=50)
     assert next(found) == 0
     assert len(taken) == 6  # five of 10 bytes each, and the one that is let in next
     assert list(found) == list(range(1, 20))
@@ -61,7 +61,7 @@ def test_an_error_is_raised_in_its_place_and_the_rest_is_not_begun() -> None:
             raise OSError("disk full")
         return item
 
-    found = map_ahead(work, range(1000), threads=1, ahead=5, nbytes=size)
+    found = prefetch(work, range(1000), threads=1, ahead=5, nbytes=size)
     with pytest.raises(OSError, match="disk full"):
         list(found)
     assert len(begun) < 12
@@ -80,4 +80,4 @@ def test_items_are_taken_while_the_first_is_worked_on() -> None:
     def write(item: int) -> bool:
         return release.wait(5) if item == 0 else True
 
-    assert list(map_ahead(write, items(), threads=1, ahead=5, nbytes=size)) == [True] * 3
+    assert list(prefetch(write, items(), threads=1, ahead=5, nbytes=size)) == [True] * 3

@@ -25,7 +25,7 @@ _NEIGHBOURS = 20
 
 
 @dataclass(frozen=True)
-class Signs:
+class Indicators:
     """Indicators of feature quality on unlabelled images.
 
     Attributes:
@@ -40,12 +40,12 @@ class Signs:
     rank: float
 
 
-def measure_signs(
+def measure_indicators(
     backbone: Backbone,
     images: ImageSource,
     recipe: ViewRecipe,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Signs:
+) -> Indicators:
     """Measure the indicators on up to 64 images, each without augmentation and in two views.
 
     Args:
@@ -68,7 +68,7 @@ def measure_signs(
     variances = torch.linalg.eigvalsh(moments.covariance).clamp(min=0)
     shares = variances / variances.sum()
     rank = float(torch.exp(-torch.xlogy(shares, shares).sum()))
-    return Signs(neighbour_agreement(points), _explained(torch.cat(features), torch.cat(places)), rank)
+    return Indicators(neighbour_agreement(points), _explained(torch.cat(features), torch.cat(places)), rank)
 
 
 def view_points(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cribo.adaptation.closed_form import choose_closed_form
-from cribo.adaptation.signs import measure_signs, neighbour_agreement
+from cribo.adaptation.indicators import measure_indicators, neighbour_agreement
 from cribo.data.scenes import Scenes
 from cribo.method import ViewRecipe
 from cribo.models import Backbone, build_backbone
@@ -44,11 +44,11 @@ def test_agreement_falls_with_noise_between_views() -> None:
 def test_positional_features_are_explained_by_position() -> None:
     images = Scenes(8, size=64, seed=0)
     backbone = build_backbone("vit_tiny_patch16_224", args={"depth": 2, "embed_dim": 32, "num_heads": 2}, image_size=32)
-    plain = measure_signs(backbone, images, RECIPE)
+    plain = measure_indicators(backbone, images, RECIPE)
     with torch.no_grad():
         backbone.model.patch_embed.proj.weight.zero_()  # features without image content
         backbone.model.pos_embed.mul_(20)
-    blind = measure_signs(backbone, images, RECIPE)
+    blind = measure_indicators(backbone, images, RECIPE)
     assert blind.position > 2 * plain.position
     assert 1 < blind.rank < 33
 
@@ -62,14 +62,14 @@ def test_the_closed_form_follows_the_options_or_the_highest_agreement() -> None:
     assert (start.depth, start.embed_dim, choice.blocks, choice.power) == (2, 7, 2, 0.5)
     start, choice = choose_closed_form(backbone, images, RECIPE, progress=nothing)
     assert choice.blocks == start.depth >= 2
-    plain = measure_signs(first_blocks(backbone, start.depth), images, RECIPE).agreement
+    plain = measure_indicators(first_blocks(backbone, start.depth), images, RECIPE).agreement
     whitened = [
         choose_closed_form(backbone, images, RECIPE, blocks=choice.blocks, power=power, progress=nothing)[1].agreement
         for power in (0.3, 0.6, 0.8, 1.0)
     ]
     assert choice.agreement == max(plain, *whitened)
     assert (start.readout is None) == (plain > max(whitened))
-    assert measure_signs(start, images, RECIPE).agreement == choice.agreement
+    assert measure_indicators(start, images, RECIPE).agreement == choice.agreement
     assert backbone.readout is None  # the network itself is unchanged
 
 
