@@ -59,7 +59,7 @@ class Inputs:
     """
 
     def __init__(self, work: Path, *, quick: bool) -> None:
-        self.work = work
+        self.work = work.resolve()
         self.quick = quick
         self.stack = ExitStack()
 
@@ -412,6 +412,7 @@ def _browsed(inputs: Inputs) -> "Iterator[Page]":
     """Serve the page and open it in Chromium, as its tests do."""
     try:
         from playwright.sync_api import sync_playwright
+        from tests.commands import Commands
         from tests.explorer.conftest import CHROMIUM, SWITCHES, serve
     except ImportError as error:
         raise Unavailable(f"needs the package {error.name}: uv sync") from error
@@ -419,17 +420,18 @@ def _browsed(inputs: Inputs) -> "Iterator[Page]":
         raise Unavailable(f"needs a browser: {CHROMIUM} (apt-get install chromium)")
     limit = "4" if inputs.quick else "92"
     words = ("--run", inputs.street_run, "--backbone", inputs.network, "--examples", inputs.strokes, "--limit", limit)
-    served = serve(inputs.work / "explorer.log", *map(str, words))
-    try:
-        with sync_playwright() as driver:
-            browser = driver.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
-            page = browser.new_page(viewport={"width": 900, "height": 900})
-            page.set_default_timeout(120_000)
-            page.goto(served.address)
-            yield page
-            browser.close()
-    finally:
-        served.stop()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        commands = Commands(Path(folder).resolve())
+        stack.callback(commands.end)
+        served = serve(commands, *words)
+        stack.callback(served.stop)
+        driver = stack.enter_context(sync_playwright())
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
+        page = browser.new_page(viewport={"width": 900, "height": 900})
+        page.set_default_timeout(120_000)
+        page.goto(served.address)
+        yield page
+        browser.close()
 
 
 def _opened(page: "Page", tab: str) -> "Page":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
 import jaxtyping
 import pytest
 from hypothesis import settings
+from tests.commands import Commands
 
 if TYPE_CHECKING:
     from cribo.pretraining import PretrainConfig
@@ -44,6 +46,16 @@ def unchecked_shapes() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    """Start commands and programs in processes with imported packages; kill those that are left."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("needs Linux's /proc")
+    made = Commands(tmp_path_factory.mktemp("processes").resolve())
+    yield made
+    made.end()
 
 
 @pytest.fixture(scope="session")

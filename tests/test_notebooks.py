@@ -1,11 +1,12 @@
 """Every notebook runs from its first cell to its last, with small parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
+from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 from PIL import Image
 
@@ -22,6 +23,15 @@ SMALL: Mapping[str, tuple[dict[str, Any], str]] = {
     "own_objective": ({"IMAGES": 32, "EPOCHS": 1}, "dense-simsiam"),
     "segmentation": ({"BACKBONE": "network", "EXAMPLES": "labelled", "IMAGES": "images", "SIZE": 64}, "8 examples of"),
 }
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[KernelManager]:
+    """A kernel, in which the notebooks run one after another: its imports take longer than a notebook."""
+    manager = KernelManager()
+    manager.start_kernel()
+    yield manager
+    manager.shutdown_kernel(now=True)
 
 
 @pytest.fixture
@@ -45,7 +55,7 @@ def test_every_notebook_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_notebook_runs(name: str, folder: Path) -> None:
+def test_a_notebook_runs(name: str, folder: Path, kernel: KernelManager) -> None:
     values, printed = SMALL[name]
     book = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     nbformat.validate(book)
@@ -54,7 +64,8 @@ def test_a_notebook_runs(name: str, folder: Path) -> None:
     assert set(values) <= {line.split(" = ")[0] for line in book.cells[place].source.splitlines()}
     small = "\n".join(f"{name} = {value!r}" for name, value in values.items())
     book.cells.insert(place + 1, nbformat.v4.new_code_cell(small))
-    NotebookClient(book, timeout=600, resources={"metadata": {"path": str(folder)}}).execute()
+    book.cells.insert(0, nbformat.v4.new_code_cell(f"%reset -f\n%cd -q {folder}"))
+    NotebookClient(book, km=kernel, timeout=600).execute()
     outputs = [output for cell in book.cells for output in cell.get("outputs", [])]
     assert printed in "".join(output.text for output in outputs if output.output_type == "stream")
     assert any("image/png" in output.get("data", {}) for output in outputs)

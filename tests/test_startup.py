@@ -1,13 +1,15 @@
 """Help and argument errors do not import slow packages; commands that only read results do not import torch."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from tests.explorer.conftest import draw_square
 
-from cribo.cli import COMMANDS
+from cribo.cli import COMMANDS, main
 from cribo.cli.evaluate import EVALUATIONS
 
 _DATA = ["--backbone", "x", "--data", "voc"]
@@ -43,21 +45,36 @@ UNKNOWN_SET = ["--backbone", "x", "--data", "vox", "--data.root", "x"]
 HEAVY = ("torch", "timm", "lightning", "transformers", "sklearn", "gradio", "lance", "matplotlib", "numpy")
 
 PROGRAM = """
-import sys
+import contextlib, io, json, sys
 from cribo.cli import main
 
-try:
-    status = main(sys.argv[2:])
-except SystemExit as exit:
-    status = exit.code
-print("loaded:", *(name for name in sys.argv[1].split(",") if name in sys.modules))
-sys.exit(status)
+heavy, *commands = (word.split(" ") for word in sys.argv[1:])
+for words in commands:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main(words)
+        except SystemExit as exit:
+            status = exit.code
+    loaded = [name for name in heavy if name in sys.modules]
+    print(json.dumps({"status": status, "out": out.getvalue(), "err": err.getvalue(), "loaded": loaded}))
 """
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-c", PROGRAM, ",".join(HEAVY)]
-    return subprocess.run([*program, *words], capture_output=True, text=True, timeout=900, check=False)
+class Done(NamedTuple):
+    """What a command returned, printed and imported."""
+
+    status: int
+    out: str
+    err: str
+    loaded: list[str]
+
+
+def run(*commands: str) -> list[Done]:
+    """Run commands one after another in a new process."""
+    program = [sys.executable, "-c", PROGRAM, " ".join(HEAVY), *commands]
+    lines = subprocess.run(program, capture_output=True, text=True, timeout=900, check=True).stdout.splitlines()
+    return [Done(**json.loads(line)) for line in lines]
 
 
 def test_each_command_is_tested() -> None:
@@ -68,35 +85,27 @@ def test_each_command_is_tested() -> None:
 
 
 @pytest.mark.parametrize("command", REFUSED)
-@pytest.mark.parametrize("case", ["help", "unknown option", "wrong value"])
-def test_help_and_argument_errors_do_not_import_torch(command: str, case: str) -> None:
-    words, status = {
-        "help": (["--help"], 0),
-        "unknown option": (["--no_such_option", "1"], 2),
-        "wrong value": (REFUSED[command], 2),
-    }[case]
-    done = run(*command.split(), *words)
-    assert done.returncode == status, done.stderr
-    assert done.stdout.splitlines()[-1].strip() == "loaded:"
-    assert ("usage: cribo" in done.stdout) == (case == "help")
-    assert done.stderr.startswith(f"cribo {command}: ") == (case != "help")
-    assert ("no_such_option" in done.stderr) == (case == "unknown option")
-    assert "loading" not in done.stderr
+def test_help_and_argument_errors_do_not_import_torch(command: str) -> None:
+    wrong_value = " ".join([command, *REFUSED[command]])
+    shown, *errors = run(f"{command} --help", f"{command} --no_such_option 1", wrong_value)
+    assert (shown.status, shown.loaded) == (0, []), shown.err
+    assert "usage: cribo" in shown.out
+    assert "loading" not in shown.err
+    for done in errors:
+        assert (done.status, done.loaded) == (2, []), done.err
+        assert "usage: cribo" not in done.out
+        assert done.err.startswith(f"cribo {command}: ")
+        assert "loading" not in done.err
+    assert ["no_such_option" in done.err for done in errors] == [True, False]
 
 
-@pytest.mark.parametrize("evaluation", ["dense-nn", "linear", "segmenter"])
-def test_unknown_sets_are_reported_without_importing_torch(evaluation: str) -> None:
-    done = run("evaluate", evaluation, *UNKNOWN_SET)
-    assert done.returncode == 2
-    assert done.stdout.splitlines()[-1].strip() == "loaded:"
-    assert f"cribo evaluate {evaluation}: " in done.stderr
-    assert "unknown segmentation set 'vox'; did you mean 'voc'?" in done.stderr
-
-
-def imported(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """Return the slow packages that a command has imported."""
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1].split()[1:]
+def test_unknown_sets_are_reported_without_importing_torch() -> None:
+    evaluations = ("dense-nn", "linear", "segmenter")
+    commands = (" ".join(["evaluate", evaluation, *UNKNOWN_SET]) for evaluation in evaluations)
+    for evaluation, done in zip(evaluations, run(*commands), strict=True):
+        assert (done.status, done.loaded) == (2, [])
+        assert f"cribo evaluate {evaluation}: " in done.err
+        assert "unknown segmentation set 'vox'; did you mean 'voc'?" in done.err
 
 
 def test_a_search_by_entry_imports_neither_torch_nor_matplotlib(tmp_path: Path) -> None:
@@ -105,18 +114,20 @@ def test_a_search_by_entry_imports_neither_torch_nor_matplotlib(tmp_path: Path) 
     images.mkdir()
     for number, colour in enumerate(((200, 40, 40), (210, 50, 50))):
         draw_square(colour, (16, 16 * number)).save(images / f"{number}.png")
-    database = ("--db", str(tmp_path / "objects.db"))
-    run("index", "--backbone", "mean-colour", "--images", str(images), *database)
-    done = run("search", *database, "--image", "0.png", "--object", "0", "--out", str(tmp_path / "found"))
-    assert imported(done) == ["lance", "numpy"]
-    assert "1.png" in done.stdout
+    database = tmp_path / "objects.db"
+    assert main(["index", "--backbone", "mean-colour", "--images", str(images), "--db", str(database)]) == 0
+    [done] = run(f"search --db {database} --image 0.png --object 0 --out {tmp_path / 'found'}")
+    assert done.status == 0, done.err
+    assert done.loaded == ["lance", "numpy"]
+    assert "1.png" in done.out
     assert (tmp_path / "found" / "sheet.png").is_file()
 
 
 def test_a_comparison_does_not_import_torch(tmp_path: Path) -> None:
-    words = ("--backbone", "mean-colour", "--data", "scenes", "--draws", "1", "--pictures", "0")
-    run("evaluate", "dense-nn", *words, "--out", str(tmp_path / "result"))
-    done = run("evaluate", "compare", str(tmp_path / "result"), "--out", str(tmp_path / "compared"))
-    assert imported(done) == ["matplotlib", "numpy"]
-    assert "mIoU" in done.stdout
+    words = ("--backbone", "mean-colour", "--data", "scenes", "--draws", "1", "--pictures", "0", "--limit", "20")
+    assert main(["evaluate", "dense-nn", *words, "--ratios", "1", "--out", str(tmp_path / "result")]) == 0
+    [done] = run(f"evaluate compare {tmp_path / 'result'} --out {tmp_path / 'compared'}")
+    assert done.status == 0, done.err
+    assert done.loaded == ["matplotlib", "numpy"]
+    assert "mIoU" in done.out
     assert (tmp_path / "compared" / "compare.png").is_file()

@@ -2,8 +2,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.commands import Commands
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torchmetrics import SumMetric
@@ -240,10 +239,11 @@ def test_a_line_shows_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.slow
-def test_two_processes_train_like_one(tmp_path: Path) -> None:
+def test_two_processes_train_like_one(tmp_path: Path, commands: Commands) -> None:
     program = f"""
-import json, sys
+import json
 from pathlib import Path
+os.chdir({str(tmp_path)!r})
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from tests.evaluation.test_training import Regression, TrainingRuntime, evaluation_folder, run
 runtime = {{"devices": 2, "accelerator": "cpu"}}
@@ -254,11 +254,8 @@ with evaluation_folder(Path("two"), "two", {{}}, **choices) as folder:
         found = {{"scores": module.scores, "weights": module.layer.weight.tolist()}}
         Path(f"{{part}}{{module.global_rank}}.json").write_text(json.dumps(found))
 """
-    (tmp_path / "program.py").write_text(program)
-    done = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    for process in commands.fork_program_all(2, program):
+        assert process.wait(900) == 0, process.output
     one = run(tmp_path / "one")
     for name in ("a0", "a1", "b0", "b1"):
         found = json.loads((tmp_path / f"{name}.json").read_text())

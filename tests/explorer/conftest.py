@@ -4,8 +4,6 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
+from tests.commands import Commands, RunningCommand
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -86,73 +85,46 @@ class Served:
     """A page served by another process, and the folder to which its visitors save examples."""
 
     address: str
-    process: "subprocess.Popen[str]"
-    log: Path
+    command: RunningCommand
     examples: Path | None = None
 
-    def stop(self) -> int:
-        """Send SIGINT, as Ctrl-C does, and return the exit status."""
-        self.process.send_signal(signal.SIGINT)
-        return self.process.wait(timeout=900)
+    def stop(self, number: signal.Signals = signal.SIGINT) -> int | None:
+        """Send a signal, by default as Ctrl-C does, and return the exit status."""
+        os.kill(self.command.pid, number)
+        return self.command.wait(900)
 
 
-def serve(log: Path, *words: str, temporary: Path | None = None) -> Served:
+def serve(commands: Commands, *words: object, prelude: str = "") -> Served:
     """Start `cribo explore` on a free port and wait for its address.
 
     Args:
-        log: file for its output.
+        commands: starts it.
         *words: arguments of the command.
-        temporary: folder for its temporary files.
+        prelude: Python code to run first.
     """
-    place = {} if temporary is None else {"TMPDIR": str(temporary)}
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "cribo", "explore", *words, "--port", "0", "--device", "cpu"],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **place},
-            # Restore the default: background processes of a shell, and their children, ignore SIGINT.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-    for _ in range(2400):
-        said = log.read_text()
-        if "Open http" in said:
-            return Served(said.split("Open ")[1].split(" ")[0], process, log)
-        try:
-            process.wait(timeout=0.1)
-        except subprocess.TimeoutExpired:
-            continue
-        break
-    process.kill()
-    raise AssertionError(f"the page was not served: {log.read_text()}")
+    address = ("--port", 0, "--device", "cpu")
+    command = commands.fork("explore", *words, *address, environment={"COLUMNS": "200"}, prelude=prelude)
+    while "Open http" not in command.output:
+        assert command.wait(0.1) is None, f"the page was not served: {command.output}"
+    return Served(command.output.split("Open ")[1].split(" ")[0], command)
 
 
 @pytest.fixture(scope="session")
 def served(database: Path, run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Serve the page of the run and the database; it must stop on Ctrl-C without output."""
     pytest.importorskip("gradio")
-    folder = tmp_path_factory.mktemp("served")
-    served = serve(
-        folder / "log.txt",
-        "--run",
-        str(run_folder),
-        "--db",
-        str(database),
-        "--max_megabytes",
-        "1",
-        "--max_megapixels",
-        "1",
-        "--examples",
-        str(folder / "examples"),
-    )
-    served.examples = folder / "examples"
+    folder = tmp_path_factory.mktemp("served").resolve()
+    commands, examples = Commands(folder), folder / "examples"
+    content = ("--run", run_folder, "--db", database, "--examples", examples)
+    served = serve(commands, *content, "--max_megabytes", 1, "--max_megapixels", 1)
+    served.examples = examples
     try:
         yield served
-    finally:
         status = served.stop()
-    assert status == 130, served.log.read_text()
-    assert "Traceback" not in served.log.read_text(), served.log.read_text()
+    finally:
+        commands.end()
+    assert status == 130, served.command.output
+    assert "Traceback" not in served.command.output, served.command.output
 
 
 class Visitor:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.commands import Commands
 from tests.explorer.conftest import COLOURS, SECRET, Refusal, Served, Visitor, draw_square, encoded, serve
 
 from cribo.cli import main
@@ -28,7 +29,7 @@ def test_paths_outside_the_uploads_are_refused(served: Served, visitor: Visitor,
         f"{folder}/{up.replace('..', '%2e%2e')}{tmp_path}/secret.png",
         f"{folder}/{up.replace('/', '%2f')}%2f{str(tmp_path).replace('/', '%2f')}%2fsecret.png",
         f"{squares}/0-red.png",
-        str(served.log),
+        str(served.command.folder / "log"),
         "/etc/passwd",
         "..%5c..%5csecret.png",
     ]
@@ -277,8 +278,8 @@ def test_a_public_page_accepts_the_names_of_its_machine() -> None:
 
 
 @pytest.mark.slow
-def test_a_password_is_required(tmp_path: Path) -> None:
-    served = serve(tmp_path / "log.txt", "--backbone", "mean-colour", "--password", "open sesame")
+def test_a_password_is_required(commands: Commands) -> None:
+    served = serve(commands, "--backbone", "mean-colour", "--password", "open sesame")
     try:
         client = httpx.Client(base_url=served.address, timeout=300)
         assert client.get("/config").status_code == 401
@@ -353,12 +354,10 @@ def test_an_invalid_address_is_reported_with_advice(refused: Callable[..., str])
 
 
 @pytest.mark.slow
-def test_sigterm_stops_the_server_and_removes_its_files(tmp_path: Path) -> None:
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    served = serve(tmp_path / "log.txt", "--backbone", "mean-colour", temporary=temporary)
-    assert len(list(temporary.glob("cribo-*"))) == 2
-    served.process.send_signal(signal.SIGTERM)
-    assert served.process.wait(timeout=900) == 143
-    assert "Traceback" not in served.log.read_text()
-    assert not list(temporary.glob("cribo-*"))
+def test_sigterm_stops_the_server_and_removes_its_files(tmp_path: Path, commands: Commands) -> None:
+    prelude = f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}"
+    served = serve(commands, "--backbone", "mean-colour", prelude=prelude)
+    assert len(list(tmp_path.glob("cribo-*"))) == 2
+    assert served.stop(signal.SIGTERM) == 143
+    assert "Traceback" not in served.command.output
+    assert not list(tmp_path.glob("cribo-*"))

@@ -16,15 +16,17 @@ from cribo.export import TARGETS, export_backbone
 from cribo.models import Backbone, normalise, save_backbone
 
 ALONE = """
-import sys
+import json, sys
 sys.modules["cribo"] = None  # what is None cannot be imported
 import torch
 from PIL import Image
-names = {"picture": Image.open("picture.png")}
-with torch.no_grad():
-    exec(open(sys.argv[1]).read(), names)
-tokens = names["tokens"] if "tokens" in names else names["feature_map"]
-torch.save(torch.as_tensor(tokens), sys.argv[2])
+tokens = {}
+for way, text in json.load(open("lines.json")).items():
+    names = {"picture": Image.open("picture.png")}
+    with torch.no_grad():
+        exec(text, names)
+    tokens[way] = torch.as_tensor(names["tokens"] if "tokens" in names else names["feature_map"])
+torch.save(tokens, "tokens.pt")
 """
 
 
@@ -45,12 +47,12 @@ def test_all_ways_of_loading_give_equal_features(kind: str, network: Callable[[s
     images = torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255
     with torch.no_grad():
         expected = backbone.encode(normalise(images, mean=backbone.mean, std=backbone.std)).tokens
+    (tmp_path / "lines.json").write_text(json.dumps(lines))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    for way, text in lines.items():
-        (tmp_path / "lines.py").write_text(text)
-        command = [sys.executable, "-c", ALONE, "lines.py", "tokens.pt"]
-        subprocess.run(command, cwd=tmp_path, env=environment, check=True)
-        tokens = torch.load(tmp_path / "tokens.pt")
+    subprocess.run([sys.executable, "-c", ALONE], cwd=tmp_path, env=environment, check=True)
+    found = torch.load(tmp_path / "tokens.pt")
+    assert found.keys() == lines.keys()
+    for way, tokens in found.items():
         tokens = tokens.flatten(2).mT if tokens.ndim == 4 else tokens
         # Resizing a tensor and a Pillow image occasionally round to different 8-bit values.
         difference = float((tokens - expected).abs().max() / expected.abs().max())

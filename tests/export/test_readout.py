@@ -87,7 +87,7 @@ def test_folders_store_the_readout_as_classifier(target: str, kind: str, network
     assert again.fingerprint() == backbone.fingerprint()
 
 
-@pytest.mark.parametrize("kind", ["vit", "resnet", "efficientnet"])
+@pytest.mark.parametrize("kind", ["vit", "resnet"])
 @pytest.mark.parametrize("target", ["onnx", "torch-export"])
 def test_graphs_include_the_readout(target: str, kind: str, network: Network, tmp_path: Path) -> None:
     backbone = make(kind, network)

@@ -1,10 +1,9 @@
 """Measured fault tests: small ones by default, large ones with `pytest tests/faults --endurance -s`."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-from tests.faults.commands import Commands
 
 _FIGURES = pytest.StashKey[list[str]]()
 
@@ -33,12 +32,3 @@ def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
 def endurance(request: pytest.FixtureRequest) -> bool:
     """Whether --endurance is set."""
     return bool(request.config.getoption("--endurance"))
-
-
-@pytest.fixture(scope="module")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
-    if not sys.platform.startswith("linux"):
-        pytest.skip("needs Linux's /proc")
-    made = Commands(tmp_path_factory.mktemp("processes").resolve())
-    yield made
-    made.end()

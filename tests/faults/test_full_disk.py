@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults.commands import WITHOUT_PICTURES, Commands
+from tests.commands import WITHOUT_PICTURES, Commands
 from tests.faults.runs import assert_same_run, last_row
 
 from cribo.pretraining import PretrainConfig

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy.stats import theilslopes
-from tests.faults.commands import Commands, RunningCommand
+from tests.commands import Commands, RunningCommand
 
 from cribo.pretraining import PretrainConfig
 from cribo.pretraining.presets import dump_config
@@ -79,7 +79,7 @@ def watch(started: RunningCommand, metrics: Path, pause: float) -> list[Usage]:
     return seen
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.endurance), 2])
 def test_nothing_grows(
     workers: int,
     tmp_path: Path,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults.commands import WITHOUT_PICTURES, Commands, RunningCommand, seconds_until_ended
+from tests.commands import WITHOUT_PICTURES, Commands, RunningCommand, seconds_until_ended
 from tests.faults.runs import assert_same_run, last_row
 
 from cribo.pretraining import PretrainConfig

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.faults.commands import WITHOUT_PICTURES, Commands
+from tests.commands import WITHOUT_PICTURES, Commands
 from torch import Tensor
 
 from cribo.pretraining import PretrainConfig
 from cribo.pretraining.presets import dump_config
 from cribo.training.checkpoints import checkpoint_files
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.endurance  # tests/pretraining/test_spread.py resumes a shorter run
 
 TOLERANCE = 1e-9  # relative for losses; absolute for weights, centres, optimiser state and bank
 STEPS_PER_EPOCH, EPOCHS = 5, 3

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.faults.commands import Commands, seconds_until_ended
+from tests.commands import Commands, seconds_until_ended
 from tests.faults.runs import last_row
 
 from cribo.pretraining import PretrainConfig
@@ -16,7 +16,9 @@ from cribo.training.checkpoints import checkpoint_files
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.endurance)]
+)
 def test_a_signal_to_all_processes_ends_the_run_with_a_checkpoint(
     number: signal.Signals, tmp_path: Path, tiny: Callable[..., PretrainConfig], commands: Commands
 ) -> None:
@@ -29,7 +31,12 @@ def test_a_signal_to_all_processes_ends_the_run_with_a_checkpoint(
     os.killpg(begun.pid, number)
     assert begun.wait(60) == 128 + number, begun.output[-5000:]
     (checkpoint,) = checkpoint_files(tmp_path / "run")
-    if number != signal.SIGINT:
-        assert f"stopped by {number.name} after step {int(checkpoint.stem.partition('=')[2])}" in begun.output
+    step = int(checkpoint.stem.partition("=")[2])
+    if number == signal.SIGINT:
+        assert begun.output.count("interrupted;") == 1
+        assert f"step {step} was the last" in begun.output
+    else:
+        assert begun.output.count(f"stopped by {number.name} after step {step}") == 1
     assert "Traceback" not in begun.output
+    assert "restarting workers" not in begun.output
     assert seconds_until_ended([begun], 60) < 60

@@ -2,13 +2,12 @@ import dataclasses
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from tests.commands import Commands
 
 from cribo.data import ImageFiles
 from cribo.data.images import DataError
@@ -72,12 +71,9 @@ def test_many_images_are_not_removed_without_prune(index: Index, pictures: Path)
     (pictures / "b" / "3.png").unlink()
     database, summary = index(prune=None)
     assert counts(summary) == (0, 0, 19, 1)
-    versions = len(database._images.versions())
-    assert versions > 1  # removed images can be restored
     (pictures / "b" / "4.png").unlink()
     database, summary = index(prune=True)
     assert summary.removed == 1
-    assert len(database._images.versions()) < versions
 
 
 def test_a_file_that_was_only_touched_keeps_its_objects(index: Index, pictures: Path) -> None:
@@ -161,12 +157,14 @@ for number, folder in enumerate(sys.argv[1:], start=1):
             ObjectDatabase._writing = ends_before(number)
             index_images(database, mean_colour_encoder(8), open_images(folder + "/pictures"), prune=True)
         os._exit(3)
-    print(number, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print(number, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
 @pytest.mark.slow  # each of the killed processes imports Lance
-def test_a_killed_index_resumes_with_the_same_result(index: Index, pictures: Path, tmp_path: Path) -> None:
+def test_a_killed_index_resumes_with_the_same_result(
+    index: Index, pictures: Path, tmp_path: Path, commands: Commands
+) -> None:
     """Processes are killed before each of their writes."""
     index()
     write_picture(pictures / "c" / "6.png", 6)
@@ -176,9 +174,9 @@ def test_a_killed_index_resumes_with_the_same_result(index: Index, pictures: Pat
     for folder in folders:
         shutil.copytree(pictures.parent / "objects.db", folder / "objects.db")
         shutil.copytree(pictures, folder / "pictures")
-    words = [sys.executable, "-c", KILLED, *map(str, folders)]
-    ended = subprocess.run(words, check=False, capture_output=True, text=True)
-    assert ended.stdout.splitlines() == [f"{n} {-signal.SIGKILL}" for n in range(1, WRITES + 1)], ended.stderr
+    ended = commands.fork_program(KILLED, *folders)
+    assert ended.wait(900) == 0, ended.output
+    assert ended.output.splitlines() == [f"{n} {-signal.SIGKILL}" for n in range(1, WRITES + 1)]
     unharmed, _ = index()
     for folder in folders:
         database = ObjectDatabase.open(folder / "objects.db")

@@ -1,15 +1,14 @@
 """Custom objectives train, and errors in them are raised before training."""
 
 import csv
-import os
-import subprocess
-import sys
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.commands import Commands
 
 from cribo.arguments import ConfigError
 from cribo.data import DataError
@@ -35,22 +34,17 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_it_trains_from_the_command_line_with_its_own_column_names(tmp_path: Path) -> None:
+def test_it_trains_from_the_command_line_with_its_own_column_names(tmp_path: Path, commands: Commands) -> None:
     words = [
         *("--objective.class_path", "custom_objectives.Flatten", "--objective.init_args.value", "0.25"),
         *("--data.scenes.count", "64", "--data.workers", "0", "--optim.epochs", "2", "--score.images", "[20,10]"),
         *("--runtime.log_every", "1", "--out", str(tmp_path), "--name", "mine"),
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "cribo", "pretrain", *words],
-        capture_output=True,
-        text=True,
-        cwd=HERE,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "mean 0." in done.stdout  # losses by name
-    assert "norm " in done.stdout
+    importable = f"sys.path.insert(0, {str(HERE)!r})"  # with `cribo`, that is the working folder
+    done = commands.fork("pretrain", *words, prelude=importable)
+    assert done.wait(900) == 0, done.output
+    assert "mean 0." in done.output  # losses by name
+    assert "norm " in done.output
     folder = tmp_path / "mine"
     trained = [row for row in rows_of(folder) if row["loss"]]
     assert len(trained) == 4
@@ -67,13 +61,13 @@ def test_it_trains_from_the_command_line_with_its_own_column_names(tmp_path: Pat
 def test_a_resumed_run_is_the_same(tiny: Tiny, tmp_path: Path) -> None:
     config = named(tiny, "Flatten", {"runtime.checkpoint_every": 5, "runtime.keep_checkpoints": 9})
     whole = pretrain(config, out=tmp_path, name="whole")
-    half = pretrain(config, out=tmp_path, name="half")
-    for path in [half.folder / "summary.json", *sorted((half.folder / "checkpoints").iterdir())[1:]]:
+    half = shutil.copytree(whole.folder, tmp_path / "half")
+    for path in [half / "summary.json", *sorted((half / "checkpoints").iterdir())[1:]]:
         path.unlink()
-    resume(half.folder)
+    resume(half)
     states = []
-    for run in (whole, half):
-        path = checkpoint_files(run.folder)[0]
+    for run in (whole.folder, half):
+        path = checkpoint_files(run)[0]
         states.append(torch.load(path, weights_only=True)["state_dict"])
     assert states[0]["steps"] == states[1]["steps"] == 12
     for name, value in states[0].items():

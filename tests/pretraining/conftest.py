@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from cribo.pretraining import PretrainConfig, Run, pretrain, resume
+from cribo.pretraining.presets import dump_config
 from cribo.training.checkpoints import checkpoint_files
 
 
@@ -58,6 +59,22 @@ def train(tmp_path: Path, without_report: None) -> Callable[..., Trained]:
 
     def call(config: PretrainConfig, name: str = "run", callbacks: Sequence[Callback] = ()) -> Trained:
         return Trained(pretrain(config, out=tmp_path, name=name, overwrite=True, callbacks=callbacks))
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[PretrainConfig], Trained]:
+    """Train, once for each configuration; the runs must not be changed."""
+    runs: dict[str, Trained] = {}
+
+    def call(config: PretrainConfig) -> Trained:
+        name = dump_config(config)
+        if name not in runs:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("cribo.pretraining.run.write_report", lambda *args, **kwargs: [])
+                runs[name] = Trained(pretrain(config, out=tmp_path_factory.mktemp("whole"), name="run"))
+        return runs[name]
 
     return call
 

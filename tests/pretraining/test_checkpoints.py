@@ -2,8 +2,6 @@ import copy
 import os
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.commands import Commands
 
 from cribo.files import FolderError
 from cribo.pretraining import PretrainConfig, pretrain
@@ -41,18 +40,9 @@ def failures(caplog: pytest.LogCaptureFixture) -> list[str]:
 # ------------------------------------------------------------------ kept checkpoints
 
 
-def test_only_the_last_checkpoints_are_kept(tiny: Tiny, train: Train) -> None:
-    trained = train(tiny({"runtime.checkpoint_every": 2, "runtime.keep_checkpoints": 3}))
-    assert steps_of(trained.run.folder) == [8, 10, 12]
-
-
-def test_the_last_step_is_saved_with_any_interval(tiny: Tiny, train: Train) -> None:
-    trained = train(tiny({"runtime.checkpoint_every": 5, "runtime.keep_checkpoints": 5}))
-    assert steps_of(trained.run.folder) == [5, 10, 12]
-    assert trained.checkpoint["global_step"] == 12
-
-
 def test_a_checkpoint_holds_the_weights_after_its_step(tiny: Tiny, train: Train) -> None:
+    """The last step is saved with any interval, and only the last checkpoints are kept."""
+
     class Keep(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any) -> None:
             if trainer.global_step == 12:
@@ -61,14 +51,16 @@ def test_a_checkpoint_holds_the_weights_after_its_step(tiny: Tiny, train: Train)
                 self.weights = state
 
     keep = Keep()
-    trained = train(tiny({"runtime.checkpoint_every": 6}), callbacks=[keep])
+    trained = train(tiny({"runtime.checkpoint_every": 3, "runtime.keep_checkpoints": 3}), callbacks=[keep])
+    assert steps_of(trained.run.folder) == [6, 9, 12]
+    assert trained.checkpoint["global_step"] == 12
     assert trained.weights.keys() == keep.weights.keys()
     assert all(torch.equal(value, trained.weights[name]) for name, value in keep.weights.items())
     assert all(torch.equal(torch.as_tensor(value), torch.as_tensor(trained.bank[n])) for n, value in keep.bank.items())
 
 
-def test_a_checkpoint_is_read_without_running_code(tiny: Tiny, train: Train) -> None:
-    (path,) = checkpoint_files(train(tiny()).run.folder)
+def test_a_checkpoint_is_read_without_running_code(tiny: Tiny, whole: Train) -> None:
+    (path,) = checkpoint_files(whole(tiny()).run.folder)
     assert torch.load(path, weights_only=True)["cribo"]["num_images"] == 36
 
 
@@ -123,17 +115,16 @@ class ReplaceFolder(L.Callback):
 
 
 def test_training_continues_when_a_save_fails(
-    tiny: Tiny, train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny: Tiny, train: Train, whole: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Saving is retried one step later, and two steps after that, when it succeeds."""
     config = tiny({"runtime.checkpoint_every": 4, "runtime.keep_checkpoints": 3})
-    whole = train(config, "whole")
     trained = train(config, callbacks=[ReplaceFolder(tmp_path / "run" / "checkpoints", 5, 11)])
     messages = failures(caplog)
     assert [message.partition("retries at step ")[2].partition(":")[0] for message in messages] == ["9", "11"]
     assert all("The previous checkpoint is intact" in message for message in messages)
     assert steps_of(trained.run.folder) == [4, 11, 12]
-    assert all(torch.equal(value, trained.weights[name]) for name, value in whole.weights.items())
+    assert all(torch.equal(value, trained.weights[name]) for name, value in whole(tiny()).weights.items())
 
 
 def test_a_run_ends_even_if_its_last_step_cannot_be_saved(
@@ -151,11 +142,13 @@ def test_a_run_ends_even_if_its_last_step_cannot_be_saved(
 FILL = """
 import os
 import resource
+import sys
 from pathlib import Path
 import lightning as L
 import cribo.pretraining.run
 from cribo.pretraining import pretrain, resume
 cribo.pretraining.run.write_report = lambda *a, **k: []
+os.chdir(sys.argv[1])
 run = Path("run")
 
 class Fill(L.Callback):
@@ -178,23 +171,25 @@ class Tell(L.Callback):
 """
 
 
-def run_program(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
-    (folder / "program.py").write_text(program)
-    command = [sys.executable, "program.py"]
-    return subprocess.run(command, cwd=folder, env=os.environ, capture_output=True, text=True, check=False)
+def run_program(commands: Commands, folder: Path, program: str, *, processes: int) -> str:
+    """Run a program in processes of one run, and return their output."""
+    started = commands.fork_program_all(processes, program, folder)
+    codes = [each.wait(900) for each in started]
+    output = "".join(each.output for each in started)
+    assert codes == [0] * processes, output
+    return output
 
 
 @pytest.mark.slow
-def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, tiny: Tiny) -> None:
+def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, tiny: Tiny, commands: Commands) -> None:
     config = tiny({"runtime.checkpoint_every": 2, "runtime.keep_checkpoints": 2})
     (tmp_path / "config.yaml").write_text(dump_config(config))
     program = f"{FILL.replace('MENDED', '9')}\npretrain('config.yaml', out='.', name='run', callbacks=[Fill()])"
-    done = run_program(tmp_path, program)
-    assert done.returncode == 0, done.stderr
+    output = run_program(commands, tmp_path, program, processes=1)
     # While saving fails, both previous files exist, and no partial one.
-    assert "at 7: ['step=00000002.ckpt', 'step=00000004.ckpt']" in done.stdout
-    assert done.stderr.count("could not save") == 3  # at steps 6, 7 and 8
-    assert "step=00000006.ckpt: File too large. The previous checkpoint is intact" in done.stderr
+    assert "at 7: ['step=00000002.ckpt', 'step=00000004.ckpt']" in output
+    assert output.count("could not save") == 3  # at steps 6, 7 and 8
+    assert "step=00000006.ckpt: File too large. The previous checkpoint is intact" in output
     assert steps_of(tmp_path / "run") == [10, 12]
     path, _ = checkpoint_files(tmp_path / "run")
     assert torch.load(path, weights_only=True)["global_step"] == 12
@@ -204,7 +199,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, tiny: Tiny) -
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny) -> tuple[Path, dict[str, torch.Tensor]]:
+def stopped(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny, whole: Train) -> tuple[Path, dict[str, torch.Tensor]]:
     """A run stopped after step 7, with checkpoints of steps 2, 4 and 6, and the weights of the whole run."""
     folder = tmp_path_factory.mktemp("stopped")
     config = tiny({"runtime.checkpoint_every": 2, "runtime.keep_checkpoints": 3})
@@ -216,13 +211,9 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny) -> tuple[Path,
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cribo.pretraining.run.write_report", lambda *args, **kwargs: [])
-        whole = pretrain(config, out=folder, name="whole").folder
         with pytest.raises(RuntimeError, match="stopped"):
             pretrain(config, out=folder, name="run", callbacks=[Stop()])
-    last = checkpoint_files(whole)[0]
-    state = torch.load(last, weights_only=True)["state_dict"]
-    del state["_extra_state"]
-    return folder / "run", state
+    return folder / "run", whole(tiny()).weights
 
 
 @pytest.fixture
@@ -406,24 +397,22 @@ def test_random_bytes_are_refused(tmp_path: Path, content: bytes) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_continue_when_the_disk_of_rank_0_is_full(tmp_path: Path, tiny: Tiny) -> None:
+def test_two_processes_continue_when_the_disk_of_rank_0_is_full(tmp_path: Path, tiny: Tiny, commands: Commands) -> None:
     changes = {"runtime.devices": 2, "runtime.checkpoint_every": 2, "runtime.keep_checkpoints": 2}
     (tmp_path / "config.yaml").write_text(dump_config(tiny(changes)))
     program = f"{FILL.replace('MENDED', '7')}\npretrain('config.yaml', out='.', name='run', callbacks=[Fill(), Tell()])"
-    done = run_program(tmp_path, program)
-    assert done.returncode == 0, done.stderr
-    assert "at 7: ['step=00000002.ckpt', 'step=00000004.ckpt']" in done.stdout
-    assert done.stderr.count("could not save") == 1  # at step 6, by rank 0 only
-    assert {f"process {rank} from None saved 12" for rank in (0, 1)} <= set(done.stdout.splitlines())
+    output = run_program(commands, tmp_path, program, processes=2)
+    assert "at 7: ['step=00000002.ckpt', 'step=00000004.ckpt']" in output
+    assert output.count("could not save") == 1  # at step 6, by rank 0 only
+    assert {f"process {rank} from None saved 12" for rank in (0, 1)} <= set(output.splitlines())
     run = tmp_path / "run"
     assert steps_of(run) == [10, 12]
 
     flip(path_of(run, 12), 300_000)
     (run / "summary.json").unlink()
-    done = run_program(tmp_path, f"{FILL}\nresume('run', callbacks=[Tell()])")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("step=00000012.ckpt cannot be used") == 1
-    assert {line.partition(" saved ")[2] for line in done.stdout.splitlines() if line.startswith("process")} == {"12"}
+    output = run_program(commands, tmp_path, f"{FILL}\nresume('run', callbacks=[Tell()])", processes=2)
+    assert output.count("step=00000012.ckpt cannot be used") == 1
+    assert {line.partition(" saved ")[2] for line in output.splitlines() if line.startswith("process")} == {"12"}
     assert {path.name for path in (run / "checkpoints").iterdir()} == {
         *("step=00000010.ckpt", "step=00000012.ckpt", "step=00000012.ckpt.refused")
     }
@@ -435,8 +424,8 @@ from pathlib import Path
 import lightning as L
 import torch
 from cribo.training.checkpoints import Checkpoints, AtomicCheckpointIO, checkpoint_files
-rank, folders = int(sys.argv[1]), [Path(name) for name in sys.argv[2:]]
-torch.distributed.init_process_group("gloo", init_method=f"file://{Path('meet').resolve()}", rank=rank, world_size=2)
+torch.distributed.init_process_group("gloo")
+rank, folders = torch.distributed.get_rank(), [Path(name) for name in sys.argv[1:]]
 reader = AtomicCheckpointIO()
 trainer = L.Trainer(accelerator="cpu", devices=1, plugins=[reader], logger=False, enable_checkpointing=False)
 for folder in folders:
@@ -447,13 +436,13 @@ for folder in folders:
         found = reader.load_checkpoint(own)["global_step"] if own is not None else "the beginning"
     except ValueError as error:
         found = f"{type(error).__name__} {error}"
-    print(found, flush=True)
+    print("found", found, flush=True)
 torch.distributed.destroy_process_group()
 """
 
 
 @pytest.mark.slow
-def test_processes_resume_from_a_common_checkpoint_or_fail(run: Path, tmp_path: Path) -> None:
+def test_processes_resume_from_a_common_checkpoint_or_fail(run: Path, tmp_path: Path, commands: Commands) -> None:
     """Each process has its own folder, as on hosts without a shared file system."""
 
     def hosts(name: str) -> Path:
@@ -471,23 +460,13 @@ def test_processes_resume_from_a_common_checkpoint_or_fail(run: Path, tmp_path: 
     for rank in ("0", "1"):
         shutil.rmtree(begin / rank / "checkpoints")
     flip(path_of(damaged / "1", 6), 200_000)  # the second host's file differs from the first's
-    (tmp_path / "program.py").write_text(AGREE)
-    folders = [str(path) for path in (same, behind, none, first_none, begin, damaged)]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "program.py", str(rank), *folders],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
+    folders = (same, behind, none, first_none, begin, damaged)
     output = []
-    for process in running:
-        out, errors = process.communicate(timeout=900)
-        assert process.returncode == 0, errors
-        output.append(out.splitlines())
+    for process in commands.fork_program_all(2, AGREE, *folders):
+        assert process.wait(900) == 0, process.output
+        output.append(
+            [line.removeprefix("found ") for line in process.output.splitlines() if line.startswith("found ")]
+        )
     host = socket.gethostname()
     for rank, lines in enumerate(output):
         assert lines[0] == "4"

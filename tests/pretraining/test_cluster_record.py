@@ -1,5 +1,6 @@
 """The record of a run's clusters, which does not affect training."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,9 @@ def test_recorded_epochs_are_denser_at_the_beginning_and_include_both_ends() -> 
         assert (np.diff(steps) >= -1).all(), epochs
 
 
-def test_the_last_record_matches_the_finished_teacher(tiny: Tiny, train: Train) -> None:
+def test_the_last_record_matches_the_finished_teacher(tiny: Tiny, whole: Train) -> None:
     config = tiny()
-    folder = train(config).run.folder
+    folder = whole(config).run.folder
     history = read_clusters(folder)
     assert history.epochs == (0, 1, 2, 3)
     assert history.labels.shape == (4, 6, 2, 16)
@@ -60,22 +61,15 @@ def test_the_last_record_matches_the_finished_teacher(tiny: Tiny, train: Train) 
 
 
 def test_a_resumed_run_has_the_record_of_an_uninterrupted_one(
-    tiny: Tiny, train: Train, resumed: Callable[..., Any]
+    tiny: Tiny, train: Train, resumed: Train, whole: Train, tmp_path: Path
 ) -> None:
-    config = tiny({"runtime.checkpoint_every": 5})
-    whole = read_clusters(train(config, "whole").run.folder)
-    with pytest.raises(RuntimeError, match="stopped"):
-        train(config, "stopped", callbacks=[StopAt(10)])
-    assert_same(read_clusters(resumed("stopped").run.folder), whole)
-
-
-def test_a_damaged_record_does_not_stop_a_run_and_is_rewritten(
-    tiny: Tiny, train: Train, resumed: Callable[..., Any], tmp_path: Path
-) -> None:
+    """A damaged record does not stop it and is rewritten."""
     with pytest.raises(RuntimeError, match="stopped"):
         train(tiny({"runtime.checkpoint_every": 5}), callbacks=[StopAt(10)])
-    (tmp_path / "run" / "clusters.npz").write_bytes(b"half")
-    assert read_clusters(resumed().run.folder).epochs == (0, 1, 2, 3)
+    damaged = shutil.copytree(tmp_path / "run", tmp_path / "damaged")
+    (damaged / "clusters.npz").write_bytes(b"half")
+    assert_same(read_clusters(resumed().run.folder), read_clusters(whole(tiny()).run.folder))
+    assert read_clusters(resumed("damaged").run.folder).epochs == (0, 1, 2, 3)
 
 
 def test_a_run_without_objects_records_nothing(tiny: Tiny, train: Train) -> None:

@@ -117,14 +117,15 @@ def test_weights_that_are_not_finite_are_never_saved(
     assert not (tmp_path / "run" / "backbone.safetensors").exists()
 
 
-def test_a_diverged_run_resumes_from_an_earlier_checkpoint(tiny: Tiny, train: Train, resumed: Train) -> None:
-    config = tiny({"runtime.checkpoint_every": 4, "losses.cross_image_from_epoch": 0})
-    whole = train(config, "whole")
+def test_a_diverged_run_resumes_from_an_earlier_checkpoint(
+    tiny: Tiny, train: Train, resumed: Train, whole: Train
+) -> None:
+    changes = {"losses.cross_image_from_epoch": 0}
     with pytest.raises(NonFiniteLoss, match="seen at step 7"):
-        train(config, "diverged", callbacks=[Poison(6)])
-    again = resumed("diverged")
-    assert again.rows == whole.rows
-    for name, value in whole.weights.items():
+        train(tiny({**changes, "runtime.checkpoint_every": 4}), "diverged", callbacks=[Poison(6)])
+    again, expected = resumed("diverged"), whole(tiny(changes))
+    assert again.rows == expected.rows
+    for name, value in expected.weights.items():
         assert torch.equal(value, again.weights[name]), name
 
 

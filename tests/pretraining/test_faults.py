@@ -6,9 +6,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,7 +15,9 @@ import lightning as L
 import pytest
 import torch
 from PIL import Image
+from tests.commands import Commands
 from tests.data.faults import Faulty, Noise, drawn, fails
+from tests.faults.runs import last_row
 
 from cribo.data import UnreadableImage, open_images, write_shards
 from cribo.data.loading import WorkersFailed
@@ -167,43 +166,17 @@ def test_a_score_with_missing_images_is_skipped(
 # ------------------------------------------------------------------ on the command line
 
 
-def started(config: PretrainConfig, folder: Path, steps: int = 3) -> "subprocess.Popen[str]":
-    """Start a run in its own process group, and wait for some steps."""
-    (folder / "config.yaml").write_text(dump_config(config))
-    command = [sys.executable, "-m", "cribo.cli", "pretrain", "--config", str(folder / "config.yaml")]
-    command += ["--out", str(folder), "--name", "run"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    metrics = folder / "run" / "metrics.csv"
-    while process.poll() is None and not (metrics.is_file() and metrics.read_text().count("\n") > steps):
-        time.sleep(0.1)
-    return process
-
-
 @pytest.mark.slow
-def test_ctrl_c_to_all_processes_saves_a_checkpoint(tmp_path: Path, tiny: Tiny) -> None:
-    """A terminal also sends it to the workers."""
-    with started(tiny({"data.workers": 2, "optim.epochs": 10_000}), tmp_path) as process:
-        os.killpg(process.pid, signal.SIGINT)
-        output, _ = process.communicate(timeout=900)
-    assert process.returncode == 130, output
-    assert "Traceback" not in output
-    assert "restarting workers" not in output
-    assert output.count("interrupted;") == 1
-    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
-    step = int(checkpoint.stem.removeprefix("step="))
-    assert f"step {step} was the last" in output
-
-
-@pytest.mark.slow
-def test_missing_shards_end_the_run_with_a_one_line_error(tmp_path: Path, tiny: Tiny) -> None:
+def test_missing_shards_end_the_run_with_a_one_line_error(tmp_path: Path, tiny: Tiny, commands: Commands) -> None:
     images = save_images(tmp_path / "images", 300)
     write_shards(open_images(images), tmp_path / "shards", shard_bytes=8192)
     config = tiny({"data.workers": 2, "data.root": str(tmp_path / "shards"), "optim.epochs": 10_000})
-    with started(config, tmp_path) as process:
-        (tmp_path / "shards").rename(tmp_path / "gone")
-        output, _ = process.communicate(timeout=900)
-    assert process.returncode == 1, output
-    assert "Traceback" not in output
-    assert "file not found" in output
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    words = ("--config", tmp_path / "config.yaml", "--out", tmp_path, "--name", "run")
+    begun = commands.fork("pretrain", *words)
+    while last_row(tmp_path / "run") < 3:
+        assert begun.wait(0.1) is None, begun.output[-5000:]
+    (tmp_path / "shards").rename(tmp_path / "gone")
+    assert begun.wait(900) == 1, begun.output[-5000:]
+    assert "Traceback" not in begun.output
+    assert "file not found" in begun.output

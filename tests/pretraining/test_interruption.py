@@ -2,9 +2,7 @@
 
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from tests.commands import Commands
 
 from cribo.pretraining import PretrainConfig
 from cribo.pretraining.presets import dump_config
@@ -35,11 +34,16 @@ class Signal(L.Callback):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
-    number: signal.Signals, tiny: Tiny, train: Train, resumed: Train, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals,
+    tiny: Tiny,
+    train: Train,
+    resumed: Train,
+    whole: Train,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
-    whole = train(tiny(), "whole")
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     error = KeyboardInterrupt if number == signal.SIGINT else Interrupted
     with pytest.raises(error) as raised:
@@ -48,12 +52,13 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
         assert raised.value.status == 128 + number
         assert f"stopped by {number.name} after step 5: continue with cribo pretrain --resume" in str(raised.value)
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == handlers
-    folder = whole.run.folder.parent / "stopped"
+    folder = tmp_path / "stopped"
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step=00000005.ckpt"]
     assert not (folder / "summary.json").exists()
     again = resumed("stopped")
-    assert again.rows == whole.rows
-    for name, value in whole.weights.items():
+    expected = whole(tiny())
+    assert again.rows == expected.rows
+    for name, value in expected.weights.items():
         assert torch.equal(value, again.weights[name]), name
 
 
@@ -101,32 +106,11 @@ pretrain(sys.argv[1], out=sys.argv[2], name="run", callbacks=[Hang()])
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs a futex to hang")
-def test_a_second_signal_ends_a_process_that_hangs(tmp_path: Path, tiny: Tiny) -> None:
+def test_a_second_signal_ends_a_process_that_hangs(tmp_path: Path, tiny: Tiny, commands: Commands) -> None:
     (tmp_path / "config.yaml").write_text(dump_config(tiny()))
-    command = [sys.executable, "-c", _HANGS, str(tmp_path / "config.yaml"), str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "hangs\n"
-        time.sleep(0.5)
-        assert process.poll() is None
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=900) == -signal.SIGTERM
-
-
-@pytest.mark.slow
-def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path: Path, tiny: Tiny) -> None:
-    config = tiny({"runtime.devices": 2, "optim.epochs": 10_000})
-    (tmp_path / "config.yaml").write_text(dump_config(config))
-    command = [sys.executable, "-m", "cribo.cli", "pretrain", "--config", str(tmp_path / "config.yaml")]
-    command += ["--out", str(tmp_path), "--name", "run"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        metrics = tmp_path / "run" / "metrics.csv"
-        while process.poll() is None and not (metrics.is_file() and metrics.read_text().count("\n") > 3):
-            time.sleep(0.2)
-        process.send_signal(signal.SIGTERM)
-        _, output = process.communicate(timeout=900)
-    assert process.returncode == 143, output
-    assert output.count("stopped by SIGTERM after step") == 1
-    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
-    step = int(checkpoint.stem.removeprefix("step="))
-    assert f"after step {step}:" in output
+    begun = commands.fork_program(_HANGS, tmp_path / "config.yaml", tmp_path)
+    while "hangs\n" not in begun.output:
+        assert begun.wait(0.1) is None, begun.output
+    assert begun.wait(0.5) is None
+    os.kill(begun.pid, signal.SIGTERM)
+    assert begun.wait(900) == -signal.SIGTERM

@@ -116,9 +116,9 @@ def test_metrics_csv_has_a_column_for_every_number_and_can_be_read(tiny: Tiny, t
     assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
 
 
-def test_a_row_is_the_mean_over_its_steps(tiny: Tiny, train: Train) -> None:
+def test_a_row_is_the_mean_over_its_steps(tiny: Tiny, whole: Train) -> None:
     common = {"losses.cross_image_from_epoch": 0}
-    each, four = train(tiny(common), "each").rows, train(tiny({**common, "runtime.log_every": 4}), "four").rows
+    each, four = whole(tiny(common)).rows, whole(tiny({**common, "runtime.log_every": 4})).rows
     for number, row in enumerate(four):
         steps = each[4 * number : 4 * number + 4]
         for name in ("loss", "loss_image", "loss_cross_view", "loss_cross_image", "objects_per_image"):
@@ -160,12 +160,11 @@ class TearTable(L.Callback):
 
 
 def test_rows_of_failed_writes_are_written_later(
-    tiny: Tiny, train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny: Tiny, train: Train, whole: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = train(tiny(), "whole")
     torn = train(tiny(), "torn", callbacks=[TearTable(tmp_path / "torn" / "metrics.csv", 5, 8)])
     assert sum("metrics.csv: Is a directory; training continues" in message for message in caplog.messages) == 3
-    assert torn.rows == whole.rows
+    assert torn.rows == whole(tiny()).rows
 
 
 def test_incomplete_lines_are_skipped(tiny: Tiny, train: Train, tmp_path: Path) -> None:

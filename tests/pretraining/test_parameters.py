@@ -124,10 +124,6 @@ def test_clipping_matches_the_formula_for_every_tensor_of_a_network() -> None:
         torch.testing.assert_close(gradient, value, rtol=1e-5, atol=1e-8)
 
 
-def test_nothing_to_clip() -> None:
-    clip_each([], 0.3)
-
-
 def test_dropped_gradients_create_no_optimiser_state() -> None:
     kept, dropped = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
     optimiser = torch.optim.AdamW([kept, dropped], lr=0.1, weight_decay=0.5)

@@ -25,12 +25,6 @@ def test_epochs_of_schedules_are_scaled_with_the_length() -> None:
     assert shortest.optim.freeze_last_layers_epochs == 0  # unchanged
 
 
-def test_a_planned_run_has_the_epochs_that_fit(tiny: Tiny, tmp_path: Path, without_report: None) -> None:
-    run = pretrain(tiny(), out=tmp_path, name="run", minutes=0.02)
-    assert run.summary["steps"] == 4 * run.summary["epochs"]
-    assert load_config(run.folder).optim.epochs == run.summary["epochs"]
-
-
 def test_the_duration_is_estimated_from_the_first_steps(
     tiny: Tiny, tmp_path: Path, without_report: None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -51,12 +45,3 @@ def test_the_duration_is_estimated_from_the_first_steps(
 def test_a_shorter_run_of_the_quickstart_is_too_short_to_judge(overrides: dict[str, Any], judged: bool) -> None:
     expected = load_config("quickstart").optim.epochs if judged else 0
     assert epochs_to_judge(load_config("quickstart", overrides)) == expected
-
-
-def test_a_finished_run_is_not_resumed_with_another_configuration(
-    tiny: Tiny, tmp_path: Path, without_report: None
-) -> None:
-    pretrain(tiny(), out=tmp_path, name="run")
-    assert pretrain(tiny(), out=tmp_path, name="run", continue_run=True).summary["steps"] == 12
-    with pytest.raises(ValueError, match=r"has optim.lr 0.02, not 0.05"):
-        pretrain(tiny({"optim.lr": 0.05}), out=tmp_path, name="run", continue_run=True)

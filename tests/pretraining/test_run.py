@@ -234,8 +234,8 @@ def test_minutes_set_the_number_of_epochs(tiny: Tiny, tmp_path: Path, without_re
     assert losses(first) == losses(other.folder / "metrics.csv")
 
 
-def test_bf16_autocast_runs_on_a_cpu(tiny: Tiny, train: Train) -> None:
-    half, full = train(tiny({"runtime.precision": "bf16-mixed"}), "half"), train(tiny(), "full")
+def test_bf16_autocast_runs_on_a_cpu(tiny: Tiny, whole: Train) -> None:
+    half, full = whole(tiny({"runtime.precision": "bf16-mixed"})), whole(tiny())
     first_half, first_full = float(half.rows[0]["loss"]), float(full.rows[0]["loss"])
     assert first_half != first_full
     assert first_half == pytest.approx(first_full, rel=0.1)

@@ -1,49 +1,47 @@
 """The score during training equals the dense retrieval of `cribo evaluate`."""
 
-import copy
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
+from cribo.data.randomness import keyed_generator
 from cribo.data.scenes import Scenes
 from cribo.evaluation import DenseNN, EvaluationRuntime, SegmentationData, evaluate
-from cribo.evaluation.data import Splits
 from cribo.evaluation.runner import calibrate_batch_norms
-from cribo.models import build_backbone, save_backbone
+from cribo.models import build_backbone
+from cribo.pretraining import PretrainConfig
 from cribo.pretraining.presets import load_config
-from cribo.pretraining.score import RetrievalScore, open_score_data
+from cribo.pretraining.score import open_score_data
 from cribo.retrieval import BackboneSource
 
+Tiny = Callable[..., PretrainConfig]
+Train = Callable[..., Any]
 
-def scenes(root: str | None, split: str) -> Scenes:
-    return Scenes(8, size=64) if split == "train" else Scenes(4, size=64, first=8)
-
-
-def scorer(ratio: int = 1, size: tuple[int, int] | None = None) -> RetrievalScore:
-    config: Any = SimpleNamespace(
-        score=SimpleNamespace(memory_ratio=ratio, neighbours=5, size=size), backbone=SimpleNamespace(pretrained=None)
-    )
-    metrics: Any = SimpleNamespace(add=lambda *_: None)
-    return RetrievalScore(Splits(scenes(None, "train"), scenes(None, "val"), "score"), config, metrics)
-
-
-def miou(source: str | BackboneSource, ratio: int, tmp_path: Path) -> float:
-    runtime = EvaluationRuntime(devices=("cpu",), workers=0, cache="none")
-    data = SegmentationData(f"{__name__}.scenes")
-    result, _ = evaluate(DenseNN(ratios=(ratio,), neighbours=5), source, data, runtime, out=tmp_path / "out")
-    return result.results[0]["miou"]
+NETWORK: dict[str, Any] = {
+    "backbone.name": "test_resnet",
+    "backbone.args": {},
+    "backbone.drop_path": 0.0,
+    "views.size": 64,
+    "objects.num_objects": 3,
+}
+"""A network with batch norms."""
 
 
-def taken(score: RetrievalScore, backbone: Any, step: int) -> float:
-    module: Any = SimpleNamespace(objective=SimpleNamespace(exported=lambda: backbone), device=torch.device("cpu"))
-    trainer: Any = SimpleNamespace(
-        global_step=step, strategy=SimpleNamespace(reduce_boolean_decision=lambda decision: decision)
-    )
-    score._take(trainer, module)
-    return score.curve[-1][1]
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of twelve labelled scenes."""
+    folder, scenes = tmp_path_factory.mktemp("labelled"), Scenes(12, size=64)
+    for index in range(len(scenes)):
+        part = "train" if index < 8 else "val"
+        for kind, pixels in (("images", scenes.load(index).permute(1, 2, 0)), ("labels", scenes.labels(index))):
+            (folder / kind / part).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels.to(torch.uint8).numpy()).save(folder / kind / part / f"{index}.png")
+    (folder / "classes.txt").write_text("\n".join(scenes.classes))
+    return folder
 
 
 def test_the_score_of_the_quickstart_has_the_scenes_and_neighbours_of_the_command() -> None:
@@ -56,26 +54,37 @@ def test_the_score_of_the_quickstart_has_the_scenes_and_neighbours_of_the_comman
 
 
 @pytest.mark.parametrize("ratio", [1, 4])
-def test_the_score_matches_the_command(tmp_path: Path, ratio: int) -> None:
-    backbone = build_backbone("test_resnet", seed=0)
-    save_backbone(backbone, tmp_path / "run")
-    assert taken(scorer(ratio), backbone.train(), step=7) == miou(str(tmp_path / "run"), ratio, tmp_path)
+def test_the_scores_of_a_run_match_the_command(
+    ratio: int, tiny: Tiny, whole: Train, labelled: Path, tmp_path: Path
+) -> None:
+    """Of the trained network, the untrained one with calibrated batch norms, and the mean colour."""
+    score = {"score.root": str(labelled), "score.memory_ratio": ratio, "score.neighbours": 5}
+    config = tiny({**NETWORK, **score})
+    trained = whole(config)
+    seed = keyed_generator(config.seed, 0).initial_seed() % 2**31  # of the run's random weights
+    sources = {
+        "before": BackboneSource("test_resnet", pretrained=False, seed=seed),
+        "after": str(trained.run.folder),
+        "mean_color": "mean-colour",
+    }
+    for name, source in sources.items():
+        runtime = EvaluationRuntime(devices=("cpu",), workers=0, cache="none")
+        protocol, data = DenseNN(ratios=(ratio,), neighbours=5), SegmentationData("folder", str(labelled))
+        result, _ = evaluate(protocol, source, data, runtime, out=tmp_path / name, pictures=0)
+        assert trained.run.summary["dense_nn"][name] == result.results[0]["miou"], name
+    # The score, which calibrates batch norms, changes nothing in the run.
+    losses = [[row["loss"] for row in run.rows if row["loss"]] for run in (trained, whole(tiny(NETWORK)))]
+    assert losses[0] == losses[1]
 
 
-def test_the_score_of_the_mean_colour_matches_the_command(tmp_path: Path) -> None:
-    module: Any = SimpleNamespace(device=torch.device("cpu"))
-    assert scorer().mean_colour(module) == miou("mean-colour", 1, tmp_path)
-
-
-def test_a_size_that_the_mean_colour_does_not_support_skips_its_score_only(caplog: pytest.LogCaptureFixture) -> None:
-    module: Any = SimpleNamespace(device=torch.device("cpu"))
-    assert scorer(size=(40, 40)).mean_colour(module) is None
+def test_a_size_that_the_mean_colour_does_not_support_skips_its_score_only(
+    tiny: Tiny, whole: Train, labelled: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    score = {"score.root": str(labelled), "score.neighbours": 5, "score.size": (40, 40)}
+    scores = whole(tiny({**score, "optim.epochs": 1, "optim.warmup_epochs": 0})).run.summary["dense_nn"]
+    assert scores["mean_color"] is None
+    assert 0 <= scores["after"] <= 1
     assert "size must be a multiple of the patch size 16, got 40x40" in caplog.text
-
-
-def test_the_score_of_an_untrained_network_matches_the_command(tmp_path: Path) -> None:
-    untrained = BackboneSource("test_resnet", pretrained=False)
-    assert taken(scorer(), build_backbone("test_resnet", seed=0), step=0) == miou(untrained, 1, tmp_path)
 
 
 def test_batch_norms_are_calibrated_on_images_of_any_size() -> None:
@@ -87,11 +96,3 @@ def test_batch_norms_are_calibrated_on_images_of_any_size() -> None:
     calibrate_batch_norms(backbone, Small(3, size=16))
     means = [value.abs().sum() for name, value in backbone.named_buffers() if name.endswith("running_mean")]
     assert all(mean > 0 for mean in means)
-
-
-def test_batch_norms_of_an_untrained_network_are_calibrated_for_the_score_only() -> None:
-    backbone = build_backbone("test_resnet", seed=0).train()
-    before = copy.deepcopy(backbone.state_dict())
-    calibrated, plain = taken(scorer(), backbone, step=0), taken(scorer(), backbone, step=7)
-    assert calibrated != plain
-    assert all(torch.equal(value, before[name]) for name, value in backbone.state_dict().items())

@@ -2,30 +2,25 @@
 
 import csv
 import dataclasses
-import multiprocessing
-import os
-import runpy
 import shutil
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from tests.commands import WITHOUT_PICTURES, Commands, RunningCommand, free_port
 from torch import Tensor
 
 from cribo.pretraining import PretrainConfig
 from cribo.pretraining.presets import dump_config
+from cribo.training.checkpoints import checkpoint_files
 
 Tiny = Callable[..., PretrainConfig]
 
-STEPS = 20
-KILLED_AT = 12
+STEPS = 10
+KILLED_AT = 7
 # All three losses from the first step, with all options that could depend on the distribution.
 COMMON: dict[str, Any] = {
     "data.scenes.count": 80,
@@ -34,7 +29,7 @@ COMMON: dict[str, Any] = {
     "objects.bank_images": 40,  # full after a few steps
     "losses.cross_image_from_epoch": 0,
     "optim.batch_size": 16,
-    "optim.epochs": 4,
+    "optim.epochs": 2,
     "optim.warmup_epochs": 0,
     "optim.freeze_last_layers_epochs": 0,
     "optim.clip": 0.3,
@@ -51,19 +46,15 @@ CONVOLUTIONS = {
 # Tolerances: relative for losses; absolute for weights, centres and the bank.
 TOLERANCES = {"64-true": (1e-9, 1e-9), "32-true": (1e-5, 1e-4)}
 
-# One process of a run, with the environment set by torchrun.
+# One process of a run.
 PROGRAM = """
-import os, sys
-os.environ |= environment
-file = os.open(log, os.O_WRONLY | os.O_CREAT)
-os.dup2(file, 1)
-os.dup2(file, 2)
 import faulthandler
 faulthandler.enable()  # a process that libraries bring down says where
 import cribo.pretraining.run as run
 run.write_report = lambda *args, **kwargs: []
 callbacks = []
-exec(prelude)
+config, out, name = sys.argv[1:]
+{prelude}
 run.pretrain(config, out=out, name=name, callbacks=callbacks)
 """
 
@@ -79,12 +70,12 @@ callbacks = [Poison()]
 
 
 # A signal to the last process only.
-STOP = """
+STOP = f"""
 import os, signal
 import lightning as L
 class Stop(L.Callback):
     def on_train_batch_end(self, trainer, module, *args):
-        if trainer.global_step == 11 and trainer.global_rank == trainer.world_size - 1:
+        if trainer.global_step == {KILLED_AT - 1} and trainer.global_rank == trainer.world_size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 callbacks = [Stop()]
 """
@@ -96,27 +87,11 @@ sys.exit()
 """
 
 
-def free_port() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
-
-
-@pytest.fixture(scope="module")
-def forks() -> ForkServerContext:
-    """Starts processes with imported packages, since imports take longer than these runs."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cribo.pretraining.run", "torch._dynamo"])
-    return context
-
-
 class Runs:
     """Trains the same configuration on one or several processes, once each."""
 
-    def __init__(self, folder: Path, tiny: Tiny, forks: ForkServerContext) -> None:
-        self.folder, self.tiny, self.forks = folder, tiny, forks
-        self.program = folder / "program.py"
-        self.program.write_text(PROGRAM)
+    def __init__(self, folder: Path, tiny: Tiny, commands: Commands) -> None:
+        self.folder, self.tiny, self.commands = folder, tiny, commands
 
     def config(self, processes: int, **changes: Any) -> PretrainConfig:
         own = {name.replace("__", "."): value for name, value in changes.items()}
@@ -145,31 +120,14 @@ class Runs:
 
     def train(self, processes: int, config: Path, prelude: str = "") -> list[tuple[int | None, str]]:
         """Return the exit status and output of each process."""
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "none"}
-        sizes = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "GROUP_RANK": "0"}
-        logs = [config.with_suffix(f".{rank}.log") for rank in range(processes)]
-        started = []
-        for rank, log in enumerate(logs):
-            given = {
-                "environment": {**address, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                "log": str(log),
-                "config": str(config),
-                "out": str(self.folder),
-                "name": config.stem,
-                "prelude": prelude,
-            }
-            # A daemon, so that failing tests do not wait for it.
-            process = self.forks.Process(target=runpy.run_path, args=(str(self.program), given), daemon=True)
-            process.start()
-            started.append(process)
-        for process in started:
-            process.join(timeout=900)
-        return [(process.exitcode, log.read_text()) for process, log in zip(started, logs, strict=True)]
+        program = PROGRAM.replace("{prelude}", prelude)
+        started = self.commands.fork_program_all(processes, program, config, self.folder, config.stem)
+        return [(each.wait(900), each.output) for each in started]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny, forks: ForkServerContext) -> Runs:
-    return Runs(tmp_path_factory.mktemp("runs"), tiny, forks)
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny, commands: Commands) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"), tiny, commands)
 
 
 @dataclasses.dataclass
@@ -188,8 +146,8 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 def states(folder: Path) -> list[State]:
     """After each step."""
     found = []
-    for step in range(1, STEPS + 1):
-        checkpoint = torch.load(checkpoint_path(folder, step), weights_only=False)
+    for path in reversed(checkpoint_files(folder)):
+        checkpoint = torch.load(path, weights_only=False)
         weights = checkpoint["state_dict"]
         bank = {name: torch.as_tensor(value) for name, value in weights.pop("_extra_state")["bank"].items()}
         found.append(State(checkpoint["cribo"]["sums"], weights, bank))
@@ -197,7 +155,7 @@ def states(folder: Path) -> list[State]:
 
 
 def losses(found: Sequence[State]) -> Tensor:
-    """(STEPS - 1, 3) the three losses of each step; the last step's sums are read before it is saved."""
+    """(steps - 1, 3) the three losses of each step; the last step's sums are read before it is saved."""
     names = ("loss_image", "loss_cross_view", "loss_cross_image")
     sums = torch.stack([torch.stack([state.sums[name] for name in names]) for state in found[:-1]])
     numerators, denominators = sums.diff(dim=0, prepend=torch.zeros_like(sums[:1])).unbind(dim=-1)
@@ -229,17 +187,17 @@ def assert_same(one: Path, spread: Path, precision: str) -> None:
     [
         (2, "64-true", "mean", 2),
         (2, "64-true", "sinkhorn", 1),
+        pytest.param(4, "32-true", "mean", 2, marks=pytest.mark.slow),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, marks=pytest.mark.endurance)
             for case in (
                 (4, "64-true", "mean", 1),
                 (2, "64-true", "sinkhorn", 2),
                 (2, "32-true", "mean", 2),
                 (2, "32-true", "sinkhorn", 1),
-                (4, "32-true", "mean", 2),
+                (4, "64-true", "sinkhorn", 2),
             )
         ),
-        pytest.param(4, "64-true", "sinkhorn", 2, marks=pytest.mark.endurance),
     ],
 )
 def test_a_run_does_not_depend_on_its_distribution(
@@ -272,7 +230,7 @@ def assert_same_checkpoint(a: Any, b: Any, tolerance: float, name: str = "") -> 
 
 def last(folder: Path) -> dict[str, Any]:
     """Return the last checkpoint, without options of devices."""
-    checkpoint = torch.load(checkpoint_path(folder, STEPS), weights_only=True)
+    checkpoint = torch.load(checkpoint_files(folder)[0], weights_only=True)
     del checkpoint["cribo"]["config"], checkpoint["callbacks"]
     return checkpoint
 
@@ -284,10 +242,14 @@ PRECISE: dict[str, Any] = {"runtime__precision": "64-true", "losses__centring": 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"optim__freeze_last_layers_epochs": 2, "backbone__checkpointing": "selective"},
-        {"optim__freeze_backbone_epochs": 2},
-        {"losses__object_neighbours": 0.5, "losses__patch_neighbours": 0.5, "losses__patch_bank": 320},
-        CONVOLUTIONS,
+        {
+            "optim__freeze_last_layers_epochs": 1,
+            "backbone__checkpointing": "selective",
+            "losses__object_neighbours": 0.5,
+            "losses__patch_neighbours": 0.5,
+            "losses__patch_bank": 320,
+        },
+        {"optim__freeze_backbone_epochs": 1, **CONVOLUTIONS},
     ],
 )
 def test_checkpoints_do_not_depend_on_the_distribution(runs: Runs, changes: dict[str, Any]) -> None:
@@ -309,7 +271,9 @@ def test_a_last_layer_that_no_loss_uses(runs: Runs) -> None:
     assert (found[1:, 1:] > 0).all()
 
 
-@pytest.mark.parametrize(("begun", "processes"), [(2, 1), (2, 2), (1, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("begun", "processes"), [(2, 1), (2, 2), (1, 2), pytest.param(2, 4, marks=pytest.mark.endurance)]
+)
 def test_a_run_resumes_on_another_number_of_processes(runs: Runs, begun: int, processes: int) -> None:
     first = runs(begun, **PRECISE)
     through, tolerance = (first, 0) if processes == begun else (runs(1, **PRECISE), 1e-9)
@@ -321,9 +285,9 @@ def test_a_signal_to_another_rank_than_0_stops_all(runs: Runs) -> None:
     config.write_text(dump_config(runs.config(2, **PRECISE, runtime__checkpoint_every=100)))
     for code, said in runs.train(2, config, STOP):
         assert code == 1
-        assert "stopped by SIGTERM after step 12" in said
+        assert f"stopped by SIGTERM after step {KILLED_AT}" in said
     stopped, through = (
-        torch.load(checkpoint_path(folder, 12), weights_only=True)
+        torch.load(checkpoint_path(folder, KILLED_AT), weights_only=True)
         for folder in (runs.folder / "stopped", runs(2, **PRECISE))
     )
     for kind in ("state_dict", "optimizer_states"):
@@ -334,6 +298,8 @@ def test_a_signal_to_another_rank_than_0_stops_all(runs: Runs) -> None:
 def test_processes_that_find_no_objects(runs: Runs) -> None:
     changes = {
         "objects__position_weight": 10.0,
+        "optim__epochs": 4,
+        "runtime__keep_checkpoints": 20,
         "data__scenes__count": 40,
         "optim__batch_size": 8,
         "losses__centring": "mean",
@@ -341,7 +307,7 @@ def test_processes_that_find_no_objects(runs: Runs) -> None:
         "runtime__precision": "64-true",
     }
     one, four = runs(1, **changes), runs(4, **changes)
-    # (STEPS, 4): objects that each of the four processes found.
+    # (20, 4): objects that each of the four processes found.
     found = torch.stack([state.bank["counts"][-8:].view(4, 2).sum(dim=1) for state in states(four)])
     assert (found.sum(dim=1) == 0).any()
     assert ((found.sum(dim=1) > 0) & (found == 0).any(dim=1)).any()
@@ -352,72 +318,61 @@ def test_processes_that_find_no_objects(runs: Runs) -> None:
         assert torch.equal(a.bank["images"], b.bank["images"])
 
 
-@pytest.mark.parametrize(("log_every", "what"), [(1, "the loss image"), (100, "a loss")])
-def test_a_loss_that_is_not_finite_on_one_process_stops_all(
-    runs: Runs, tmp_path: Path, log_every: int, what: str
-) -> None:
-    config = tmp_path / f"poisoned-{log_every}.yaml"
-    changes = {"runtime__log_every": log_every, "runtime__checkpoint_every": 2, "losses__centring": "mean"}
+def test_a_loss_that_is_not_finite_on_one_process_stops_all(runs: Runs, tmp_path: Path) -> None:
+    config = tmp_path / "poisoned.yaml"
+    changes = {"runtime__checkpoint_every": 2, "losses__centring": "mean"}
     config.write_text(dump_config(runs.config(2, **changes)))
     for code, said in runs.train(2, config, POISON):
         assert code == 1
-        assert f"NonFiniteLoss: {what} was not finite, seen at step 6" in said
+        assert "NonFiniteLoss: a loss was not finite, seen at step 6" in said
     kept = sorted(path.name for path in (runs.folder / config.stem / "checkpoints").iterdir())
     assert kept == ["step=00000002.ckpt", "step=00000004.ckpt"]
 
 
-def start(*words: str | Path) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-m", *(str(word) for word in words)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def assert_done(processes: Sequence["subprocess.Popen[str]"]) -> str:
-    """Assert that all processes exit with 0 and none is left; return their output."""
-    said = ""
-    try:
-        for process in processes:
-            said += process.communicate(timeout=600)[0]
-            assert process.returncode == 0, said[-5000:]
-    finally:
-        for process in processes:
-            process.kill()
+def assert_done(started: Sequence[RunningCommand]) -> str:
+    """Assert that all processes exit with 0; return their output."""
+    codes = [each.wait(900) for each in started]
+    said = "".join(each.output for each in started)
+    assert codes == [0] * len(started), said[-5000:]
     return said
 
 
 def assert_one_whole_run(out: Path, name: str) -> None:
     assert [path.name for path in out.iterdir()] == [name]
     left = {path.name for path in (out / name).iterdir()}
-    assert {"config.yaml", "summary.json", "metrics.csv", "backbone.safetensors", "report", "checkpoints"} <= left
+    assert {"config.yaml", "summary.json", "metrics.csv", "backbone.safetensors", "checkpoints"} <= left
 
 
 @pytest.mark.slow
-def test_processes_started_by_the_command(runs: Runs, tmp_path: Path) -> None:
-    one = runs(1, runtime__precision="64-true", losses__centring="mean", optim__micro_batches=2)
+def test_processes_started_by_the_command(runs: Runs, commands: Commands, tmp_path: Path) -> None:
+    one = runs(1, **PRECISE)
     out = tmp_path / "runs"
     pretrain = ("cribo.cli", "pretrain", "--config", one / "config.yaml", "--out", out, "--name", "run")
-    said = assert_done([start(*pretrain, "--runtime.devices", "2")])
+    said = assert_done([commands.run(*pretrain, "--runtime.devices", "2")])
     assert said.count("to repeat it") == 1  # logged by rank 0 only
     assert_one_whole_run(out, "run")
+    assert (out / "run" / "report" / "losses.png").is_file()
     assert_same(one, out / "run", "64-true")
 
 
 @pytest.mark.slow
-def test_two_machines(runs: Runs, tmp_path: Path) -> None:
-    """Two launchers at different addresses form one run."""
-    one = runs(1, runtime__precision="64-true", losses__centring="mean", optim__micro_batches=2)
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.endurance)])
+def test_two_machines(torchrun: bool, runs: Runs, commands: Commands, tmp_path: Path) -> None:
+    """Two launchers at different addresses form one run, or processes in the environment that these set."""
+    one = runs(1, **PRECISE)
     out = tmp_path / "runs"
-    torchrun = ("torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-id", "cribo")
-    meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
     # Without a name, each of two processes would create its own folder.
-    pretrain = ("-m", "cribo.cli", "pretrain", "--config", one / "config.yaml", "--out", out)
-    spread = ("--runtime.devices", "1", "--runtime.num_nodes", "2")
-    assert_done(
-        [start(*torchrun, *meeting, "--local-addr", f"127.0.0.{machine}", *pretrain, *spread) for machine in (1, 2)]
-    )
+    pretrain = ("pretrain", "--config", one / "config.yaml", "--out", out)
+    if torchrun:
+        meeting = ("--rdzv-id", "cribo", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+        launcher = ("torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *meeting)
+        spread = ("--runtime.devices", "1", "--runtime.num_nodes", "2")
+        started = [
+            commands.run(*launcher, "--local-addr", f"127.0.0.{machine}", "-m", "cribo.cli", *pretrain, *spread)
+            for machine in (1, 2)
+        ]
+    else:
+        started = commands.fork_all(2, *pretrain, machines=2, prelude=WITHOUT_PICTURES)
+    assert_done(started)
     assert_one_whole_run(out, one.name)
     assert_same(one, out / one.name, "64-true")

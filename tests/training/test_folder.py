@@ -1,35 +1,34 @@
 """Runs claim and lock their folder; two runs never write to the same one."""
 
 import os
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from tests.commands import Commands, RunningCommand
 
 from cribo.files import FolderError
 from cribo.folders import MARKER, ResultFolder
 from cribo.training.folder import RUN_LOCK, claim, run_lock
 
 HOLD = """
-import sys
+import sys, time
 from pathlib import Path
 from cribo.training.folder import run_lock
 with run_lock(Path(sys.argv[1])):
     print("held", flush=True)
-    sys.stdin.read()
+    while not Path("end").exists():
+        time.sleep(0.01)
 """
 
 
 @pytest.fixture
-def held(tmp_path: Path) -> "subprocess.Popen[str]":
-    """Start a process that holds the lock of the test's folder."""
-    command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    return process
+def held(tmp_path: Path, commands: Commands) -> RunningCommand:
+    """Start a process that holds the lock of the test's folder until its own folder contains `end`."""
+    started = commands.fork_program(HOLD, tmp_path)
+    while "held" not in started.output:
+        assert started.wait(0.01) is None, started.output
+    return started
 
 
 def refused(folder: Path) -> bool:
@@ -42,17 +41,16 @@ def refused(folder: Path) -> bool:
         return True
 
 
-def test_a_second_run_is_refused_until_the_first_one_ends(tmp_path: Path, held: "subprocess.Popen[str]") -> None:
+def test_a_second_run_is_refused_until_the_first_one_ends(tmp_path: Path, held: RunningCommand) -> None:
     assert refused(tmp_path)
-    assert held.stdin is not None
-    held.stdin.close()
-    assert held.wait() == 0
+    (held.folder / "end").touch()
+    assert held.wait(60) == 0
     assert not refused(tmp_path)
 
 
-def test_the_folder_of_a_killed_run_is_free(tmp_path: Path, held: "subprocess.Popen[str]") -> None:
-    held.kill()
-    held.wait()
+def test_the_folder_of_a_killed_run_is_free(tmp_path: Path, held: RunningCommand) -> None:
+    held.kill(all_of_it=False)
+    held.wait(60)
     assert not refused(tmp_path)
 
 
@@ -77,7 +75,7 @@ def test_other_folders_are_free(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-def test_an_exception_in_a_fork_does_not_release_the_lock(tmp_path: Path) -> None:
+def test_an_exception_in_a_fork_does_not_release_the_lock(tmp_path: Path, commands: Commands) -> None:
     child = 1
     try:
         with run_lock(tmp_path):
@@ -85,9 +83,9 @@ def test_an_exception_in_a_fork_does_not_release_the_lock(tmp_path: Path) -> Non
             if child == 0:
                 raise RuntimeError
             os.waitpid(child, 0)
-            command = [sys.executable, "-c", HOLD, str(tmp_path)]
-            other = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-            assert "is in use by another run" in other.stderr
+            other = commands.fork_program(HOLD, tmp_path)
+            assert other.wait(60) == 1
+            assert "is in use by another run" in other.output
     except RuntimeError:
         os._exit(0)
 

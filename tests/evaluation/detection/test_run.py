@@ -1,9 +1,7 @@
 """Detection from the command line, on images and weights on disk."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 from rich.console import Console
+from tests.commands import Commands
 from transformers import AutoImageProcessor, YolosForObjectDetection
 
 import cribo.evaluation.detection.training as detection_training
@@ -195,23 +194,17 @@ def test_old_results_are_replaced_only_with_overwrite(words: list[str], refused:
 
 
 @pytest.mark.slow
-def test_two_processes_score_each_image_once_and_one_prints(words: list[str]) -> None:
-    words = [*words, "--epochs", "1", "--pictures", "0", "--out", "two", "--devices", "2", "--limit", "3"]
-    words += ["--tokens", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "cribo", *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def test_two_processes_score_each_image_once_and_one_prints(words: list[str], commands: Commands) -> None:
+    words = [*words, "--epochs", "1", "--pictures", "0", "--limit", "3", "--tokens", "1"]
+    begun = commands.fork_all(2, *words, "--out", Path("two").absolute())
+    for each in begun:
+        assert each.wait(900) == 0, each.output
+    output = "".join(each.output for each in begun)
     rows = json.loads(Path("two/detections.json").read_text())
     assert sorted({row["image_id"] for row in rows}) == [100, 101, 102]
     assert len(rows) == 3
-    assert done.stdout.count("AP50") == 1
-    assert done.stdout.count("increase --tokens to detect all of them") == 1
+    assert output.count("AP50") == 1
+    assert output.count("increase --tokens to detect all of them") == 1
 
 
 def test_it_trains_in_16_bits(words: list[str]) -> None:

@@ -99,10 +99,13 @@ def test_images_found_as_a_whole_are_counted_with_a_warning(coco: Path, caplog: 
 
 
 def test_an_iou_of_a_half_counts_as_found(coco: Path) -> None:
-    images = DiscoveryData(str(coco)).open().val
-    half, less = (torch.tensor([32.0, 16, right, 48], dtype=torch.float64) for right in (56, 55))
-    assert discovery._is_found(half, images.boxes(0))
-    assert not discovery._is_found(less, images.boxes(0))
+    content = json.loads((coco / "instances_val.json").read_text())
+    run = DiscoveryData(str(coco)), EvaluationRuntime(devices=("cpu",), workers=0, cache="none")
+    for height, found in ((64, 2), (65, 1)):  # 32 of which are the object of the first image
+        content["annotations"][0]["bbox"] = [32, 16, 48, height]
+        (coco / "instances_val.json").write_text(json.dumps(content))
+        result, _ = evaluate(Discovery(methods=("lost",)), "mean-colour", *run, pictures=0)
+        assert result.results[0]["found"] == found
 
 
 @pytest.mark.parametrize("kind", ["queries", "keys", "values"])

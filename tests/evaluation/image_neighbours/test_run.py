@@ -1,11 +1,7 @@
 """Image-level nearest neighbours from the command line, on images and weights on disk."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.commands import Commands
 
 from cribo.cli import main
 from cribo.evaluation import read_result
@@ -197,23 +194,21 @@ def test_half_of_the_pictures_show_errors_if_possible() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
-def test_a_killed_extraction_resumes(data: Path, backbone: Path) -> None:
+def test_a_killed_extraction_resumes(data: Path, backbone: Path, commands: Commands) -> None:
     """After SIGKILL following the first file of features, that file is not computed again."""
     write_classes(data / "train" / "more", 700, seed=2)  # in a separate class: 2124 images in three files
-    command = words(data, "--out", "result", "--neighbours", "5", backbone=backbone)
-    command[command.index("none")] = "cache"
-    run = [sys.executable, "-m", "cribo", *command]
-    process = subprocess.Popen(run, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 900
-    while not list(Path("cache").rglob("*.npy")) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    command = words(data, "--out", str(Path("result").absolute()), "--neighbours", "5", backbone=backbone)
+    command[command.index("none")] = str(Path("cache").absolute())
+    killed = commands.fork(*command)
+    while not list(Path("cache").rglob("*.npy")):
+        assert killed.wait(0.02) is None, killed.output
+    killed.kill(all_of_it=True)
+    assert killed.wait(60) == -signal.SIGKILL
     assert not Path("result/results.json").exists()
     kept = {path: path.stat().st_mtime_ns for path in Path("cache").rglob("*.npy")}
     assert kept
-    finished = subprocess.run(run, check=True, capture_output=True, text=True)
-    assert "cached)" in finished.stdout or len(kept) == 3
+    finished = commands.fork(*command)
+    assert finished.wait(900) == 0, finished.output
+    assert "cached)" in finished.output or len(kept) == 3
     assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
     assert Path("result/results.json").is_file()

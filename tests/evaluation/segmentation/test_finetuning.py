@@ -1,11 +1,8 @@
 """End-to-end finetuning with Segmenter."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.commands import Commands
 
 from cribo.arguments import ConfigError
 from cribo.cli import main
@@ -148,17 +146,15 @@ def test_positions_are_resized_to_the_crops(folder: Path) -> None:
 
 
 def stop_when(condition: str) -> str:
-    """Return a program that runs cribo and kills itself before the training step at which a condition holds."""
+    """Return a prelude that kills the command before the training step at which a condition holds."""
     return (
-        "import os, signal, sys\n"
+        "import signal\n"
         "from cribo.evaluation.segmentation.segmenter import SegmenterFinetuning\n"
         "step = SegmenterFinetuning.training_step\n"
         "def killed(self, batch, batch_idx):\n"
         f"    if {condition}: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return step(self, batch, batch_idx)\n"
         "SegmenterFinetuning.training_step = killed\n"
-        "from cribo.cli import main\n"
-        "sys.exit(main(sys.argv[1:]))\n"
     )
 
 
@@ -179,12 +175,11 @@ def stop_when(condition: str) -> str:
     ],
 )
 def test_a_killed_training_resumes_with_identical_results(
-    folder: Path, whole: Path, tmp_path: Path, condition: str, left: list[str]
+    folder: Path, whole: Path, tmp_path: Path, commands: Commands, condition: str, left: list[str]
 ) -> None:
     command = words(folder, tmp_path / "out", "--resume")
-    program = [sys.executable, "-c", stop_when(condition), *command]
-    done = subprocess.run(program, env=os.environ, capture_output=True, check=False, timeout=900)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    begun = commands.fork(*command, prelude=stop_when(condition))
+    assert begun.wait(900) == -signal.SIGKILL, begun.output
     files = [path for path in (tmp_path / "out").glob("lr=*/**/*") if path.is_file() and "events" not in path.name]
     found = sorted(path.relative_to(tmp_path / "out").as_posix() for path in files)
     assert [name for name in found if "tensorboard" not in name] == left
@@ -222,10 +217,9 @@ def test_a_damaged_score_is_named(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_result_of_one(folder: Path, whole: Path, tmp_path: Path) -> None:
-    command = words(folder, tmp_path / "out", "--devices", "2")
-    done = subprocess.run([sys.executable, "-m", "cribo", *command], capture_output=True, check=False, timeout=900)
-    assert done.returncode == 0, done.stderr
+def test_two_processes_give_the_result_of_one(folder: Path, whole: Path, tmp_path: Path, commands: Commands) -> None:
+    for begun in commands.fork_all(2, *words(folder, tmp_path / "out")):
+        assert begun.wait(900) == 0, begun.output
     ours, others = (load_file(path / "segmenter.safetensors") for path in (tmp_path / "out", whole))
     for name, value in ours.items():
         torch.testing.assert_close(value, others[name], rtol=1e-3, atol=1e-4)

@@ -1,10 +1,7 @@
 """End-to-end linear segmentation."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -12,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from PIL import Image
+from tests.commands import Commands
 
 from cribo.arguments import ConfigError
 from cribo.cli import main
@@ -91,7 +89,7 @@ def test_bf16(folder: Path, tmp_path: Path) -> None:
     assert result.results[0]["miou"] > 0.8
 
 
-def test_a_killed_evaluation_resumes_with_identical_results(folder: Path, tmp_path: Path) -> None:
+def test_a_killed_evaluation_resumes_with_identical_results(folder: Path, tmp_path: Path, commands: Commands) -> None:
     runtime = TrainingRuntime(**CPU, checkpoint_every=5)
     whole, out = evaluate(*config(folder, runtime=runtime), out=tmp_path / "whole", pictures=0)
     stopped = tmp_path / "stopped"
@@ -102,18 +100,16 @@ def test_a_killed_evaluation_resumes_with_identical_results(folder: Path, tmp_pa
     words += ["--out", str(stopped), "--resume"]
     # Killed while it writes the curves of step 8, before it can save.
     killing = (
-        "import os, signal, sys\n"
+        "import signal\n"
         "from cribo.evaluation.segmentation.linear import LinearSegmentation\n"
         "step = LinearSegmentation.training_step\n"
         "def killed(self, batch, batch_idx):\n"
         "    if self.global_step == 7: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return step(self, batch, batch_idx)\n"
         "LinearSegmentation.training_step = killed\n"
-        "from cribo.cli import main\n"
-        "sys.exit(main(sys.argv[1:]))\n"
     )
-    done = subprocess.run([sys.executable, "-c", killing, *words], env=os.environ, capture_output=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    begun = commands.fork(*words, prelude=killing)
+    assert begun.wait(900) == -signal.SIGKILL, begun.output
     assert [path.name for path in stopped.glob("checkpoints/*.ckpt")] == ["step=00000005.ckpt"]
     assert main(words) == 0
     for name, value in heads(stopped).items():
@@ -156,14 +152,14 @@ def test_other_settings_are_not_resumed(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_result_of_one(folder: Path, tmp_path: Path) -> None:
+def test_two_processes_give_the_result_of_one(folder: Path, tmp_path: Path, commands: Commands) -> None:
     one, _ = evaluate(*config(folder), out=tmp_path / "one", pictures=1)
     words = ["evaluate", "linear", "--backbone", str(folder / "network"), "--data", "folder"]
     words += ["--data.root", str(folder), "--iterations", "12", "--batch_size", "4", "--crop", "64"]
     words += ["--learning_rates", "0.1,1e-4", "--accelerator", "cpu", "--runtime.workers", "0"]
-    words += ["--runtime.threads", "1", "--devices", "2", "--pictures", "1", "--out", str(tmp_path / "two")]
-    done = subprocess.run([sys.executable, "-m", "cribo", *words], capture_output=True, check=False, timeout=900)
-    assert done.returncode == 0, done.stderr
+    words += ["--runtime.threads", "1", "--pictures", "1", "--out", str(tmp_path / "two")]
+    for begun in commands.fork_all(2, *words):
+        assert begun.wait(900) == 0, begun.output
     for name, value in heads(tmp_path / "two").items():
         assert torch.allclose(value, heads(tmp_path / "one")[name], atol=1e-4)
     for row, other in zip(read_result(tmp_path / "two").results, one.results, strict=True):

@@ -1,4 +1,4 @@
-"""Start, watch and kill commands as a user would."""
+"""Start, watch and kill commands as a user would, in processes that need not import the packages again."""
 
 import contextlib
 import itertools
@@ -18,20 +18,33 @@ from typing import Any
 WITHOUT_PICTURES = "import cribo.pretraining.run as run; run.write_report = lambda *args, **kwargs: []"
 """A prelude for runs whose pictures nobody looks at: they take longer than the training."""
 
-# The command `cribo`, in a process with imported packages.
+# A program, in a process with imported packages.
 _PROGRAM = """
-import multiprocessing, os, sys
+import multiprocessing, os, signal, sys
 multiprocessing.set_start_method(None, force=True)  # a command's own, not that of the process it was forked from
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
 os.setsid()
 os.chdir(folder)
 os.environ |= environment
 log = os.open("log", os.O_WRONLY | os.O_CREAT)
 os.dup2(log, 1)
 os.dup2(log, 2)
-from cribo import cli
-exec(prelude)
-sys.exit(cli.main(words))
+sys.argv = ["program", *words]
+exec(program)
 """
+
+_COMMAND = """
+from cribo import cli
+{prelude}
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def free_port() -> str:
+    """Return a port of this machine that no process listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
 
 
 def processes_in(folder: Path) -> list[int]:
@@ -60,8 +73,9 @@ class RunningCommand:
 
     @property
     def output(self) -> str:
-        """Output of the command and its child processes."""
-        return (self.folder / "log").read_text(errors="replace")
+        """Output of the command and its child processes so far."""
+        log = self.folder / "log"
+        return log.read_text(errors="replace") if log.exists() else ""
 
     def processes(self) -> list[int]:
         """Return the running processes of the command."""
@@ -108,11 +122,17 @@ class Commands:
             environment: variables added to the environment.
             prelude: Python code to run first.
         """
+        return self.fork_program(_COMMAND.format(prelude=prelude), *words, environment=environment)
+
+    def fork_program(
+        self, program: str, *words: object, environment: Mapping[str, str] | None = None
+    ) -> RunningCommand:
+        """Start a Python program with these words as `sys.argv[1:]` in a process with imported packages."""
         folder = self._new_folder()
         given: dict[str, Any] = {
             "folder": str(folder),
             "environment": dict(environment or {}),
-            "prelude": prelude,
+            "program": program,
             "words": [str(word) for word in words],
         }
         process = self._forks.Process(target=runpy.run_path, args=(str(self._program), given))
@@ -146,23 +166,38 @@ class Commands:
 
         return self._add(RunningCommand(process.pid, folder, wait))
 
-    def fork_all(self, processes: int, *words: object, prelude: str = "") -> list[RunningCommand]:
-        """Start `cribo` in several processes of one run, with the environment set by torchrun."""
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = str(found.getsockname()[1])
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
-        shared |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-        words = (*words, "--runtime.devices", processes)
+    def fork_all(self, processes: int, *words: object, prelude: str = "", machines: int = 1) -> list[RunningCommand]:
+        """Start `cribo` in several processes of one run, with the environment set by torchrun on each machine."""
+        devices = processes // machines
+        spread = ("--runtime.devices", devices, *(("--runtime.num_nodes", machines) if machines > 1 else ()))
+        return self.fork_program_all(processes, _COMMAND.format(prelude=prelude), *words, *spread, machines=machines)
+
+    def fork_program_all(self, processes: int, program: str, *words: object, machines: int = 1) -> list[RunningCommand]:
+        """Start a Python program in several processes, with the environment set by torchrun on each machine."""
+        devices = processes // machines
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "none"}
+        shared |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(devices)}
         return [
-            self.fork(*words, prelude=prelude, environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            self.fork_program(
+                program,
+                *words,
+                environment={
+                    **shared,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank % devices),
+                    "GROUP_RANK": str(rank // devices),
+                },
+            )
             for rank in range(processes)
         ]
 
     def end(self) -> None:
         """Kill all processes that are left after a test."""
         for started in self.started:
-            for pid in started.processes():
+            left = set(started.processes())
+            if started.wait(0) is None:
+                left.add(started.pid)  # even if it has not reached its working directory
+            for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             started.wait(60)
