@@ -145,7 +145,7 @@ def test_only_rank_0_prints(
 
 def test_other_settings_are_not_resumed(folder: Path, tmp_path: Path) -> None:
     evaluate(*config(folder, iterations=1), out=tmp_path / "out", pictures=0)
-    with pytest.raises(FolderError, match=r"created with settings\.iterations 1, got 2"):
+    with pytest.raises(FolderError, match=r"cannot be resumed: settings\.iterations was 1, is 2"):
         evaluate(*config(folder, iterations=2), out=tmp_path / "out", resume=True, pictures=0)
     with pytest.raises(FolderError, match="--overwrite"):
         evaluate(*config(folder, iterations=1), out=tmp_path / "out", pictures=0)
