@@ -6,14 +6,19 @@ import pytest
 from tests.commands import Commands
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+SCRIPT = """
+import runpy
+del sys.argv[0]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 TRAINING = ("own_clustering", "own_objective")  # these write a run to the given folder
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs(example: Path, tmp_path: Path, commands: Commands) -> None:
     words = [tmp_path] if example.stem in TRAINING else []
-    program = f"import runpy; runpy.run_path({str(example)!r}, run_name='__main__')"
-    done = commands.fork_program(program, *words)
+    done = commands.fork_program(SCRIPT, example, *words)
     assert done.wait(900) == 0, done.output[-3000:]
     assert done.output.strip()
     if words:
