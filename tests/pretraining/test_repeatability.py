@@ -188,7 +188,7 @@ def test_the_same_command_starts_resumes_and_finishes(tiny: Tiny, begun: Train, 
     done = begun(config)
     assert_same_run(whole(tiny()), done)
     before = {path: path.stat().st_mtime_ns for path in done.run.folder.rglob("*")}
-    with pytest.raises(ConfigError, match=r"run has optim.lr 0.02, not 0.1; only runtime.\* and data.root"):
+    with pytest.raises(FolderError, match=r"optim\.lr was 0\.02, is 0\.1\. Only runtime\.\* and data\.root"):
         begun(tiny({"optim.lr": 0.1}))
     assert begun(config).run.summary == done.run.summary
     assert {path: path.stat().st_mtime_ns for path in done.run.folder.rglob("*")} == before

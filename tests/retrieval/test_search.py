@@ -1,3 +1,4 @@
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.commands import Commands
 
 from cribo.retrieval import search
 from cribo.retrieval.search import (
@@ -304,13 +304,12 @@ print(resident("VmHWM") - before - 12 * queries * k)
         (20_000, 20_000, 64, 30, 32 * 2**20, 32 * 2**20),
     ],
 )
-def test_peak_memory_stays_within_the_budget(
-    commands: Commands, queries: int, keys: int, dim: int, k: int, budget: int, most: int
-) -> None:
+def test_peak_memory_stays_within_the_budget(queries: int, keys: int, dim: int, k: int, budget: int, most: int) -> None:
     """And does not grow with the numbers of queries and keys, except for the result."""
-    done = commands.fork_program(MEMORY, queries, keys, dim, k, budget)
-    assert done.wait(900) == 0, done.output
-    assert int(done.output) < 1.1 * most + 8 * 2**20  # the allocator keeps some freed memory
+    command = [sys.executable, "-c", MEMORY, *map(str, (queries, keys, dim, k, budget))]
+    # The peak depends on the overlap of the workers, so take the larger of two runs.
+    measured = max(int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) for _ in range(2))
+    assert measured < 1.1 * most + 8 * 2**20  # the allocator keeps some freed memory
 
 
 # ------------------------------------------------------------------ approximate index

@@ -100,7 +100,7 @@ class DenseNNSettings(Settings):
             ImportError: `mean` is matched and scipy is not installed.
 
         Example:
-            >>> DenseNN(variant="hummingbird", neighbours=20).for_data(14, ["road", "sky"]).size
+            >>> DenseNNSettings(variant="hummingbird", neighbours=20).for_data(14, ["road", "sky"]).size
             (504, 504)
         """
         settings = self.decided(_VARIANTS[self.variant](patch_size, classes))

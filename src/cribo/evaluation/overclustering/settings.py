@@ -77,7 +77,7 @@ class OverclusteringSettings(Settings):
                 for classes that do not begin with a background.
 
         Example:
-            >>> Overclustering().for_data(14, ["background", "cat"], images=2).clusters
+            >>> OverclusteringSettings().for_data(14, ["background", "cat"], images=2).clusters
             (2, 300, 500)
         """
         if self.foreground and (classes[0].lower() != "background" or len(classes) < 2):
