@@ -1,5 +1,6 @@
 """Reads batches from worker processes, and detects workers that died or hang."""
 
+import atexit
 import queue
 import signal
 import threading
@@ -15,6 +16,7 @@ from cribo.data.batches import Batches, BatchIterator
 _CHECK_SECONDS = 0.2  # between checks of the workers
 _EXIT_SECONDS = 0.5  # from a connection error to the exit of the worker
 _END_SECONDS = 1.0  # for workers to end
+_TORCH_SECONDS = 6.0  # longer than torch takes to notice that all workers have ended
 
 _MORE_MEMORY = (
     "Use fewer data.workers, or give the job more memory (SIGKILL) or shared memory (SIGBUS; --shm-size of docker); "
@@ -94,6 +96,8 @@ class BackgroundReader:
             worker.kill()
         for worker in self._workers:
             worker.join(_END_SECONDS)
+        if self._thread.is_alive():  # if it continued during the shutdown of the interpreter, torch would abort
+            atexit.register(self._thread.join, _TORCH_SECONDS)
 
     def _require_running(self, seconds: float) -> None:
         """Raise a WorkerFault if a worker has ended or ends within some seconds."""
