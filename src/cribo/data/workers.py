@@ -102,7 +102,9 @@ class BackgroundReader:
     def _require_running(self, seconds: float) -> None:
         """Raise a WorkerFault if a worker has ended or ends within some seconds."""
         for worker in self._ended_workers(seconds):
-            worker.join(_END_SECONDS)
+            until = time.monotonic() + _EXIT_SECONDS
+            while worker.exitcode is None and time.monotonic() < until:
+                time.sleep(0.01)  # the thread may be reading the status at the same time
             raise WorkerFault(f"one of {len(self._workers)} workers {_described(worker.exitcode)}", _MORE_MEMORY)
 
     def _ended_workers(self, seconds: float) -> list[BaseProcess]:
