@@ -19,6 +19,7 @@ from benchmarks.measuring import MIB, peak_memory, timed
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from cribo.method import SelfDistillation, cluster_tokens, cross_view_loss, reference
 from cribo.method.blocks import rows_per_block
@@ -80,6 +81,16 @@ def loss(rows: int, device: str) -> Versions:
         logits = [(teacher[i] @ theirs.T, student[1 - i] @ ours.T) for i in (0, 1)]
         return gradients(torch.stack([reference.cross_entropy(*pair, centre, 0.04) for pair in logits]).mean())
 
+    def of_block(s: Tensor, t: Tensor) -> Tensor:
+        p_teacher = ((t @ theirs.T - centre) / 0.04).softmax(dim=1)
+        return -(p_teacher * (s @ ours.T / 0.1).log_softmax(dim=1)).sum()
+
+    def checkpointed() -> Tensor:
+        size = rows_per_block(PROTOTYPES, ours.device)
+        blocks = zip(student.flatten(0, 1).split(size), teacher.flip(0).flatten(0, 1).split(size), strict=True)
+        losses = [checkpoint(of_block, *block, use_reentrant=False) for block in blocks]
+        return gradients(torch.stack(losses).sum() / rows)
+
     @torch.no_grad()
     def products() -> None:
         total, size = torch.zeros_like(ours), rows_per_block(PROTOTYPES, ours.device)
@@ -90,6 +101,7 @@ def loss(rows: int, device: str) -> Versions:
 
     return {
         "ours": lambda: gradients(cross_view_loss(student, teacher, SelfDistillation(ours, theirs, centre, 0.1, 0.04))),
+        "checkpointed blocks": checkpointed,
         "bare products": products,
         "reference": literally,
     }

@@ -198,8 +198,9 @@ def _distances(coordinates: Float[Tensor, "b t 2"]) -> Float[Tensor, "b t t"]:
     Computed from differences: with a matrix product, a token's distance to itself would not be exactly 0.
     """
     x, y = coordinates.mT.contiguous().unbind(dim=1)
-    distances = ((x[:, :, None] - x[:, None]).square() + (y[:, :, None] - y[:, None]).square()).sqrt()
-    return distances.where(distances > 0, torch.inf)
+    # In place: the temporaries took a quarter of the whole clustering's time at B = 64, T = 392.
+    distances = (x[:, :, None] - x[:, None]).square_().add_((y[:, :, None] - y[:, None]).square_()).sqrt_()
+    return torch.threshold_(distances, 0.0, torch.inf)
 
 
 def _nearest(distances: Float[Tensor, "b t t"], labels: Int[Tensor, "b t"], num_objects: int) -> Float[Tensor, "b k t"]:

@@ -135,7 +135,7 @@ def weighted_cross_entropy(
 
 
 class _InBlocks(torch.autograd.Function):
-    """Loss and gradients of one block of rows after the other: 1.9 times as fast as `torch.utils.checkpoint`."""
+    """Loss and gradients of each block of rows in turn: 1.8 times as fast as `torch.utils.checkpoint`."""
 
     @staticmethod
     def forward(
