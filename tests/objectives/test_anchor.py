@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from cribo.data.samples import SampleDataset
 from cribo.data.scenes import Scenes
 from cribo.objectives import Objective, Output, Setting, Step, make_objective
-from cribo.objectives.extras import Anchor, Seen
+from cribo.objectives.extras import Anchor, StepFeatures
 from cribo.objectives.views import normalised_views
 from cribo.pretraining import PretrainConfig
 
@@ -71,8 +71,8 @@ def test_gram_distance_ignores_rotation_and_scale() -> None:
             return dataclasses.make_dataclass("Features", ["tokens"])(tokens)
 
     start: Any = Start()
-    seen = Seen(tokens, 3 * tokens[:, None] @ rotation, {})
-    gram, cosine = (Anchor(start, kind)(seen, STEP) for kind in ("gram", "cosine"))
+    features = StepFeatures(tokens, 3 * tokens[:, None] @ rotation, {})
+    gram, cosine = (Anchor(start, kind)(features, STEP) for kind in ("gram", "cosine"))
     assert gram == pytest.approx(0, abs=1e-6)
     assert cosine > 0.1
 

@@ -57,7 +57,7 @@ class BatchIterator(Iterator[Any]):
     """Iterator of `Batches`.
 
     Attributes:
-        workers: the worker processes, already started.
+        workers: the worker processes, which are running.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 from cribo.data.batches import Batches, BatchIterator
 
 _CHECK_SECONDS = 0.2  # between checks of the workers
-_EXIT_SECONDS = 0.5  # from a connection error to the exit of the worker
-_END_SECONDS = 1.0  # for workers to end
+_EXIT_SECONDS = 0.5  # limit on the time between a connection error and the exit of its worker
+_END_SECONDS = 1.0  # limit on the time in which workers end
 _TORCH_SECONDS = 6.0  # longer than torch takes to notice that all workers have ended
 
 _MORE_MEMORY = (
@@ -89,14 +89,14 @@ class BackgroundReader:
         """End the workers; kill those that do not exit soon."""
         self._is_ended.set()
         with suppress(queue.Empty):
-            self._read.get_nowait()  # the thread may wait for room
-        if not self._ended_workers(0):  # otherwise, the thread could be blocked forever
+            self._read.get_nowait()  # the thread may be waiting for room in the queue
+        if not self._ended_workers(0):  # reading from a worker that has ended may block the thread forever
             self._thread.join(_END_SECONDS)
         for worker in self._workers:
             worker.kill()
         for worker in self._workers:
             worker.join(_END_SECONDS)
-        if self._thread.is_alive():  # if it continued during the shutdown of the interpreter, torch would abort
+        if self._thread.is_alive():  # torch aborts the process if the thread still runs when the interpreter ends
             atexit.register(self._thread.join, _TORCH_SECONDS)
 
     def _require_running(self, seconds: float) -> None:
@@ -104,7 +104,7 @@ class BackgroundReader:
         for worker in self._ended_workers(seconds):
             until = time.monotonic() + _EXIT_SECONDS
             while worker.exitcode is None and time.monotonic() < until:
-                time.sleep(0.01)  # the thread may be reading the status at the same time
+                time.sleep(0.01)  # the thread may be collecting the exit status
             raise WorkerFault(f"one of {len(self._workers)} workers {_described(worker.exitcode)}", _MORE_MEMORY)
 
     def _ended_workers(self, seconds: float) -> list[BaseProcess]:
@@ -126,14 +126,14 @@ def _without_torchs_handler() -> Iterator[None]:
 
 
 def _read(iterator: BatchIterator, read: "queue.Queue[Any]", is_ended: threading.Event) -> None:
-    """Read batches until the reader is ended; then the iterator is dropped, which ends the workers."""
+    """Read batches until the reader ends, then drop the iterator, which ends the workers."""
     try:
         while not is_ended.is_set():
             read.put(next(iterator))
     except Exception as error:
         error.__cause__ = error.__context__ = None  # their tracebacks, too, would keep the iterator alive
         read.put(error.with_traceback(None))
-        is_ended.wait()  # until then, workers that exit have failed
+        is_ended.wait()  # dropping the iterator now would end the workers, which then look as if they had failed
 
 
 def _described(status: int | None) -> str:

@@ -19,8 +19,8 @@ from cribo.models.lora import plain_copy
 from cribo.models.modes import CompileMode
 from cribo.objectives.banks import PatchBank, object_bank
 from cribo.objectives.base import Columns, Objective, Output, Setting, Step, move_towards
-from cribo.objectives.extras import LABELS, Anchor, Seen, make_extras
-from cribo.objectives.headfree import cosine_distance
+from cribo.objectives.extras import LABELS, Anchor, StepFeatures, make_extras
+from cribo.objectives.headfree import cosine_distance, mean_or_zero
 from cribo.objectives.objects import (
     Objects,
     check_objects,
@@ -167,8 +167,8 @@ class Alignment(Objective):
             self._objects.append(objects)
             pairs["objects"] = objects, objects.features(tokens)
             self._add_object_losses(output, *pairs["objects"])
-        seen = Seen(inputs, tokens, pairs)
-        output.losses |= {name: extra(seen, step) for name, extra in self.extras.items()}
+        features = StepFeatures(inputs, tokens, pairs)
+        output.losses |= {name: extra(features, step) for name, extra in self.extras.items()}
         return output
 
     def _add_object_losses(self, output: Output, objects: Objects, student: Float[Tensor, "2 r d"]) -> None:
@@ -176,19 +176,18 @@ class Alignment(Objective):
         groups = objects.groups(self.images_per_group)
         if "cross_view" in self.weights:
             distance = cosine_distance(student.flip(0), objects.teacher)
-            output.losses["cross_view"] = mean_over_groups(
-                groups, lambda rows: distance[:, rows].sum() / max(distance[:, rows].numel(), 1)
-            )
+            output.losses["cross_view"] = mean_over_groups(groups, lambda rows: mean_or_zero(distance[:, rows]))
         if "cross_image" in self.weights:
             bank = self.object_bank.allocate(objects.teacher)
             matches = self.object_bank.match(objects, group_size=self.images_per_group, criterion=self.criterion)
 
             def cross_image(rows: slice) -> Float[Tensor, ""]:
-                valid = matches.valid[:, rows]
-                views, places = valid.nonzero(as_tuple=True)
-                neighbours = bank.objects(views, matches.nearest[:, rows][views, places])
-                distance = cosine_distance(student[:, rows][1 - views, places], neighbours)
-                return (0.5 / valid.sum(dim=1)[views] * distance).sum()  # the mean of both directions' means
+                means: list[Tensor] = []
+                for view in (0, 1):
+                    valid, nearest = matches.valid[view, rows], matches.nearest[view, rows]
+                    neighbours = bank.objects(view, nearest[valid])
+                    means.append(mean_or_zero(cosine_distance(student[1 - view, rows][valid], neighbours)))
+                return torch.stack(means).mean()
 
             output.losses["cross_image"] = mean_over_groups(groups, cross_image)
             output.metrics["bootstrapping_ratio"] = matches.valid.sum(), matches.valid.numel()

@@ -28,7 +28,7 @@ from cribo.objectives.banks import PatchBank, object_bank
 from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.collapse import collapse_advice, measure_collapse
 from cribo.objectives.distillation import Distillation, Network
-from cribo.objectives.extras import LABELS, Anchor, Seen, make_extras
+from cribo.objectives.extras import LABELS, Anchor, StepFeatures, make_extras
 from cribo.objectives.objects import (
     Objects,
     check_objects,
@@ -178,7 +178,7 @@ class CrIBo(Distillation):
             metrics["bootstrapping_ratio"] = result.matches.valid.sum(), result.matches.valid.numel()
         if result.points is not None:
             pairs["points"] = result.points, result.points.features(tokens)
-        losses |= self.extra_losses(Seen(inputs, tokens, pairs), step)
+        losses |= self.extra_losses(StepFeatures(inputs, tokens, pairs), step)
         result.losses = {name: loss.detach() for name, loss in losses.items()}
         self.last_result = result
         self._results.append(result)
@@ -282,9 +282,9 @@ class CrIBo(Distillation):
         views, rows = valid.nonzero(as_tuple=True)
         return self.project_objects(self.teacher, self.bank.objects(views, nearest[views, rows]))
 
-    def extra_losses(self, seen: Seen, step: Step) -> dict[str, Float[Tensor, ""]]:
+    def extra_losses(self, features: StepFeatures, step: Step) -> dict[str, Float[Tensor, ""]]:
         """Losses that are not in the paper."""
-        return {name: extra(seen, step) for name, extra in self.extras.items()}
+        return {name: extra(features, step) for name, extra in self.extras.items()}
 
     @property
     def _projects_objects(self) -> bool:

@@ -102,7 +102,7 @@ class Distillation(Objective):
         )
 
     def centred(self, level: SelfDistillation, embeddings: Float[Tensor, "..."]) -> SelfDistillation:
-        """Return a level with the centre of a group: the moving average, or that of its own (..., E) embeddings."""
+        """Return a level with the centre of a group: the moving average, or one computed from its embeddings."""
         if self.options.losses.centring == "mean":
             return level
         rows, temperature = embeddings.flatten(0, -2), level.teacher_temperature

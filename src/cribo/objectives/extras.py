@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from cribo.models import Backbone
 from cribo.objectives.banks import RunBank
 from cribo.objectives.base import Step
-from cribo.objectives.headfree import cosine_distance, gram_loss, soft_neighbour_loss
+from cribo.objectives.headfree import cosine_distance, gram_loss, mean_or_zero, soft_neighbour_loss
 from cribo.objectives.objects import RowPairs, mean_over_groups
 from cribo.objectives.options import AnchorKind, LossConfig
 from cribo.objectives.trunk import Inputs, encode
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Features of a micro-batch.
+class StepFeatures:
+    """Features of a micro-batch that the losses read.
 
     Attributes:
         inputs: inputs of both networks.
@@ -32,8 +32,8 @@ class Seen:
     pairs: Mapping[str, tuple[RowPairs, Float[Tensor, "2 r d"]]]
 
 
-Extra = Callable[[Seen, Step], Float[Tensor, ""]]
-"""A loss of the features of a micro-batch."""
+Extra = Callable[[StepFeatures, Step], Float[Tensor, ""]]
+"""A loss on the features of a micro-batch."""
 
 LABELS = {
     "object_neighbours": "soft neighbours of objects",
@@ -47,7 +47,7 @@ class SoftNeighbours:
     """Soft-neighbour loss of objects or points, averaged over groups of images.
 
     Args:
-        kind: name of the rows in `Seen.pairs`.
+        kind: name of the rows in `StepFeatures.pairs`.
         bank: bank of these rows.
         losses: number of neighbours and temperatures.
         group_size: number of images per group.
@@ -58,9 +58,9 @@ class SoftNeighbours:
         self.kind, self.bank, self.losses = kind, bank, losses
         self.group_size, self.from_epoch = group_size, from_epoch
 
-    def __call__(self, seen: Seen, step: Step) -> Float[Tensor, ""]:
-        """Return the mean over groups."""
-        pairs, student = seen.pairs[self.kind]
+    def __call__(self, features: StepFeatures, step: Step) -> Float[Tensor, ""]:
+        """Return the loss, averaged over groups."""
+        pairs, student = features.pairs[self.kind]
         bank = self.bank.allocate(pairs.teacher)
         if step.epoch < self.from_epoch:
             return 0 * student.sum()
@@ -79,11 +79,10 @@ class SoftNeighbours:
         )
 
 
-def point_distance(seen: Seen, step: Step) -> Float[Tensor, ""]:
+def point_distance(features: StepFeatures, step: Step) -> Float[Tensor, ""]:
     """Mean cosine distance between the student's and the teacher's features at the same points of both views."""
-    points, student = seen.pairs["points"]
-    distance = cosine_distance(student.flip(0), points.teacher)
-    return distance.sum() / max(distance.numel(), 1)
+    points, student = features.pairs["points"]
+    return mean_or_zero(cosine_distance(student.flip(0), points.teacher))
 
 
 class Anchor(nn.Module):
@@ -104,11 +103,11 @@ class Anchor(nn.Module):
         """Stay in evaluation mode: batch norms use the statistics of the starting weights."""
         return super().train(False)
 
-    def forward(self, seen: Seen, step: Step) -> Float[Tensor, ""]:
+    def forward(self, features: StepFeatures, step: Step) -> Float[Tensor, ""]:
         """Return the mean distance of the student's tokens."""
         with torch.no_grad():
-            start = encode(self.start, seen.inputs).tokens
-        tokens = seen.tokens.flatten(0, 1)
+            start = encode(self.start, features.inputs).tokens
+        tokens = features.tokens.flatten(0, 1)
         return gram_loss(tokens, start) if self.kind == "gram" else cosine_distance(tokens, start).mean()
 
 

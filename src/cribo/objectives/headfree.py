@@ -18,6 +18,11 @@ def cosine_distance(student: Float[Tensor, "*r d"], target: Float[Tensor, "*r d"
     return 1 - F.cosine_similarity(student, target, dim=-1)
 
 
+def mean_or_zero(values: Float[Tensor, "*n"]) -> Float[Tensor, ""]:
+    """Return the mean of all values; 0, attached to the graph, if there are none."""
+    return values.sum() / max(values.numel(), 1)
+
+
 @in_float32
 def gram_loss(student: Float[Tensor, "b n d"], target: Float[Tensor, "b n d"]) -> Float[Tensor, ""]:
     """Mean squared difference between the Gram matrices of student and target: the patches' cosine similarities.

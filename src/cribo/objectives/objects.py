@@ -103,7 +103,7 @@ class RowPairs:
     counts: list[int]
 
     def groups(self, group_size: int) -> list[slice]:
-        """Return the rows of each group of `group_size` images, whose losses and cycles do not depend on the others."""
+        """Return the rows of each group of `group_size` images; a group's losses and cycles use only its own rows."""
         ends = [sum(self.counts[:end]) for end in range(0, len(self.counts) + 1, group_size)]
         return [slice(*rows) for rows in pairwise(ends)]
 
@@ -144,7 +144,7 @@ def find_objects(
 
 
 def mean_over_groups(groups: Sequence[slice], loss: Callable[[slice], Float[Tensor, ""]]) -> Float[Tensor, ""]:
-    """Return the mean of a loss that is computed for the rows of one group of images at a time."""
+    """Compute a loss for the rows of each group of images, and return the mean."""
     return torch.stack([loss(rows) for rows in groups]).mean()
 
 

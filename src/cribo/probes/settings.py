@@ -61,12 +61,12 @@ class ProbeSettings:
 
     @property
     def of_choice(self) -> tuple[Any, ...]:
-        """Settings on which the choice of a probe depends."""
+        """The settings that influence the choice of a probe."""
         return self.blocks, self.whiten, self.head, self.neighbours, self.temperature
 
     @property
     def voting(self) -> dict[str, Any]:
-        """Settings of the nearest neighbours, as keyword arguments."""
+        """Keyword arguments of the vote of the nearest neighbours."""
         return {"neighbours": self.neighbours, "temperature": self.temperature}
 
     def factor(self, height: int, width: int) -> float:

@@ -24,7 +24,7 @@ _SCHEDULES: Mapping[Schedule, Mapping[str, int]] = {
     "short": {"iterations": 300, "batch_size": 8, "crop": 224},
 }
 _LONG_ITERATIONS, _LONG_SETS = 160_000, ("coco-stuff", "ade20k")  # longer schedule of the paper
-_STRIDE = 480, 512  # stride of windows, relative to their side
+_STRIDE = 480, 512  # numerator and denominator: the stride of windows as a fraction of their side
 _RULES_TO_SET = "inference", "weight_decay", "drop_path"
 
 
@@ -53,7 +53,7 @@ class SegmentationTrainingSettings(Settings):
     """Learning rates of each schedule."""
 
     RULES: ClassVar[Mapping[str, Rules]]
-    """Rules of each variant."""
+    """Rules of linear segmentation or Segmenter, by variant."""
 
     variant: str = "paper"
     schedule: Schedule = "paper"

@@ -169,7 +169,7 @@ github.com/NVlabs/RADIO, github.com/facebookresearch/dinov2 (`hub/dinotxt.py`), 
 
 
 def _values(row: Mapping[str, Any], rules: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
-    """Return the fields of a row of the file; lists become tuples, and names the functions and rules that they name."""
+    """Return the fields of a row: lists as tuples, names of functions and rules replaced by what they refer to."""
     values = _with_tuples(row)
     values |= {key: getattr(naming, row[key]) for key in ("rename", "count_heads", "adapt") if key in row}
     items = (rules[item] if isinstance(item, str) else item for item in row.get("dropped", ()))
