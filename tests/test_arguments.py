@@ -49,7 +49,6 @@ def parser() -> Parser:
     made = Parser(
         prog="try",
         short={"--source": "--source.name", "--trust": "--source.trust"},
-        switches=("--source.trust",),
     )
     made.add_class_arguments(Options)
     made.add_argument("--run", nargs="+")

@@ -6,18 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
-from cribo.cli.running import guarded
+from cribo.cli.running import run_command
 from cribo.data.images import require
 from cribo.folders import ResultFolder
 from cribo.retrieval import PCAColours
 
 
 def run(command: Callable[[], object], *words: str) -> int:
-    def called(words: list[str]) -> None:
+    def called(words: list[str], console: Console) -> None:
         command()
 
-    return guarded("cribo test", called, list(words), less_memory="lower --size")
+    return run_command("test", called, list(words), less_memory="lower --size")
 
 
 def missing() -> None:

@@ -40,7 +40,7 @@ class Parser(ArgumentParser):
 
     Options with several values accept `1,8,64` and `[1,8,64]`, and for numbers also `1 8 64`; those with `nargs="+"`
     can be repeated, or followed by several arguments. Options of two integers whose name ends in `size` also accept
-    one integer for a square.
+    one integer for a square. Boolean options that are false by default mean `true` if no value follows.
 
     `--config FILE` reads options from a YAML file, in the same syntax and with the same short names; all other options
     of the command line override it.
@@ -51,7 +51,6 @@ class Parser(ArgumentParser):
 
     Args:
         short: short names of options, such as `--data` for `--data.name`.
-        switches: boolean options that mean `true` if no value follows.
         kwargs: passed to jsonargparse's parser.
     """
 
@@ -62,12 +61,10 @@ class Parser(ArgumentParser):
         self,
         *,
         short: Mapping[str, str] | None = None,
-        switches: Collection[str] = (),
         **kwargs: Any,
     ) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
         self._short = dict(short or {})
-        self._switches = switches
         self.add_argument("--config", action="config", help=self.config_help)
 
     def parse_args(self, args: Sequence[str] | None = None, **kwargs: Any) -> Namespace:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -198,12 +195,20 @@ class Parser(ArgumentParser):
             for option in action.option_strings
         }
 
+    def _switches(self) -> set[str]:
+        return {
+            option
+            for action in self._actions
+            if getattr(action, "_typehint", None) is bool and action.default is False
+            for option in action.option_strings
+        }
+
     def _repeatable(self) -> set[str]:
         return {option for action in self._actions if action.nargs == "+" for option in action.option_strings}
 
     def expand(self, words: Sequence[str]) -> list[str]:
         """Expand short names, switches, lists and repeated options to the syntax of jsonargparse."""
-        lists = self._lists()
+        lists, switches = self._lists(), self._switches()
         repeated: dict[str, list[str]] = {option: [] for option in self._repeatable()}
         result: list[str] = []
         rest = deque(words)
@@ -225,7 +230,7 @@ class Parser(ArgumentParser):
             if option in lists:
                 if values := list(_values(rest, lists[option])):
                     result.append(_bracketed(values, square=square))
-            elif option in self._switches and (not rest or rest[0].startswith("--")):
+            elif option in switches and (not rest or rest[0].startswith("--")):
                 result.append("true")
         for option, values in repeated.items():
             result += [option, *values] if values else []

@@ -3,9 +3,10 @@
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 
-from cribo.cli.running import dispatch
+from cribo.cli.running import dispatch, run_command
 
 USAGE = """\
 usage: cribo <command> [options]
@@ -51,7 +52,7 @@ COMMANDS = (
     "export",
     "shard",
 )
-"""Names of the commands; each is implemented by `main` of the module of the same name."""
+"""Names of the commands; each is implemented by `run` of the module of the same name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,6 +80,12 @@ def _run(words: list[str]) -> int:
 
         print(cribo.__version__)
         return 0
-    # Commands are imported on demand, so that `cribo --help` does not import torch.
-    commands = {name: lambda rest, name=name: import_module(f"cribo.cli.{name}").main(rest) for name in COMMANDS}
-    return dispatch(words, "cribo", "command", USAGE, commands)
+    return dispatch(words, "cribo", "command", USAGE, {name: partial(_command, name) for name in COMMANDS})
+
+
+def _command(name: str, words: list[str]) -> int:
+    """Run a command, whose module is imported on demand, so that `cribo --help` does not import torch."""
+    module = import_module(f"cribo.cli.{name}")
+    if name == "evaluate":  # has commands of its own
+        return module.main(words)
+    return run_command(name, module.run, words, less_memory=module.LESS_MEMORY)

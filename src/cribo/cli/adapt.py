@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
-from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, NETWORK, guarded, print_places
-from cribo.console import command_console, importing, log_to
+from rich.console import Console
+
+from cribo.cli.running import BACKBONE_SHORT, NETWORK, print_places
+from cribo.console import importing
 
 HELP = """\
 Adapt a pretrained backbone to your images: without labels, in a quarter of an hour on a laptop.
@@ -23,23 +25,16 @@ evaluate, segment, index and export take as --backbone. To continue after an int
 LESS_MEMORY = """set --training '{"optim.micro_batches": 2}'"""
 
 
-def main(words: list[str]) -> int:
+def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    return guarded("cribo adapt", _adapt, words, less_memory=LESS_MEMORY)
-
-
-def _adapt(words: list[str]) -> None:
     from cribo.adaptation.config import AdaptConfig
     from cribo.arguments import Parser
 
-    console = command_console()
-    log_to(console)
     parser = Parser(
         prog="cribo adapt",
         description=HELP,
         usage="cribo adapt IMAGES --backbone SOURCE [options]",
         short=BACKBONE_SHORT,
-        switches=BACKBONE_SWITCHES,
     )
     parser.add_argument("images", type=str, help="a folder of images, or a text file that lists images")
     parser.add_argument("--out", type=Path, default=Path("adapted"), help="parent folder of the results")

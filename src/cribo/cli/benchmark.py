@@ -3,8 +3,10 @@
 import shlex
 from pathlib import Path
 
-from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places
-from cribo.console import command_console, importing, log_to
+from rich.console import Console
+
+from cribo.cli.running import BACKBONE_SHORT, print_places
+from cribo.console import importing
 
 HELP = """\
 Evaluate a backbone by every protocol on every dataset of a folder, and write a card: a table with baselines, a
@@ -23,20 +25,12 @@ backbone, data and settings are reused.
 
 LESS_MEMORY = "lower --runtime.batch_size or --runtime.memory_gib, or omit the last row with --only or --data.sets"
 
-_SWITCHES = ("--quick", "--overwrite")
 
-
-def main(words: list[str]) -> int:
+def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    return guarded("cribo benchmark", _benchmark, words, less_memory=LESS_MEMORY)
-
-
-def _benchmark(words: list[str]) -> None:
     from cribo.arguments import Parser
     from cribo.benchmark.config import BenchmarkConfig
 
-    console = command_console()
-    log_to(console)
     parser = Parser(
         prog="cribo benchmark",
         description=HELP,
@@ -47,7 +41,6 @@ def _benchmark(words: list[str]) -> None:
             "--cache": "--runtime.cache",
             "--devices": "--runtime.devices",
         },
-        switches=(*BACKBONE_SWITCHES, *_SWITCHES),
     )
     parser.add_argument("--out", type=Path, help="folder of the card; by default cards/<backbone>, numbered")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing card in --out")

@@ -3,8 +3,10 @@
 import shlex
 from pathlib import Path
 
-from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places, print_unreadable
-from cribo.console import command_console, duration, importing, log_to
+from rich.console import Console
+
+from cribo.cli.running import BACKBONE_SHORT, print_places, print_unreadable
+from cribo.console import duration, importing
 from cribo.wording import counted
 
 HELP = """\
@@ -21,23 +23,16 @@ computed, so that memory is bounded. To continue after an interruption, repeat t
 LESS_MEMORY = "lower --batch_size, or --size"
 
 
-def main(words: list[str]) -> int:
+def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    return guarded("cribo embed", _embed, words, less_memory=LESS_MEMORY)
-
-
-def _embed(words: list[str]) -> None:
     from cribo.arguments import Parser
     from cribo.embedding.config import EmbedConfig
 
-    console = command_console()
-    log_to(console)
     parser = Parser(
         prog="cribo embed",
         description=HELP,
         usage="cribo embed IMAGES --backbone SOURCE --out FOLDER [options]",
         short=BACKBONE_SHORT,
-        switches=BACKBONE_SWITCHES,
     )
     parser.add_argument("images", type=str, help="a folder of images, or a text file that lists images")
     parser.add_argument("--out", type=Path, required=True, help="folder for the results; it must be new")

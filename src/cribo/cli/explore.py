@@ -2,14 +2,14 @@
 
 import secrets
 
+from rich.console import Console
+
 from cribo.cli.running import (
     BACKBONE_SHORT,
-    BACKBONE_SWITCHES,
     add_optional_backbone,
-    guarded,
     optional_backbone,
 )
-from cribo.console import command_console, importing, log_to
+from cribo.console import importing
 
 HELP = """\
 Open a web page with the view pairs of a run and their clusters, nearest objects across a collection of images, features
@@ -29,23 +29,16 @@ which is printed. Nothing is sent to, or loaded from, other servers. Ctrl-C stop
 LESS_MEMORY = "lower --max_megapixels, or use --device cpu"
 
 
-def main(words: list[str]) -> int:
+def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    return guarded("cribo explore", _explore, words, less_memory=LESS_MEMORY)
-
-
-def _explore(words: list[str]) -> None:
     from cribo.arguments import ConfigError, Parser
     from cribo.explorer.config import ExploreConfig, Limits
 
-    console = command_console()
-    log_to(console)
     parser = Parser(
         prog="cribo explore",
         description=HELP,
         usage="cribo explore [--run DIR] [--db DIR] [--backbone SOURCE] [--images DIR] [--examples DIR] [options]",
         short=BACKBONE_SHORT,
-        switches=BACKBONE_SWITCHES,
     )
     parser.add_class_arguments(ExploreConfig, skip={"backbone"})
     parser.add_argument("--host", type=str, default="127.0.0.1", help="0.0.0.0 allows other machines to open the page")

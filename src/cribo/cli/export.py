@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
-from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, NETWORK, guarded, print_places
-from cribo.console import Phases, command_console, importing, log_to
+from rich.console import Console
+
+from cribo.cli.running import BACKBONE_SHORT, NETWORK, print_places
+from cribo.console import Phases, importing
 
 HELP = """\
 Write a backbone for other libraries. The export is loaded back by the other library, and kept only if its features
@@ -21,24 +23,17 @@ transformers to continue training or to publish weights, and onnx for other runt
 LESS_MEMORY = "use --to timm, which needs the least memory"
 
 
-def main(words: list[str]) -> int:
+def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    return guarded("cribo export", _export, words, less_memory=LESS_MEMORY)
-
-
-def _export(words: list[str]) -> None:
     from cribo.arguments import Parser
     from cribo.export.options import TARGETS, ExportOptions, require_target
     from cribo.retrieval.source import BackboneSource, backbone_name
 
-    console = command_console()
-    log_to(console)
     parser = Parser(
         prog="cribo export",
         description=HELP,
         usage="cribo export --backbone SOURCE --to TARGET [--out FOLDER] [options]",
         short=BACKBONE_SHORT,
-        switches=BACKBONE_SWITCHES,
     )
     parser.add_argument("--to", required=True, choices=TARGETS, help="format to write")
     parser.add_argument("--out", type=Path, help="output folder; by default exports/BACKBONE-TARGET")

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
-from cribo.cli.running import guarded, print_places
-from cribo.console import Phases, command_console, importing, log_to
+from rich.console import Console
+
+from cribo.cli.running import print_places
+from cribo.console import Phases, importing
 
 HELP = """\
 Draw the figures of a paper from a run: vector text in embedded fonts, 300 dpi, two-column layout, no titles.
@@ -24,17 +26,11 @@ Captions are written to captions.md.
 LESS_MEMORY = "lower --size or --pictures"
 
 
-def main(words: list[str]) -> int:
+def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    return guarded("cribo figures", _figures, words, less_memory=LESS_MEMORY)
-
-
-def _figures(words: list[str]) -> None:
     from cribo.arguments import ConfigError, Parser
     from cribo.figures.config import FigureConfig
 
-    console = command_console()
-    log_to(console)
     parser = Parser(prog="cribo figures", description=HELP, usage="cribo figures --run RUN [options]")
     parser.add_argument("--run", nargs="+", type=Path, required=True, help="a run folder; repeat to compare runs")
     parser.add_argument("--label", nargs="+", type=str, help="name of a run, in the order of --run")

@@ -1,15 +1,15 @@
 """`cribo index`: store the objects of a collection of images in a database."""
 
+from rich.console import Console
+
 from cribo.cli.running import (
     BACKBONE_SHORT,
-    BACKBONE_SWITCHES,
     add_optional_backbone,
-    guarded,
     optional_backbone,
     print_places,
     print_unreadable,
 )
-from cribo.console import command_console, duration, importing, log_to
+from cribo.console import duration, importing
 from cribo.wording import counted
 
 HELP = """\
@@ -26,23 +26,16 @@ the command can be stopped and restarted at any time. Then: cribo search --db ph
 LESS_MEMORY = "lower --batch_size, or --size"
 
 
-def main(words: list[str]) -> int:
+def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    return guarded("cribo index", _index, words, less_memory=LESS_MEMORY)
-
-
-def _index(words: list[str]) -> None:
     from cribo.arguments import Parser
     from cribo.object_search.config import IndexConfig
 
-    console = command_console()
-    log_to(console)
     parser = Parser(
         prog="cribo index",
         description=HELP,
         usage="cribo index --backbone SOURCE --images DIR --db DIR_OR_URL [options]",
         short=BACKBONE_SHORT,
-        switches=(*BACKBONE_SWITCHES, "--moved", "--prune"),
     )
     parser.add_class_arguments(IndexConfig, skip={"backbone"})
     add_optional_backbone(

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from cribo.cli.running import guarded, print_places
-from cribo.console import command_console, duration, importing, log_to
+from cribo.cli.running import print_places
+from cribo.console import duration, importing
 from cribo.errors import InputError
-from cribo.processes import is_first_process
 
 if TYPE_CHECKING:
     from cribo.pretraining.run import Run
@@ -32,12 +31,8 @@ defaults shown. --print_config prints the resulting configuration.
 LESS_MEMORY = "raise --optim.micro_batches, or set --backbone.checkpointing selective"
 
 
-def main(words: list[str]) -> int:
+def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    return guarded("cribo pretrain", _pretrain, words, less_memory=LESS_MEMORY)
-
-
-def _pretrain(words: list[str]) -> None:
     # Local imports: `--help` and invalid options do not import torch and Lightning.
     from cribo.pretraining.config import PretrainConfig
     from cribo.pretraining.presets import (
@@ -48,9 +43,6 @@ def _pretrain(words: list[str]) -> None:
         with_preset,
     )
 
-    # Only rank 0 prints.
-    console = command_console(quiet=not is_first_process())
-    log_to(console)
     parser = ConfigParser(
         prog="cribo pretrain",
         description=HELP,

@@ -3,8 +3,10 @@
 import shlex
 from pathlib import Path
 
-from cribo.cli.running import guarded, print_places
-from cribo.console import Phases, command_console, importing, log_to
+from rich.console import Console
+
+from cribo.cli.running import print_places
+from cribo.console import Phases, importing
 
 HELP = """\
 Measure the cost of each part of a training step on this machine: the paper's profiling table for your configuration,
@@ -20,18 +22,12 @@ profiles the share of one device. Without --kept, an image has as many objects a
 LESS_MEMORY = "raise --optim.micro_batches, lower --optim.batch_size, or set --backbone.checkpointing selective"
 
 
-def main(words: list[str]) -> int:
+def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    return guarded("cribo profile", _profile, words, less_memory=LESS_MEMORY)
-
-
-def _profile(words: list[str]) -> None:
     from cribo.folders import ResultFolder
     from cribo.pretraining.config import PretrainConfig
     from cribo.pretraining.presets import ConfigParser, config_from, config_name, with_preset
 
-    console = command_console()
-    log_to(console)
     parser = ConfigParser(
         prog="cribo profile",
         description=HELP,

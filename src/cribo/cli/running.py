@@ -28,7 +28,6 @@ BACKBONE_SHORT = {
     "--trust": "--backbone.trust",
     "--layers": "--backbone.layers",
 }
-BACKBONE_SWITCHES = ("--backbone.trust",)
 
 NETWORK = (
     "a run folder or backbone.safetensors of cribo; a timm name (vit_small_patch16_224.dino); or a checkpoint of "
@@ -58,33 +57,33 @@ def _nearest(word: str, known: Iterable[str]) -> str:
     return f": did you mean {near[0]}?" if near else f": use one of {', '.join(known)}"
 
 
-def guarded(
-    name: str,
-    command: Callable[[list[str]], None],
-    words: list[str],
-    *,
-    less_memory: str,
-    interrupted: str = "nothing was written",
+def run_command(
+    name: str, command: Callable[[list[str], "Console"], None], words: list[str], *, less_memory: str
 ) -> int:
     """Run a command, and print interruptions and errors that the user can fix as one line.
 
     These are errors of files and connections, `InputError` and `MissingPackage`. Other errors are raised with their
-    traceback. With `--debug` among the arguments, the traceback of every error is printed.
+    traceback. With `--debug` among the arguments, the traceback of every error is printed. Only rank 0 prints.
 
     Args:
-        name: name of the command, for messages.
-        command: function to call.
+        name: name of the command, without `cribo`.
+        command: function to call with the arguments and a console.
         words: arguments of the command.
         less_memory: advice if a device runs out of memory.
-        interrupted: what Ctrl-C leaves, if the KeyboardInterrupt has no message (see `if_interrupted`).
 
     Returns:
         The exit status.
     """
+    from cribo.console import command_console, log_to
+
+    name = f"cribo {name}"
+    console = command_console(quiet=not is_first_process())
+    log_to(console)
     try:
-        command([word for word in words if word != DEBUG])
-    except KeyboardInterrupt as error:
-        return _failed(name, f"interrupted; {str(error) or interrupted}", 130) if is_first_process() else 130
+        command([word for word in words if word != DEBUG], console)
+    except KeyboardInterrupt as error:  # its message says what is left (see `if_interrupted`)
+        what = str(error) or "nothing was written"
+        return _failed(name, f"interrupted; {what}", 130) if is_first_process() else 130
     except Exception as error:
         if DEBUG in words:
             traceback.print_exc()

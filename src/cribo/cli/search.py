@@ -4,11 +4,12 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cribo.cli.running import guarded, print_places
-from cribo.console import command_console, importing, log_to
+from cribo.cli.running import print_places
+from cribo.console import importing
 
 if TYPE_CHECKING:
     from cribo.object_search.duplicates import DuplicatePair
@@ -33,23 +34,16 @@ _LISTED = 20  # pairs of images
 LESS_MEMORY = "use --device cpu, or a smaller image"
 
 
-def main(words: list[str]) -> int:
+def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    return guarded("cribo search", _search, words, less_memory=LESS_MEMORY)
-
-
-def _search(words: list[str]) -> None:
     from cribo.arguments import Parser
     from cribo.object_search.config import SearchConfig
 
-    console = command_console()
-    log_to(console)
     parser = Parser(
         prog="cribo search",
         description=HELP,
         usage="cribo search --db DB --image IMAGE [--point x,y | --box x0,y0,x1,y1 | --object NUMBER] [options]\n"
         "       cribo search --db DB --duplicates [options]",
-        switches=("--include_own", "--exact", "--trust", "--duplicates", "--one_per_image", "--coco"),
     )
     parser.add_class_arguments(SearchConfig)
     parser.add_argument("--out", type=Path, help="folder for the results; by default searches/<image>, numbered")

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places, print_unreadable
-from cribo.console import command_console, importing, log_to
+from cribo.cli.running import BACKBONE_SHORT, print_places, print_unreadable
+from cribo.console import importing
 
 HELP = """\
 Label the pixels of many images given a few labelled examples; two are enough to start. The backbone is not trained. Its
@@ -32,18 +32,12 @@ small objects are missed in large images, use --scale 1 --window 448. If it is t
 LESS_MEMORY = "lower --batch_size or --size, or use --window"
 
 
-def main(words: list[str]) -> int:
+def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    return guarded("cribo segment", _segment, words, less_memory=LESS_MEMORY)
-
-
-def _segment(words: list[str]) -> None:
     from cribo.arguments import Parser
     from cribo.segmentation.config import SegmentConfig
     from cribo.segmentation.settings import SegmentationSettings
 
-    console = command_console()
-    log_to(console)
     if {"--list", "--remove"} & {word.partition("=")[0] for word in words}:
         _edit_memory(words, console)
         return
@@ -52,7 +46,6 @@ def _segment(words: list[str]) -> None:
         description=HELP,
         usage="cribo segment --backbone SOURCE --examples DIR --images DIR --out DIR [options]",
         short=BACKBONE_SHORT,
-        switches=BACKBONE_SWITCHES,
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the results; it must be new")
     parser.add_argument("--resume", action="store_true", help="continue the interrupted command that wrote to --out")

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
-from cribo.cli.running import guarded, print_places
-from cribo.console import Phases, command_console, importing, log_to
+from rich.console import Console
+
+from cribo.cli.running import print_places
+from cribo.console import Phases, importing
 from cribo.wording import counted
 
 HELP = """\
@@ -21,17 +23,11 @@ atomically; unreadable images are omitted and listed in OUT/skipped.csv.
 LESS_MEMORY = "lower --workers"
 
 
-def main(words: list[str]) -> int:
+def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    return guarded("cribo shard", _shard, words, less_memory=LESS_MEMORY)
-
-
-def _shard(words: list[str]) -> None:
     from cribo.arguments import Parser
     from cribo.data.limits import MAX_PIXELS
 
-    console = command_console()
-    log_to(console)
     parser = Parser(prog="cribo shard", description=HELP, usage="cribo shard IMAGES OUT [options]")
     parser.add_argument("images", metavar="IMAGES", type=str, help="a folder, or a text file that lists images")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder of the shards; it must not exist")

@@ -7,9 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from cribo.arguments import ConfigError, Parser
-from cribo.cli.running import BACKBONE_SHORT, dispatch, guarded, print_places
-from cribo.console import command_console, importing, log_to
+from cribo.cli.running import BACKBONE_SHORT, dispatch, print_places, run_command
+from cribo.console import importing
 from cribo.evaluation.protocol import PROTOCOLS
 from cribo.processes import is_first_process
 
@@ -51,7 +53,7 @@ def _evaluate(name: str, words: list[str]) -> int:
     if name == "compare":
         from cribo.cli.evaluate import compare
 
-        return guarded("cribo evaluate compare", compare.run, words, less_memory=compare.LESS_MEMORY)
+        return run_command("evaluate compare", compare.run, words, less_memory=compare.LESS_MEMORY)
     from cribo.evaluation.protocol import find_protocol
 
     try:
@@ -59,13 +61,10 @@ def _evaluate(name: str, words: list[str]) -> int:
     except ConfigError as error:
         print(f"cribo evaluate: {error}", file=sys.stderr)
         return 2
-    return guarded(f"cribo evaluate {name}", partial(_run, name, protocol), words, less_memory=protocol.less_memory)
+    return run_command(f"evaluate {name}", partial(_run, name, protocol), words, less_memory=protocol.less_memory)
 
 
-def _run(name: str, protocol: type[Any], words: list[str]) -> None:
-    # All ranks run this command; only rank 0 prints.
-    console = command_console(quiet=not is_first_process())
-    log_to(console)
+def _run(name: str, protocol: type[Any], words: list[str], console: Console) -> None:
     if not protocol.variants() and any(word.partition("=")[0] == "--variant" for word in words):
         raise ConfigError(f"{name} has no variants: omit --variant")
     parser = evaluation_parser(name, protocol)
@@ -111,7 +110,6 @@ def evaluation_parser(name: str, protocol: type[Any]) -> Parser:
             **{f"--{option.split('.')[1]}": f"--{option}" for option in _SHORT if option in options},
             **protocol.aliases,
         },
-        switches=[f"--{option}" for option, field in options.items() if field.default is False],
     )
     parser.add_argument(
         "--out", type=Path, help=f"folder for results and pictures; by default evaluations/{name}-..., numbered"

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from cribo.console import command_console, importing
+from rich.console import Console
+
+from cribo.console import importing
 
 HELP = """\
 Compare results: the settings that differ, the classes that differ most, and published figures of the same variant
@@ -14,8 +16,8 @@ and settings.
 LESS_MEMORY = "compare fewer results at once"
 
 
-def run(words: list[str]) -> None:
-    """Compare results."""
+def run(words: list[str], console: Console) -> None:
+    """Run the command."""
     from cribo.arguments import Parser
 
     parser = Parser(prog="cribo evaluate compare", description=HELP)
@@ -25,7 +27,6 @@ def run(words: list[str]) -> None:
         "--sweeps", action="store_true", help="also show published figures for other hyperparameters of the pretraining"
     )
     parsed = parser.parse_args(words)
-    console = command_console()
     with importing(console):
         from cribo.evaluation.comparison import compare
 
