@@ -17,7 +17,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as TF
 
-from cribo.data import LabelledImages, LabelledSubset, open_segmentation
+from cribo.data import LabelledImages, open_segmentation
 from cribo.models import load_backbone
 from cribo.retrieval import backbone_encoder
 from cribo.retrieval.search import Neighbours, TensorKeys, nearest, recall
@@ -66,26 +66,25 @@ def random_data(keys: int, queries: int, dim: int) -> Data:
 
 
 @torch.no_grad()
-def camvid_data(backbone: str, queries: int) -> Data:
-    """Encode all training images and some validation images of CamVid."""
+def encoded(backbone: str, images: LabelledImages, chosen: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+    """Encode images, by default all, as squares of 32 x 32 patches; return features and class shares of the patches."""
     encoder = backbone_encoder(load_backbone(backbone).eval())
     side = GRID * encoder.patch_size
-
-    def features(images: LabelledImages) -> Tensor:
-        found = []
-        for index in range(len(images)):
-            pixels = TF.resize(images.load(index), [side, side], antialias=True)
-            found.append(encoder.grids(pixels[None], "cpu").float().flatten(0, 2))
-        return F.normalize(torch.cat(found), dim=-1)
-
-    memory, val = (open_segmentation("camvid", CAMVID, split) for split in ("train", "val"))
-    chosen = LabelledSubset(val, [number * len(val) // queries for number in range(queries)])
-    shares = []
-    for index in range(len(memory)):
-        labels = TF.resize(memory.labels(index)[None], [side, side], interpolation=InterpolationMode.NEAREST)[0].long()
-        table = F.one_hot(labels.where(labels != 255, len(memory.classes)), len(memory.classes) + 1)
+    features, shares = [], []
+    for index in range(len(images)) if chosen is None else chosen:
+        pixels = TF.resize(images.load(index), [side, side], antialias=True)
+        features.append(encoder.grids(pixels[None], "cpu").float().flatten(0, 2))
+        labels = TF.resize(images.labels(index)[None], [side, side], interpolation=InterpolationMode.NEAREST)[0].long()
+        table = F.one_hot(labels.where(labels != images.ignore_index, len(images.classes)), len(images.classes) + 1)
         shares.append(F.avg_pool2d(table.permute(2, 0, 1).float()[None], encoder.patch_size)[0].flatten(1).mT)
-    return Data(features(memory), torch.cat(shares), features(chosen))
+    return F.normalize(torch.cat(features), dim=-1), torch.cat(shares)
+
+
+def camvid_data(backbone: str, queries: int) -> Data:
+    """Encode all training images and some validation images of CamVid."""
+    memory, val = (open_segmentation("camvid", CAMVID, split=split) for split in ("train", "val"))
+    chosen = [number * len(val) // queries for number in range(queries)]
+    return Data(*encoded(backbone, memory), encoded(backbone, val, chosen)[0])
 
 
 class Found(NamedTuple):

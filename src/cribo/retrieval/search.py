@@ -25,6 +25,8 @@ _GROUP = 64  # rows of a product are padded to it, so that libraries sum all inn
 _KEPT_GROUPS = 8  # groups of keys merged with the neighbours of a query at once
 _BFLOAT16_DIM = 32  # with fewer dimensions, few keys differ by more than the error of bfloat16
 _INDEX_BLOCK = 65536  # keys added to an approximate index at once
+_SAMPLED = 32  # keys for each list whose centres k-means computes
+_ROUNDS = 5  # of k-means; further rounds take time and hardly increase the recall
 _LARGEST = 1e30  # limit of products of norms, far from overflow
 _TINY = 1e-30  # added to norms, since the smallest numbers underflow in bfloat16
 
@@ -310,7 +312,7 @@ class ApproximateIndex:
         [[5], [6]]
     """
 
-    def __init__(self, keys: Keys, *, probes: int = 32, seed: int = 0) -> None:
+    def __init__(self, keys: Keys, *, probes: int = 16, seed: int = 0) -> None:
         try:
             import faiss
         except ImportError as error:
@@ -320,7 +322,7 @@ class ApproximateIndex:
         lists = max(1, min(round(4 * math.sqrt(rows)), rows // 40))  # k-means needs tens of keys for each centre
         if probes < 1:
             raise InputError(f"probes must be >= 1, got {probes}")
-        self._lists, self._probes, sample = lists, min(probes, lists), min(rows, 64 * lists)
+        self._lists, self._probes, sample = lists, min(probes, lists), min(rows, _SAMPLED * lists)
         # Lists grow by doubling, so up to half of their capacity is unused.
         needed = 2 * rows * (4 * keys.dim + 8) + 4 * keys.dim * (sample + 2 * min(rows, _INDEX_BLOCK))
         if needed > (free := available_memory("cpu")):
@@ -331,7 +333,7 @@ class ApproximateIndex:
         self._faiss = faiss
         faiss.omp_set_num_threads(torch.get_num_threads())
         self._index: Any = faiss.index_factory(keys.dim, f"IVF{lists},Flat", faiss.METRIC_INNER_PRODUCT)
-        self._index.cp.seed = seed
+        self._index.cp.seed, self._index.cp.niter = seed, _ROUNDS
         self._index.cp.min_points_per_centroid = 1  # no warning about small samples
         self._index.train(_sampled(keys, sample, seed).numpy())
         for block in keys.blocks(_INDEX_BLOCK):

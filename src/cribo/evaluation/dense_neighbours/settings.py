@@ -78,7 +78,7 @@ class DenseNNSettings(Settings):
     augmentations: Decided[int] = UNDECIDED
     memory_patches: Decided[int] = UNDECIDED
     search: Search = "exact"
-    probes: int = 32
+    probes: int = 16
     precision: FeaturePrecision = "float32"
 
     def __post_init__(self) -> None:
