@@ -84,7 +84,7 @@ def train_detector(settings: DetectionSettings, run: Run) -> Outcome:
         runtime=run.runtime,
         console=run.console,
     )
-    found, val = detector.precision, run.data.val
+    val = run.data.val
 
     def write(result: EvaluationResult, folder: Path) -> None:
         write_detections(folder / DETECTIONS, val, detector.found)
@@ -92,9 +92,8 @@ def train_detector(settings: DetectionSettings, run: Run) -> Outcome:
         title = f"{result.title}, {result.backbone['name']}"
         write_boxes(val, detector.found, folder, title=title, number=run.num_pictures)
 
-    row = {"learning_rate": settings.learning_rate, **found.metrics}
     return Outcome(
-        rows=[{**row, "by_size": found.by_size, "per_class": found.per_class}],
+        rows=[{"learning_rate": settings.learning_rate, **detector.precision}],
         classes=val.classes,
         packages={"transformers": require_transformers().__version__},
         device=trainer.strategy.root_device,
