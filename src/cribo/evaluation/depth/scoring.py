@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from cribo.console import Progress
+from cribo.console import Progress, no_progress
 from cribo.data.depth import DepthImages
 from cribo.errors import InputError
 from cribo.evaluation.depth.prediction import Predictions
@@ -75,7 +75,7 @@ def score_depth(
 
 
 def score_images(
-    found: Mapping[str, Predictions], images: DepthImages, *, progress: Progress | None = None
+    found: Mapping[str, Predictions], images: DepthImages, *, progress: Progress = no_progress
 ) -> dict[str, list[DepthScore | None]]:
     """Score the predictions of all images, by method."""
     scores: dict[str, list[DepthScore | None]] = {method: [] for method in found}
@@ -84,8 +84,7 @@ def score_images(
         for method, predictions in found.items():
             prediction = upsample(predictions[EncodedView(index)], depth.shape, images.max_depth)
             scores[method].append(score_depth(prediction, depth, images.window))
-        if progress is not None:
-            progress("scores", index + 1, len(images))
+        progress("scores", index + 1, len(images))
     return scores
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
-from cribo.console import Progress
+from cribo.console import Progress, no_progress
 from cribo.data.reading import image_size
 from cribo.data.video import Video, VideoFrames, object_palette
 from cribo.evaluation.features import EncodedView, PatchFeatures
@@ -61,7 +61,7 @@ def segment_videos(
     *,
     patch_size: int,
     device: torch.device | str = "cpu",
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> Iterator[Segmented]:
     """Propagate the objects of the first frame of each video, and score them.
 
@@ -89,8 +89,7 @@ def segment_videos(
             maps.append(_png(found, video.objects))
             if number < len(views) - 1:
                 scores.append(score_frame(found, images.objects(video.frames[number]), video.objects))
-            if progress is not None:
-                progress("objects of the frames", start + number + 1, frames)
+            progress("objects of the frames", start + number + 1, frames)
         start += len(views)
         regions, boundaries = (torch.stack(parts, dim=1) for parts in zip(*scores, strict=True))
         yield Segmented(video, maps, regions, boundaries)
