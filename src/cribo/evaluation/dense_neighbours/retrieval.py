@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,9 @@ def dense_nn(
     machine = machine or Machine()
     _check_sets(memory, queries)
     settings = (settings or DenseNNSettings()).for_data(encoder.patch_size, memory.classes)
+    augmentations = range(settings.augmentations) or (None,)
     draws = [
-        (ratio, draw, _views(images, settings))
+        (ratio, draw, [EncodedView(*view) for view in product(images, augmentations)])
         for ratio in settings.ratios
         for draw, images in enumerate(images_of(memory, ratio, settings))
     ]
@@ -159,8 +161,6 @@ def draw_images(count: int, ratio: int, seed: int, draw: int) -> list[int]:
         >>> [len(draw_images(10582, ratio, 0, 0)) for ratio in (1, 8, 64, 128)]  # Pascal VOC's trainaug
         [10582, 1323, 165, 83]
     """
-    if ratio == 1:
-        return list(range(count))
     order = torch.randperm(count, generator=keyed_generator(_MEMORY_DRAW, seed, ratio, draw))
     return sorted(order[: max(1, round(count / ratio))].tolist())
 
@@ -320,9 +320,3 @@ def _require_neighbours(part: PatchMemory, ratio: int, settings: DenseNNSettings
             f"neighbours must be at most the number of patches in the memory, got {settings.neighbours} with "
             f"{len(part.keys)} patches at ratio {ratio}: use fewer neighbours, or omit this ratio"
         )
-
-
-def _views(images: Sequence[int], settings: DenseNNSettings) -> list[EncodedView]:
-    if not settings.augmentations:
-        return [EncodedView(index) for index in images]
-    return [EncodedView(index, number) for index in images for number in range(settings.augmentations)]

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from cribo.console import Progress, no_progress
@@ -40,13 +40,6 @@ def upsample(prediction: Float[Tensor, "rows columns"], size: Sequence[int], max
     return whole.clamp(MIN_DEPTH, max_depth)
 
 
-def scored_pixels(depth: Float[Tensor, "h w"], window: tuple[slice, slice] | None) -> Bool[Tensor, "h w"]:
-    """Return the mask of scored pixels: those with a measurement, inside the window."""
-    inside = torch.zeros_like(depth, dtype=torch.bool)
-    inside[window or ...] = True
-    return inside & (depth > MIN_DEPTH)
-
-
 def score_depth(
     prediction: Float[Tensor, "h w"], depth: Float[Tensor, "h w"], window: tuple[slice, slice] | None = None
 ) -> DepthScore | None:
@@ -61,7 +54,9 @@ def score_depth(
         >>> score_depth(torch.tensor([[1.0, 3.0]]), torch.tensor([[2.0, 3.0]])).delta1
         0.5
     """
-    scored = scored_pixels(depth, window)
+    scored = torch.zeros_like(depth, dtype=torch.bool)
+    scored[window or ...] = True
+    scored &= depth > MIN_DEPTH
     if not scored.any():
         return None
     found, true = prediction[scored].double(), depth[scored].double()
