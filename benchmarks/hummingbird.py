@@ -93,7 +93,7 @@ def main() -> None:
 
     def ours(**settings: Any) -> float:
         chosen = DenseNN(variant="hummingbird", ratios=(1,), size=(SIDE, SIDE), **settings)
-        return dense_nn(encoder, memory, queries, chosen).scores[0].miou
+        return dense_nn(encoder, memory, queries, chosen).rows[0]["miou"]
 
     print("no augmentation, all patches")
     print(f"  --variant hummingbird       {ours(augmentations=0):.6f}")

@@ -28,5 +28,5 @@ settings = DenseNN(ratios=(1, 8), neighbours=20)
 encoders = {"random convolution": PatchEncoder(encode, PATCH), "mean colour": mean_colour_encoder(PATCH)}
 torch.set_num_threads(2)
 for name, encoder in encoders.items():
-    for score in dense_nn(encoder, memory, queries, settings).scores:
-        print(f"{name}, one image in {score.ratio} as memory: {100 * score.miou:.1f} % mIoU")
+    for row in dense_nn(encoder, memory, queries, settings).rows:
+        print(f"{name}, one image in {row['ratio']} as memory: {100 * row['miou']:.1f} % mIoU")

@@ -126,10 +126,10 @@ def test_dense_retrieval_agrees_with_the_cpu(variant: Variant):
         backbone = build_backbone("vit_tiny_patch16_224", args={"depth": 2, "patch_size": 8}, image_size=64).to(device)
         settings = DenseNN(variant=variant, ratios=(1, 4), draws=2, size=(64, 64))
         encoder, machine = backbone_encoder(backbone), Machine(devices=(device,))
-        scores.append(dense_nn(encoder, memory, queries, settings, machine=machine).scores)
+        scores.append(dense_nn(encoder, memory, queries, settings, machine=machine).rows)
     for on_cpu, on_gpu in zip(*scores, strict=True):
         # A few patches with nearly equal votes may differ.
-        assert (on_cpu.confusion - on_gpu.confusion).abs().sum() <= 0.02 * on_cpu.confusion.sum()
+        assert (on_cpu["confusion"] - on_gpu["confusion"]).abs().sum() <= 0.02 * on_cpu["confusion"].sum()
 
 
 class _Waits(Callback):

@@ -14,7 +14,7 @@ from cribo.arguments import ConfigError
 from cribo.data import LabelledFolder, LabelledImages, open_segmentation
 from cribo.data.limits import spread
 from cribo.data.randomness import keyed_generator
-from cribo.evaluation.scores import iou
+from cribo.evaluation.scores import count_confusion, iou
 from cribo.models import Backbone
 from cribo.probes.encoding import GridEncoder, probe_encoder
 from cribo.probes.examples import content_hash, label_features
@@ -97,39 +97,28 @@ def score_images(
         progress: called with the number of encoded images and their total.
     """
     memory, queries = labelled.memory, labelled.queries
-    memory_indices = sorted({image for voting, _ in labelled.folds for image in voting})
-    query_indices = sorted({image for _, scored in labelled.folds for image in scored})
-    total, done = len(memory_indices) + len(query_indices), 0
-    encoded: dict[bool, dict[int, tuple[Tensor, Tensor]]] = {}
-    for is_query, images, indices in ((False, memory, memory_indices), (True, queries, query_indices)):
-        if is_query and queries is memory:
-            encoded[True] = encoded[False]
-            continue
-        found = {}
-        for index in indices:
-            found[index] = _encoded(backbone, images, index)
-            done += 1
-            progress(done, total)
-        encoded[is_query] = found
     classes, ignore = len(queries.classes), queries.ignore_index
+    # Keys (is a query, index); with cross-validation, all images are queries.
+    wanted = {(memory is queries, index) for voting, _ in labelled.folds for index in voting}
+    wanted |= {(True, index) for _, scored in labelled.folds for index in scored}
+    encoded: dict[tuple[bool, int], tuple[Tensor, Tensor]] = {}
+    for done, (is_query, index) in enumerate(sorted(wanted), start=1):
+        encoded[is_query, index] = _encoded(backbone, queries if is_query else memory, index)
+        progress(done, len(wanted))
     tallies: list[Tensor] = []
     for voting, scored in labelled.folds:
         keys, shares = [], []
-        for index in voting:
-            features, counts = encoded[False][index]
+        for features, counts in (encoded[memory is queries, index] for index in voting):
             own, kept = labels_in_memory(counts, "drop")
             keys.append(features[kept])
             shares.append(label_shares(own[kept], "hard"))
-        voters, rows = Voters(shares, len(memory.classes)), TensorKeys(torch.cat(keys))
-        query_features = torch.cat([encoded[True][index][0] for index in scored])
-        found = nearest(query_features, rows, min(_NEIGHBOURS, len(rows)))
-        predicted = voters.vote(found, "attention", _TEMPERATURE).argmax(dim=1)
-        counted = [encoded[True][index][1] for index in scored]
-        for counts, own in zip(counted, predicted.split([len(each) for each in counted]), strict=True):
+        rows = TensorKeys(torch.cat(keys))
+        features, counted = zip(*(encoded[True, index] for index in scored), strict=True)
+        found = nearest(torch.cat(features), rows, min(_NEIGHBOURS, len(rows)))
+        predicted = Voters(shares, len(memory.classes)).vote(found, "attention", _TEMPERATURE).argmax(dim=1)
+        for counts, own in zip(counted, predicted.split(list(map(len, counted))), strict=True):
             labels = majority_label(counts, "drop", ignore)
-            valid = labels != ignore
-            pairs = labels[valid] * classes + own[valid]
-            tallies.append(torch.bincount(pairs, minlength=classes**2).view(classes, classes))
+            tallies.append(count_confusion(labels[labels != ignore], own[labels != ignore], classes))
     return torch.stack(tallies)
 
 
@@ -143,10 +132,7 @@ def _encoded(
 
 def mean_iou(tallies: Int[Tensor, "q c c"]) -> float:
     """Compute the mean IoU, in 0-1, over the classes that occur in the labels."""
-    return _mean_iou(tallies.sum(dim=0))
-
-
-def _mean_iou(confusion: Int[Tensor, "c c"]) -> float:
+    confusion = tallies.sum(dim=0)
     # Average over the classes in the ground truth, so that all networks are scored on the same classes.
     return float(iou(confusion)[confusion.sum(dim=1) > 0].mean())
 
@@ -189,7 +175,7 @@ def gain(before: Int[Tensor, "q c c"], after: Int[Tensor, "q c c"]) -> Gain:
         1, images, torch.ones(images.shape, dtype=torch.float64)
     )
     scores = [
-        torch.tensor([_mean_iou(confusion) for confusion in torch.einsum("rq,qcd->rcd", times, tallies.double())])
+        torch.tensor([mean_iou(drawn[None]) for drawn in torch.einsum("rq,qcd->rcd", times, tallies.double())])
         for tallies in (before, after)
     ]
     low, high = (scores[1] - scores[0]).quantile(torch.tensor([0.025, 0.975])).tolist()

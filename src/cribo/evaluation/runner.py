@@ -236,16 +236,7 @@ def evaluate_run(
     resume: bool = False,
     command: str = "",
 ) -> tuple[EvaluationResult, Path]:
-    """Evaluate an opened backbone; result and errors as in `evaluate`.
-
-    Args:
-        run: run returned by `open_run`.
-        protocol: protocol returned by `open_run`.
-        out: output folder; by default a numbered folder `evaluations/<protocol>-<data>-<backbone>`.
-        overwrite: replace an existing evaluation in `out`.
-        resume: resume the evaluation in `out`, or start it if it does not exist; for protocols that train.
-        command: command line that reproduces the evaluation, stored in the result.
-    """
+    """Evaluate the run and protocol of `open_run`; other arguments, result and errors as in `evaluate`."""
     source, splits, runtime = run.source, run.data, run.runtime
     if not source.pretrained and not protocol.trains():
         calibrate_batch_norms(run.backbone, splits.train)

@@ -1,5 +1,9 @@
 """Confusion matrices and the metrics computed from them."""
 
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
@@ -84,6 +88,26 @@ def matched_iou(confusion: Int[Tensor, "c p"]) -> Float64[Tensor, " p"]:
 def mean_iou(confusion: Int[Tensor, "c p"]) -> float:
     """Return the mean IoU of the classes that occur."""
     return float(iou(confusion).nanmean())
+
+
+def iou_row(ious: Float64[Tensor, "draws p"], classes: Sequence[str]) -> dict[str, Any]:
+    """Return the IoU figures of a row of `EvaluationResult.results`, over all draws.
+
+    Args:
+        ious: IoU of each class in each draw, NaN where absent; columns after the first C only count in the means.
+        classes: names of the C classes.
+
+    Example:
+        >>> iou_row(torch.tensor([[0.5, 1.0]]).double(), ["cat", "dog"])
+        {'miou': 0.75, 'miou_std': None, 'per_class': {'cat': 0.5, 'dog': 1.0}, 'draws': [0.75]}
+    """
+    draws = ious.nanmean(dim=1).tolist()
+    return {
+        "miou": statistics.fmean(draws),
+        "miou_std": statistics.stdev(draws) if len(draws) > 1 else None,
+        "per_class": dict(zip(classes, ious.nanmean(dim=0).tolist(), strict=False)),
+        "draws": draws,
+    }
 
 
 def accuracy(confusion: Int[Tensor, "c p"]) -> Float[Tensor, " c"]:

@@ -6,7 +6,7 @@ import torch
 
 from cribo.errors import InputError
 from cribo.evaluation import Depth, Machine
-from cribo.evaluation.depth.prediction import fit_linear, patch_depths, predict_by_neighbours
+from cribo.evaluation.depth.prediction import patch_depths, predict_by_neighbours, predict_linearly
 from cribo.evaluation.depth.scoring import DepthScore, row, score_depth, upsample
 from cribo.evaluation.features import EncodedView, PatchFeatures, SparseCounts
 
@@ -96,7 +96,7 @@ def test_ridge_regression_equals_numpy() -> None:
     penalised = np.concatenate(((rows[:, used] - mean) / scale, np.sqrt(ridge * len(rows)) * np.eye(5)))
     targets = np.concatenate((values - values.mean(), np.zeros(5)))
     weights = np.linalg.lstsq(penalised, targets, rcond=None)[0]
-    found = fit_linear(known, depths, ridge).predict(asked)
+    found = predict_linearly(known, depths, asked, ridge)
     for view, part in found.items():
         expected = (asked.features(view).double().numpy()[:, used] - mean) / scale @ weights + values.mean()
         np.testing.assert_allclose(part.flatten().numpy(), expected, rtol=1e-5)
@@ -109,17 +109,17 @@ def test_linear_depth_is_recovered() -> None:
     plane = 2 + 0.5 * rows + 0.25 * columns
     for view in known.held:
         known.features(view)[:, 0], known.features(view)[:, 1] = rows, columns
-    found = fit_linear(known, dict.fromkeys(known.counts, plane), 1e-9).predict(known)
+    found = predict_linearly(known, dict.fromkeys(known.counts, plane), known, 1e-9)
     torch.testing.assert_close(found[EncodedView(1)].flatten(), plane, rtol=1e-4, atol=1e-4)
 
 
 def test_an_impossible_fit_raises() -> None:
     known = made_features(1, 0)
     with pytest.raises(InputError, match="no patch of the training images has a depth"):
-        fit_linear(known, {EncodedView(0): torch.full((20,), torch.nan)}, 1e-3)
+        predict_linearly(known, {EncodedView(0): torch.full((20,), torch.nan)}, known, 1e-3)
     known.features(EncodedView(0))[3, 3] = torch.inf
     with pytest.raises(InputError, match="features of the backbone are not finite"):
-        fit_linear(known, {EncodedView(0): torch.ones(20)}, 1e-3)
+        predict_linearly(known, {EncodedView(0): torch.ones(20)}, known, 1e-3)
 
 
 def test_errors_equal_numpy() -> None:

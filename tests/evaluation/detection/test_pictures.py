@@ -1,3 +1,4 @@
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -5,8 +6,9 @@ import torch
 from matplotlib.patches import Rectangle
 
 from cribo.data.detection import BoxedImages, open_detection
-from cribo.evaluation.detection.pictures import draw_boxes, write_boxes
+from cribo.evaluation.detection.pictures import draw_boxes
 from cribo.evaluation.detection.scoring import Detections
+from cribo.evaluation.pages import write_pages
 
 
 @pytest.fixture
@@ -48,5 +50,6 @@ def test_titles_and_legend_describe_the_boxes(images: BoxedImages, found: Detect
 def test_pictures_are_split_into_files(images: BoxedImages, found: Detections, tmp_path: Path) -> None:
     twice = images.subset([*range(4), *range(4)])
     both = Detections(*(torch.cat((part, part)) for part in vars(found).values()))
-    write_boxes(twice, both, tmp_path, title="what", number=8)
+    draw = partial(draw_boxes, images=twice, found=both, title="what")
+    write_pages(tmp_path, "predictions", range(len(twice)), draw, number=8)
     assert {path.name for path in tmp_path.iterdir()} >= {"predictions.png", "predictions-2.png"}

@@ -126,7 +126,7 @@ def test_it_overfits_four_images(rectangles: Path, tiny_vit: Callable[..., Backb
         runtime=TrainingRuntime(accelerator="cpu", workers=0, threads=1),
         console=Console(quiet=True),
     )
-    ap50 = detector.precision.metrics["ap50"]
+    ap50 = detector.precision["ap50"]
     assert ap50 is not None
     assert ap50 > 0.95
 

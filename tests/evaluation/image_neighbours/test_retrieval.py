@@ -18,7 +18,6 @@ from cribo.evaluation.image_neighbours import retrieval as module
 from cribo.evaluation.image_neighbours.features import SquareCrop, extract_global
 from cribo.evaluation.image_neighbours.protocol import ImageNN
 from cribo.evaluation.image_neighbours.retrieval import ImageRetrieval, image_nn, places
-from cribo.evaluation.scores import accuracy
 from cribo.retrieval.encoders import ImageEncoder
 
 SIDE = 4
@@ -82,15 +81,15 @@ def settings(*neighbours: int, **more: float) -> ImageNN:
 def check(
     found: ImageRetrieval, train: np.ndarray, labels: np.ndarray, val: np.ndarray, truth: np.ndarray, **how: bool
 ) -> None:
-    for score in found.scores:
-        votes, order = plain(train, labels, val, score.neighbours, **how)
-        assert score.predicted.tolist() == order[:, 0].tolist()
+    for row, (k, predictions) in zip(found.rows, found.predictions.items(), strict=True):
+        votes, order = plain(train, labels, val, k, **how)
+        assert predictions.classes.tolist() == order[:, 0].tolist()
         has_votes = votes[np.arange(len(truth)), truth] > 0
         for number in (1, 3, 5):
             among = (order[:, :number] == truth[:, None]).any(axis=1) & has_votes
-            assert score.top(number) == pytest.approx(among.mean())
-        right = accuracy(score.confusion(torch.from_numpy(truth), len(CLASSES))).tolist()
-        for place, value in enumerate(right):
+            assert (predictions.place < number).double().mean() == pytest.approx(among.mean())
+            assert row.get(f"top{number}", among.mean()) == pytest.approx(among.mean())
+        for place, value in enumerate(row["per_class"].values()):
             own = order[truth == place, 0] == place
             assert value == pytest.approx(own.mean() if len(own) else np.nan, nan_ok=True)
 
@@ -104,7 +103,7 @@ def test_results_equal_the_plain_protocol(tmp_path: Path, monkeypatch: pytest.Mo
     if at_once is not None:  # queries that are voted on at once
         monkeypatch.setattr(module, "_VOTES_AT_ONCE", at_once * len(CLASSES))
     found = image_nn([Colours().encoder()], train, val, settings(*reversed(ks)))
-    assert [score.neighbours for score in found.scores] == list(ks)
+    assert [row["neighbours"] for row in found.rows] == list(ks)
     check(found, known, train.labels, asked, val.labels)
     similarity = asked @ known.T
     assert torch.allclose(found.nearest.similarity.double(), torch.from_numpy(-np.sort(-similarity)), atol=1e-5)
@@ -123,26 +122,31 @@ def test_duplicates_do_not_let_an_image_vote_for_itself(tmp_path: Path) -> None:
     images = write(tmp_path, colours, [0, 0, 1, 1, 1, 0, 2, 2])
     found = image_nn([Colours().encoder()], images, None, settings(3))
     assert found.nearest.rows.tolist()[:6] == [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2], [0, 1, 2], [0, 1, 2]]
-    assert found.scores[0].predicted.tolist()[:6] == [1, 1, 0, 0, 0, 0]
+    assert found.predictions[3].classes.tolist()[:6] == [1, 1, 0, 0, 0, 0]
 
 
 def test_ties_are_broken_by_class_order(tmp_path: Path) -> None:
     colours = np.array([[200, 40, 40]] * 4, dtype=np.uint8)
     train = write(tmp_path / "train", colours, [4, 2, 2, 4])
     val = write(tmp_path / "val", colours[:3], [2, 4, 6])
-    (score,) = image_nn([Colours().encoder()], train, val, settings(4)).scores
-    assert score.predicted.tolist() == [2, 2, 2]
-    assert score.place.tolist() == [0, 1, 7]  # a class without votes is not among the first five of seven
-    assert (score.top(1), score.top(5)) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
+    found = image_nn([Colours().encoder()], train, val, settings(4))
+    assert found.predictions[4].classes.tolist() == [2, 2, 2]
+    assert found.predictions[4].place.tolist() == [
+        0,
+        1,
+        7,
+    ]  # a class without votes is not among the first five of seven
+    (row,) = found.rows
+    assert (row["top1"], row["top5"]) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
     assert places(torch.tensor([[0.0, 3.0, 3.0]]), torch.tensor([2])).tolist() == [1]
 
 
 def test_very_low_temperatures_are_stable(tmp_path: Path) -> None:
     train, known = drawn(tmp_path / "train", 30, 3, [0, 1, 2])
     val, asked = drawn(tmp_path / "val", 10, 4, [0, 1, 2])
-    cold = image_nn([Colours().encoder()], train, val, settings(10, temperature=1e-6)).scores[0]
+    cold = image_nn([Colours().encoder()], train, val, settings(10, temperature=1e-6)).predictions[10]
     _, order = plain(known, train.labels, asked, 1)
-    assert cold.predicted.tolist() == order[:, 0].tolist()
+    assert cold.classes.tolist() == order[:, 0].tolist()
 
 
 # --------------------------------------------------------------------- features
@@ -209,7 +213,7 @@ def test_results_are_independent_of_devices_and_workers(tmp_path: Path, monkeypa
         for devices in (("cpu",), ("cpu", "cpu"))
     )
     assert torch.equal(one.nearest.rows, two.nearest.rows)
-    assert torch.equal(one.scores[0].predicted, two.scores[0].predicted)
+    assert torch.equal(one.predictions[5].classes, two.predictions[5].classes)
 
 
 @pytest.mark.gpu
@@ -222,8 +226,8 @@ def test_gpu_and_cpu_agree(tmp_path: Path) -> None:
         for device in ("cpu", "cuda:0")
     )
     assert torch.allclose(host.nearest.similarity, gpu.nearest.similarity, atol=1e-3)
-    for one, other in zip(host.scores, gpu.scores, strict=True):
-        assert one.top(1) == pytest.approx(other.top(1), abs=0.05)
+    for one, other in zip(host.rows, gpu.rows, strict=True):
+        assert one["top1"] == pytest.approx(other["top1"], abs=0.05)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

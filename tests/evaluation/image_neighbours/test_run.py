@@ -14,7 +14,7 @@ from tests.commands import Commands
 from cribo.cli import main
 from cribo.evaluation import read_result
 from cribo.evaluation.image_neighbours.pictures import chosen_images
-from cribo.evaluation.image_neighbours.retrieval import NeighbourScore
+from cribo.evaluation.image_neighbours.retrieval import Predictions
 from cribo.models import build_backbone, save_backbone
 
 CLASSES = {"red": (200, 40, 40), "green": (40, 200, 40), "blue": (40, 40, 200)}
@@ -182,9 +182,9 @@ def test_results_are_replaced_only_by_complete_ones(data: Path) -> None:
 
 
 def test_half_of_the_pictures_show_errors_if_possible() -> None:
-    def score(*places: int) -> NeighbourScore:
+    def score(*places: int) -> Predictions:
         place = torch.tensor(places)
-        return NeighbourScore(1, torch.zeros_like(place), place, torch.ones(len(place)))
+        return Predictions(torch.zeros_like(place), place, torch.ones(len(place)))
 
     assert chosen_images(score(0, 0, 0, 0, 1, 2, 0, 0), 4) == [0, 3, 4, 5]
     assert chosen_images(score(1, 1, 1, 0), 4) == [0, 1, 2, 3]

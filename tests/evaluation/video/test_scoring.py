@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 import torch
 
+from cribo.data.video import Video
 from cribo.evaluation.video.scoring import (
-    VideoScore,
     boundary,
     boundary_accuracy,
     dilate,
     region_similarity,
-    row,
     score_frame,
 )
+from cribo.evaluation.video.segmenting import Segmented, row
 
 
 def blobs(seed: int, size: tuple[int, int] = (40, 56)) -> np.ndarray:
@@ -94,11 +94,11 @@ def test_objects_are_scored_by_number() -> None:
 
 def test_means_over_all_objects_as_in_davis() -> None:
     """A video with two objects counts twice, a video with one object once."""
-    scores = [
-        VideoScore("a", torch.tensor([[1.0, 0.5], [0.2, 0.6]]), torch.tensor([[1.0, 1.0], [0.0, 0.4]])),
-        VideoScore("b", torch.tensor([[0.0, 0.3, 0.3]]), torch.tensor([[0.6, 0.9, 0.3]])),
-    ]
-    made = row(5, scores)
+    regions = torch.tensor([[1.0, 0.5], [0.2, 0.6]]), torch.tensor([[0.0, 0.3, 0.3]])
+    boundaries = torch.tensor([[1.0, 1.0], [0.0, 0.4]]), torch.tensor([[0.6, 0.9, 0.3]])
+    videos = Video("a", range(4), 2), Video("b", range(5), 1)
+    scored = [Segmented(video, [], *parts) for video, *parts in zip(videos, regions, boundaries, strict=True)]
+    made = row(5, scored)
     assert made["j_mean"] == pytest.approx((0.75 + 0.4 + 0.2) / 3)
     assert made["f_mean"] == pytest.approx((1.0 + 0.2 + 0.6) / 3)
     assert made["j_and_f"] == pytest.approx((made["j_mean"] + made["f_mean"]) / 2)

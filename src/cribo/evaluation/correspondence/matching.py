@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from cribo.console import Progress
+from cribo.console import Progress, no_progress
 from cribo.data.correspondence import Pair, PairedImages
 from cribo.data.reading import image_size
 from cribo.evaluation.features import EncodedView, PatchFeatures
@@ -23,7 +23,7 @@ def match_pairs(
     images: PairedImages,
     *,
     device: torch.device | str = "cpu",
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> list[Float[Tensor, "k 2"]]:
     """Match the keypoints of each source image in its target image.
 
@@ -47,8 +47,7 @@ def match_pairs(
             source = _feature_map(features, pair.source, device)
             points = features_at(source, pair.source_points.to(device), image_size(images.path(pair.source)))
             matches[number] = nearest_pixels(points, target, norms).cpu()
-            if progress is not None:
-                progress("points of the pairs", len(matches), len(order))
+            progress("points of the pairs", len(matches), len(order))
     return [matches[number] for number in range(len(order))]
 
 

@@ -1,7 +1,6 @@
 """Pictures of image pairs with true and matched keypoints."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxtyping import Float
@@ -13,27 +12,8 @@ from torch import Tensor
 from cribo.colours import rgb
 from cribo.data.correspondence import PairedImages
 from cribo.evaluation.correspondence.matching import are_correct
-from cribo.evaluation.pages import draw_box, show_image, write_pages
+from cribo.evaluation.pages import draw_box, show_image
 from cribo.evaluation.pictures import RIGHT, WRONG, draw_rows
-
-
-def write_pairs(
-    matches: Sequence[Float[Tensor, "k 2"]], images: PairedImages, folder: Path, *, alpha: float, number: int
-) -> None:
-    """Draw some of the pairs, six per file: `pairs.png`, `pairs-2.png`, ...
-
-    Args:
-        matches: matched points in the target of each pair.
-        images: paired images.
-        folder: output folder.
-        alpha: threshold of correct points.
-        number: number of pairs to draw.
-    """
-
-    def draw(numbers: Sequence[int]) -> Figure:
-        return draw_pairs(numbers, matches, images, alpha=alpha)
-
-    write_pages(folder, "pairs", range(len(images.pairs)), draw, number=number)
 
 
 def draw_pairs(

@@ -55,7 +55,7 @@ disk and reused by further evaluations of the same backbone and images. For a qu
     def measure(self, run: "Run") -> Outcome:
         """Label the patches of val by their nearest patches in train."""
         from cribo.console import Phases
-        from cribo.evaluation.dense_neighbours.retrieval import dense_nn, row
+        from cribo.evaluation.dense_neighbours.retrieval import dense_nn
 
         encoder = run.encoder
         train, val = run.data.train, run.data.val
@@ -70,7 +70,7 @@ disk and reused by further evaluations of the same backbone and images. For a qu
                 progress=progress,
             )
         return Outcome(
-            rows=[row(score, train.classes) for score in found.scores],
+            rows=found.rows,
             classes=train.classes,
             panels=found.panels,
             palette=val.palette,

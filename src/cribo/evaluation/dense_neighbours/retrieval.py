@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,11 @@ from cribo.data.randomness import keyed_generator
 from cribo.errors import InputError
 from cribo.evaluation.cache import Machine
 from cribo.evaluation.dense_neighbours.memory import PatchMemory
-from cribo.evaluation.dense_neighbours.settings import DenseNNSettings, Mean
+from cribo.evaluation.dense_neighbours.settings import DenseNNSettings
 from cribo.evaluation.features import EncodedView, PatchFeatures, Preparation, extract_patches, in_chunks
 from cribo.evaluation.pages import panel_of
 from cribo.evaluation.pictures import Panel
-from cribo.evaluation.scores import count_confusion, iou, matched_iou
+from cribo.evaluation.scores import count_confusion, iou, iou_row, matched_iou
 from cribo.retrieval.encoders import PatchEncoder
 from cribo.retrieval.patches import majority_label
 from cribo.retrieval.search import Neighbours
@@ -37,71 +38,20 @@ _NOT_SCORED = -1
 
 
 @dataclass(frozen=True)
-class RatioScore:
-    """Score with a fraction of the memory's images.
-
-    Attributes:
-        ratio: the fraction is 1 / ratio.
-        draws: mIoU in 0-1 of each draw.
-        per_class: IoU of each class, averaged over the draws; for a class absent from labels and predictions 0 if
-            predictions are matched, else NaN.
-        confusion: (C, P) counts of patches or pixels, summed over the draws, with labels in rows and predictions in
-            columns. Column C, if it exists, counts predictions of no class.
-        patches: number of patches in the memory, averaged over the draws.
-        recall: recall of the approximate search; None for the exact search.
-    """
-
-    ratio: int
-    draws: tuple[float, ...]
-    per_class: tuple[float, ...]
-    confusion: Int[Tensor, "c p"]
-    patches: float
-    recall: float | None = None
-
-    @classmethod
-    def of(
-        cls,
-        ratio: int,
-        tallies: Sequence[Int[Tensor, "c p"]],
-        patches: Sequence[int],
-        recalls: Sequence[float],
-        mean: Mean = "present",
-    ) -> "RatioScore":
-        """Create the score of a ratio from its draws."""
-        scores = torch.stack([(matched_iou if mean == "matched" else iou)(tally) for tally in tallies])
-        return cls(
-            ratio,
-            tuple(scores.nanmean(dim=1).tolist()),
-            tuple(scores.nanmean(dim=0)[: len(tallies[0])].tolist()),
-            torch.stack(list(tallies)).sum(dim=0),
-            statistics.fmean(patches),
-            statistics.fmean(recalls) if recalls else None,
-        )
-
-    @property
-    def miou(self) -> float:
-        """Mean mIoU of the draws, in 0-1."""
-        return statistics.fmean(self.draws)
-
-    @property
-    def miou_std(self) -> float | None:
-        """Sample standard deviation of the draws; None for a single draw."""
-        return statistics.stdev(self.draws) if len(self.draws) > 1 else None
-
-
-@dataclass(frozen=True)
 class DenseRetrieval:
     """Result of `dense_nn`.
 
     Attributes:
         settings: settings used, without None.
-        scores: score of each ratio.
+        rows: a row for each ratio, as in `EvaluationResult.results`: `ratio`, `miou` and its `miou_std` (None for a
+            single draw), `per_class`, `draws`, `memory_patches`, `recall` of an approximate search, and `confusion`,
+            summed over the draws.
         panels: images, labels and predictions of some queries, with the memory of the first ratio.
         memory_patches, query_patches: number of encoded patches.
     """
 
     settings: DenseNNSettings
-    scores: tuple[RatioScore, ...]
+    rows: list[dict[str, Any]]
     panels: tuple[Panel, ...]
     memory_patches: int
     query_patches: int
@@ -137,8 +87,9 @@ def dense_nn(
     machine = machine or Machine()
     _check_sets(memory, queries)
     settings = (settings or DenseNNSettings()).for_data(encoder.patch_size, memory.classes)
+    augmentations = range(settings.augmentations) or (None,)
     draws = [
-        (ratio, draw, _views(images, settings))
+        (ratio, draw, [EncodedView(*view) for view in product(images, augmentations)])
         for ratio in settings.ratios
         for draw, images in enumerate(images_of(memory, ratio, settings))
     ]
@@ -167,29 +118,16 @@ def dense_nn(
     if not scorer.has_labels():
         raise InputError("the queries cannot be scored: all labels of their images are ignored")
     tallies, recalls = _score_all(scorer, memories, settings, machine, progress)
-    scores = []
+    rows, class_ious = [], matched_iou if settings.mean == "matched" else iou
     for ratio in settings.ratios:
         places = [place for place, (other, _, _) in enumerate(draws) if other == ratio]
-        patches = [len(memories[place].keys) for place in places]
-        recall = [recalls[place] for place in places] if settings.search == "faiss" else []
-        scores.append(RatioScore.of(ratio, [tallies[place] for place in places], patches, recall, settings.mean))
-    return DenseRetrieval(
-        settings, tuple(scores), tuple(scorer.panels), memory_features.patches, query_features.patches
-    )
-
-
-def row(score: RatioScore, classes: Sequence[str]) -> dict[str, Any]:
-    """Return the row of a result."""
-    return {
-        "ratio": score.ratio,
-        "miou": score.miou,
-        "miou_std": score.miou_std,
-        "per_class": dict(zip(classes, score.per_class, strict=True)),
-        "draws": list(score.draws),
-        "memory_patches": score.patches,
-        **({} if score.recall is None else {"recall": score.recall}),
-        "confusion": score.confusion.tolist(),
-    }
+        counts = torch.stack([tallies[place] for place in places])
+        row = {"ratio": ratio, **iou_row(torch.stack(list(map(class_ious, counts))), memory.classes)}
+        row["memory_patches"] = statistics.fmean(len(memories[place].keys) for place in places)
+        if settings.search == "faiss":
+            row["recall"] = statistics.fmean(recalls[place] for place in places)
+        rows.append({**row, "confusion": counts.sum(dim=0)})
+    return DenseRetrieval(settings, rows, tuple(scorer.panels), memory_features.patches, query_features.patches)
 
 
 def images_of(memory: LabelledImages, ratio: int, settings: DenseNNSettings) -> list[list[int]]:
@@ -223,8 +161,6 @@ def draw_images(count: int, ratio: int, seed: int, draw: int) -> list[int]:
         >>> [len(draw_images(10582, ratio, 0, 0)) for ratio in (1, 8, 64, 128)]  # Pascal VOC's trainaug
         [10582, 1323, 165, 83]
     """
-    if ratio == 1:
-        return list(range(count))
     order = torch.randperm(count, generator=keyed_generator(_MEMORY_DRAW, seed, ratio, draw))
     return sorted(order[: max(1, round(count / ratio))].tolist())
 
@@ -384,9 +320,3 @@ def _require_neighbours(part: PatchMemory, ratio: int, settings: DenseNNSettings
             f"neighbours must be at most the number of patches in the memory, got {settings.neighbours} with "
             f"{len(part.keys)} patches at ratio {ratio}: use fewer neighbours, or omit this ratio"
         )
-
-
-def _views(images: Sequence[int], settings: DenseNNSettings) -> list[EncodedView]:
-    if not settings.augmentations:
-        return [EncodedView(index) for index in images]
-    return [EncodedView(index, number) for index in images for number in range(settings.augmentations)]

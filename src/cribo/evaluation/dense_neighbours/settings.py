@@ -1,7 +1,7 @@
 """Settings and variants of dense nearest-neighbour retrieval. This module does not import torch."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
@@ -103,7 +103,7 @@ class DenseNNSettings(Settings):
             >>> DenseNNSettings(variant="hummingbird", neighbours=20).for_data(14, ["road", "sky"]).size
             (504, 504)
         """
-        settings = self.decided(_VARIANTS[self.variant](patch_size, classes))
+        settings = self.decided(_defaults(self.variant, patch_size, classes))
         if settings.size is not None:
             require_whole_patches(settings.size, patch_size)
         if settings.mean == "matched":
@@ -122,25 +122,22 @@ class DenseNNSettings(Settings):
         return {name: value for name, value in values.items() if not unused.get(name)}
 
 
-def _cribo(patch_size: int, classes: Sequence[str]) -> dict[str, Any]:
-    """Return the defaults of CrIBo, section 4.1, with our choices for unspecified settings."""
-    return {
-        "neighbours": 50,
-        "vote": "majority",
-        "temperature": 0.02,
-        "patch_labels": "hard",
-        "unlabelled": "drop",
-        "score": "patch",
-        "mean": "present",
-        "interpolation": "bicubic",
-        "augmentations": 0,
-        "memory_patches": 0,
-    }
-
-
-def _hummingbird_strict(patch_size: int, classes: Sequence[str]) -> dict[str, Any]:
-    """Return the defaults of Balazevic et al. 2023, with only the data set's classes in labels and mean."""
-    return {
+def _defaults(variant: Variant, patch_size: int, classes: Sequence[str]) -> dict[str, Any]:
+    """Return the defaults of a variant."""
+    if variant == "cribo":  # with our choices for settings that section 4.1 does not specify
+        return {
+            "neighbours": 50,
+            "vote": "majority",
+            "temperature": 0.02,
+            "patch_labels": "hard",
+            "unlabelled": "drop",
+            "score": "patch",
+            "mean": "present",
+            "interpolation": "bicubic",
+            "augmentations": 0,
+            "memory_patches": 0,
+        }
+    strict = {  # Balazevic et al. 2023, with only the data set's classes in labels and mean
         "neighbours": 30,
         "vote": "attention",
         "temperature": 0.02,
@@ -153,32 +150,14 @@ def _hummingbird_strict(patch_size: int, classes: Sequence[str]) -> dict[str, An
         "augmentations": 2,
         "memory_patches": 10_240_000,
     }
-
-
-def _hummingbird(patch_size: int, classes: Sequence[str]) -> dict[str, Any]:
-    """Return the defaults of the public toolkit, where unlabelled pixels are 0 (no class in ADE20K, else the first)."""
+    # In the public toolkit, unlabelled pixels are 0: no class in ADE20K, else the first.
     is_ade20k = list(classes) == SEGMENTATION_SETS["ade20k"].classes
+    toolkit = {**strict, "unlabelled": "class" if is_ade20k else "first", "mean": "matched"}
     return {
-        **_hummingbird_strict(patch_size, classes),
-        "unlabelled": "class" if is_ade20k else "first",
-        "mean": "matched",
-    }
-
-
-def _dip(patch_size: int, classes: Sequence[str]) -> dict[str, Any]:
-    """Return the defaults of DIP's copy of the toolkit, without matching of predictions and absent classes."""
-    return {**_hummingbird(patch_size, classes), "temperature": 0.07, "mean": "present"}
-
-
-def _franca(patch_size: int, classes: Sequence[str]) -> dict[str, Any]:
-    """Return the defaults of Franca: the toolkit with 518-pixel images and unbounded memory (its appendix C)."""
-    return {**_hummingbird(patch_size, classes), "size": square(518, patch_size), "memory_patches": 0}
-
-
-_VARIANTS: Mapping[Variant, Callable[[int, Sequence[str]], dict[str, Any]]] = {
-    "cribo": _cribo,
-    "hummingbird": _hummingbird,
-    "hummingbird-strict": _hummingbird_strict,
-    "dip": _dip,
-    "franca": _franca,
-}
+        "hummingbird-strict": strict,
+        "hummingbird": toolkit,
+        # DIP's copy of the toolkit has no matching of predictions and absent classes.
+        "dip": {**toolkit, "temperature": 0.07, "mean": "present"},
+        # Franca's appendix C: 518-pixel images and unbounded memory.
+        "franca": {**toolkit, "size": square(518, patch_size), "memory_patches": 0},
+    }[variant]

@@ -1,7 +1,6 @@
 """Pictures of depth maps and their predictions."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
@@ -18,34 +17,12 @@ from cribo.data.depth import DepthImages
 from cribo.evaluation.depth.prediction import Predictions
 from cribo.evaluation.depth.scoring import DepthScore, upsample
 from cribo.evaluation.features import EncodedView
-from cribo.evaluation.pages import show_image, write_pages
+from cribo.evaluation.pages import show_image
 from cribo.evaluation.pictures import draw_rows
 from cribo.evaluation.results import percent
 from cribo.painting import STRIPES, stripes
 
 _SHADES = 6  # in the legend
-
-
-def write_depths(
-    found: Mapping[str, Predictions],
-    scores: Mapping[str, Sequence[DepthScore | None]],
-    images: DepthImages,
-    folder: Path,
-    *,
-    number: int,
-) -> None:
-    """Draw some of the images, six per file: `depth.png`, `depth-2.png`, ...
-
-    Args:
-        found: predicted depth of patches, by method.
-        scores: scores of all images, by method.
-        images: images with depth maps.
-        folder: output folder.
-        number: number of images to draw.
-    """
-    write_pages(
-        folder, "depth", range(len(images)), lambda part: draw_depths(part, found, scores, images), number=number
-    )
 
 
 def draw_depths(

@@ -1,14 +1,13 @@
 """Depth prediction for patches by nearest neighbours and by ridge regression."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Float64
+from jaxtyping import Float
 from torch import Tensor
 
-from cribo.console import Progress
+from cribo.console import Progress, no_progress
 from cribo.data.depth import DepthImages
 from cribo.errors import InputError
 from cribo.evaluation.cache import Machine
@@ -51,7 +50,7 @@ def predict(
     settings: DepthSettings,
     *,
     machine: Machine,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> dict[str, Predictions]:
     """Predict the depth of patches with each method.
 
@@ -70,13 +69,12 @@ def predict(
     depths: dict[EncodedView, Tensor] = {}
     for number, view in enumerate(train_features.counts, start=1):
         depths[view] = patch_depths(images.depth(view.image), train_features.grid(view))
-        if progress is not None:
-            progress("depth of the patches", number, len(train_features.counts))
+        progress("depth of the patches", number, len(train_features.counts))
     methods = {
         "neighbours": lambda: predict_by_neighbours(
             train_features, depths, val_features, settings, machine=machine, progress=progress
         ),
-        "linear": lambda: fit_linear(train_features, depths, settings.ridge).predict(val_features),
+        "linear": lambda: predict_linearly(train_features, depths, val_features, settings.ridge),
     }
     return {method: methods[method]() for method in settings.methods}
 
@@ -95,7 +93,7 @@ def predict_by_neighbours(
     settings: DepthSettings,
     *,
     machine: Machine,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> Predictions:
     """Predict the depth of each patch as the weighted mean depth of the nearest patches with a measurement.
 
@@ -125,8 +123,7 @@ def predict_by_neighbours(
         queries = _unit(torch.cat([val_features.features(view) for view in views]))
 
         def report(compared: int, number: int = number) -> None:
-            if progress is not None:
-                progress("search [%]", 100 * (number * len(keys) + compared) // (len(chunks) * len(keys)), 100)
+            progress("search [%]", 100 * (number * len(keys) + compared) // (len(chunks) * len(keys)), 100)
 
         found = machine.search(queries, keys, settings.neighbours, progress=report)
         weights = vote_weights(found.similarity, settings.vote, settings.temperature)
@@ -136,23 +133,10 @@ def predict_by_neighbours(
     return predicted
 
 
-@dataclass(frozen=True)
-class LinearDepth:
-    """Linear depth model in metres: feature @ weight + bias."""
-
-    weight: Float64[Tensor, " d"]
-    bias: float
-
-    def predict(self, val_features: PatchFeatures) -> Predictions:
-        """Predict the depth of each patch."""
-        return {
-            view: (val_features.features(view).double() @ self.weight + self.bias).float().view(val_features.grid(view))
-            for view in val_features.counts
-        }
-
-
-def fit_linear(train_features: PatchFeatures, depths: PatchDepths, ridge: float) -> LinearDepth:
-    """Fit the depth of patches by ridge regression on standardised features, in closed form in float64.
+def predict_linearly(
+    train_features: PatchFeatures, depths: PatchDepths, val_features: PatchFeatures, ridge: float
+) -> Predictions:
+    """Predict the depth of each patch by ridge regression on standardised features, in closed form in float64.
 
     Minimises the mean of (depth - prediction)² over the patches with a measurement, plus `ridge` times the sum of the
     squared weights of standardised channels.
@@ -160,6 +144,7 @@ def fit_linear(train_features: PatchFeatures, depths: PatchDepths, ridge: float)
     Args:
         train_features: features of the patches.
         depths: depth of these patches.
+        val_features: features of the images to predict.
         ridge: L2 penalty, > 0.
 
     Raises:
@@ -182,7 +167,11 @@ def fit_linear(train_features: PatchFeatures, depths: PatchDepths, ridge: float)
         train_features.dim, dtype=torch.float64
     )
     weight = torch.linalg.solve(standardised, covariance[:-1, -1] / scale) / scale
-    return LinearDepth(weight, float(mean[-1] - mean[:-1] @ weight))
+    bias = float(mean[-1] - mean[:-1] @ weight)
+    return {
+        view: (val_features.features(view).double() @ weight + bias).float().view(val_features.grid(view))
+        for view in val_features.counts
+    }
 
 
 def _unit(features: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from cribo.console import Progress
+from cribo.console import Progress, no_progress
 from cribo.data.depth import DepthImages
 from cribo.errors import InputError
 from cribo.evaluation.depth.prediction import Predictions
@@ -40,13 +40,6 @@ def upsample(prediction: Float[Tensor, "rows columns"], size: Sequence[int], max
     return whole.clamp(MIN_DEPTH, max_depth)
 
 
-def scored_pixels(depth: Float[Tensor, "h w"], window: tuple[slice, slice] | None) -> Bool[Tensor, "h w"]:
-    """Return the mask of scored pixels: those with a measurement, inside the window."""
-    inside = torch.zeros_like(depth, dtype=torch.bool)
-    inside[window or ...] = True
-    return inside & (depth > MIN_DEPTH)
-
-
 def score_depth(
     prediction: Float[Tensor, "h w"], depth: Float[Tensor, "h w"], window: tuple[slice, slice] | None = None
 ) -> DepthScore | None:
@@ -61,7 +54,9 @@ def score_depth(
         >>> score_depth(torch.tensor([[1.0, 3.0]]), torch.tensor([[2.0, 3.0]])).delta1
         0.5
     """
-    scored = scored_pixels(depth, window)
+    scored = torch.zeros_like(depth, dtype=torch.bool)
+    scored[window or ...] = True
+    scored &= depth > MIN_DEPTH
     if not scored.any():
         return None
     found, true = prediction[scored].double(), depth[scored].double()
@@ -75,7 +70,7 @@ def score_depth(
 
 
 def score_images(
-    found: Mapping[str, Predictions], images: DepthImages, *, progress: Progress | None = None
+    found: Mapping[str, Predictions], images: DepthImages, *, progress: Progress = no_progress
 ) -> dict[str, list[DepthScore | None]]:
     """Score the predictions of all images, by method."""
     scores: dict[str, list[DepthScore | None]] = {method: [] for method in found}
@@ -84,8 +79,7 @@ def score_images(
         for method, predictions in found.items():
             prediction = upsample(predictions[EncodedView(index)], depth.shape, images.max_depth)
             scores[method].append(score_depth(prediction, depth, images.window))
-        if progress is not None:
-            progress("scores", index + 1, len(images))
+        progress("scores", index + 1, len(images))
     return scores
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from cribo.data.detection import BoxedImages
 from cribo.evaluation.detection.criterion import SetLoss
-from cribo.evaluation.detection.scoring import AveragePrecision, Detections, Gathered, average_precision, read_off
-from cribo.evaluation.detection.settings import CLIP, FINAL_LEARNING_RATE, WEIGHT_DECAY
+from cribo.evaluation.detection.scoring import Detections, Gathered, average_precision, read_off
+from cribo.evaluation.detection.settings import CLIP, FINAL_LEARNING_RATE, METRICS, WEIGHT_DECAY
 from cribo.evaluation.detection.views import Batch
 from cribo.models import normalise
 from cribo.training.module import NonFiniteLoss, ResumableModule
@@ -29,11 +29,11 @@ class Detector(ResumableModule):
 
     Attributes:
         found: detections in the validation images from the last validation; equal on all devices.
-        precision: average precision of these detections.
+        precision: `average_precision` of these detections.
     """
 
     found: Detections
-    precision: AveragePrecision
+    precision: dict[str, Any]
 
     def __init__(
         self,
@@ -87,9 +87,9 @@ class Detector(ResumableModule):
         self.found = Detections(*self.gathered.compute())
         self.gathered.reset()
         self.precision = average_precision(self.images, self.found)
-        for name, value in self.precision.metrics.items():
-            if value is not None:
-                self.log(name, value, rank_zero_only=True)
+        for name in METRICS:
+            if self.precision[name] is not None:
+                self.log(name, self.precision[name], rank_zero_only=True)
 
     def configure_optimizers(self) -> Any:
         """Create AdamW with a cosine schedule."""

@@ -1,7 +1,6 @@
 """Pictures of images with true and predicted boxes."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,28 +11,11 @@ from matplotlib.patches import Patch
 from cribo.colours import distinct_colours, rgb
 from cribo.data.detection import BoxedImages
 from cribo.evaluation.detection.scoring import Detections
-from cribo.evaluation.pages import draw_box, show_image, write_pages
+from cribo.evaluation.pages import draw_box, show_image
 from cribo.evaluation.pictures import draw_rows
 
 SURE = 0.5
 """Minimum probability of the predictions to draw."""
-
-
-def write_boxes(images: BoxedImages, found: Detections, folder: Path, *, title: str, number: int) -> None:
-    """Draw some of the images, six per file: `predictions.png`, `predictions-2.png`, ...
-
-    Args:
-        images: images with true boxes.
-        found: detections in all images.
-        folder: output folder.
-        title: title of the figures.
-        number: number of images to draw.
-    """
-
-    def draw(indices: Sequence[int]) -> Figure:
-        return draw_boxes(indices, images, found, title=title)
-
-    write_pages(folder, "predictions", range(len(images)), draw, number=number)
 
 
 def draw_boxes(indices: Sequence[int], images: BoxedImages, found: Detections, *, title: str) -> Figure:

@@ -82,27 +82,17 @@ class Gathered(Metric):
         return tuple(part[order] for part in parts)
 
 
-@dataclass(frozen=True)
-class AveragePrecision:
-    """COCO's average precision in 0-1; None if no object exists for it.
-
-    Attributes:
-        metrics: over all classes: AP averaged over IoU thresholds of .50 to .95, AP at .50, and AP at .75.
-        by_size: AP for objects with an area of less than 32² pixels, of up to 96², and of more.
-        per_class: AP of each class.
-    """
-
-    metrics: dict[str, float | None]
-    by_size: dict[str, float | None]
-    per_class: dict[str, float | None]
-
-
-def average_precision(images: BoxedImages, found: Detections) -> AveragePrecision:
+def average_precision(images: BoxedImages, found: Detections) -> dict[str, Any]:
     """Score detections with COCO's evaluation (faster-coco-eval), with up to 100 boxes per image.
 
     Args:
         images: images with true boxes; detections in crowds are ignored.
         found: detections of each image.
+
+    Returns:
+        The AP over all classes, averaged over IoU thresholds of .50 to .95, at .50 and at .75 (`METRICS`); `by_size`,
+        for objects with an area of less than 32² pixels, of up to 96², and of more; and `per_class`. In 0-1; None if no
+        object exists for it.
 
     Raises:
         ValueError: images are missing or repeated in the detections.
@@ -119,11 +109,12 @@ def average_precision(images: BoxedImages, found: Detections) -> AveragePrecisio
     evaluation.summarize()
     # (IoU thresholds, recalls, classes, areas, most boxes): all areas, the largest number of boxes
     precision = torch.from_numpy(np.asarray(evaluation.eval["precision"]))[:, :, :, 0, -1]
-    return AveragePrecision(
-        {name: _known(value) for name, value in zip(METRICS, evaluation.stats, strict=False)},
-        {size: _known(value) for size, value in zip(SIZES, evaluation.stats[len(METRICS) :], strict=False)},
-        {name: _known(precision[:, :, number].mean()) for number, name in enumerate(images.classes)},
-    )
+    figures = dict(zip((*METRICS, *SIZES), map(_known, evaluation.stats), strict=False))
+    return {
+        **{name: figures[name] for name in METRICS},
+        "by_size": {size: figures[size] for size in SIZES},
+        "per_class": {name: _known(precision[:, :, number].mean()) for number, name in enumerate(images.classes)},
+    }
 
 
 def _known(value: Any) -> float | None:

@@ -109,13 +109,6 @@ def training_view(view: DetectionView, sizes: Sizes, generator: torch.Generator)
     return DetectionView(image, boxes.as_subclass(Tensor)[inside], view.labels[inside])
 
 
-def whole_view(view: DetectionView, sizes: Sizes) -> DetectionView:
-    """Resize an image for validation: its shorter side to `sizes.size`, its longer side to at most `longest`."""
-    boxes = TF.resize(_as_boxes(view), [sizes.size], max_size=sizes.longest)
-    image = TF.resize(view.image, [sizes.size], max_size=sizes.longest)
-    return DetectionView(image, boxes.as_subclass(Tensor), view.labels)
-
-
 def _as_boxes(view: DetectionView) -> BoundingBoxes:
     height, width = view.image.shape[1:]
     about: dict[str, Any] = {"format": BoundingBoxFormat.XYXY, "canvas_size": (height, width)}
@@ -222,7 +215,7 @@ class TrainingViews(Dataset[Sample]):
 
 @dataclass
 class WholeViews(Dataset[Sample]):
-    """Resized whole images without crowds."""
+    """Whole images without crowds, with a shorter side of `sizes.size`, a longer one of at most `longest`."""
 
     images: BoxedImages
     sizes: Sizes
@@ -231,7 +224,10 @@ class WholeViews(Dataset[Sample]):
         return len(self.images)
 
     def __getitem__(self, index: int) -> Sample:
-        return Sample(whole_view(_loaded(self.images, index), self.sizes), self.images.size(index), index)
+        view, sizes = _loaded(self.images, index), self.sizes
+        image, boxes = (TF.resize(part, [sizes.size], max_size=sizes.longest) for part in (view.image, _as_boxes(view)))
+        view = DetectionView(image, boxes.as_subclass(Tensor), view.labels)
+        return Sample(view, self.images.size(index), index)
 
 
 def _loaded(images: BoxedImages, index: int) -> DetectionView:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.ops import box_iou
 
-from cribo.console import Progress
+from cribo.console import Progress, no_progress
 from cribo.data.batches import Batches
 from cribo.errors import InputError
 from cribo.evaluation.discovery.methods import FoundObject, lost, tokencut
@@ -60,7 +60,7 @@ class Discovered:
 
 @torch.no_grad()
 def discover(
-    backbone: Backbone, images: Any, settings: DiscoverySettings, *, workers: int = 0, progress: Progress | None = None
+    backbone: Backbone, images: Any, settings: DiscoverySettings, *, workers: int = 0, progress: Progress = no_progress
 ) -> Mapping[str, Discovered]:
     """Find one object in each image with each method.
 
@@ -93,8 +93,7 @@ def discover(
             part = methods[method](features, grid)
             found[method].append(part)
             boxes[method].append(_corners(part, patches[-1], size))
-        if progress is not None:
-            progress("objects", index + 1, len(images))
+        progress("objects", index + 1, len(images))
     return {
         method: Discovered(
             torch.stack(boxes[method]),

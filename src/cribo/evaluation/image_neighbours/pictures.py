@@ -14,7 +14,7 @@ from cribo.data.classification import ClassifiedFiles
 from cribo.data.limits import spread
 from cribo.drawing import DASHES, frame, hide_ticks
 from cribo.evaluation.image_neighbours.features import SquareCrop
-from cribo.evaluation.image_neighbours.retrieval import ImageRetrieval, NeighbourScore, shown_score, vote_weights
+from cribo.evaluation.image_neighbours.retrieval import ImageRetrieval, Predictions, vote_weights
 from cribo.evaluation.pages import write_pages
 from cribo.evaluation.pictures import RIGHT, WRONG, draw_rows
 
@@ -35,42 +35,35 @@ def write_neighbours(
         folder: output folder.
         number: number of images to draw.
     """
-    score = shown_score(found.scores)
-    chosen = chosen_images(score, number)
-    write_pages(folder, "neighbours", chosen, lambda images: _draw(images, found, score, train, queries))
+    chosen = chosen_images(found.predictions[found.shown], number)
+    write_pages(folder, "neighbours", chosen, lambda images: _draw(images, found, train, queries))
 
 
-def chosen_images(score: NeighbourScore, number: int) -> list[int]:
+def chosen_images(found: Predictions, number: int) -> list[int]:
     """Choose evenly spaced images to draw, half of them misclassified if there are enough.
 
     Example:
         >>> import torch
-        >>> score = NeighbourScore(1, torch.zeros(6).long(), torch.tensor([0, 0, 0, 0, 1, 0]), torch.ones(6))
-        >>> chosen_images(score, 4)
+        >>> found = Predictions(torch.zeros(6).long(), torch.tensor([0, 0, 0, 0, 1, 0]), torch.ones(6))
+        >>> chosen_images(found, 4)
         [0, 1, 3, 4]
     """
-    right, wrong = (score.place == 0).nonzero()[:, 0].tolist(), (score.place > 0).nonzero()[:, 0].tolist()
+    right, wrong = (found.place == 0).nonzero()[:, 0].tolist(), (found.place > 0).nonzero()[:, 0].tolist()
     of_wrong = min(len(wrong), max(number // 2, number - len(right)))
     chosen = [right[place] for place in spread(len(right), number - of_wrong)]
     return sorted(chosen + [wrong[place] for place in spread(len(wrong), of_wrong)])
 
 
-def _draw(
-    images: Sequence[int],
-    found: ImageRetrieval,
-    score: NeighbourScore,
-    train: ClassifiedFiles,
-    queries: ClassifiedFiles,
-) -> Figure:
+def _draw(images: Sequence[int], found: ImageRetrieval, train: ClassifiedFiles, queries: ClassifiedFiles) -> Figure:
     prepare = SquareCrop(found.settings.resize, found.settings.crop)
-    shown = min(score.neighbours, _NEIGHBOURS)
+    predictions, shown = found.predictions[found.shown], min(found.shown, _NEIGHBOURS)
 
     def draw(index: int, axes: Sequence[Axes]) -> tuple[str, str]:
-        label, predicted = (queries.classes[int(classes[index])] for classes in (queries.labels, score.predicted))
+        label, predicted = (queries.classes[int(classes[index])] for classes in (queries.labels, predictions.classes))
         axes[0].imshow(prepare(queries.load(index)).permute(1, 2, 0).numpy())
         axes[0].set_xlabel(_caption(label), fontsize=8, weight="bold")
         near, similarities = found.nearest.rows[index, :shown], found.nearest.similarity[index, :shown]
-        shares = vote_weights(similarities[None], found.settings.temperature)[0] / score.votes[index]
+        shares = vote_weights(similarities[None], found.settings.temperature)[0] / predictions.votes[index]
         neighbours = zip(axes[1:], near.tolist(), similarities.tolist(), shares.tolist(), strict=True)
         for part, row, similarity, share in neighbours:
             name = train.classes[int(train.labels[row])]
@@ -90,7 +83,7 @@ def _draw(
             Line2D([], [], color=rgb(WRONG), linewidth=2, linestyle=DASHES, label="another class"),
         ],
         title="Images, up to half of them misclassified, and their nearest training images.\nNumbers below them: "
-        f"cosine similarity, and share of the votes of {score.neighbours} neighbours",
+        f"cosine similarity, and share of the votes of {found.shown} neighbours",
     )
 
 

@@ -66,16 +66,16 @@ same backbone and images. For a quick trial: --limit 200
         """Classify the images of val, or each training image by the others."""
         from cribo.console import Phases
         from cribo.evaluation.image_neighbours.pictures import write_neighbours
-        from cribo.evaluation.image_neighbours.retrieval import image_nn, row, shown_score
+        from cribo.evaluation.image_neighbours.retrieval import image_nn
         from cribo.retrieval.encoders import image_encoders
 
         train, val = run.data.train, run.data.val
+        queries = train if val is None else val
         encoders = image_encoders(run.backbone, run.devices, image_size=self.crop)
         with Phases(run.console) as progress:
             found = image_nn(encoders, train, val, self, machine=run.machine(encoders[0]), progress=progress)
-        queries, shown = train if val is None else val, shown_score(found.scores)
         return Outcome(
-            rows=[row(score, queries, with_confusion=score is shown) for score in found.scores],
+            rows=found.rows,
             classes=train.classes,
             write=lambda result, folder: write_neighbours(found, train, queries, folder, number=run.num_pictures),
         )

@@ -7,7 +7,7 @@ learning via non-parametric instance discrimination" (Wu et al. 2018). Nothing i
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
@@ -28,29 +28,18 @@ _PAIRS = 50  # number of confused pairs of classes to report
 _CONFUSION_CLASSES = 256  # maximum number of classes for a confusion matrix in results
 
 
-@dataclass(frozen=True)
-class NeighbourScore:
+class Predictions(NamedTuple):
     """Predictions with one number of neighbours.
 
     Attributes:
-        neighbours: k.
-        predicted: class with the most votes of each image, the first on ties.
+        classes: class with the most votes of each image, the first on ties.
         place: rank of the true class by votes, 0 for the first; C if no neighbour belongs to it.
         votes: sum of all votes, relative to the vote of the nearest neighbour.
     """
 
-    neighbours: int
-    predicted: Int64[Tensor, " q"]
+    classes: Int64[Tensor, " q"]
     place: Int64[Tensor, " q"]
     votes: Float[Tensor, " q"]
-
-    def top(self, number: int) -> float:
-        """Return the top-`number` accuracy."""
-        return float((self.place < number).double().mean())
-
-    def confusion(self, labels: Int64[Tensor, " q"], classes: int) -> Int64[Tensor, "c c"]:
-        """Return the confusion matrix, with labels in rows."""
-        return count_confusion(labels, self.predicted, classes)
 
 
 @dataclass(frozen=True)
@@ -59,12 +48,17 @@ class ImageRetrieval:
 
     Attributes:
         settings: settings used, without None.
-        scores: score of each k.
+        rows: a row for each k, as in `EvaluationResult.results`: `neighbours`, `top1`, `top5`, `per_class` and
+            `confused`, the most frequently confused classes; for `shown` also `confusion`.
+        predictions: predictions by k.
+        shown: k to show in detail: 20 if available, else the smallest.
         nearest: nearest training images of each image, as many as the largest k.
     """
 
     settings: ImageNNSettings
-    scores: tuple[NeighbourScore, ...]
+    rows: list[dict[str, Any]]
+    predictions: dict[int, Predictions]
+    shown: int
     nearest: Neighbours
 
 
@@ -94,8 +88,8 @@ def image_nn(
         UnreadableImage: an image is unreadable.
 
     Example:
-        >>> scores = image_nn([image_encoder(backbone)], train, val).scores  # doctest: +SKIP
-        >>> {score.neighbours: score.top(1) for score in scores}  # doctest: +SKIP
+        >>> rows = image_nn([image_encoder(backbone)], train, val).rows  # doctest: +SKIP
+        >>> {row["neighbours"]: row["top1"] for row in rows}  # doctest: +SKIP
     """
     machine = machine or Machine()
     classified = train if val is None else val
@@ -120,27 +114,22 @@ def image_nn(
     )
     if val is None:
         nearest = _without_themselves(nearest)
-    return ImageRetrieval(settings, _scores(nearest, train, classified, settings, machine.devices[0]), nearest)
+    predictions = _predictions(nearest, train, classified, settings, machine.devices[0])
+    shown = PUBLISHED if PUBLISHED in predictions else settings.neighbours[0]
+    rows = [_row(k, found, classified, with_confusion=k == shown) for k, found in predictions.items()]
+    return ImageRetrieval(settings, rows, predictions, shown, nearest)
 
 
-def shown_score(scores: Sequence[NeighbourScore]) -> NeighbourScore:
-    """Return the score to show in detail: that of k = 20 if available, else that of the smallest k."""
-    return next((score for score in scores if score.neighbours == PUBLISHED), scores[0])
-
-
-def row(score: NeighbourScore, queries: ClassifiedFiles, *, with_confusion: bool) -> dict[str, Any]:
+def _row(k: int, found: Predictions, queries: ClassifiedFiles, *, with_confusion: bool) -> dict[str, Any]:
     """Return the row of a result, optionally with the confusion matrix of up to 256 classes."""
-    confusion = score.confusion(torch.from_numpy(queries.labels), len(queries.classes))
-    found = {
-        "neighbours": score.neighbours,
-        "top1": score.top(1),
-        "top5": score.top(5),
+    confusion = count_confusion(torch.from_numpy(queries.labels), found.classes, len(queries.classes))
+    row = {
+        "neighbours": k,
+        **{f"top{number}": float((found.place < number).double().mean()) for number in (1, 5)},
         "per_class": dict(zip(queries.classes, accuracy(confusion).tolist(), strict=True)),
         "confused": most_confused(confusion, queries.classes),
     }
-    if with_confusion and len(queries.classes) <= _CONFUSION_CLASSES:
-        found["confusion"] = confusion.tolist()
-    return found
+    return {**row, "confusion": confusion} if with_confusion and len(queries.classes) <= _CONFUSION_CLASSES else row
 
 
 def most_confused(confusion: Int64[Tensor, "c c"], classes: Sequence[str]) -> list[dict[str, Any]]:
@@ -167,9 +156,9 @@ def _without_themselves(found: Neighbours) -> Neighbours:
     return Neighbours(found.similarity.gather(1, order), found.rows.gather(1, order))
 
 
-def _scores(
+def _predictions(
     nearest: Neighbours, train: ClassifiedFiles, queries: ClassifiedFiles, settings: ImageNNSettings, device: str
-) -> tuple[NeighbourScore, ...]:
+) -> dict[int, Predictions]:
     """Classify images by the votes of their nearest training images, with each k."""
     voters, labels = (torch.from_numpy(images.labels).to(device) for images in (train, queries))
     at_once = max(1, _VOTES_AT_ONCE // len(train.classes))
@@ -181,10 +170,10 @@ def _scores(
             votes.scatter_add_(1, classes[:, before:k], weights[:, before:k])
             parts.append((votes.argmax(dim=1).cpu(), places(votes, own).cpu(), votes.sum(dim=1).cpu()))
             before = k
-    return tuple(
-        NeighbourScore(k, *map(torch.cat, zip(*parts, strict=True)))
+    return {
+        k: Predictions(*map(torch.cat, zip(*parts, strict=True)))
         for k, parts in zip(settings.neighbours, found, strict=True)
-    )
+    }
 
 
 def vote_weights(similarity: Float[Tensor, "q k"], temperature: float) -> Float[Tensor, "q k"]:

@@ -1,8 +1,6 @@
 """k-means on patches, and matching of clusters with classes (Ziegler and Asano 2022, `sup_overcluster.py`)."""
 
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,37 +17,8 @@ from cribo.evaluation.features import EncodedView, PatchFeatures
 from cribo.evaluation.overclustering.settings import OverclusteringSettings, require_patches
 from cribo.evaluation.pages import panel_of
 from cribo.evaluation.pictures import Panel
-from cribo.evaluation.scores import count_confusion, iou, pairwise_iou
+from cribo.evaluation.scores import count_confusion, iou, iou_row, pairwise_iou
 from cribo.retrieval.whitening import Moments
-
-
-@dataclass(frozen=True)
-class ClusterScore:
-    """Score of a number of clusters.
-
-    Attributes:
-        clusters: K.
-        matching: `hungarian`, one cluster per class, or `greedy`, the most frequent class of each cluster.
-        confusions: (C, C) pixel counts of each draw, with labels in rows and predicted classes in columns.
-    """
-
-    clusters: int
-    matching: str
-    confusions: tuple[Int[Tensor, "c c"], ...]
-
-    def row(self, classes: Sequence[str]) -> dict[str, Any]:
-        """Return the row of a result."""
-        per_class = torch.stack([iou(confusion) for confusion in self.confusions])
-        draws = per_class.nanmean(dim=1).tolist()
-        return {
-            "clusters": self.clusters,
-            "miou": statistics.fmean(draws),
-            "miou_std": statistics.stdev(draws) if len(draws) > 1 else None,
-            "per_class": dict(zip(classes, per_class.nanmean(dim=0).tolist(), strict=True)),
-            "draws": draws,
-            "matching": self.matching,
-            "confusion": torch.stack(self.confusions).sum(dim=0),
-        }
 
 
 def overclustering(
@@ -59,7 +28,7 @@ def overclustering(
     *,
     pictures: int = 0,
     progress: Progress = no_progress,
-) -> tuple[list[ClusterScore], list[Panel]]:
+) -> tuple[list[dict[str, Any]], list[Panel]]:
     """Cluster the patches of images, and score the clusters as a segmentation.
 
     Args:
@@ -70,7 +39,7 @@ def overclustering(
         progress: progress callback.
 
     Returns:
-        The score of each number of clusters, and the panels.
+        A row for each number of clusters (`EvaluationResult.results`), and the panels.
 
     Raises:
         InputError: no labels to score, more clusters than patches, or features that are not finite.
@@ -88,7 +57,7 @@ def overclustering(
         require_patches(settings.clusters, len(sample), "patches of the foreground")
     grid, objects = features.grid(views[0]), classes - settings.foreground
     shown = spread(len(images), pictures)
-    scores, panels = [], []
+    results, panels = [], []
     for clusters in settings.clusters:
         matching = "hungarian" if clusters == objects else "greedy"
         confusions = []
@@ -108,8 +77,9 @@ def overclustering(
                 ]
             done = settings.clusters.index(clusters) * settings.draws + draw + 1
             progress("k-means", done, len(settings.clusters) * settings.draws)
-        scores.append(ClusterScore(clusters, matching, tuple(confusions)))
-    return scores, panels
+        row = {"clusters": clusters, **iou_row(torch.stack(list(map(iou, confusions))), images.classes)}
+        results.append({**row, "matching": matching, "confusion": torch.stack(confusions).sum(dim=0)})
+    return results, panels
 
 
 def principal_components(

@@ -55,9 +55,9 @@ Requires: pip install "cribo-ssl[evaluation]"
         val = run.data.val
         found = run.patches(val, size=self.size, interpolation=self.interpolation, precision=self.precision, unit=False)
         with Phases(run.console) as progress:
-            scores, panels = overclustering(found, val, self, pictures=run.num_pictures, progress=progress)
+            rows, panels = overclustering(found, val, self, pictures=run.num_pictures, progress=progress)
         return Outcome(
-            rows=[score.row(val.classes) for score in scores],
+            rows=rows,
             classes=val.classes,
             panels=panels,
             palette=val.palette,

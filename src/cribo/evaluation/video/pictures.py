@@ -61,7 +61,7 @@ def draw_videos(found: Sequence[Segmented], images: VideoFrames) -> Figure:
             frame = round(share * last)
             index = part.video.frames[frame]
             show_image(cell, _paint(images.load(index), part.objects(frame), images.objects(index)))
-        regions, boundaries = (float(each.mean()) for each in (part.score.regions, part.score.boundaries))
+        regions, boundaries = (float(each.mean()) for each in (part.regions, part.boundaries))
         return part.video.name, f"J {percent(regions)} %, F {percent(boundaries)} %"
 
     sizes = [image_size(images.path(part.video.frames[0])) for part in found]

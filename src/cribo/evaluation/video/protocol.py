@@ -95,8 +95,7 @@ Features are cached on disk. For a quick trial: --limit 2 --side 240
         from cribo.console import Phases
         from cribo.data.segmentation import LabelledSubset
         from cribo.evaluation.video.pictures import write_videos
-        from cribo.evaluation.video.scoring import row
-        from cribo.evaluation.video.segmenting import segment_videos, videos_by_size
+        from cribo.evaluation.video.segmenting import row, segment_videos, videos_by_size
 
         images, backbone = run.data.val, run.backbone
         found = []
@@ -122,7 +121,7 @@ Features are cached on disk. For a quick trial: --limit 2 --side 240
                 )
         found.sort(key=lambda part: part.video.frames.start)
         return Outcome(
-            rows=[row(self.neighbours, [part.score for part in found])],
+            rows=[row(self.neighbours, found)],
             classes=[part.video.name for part in found],
             write=lambda result, folder: write_videos(found, images, folder, number=run.num_pictures),
         )

@@ -1,9 +1,6 @@
 """Region similarity J and boundary accuracy F, as in the evaluation of DAVIS 2017."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,23 +9,6 @@ from torch import Tensor
 
 TOLERANCE = 0.008
 """Maximum distance of matching boundary pixels relative to the image diagonal, rounded up to pixels."""
-
-_RECALLED = 0.5
-
-
-@dataclass(frozen=True)
-class VideoScore:
-    """Scores of a video.
-
-    Attributes:
-        name: name of the video.
-        regions: J of each object in each scored frame.
-        boundaries: F of each object in each scored frame.
-    """
-
-    name: str
-    regions: Float[Tensor, "objects frames"]
-    boundaries: Float[Tensor, "objects frames"]
 
 
 def score_frame(
@@ -79,33 +59,3 @@ def dilate(regions: Bool[Tensor, "n h w"], radius: int) -> Bool[Tensor, "n h w"]
         right, left = radius + half + 1, radius - half
         grown |= rows[..., right : right + width] > rows[..., left : left + width]
     return grown
-
-
-def row(neighbours: int, scores: Sequence[VideoScore]) -> dict[str, Any]:
-    """Return the row of a result: means over all objects of all videos, and J&F of each video and object.
-
-    Recall is the fraction of frames above 0.5. J&F is the mean of J and F.
-    """
-    regions, boundaries = ([getattr(score, name) for score in scores] for name in ("regions", "boundaries"))
-
-    def mean(parts: Sequence[Tensor]) -> float:
-        return float(torch.cat([part.double().mean(dim=1) for part in parts]).mean())
-
-    j_mean, f_mean = mean(regions), mean(boundaries)
-    return {
-        "neighbours": neighbours,
-        "j_and_f": (j_mean + f_mean) / 2,
-        "j_mean": j_mean,
-        "j_recall": mean([part > _RECALLED for part in regions]),
-        "f_mean": f_mean,
-        "f_recall": mean([part > _RECALLED for part in boundaries]),
-        "objects": sum(map(len, regions)),
-        "per_class": {score.name: float((score.regions + score.boundaries).mean() / 2) for score in scores},
-        "per_object": {
-            f"{score.name}_{number}": {"j": float(j), "f": float(f)}
-            for score in scores
-            for number, (j, f) in enumerate(
-                zip(score.regions.mean(dim=1), score.boundaries.mean(dim=1), strict=True), start=1
-            )
-        },
-    }

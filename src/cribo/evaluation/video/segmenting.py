@@ -3,6 +3,7 @@
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,13 +11,15 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
-from cribo.console import Progress
+from cribo.console import Progress, no_progress
 from cribo.data.reading import image_size
 from cribo.data.video import Video, VideoFrames, object_palette
 from cribo.evaluation.features import EncodedView, PatchFeatures
 from cribo.evaluation.video.propagation import object_map, propagate
-from cribo.evaluation.video.scoring import VideoScore, score_frame
+from cribo.evaluation.video.scoring import score_frame
 from cribo.evaluation.video.settings import VideoPropagationSettings
+
+_RECALLED = 0.5
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,14 @@ class Segmented:
     Attributes:
         video: the video.
         maps: palette PNG of each frame with the object index of each pixel; the first is the annotation.
-        score: scores of all frames except the first and the last.
+        regions: J of each object in each scored frame, all frames except the first and the last.
+        boundaries: F of each object in each scored frame.
     """
 
     video: Video
     maps: Sequence[bytes]
-    score: VideoScore
+    regions: Float[Tensor, "objects frames"]
+    boundaries: Float[Tensor, "objects frames"]
 
     def objects(self, frame: int) -> UInt8[Tensor, "h w"]:
         """Return the object index of each pixel of a frame, given its 0-based index in the video."""
@@ -56,7 +61,7 @@ def segment_videos(
     *,
     patch_size: int,
     device: torch.device | str = "cpu",
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> Iterator[Segmented]:
     """Propagate the objects of the first frame of each video, and score them.
 
@@ -84,11 +89,40 @@ def segment_videos(
             maps.append(_png(found, video.objects))
             if number < len(views) - 1:
                 scores.append(score_frame(found, images.objects(video.frames[number]), video.objects))
-            if progress is not None:
-                progress("objects of the frames", start + number + 1, frames)
+            progress("objects of the frames", start + number + 1, frames)
         start += len(views)
         regions, boundaries = (torch.stack(parts, dim=1) for parts in zip(*scores, strict=True))
-        yield Segmented(video, maps, VideoScore(video.name, regions, boundaries))
+        yield Segmented(video, maps, regions, boundaries)
+
+
+def row(neighbours: int, videos: Sequence[Segmented]) -> dict[str, Any]:
+    """Return the row of a result: means over all objects of all videos, and J&F of each video and object.
+
+    Recall is the fraction of frames above 0.5. J&F is the mean of J and F.
+    """
+    regions, boundaries = ([getattr(part, name) for part in videos] for name in ("regions", "boundaries"))
+
+    def mean(parts: Sequence[Tensor]) -> float:
+        return float(torch.cat([part.double().mean(dim=1) for part in parts]).mean())
+
+    j_mean, f_mean = mean(regions), mean(boundaries)
+    return {
+        "neighbours": neighbours,
+        "j_and_f": (j_mean + f_mean) / 2,
+        "j_mean": j_mean,
+        "j_recall": mean([part > _RECALLED for part in regions]),
+        "f_mean": f_mean,
+        "f_recall": mean([part > _RECALLED for part in boundaries]),
+        "objects": sum(map(len, regions)),
+        "per_class": {part.video.name: float((part.regions + part.boundaries).mean() / 2) for part in videos},
+        "per_object": {
+            f"{part.video.name}_{number}": {"j": float(j), "f": float(f)}
+            for part in videos
+            for number, (j, f) in enumerate(
+                zip(part.regions.mean(dim=1), part.boundaries.mean(dim=1), strict=True), start=1
+            )
+        },
+    }
 
 
 def _patches(features: PatchFeatures, view: EncodedView, device: torch.device | str) -> Float[Tensor, "rows columns d"]:
