@@ -1,3 +1,4 @@
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -5,8 +6,9 @@ import torch
 from matplotlib.patches import Rectangle
 
 from cribo.data.detection import BoxedImages, open_detection
-from cribo.evaluation.detection.pictures import draw_boxes, write_boxes
+from cribo.evaluation.detection.pictures import draw_boxes
 from cribo.evaluation.detection.scoring import Detections
+from cribo.evaluation.pages import write_pages
 
 
 @pytest.fixture
@@ -37,16 +39,18 @@ def test_boxes_are_drawn_at_their_objects(images: BoxedImages, found: Detections
 
 def test_titles_and_legend_describe_the_boxes(images: BoxedImages, found: Detections) -> None:
     figure = draw_boxes([0, 2], images, found, title="what")
-    assert [row.get_suptitle() for row in figure.subfigs[:2]] == [
+    assert [row.get_suptitle() for row in figure.subfigs] == [
         "0.png: 2 objects, 2 found",
         "2.png: 0 objects, 2 found",
     ]
-    (legend,) = figure.subfigs[-1].legends
+    (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["red", "green"]
 
 
 def test_pictures_are_split_into_files(images: BoxedImages, found: Detections, tmp_path: Path) -> None:
     twice = images.subset([*range(4), *range(4)])
     both = Detections(*(torch.cat((part, part)) for part in vars(found).values()))
-    write_boxes(twice, both, tmp_path, title="what", number=8)
-    assert {path.name for path in tmp_path.iterdir()} >= {"predictions.png", "predictions-2.png"}
+    draw = partial(draw_boxes, images=twice, found=both, title="what")
+    written = write_pages(tmp_path, "predictions", range(8), draw, number=8)
+    assert [path.name for path in written] == ["predictions.png", "predictions-2.png"]
+    assert {*written} <= {*tmp_path.iterdir()}

@@ -1,6 +1,7 @@
 """Semantic correspondence protocol: data and measurement."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -105,7 +106,8 @@ Features are cached on disk. For a quick trial: --limit 50 --size 448
         """Match and score the keypoints of all pairs."""
         from cribo.console import Phases
         from cribo.evaluation.correspondence.matching import match_pairs, row
-        from cribo.evaluation.correspondence.pictures import write_pairs
+        from cribo.evaluation.correspondence.pictures import draw_pairs
+        from cribo.evaluation.pages import write_pages
 
         images = run.data.val
         features = run.patches(
@@ -113,10 +115,11 @@ Features are cached on disk. For a quick trial: --limit 50 --size 448
         )
         with Phases(run.console) as progress:
             matches = match_pairs(features, images, device=run.devices[0], progress=progress)
+        draw = partial(draw_pairs, matches=matches, images=images, alpha=self.alphas[0])
         return Outcome(
             rows=[row(matches, images, alpha) for alpha in self.alphas],
             classes=images.categories,
-            write=lambda result, folder: write_pairs(
-                matches, images, folder, alpha=self.alphas[0], number=run.num_pictures
+            write=lambda result, folder: write_pages(
+                folder, "pairs", range(len(matches)), draw, number=run.num_pictures
             ),
         )

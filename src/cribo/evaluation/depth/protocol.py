@@ -95,9 +95,10 @@ Features are cached on disk. For a quick trial: --limit 50
     def measure(self, run: "Run") -> Outcome:
         """Predict the depth of val by each method, and score it."""
         from cribo.console import Phases
-        from cribo.evaluation.depth.pictures import write_depths
+        from cribo.evaluation.depth.pictures import draw_depths
         from cribo.evaluation.depth.prediction import predict
         from cribo.evaluation.depth.scoring import row, score_images
+        from cribo.evaluation.pages import write_pages
 
         train, val = run.data.train, run.data.val
         encode = partial(
@@ -109,9 +110,10 @@ Features are cached on disk. For a quick trial: --limit 50
                 train_features, train, val_features, self, machine=run.machine(run.encoder), progress=progress
             )
             scores = score_images(found, val, progress=progress)
+        draw = partial(draw_depths, found=found, scores=scores, images=val)
         return Outcome(
             rows=[row(method, scores[method]) for method in self.methods],
             classes=(),
             data={"train_patches": train_features.patches, "val_patches": val_features.patches},
-            write=lambda result, folder: write_depths(found, scores, val, folder, number=run.num_pictures),
+            write=lambda result, folder: write_pages(folder, "depth", range(len(val)), draw, number=run.num_pictures),
         )

@@ -1,16 +1,18 @@
 """Finetuning of a detector, and its detections, pictures and saved model."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cribo.arguments import ConfigError
 from cribo.evaluation.detection.detector import Detector
 from cribo.evaluation.detection.model import build_yolos, require_transformers, save_yolos
-from cribo.evaluation.detection.pictures import write_boxes
+from cribo.evaluation.detection.pictures import draw_boxes
 from cribo.evaluation.detection.scoring import write_detections
 from cribo.evaluation.detection.settings import DetectionSettings
 from cribo.evaluation.detection.views import Collate, Sizes, TrainingViews, WholeViews
+from cribo.evaluation.pages import write_pages
 from cribo.evaluation.protocol import Outcome
 from cribo.evaluation.results import EvaluationResult
 from cribo.evaluation.runner import Run
@@ -90,7 +92,8 @@ def train_detector(settings: DetectionSettings, run: Run) -> Outcome:
         write_detections(folder / DETECTIONS, val, detector.found)
         write_folder_whole(folder / DETECTOR, lambda part: _save(part, detector, run.backbone, sizes), replaces=True)
         title = f"{result.title}, {result.backbone['name']}"
-        write_boxes(val, detector.found, folder, title=title, number=run.num_pictures)
+        draw = partial(draw_boxes, images=val, found=detector.found, title=title)
+        write_pages(folder, "predictions", range(len(val)), draw, number=run.num_pictures)
 
     row = {"learning_rate": settings.learning_rate, **found.metrics}
     return Outcome(
