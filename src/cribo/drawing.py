@@ -1,7 +1,7 @@
-"""Elements of matplotlib figures: styles, frames, numbers of regions, curves and legends."""
+"""Elements of matplotlib figures: styles, grids of pictures, frames, numbers of regions, curves and legends."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +9,16 @@ import matplotlib as mpl
 import numpy as np
 from cycler import cycler
 from jaxtyping import Int
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
 from cribo.colours import LINE_COLOURS, Colour, rgb
 from cribo.files import write_whole
-from cribo.painting import region_places
+from cribo.painting import STRIPES, region_places
 from cribo.wording import shortened
 
 PAGE_WIDTH = 8.0
@@ -27,40 +30,31 @@ LETTER, LEGEND_LINE = 0.075, 0.22
 DASHES = (0, (3.0, 2.0))
 """Style of dashed frames, in widths of the line."""
 
+_STYLE: dict[Any, Any] = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.prop_cycle": cycler(color=LINE_COLOURS),
+}
 _DPI = 150
+_TITLE, _ROW_TITLE, _HEADING = 0.25, 0.3, 0.22  # heights in inches
+_GAP = 0.083  # between panels in inches, twice the padding of matplotlib's constrained layout
 _HANDLE = 0.5  # width of an entry of a legend without its label, in inches
 _FEW = 40  # points of a curve with markers
 
 
-def house_style() -> AbstractContextManager[None]:
-    """Return a context manager that sets matplotlib's style for all figures."""
-    return mpl.rc_context(
-        {
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.prop_cycle": cycler(color=LINE_COLOURS),
-            "font.size": 9,
-            "axes.titlesize": 10,
-            "figure.titlesize": 11,
-        }
-    )
+@contextmanager
+def house_style() -> Iterator[None]:
+    """Set matplotlib's style for all figures, as a context manager or a decorator."""
+    with mpl.rc_context({**_STYLE, "font.size": 9, "axes.titlesize": 10, "figure.titlesize": 11}):
+        yield
 
 
-def paper_style() -> AbstractContextManager[None]:
-    """Return a context manager for figures in print: embedded fonts, and small text."""
-    return mpl.rc_context(
-        {
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.prop_cycle": cycler(color=LINE_COLOURS),
-            "axes.linewidth": 0.6,
-            "font.size": 8,
-            "axes.titlesize": 8,
-            "legend.fontsize": 7,
-            "pdf.fonttype": 42,  # TrueType, as publishers require
-            "ps.fonttype": 42,
-        }
-    )
+@contextmanager
+def paper_style() -> Iterator[None]:
+    """Set matplotlib's style for figures in print: embedded fonts, and small text."""
+    small: dict[Any, Any] = {"axes.linewidth": 0.6, "font.size": 8, "axes.titlesize": 8, "legend.fontsize": 7}
+    with mpl.rc_context({**_STYLE, **small, "pdf.fonttype": 42, "ps.fonttype": 42}):  # TrueType, as publishers require
+        yield
 
 
 def write_figure(path: Path, figure: Figure, *, dpi: int = _DPI) -> Path:
@@ -72,22 +66,94 @@ def write_figure(path: Path, figure: Figure, *, dpi: int = _DPI) -> Path:
     return path
 
 
+def panel_grid(
+    sizes: Sequence[Sequence[float]],
+    headings: Sequence[str],
+    *,
+    title: str = "",
+    row_titles: bool = False,
+    handles: Sequence[Artist] = (),
+    text: float = 0.0,
+    width: float = PAGE_WIDTH,
+    tallest: float = 1.1,
+) -> tuple[Figure, np.ndarray]:
+    """Create a figure with rows of empty panels for pictures, without ticks and borders, and a legend below.
+
+    Args:
+        sizes: (height, width) of the pictures in each row, in any unit; at least one row.
+        headings: title of each column, "" for none.
+        title: title of the figure.
+        row_titles: leave room for `title_row` above each row.
+        handles: handles of the legend.
+        text: height in inches of other text above or below the pictures of a row.
+        width: width of the figure in inches.
+        tallest: maximum height of a panel, as a multiple of its width.
+
+    Returns:
+        The figure and its panels, a (rows, columns) array of axes.
+    """
+    pictures = [(width / len(headings) - _GAP) * min(tallest, high / wide) for high, wide in sizes]
+    rows = [height + _GAP + text + (_ROW_TITLE if row_titles else 0) for height in pictures]
+    rows[0] += _HEADING if any(headings) else 0
+    columns = legend_columns([str(handle.get_label()) for handle in handles])
+    legend_height = LEGEND_LINE * -(-len(handles) // columns) + 0.15 * bool(handles)
+    height = sum(rows) + legend_height + _TITLE * (title.count("\n") + 1 if title else 0)
+    figure = Figure(figsize=(width, height))
+    figure.set_layout_engine("constrained", wspace=0, hspace=0)
+    if title:
+        figure.suptitle(title, fontsize="medium")
+    if row_titles:
+        parts = figure.subfigures(len(rows), 1, squeeze=False, height_ratios=rows)[:, 0]
+        panels = np.stack([part.subplots(1, len(headings), squeeze=False)[0] for part in parts])
+    else:
+        panels = figure.subplots(len(rows), len(headings), squeeze=False, height_ratios=pictures)
+    for axes in panels.flat:
+        hide_ticks(axes)
+    for axes, heading in zip(panels[0], headings, strict=True):
+        axes.set_title(heading, fontsize="medium")
+    if handles:
+        figure.legend(
+            handles=handles,
+            ncols=columns,
+            loc="outside lower center",
+            frameon=False,
+            fontsize="medium",
+            handlelength=1.8,
+        )
+    return figure, panels
+
+
+def title_row(row: np.ndarray, name: str, result: str) -> None:
+    """Write a name, shortened if it is too long, and a result above a row of `panel_grid(row_titles=True)`."""
+    letters = max(10, int(PAGE_WIDTH / LETTER) - len(result))
+    row[0].figure.suptitle(f"{short_name(name, letters)}: {result}", fontsize="medium", x=0.005, ha="left")
+
+
+def hide_ticks(axes: Axes) -> None:
+    """Remove the ticks and borders of axes for a picture."""
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
+
+
 def frame(axes: Axes, colour: Colour, *, width: float = 2, dashed: bool = False) -> None:
     """Draw a coloured border around a picture."""
-    for spine in axes.spines.values():
-        spine.set(visible=True, color=rgb(colour), linewidth=width, linestyle=DASHES if dashed else "-")
+    axes.spines[:].set(visible=True, color=rgb(colour), linewidth=width, linestyle=DASHES if dashed else "-")
 
 
-def hide_ticks(panels: np.ndarray) -> None:
-    """Remove the ticks of all panels, the borders narrower than 1 point, and the axes of panels without a picture."""
-    for axes in panels.flat:
-        axes.set_xticks([])
-        axes.set_yticks([])
-        if not axes.images:
-            axes.set_axis_off()
-        elif not any(spine.get_linewidth() >= 1 for spine in axes.spines.values()):
-            for spine in axes.spines.values():
-                spine.set_visible(False)
+def line_handle(label: str, colour: Any, *, dashed: bool = False) -> Line2D:
+    """Return a handle of a legend that is a line in a colour of matplotlib."""
+    return Line2D([], [], color=colour, linewidth=2, linestyle=DASHES if dashed else "-", label=label)
+
+
+def marker_handle(label: str, colour: Any, edge: str, marker: str = "o") -> Line2D:
+    """Return a handle of a legend that is a marker in colours of matplotlib."""
+    return Line2D([], [], color=colour, marker=marker, linestyle="none", markeredgecolor=edge, label=label)
+
+
+def stripes_handle(label: str) -> Patch:
+    """Return a handle of a legend for striped pixels."""
+    face, edge = (str(grey / 255) for grey in STRIPES)
+    return Patch(facecolor=face, edgecolor=edge, hatch="////", label=label)
 
 
 def number_regions(

@@ -61,7 +61,7 @@ def a_result(rows: int = 2, **changes: Any) -> EvaluationResult:
 
 def texts(figure: Figure) -> list[str]:
     return [text.get_text() for part in figure.subfigs for text in part.texts] + [
-        text.get_text() for part in figure.subfigs for legend in part.legends for text in legend.get_texts()
+        text.get_text() for legend in figure.legends for text in legend.get_texts()
     ]
 
 
@@ -120,7 +120,7 @@ def test_the_legend_lists_the_classes_that_are_drawn() -> None:
     panel = a_panel()
     figure = draw_predictions([panel], CLASSES, PALETTE)
     assert texts(figure)[-6:] == ["0 sky", "2 car", "3 tree", "no class", "last column: right", "wrong"]
-    handles = figure.subfigs[-1].legends[0].get_patches()
+    handles = figure.legends[0].get_patches()
     assert [np.round(255 * np.array(to_rgb(patch.get_facecolor()))).astype(int).tolist() for patch in handles[:3]] == [
         list(PALETTE[0]),
         list(PALETTE[2]),

@@ -15,7 +15,7 @@ from cribo.console import Progress
 from cribo.data import ImageSource
 from cribo.data.limits import spread
 from cribo.data.randomness import keyed_generator
-from cribo.drawing import PAGE_WIDTH, hide_ticks, house_style
+from cribo.drawing import house_style, panel_grid
 from cribo.painting import MARK
 from cribo.retrieval.grid import encoding_size
 from cribo.retrieval.patches import resize_image
@@ -26,6 +26,7 @@ _NEIGHBOURS = 3
 _REACH = 4  # patches drawn on each side of a patch
 
 
+@house_style()
 def draw_neighbours(
     before: Candidate,
     after: Candidate,
@@ -45,29 +46,21 @@ def draw_neighbours(
         pictures.append(resize_image(pixels, size, "bicubic"))
         progress("neighbours before and after", done, len(indices))
     queries = spread(len(pictures), _QUERIES)
-    columns = 1 + 2 * _NEIGHBOURS
-    with house_style():
-        cell = PAGE_WIDTH / columns
-        figure = Figure(figsize=(PAGE_WIDTH, (cell + 0.2) * len(queries) + 0.8), layout="constrained")
-        figure.suptitle(
-            "Patches (framed) and their nearest neighbours in other images, before and after adaptation.\n"
-            "Numbers: cosine similarity to the first patch of the row",
-            fontsize=9,
-        )
-        cells = figure.subplots(len(queries), columns, squeeze=False)
-        for row, query in enumerate(queries):
-            place = _query_patch(found[1][1][query], query)
-            _draw_patch(cells[row, 0], pictures[query], found[1][1][query], place)
-            for side, (features, grids) in enumerate(found):
-                near = _nearest(features, grids, query, place)
-                for number, (image, patch, similarity) in enumerate(near):
-                    axes = cells[row, 1 + side * _NEIGHBOURS + number]
-                    _draw_patch(axes, pictures[image], grids[image], patch)
-                    axes.set_xlabel(f"{similarity:.2f}", fontsize=8)
-        hide_ticks(cells)
-        cells[0, 0].set_title("patch", fontsize=9)
-        cells[0, 1].set_title(f"nearest, {before.name}", fontsize=9, loc="left")
-        cells[0, 1 + _NEIGHBOURS].set_title(f"nearest, {after.name}", fontsize=9, loc="left")
+    figure, cells = panel_grid(
+        [(1, 1)] * len(queries),
+        ("patch", "", f"nearest, {before.name}", "", "", f"nearest, {after.name}", ""),
+        title="Patches (framed) and their nearest neighbours in other images, before and after adaptation.\n"
+        "Numbers: cosine similarity to the first patch of the row",
+        text=0.25,
+    )
+    for row, query in zip(cells, queries, strict=True):
+        place = _query_patch(found[1][1][query], query)
+        _draw_patch(row[0], pictures[query], found[1][1][query], place)
+        for side, (features, grids) in zip(row[1:].reshape(2, _NEIGHBOURS), found, strict=True):
+            near = _nearest(features, grids, query, place)
+            for axes, (image, patch, similarity) in zip(side, near, strict=False):
+                _draw_patch(axes, pictures[image], grids[image], patch)
+                axes.set_xlabel(f"{similarity:.2f}", fontsize=8)
     return figure
 
 

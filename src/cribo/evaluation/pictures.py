@@ -1,9 +1,9 @@
 """Pictures of a result: metric curve, confusion matrix, and predictions next to images and labels."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import matplotlib as mpl
 import numpy as np
@@ -17,21 +17,15 @@ from matplotlib.ticker import PercentFormatter
 from torch import Tensor
 
 from cribo.colours import Colour, rgb
-from cribo.drawing import (
-    LEGEND_LINE,
-    LETTER,
-    PAGE_WIDTH,
-    house_style,
-    legend_columns,
-    number_regions,
-    short_name,
-    write_figure,
-)
+from cribo.data import LabelledImages
+from cribo.data.crops import resize_labels
+from cribo.drawing import PAGE_WIDTH, house_style, number_regions, panel_grid, stripes_handle, title_row, write_figure
 from cribo.errors import InputError
 from cribo.evaluation.curves import Curve, plot_curves, varied_values
+from cribo.evaluation.pages import write_pages
 from cribo.evaluation.results import EvaluationResult, percent, varied_title, varied_value
 from cribo.evaluation.scores import accuracy, count_confusion, iou, mean_iou
-from cribo.painting import STRIPES, paint_classes, stripes, tint
+from cribo.painting import paint_classes, stripes, tint
 
 RIGHT: Colour = (0, 158, 115)
 """Colour of correct pixels."""
@@ -42,16 +36,12 @@ WRONG: Colour = (213, 94, 0)
 _NO_CLASS = "no class"
 _NUMBERED_CLASSES = 24  # maximum number of classes for numbers in the cells of a confusion matrix
 _LISTED_CLASSES = 60  # maximum number of classes that keep the order of the class list
-_TITLE, _HEADING = 0.36, 0.22  # inches
-_TALLEST = 1.1  # height of a picture, as a multiple of its width
 _NUMBERED = 0.03  # smaller regions have no number: radius as a share of the width of the picture
 _ROWS_PER_PICTURE = 8
 _CLASS_FIGURES: Mapping[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
     "IoU": (iou, "mIoU", "pixels or patches"),
     "accuracy": (accuracy, "mean", "images"),
 }
-
-_P = TypeVar("_P")
 
 
 @dataclass(frozen=True)
@@ -103,30 +93,42 @@ def write_pictures(
         palette: colour of each class.
         folder: an existing folder.
     """
-    figures: dict[str, Figure] = {}
-    varies, headline = result.varies, result.headline
+    written, varies, headline = [], result.varies, result.headline
     with house_style():
         if len(result.results) > 1:
             curve = Curve(result.backbone["name"], {row[varies]: row for row in result.results})
-            values = varied_values([result])
-            figures[headline] = Figure(figsize=(PAGE_WIDTH, 3.8), layout="constrained")
-            plot_curves(figures[headline].subplots(), [curve], metric=headline, varies=varies, values=values)
-            figures[headline].suptitle(result.title)
+            figure = Figure(figsize=(PAGE_WIDTH, 3.8), layout="constrained")
+            plot_curves(figure.subplots(), [curve], metric=headline, varies=varies, values=varied_values([result]))
+            figure.suptitle(result.title)
+            written.append(write_figure(folder / f"{headline}.png", figure))
         confused = next((row for row in result.results if row.get("confusion")), None)
         if confused is not None:
             where = f"{varied_title(varies)} {varied_value(varies, confused[varies])}"
             draws = ", all draws together" if len(confused.get("draws") or ()) > 1 else ""
             title, counts = f"{result.title}, {where}{draws}", torch.tensor(confused["confusion"])
-            figures["confusion"] = draw_confusion(counts, result.classes, title=title, metric=result.class_metric)
-        for name, part in pages("predictions", panels, _ROWS_PER_PICTURE):
-            figures[name] = draw_predictions(part, result.classes, palette)
-        return [write_figure(folder / f"{name}.png", figure) for name, figure in figures.items()]
+            figure = draw_confusion(counts, result.classes, title=title, metric=result.class_metric)
+            written.append(write_figure(folder / "confusion.png", figure))
+    draw = partial(draw_predictions, classes=result.classes, palette=palette)
+    return [*written, *write_pages(folder, "predictions", panels, draw, rows=_ROWS_PER_PICTURE)]
 
 
-def pages(name: str, panels: Sequence[_P], most: int) -> Iterator[tuple[str, Sequence[_P]]]:
-    """Yield pages of at most `most` panels with their names `name`, `name-2`, ..."""
-    for number, start in enumerate(range(0, len(panels), most), start=1):
-        yield name if number == 1 else f"{name}-{number}", panels[start : start + most]
+def panel_of(
+    images: LabelledImages,
+    index: int,
+    prediction: Int[Tensor, "rows columns"],
+    labels: UInt8[Tensor, "h w"] | None = None,
+) -> Panel:
+    """Return the panel of an image, with a prediction for pixels or patches, which is not interpolated.
+
+    Args:
+        images: images with labels.
+        index: index of the image.
+        prediction: predicted classes.
+        labels: labels to draw; those of the image if None.
+    """
+    labels = images.labels(index) if labels is None else labels
+    shown = resize_labels(prediction.to(torch.uint8), (labels.shape[0], labels.shape[1]))
+    return Panel(images.name(index), images.load(index), labels, shown, images.ignore_index)
 
 
 # ------------------------------------------------------------------- confusion
@@ -207,46 +209,6 @@ def _draw_class_figures(axes: Axes, values: Float[Tensor, " c"], font: float, me
 # ----------------------------------------------------------------- predictions
 
 
-def draw_rows(
-    panels: Sequence[_P],
-    draw: Callable[[_P, Sequence[Axes]], tuple[str, str]],
-    *,
-    aspects: Sequence[float],
-    headings: Sequence[str],
-    handles: Sequence[Any],
-    title: str = "",
-) -> Figure:
-    """Draw a row of pictures for each panel, with a legend below.
-
-    Args:
-        panels: rows of the figure; at least one.
-        draw: function that draws a panel into the axes of its row, and returns its name and result,
-            which are the title of the row.
-        aspects: aspect ratio (height / width) of each panel.
-        headings: titles of the columns.
-        handles: handles of the legend.
-        title: title of the figure.
-    """
-    columns = legend_columns([str(handle.get_label()) for handle in handles])
-    width = PAGE_WIDTH / len(headings)
-    spaces = [width * min(_TALLEST, aspect) + _TITLE for aspect in aspects]
-    spaces = [spaces[0] + _HEADING, *spaces[1:], LEGEND_LINE * -(-len(handles) // columns) + 0.15]
-    height = sum(spaces) + 0.25 * (title.count("\n") + 1 if title else 0)
-    with house_style():
-        figure = Figure(figsize=(PAGE_WIDTH, height), layout="constrained")
-        if title:
-            figure.suptitle(title, fontsize=9)
-        rows = figure.subfigures(len(spaces), 1, squeeze=False, height_ratios=spaces)[:, 0]
-        for row, panel in zip(rows, panels, strict=False):
-            name, result = draw(panel, row.subplots(1, len(headings)))
-            letters = max(10, int(PAGE_WIDTH / LETTER) - len(result))
-            row.suptitle(f"{short_name(name, letters)}: {result}", fontsize=9, x=0.005, ha="left")
-        for axes, heading in zip(rows[0].axes, headings, strict=True):
-            axes.set_title(heading, fontsize=9)
-        rows[-1].legend(handles=handles, ncols=columns, loc="center", frameon=False, fontsize=9, handlelength=1.2)
-    return figure
-
-
 def draw_predictions(panels: Sequence[Panel], classes: Sequence[str], palette: Sequence[Colour]) -> Figure:
     """Draw images, labels, predictions and their correctness, one row per image.
 
@@ -265,34 +227,29 @@ def draw_predictions(panels: Sequence[Panel], classes: Sequence[str], palette: S
     if len(palette) != len(classes):
         raise InputError(f"palette must have a colour for each of the {len(classes)} classes, got {len(palette)}")
 
-    numbers = {c: c for c in range(len(classes)) if c != panels[0].ignore_index}
-
-    def draw(panel: Panel, axes: Sequence[Axes]) -> tuple[str, str]:
-        pictures = (
-            panel.image.permute(1, 2, 0).numpy(),
-            paint_classes(panel.labels.numpy(), palette, panel.ignore_index),
-            paint_classes(panel.prediction.numpy(), palette, panel.ignore_index),
-            paint_right_and_wrong(panel),
-        )
-        # Without interpolation, since a mixture of two class colours may equal that of a third class.
-        for part, picture, interpolation in zip(axes, pictures, ("antialiased", *3 * ["nearest"]), strict=True):
-            part.imshow(picture, interpolation=interpolation)
-            part.set_axis_off()
-        for part, shown in zip(axes[1:3], (panel.labels, panel.prediction), strict=True):
-            number_regions(part, shown.numpy(), numbers, smallest=_NUMBERED)
-        confusion = panel.confusion(len(classes))
-        if not confusion.sum():
-            return panel.name, "no labels"
-        right = float(confusion.diagonal().sum() / confusion.sum())
-        return panel.name, f"mIoU {percent(mean_iou(confusion))} %, {percent(right)} % of the pixels right"
-
-    return draw_rows(
-        panels,
-        draw,
-        aspects=[panel.labels.shape[0] / panel.labels.shape[1] for panel in panels],
-        headings=("image", "labels", "prediction", "right or wrong"),
+    figure, rows = panel_grid(
+        [panel.labels.shape for panel in panels],
+        ("image", "labels", "prediction", "right or wrong"),
+        row_titles=True,
         handles=_legend_handles(panels, classes, palette),
     )
+    numbers = {c: c for c in range(len(classes)) if c != panels[0].ignore_index}
+    for axes, panel in zip(rows, panels, strict=True):
+        title_row(axes, panel.name, _verdict(panel.confusion(len(classes))))
+        axes[0].imshow(panel.image.permute(1, 2, 0).numpy())
+        # Without interpolation, since a mixture of two class colours may equal that of a third class.
+        for part, labels in zip(axes[1:3], (panel.labels.numpy(), panel.prediction.numpy()), strict=True):
+            part.imshow(paint_classes(labels, palette, panel.ignore_index), interpolation="nearest")
+            number_regions(part, labels, numbers, smallest=_NUMBERED)
+        axes[3].imshow(paint_right_and_wrong(panel), interpolation="nearest")
+    return figure
+
+
+def _verdict(confusion: Int[Tensor, "c p"]) -> str:
+    if not confusion.sum():
+        return "no labels"
+    right = float(confusion.diagonal().sum() / confusion.sum())
+    return f"mIoU {percent(mean_iou(confusion))} %, {percent(right)} % of the pixels right"
 
 
 def paint_right_and_wrong(panel: Panel) -> UInt8[np.ndarray, "h w 3"]:
@@ -311,11 +268,9 @@ def _legend_handles(panels: Sequence[Panel], classes: Sequence[str], palette: Se
         Patch(facecolor=rgb(palette[place]), edgecolor="0.4", linewidth=0.4, label=f"{place} {classes[place]}")
         for place in sorted(drawn - ignored)
     ]
-    if drawn & ignored:
-        face, edge = (str(grey / 255) for grey in STRIPES[:2])
-        handles.append(Patch(facecolor=face, edgecolor=edge, hatch="////", label=_NO_CLASS))
     return [
         *handles,
+        *([stripes_handle(_NO_CLASS)] if drawn & ignored else ()),
         Patch(facecolor=rgb(RIGHT), label="last column: right"),
         Patch(facecolor=rgb(WRONG), label="wrong"),
     ]

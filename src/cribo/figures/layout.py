@@ -11,7 +11,7 @@ from matplotlib.gridspec import GridSpec, SubplotSpec
 from torch import Tensor
 
 from cribo.colours import distinct_colours
-from cribo.drawing import frame, hide_ticks, number_regions
+from cribo.drawing import frame, hide_ticks, number_regions, panel_grid
 from cribo.objectives.cluster_record import ClusterHistory
 from cribo.objectives.sampling import ObjectSample, enlarge_labels, match_sample
 from cribo.painting import paint_regions
@@ -59,12 +59,9 @@ def lay_out_clusters(history: ClusterHistory, *, pairs: int) -> Figure:
     """
     most = covered(history.labels[-1]).argsort(descending=True, stable=True).tolist()[:pairs]
     pairs = len(most)
-    columns = 1 + len(history.epochs)
-    cell = TEXT_WIDTH / columns
-    figure = Figure(figsize=(TEXT_WIDTH, cell * 2 * pairs + 0.2))
-    top = 1 - 0.2 / figure.get_figheight()
-    panels = figure.subplots(2 * pairs, columns, squeeze=False, gridspec_kw={**_GAP, "top": top})
     height, width = history.views.shape[-2:]
+    headings = ("views", *(f"epoch {epoch}" for epoch in history.epochs))
+    figure, panels = panel_grid([(height, width)] * 2 * pairs, headings, width=TEXT_WIDTH)
     for place, pair in enumerate(most):
         numbers = consistent_numbers(history.labels[:, pair])
         colours = distinct_colours(1 + max((place for own in numbers for place in own.values()), default=0))
@@ -76,10 +73,6 @@ def lay_out_clusters(history: ClusterHistory, *, pairs: int) -> Figure:
                 labels = enlarge_labels(history.labels[time, pair, view], history.grid, (height, width)).numpy()
                 axes.imshow(paint_regions(picture, labels, {c: colours[n - 1] for c, n in numbers[time].items()}))
                 number_regions(axes, labels, numbers[time], size=6)
-    panels[0, 0].set_title("views", pad=3)
-    for axes, epoch in zip(panels[0, 1:], history.epochs, strict=True):
-        axes.set_title(f"epoch {epoch}", pad=3)
-    hide_ticks(panels)
     return figure
 
 
@@ -121,15 +114,12 @@ def lay_out_features(
     """Draw images and, below each, its features as colours."""
     columns = min(columns, len(pictures))
     blocks = math.ceil(len(pictures) / columns)
-    cell = TEXT_WIDTH / columns
     tallest = max(picture.shape[0] / picture.shape[1] for picture in pictures)
-    figure = Figure(figsize=(TEXT_WIDTH, cell * tallest * 2 * blocks))
-    panels = figure.subplots(2 * blocks, columns, squeeze=False, gridspec_kw=_GAP)
+    figure, panels = panel_grid([(tallest, 1)] * 2 * blocks, [""] * columns, width=TEXT_WIDTH, tallest=tallest)
     for number, (picture, painted) in enumerate(zip(pictures, colours, strict=True)):
         block, column = divmod(number, columns)
         panels[2 * block, column].imshow(picture)
         panels[2 * block + 1, column].imshow(painted)
-    hide_ticks(panels)
     return figure
 
 
@@ -142,5 +132,5 @@ def _number(axes: Axes, number: int) -> None:
 def _picture(figure: Figure, place: SubplotSpec, picture: np.ndarray) -> Axes:
     axes = figure.add_subplot(place)
     axes.imshow(picture)
-    hide_ticks(np.array([axes]))
+    hide_ticks(axes)
     return axes

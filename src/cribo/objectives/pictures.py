@@ -5,19 +5,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from cribo.data.samples import SampleDataset
 from cribo.drawing import (
-    DASHES,
-    PAGE_WIDTH,
     curves_figure,
     frame,
     from_zero,
-    hide_ticks,
     legend,
+    line_handle,
     number_regions,
+    panel_grid,
     plot_curve,
 )
 from cribo.objectives.sampling import ObjectSample, match_sample, sample_objects
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
 _CLUSTER_PAIRS = 6
 _FEW_EPOCHS = 5
 _QUERIES, _NEIGHBOURS, _GALLERY = 4, 5, 256
+_INCONSISTENT = "it finds another; such pairs are not used in training"
 
 CYCLE_CONSISTENT = "a search back, from the second view of the found object, finds the same object"
 """What it means that a match is cycle-consistent, in plain words."""
@@ -73,60 +72,46 @@ def draw_bootstrapping(runs: Mapping[str, Sequence[dict[str, float]]]) -> Figure
 def draw_clusters(sample: ObjectSample) -> Figure:
     """Draw view pairs and their clusters: a number and a colour per object, grey for clusters in one view only."""
     pairs = min(_CLUSTER_PAIRS, len(sample.pairs))
-    cell = PAGE_WIDTH / _CLUSTER_PAIRS
-    figure = Figure(figsize=(max(pairs, 3) * cell + 0.3, 4 * cell + 0.8), layout="constrained")
-    figure.suptitle("Clusters of pairs of views")
-    figure.supxlabel("One number and one colour per object. Grey: clusters in one view only", fontsize=9)
-    panels = figure.subplots(4, pairs, squeeze=False)
+    figure, panels = panel_grid(
+        [(1, 1)] * 4,
+        [""] * _CLUSTER_PAIRS,
+        title="Clusters of pairs of views",
+    )
+    figure.supxlabel("One number and one colour per object. Grey: clusters in one view only", fontsize="medium")
     for image in range(pairs):
         colours = sample.object_colours(image)
         numbers = {cluster: number for number, cluster in enumerate(colours, start=1)}
-        for view in (0, 1):
-            panels[2 * view, image].imshow(sample.view(image, view))
-            painted = panels[2 * view + 1, image]
+        for view, (shown, painted) in enumerate(panels[:, image].reshape(2, 2)):
+            shown.imshow(sample.view(image, view))
             painted.imshow(sample.painted(image, view, colours))
             number_regions(painted, sample.clusters(image, view).numpy(), numbers, size=7.5)
-    for row, label in enumerate(("view 1", "clusters", "view 2", "clusters")):
-        panels[row, 0].set_ylabel(label)
-    hide_ticks(panels)
+    for axes, label in zip(panels[:, 0], ("view 1", "clusters", "view 2", "clusters"), strict=True):
+        axes.set_ylabel(label)
     return figure
 
 
 def draw_matches(sample: ObjectSample) -> Figure:
     """Draw objects of some views and the nearest objects of other images (the paper's matching figures)."""
     queries = min(_QUERIES, len(sample.pairs) // 2)
-    cell = PAGE_WIDTH / (_NEIGHBOURS + 2)
-    figure = Figure(figsize=(PAGE_WIDTH, (cell + 0.25) * max(queries, 1) + 1.0), layout="constrained")
-    figure.suptitle("The largest objects of some views, and the nearest object of other images to each")
-    if queries == 0:
-        return figure
-    panels = figure.subplots(queries, _NEIGHBOURS + 2, squeeze=False)
-    for image, (painted, neighbours) in enumerate(match_sample(sample, queries, objects=_NEIGHBOURS)):
-        panels[image, 0].imshow(sample.view(image, 0))
-        panels[image, 1].imshow(painted)
-        numbers = {neighbour.cluster: number for number, neighbour in enumerate(neighbours, start=1)}
-        number_regions(panels[image, 1], sample.clusters(image, 0).numpy(), numbers)
-        for axes, neighbour in zip(panels[image, 2:], neighbours, strict=False):
-            axes.imshow(neighbour.picture)
-            axes.set_title(f"nearest to {numbers[neighbour.cluster]}", fontsize=9, pad=3)
-            frame(axes, neighbour.colour, dashed=not neighbour.consistent)
-    panels[0, 0].set_title("view", fontsize=9, pad=3)
-    panels[0, 1].set_title("its objects", fontsize=9, pad=3)
-    hide_ticks(panels)
-    figure.legend(
+    figure, panels = panel_grid(
+        [(1, 1)] * max(queries, 1),
+        ("view", "its objects", *[""] * _NEIGHBOURS),
+        title="The largest objects of some views, and the nearest object of other images to each",
+        text=0.25,
         handles=[
-            Line2D([], [], color="0.3", linewidth=2, label=f"cycle-consistent: {CYCLE_CONSISTENT}"),
-            Line2D(
-                [],
-                [],
-                color="0.3",
-                linewidth=2,
-                linestyle=DASHES,
-                label="not cycle-consistent: it finds another; such pairs are not used in training",
-            ),
+            line_handle(f"cycle-consistent: {CYCLE_CONSISTENT}", "0.3"),
+            line_handle(f"not cycle-consistent: {_INCONSISTENT}", "0.3", dashed=True),
         ],
-        loc="outside lower left",
-        frameon=False,
-        fontsize=9,
     )
+    found = match_sample(sample, queries, objects=_NEIGHBOURS) if queries else ()
+    for image, (painted, neighbours) in enumerate(found):
+        view, objects, *others = panels[image]
+        view.imshow(sample.view(image, 0))
+        objects.imshow(painted)
+        numbers = {neighbour.cluster: number for number, neighbour in enumerate(neighbours, start=1)}
+        number_regions(objects, sample.clusters(image, 0).numpy(), numbers)
+        for number, (axes, neighbour) in enumerate(zip(others, neighbours, strict=False), start=1):
+            axes.imshow(neighbour.picture)
+            axes.set_title(f"nearest to {number}", fontsize="medium")
+            frame(axes, neighbour.colour, dashed=not neighbour.consistent)
     return figure

@@ -12,19 +12,10 @@ from torch import Tensor
 
 from cribo.colours import BLACK, Colour, rgb
 from cribo.data.segmentation import IGNORE_INDEX
-from cribo.drawing import (
-    LEGEND_LINE,
-    PAGE_WIDTH,
-    hide_ticks,
-    house_style,
-    legend_columns,
-    number_regions,
-    short_name,
-)
+from cribo.drawing import house_style, number_regions, panel_grid, short_name
 from cribo.painting import paint_classes, tint
 
 _BORDER = 0.35  # brightness of pixels at the border of classes
-_HEADING = 0.35  # inch
 
 CONFIDENCE = "magma"
 """Colours of confidence, in matplotlib: from black (0) to nearly white (1)."""
@@ -72,6 +63,7 @@ def _borders(labels: UInt8[Tensor, "h w"]) -> Tensor:
     return found
 
 
+@house_style()
 def draw_overview(
     panels: Sequence[SegmentedPanel],
     classes: Sequence[str],
@@ -92,37 +84,26 @@ def draw_overview(
     """
     present = sorted(set().union(*(set(panel.labels.unique().tolist()) for panel in panels)) - {IGNORE_INDEX})
     names = [f"{c} {classes[c]}{f' {expected[c]:.0%}' if c in expected else ''}" for c in present]
-    columns = legend_columns(names)
-    lines = -(-len(names) // max(1, columns))
-    aspect = max(panel.image.shape[1] / panel.image.shape[2] for panel in panels)
-    height = _HEADING + (PAGE_WIDTH / 3.4 * min(aspect, 1.2) + 0.25) * len(panels) + LEGEND_LINE * (lines + 1)
-    with house_style():
-        figure = Figure(figsize=(PAGE_WIDTH, height + 2 * LEGEND_LINE * bool(uncalibrated)), layout="constrained")
-        axes = figure.subplots(len(panels), 3, squeeze=False)
-        for row, panel in zip(axes, panels, strict=True):
-            row[0].imshow(panel.image.permute(1, 2, 0).numpy())
-            row[1].imshow(overlay(panel.image, panel.labels, palette), interpolation="nearest")
-            number_regions(row[1], panel.labels.numpy(), dict(zip(present, present, strict=True)), smallest=0.03)
-            row[2].imshow(panel.confidence.numpy(), cmap=CONFIDENCE, vmin=0, vmax=1)
-            row[0].set_title(short_name(panel.name, 36), fontsize=9, loc="left")
-        axes[0][1].set_title("labels", fontsize=9)
-        axes[0][2].set_title("not calibrated" if uncalibrated else "confidence", fontsize=9)
-        hide_ticks(axes)
-        scale = figure.colorbar(
-            axes[0][2].images[0], ax=list(axes[:, 2]), shrink=min(1.0, 1.6 / len(panels)), aspect=14
-        )
-        scale.set_label("confidence, not calibrated" if uncalibrated else "confidence: probability of the label")
-        handles = [
+    confidence = "not calibrated" if uncalibrated else "confidence"
+    reason = f"The confidence is not calibrated and may be far too high: {uncalibrated}"
+    figure, rows = panel_grid(
+        [panel.labels.shape for panel in panels],
+        ("", "labels", confidence),
+        title=reason if uncalibrated else "",
+        handles=[
             Patch(facecolor=rgb(palette[c]), edgecolor="0.3", label=name)
             for c, name in zip(present, names, strict=True)
-        ]
-        figure.legend(
-            handles=handles,
-            loc="outside lower center",
-            ncols=columns,
-            frameon=False,
-            title="classes with their IoU on left-out examples" if expected else None,
-        )
-        if uncalibrated:
-            figure.suptitle(f"The confidence is not calibrated and may be far too high: {uncalibrated}", fontsize=9)
+        ],
+        text=0.1,
+    )
+    for row, panel in zip(rows, panels, strict=True):
+        row[0].imshow(panel.image.permute(1, 2, 0).numpy())
+        row[0].set_title(short_name(panel.name, 36), fontsize="medium", loc="left")
+        row[1].imshow(overlay(panel.image, panel.labels, palette), interpolation="nearest")
+        number_regions(row[1], panel.labels.numpy(), dict(zip(present, present, strict=True)), smallest=0.03)
+        row[2].imshow(panel.confidence.numpy(), cmap=CONFIDENCE, vmin=0, vmax=1)
+    scale = figure.colorbar(rows[0, 2].images[0], ax=list(rows[:, 2]), shrink=min(1.0, 1.6 / len(panels)), aspect=14)
+    scale.set_label("confidence, not calibrated" if uncalibrated else "confidence: probability of the label")
+    if expected:
+        figure.legends[0].set_title("classes with their IoU on left-out examples")
     return figure

@@ -115,12 +115,11 @@ Features are cached on disk. For a quick trial: --limit 50 --size 448
         )
         with Phases(run.console) as progress:
             matches = match_pairs(features, images, device=run.devices[0], progress=progress)
-        pairs, draw = (
-            range(len(images.pairs)),
-            partial(draw_pairs, matches=matches, images=images, alpha=self.alphas[0]),
-        )
+        draw = partial(draw_pairs, matches=matches, images=images, alpha=self.alphas[0])
         return Outcome(
             rows=[row(matches, images, alpha) for alpha in self.alphas],
             classes=images.categories,
-            write=lambda _, folder: write_pages(folder, "pairs", pairs, draw, number=run.num_pictures),
+            write=lambda _, folder: write_pages(
+                folder, "pairs", range(len(images.pairs)), draw, number=run.num_pictures
+            ),
         )

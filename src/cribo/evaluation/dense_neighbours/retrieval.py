@@ -26,8 +26,7 @@ from cribo.evaluation.cache import Machine
 from cribo.evaluation.dense_neighbours.memory import PatchMemory
 from cribo.evaluation.dense_neighbours.settings import DenseNNSettings
 from cribo.evaluation.features import EncodedView, PatchFeatures, Preparation, extract_patches, in_chunks
-from cribo.evaluation.pages import panel_of
-from cribo.evaluation.pictures import Panel
+from cribo.evaluation.pictures import Panel, panel_of
 from cribo.evaluation.scores import count_confusion, iou, iou_row, matched_iou
 from cribo.retrieval.encoders import PatchEncoder
 from cribo.retrieval.patches import majority_label

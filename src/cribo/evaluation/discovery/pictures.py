@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from cribo.colours import rgb
+from cribo.drawing import line_handle, marker_handle, panel_grid, title_row
 from cribo.evaluation.discovery.discovery import Discovered
 from cribo.evaluation.pages import draw_box, show_image, write_pages
-from cribo.evaluation.pictures import RIGHT, WRONG, draw_rows
+from cribo.evaluation.pictures import RIGHT, WRONG
 from cribo.files import write_json
 
 _OBJECT = "#F0E442"
@@ -44,49 +44,37 @@ def draw_objects(indices: Sequence[int], found: Mapping[str, Discovered], images
         found: found objects, by method.
         images: images of the objects.
     """
-
-    def draw(index: int, axes: Sequence[Axes]) -> tuple[str, str]:
-        image = images.load(index)
-        for part in axes:
-            show_image(part, image)
-        boxes = images.boxes(index)
-        for corners, crowd in zip(boxes.corners.tolist(), boxes.crowd.tolist(), strict=True):
-            draw_box(axes[0], corners, _OBJECT, dashed=crowd)
-        for part, discovered in zip(axes[1:], found.values(), strict=True):
-            _draw_object(part, discovered, index)
-        verdicts = (f"{_TITLES[name]} {'right' if part.right[index] else 'wrong'}" for name, part in found.items())
-        return images.name(index), ", ".join(verdicts)
-
-    return draw_rows(
-        indices,
-        draw,
-        aspects=[images.load(index).shape[1] / images.load(index).shape[2] for index in indices],
-        headings=("objects", *(_TITLES[name] for name in found)),
+    figure, rows = panel_grid(
+        [images.load(index).shape[1:] for index in indices],
+        ("objects", *(_TITLES[name] for name in found)),
+        row_titles=True,
         handles=[
-            Line2D([], [], color=_OBJECT, label="annotated object"),
-            Line2D([], [], color=rgb(RIGHT), label="found, IoU ≥ 0.5"),
-            Line2D([], [], color=rgb(WRONG), label="not an object"),
-            Line2D([], [], color="white", marker="o", markeredgecolor="black", linestyle="none", label="seed"),
+            line_handle("annotated object", _OBJECT),
+            line_handle("found, IoU ≥ 0.5", rgb(RIGHT)),
+            line_handle("not an object", rgb(WRONG)),
+            marker_handle("seed", "white", "black"),
         ],
     )
+    for row, index in zip(rows, indices, strict=True):
+        verdicts = (f"{_TITLES[name]} {'right' if part.right[index] else 'wrong'}" for name, part in found.items())
+        title_row(row, images.name(index), ", ".join(verdicts))
+        image = images.load(index)
+        for axes in row:
+            show_image(axes, image)
+        boxes = images.boxes(index)
+        for corners, crowd in zip(boxes.corners.tolist(), boxes.crowd.tolist(), strict=True):
+            draw_box(row[0], corners, _OBJECT, dashed=crowd)
+        for axes, discovered in zip(row[1:], found.values(), strict=True):
+            _draw_object(axes, discovered, index)
+    return figure
 
 
 def _draw_object(axes: Axes, discovered: Discovered, index: int) -> None:
-    part, box = discovered.objects[index], discovered.boxes[index].tolist()
+    part, (down, across) = discovered.objects[index], discovered.patches[index].tolist()
     height, width = part.mask.shape
-    down, across = discovered.patches[index].tolist()
-    tint = np.zeros((*part.mask.shape, 4))
+    tint = np.zeros((height, width, 4))
     tint[part.mask] = (0.1, 0.4, 1.0, 0.45)
-    limits = axes.get_xlim(), axes.get_ylim()
     axes.imshow(tint, extent=(-0.5, width * across - 0.5, height * down - 0.5, -0.5), interpolation="nearest")
-    axes.set(xlim=limits[0], ylim=limits[1])
-    draw_box(axes, box, rgb(RIGHT if discovered.right[index] else WRONG))
-    row, column = part.seed
-    axes.plot(
-        (column + 0.5) * across - 0.5,
-        (row + 0.5) * down - 0.5,
-        marker="o",
-        markersize=4,
-        color="white",
-        markeredgecolor="black",
-    )
+    draw_box(axes, discovered.boxes[index].tolist(), rgb(RIGHT if discovered.right[index] else WRONG))
+    seed = [(place + 0.5) * side - 0.5 for place, side in zip(part.seed, (down, across), strict=True)]
+    axes.plot(*reversed(seed), "o", markersize=4, color="white", markeredgecolor="black")

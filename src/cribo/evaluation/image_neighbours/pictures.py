@@ -4,22 +4,19 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from cribo.colours import rgb
 from cribo.data.classification import ClassifiedFiles
 from cribo.data.limits import spread
-from cribo.drawing import DASHES, frame, hide_ticks
+from cribo.drawing import frame, line_handle, panel_grid, title_row
 from cribo.evaluation.image_neighbours.features import SquareCrop
 from cribo.evaluation.image_neighbours.retrieval import ImageRetrieval, Predictions, vote_weights
 from cribo.evaluation.pages import write_pages
-from cribo.evaluation.pictures import RIGHT, WRONG, draw_rows
+from cribo.evaluation.pictures import RIGHT, WRONG
 
 _NEIGHBOURS = 5  # maximum number of neighbours per image
-_CAPTION = 0.3  # height of a caption, as a multiple of the width of a picture
+_CAPTION = 0.2  # height of a caption in inches
 _LETTERS = 20  # maximum characters per line of a caption
 
 
@@ -57,9 +54,19 @@ def chosen_images(found: Predictions, number: int) -> list[int]:
 def _draw(images: Sequence[int], found: ImageRetrieval, train: ClassifiedFiles, queries: ClassifiedFiles) -> Figure:
     prepare = SquareCrop(found.settings.resize, found.settings.crop)
     predictions, shown = found.predictions[found.shown], min(found.shown, _NEIGHBOURS)
-
-    def draw(index: int, axes: Sequence[Axes]) -> tuple[str, str]:
+    figure, rows = panel_grid(
+        [(1, 1)] * len(images),
+        ("image", *(f"neighbour {place}" for place in range(1, shown + 1))),
+        title="Images, up to half of them misclassified, and their nearest training images.\nNumbers below them: "
+        f"cosine similarity, and share of the votes of {found.shown} neighbours",
+        row_titles=True,
+        text=_CAPTION,
+        handles=[line_handle("same class", rgb(RIGHT)), line_handle("another class", rgb(WRONG), dashed=True)],
+    )
+    for axes, index in zip(rows, images, strict=True):
         label, predicted = (queries.classes[int(classes[index])] for classes in (queries.labels, predictions.classes))
+        verdict = "correct" if label == predicted else f"classified as {predicted}"
+        title_row(axes, queries.name(index), f"{label}, {verdict}")
         axes[0].imshow(prepare(queries.load(index)).permute(1, 2, 0).numpy())
         axes[0].set_xlabel(_caption(label), fontsize=8, weight="bold")
         near, similarities = found.nearest.rows[index, :shown], found.nearest.similarity[index, :shown]
@@ -70,21 +77,7 @@ def _draw(images: Sequence[int], found: ImageRetrieval, train: ClassifiedFiles, 
             part.imshow(prepare(train.load(row)).permute(1, 2, 0).numpy())
             part.set_xlabel(f"{_caption(name)}\n{similarity:.2f}, {100 * share:.0f} %", fontsize=8)
             frame(part, RIGHT if name == label else WRONG, dashed=name != label)
-        hide_ticks(np.array(axes))
-        return queries.name(index), f"{label}, {'correct' if label == predicted else f'classified as {predicted}'}"
-
-    return draw_rows(
-        images,
-        draw,
-        aspects=[1 + _CAPTION] * len(images),
-        headings=("image", *(f"neighbour {place}" for place in range(1, shown + 1))),
-        handles=[
-            Line2D([], [], color=rgb(RIGHT), linewidth=2, label="same class"),
-            Line2D([], [], color=rgb(WRONG), linewidth=2, linestyle=DASHES, label="another class"),
-        ],
-        title="Images, up to half of them misclassified, and their nearest training images.\nNumbers below them: "
-        f"cosine similarity, and share of the votes of {found.shown} neighbours",
-    )
+    return figure
 
 
 def _caption(name: str) -> str:

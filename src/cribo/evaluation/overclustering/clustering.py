@@ -15,8 +15,7 @@ from cribo.data.limits import spread
 from cribo.errors import InputError
 from cribo.evaluation.features import EncodedView, PatchFeatures
 from cribo.evaluation.overclustering.settings import OverclusteringSettings, require_patches
-from cribo.evaluation.pages import panel_of
-from cribo.evaluation.pictures import Panel
+from cribo.evaluation.pictures import Panel, panel_of
 from cribo.evaluation.scores import count_confusion, iou, iou_row, pairwise_iou
 from cribo.retrieval.whitening import Moments
 

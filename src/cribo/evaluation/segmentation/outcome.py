@@ -11,7 +11,7 @@ from torch import Tensor
 from cribo.console import Phases
 from cribo.data.crops import Crops, MMSegPreparation, Preparation, SquarePreparation, WholeImages
 from cribo.data.limits import spread
-from cribo.evaluation.pages import panel_of
+from cribo.evaluation.pictures import panel_of
 from cribo.evaluation.protocol import Outcome
 from cribo.evaluation.results import best_place
 from cribo.evaluation.runner import Run

@@ -4,19 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 from jaxtyping import UInt8
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from torch import Tensor
 
 from cribo.colours import rgb
 from cribo.data.reading import image_size
 from cribo.data.video import VideoFrames, object_palette
-from cribo.evaluation.pages import show_image, write_pages
-from cribo.evaluation.pictures import draw_rows
+from cribo.drawing import marker_handle, panel_grid, title_row
+from cribo.evaluation.pages import write_pages
 from cribo.evaluation.results import percent
 from cribo.evaluation.video.scoring import boundary
 from cribo.evaluation.video.segmenting import Segmented
@@ -55,36 +52,33 @@ def draw_videos(found: Sequence[Segmented], images: VideoFrames) -> Figure:
         images: frames of the videos.
     """
 
-    def draw(part: Segmented, axes: Sequence[Axes]) -> tuple[str, str]:
-        last = len(part.video.frames) - 2
-        for share, cell in zip(_SHOWN_AT, axes, strict=True):
-            frame = round(share * last)
-            index = part.video.frames[frame]
-            show_image(cell, _paint(images.load(index), part.objects(frame), images.objects(index)))
-        regions, boundaries = (float(each.mean()) for each in (part.regions, part.boundaries))
-        return part.video.name, f"J {percent(regions)} %, F {percent(boundaries)} %"
-
-    sizes = [image_size(images.path(part.video.frames[0])) for part in found]
     objects = object_palette(max(part.video.objects for part in found))[1:]
-    return draw_rows(
-        found,
-        draw,
-        aspects=[height / width for height, width in sizes],
-        headings=("first frame, given", *(f"at {share:.0%}" for share in _SHOWN_AT[1:])),
+    figure, rows = panel_grid(
+        [image_size(images.path(part.video.frames[0])) for part in found],
+        ("first frame, given", *(f"at {share:.0%}" for share in _SHOWN_AT[1:])),
+        row_titles=True,
         handles=[
             *(Patch(facecolor=rgb(colour), label=f"object {number}") for number, colour in enumerate(objects, start=1)),
-            Line2D([], [], color="white", markeredgecolor="0.4", marker="s", linestyle="none", label="annotated"),
+            marker_handle("annotated", "white", "0.4", marker="s"),
         ],
     )
+    for row, part in zip(rows, found, strict=True):
+        regions, boundaries = (float(each.mean()) for each in (part.regions, part.boundaries))
+        title_row(row, part.video.name, f"J {percent(regions)} %, F {percent(boundaries)} %")
+        for share, axes in zip(_SHOWN_AT, row, strict=True):
+            frame = round(share * (len(part.video.frames) - 2))
+            index = part.video.frames[frame]
+            axes.imshow(_paint(images.load(index), part.objects(frame), images.objects(index)))
+    return figure
 
 
 def _paint(
     image: UInt8[Tensor, "3 h w"], found: UInt8[Tensor, "h w"], true: UInt8[Tensor, "h w"]
-) -> UInt8[Tensor, "3 h w"]:
+) -> UInt8[np.ndarray, "h w 3"]:
     painted = image.permute(1, 2, 0).numpy().copy()
     colours = np.array(object_palette(max(int(found.max()), int(true.max()))))
     inside = found.numpy() > 0
     painted[inside] = tint(painted[inside], colours[found.numpy()[inside]])
     for number in range(1, len(colours)):
         painted[boundary(true == number).numpy()] = _OUTLINE
-    return torch.from_numpy(painted).permute(2, 0, 1)
+    return painted
