@@ -40,7 +40,7 @@ class Parser(ArgumentParser):
 
     Options with several values accept `1,8,64` and `[1,8,64]`, and for numbers also `1 8 64`; those with `nargs="+"`
     can be repeated, or followed by several arguments. Options of two integers whose name ends in `size` also accept
-    one integer for a square. Boolean options that are false by default mean `true` if no value follows.
+    one integer for a square. Boolean options that are not true by default mean `true` if no value follows.
 
     `--config FILE` reads options from a YAML file, in the same syntax and with the same short names; all other options
     of the command line override it.
@@ -196,10 +196,11 @@ class Parser(ArgumentParser):
         }
 
     def _switches(self) -> set[str]:
+        hints = {action: getattr(action, "_typehint", None) for action in self._actions}
         return {
             option
-            for action in self._actions
-            if getattr(action, "_typehint", None) is bool and action.default is False
+            for action, hint in hints.items()
+            if bool in (hint, *get_args(hint)) and action.default is not True
             for option in action.option_strings
         }
 
