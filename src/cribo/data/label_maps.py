@@ -149,12 +149,8 @@ def _values(image: Image.Image) -> Integer[np.ndarray, "h w"] | None:
 
 def _ranges(values: Iterable[int]) -> str:
     """Format numbers as ranges: `0..3, 7, 255`."""
-    runs: list[list[int]] = []
-    for value in sorted(values):
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1].append(value)
-        else:
-            runs.append([value])
+    ordered = np.array(sorted(values))
+    runs = np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1)
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)
 
 
