@@ -32,11 +32,6 @@ _PARTS_OF_SETS = re.compile(rf"(?:train|{'|'.join(_VALIDATION)})(?:annot|\d+)?|{
 class ClassifiedFiles(ImageFiles):
     """Image files, each of one class, as an ImageSource.
 
-    Args:
-        images: the images.
-        classes: names of the classes.
-        labels: class index of each image.
-
     Raises:
         ValueError: the number of labels differs from the number of images.
     """

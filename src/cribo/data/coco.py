@@ -29,9 +29,6 @@ _POLYGON = 6  # numbers in the smallest polygon, a triangle
 class CocoFile:
     """The content of a file in COCO's format: images, categories, and the annotations of each image.
 
-    Args:
-        path: the JSON file.
-
     Attributes:
         path: the JSON file.
         images: entries of the images, in the order of the file; at least one.

@@ -47,17 +47,7 @@ class Pair:
 
 
 class PairedImages(UnlabelledFiles):
-    """Pairs of images with corresponding keypoints; implements `LabelledImages` with all pixels ignored.
-
-    Args:
-        folder: folder of the images.
-        names: paths of the images below `folder`.
-        pairs: pairs of these images.
-
-    Attributes:
-        pairs: in the order of their files.
-        categories: categories of the pairs, sorted.
-    """
+    """Pairs of images with corresponding keypoints; `LabelledImages` without labels. `categories` are sorted."""
 
     def __init__(self, folder: Path, names: Sequence[str], pairs: Sequence[Pair]) -> None:
         super().__init__(folder, names)

@@ -137,9 +137,6 @@ def open_depth(
         max_depth: in metres; depths above it are ignored.
         partial: accept missing images and depth maps.
 
-    Returns:
-        The images for training and for validation.
-
     Raises:
         MissingData: a folder, list, image or depth map does not exist.
         DataError: another layout, no images, or depth maps in another format or unit.

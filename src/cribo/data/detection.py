@@ -60,20 +60,14 @@ class Boxes:
 class BoxedImages(ImageFiles):
     """Images with object boxes from a file in COCO's format.
 
-    Classes are sorted by category id; ids may have gaps: class c is the category `category_ids[c]`. Boxes are clipped
-    to the image. Boxes that are empty or outside the image are dropped with a warning (COCO's own files have two).
-    Images without boxes are kept.
+    Classes are sorted by category id; ids may have gaps: class c is the category `category_ids[c]`, and image i has the
+    id `image_ids[i]` in `file`. Boxes are clipped to the image. Boxes that are empty or outside the image are dropped
+    with a warning (COCO's own files have two). Images without boxes are kept.
 
     Args:
         annotations: the JSON file; `bbox` contains left, top, width and height in pixels.
         images: folder of its `file_name`s, or several candidates; by default, the file's own folder or `images` below
             it.
-
-    Attributes:
-        file: the JSON file.
-        classes: the names of the classes.
-        category_ids: the id of each class in the file.
-        image_ids: the id of each image in the file.
 
     Raises:
         MissingData: the file, or an image that it lists, does not exist.

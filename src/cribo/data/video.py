@@ -41,18 +41,7 @@ class Video:
 
 
 class VideoFrames(UnlabelledFiles):
-    """The frames of videos, with an annotation each.
-
-    Args:
-        folder: of the videos' folders.
-        names: paths of all frames below it.
-        annotation_folder: of the annotations.
-        annotation_names: path of the annotation of each frame below it.
-        videos: of these frames.
-
-    Attributes:
-        videos: in their order.
-    """
+    """The frames of `videos`, with an annotation each; names are paths below the two folders."""
 
     def __init__(
         self,

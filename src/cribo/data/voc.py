@@ -23,14 +23,11 @@ class VocBoxes(ImageFiles):
     """The images of a split of Pascal VOC, with boxes of all objects.
 
     Boxes of difficult and truncated objects are included. VOC counts pixels from 1, and boxes include the last pixel;
-    `boxes` returns corners between 0 and width or height.
+    `boxes` returns corners between 0 and width or height. `classes` are sorted.
 
     Args:
         root: the folder with `Annotations`, `ImageSets/Main` and `JPEGImages`, such as VOCdevkit/VOC2007.
         split: name of the list in `ImageSets/Main`.
-
-    Attributes:
-        classes: names of the classes, sorted.
 
     Raises:
         MissingData: the list, or an image or annotation of the list, does not exist.
