@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from cribo.allocator import keep_freed_memory
 from cribo.arguments import ConfigError
 
 _MAX_WORKERS = 16
@@ -33,6 +34,18 @@ def resolve_devices(names: Sequence[str] | None, option: str = "runtime.devices"
     if len({torch.device(name).type for name in names}) != 1:
         raise ConfigError(f"{option} must be one or more devices of the same type, got {','.join(names)!r}")
     return tuple(names)
+
+
+def resolve_device(name: str | None) -> str:
+    """Return the device of an option `device`: by default the first GPU, else the CPU, with its freed memory kept.
+
+    Raises:
+        ConfigError: the device is unavailable.
+    """
+    device = resolve_devices(None if name is None else (name,), "device")[0]
+    if device == "cpu":
+        keep_freed_memory()
+    return device
 
 
 def resolve_workers(number: int | None) -> int:

@@ -33,6 +33,21 @@ def write_text(path: Path, text: str) -> None:
     write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
+def append_json(path: Path, content: dict[str, Any]) -> None:
+    """Append a dictionary as one line of JSON."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(content) + "\n")
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Read the lines of `append_json`, without the incomplete line of a killed process; empty without a file."""
+    found: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file atomically: readers see the old file or the new one, also after a crash.
 

@@ -54,11 +54,7 @@ class Batches:
 
 
 class BatchIterator(Iterator[Any]):
-    """Iterator of `Batches`.
-
-    Attributes:
-        workers: the worker processes, which are running.
-    """
+    """Iterator of `Batches`."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._batches: Any = iter(loader)

@@ -12,7 +12,6 @@ import numpy as np
 from jaxtyping import Int, Int64
 
 from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, list_files, require
-from cribo.data.limits import MAX_PIXELS
 from cribo.errors import InputError
 from cribo.wording import enumerated
 
@@ -32,11 +31,6 @@ _PARTS_OF_SETS = re.compile(rf"(?:train|{'|'.join(_VALIDATION)})(?:annot|\d+)?|{
 
 class ClassifiedFiles(ImageFiles):
     """Image files, each of one class, as an ImageSource.
-
-    Args:
-        images: the images.
-        classes: names of the classes.
-        labels: class index of each image.
 
     Raises:
         ValueError: the number of labels differs from the number of images.
@@ -59,19 +53,13 @@ class ClassifiedFiles(ImageFiles):
         """
         if number < 1:
             raise InputError(f"number must be >= 1, got {number}")
-        chosen = np.sort(np.lexsort((self.labels, _place_in_class(self.labels)))[:number])
+        order = np.argsort(self.labels, kind="stable")
+        counts = np.bincount(self.labels)
+        earlier = np.empty_like(order)  # images of the same class before each
+        earlier[order] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+        chosen = np.sort(np.lexsort((self.labels, earlier))[:number])
         files = ImageFiles(self.folder, map(self.name, chosen.tolist()), max_pixels=self.max_pixels)
         return ClassifiedFiles(files, self.classes, self.labels[chosen])
-
-
-def _place_in_class(labels: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-    """Count the earlier images of the same class, for each image."""
-    order = np.argsort(labels, kind="stable")
-    counts = np.bincount(labels)
-    starts = np.cumsum(counts) - counts
-    places = np.empty_like(labels)
-    places[order] = np.arange(len(labels)) - starts[labels[order]]
-    return places
 
 
 class ClassificationSplits(NamedTuple):
@@ -106,7 +94,7 @@ def has_class_folders(folder: Path) -> bool:
 
 def _has_image(folder: Path) -> bool:
     with os.scandir(folder) as entries:
-        return any(entry.name.lower().endswith(tuple(EXTENSIONS)) for entry in entries)
+        return any(entry.name.lower().endswith(EXTENSIONS) for entry in entries)
 
 
 def is_imagenet(folder: Path) -> bool:
@@ -115,9 +103,7 @@ def is_imagenet(folder: Path) -> bool:
     return named and any((folder / place / "train").is_dir() for place in _IMAGENET_FOLDERS)
 
 
-def open_class_folders(
-    root: str | os.PathLike[str], *, classes: Sequence[str] | None = None, max_pixels: int = MAX_PIXELS
-) -> ClassifiedFiles:
+def open_class_folders(root: str | os.PathLike[str], *, classes: Sequence[str] | None = None) -> ClassifiedFiles:
     """Open a folder with one sub-folder of images per class.
 
     Images are searched recursively in `root/<class>`. Classes and images are sorted by name. Hidden files and folders
@@ -126,7 +112,6 @@ def open_class_folders(
     Args:
         root: the folder that contains the class folders.
         classes: the classes, in order; the names of the folders by default.
-        max_pixels: maximum number of pixels of an image; larger ones are unreadable.
 
     Raises:
         MissingData: `root` does not exist.
@@ -155,12 +140,11 @@ def open_class_folders(
     number = {name: place for place, name in enumerate(classes)}
     names, labels, loose = [], array("q"), []
     for name in list_files(root, EXTENSIONS):
-        folder, _, rest = name.partition("/")
-        if not rest:
+        if "/" in name:
+            names.append(name)
+            labels.append(number[name.partition("/")[0]])
+        else:
             loose.append(name)
-            continue
-        names.append(name)
-        labels.append(number[folder])
     if loose:
         raise DataError(
             f"{root} has {len(loose)} images outside its class folders, the first is {loose[0]!r}: move each "
@@ -172,7 +156,7 @@ def open_class_folders(
         raise DataError(
             f"{root} has folders without images, {enumerated(empty)}: put images there, or remove the folders"
         )
-    return ClassifiedFiles(ImageFiles(root, names, max_pixels=max_pixels), classes, found)
+    return ClassifiedFiles(ImageFiles(root, names), classes, found)
 
 
 def open_classification(
@@ -182,7 +166,6 @@ def open_classification(
     train: str | None = None,
     val: str | None = None,
     partial: bool = False,
-    max_pixels: int = MAX_PIXELS,
 ) -> ClassificationSplits:
     """Open the images of a classification set.
 
@@ -198,7 +181,6 @@ def open_classification(
         train: name of the folder of training images; `train` by default.
         val: name of the folder of images to classify.
         partial: accept an incomplete ImageNet.
-        max_pixels: maximum number of pixels of an image; larger ones are unreadable.
 
     Raises:
         MissingData: a folder does not exist.
@@ -206,12 +188,12 @@ def open_classification(
     """
     root = Path(root).expanduser()
     if name == "imagenet":
-        return _open_imagenet(root, train or "train", val or "val", partial=partial, max_pixels=max_pixels)
+        return _open_imagenet(root, train or "train", val or "val", partial=partial)
     if name != "folder":
         raise DataError(f"the classification set must be imagenet or folder, got {name!r}")
     require(root)
     if train is None and val is None and not (root / "train").is_dir():
-        return ClassificationSplits(open_class_folders(root, max_pixels=max_pixels), None, "all", None)
+        return ClassificationSplits(open_class_folders(root), None, "all", None)
     train = train or "train"
     val = val or next((other for other in _VALIDATION if (root / other).is_dir()), None)
     if val is None:
@@ -219,27 +201,27 @@ def open_classification(
             f"{root} has a folder {train!r} but no images to classify: looked for {', '.join(_VALIDATION)}; name the "
             f"folder with data.val, or set data.root to {root / train} to classify each image by all others"
         )
-    train_images = open_class_folders(root / train, max_pixels=max_pixels)
-    val_images = open_class_folders(root / val, classes=train_images.classes, max_pixels=max_pixels)
+    train_images = open_class_folders(root / train)
+    val_images = open_class_folders(root / val, classes=train_images.classes)
     return ClassificationSplits(train_images, val_images, train, val)
 
 
 # --------------------------------------------------------------------- ImageNet
 
 
-def _open_imagenet(root: Path, train: str, val: str, *, partial: bool, max_pixels: int) -> ClassificationSplits:
+def _open_imagenet(root: Path, train: str, val: str, *, partial: bool) -> ClassificationSplits:
     require(root)
     bases = [root / folder for folder in _IMAGENET_FOLDERS]
     base = next((base for base in bases if (base / train).is_dir()), root)
     for split in (train, val):
         require(base / split)
-    train_images = open_class_folders(base / train, max_pixels=max_pixels)
+    train_images = open_class_folders(base / train)
     if not partial:
         _require_complete(train_images, "train", train)
     if _class_folders(base / val):
-        val_images = open_class_folders(base / val, classes=train_images.classes, max_pixels=max_pixels)
+        val_images = open_class_folders(base / val, classes=train_images.classes)
     else:
-        val_images = _flat_validation(base, val, train_images.classes, max_pixels)
+        val_images = _flat_validation(base, val, train_images.classes)
     if not partial:
         _require_complete(val_images, "val", val)
     titles = _imagenet_titles(train_images.classes)
@@ -256,7 +238,7 @@ def _require_complete(images: ClassifiedFiles, split: str, folder: str) -> None:
         )
 
 
-def _flat_validation(base: Path, val: str, classes: Sequence[str], max_pixels: int) -> ClassifiedFiles:
+def _flat_validation(base: Path, val: str, classes: Sequence[str]) -> ClassifiedFiles:
     """Open validation images in one folder, with a file that lists the class (WordNet id) of each."""
     names = list(list_files(base / val, EXTENSIONS))
     if not names:
@@ -281,7 +263,7 @@ def _flat_validation(base: Path, val: str, classes: Sequence[str], max_pixels: i
         if wnid not in number:
             raise DataError(f"{name} has the class {wnid}, which has no training images in {base}")
         labels.append(number[wnid])
-    return ClassifiedFiles(ImageFiles(base / val, names, max_pixels=max_pixels), classes, np.array(labels))
+    return ClassifiedFiles(ImageFiles(base / val, names), classes, np.array(labels))
 
 
 def _solution_lines(path: Path) -> Iterator[tuple[str, str]]:

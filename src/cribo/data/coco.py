@@ -1,6 +1,7 @@
 """Annotation files in COCO's format: label maps drawn from their outlines, and files written from masks."""
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,6 @@ from torch import Tensor
 from cribo.colours import class_colours
 from cribo.data.images import DataError, ImageFiles, MissingData, require
 from cribo.data.label_maps import IGNORE_INDEX, read_classes
-from cribo.data.limits import MAX_PIXELS
 from cribo.data.reading import image_size
 from cribo.errors import InputError
 from cribo.wording import enumerated
@@ -28,9 +28,6 @@ _POLYGON = 6  # numbers in the smallest polygon, a triangle
 
 class CocoFile:
     """The content of a file in COCO's format: images, categories, and the annotations of each image.
-
-    Args:
-        path: the JSON file.
 
     Attributes:
         path: the JSON file.
@@ -87,14 +84,11 @@ class CocoFile:
             ids[each] = None
         return ids
 
-    def image_files(
-        self, folders: str | os.PathLike[str] | Sequence[Path] | None, *, max_pixels: int = MAX_PIXELS
-    ) -> ImageFiles:
+    def image_files(self, folders: str | os.PathLike[str] | Sequence[Path] | None) -> ImageFiles:
         """Open the images in the first of `folders` that contains the first image.
 
         Args:
             folders: one or several folders; by default, the file's own folder and `images` below it.
-            max_pixels: maximum number of pixels of an image; larger ones are unreadable.
 
         Raises:
             MissingData: an image does not exist.
@@ -111,7 +105,7 @@ class CocoFile:
                 f"{len(missing)} of the {len(names)} images of {self.path} are not in "
                 f"{' or '.join(map(str, folders))}, the first is {missing[0]!r}"
             )
-        return ImageFiles(folder, names, max_pixels=max_pixels)
+        return ImageFiles(folder, names)
 
 
 def require_listed_size(file: Path, name: str, listed: tuple[Any, Any], size: tuple[int, int]) -> None:
@@ -131,7 +125,6 @@ class CocoLabels(ImageFiles):
     Args:
         annotations: the JSON file; `segmentation` contains polygons or run lengths, compressed or not.
         images: folder of its `file_name`s; by default, the file's own folder or `images` below it.
-        max_pixels: maximum number of pixels of an image; larger ones are unreadable.
 
     Raises:
         MissingData: the file, or an image that it lists, does not exist.
@@ -140,13 +133,7 @@ class CocoLabels(ImageFiles):
 
     ignore_index: int = IGNORE_INDEX
 
-    def __init__(
-        self,
-        annotations: str | os.PathLike[str],
-        images: str | os.PathLike[str] | None = None,
-        *,
-        max_pixels: int = MAX_PIXELS,
-    ) -> None:
+    def __init__(self, annotations: str | os.PathLike[str], images: str | os.PathLike[str] | None = None) -> None:
         self._coco = coco = CocoFile(annotations)
         # A category called background is merged with class 0.
         things = [category for category in coco.categories if str(category["name"]).lower() != BACKGROUND]
@@ -160,8 +147,8 @@ class CocoLabels(ImageFiles):
                     f"{coco.path}: {annotation_name(annotation)} has no segmentation: boxes do not "
                     "give a class to each pixel; polygons or run lengths are needed"
                 )
-        files = coco.image_files(images, max_pixels=max_pixels)
-        super().__init__(files.folder, files.names, max_pixels=max_pixels)
+        files = coco.image_files(images)
+        super().__init__(files.folder, files.names)
 
     def labels(self, index: int) -> UInt8[Tensor, "h w"]:
         """Return the class of each pixel, 0 for background and 255 for crowds.
@@ -215,6 +202,11 @@ def is_coco(path: Path) -> bool:
 
 def _has_lists(content: object) -> bool:
     return isinstance(content, dict) and all(isinstance(content.get(key), list) for key in _NEEDED)
+
+
+def is_number(value: object) -> bool:
+    """Whether an entry is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def annotation_name(annotation: Mapping[str, Any]) -> str:

@@ -1,7 +1,6 @@
 """Pairs of images with corresponding keypoints, in the format of SPair-71k."""
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from cribo.data.coco import is_number
 from cribo.data.images import DataError, MissingData, require
-from cribo.data.limits import MAX_PIXELS
+from cribo.data.limits import spread
 from cribo.data.reading import image_size
 from cribo.data.segmentation import UnlabelledFiles
 
@@ -47,22 +47,10 @@ class Pair:
 
 
 class PairedImages(UnlabelledFiles):
-    """Pairs of images with corresponding keypoints; implements `LabelledImages` with all pixels ignored.
+    """Pairs of images with corresponding keypoints; `LabelledImages` without labels. `categories` are sorted."""
 
-    Args:
-        folder: folder of the images.
-        names: paths of the images below `folder`.
-        pairs: pairs of these images.
-
-    Attributes:
-        pairs: in the order of their files.
-        categories: categories of the pairs, sorted.
-    """
-
-    def __init__(
-        self, folder: Path, names: Sequence[str], pairs: Sequence[Pair], *, max_pixels: int = MAX_PIXELS
-    ) -> None:
-        super().__init__(folder, names, max_pixels=max_pixels)
+    def __init__(self, folder: Path, names: Sequence[str], pairs: Sequence[Pair]) -> None:
+        super().__init__(folder, names)
         self.pairs = list(pairs)
         self.categories = sorted({pair.category for pair in pairs})
 
@@ -111,8 +99,8 @@ def open_pairs(
             f"{annotations} must have the {SPAIR_SIZES[split]:,} pairs of SPair-71k, got {len(files):,}: complete it, "
             "or accept it with --data.partial"
         )
-    if limit is not None and limit < len(files):
-        files = [files[place * len(files) // limit] for place in range(limit)]
+    if limit is not None:
+        files = [files[place] for place in spread(len(files), limit)]
     return _read_pairs(files, images, in_categories=split is not None)
 
 
@@ -123,9 +111,8 @@ def _read_pairs(files: Sequence[Path], images: Path, *, in_categories: bool) -> 
     for file in files:
         content = _read(file)
         category = str(content.get("category", "object"))
-        names = [
-            f"{category}/{content[key]}" if in_categories else content[key] for key in ("src_imname", "trg_imname")
-        ]
+        folder = f"{category}/" if in_categories else ""
+        names = [f"{folder}{content[key]}" for key in ("src_imname", "trg_imname")]
         for name in names:
             if not (images / name).is_file():
                 raise MissingData(f"{file} refers to the image {name}, which is not in {images}")
@@ -172,6 +159,4 @@ def _box(file: Path, content: Mapping[str, Any]) -> tuple[float, float, float, f
 
 
 def _are_numbers(values: object, count: int) -> bool:
-    if not isinstance(values, list) or len(values) != count:
-        return False
-    return all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in values)
+    return isinstance(values, list) and len(values) == count and all(map(is_number, values))

@@ -50,12 +50,7 @@ class Crop(NamedTuple):
 
 
 class WholeImage(NamedTuple):
-    """A resized image with the labels to score.
-
-    Attributes:
-        pixels: RGB.
-        labels: class of each pixel, at any size.
-    """
+    """A resized RGB image with the labels to score, which may have another size."""
 
     pixels: UInt8[Tensor, "3 h w"]
     labels: UInt8[Tensor, "label_h label_w"]
@@ -209,12 +204,7 @@ class Crops(Dataset[Crop]):
 
 @dataclass
 class WholeImages(Dataset[WholeImage]):
-    """Labelled images for scoring a segmentation.
-
-    Attributes:
-        images: labelled images.
-        preparation: resizing.
-    """
+    """Labelled images for scoring a segmentation."""
 
     images: LabelledImages
     preparation: Preparation

@@ -7,12 +7,7 @@ from pathlib import Path, PurePosixPath
 from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, list_files, require
 from cribo.data.label_maps import class_indices, read_classes
 from cribo.data.limits import MAX_PIXELS
-from cribo.data.segmentation import (
-    LabelledFiles,
-    LabelledFolder,
-    by_stem,
-    missing_labels,
-)
+from cribo.data.segmentation import LabelledFiles, LabelledFolder, by_stem, missing_labels
 from cribo.data.sets import Layout, SegmentationSet, segmentation_set
 from cribo.wording import enumerated
 

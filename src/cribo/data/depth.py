@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, list_files, open_images, require
-from cribo.data.limits import MAX_PIXELS
+from cribo.data.limits import spread
 from cribo.data.reading import open_header
 from cribo.data.segmentation import UnlabelledFiles, by_stem
 
@@ -30,7 +30,6 @@ _NYU_LISTS = {
     for split, name in (("train", "train"), ("val", "test"))
 }
 _NYU_FOLDERS = {"train": ("", "sync"), "val": ("", "official_splits/test", "test")}
-_SPLITS = ("train", "val")
 _SAMPLED = 8  # maps of a split that are read to check their unit
 _TOO_NEAR = 0.01  # share of the greatest depth; a median below it shows another unit
 
@@ -56,9 +55,8 @@ class DepthImages(UnlabelledFiles):
         scale: float,
         max_depth: float,
         window: tuple[slice, slice] | None = None,
-        max_pixels: int = MAX_PIXELS,
     ) -> None:
-        super().__init__(folder, names, max_pixels=max_pixels)
+        super().__init__(folder, names)
         self._depth_files = ImageFiles(folder, depth_files)
         self.scale, self.max_depth, self.window = scale, max_depth, window
 
@@ -79,26 +77,25 @@ class DepthImages(UnlabelledFiles):
 
     def check_unit(self) -> None:
         """Raise DataError if a few depth maps are empty, or their median is above `max_depth` or under 1 % of it."""
-        count = min(_SAMPLED, len(self))
-        maps = [self._metres(place * len(self) // count) for place in range(count)]
+        maps = [self._metres(index) for index in spread(len(self), _SAMPLED)]
         measured = torch.cat([depth[depth > 0] for depth in maps])
         first = self._depth_files.path(0)
         if not len(measured):
             raise DataError(
-                f"all pixels of {count} depth maps are 0, which is no measurement, such as {first}: give maps with "
+                f"all pixels of {len(maps)} depth maps are 0, which is no measurement, such as {first}: give maps with "
                 "depths above 0"
             )
         median = float(measured.median())
         if not _TOO_NEAR * self.max_depth <= median <= self.max_depth:
             raise DataError(
-                f"the median depth of {count} maps, such as {first}, must be {_TOO_NEAR * self.max_depth:g} to "
+                f"the median depth of {len(maps)} maps, such as {first}, must be {_TOO_NEAR * self.max_depth:g} to "
                 f"{self.max_depth:g} m, got {median:.3g} m: give the units per metre with --data.scale, now "
                 f"{self.scale:g} (1000 for millimetres, 256 for KITTI), or the greatest depth with --data.max_depth"
             )
 
     def _metres(self, index: int) -> Float[Tensor, "h w"]:
         path = self._depth_files.path(index)
-        with open_header(path, max_pixels=self.max_pixels) as image:
+        with open_header(path) as image:
             mode, values = image.mode, np.array(image)
         # Pillow opens 16-bit PNGs as I;16 or, in older versions, as I.
         if not (mode.startswith("I;16") or mode == "I"):
@@ -140,30 +137,36 @@ def open_depth(
         max_depth: in metres; depths above it are ignored.
         partial: accept missing images and depth maps.
 
-    Returns:
-        The images for training and for validation.
-
     Raises:
         MissingData: a folder, list, image or depth map does not exist.
         DataError: another layout, no images, or depth maps in another format or unit.
     """
     root = Path(root).expanduser()
     require(root)
-    if is_nyu(root):
-        opened = [_open_nyu(root, split, scale=scale, max_depth=max_depth, partial=partial) for split in _SPLITS]
-    elif (root / "depth").is_dir():
-        opened = [_open_folder(root, split, scale=scale, max_depth=max_depth, partial=partial) for split in _SPLITS]
-    else:
+    has_lists = is_nyu(root)
+    if not has_lists and not (root / "depth").is_dir():
         raise DataError(
             f"{root} must contain nyu_train.txt and nyu_test.txt (NYU-Depth v2), or images/train, images/val, "
             "depth/train and depth/val with a 16-bit PNG for each image"
         )
-    for images in opened:
+
+    def open_split(split: str) -> DepthImages:
+        folder, source, pairs = _listed(root, split, partial=partial) if has_lists else _paired(root, split)
+        names, maps = zip(*_complete(pairs, folder, source, partial=partial), strict=True)
+        window = EIGEN_CROP if has_lists else None
+        return DepthImages(folder, names, maps, scale=scale, max_depth=max_depth, window=window)
+
+    train, val = open_split("train"), open_split("val")
+    for images in (train, val):
         images.check_unit()
-    return opened[0], opened[1]
+    return train, val
 
 
-def _open_nyu(root: Path, split: str, *, scale: float, max_depth: float, partial: bool) -> DepthImages:
+Pairs = tuple[Path, Path, list[tuple[str, str]]]
+"""A folder, the list or folder of its images, and the paths below it of each image and its depth map."""
+
+
+def _listed(root: Path, split: str, *, partial: bool) -> Pairs:
     listed = next((root / name for name in _NYU_LISTS[split] if (root / name).is_file()), None)
     if listed is None:
         raise MissingData(f"{root} has no list of NYU-Depth v2 for {split}: {' or '.join(_NYU_LISTS[split])} is needed")
@@ -182,23 +185,22 @@ def _open_nyu(root: Path, split: str, *, scale: float, max_depth: float, partial
             f"{listed} must list the {NYU_SIZES[split]:,} images of NYU-Depth v2, got {len(pairs):,}: take BTS's list, "
             "or accept it with --data.partial"
         )
-    pairs = _complete(pairs, folder, str(listed), partial=partial)
-    return DepthImages(folder, *zip(*pairs, strict=True), scale=scale, max_depth=max_depth, window=EIGEN_CROP)
+    return folder, listed, pairs
 
 
-def _open_folder(root: Path, split: str, *, scale: float, max_depth: float, partial: bool) -> DepthImages:
-    for part in (root / "images" / split, root / "depth" / split):
-        require(part)
-    images = by_stem(open_images(root / "images" / split).names, EXTENSIONS)
-    maps = by_stem(list_files(root / "depth" / split, [".png"]), [".png"])
+def _paired(root: Path, split: str) -> Pairs:
+    folders = root / "images" / split, root / "depth" / split
+    for folder in folders:
+        require(folder)
+    images = by_stem(open_images(folders[0]).names, EXTENSIONS)
+    maps = by_stem(list_files(folders[1], [".png"]), [".png"])
     pairs = [
         (f"images/{split}/{name}", f"depth/{split}/{maps.get(stem, f'{stem}.png')}") for stem, name in images.items()
     ]
-    pairs = _complete(pairs, root, str(root / "images" / split), partial=partial)
-    return DepthImages(root, *zip(*pairs, strict=True), scale=scale, max_depth=max_depth)
+    return root, folders[0], pairs
 
 
-def _complete(pairs: list[tuple[str, str]], folder: Path, source: str, *, partial: bool) -> list[tuple[str, str]]:
+def _complete(pairs: list[tuple[str, str]], folder: Path, source: Path, *, partial: bool) -> list[tuple[str, str]]:
     """Return the pairs whose files exist."""
     missing = {pair: name for pair in pairs for name in reversed(pair) if not (folder / name).is_file()}
     if missing and (not partial or len(missing) == len(pairs)):

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,9 +15,8 @@ import torch
 from jaxtyping import Bool, Float64, Int64, UInt8
 from torch import Tensor
 
-from cribo.data.coco import CocoFile, annotation_name, require_listed_size
+from cribo.data.coco import CocoFile, annotation_name, is_number, require_listed_size
 from cribo.data.images import DataError, ImageFiles, MissingData, PackedNames, require
-from cribo.data.limits import MAX_PIXELS
 from cribo.data.reading import image_size
 
 log = logging.getLogger("cribo")
@@ -62,21 +60,14 @@ class Boxes:
 class BoxedImages(ImageFiles):
     """Images with object boxes from a file in COCO's format.
 
-    Classes are sorted by category id; ids may have gaps: class c is the category `category_ids[c]`. Boxes are clipped
-    to the image. Boxes that are empty or outside the image are dropped with a warning (COCO's own files have two).
-    Images without boxes are kept.
+    Classes are sorted by category id; ids may have gaps: class c is the category `category_ids[c]`, and image i has the
+    id `image_ids[i]` in `file`. Boxes are clipped to the image. Boxes that are empty or outside the image are dropped
+    with a warning (COCO's own files have two). Images without boxes are kept.
 
     Args:
         annotations: the JSON file; `bbox` contains left, top, width and height in pixels.
         images: folder of its `file_name`s, or several candidates; by default, the file's own folder or `images` below
             it.
-        max_pixels: maximum number of pixels of an image; larger ones are unreadable.
-
-    Attributes:
-        file: the JSON file.
-        classes: the names of the classes.
-        category_ids: the id of each class in the file.
-        image_ids: the id of each image in the file.
 
     Raises:
         MissingData: the file, or an image that it lists, does not exist.
@@ -87,8 +78,6 @@ class BoxedImages(ImageFiles):
         self,
         annotations: str | os.PathLike[str],
         images: str | os.PathLike[str] | Sequence[Path] | None = None,
-        *,
-        max_pixels: int = MAX_PIXELS,
     ) -> None:
         coco = CocoFile(annotations)
         self.file = coco.path
@@ -100,8 +89,8 @@ class BoxedImages(ImageFiles):
             raise DataError(f"{self.file} must name each category once, got {name!r} {times} times")
         self.category_ids: list[int | str] = [category["id"] for category in coco.categories]
         self.image_ids: list[int | str] = [entry["id"] for entry in coco.images]
-        files = coco.image_files(images, max_pixels=max_pixels)
-        super().__init__(files.folder, files.names, max_pixels=max_pixels)
+        files = coco.image_files(images)
+        super().__init__(files.folder, files.names)
         sizes = [self._listed_size(entry, self.path(number)) for number, entry in enumerate(coco.images)]
         # Flat arrays, whose memory workers share.
         self._sizes: Int64[np.ndarray, "n 2"] = np.array(sizes)
@@ -195,7 +184,7 @@ class BoxedImages(ImageFiles):
         if "bbox" not in annotation:
             raise DataError(f"{self.file}: {annotation_name(annotation)} has no bbox (left, top, width, height)")
         box = annotation["bbox"]
-        if not isinstance(box, list) or len(box) != 4 or not all(map(_is_number, box)) or min(box[2:]) < 0:
+        if not isinstance(box, list) or len(box) != 4 or not all(map(is_number, box)) or min(box[2:]) < 0:
             raise DataError(
                 f"{self.file}: the bbox of {annotation_name(annotation)} must be left, top, width and height in "
                 f"pixels, with width and height >= 0, got {box!r}"
@@ -204,15 +193,11 @@ class BoxedImages(ImageFiles):
 
     def _area(self, annotation: Mapping[str, Any], area: float) -> float:
         given = annotation.get("area", area)
-        if not _is_number(given) or given < 0:
+        if not is_number(given) or given < 0:
             raise DataError(
                 f"{self.file}: the area of {annotation_name(annotation)} must be a number >= 0, got {given!r}"
             )
         return given
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True)

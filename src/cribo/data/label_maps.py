@@ -34,12 +34,7 @@ _MOST_SURVEYED = 100  # label maps whose colours are counted for a message
 
 
 class LabelMap(NamedTuple):
-    """The class of each pixel of an image.
-
-    Attributes:
-        labels: class of each pixel; 255 for no class.
-        palette: colours of the classes in a palette PNG; None for other sources.
-    """
+    """The class of each pixel, 255 for none, and the colours of the classes of a palette PNG."""
 
     labels: UInt8[Tensor, "h w"]
     palette: tuple[Colour, ...] | None = None
@@ -75,9 +70,7 @@ class LabelValues:
     def read(self, image: Image.Image, what: str) -> LabelMap:
         """Return the class of each pixel of a grey or palette image, or of a grey image that is stored as RGB.
 
-        Args:
-            image: the label map, decoded.
-            what: its name in messages.
+        Messages call the image `what`.
 
         Raises:
             DataError: the image has colours, or a value that is neither a class nor ignored.
@@ -149,12 +142,8 @@ def _values(image: Image.Image) -> Integer[np.ndarray, "h w"] | None:
 
 def _ranges(values: Iterable[int]) -> str:
     """Format numbers as ranges: `0..3, 7, 255`."""
-    runs: list[list[int]] = []
-    for value in sorted(values):
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1].append(value)
-        else:
-            runs.append([value])
+    ordered = np.array(sorted(values))
+    runs = np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1)
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)
 
 
@@ -178,11 +167,7 @@ class LabelColours:
     source: str
 
     def read(self, image: Image.Image, what: str) -> LabelMap:
-        """Return the class of each pixel of a label map by its colour.
-
-        Args:
-            image: the label map, decoded.
-            what: its name in messages.
+        """Return the class of each pixel of a label map by its colour; messages call it `what`.
 
         Raises:
             DataError: a colour is not listed, or the image has more than 8 bits per channel.
@@ -212,12 +197,7 @@ class LabelColours:
 
 
 def unlisted_colours(what: str, label_maps: Iterable[Image.Image]) -> DataError:
-    """Return the error for coloured label maps whose colours are not listed, with the list to write.
-
-    Args:
-        what: name of a coloured label map.
-        label_maps: some label maps, whose colours are counted.
-    """
+    """Return the error for a coloured label map `what` without a list of colours, with the list to write."""
     counts: Counter[int] = Counter()
     for image in label_maps:
         colours, numbers = np.unique(_packed(np.array(image.convert("RGB"))), return_counts=True)
@@ -264,12 +244,7 @@ def open_some(paths: Sequence[str]) -> Iterator[Image.Image]:
 
 
 class ClassList(NamedTuple):
-    """Classes of a set.
-
-    Attributes:
-        names: names of the classes.
-        colours: their colours in label maps; None if label maps contain class indices.
-    """
+    """Names of classes, and their colours in label maps unless these contain class indices."""
 
     names: list[str]
     colours: LabelColours | None = None

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, Sampler, default_collate
 
 from cribo.data.images import DataError, ImageSource, OrderedSource, ReducingSource
 from cribo.data.randomness import keyed_generator
@@ -30,11 +30,7 @@ Sample = Mapping[str, Any]
 
 
 class LazyImage:
-    """An image of a collection, decoded on demand.
-
-    Attributes:
-        index: index of the image in the collection.
-    """
+    """An image of a collection, decoded on demand."""
 
     def __init__(self, source: ImageSource, index: int) -> None:
         self._source = source
@@ -151,13 +147,7 @@ class SampleDataset(Dataset[Batch]):
     """The samples of an image collection, indexed by (epoch, image).
 
     An unreadable image is replaced by a randomly drawn one, and reported with the batch. Errors that may be temporary
-    (see `temporary_errno`) are retried first.
-
-    Args:
-        source: the images.
-        transform: creates the sample of an image.
-        seed: seed of the run.
-        retry_delays: seconds to wait before each retry.
+    (see `temporary_errno`) are retried first, after each of `retry_delays` in seconds.
     """
 
     def __init__(
@@ -214,7 +204,7 @@ class SampleDataset(Dataset[Batch]):
                     f"samples of one batch must have the same names and shapes: {name!r} is {of} for "
                     f"{self.source.name(index)} and {first_of} for {self.source.name(first_index)}; {advice}"
                 )
-        return {name: _stack([sample[name] for _, sample in samples]) for name in first}
+        return {name: default_collate([sample[name] for _, sample in samples]) for name in first}
 
     def _readable(self, epoch: int, wanted: int, batch: Batch) -> tuple[int, Sample]:
         """Return index and sample of the image, or of its first readable random replacement."""
@@ -265,21 +255,10 @@ def _shapes(sample: Sample) -> dict[str, Any]:
     return shapes
 
 
-def _stack(values: Sequence[Any]) -> Any:
-    if isinstance(values[0], Tensor):
-        return torch.stack(list(values))
-    return type(values[0])(*(torch.stack(parts) for parts in zip(*values, strict=True)))
-
-
 def epoch_order(images: ImageSource | int, seed: int, epoch: int) -> Int[Tensor, " n"]:
-    """Return all indices of a collection in the order of an epoch.
+    """Return all indices of a collection, or of this number of images, in the order of an epoch.
 
     This is the collection's own order (see `OrderedSource`), or a random permutation.
-
-    Args:
-        images: the collection, or its number of images.
-        seed: seed of the run.
-        epoch: counted from 0.
     """
     if isinstance(images, OrderedSource):
         return images.epoch_order(seed, epoch)

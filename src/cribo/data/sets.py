@@ -117,7 +117,7 @@ class SegmentationSet:
     @property
     def values(self) -> "LabelValues":
         """Meaning of the values in the published label maps."""
-        from cribo.data.segmentation import LabelValues
+        from cribo.data.label_maps import LabelValues
 
         without = [entry["value"] for entry in self._published["classes"] if entry["name"] in self.without]
         return LabelValues(

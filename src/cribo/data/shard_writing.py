@@ -42,15 +42,7 @@ class TooManySkipped(Stopped):
 
 @dataclass(frozen=True)
 class WrittenShards:
-    """The result of `write_shards`.
-
-    Attributes:
-        folder: folder of the shards.
-        shards: number of shards.
-        images: number of images in the shards.
-        size_bytes: total size of all shards.
-        skipped: name and reason of each skipped image.
-    """
+    """The result of `write_shards`; `skipped` lists the name of each skipped image and the reason."""
 
     folder: Path
     shards: int

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cribo.colours import BLACK, Colour, distinct_colours
 from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, list_files, require
-from cribo.data.limits import MAX_PIXELS
+from cribo.data.limits import spread
 from cribo.data.reading import image_size, open_header
 from cribo.data.segmentation import IGNORE_INDEX, UnlabelledFiles, by_stem
 
@@ -41,18 +41,7 @@ class Video:
 
 
 class VideoFrames(UnlabelledFiles):
-    """The frames of videos, with an annotation each.
-
-    Args:
-        folder: of the videos' folders.
-        names: paths of all frames below it.
-        annotation_folder: of the annotations.
-        annotation_names: path of the annotation of each frame below it.
-        videos: of these frames.
-
-    Attributes:
-        videos: in their order.
-    """
+    """The frames of `videos`, with an annotation each; names are paths below the two folders."""
 
     def __init__(
         self,
@@ -61,10 +50,8 @@ class VideoFrames(UnlabelledFiles):
         annotation_folder: Path,
         annotation_names: Sequence[str],
         videos: Sequence[Video],
-        *,
-        max_pixels: int = MAX_PIXELS,
     ) -> None:
-        super().__init__(folder, names, max_pixels=max_pixels)
+        super().__init__(folder, names)
         self._annotations = ImageFiles(annotation_folder, annotation_names)
         self.videos = list(videos)
 
@@ -74,12 +61,12 @@ class VideoFrames(UnlabelledFiles):
         Raises:
             errors of `read_objects`.
         """
-        return read_objects(self._annotations.path(index), max_pixels=self.max_pixels)
+        return read_objects(self._annotations.path(index))
 
 
-def read_objects(path: str | os.PathLike[str], *, max_pixels: int = MAX_PIXELS) -> UInt8[Tensor, "h w"]:
+def read_objects(path: str | os.PathLike[str]) -> UInt8[Tensor, "h w"]:
     """Read the number of the object at each pixel; 255, no class in DAVIS, is background, as in its evaluation."""
-    with open_header(path, max_pixels=max_pixels) as image:
+    with open_header(path) as image:
         mode, values = image.mode, np.array(image)
     if mode not in ("P", "L", "1"):
         raise DataError(
@@ -116,9 +103,10 @@ def open_videos(
             or with frames or annotations of several sizes.
     """
     root = Path(root).expanduser()
-    for folder in (root, root / "JPEGImages", root / "Annotations"):
+    folders = (root / "JPEGImages", root / "Annotations")
+    for folder in (root, *folders):
         require(folder)
-    frames, annotations = (_resolution(root / name) for name in ("JPEGImages", "Annotations"))
+    frames, annotations = (each / _RESOLUTION if (each / _RESOLUTION).is_dir() else each for each in folders)
     names = _listed(root, split, frames, partial=partial)
     missing = [name for name in names if not all((each / name).is_dir() for each in (frames, annotations))]
     if missing and (not partial or len(missing) == len(names)):
@@ -128,8 +116,8 @@ def open_videos(
             + ("" if partial else ", or accept an incomplete set with --data.partial")
         )
     names = [name for name in names if name not in missing]
-    if limit is not None and limit < len(names):
-        names = [names[place * len(names) // limit] for place in range(limit)]
+    if limit is not None:
+        names = [names[place] for place in spread(len(names), limit)]
     videos, frame_names, annotation_names = [], [], []
     for name in names:
         pairs = _pairs(frames / name, annotations / name)
@@ -141,10 +129,6 @@ def open_videos(
         frame_names += [f"{name}/{frame}" for frame, _ in pairs]
         annotation_names += [f"{name}/{annotation}" for _, annotation in pairs]
     return VideoFrames(frames, frame_names, annotations, annotation_names, videos)
-
-
-def _resolution(folder: Path) -> Path:
-    return folder / _RESOLUTION if (folder / _RESOLUTION).is_dir() else folder
 
 
 def _listed(root: Path, split: str, frames: Path, *, partial: bool) -> list[str]:

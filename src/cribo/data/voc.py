@@ -10,7 +10,6 @@ import torch
 
 from cribo.data.detection import Boxes
 from cribo.data.images import DataError, ImageFiles, MissingData, PackedNames, require
-from cribo.data.limits import MAX_PIXELS
 
 _FOLDERS = ("Annotations", "ImageSets", "JPEGImages")
 
@@ -24,21 +23,18 @@ class VocBoxes(ImageFiles):
     """The images of a split of Pascal VOC, with boxes of all objects.
 
     Boxes of difficult and truncated objects are included. VOC counts pixels from 1, and boxes include the last pixel;
-    `boxes` returns corners between 0 and width or height.
+    `boxes` returns corners between 0 and width or height. `classes` are sorted.
 
     Args:
         root: the folder with `Annotations`, `ImageSets/Main` and `JPEGImages`, such as VOCdevkit/VOC2007.
         split: name of the list in `ImageSets/Main`.
-
-    Attributes:
-        classes: names of the classes, sorted.
 
     Raises:
         MissingData: the list, or an image or annotation of the list, does not exist.
         DataError: the list is empty, or an annotation is invalid.
     """
 
-    def __init__(self, root: str | os.PathLike[str], split: str, *, max_pixels: int = MAX_PIXELS) -> None:
+    def __init__(self, root: str | os.PathLike[str], split: str) -> None:
         folder = Path(root).expanduser()
         listed = folder / "ImageSets" / "Main" / f"{split}.txt"
         require(listed)
@@ -54,7 +50,7 @@ class VocBoxes(ImageFiles):
                     f"first is {missing[0]}: complete the set, or list the existing images in another file in "
                     f"{listed.parent} and use its name as the split"
                 )
-        super().__init__(images, (f"{stem}.jpg" for stem in stems), max_pixels=max_pixels)
+        super().__init__(images, (f"{stem}.jpg" for stem in stems))
         objects = [_read_objects(annotations / f"{stem}.xml") for stem in stems]
         self.classes = sorted({name for each in objects for name, _ in each})
         places = {name: place for place, name in enumerate(self.classes)}

@@ -25,11 +25,7 @@ _MORE_MEMORY = (
 
 
 class WorkerFault(Exception):
-    """A worker died, or no batch came within the timeout.
-
-    Attributes:
-        advice: what the user can do.
-    """
+    """A worker died, or no batch came within the timeout; `advice` says what the user can do."""
 
     def __init__(self, what: str, advice: str) -> None:
         super().__init__(what)
@@ -41,9 +37,6 @@ class BackgroundReader:
 
     A worker that is killed in the middle of a message leaves a part of it, or a locked lock. Neither the timeout of
     torch's `DataLoader` nor its destructor is prepared for that.
-
-    Args:
-        batches: endless batches, with workers.
 
     Raises:
         WorkerFault: the workers cannot be started.

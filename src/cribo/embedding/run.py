@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,15 +16,14 @@ from jaxtyping import Float, Int
 from rich.console import Console
 from torch import Tensor
 
-from cribo.allocator import keep_freed_memory
 from cribo.console import Phases
 from cribo.data.images import ImageFiles, open_images, require_readable
 from cribo.data.reading import UnreadableImage
-from cribo.devices import resolve_devices, resolve_workers
-from cribo.embedding.config import EmbedConfig
+from cribo.devices import resolve_device, resolve_workers
+from cribo.embedding.config import EmbedConfig, Kind
 from cribo.embedding.writing import Rows, part_path, require_writer, write_part
 from cribo.errors import InputError, Stopped, if_interrupted
-from cribo.files import remove_parts, write_json
+from cribo.files import append_json, read_json_lines, remove_parts, write_json
 from cribo.folders import ResultFolder, describe_changes, require_same
 from cribo.prefetching import BUDGET, prefetch
 from cribo.retrieval.encoders import (
@@ -42,10 +41,14 @@ from cribo.versions import versions
 ABOUT, SKIPPED, PARTS = "about.json", "skipped.jsonl", "features"
 
 _MOST_IMAGES = 512  # limit per part; an interrupted part is encoded again
-_OBJECT_COLUMNS = ("object", "x0", "y0", "x1", "y1", "area")
+_COLUMNS: Mapping[Kind, tuple[str, ...]] = {
+    "global": (),
+    "patches": ("row", "column"),
+    "objects": ("object", "x0", "y0", "x1", "y1", "area"),
+}
 
-Encoded = list[tuple[Float[np.ndarray, "n d"], dict[str, Int[np.ndarray, " n"]]]]
-"""Feature rows and index columns of each image."""
+Encoded = list[tuple[Float[np.ndarray, "n d"], Int[np.ndarray, "n c"]]]
+"""Feature rows of each image, and the values of their index columns."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +111,7 @@ def embed_images(
     files = open_images(config.images)
     require_readable(files, config.images)
     names = list(dict.fromkeys(files.names))  # a list may name an image twice
-    device = resolve_devices(None if config.device is None else (config.device,), "device")[0]
-    if device == "cpu":
-        keep_freed_memory()
+    device = resolve_device(config.device)
     backbone, about_backbone = open_network(config.backbone)
     backbone.eval().to(device)
     default = ObjectSettings(size=backbone.image_size) if config.features == "global" else ObjectSettings()
@@ -149,7 +150,7 @@ def embed_images(
         whole = image_encoder(backbone)
         encode = _by_size(lambda pixels: whole.features(pixels, device)[:, None, None])
     elif config.features == "patches":
-        encode = _by_size(lambda pixels: encoder.grids(pixels, device), "row", "column")
+        encode = _by_size(lambda pixels: encoder.grids(pixels, device))
     else:
         encode = _objects(encoder, settings, dim, device)
     kept = f"complete parts are in {out}; to continue, repeat the command with --resume"
@@ -187,15 +188,14 @@ def _changes(file: Path, now: dict[str, Any]) -> Iterator[str]:
 
 
 def _by_size(
-    encode: Callable[[Tensor], Float[Tensor, "b rows columns d"]], *places: str
+    encode: Callable[[Tensor], Float[Tensor, "b rows columns d"]],
 ) -> Callable[[Sequence[PreparedImage]], Encoded]:
-    """Return a function that encodes images in batches of equal size; `places` name the index columns."""
+    """Return a function that encodes images in batches of equal size."""
 
     def rows(batch: list[PreparedImage]) -> Encoded:
         grids = encode(torch.stack([image.pixels for image in batch])).cpu().numpy()
-        down, across = (axis.reshape(-1).astype(np.int32) for axis in np.indices(grids.shape[1:3]))
-        columns = dict(zip(places, (down, across), strict=False))
-        return [(grid.reshape(-1, grid.shape[-1]), columns) for grid in grids]
+        places = np.indices(grids.shape[1:3], dtype=np.int32).reshape(2, -1).T
+        return [(grid.reshape(-1, grid.shape[-1]), places) for grid in grids]
 
     @torch.no_grad()
     def encoded(images: Sequence[PreparedImage]) -> Encoded:
@@ -212,8 +212,7 @@ def _objects(
         for image in extract_prepared(encoder, images, settings, device=device):
             places = np.array([(each.number, *each.box, each.area) for each in image.objects], dtype=np.int32)
             vectors = np.array([each.vector for each in image.objects], dtype=np.float32)
-            columns = dict(zip(_OBJECT_COLUMNS, places.reshape(-1, len(_OBJECT_COLUMNS)).T, strict=True))
-            found.append((vectors.reshape(-1, dim), columns))
+            found.append((vectors.reshape(-1, dim), places.reshape(-1, len(_COLUMNS["objects"]))))
         return found
 
     return encoded
@@ -257,16 +256,20 @@ def _write_parts(
     progress("images", done, len(names))
     try:
         for number in missing:
-            rows: list[tuple[int, np.ndarray, dict[str, np.ndarray]]] = []
+            found: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by the index in the part
             own = enumerate(islice(images, len(parts[number])))
             while batch := list(islice(own, config.batch_size)):
-                rows += _encode(batch, parts[number], encode, out)
+                readable = {index: image for index, image in batch if isinstance(image, PreparedImage)}
+                for index, image in batch:
+                    if isinstance(image, UnreadableImage):
+                        append_json(out / SKIPPED, {"image": parts[number][index], "reason": image.reason})
+                found.update(zip(readable, encode([*readable.values()]), strict=True))
                 done += len(batch)
                 progress("images", done, len(names))
-            write_part(out / PARTS, number, config.format, _joined(parts[number], rows, config, dim))
+            write_part(out / PARTS, number, config.format, _joined(parts[number], found, config, dim))
     finally:
         images.close()
-    skipped = _skipped(out)
+    skipped = {entry["image"]: entry["reason"] for entry in read_json_lines(out / SKIPPED)}  # also of earlier runs
     reused = sum(name not in skipped for number in existing for name in parts[number])
     return Embedded(out, len(names) - len(skipped), reused, skipped, time.perf_counter() - started)
 
@@ -277,46 +280,13 @@ def _images_in_part(config: EmbedConfig, settings: ObjectSettings, dim: int) -> 
     return min(_MOST_IMAGES, max(1, BUDGET // (rows * dim * 4)))
 
 
-def _encode(
-    batch: Sequence[tuple[int, PreparedImage | UnreadableImage]],
-    names: Sequence[str],
-    encode: Callable[[Sequence[PreparedImage]], Encoded],
-    out: Path,
-) -> list[tuple[int, np.ndarray, dict[str, np.ndarray]]]:
-    """Return the rows of each image with its index in the part, whose images have `names`; record unreadable ones."""
-    readable: list[tuple[int, PreparedImage]] = []
-    for place, image in batch:
-        if isinstance(image, PreparedImage):
-            readable.append((place, image))
-            continue
-        with (out / SKIPPED).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"image": names[place], "reason": image.reason}) + "\n")
-    found = encode([image for _, image in readable]) if readable else []
-    return [(place, *rows) for (place, _), rows in zip(readable, found, strict=True)]
-
-
 def _joined(
-    names: Sequence[str], rows: list[tuple[int, np.ndarray, dict[str, np.ndarray]]], config: EmbedConfig, dim: int
+    names: Sequence[str], found: Mapping[int, tuple[np.ndarray, np.ndarray]], config: EmbedConfig, dim: int
 ) -> Rows:
-    places = {"global": (), "patches": ("row", "column"), "objects": _OBJECT_COLUMNS}[config.features]
     none = np.empty(0, dtype=np.int32)
-    columns = {
-        "image": np.concatenate([none, *(np.full(len(part), place, dtype=np.int32) for place, part, _ in rows)]),
-        **{name: np.concatenate([none, *(own[name] for *_, own in rows)]) for name in places},
-    }
-    embedding = np.concatenate([np.empty((0, dim), dtype=np.float32), *(part for _, part, _ in rows)])
+    images = (np.full(len(rows), index, dtype=np.int32) for index, (rows, _) in found.items())
+    columns = {"image": np.concatenate([none, *images])}
+    for place, name in enumerate(_COLUMNS[config.features]):
+        columns[name] = np.concatenate([none, *(own[:, place] for _, own in found.values())])
+    embedding = np.concatenate([np.empty((0, dim), dtype=np.float32), *(rows for rows, _ in found.values())])
     return Rows(list(names), columns, embedding.astype(config.precision))
-
-
-def _skipped(out: Path) -> dict[str, str]:
-    """Return the reasons of unreadable images by name, including those of interrupted runs."""
-    if not (out / SKIPPED).is_file():
-        return {}
-    skipped: dict[str, str] = {}
-    for line in (out / SKIPPED).read_text(encoding="utf-8").splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:  # incomplete last line of a killed process
-            continue
-        skipped[entry["image"]] = entry["reason"]
-    return skipped

@@ -15,13 +15,7 @@ from cribo.files import write_whole
 
 
 class Rows(NamedTuple):
-    """Features of a part.
-
-    Attributes:
-        names: names of the images.
-        columns: index columns; `image` is an index into `names`.
-        embedding: a row for each image, patch or object.
-    """
+    """Features of a part, with index columns; the column `image` contains indices into `names`."""
 
     names: list[str]
     columns: Mapping[str, Int[np.ndarray, " n"]]

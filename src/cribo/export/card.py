@@ -56,12 +56,7 @@ you publish this folder.
 def model_card(backbone: Backbone, to: Target, options: ExportOptions, *, difference: float, how_to_load: str) -> str:
     """Describe an export in Markdown, with the header that the Hugging Face hub reads.
 
-    Args:
-        backbone: that was exported.
-        to: its format.
-        options: of the export.
-        difference: of the features, relative to the largest.
-        how_to_load: lines of Python.
+    `difference` is that of the features, relative to the largest.
     """
     return _TEXT.format(
         library=_LIBRARIES[to],

@@ -2,7 +2,8 @@
 
 import copy
 import importlib.metadata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -158,23 +159,15 @@ def compare_features(
     """
     sizes, tolerance = _sizes(backbone, options.fixed_size), TOLERANCES[options.precision]
     largest = 0.0
-    try:
+    with _named("the export cannot be loaded"):
         encode = load()
-    except Exception as error:  # the type depends on the library
-        raise DifferentFeatures(
-            f"the export cannot be loaded ({type(error).__name__}: {_first_line(error)})"
-        ) from error
     for number, (batch, height, width) in enumerate(sizes):
         progress("comparing", number, len(sizes))
         images = torch.rand(batch, 3, height, width, generator=keyed_generator(_IMAGES, number))
         expected = backbone.encode(normalise(images, mean=backbone.mean, std=backbone.std), options.layers)
         at = f"images of {batch}x3x{height}x{width}"
-        try:
+        with _named(f"the export fails on {at}"):
             tokens, global_token = encode(images)
-        except Exception as error:
-            raise DifferentFeatures(
-                f"the export fails on {at} ({type(error).__name__}: {_first_line(error)})"
-            ) from error
         for name, own, other in (
             ("tokens", expected.tokens, tokens),
             ("global_token", expected.global_token, global_token),
@@ -264,12 +257,7 @@ def _plain(backbone: Backbone) -> Backbone:
 
 
 def _describe(report: ExportReport, backbone: Backbone, options: ExportOptions) -> dict[str, Any]:
-    versions = {}
-    for library in _LIBRARIES:
-        try:
-            versions[library] = importlib.metadata.version(library)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    installed = {name: list(importlib.metadata.distributions(name=name)) for name in _LIBRARIES}
     return {
         "target": report.target,
         "backbone": describe(backbone),
@@ -280,9 +268,15 @@ def _describe(report: ExportReport, backbone: Backbone, options: ExportOptions) 
         "checked": [list(size) for size in report.checked],
         "how_to_load": report.how_to_load.splitlines(),
         "notes": list(report.notes),
-        "versions": versions,
+        "versions": {name: found[0].version for name, found in installed.items() if found},
     }
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+@contextmanager
+def _named(failure: str) -> Iterator[None]:
+    """Convert errors, whose types depend on the library, to DifferentFeatures."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise DifferentFeatures(f"{failure} ({type(error).__name__}: {reason})") from error

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from cribo.errors import InputError
 from cribo.models import networks
-from cribo.models.checkpointing import set_checkpointing
+from cribo.models.checkpointing import DropPathNoise, set_checkpointing
 from cribo.models.linear import use_onednn
 from cribo.models.modes import CUDA_GRAPH_MODES, Checkpointing, CompileMode, NormalisedLayers
 from cribo.models.numerics import Numerics, apply_numerics, norm_epsilons
@@ -59,13 +59,7 @@ class Features(NamedTuple):
 
 
 class Trunk(NamedTuple):
-    """Output of the first blocks of a vision transformer (`Backbone.encode_trunk`).
-
-    Attributes:
-        tokens: (B, T, D), prefix tokens first.
-        grid: (h, w), number of rows and columns of patches.
-        blocks: number of blocks that were run.
-    """
+    """Output of the first blocks of a vision transformer, prefix tokens first, with its grid (h, w)."""
 
     tokens: Float[Tensor, "b t d"]
     grid: tuple[int, int]
@@ -92,13 +86,6 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module.train(training)
-
-
-class DropPathNoise:
-    """Random numbers shared by the drop path sites of one network during one call of `encode`."""
-
-    def __init__(self) -> None:
-        self.value: Tensor | None = None
 
 
 class KeyedDropPath(nn.Module):
@@ -168,20 +155,15 @@ class Backbone(nn.Module):
         self.takes_any_size = (
             "img_size" not in arguments or isinstance(model, Xcit) or _has_argument(model, "dynamic_img_size")
         )
-        if self._is_transformer:
+        self.depth = len(self.model.blocks) if self._is_transformer else 1
+        if self._is_transformer or isinstance(model, Xcit):
             self.patch_size = _transformer_patch_size(model, name)
-            self.depth = len(self.model.blocks)
-        elif isinstance(model, Xcit):
-            self.patch_size = _transformer_patch_size(model, name)
-            self.depth = 1
         elif isinstance(model, networks.Capi):
             self.patch_size = model.patch_size
-            self.depth = 1
         else:
             self.patch_size = _map_stride(model, name, _PROBE_SIZE if self.takes_any_size else image_size)
             # Convolutions in channels-last layout are 1.5 times as fast on CPUs, and also faster on GPUs in 16 bits.
             model.to(memory_format=torch.channels_last)
-            self.depth = 1
         _check_divisible((image_size,), self.patch_size)
         self._noise = DropPathNoise()
         self.drop_path_rates = replace_drop_path(model, self._noise)
@@ -237,10 +219,6 @@ class Backbone(nn.Module):
         """Add a linear layer after the features, instead of timm's classifier: tokens become (B, N, E).
 
         Equivalent in plain timm: `model.get_classifier()(model.forward_features(images))`. The layer is not trained.
-
-        Args:
-            weight: (E, D) weight; D is `embed_dim` of the network without the layer.
-            bias: (E,) bias.
 
         Raises:
             ValueError: the network is not timm's or has another kind of classifier, or the layer expects another number
@@ -467,11 +445,7 @@ class Backbone(nn.Module):
         return Features(global_token, tokens[0] if len(tokens) == 1 else torch.cat(tokens, dim=-1), grid)
 
     def encode_trunk(self, images: Float[Tensor, "b 3 h w"], blocks: int) -> "Trunk":
-        """Run the first blocks of a vision transformer, for `encode_rest` of any network that shares them.
-
-        Args:
-            images: as for `encode`.
-            blocks: number of blocks, from 0 to `depth`; they drop no branches.
+        """Run the first blocks of a vision transformer without drop path, for `encode_rest`.
 
         Raises:
             ValueError: the network is not timm's VisionTransformer, `blocks` is out of range, or the image size is not
@@ -575,11 +549,7 @@ def replace_drop_path(model: nn.Module, noise: DropPathNoise) -> tuple[float, ..
 
 
 def drop_feed_forward_only(network: Any) -> None:
-    """Restrict the drop path of transformer blocks to their feed-forward branch: attention branches get a rate of 0.
-
-    Args:
-        network: a `Backbone`, or another module with timm's blocks and `drop_path_rates`; changed in place.
-    """
+    """Restrict the drop path of a network of timm's blocks to feed-forward branches, in place."""
     rates = list(network.drop_path_rates)
     for block in network.modules():
         if isinstance(path := getattr(block, "drop_path1", None), KeyedDropPath):

@@ -93,11 +93,6 @@ def with_stride(backbone: Backbone, stride: int) -> Backbone:
 def untrained(backbone: Backbone, *, seed: int = 0, drop_path: float = 0.0) -> Backbone:
     """Return the same network with random weights, for a baseline; it has no readout.
 
-    Args:
-        backbone: any network.
-        seed: seed of the weights.
-        drop_path: as in `build_backbone`.
-
     Example:
         >>> first = build_network("resnet18", args={"channels": (8, 8, 8, 8)}, seed=1)
         >>> untrained(first).name, untrained(first).fingerprint() == first.fingerprint()

@@ -1,7 +1,7 @@
 """Activation checkpointing of transformer blocks: recompute activations in the backward pass to save memory."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,10 @@ _KEPT = {
 }
 
 
-class Noise(Protocol):
-    """Holder of the random numbers of a network's drop path sites."""
+class DropPathNoise:
+    """Random numbers shared by the drop path sites of one network during one call of `encode`."""
 
-    value: Tensor | None
+    value: Tensor | None = None
 
 
 class CheckpointedForward:
@@ -49,7 +49,7 @@ class CheckpointedForward:
         noise: drop path noise. It is reset before the backward pass, so each call saves it.
     """
 
-    def __init__(self, block: nn.Module, mode: Checkpointing, noise: Noise) -> None:
+    def __init__(self, block: nn.Module, mode: Checkpointing, noise: DropPathNoise) -> None:
         self.block = block
         self.noise = noise
         # torch.compile does not accept PyTorch's default of context_fn.
@@ -83,7 +83,7 @@ class CheckpointedForward:
         return out
 
 
-def set_checkpointing(blocks: nn.Module, mode: Checkpointing, noise: Noise) -> None:
+def set_checkpointing(blocks: nn.Module, mode: Checkpointing, noise: DropPathNoise) -> None:
     """Set a `CheckpointedForward` on each block, or restore its own forward (`none`)."""
     for block in blocks.children():
         block.__dict__.pop("forward", None)

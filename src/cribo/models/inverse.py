@@ -14,7 +14,7 @@ from cribo.models.formats.table import Naming
 def write_as(
     naming: Naming, state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], *, zero: Collection[str] = ()
 ) -> State:
-    """Return the tensors under a naming's own keys that are read as `state`.
+    """Return tensors of these shapes that a naming reads as `state`; zero for keys that it ignores.
 
     The effect of `rename` on rows (their key, concatenation and order) is found by renaming tensors of row numbers:
     each row of the result contains the number of its source row.
@@ -24,9 +24,6 @@ def write_as(
         state: tensors under timm's keys, as returned by `rename`.
         shapes: shapes of all tensors under the naming's own keys.
         zero: keys whose first position `rename` adds to a token that already contains the sum; set to zero.
-
-    Returns:
-        A tensor for each key of `shapes`; zero for keys that `rename` does not read.
 
     Raises:
         ValueError: a network of these shapes does not have the tensors of the state.

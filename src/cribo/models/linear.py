@@ -31,13 +31,10 @@ def has_amd_processor() -> bool:
 
 
 def use_onednn(module: Module) -> Module:
-    """Replace every `nn.Linear` inside a module by `Linear`, in place, on AMD processors; otherwise a no-op.
+    """Replace every `nn.Linear` inside a module by `Linear`, in place, on AMD processors; return the module.
 
     Parameters, their names, state dicts and copies do not change, and results only by rounding. Subclasses of
     `nn.Linear` are not replaced.
-
-    Returns:
-        The module itself.
 
     Example:
         >>> mlp = use_onednn(nn.Sequential(nn.Linear(64, 256), nn.GELU()))

@@ -11,12 +11,7 @@ from torch import Tensor, nn
 
 
 def resnet_with_stem(name: str, stem_channels: int, **args: Any) -> nn.Module:
-    """Build a timm ResNet with another number of channels in its stem, such as the wide ResNets of SwAV (RN50w2).
-
-    Args:
-        name: timm's name of the ResNet without the stem.
-        stem_channels: channels of the first convolution; 64 in timm.
-        **args: arguments of timm's constructor.
+    """Build a timm ResNet with other than 64 channels in its stem, such as the wide ResNets of SwAV (RN50w2).
 
     Source: github.com/facebookresearch/swav, `src/resnet50.py`.
     """
@@ -54,13 +49,7 @@ class ConvolutionalStem(nn.Module):
 
 
 def vit_with_convolutional_stem(name: str, size: int, **args: Any) -> nn.Module:
-    """Build a timm vision transformer with MoCo v3's convolutional stem (`vit_conv_small`, `vit_conv_base`).
-
-    Args:
-        name: timm's name of a vision transformer with patches of 16 pixels.
-        size: size of the position embedding in pixels.
-        **args: arguments of timm's constructor.
-    """
+    """Build a timm vision transformer, of patches of 16 pixels, with MoCo v3's convolutional stem."""
     options = {"img_size": size, "dynamic_img_size": True, "num_classes": 0, "embed_layer": ConvolutionalStem}
     return timm.create_model(name, **{**args, **options})
 

@@ -61,13 +61,9 @@ def norm_epsilons(model: nn.Module) -> dict[str, float]:
 
 
 def apply_numerics(model: Any, numerics: Numerics, *, before: Numerics, own_epsilons: dict[str, float]) -> None:
-    """Set the numerics of a network, except for BEiT's position biases.
+    """Set the numerics of a network of timm in place, except for BEiT's position biases.
 
-    Args:
-        model: a network of timm, changed in place.
-        numerics: the numerics to set.
-        before: the current numerics.
-        own_epsilons: `norm_epsilons` of the network as built by timm.
+    `own_epsilons` are the `norm_epsilons` of the network as built by timm.
 
     Raises:
         ValueError: periods or coordinates for a network without DINOv3's rotary embedding, or of another length.

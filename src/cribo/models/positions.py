@@ -128,11 +128,7 @@ def _geometric_distances(old: int, new: int) -> list[float]:
 
 
 class RelativePositions:
-    """Position biases of a Beit network for images of any size, computed as by Hugging Face.
-
-    Args:
-        model: timm's network, with relative positions and without absolute ones.
-    """
+    """Relative position biases of a Beit network for images of any size, computed as by Hugging Face."""
 
     def __init__(self, model: Any) -> None:
         self.built = model.patch_embed.grid_size
@@ -150,10 +146,6 @@ def attend_in_windows(block: Any, x: Float[Tensor, "b h w d"]) -> Float[Tensor, 
 
     The originals pad a map before shifting it, timm afterwards. They shift it unless the map itself is one window high
     or wide; timm checks the size for which the network was built instead.
-
-    Args:
-        block: timm's block.
-        x: (B, h, w, D) map.
 
     Raises:
         ValueError: the map is smaller than a window.
@@ -175,12 +167,7 @@ def attend_in_windows(block: Any, x: Float[Tensor, "b h w d"]) -> Float[Tensor, 
 
 
 def embed_positions(model: Any, patches: Float[Tensor, "b h w d"]) -> Float[Tensor, "b n d"]:
-    """Add positions, [CLS] and registers to patches: `VisionTransformer._pos_embed` with another resizing method.
-
-    Args:
-        model: timm's network, with the attribute `position_resizing`.
-        patches: (B, h, w, D) output of the patch embedding.
-    """
+    """Add positions, [CLS] and registers to patches: `VisionTransformer._pos_embed` with another resizing method."""
     prefix = [token.expand(len(patches), -1, -1) for token in (model.cls_token, model.reg_token) if token is not None]
     positions = resize_positions(
         model.pos_embed,

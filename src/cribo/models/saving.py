@@ -47,17 +47,10 @@ _HOW_TO_DILATE = (
 
 
 def save_backbone(backbone: Backbone, folder: str | Path) -> Path:
-    """Write `backbone.safetensors` and `backbone.json`, which plain timm can load without this package.
+    """Write `backbone.safetensors` and `backbone.json`, which plain timm can load; return the former.
 
     Both files are written under temporary names and renamed when complete, so a full disk or a kill does not damage an
     older pair.
-
-    Args:
-        backbone: network on any device, in any precision.
-        folder: output folder; created if missing.
-
-    Returns:
-        The path of `backbone.safetensors`.
 
     Raises:
         ValueError: the backbone was built with arguments that cannot be written as JSON.

@@ -246,7 +246,7 @@ def load_pretrained(
     ignore: Sequence[str] = (),
     trust: bool = False,
 ) -> LoadedWeights:
-    """Load weights into a backbone; on error, nothing is loaded.
+    """Load weights into a backbone, all or none; return and log the used and ignored keys.
 
     Args:
         backbone: network of the weights' architecture; image size and patch size may differ (position embedding and
@@ -257,9 +257,6 @@ def load_pretrained(
         positions: as in `load_backbone`.
         ignore: as in `load_backbone`.
         trust: allow code in a checkpoint to run. Use only with files from a trusted source.
-
-    Returns:
-        Keys that were used and ignored; also logged, and stored as `backbone.loaded`.
 
     Raises:
         FileNotFoundError: the file does not exist.

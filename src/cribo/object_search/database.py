@@ -130,13 +130,7 @@ class IndexedImage(NamedTuple):
 
 
 class FoundObject(NamedTuple):
-    """An object found by a search.
-
-    Attributes:
-        similarity: cosine similarity to the query.
-        indexed: its image.
-        object: the object, with an empty vector.
-    """
+    """An object found by a search, without its vector, and its cosine similarity to the query."""
 
     similarity: float
     indexed: IndexedImage
@@ -289,11 +283,7 @@ class ObjectDatabase:
         return found[0] if found else None
 
     def objects_of(self, image: str) -> list[ImageObject]:
-        """Return the objects of an image by number; empty if it is not indexed or unreadable.
-
-        Args:
-            image: path of the image, relative to the root.
-        """
+        """Return the objects of an image, given its path below the root; empty if it is not indexed."""
         row = self.image(image)
         if row is None:
             return []
@@ -311,7 +301,7 @@ class ObjectDatabase:
         one_per_image: bool = False,
         exact: bool = False,
     ) -> list[list[FoundObject]]:
-        """Find the k objects with the highest cosine similarity to each query vector.
+        """Find the k objects with the highest cosine similarity to each query vector, in descending order.
 
         Args:
             vectors: (Q, D) query vectors of non-zero length.
@@ -321,9 +311,6 @@ class ObjectDatabase:
                 exact.
             one_per_image: return only the most similar object of each image.
             exact: compare with every object, without the vector index.
-
-        Returns:
-            The objects found for each query, in descending order of similarity.
 
         Raises:
             ValueError: k is out of range, or vectors have the wrong shape, are zero or not finite.
@@ -364,12 +351,9 @@ class ObjectDatabase:
         return found
 
     def is_changed(self, image: IndexedImage) -> str:
-        """Check whether an image's file was deleted or modified after indexing.
+        """Return `missing` or `changed` if an image's file was deleted or modified after indexing, otherwise "".
 
         Compares size and modification time; the content is not read.
-
-        Returns:
-            `missing`, `changed`, or "" if the file is unchanged.
         """
         try:
             status = (self.root / image.path).stat()
@@ -378,10 +362,10 @@ class ObjectDatabase:
         same = (status.st_size, status.st_mtime_ns) == (image.size_bytes, image.mtime_ns)
         return "" if same else "changed"
 
-    def sample_vectors(self, number: int, seed: int = 0) -> Float[np.ndarray, "n d"]:
-        """Return the vectors of objects drawn uniformly without replacement."""
+    def sample_vectors(self, number: int) -> Float[np.ndarray, "n d"]:
+        """Return the vectors of objects drawn uniformly without replacement; every call draws the same."""
         rows = self.num_rows
-        places = np.random.default_rng(seed).choice(rows, size=min(number, rows), replace=False)
+        places = np.random.default_rng(0).choice(rows, size=min(number, rows), replace=False)
         found = self._read(lambda: self._objects.take(sorted(places.tolist()), columns=["vector"]))
         return np.array(found["vector"].to_pylist(), dtype=np.float32)
 
@@ -437,12 +421,7 @@ class ObjectDatabase:
         self._drop(_OBJECTS, entries)
 
     def move(self, root: str, images: str) -> None:
-        """Change the stored location of the images.
-
-        Args:
-            root: absolute path of the folder.
-            images: this folder, or a text file in it that lists images.
-        """
+        """Change the stored folder of the images; `images` is this folder, or a text file in it with their names."""
         self.info = dataclasses.replace(self.info, root=root, images=images)
         self.root = Path(root)
         with self._writing():
@@ -556,10 +535,8 @@ class ObjectDatabase:
 
 # Average number of objects per partition of the index, and number of partitions compared with a query.
 _PARTITION, _PROBES = 2048, 40
-_OBJECT_COLUMNS = (
-    *("entry", "image", "number", "mask", "grid_height", "grid_width", "height", "width"),
-    *("x0", "y0", "x1", "y1", "area"),
-)
+_SIDES = ("grid_height", "grid_width", "height", "width", "x0", "y0", "x1", "y1")
+_OBJECT_COLUMNS = ("entry", "image", "number", "mask", *_SIDES, "area")
 
 
 def new_entry() -> int:
@@ -699,7 +676,7 @@ def _objects_schema(dim: int) -> Any:
             ("number", small),
             ("vector", pa.list_(pa.float32(), dim)),
             ("mask", pa.binary()),
-            *((name, small) for name in ("grid_height", "grid_width", "height", "width", "x0", "y0", "x1", "y1")),
+            *((name, small) for name in _SIDES),
             ("area", whole),
         ]
     )
@@ -721,22 +698,19 @@ def _images_table(images: Sequence[IndexedImage]) -> Any:
 def _objects_table(objects: Sequence[tuple[IndexedImage, ImageObject]], dim: int) -> Any:
     import pyarrow as pa
 
-    vectors = np.concatenate([each.vector for _, each in objects])
-    columns: dict[str, Any] = {
-        "entry": [image.entry for image, _ in objects],
-        "image": [image.path for image, _ in objects],
-        "number": [each.number for _, each in objects],
-        "vector": pa.FixedSizeListArray.from_arrays(pa.array(vectors), dim),
-        "mask": [each.mask.counts for _, each in objects],
-        "area": [each.area for _, each in objects],
-    }
-    for place, name in enumerate(("grid_height", "grid_width")):
-        columns[name] = [each.mask.grid[place] for _, each in objects]
-    for place, name in enumerate(("height", "width")):
-        columns[name] = [each.mask.image[place] for _, each in objects]
-    for place, name in enumerate(("x0", "y0", "x1", "y1")):
-        columns[name] = [each.box[place] for _, each in objects]
-    return pa.table(columns, schema=_objects_schema(dim))
+    rows = (
+        {
+            "entry": image.entry,
+            "image": image.path,
+            "number": each.number,
+            "vector": each.vector,
+            "mask": each.mask.counts,
+            "area": each.area,
+            **dict(zip(_SIDES, (*each.mask.grid, *each.mask.image, *each.box), strict=True)),
+        }
+        for image, each in objects
+    )
+    return pa.Table.from_pylist(list(rows), schema=_objects_schema(dim))
 
 
 def _object_from(fields: Mapping[str, Any]) -> ImageObject:

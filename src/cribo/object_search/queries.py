@@ -49,14 +49,7 @@ class QueryPlace:
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """One region of a query.
-
-    Attributes:
-        name: name in tables and pictures.
-        vector: (D,) vector to search for.
-        box: bounding box in pixels.
-        object: the object; None for a box.
-    """
+    """One region of a query, with its box in pixels: an object, or only the box."""
 
     name: str
     vector: Float[np.ndarray, " d"]

@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from cribo.allocator import keep_freed_memory
 from cribo.arguments import ConfigError
 from cribo.console import Phases
 from cribo.data import ImageFiles, open_images
 from cribo.data.images import require_readable
 from cribo.data.limits import MAX_PIXELS
-from cribo.devices import resolve_devices
+from cribo.devices import resolve_device
 from cribo.errors import if_interrupted
 from cribo.object_search.config import IndexConfig
 from cribo.object_search.database import (
@@ -35,13 +34,7 @@ _MOST_WORKERS = 16
 
 
 class Indexed(NamedTuple):
-    """Result of `index_collection`.
-
-    Attributes:
-        summary: summary of the indexing run.
-        database: the updated database.
-        recall: recall of the vector index at ten neighbours; None without an index.
-    """
+    """Result of `index_collection`, with the recall of its vector index, if any, at ten neighbours."""
 
     summary: IndexSummary
     database: ObjectDatabase
@@ -72,9 +65,7 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
     else:
         _require_same_images(known, files, source, place, moved=config.moved)
         config = dataclasses.replace(config, blocks=config.blocks or known.blocks)
-    device = resolve_devices(None if config.device is None else (config.device,), "device")[0]
-    if device == "cpu":
-        keep_freed_memory()
+    device = resolve_device(config.device)
     encoder, about = open_encoder(backbone, device, blocks=config.blocks)
     kept = "indexed images are kept; to continue, repeat the command"
     with if_interrupted(lambda: kept), index_lock(place), Phases(console) as progress:

@@ -89,18 +89,9 @@ def search_objects(
 def search_duplicates(
     config: SearchConfig, *, out: Path | None = None, overwrite: bool = False, command: str = ""
 ) -> "tuple[list[DuplicatePair], Path]":
-    """Find pairs of similar images, and write results and a contact sheet.
+    """Find pairs of similar images, in descending order, and write results and a contact sheet.
 
-    Raises the errors of `search_objects`.
-
-    Args:
-        config: options of the search.
-        out: output folder; by default `searches/duplicates`, numbered.
-        overwrite: replace existing results in `out`.
-        command: command line to record in the results.
-
-    Returns:
-        The pairs in descending order of similarity, and the output folder.
+    Arguments and errors are those of `search_objects`; `out` is `searches/duplicates` by default, numbered.
     """
     from cribo.object_search.duplicates import find_duplicates
 
@@ -138,10 +129,10 @@ def _open_search(
 
 def _open_known(config: SearchConfig, database: ObjectDatabase) -> "tuple[PatchEncoder, str]":
     """Open the backbone with which the database was built; return it and its device."""
-    from cribo.devices import resolve_devices
+    from cribo.devices import resolve_device
     from cribo.retrieval.encoders import open_encoder
 
-    device = resolve_devices(None if config.device is None else (config.device,), "device")[0]
+    device = resolve_device(config.device)
     backbone = dataclasses.replace(database.info.backbone_config, trust=config.trust)
     if config.backbone is not None:
         backbone = dataclasses.replace(backbone, source=config.backbone)

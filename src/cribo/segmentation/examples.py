@@ -38,12 +38,7 @@ _LAYOUTS = (
 
 @dataclass(frozen=True)
 class Examples:
-    """Labelled images, read on access.
-
-    Attributes:
-        images: the images and their labels.
-        classes: names of the classes; None if unknown.
-    """
+    """Labelled images, read on access, and the names of their classes if known."""
 
     images: LabelledFiles | CocoLabels
     classes: list[str] | None

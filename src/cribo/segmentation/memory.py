@@ -209,7 +209,7 @@ class SegmentationMemory:
     # ------------------------------------------------------------------------------------------------ examples
 
     def add(self, image: ImageLike, labels: LabelsLike, *, name: str | None = None) -> bool:
-        """Add an example.
+        """Add an example; return whether the memory has changed.
 
         If an example with the same pixels and labels is stored, this is a no-op. If an example with the same pixels
         and other labels is stored, it is replaced.
@@ -219,9 +219,6 @@ class SegmentationMemory:
             labels: the class of each pixel, 255 for none: a grey or palette PNG, or integers (H, W).
             name: name in messages; by default the name of the file.
 
-        Returns:
-            Whether the memory has changed.
-
         Raises:
             UnreadableImage: a file cannot be read.
             DataError: the labels differ in size from the image, contain no class or an invalid value, or their palette
@@ -230,10 +227,9 @@ class SegmentationMemory:
         return self.extend([Example(image, labels, name)]) == 1
 
     def extend(self, examples: Sequence[Example]) -> int:
-        """Add all examples, or none if one is invalid; images of equal size are encoded as batches.
+        """Add all examples, or none if one is invalid; return how many have changed the memory.
 
-        Returns:
-            The number of examples that have changed the memory.
+        Images of equal size are encoded as batches.
 
         Raises:
             DataError: see `add`.
@@ -260,8 +256,15 @@ class SegmentationMemory:
                 for (image, (name, _, labels)), own in zip(fresh.items(), features, strict=True)
             ]
             self._palette = palette
+            places = {other.image: place for place, other in enumerate(self._stored)}
             for one in stored:
-                self._put(one)
+                if one.image in places:
+                    log.info("replaced the labels of %s in the memory", one.name)
+                    self._stored[places[one.image]] = one
+                else:
+                    self._stored.append(one)
+            if stored:
+                self._choice = self._labeller = None
             return len(stored)
 
     def _check(self, name: str, image: Tensor, labels: Tensor) -> None:
@@ -278,15 +281,6 @@ class SegmentationMemory:
                 f"{name}: labels must be in 0..{len(self._classes) - 1} ({', '.join(self._classes)}) or "
                 f"{IGNORE_INDEX} (no class), got {int(values.max())}: correct the labels, or add classes to the list"
             )
-
-    def _put(self, stored: StoredExample) -> None:
-        same = [place for place, other in enumerate(self._stored) if other.image == stored.image]
-        if same:
-            log.info("replaced the labels of %s in the memory", stored.name)
-            self._stored[same[0]] = stored
-        else:
-            self._stored.append(stored)
-        self._choice = self._labeller = None
 
     def remove(self, examples: Sequence[int]) -> None:
         """Remove examples by their indices in `names`, or none if an index is invalid.
@@ -316,9 +310,6 @@ class SegmentationMemory:
 
     def segment(self, image: ImageLike) -> Segmentation:
         """Label the pixels of an image.
-
-        Args:
-            image: a file, a Pillow image, a uint8 array (H, W, 3) or a uint8 tensor (3, H, W).
 
         Raises:
             UnreadableImage: the file cannot be read.
@@ -366,16 +357,11 @@ class SegmentationMemory:
 
         The choice is cached until examples change.
 
-        Args:
-            progress: progress callback.
-
         Raises:
             DataError: the memory is empty.
         """
         with self._lock:
             if self._choice is None:
-                if not self._stored:
-                    raise DataError("the memory is empty: add an image with labels first")
                 blocks = self.encoder.encoder.blocks
                 self._choice = fit_probe(self._examples(), blocks, self.settings, progress=progress)
             return self._choice
@@ -408,8 +394,6 @@ class SegmentationMemory:
             DataError: the memory is empty.
         """
         with self._lock:
-            if not self._stored:
-                raise DataError("the memory is empty: add an image with labels first")
             blocks = self.encoder.encoder.blocks
             return Labeller(self._examples(), choice, blocks, device=self.encoder.device, **self.settings.voting)
 
@@ -440,6 +424,8 @@ class SegmentationMemory:
 
     def _examples(self) -> list[LabelledPatches]:
         """Return the labelled patches to fit a probe to."""
+        if not self._stored:
+            raise DataError("the memory is empty: add an image with labels first")
         classes = len(self.classes)
         return thinned([stored.patches(classes) for stored in self._stored], MOST_PATCHES)
 

@@ -21,25 +21,14 @@ _DEVIATION = 0.75  # standard deviation of the spatial weights, relative to the 
 
 
 class PixelLabels(NamedTuple):
-    """Labels of the pixels of an image.
-
-    Attributes:
-        labels: class of each pixel.
-        confidence: score of the class, 0 to 1.
-    """
+    """Class of each pixel of an image, and its score, 0 to 1."""
 
     labels: UInt8[Tensor, "h w"]
     confidence: Float[Tensor, "h w"]
 
 
 def write_labels(labels: UInt8[Tensor, "h w"], palette: Sequence[Colour], file: Path | IO[bytes]) -> None:
-    """Write the class of each pixel as a palette PNG; 255 for no class.
-
-    Args:
-        labels: class of each pixel.
-        palette: colour of each class.
-        file: path or file object to write to.
-    """
+    """Write the class of each pixel as a palette PNG; 255 for no class."""
     image = Image.fromarray(labels.numpy())
     image.putpalette([part for colour in palette for part in colour])
     # By default, Pillow stores only as many bits as the palette needs, which truncates 255.
@@ -56,10 +45,11 @@ def label_pixels(
     reach: float = 1.0,
     contrast: float = 0.1,
 ) -> PixelLabels:
-    """Label each pixel by bilinearly interpolated votes of patches; ties go to the smaller class.
+    """Label each pixel by bilinearly interpolated votes of patches; the tensors are on the CPU.
 
-    The filter runs at the size at which the image was encoded, or at the original size if that is smaller, because the
-    votes contain no finer detail. Classes are processed in groups, so that memory is bounded for any number of classes.
+    Ties go to the smaller class. The filter runs at the size at which the image was encoded, or at the original size if
+    that is smaller, because the votes contain no finer detail. Classes are processed in groups, so that memory is
+    bounded for any number of classes.
 
     Args:
         votes: score of each class at each patch, 0 to 1; determines the device of the computation.
@@ -69,9 +59,6 @@ def label_pixels(
         reach: radius of the filter, in patches.
         contrast: sum of the differences of the three channels (0 to 1 each) at which the weight of a pixel falls to
             e^-1/2.
-
-    Returns:
-        Labels and confidence on the CPU, at the original size of the image.
     """
     height, width = image.shape[1:]
     present = (votes.amax(dim=(0, 1)) > 0).nonzero()[:, 0]  # skip classes without votes

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -23,7 +23,6 @@ from PIL import Image
 from rich.console import Console
 from torch import Tensor
 
-from cribo.allocator import keep_freed_memory
 from cribo.console import Phases, duration
 from cribo.data.coco import BACKGROUND
 from cribo.data.coco_writing import outline, write_coco
@@ -31,10 +30,18 @@ from cribo.data.images import DataError, ImageFiles, require, require_readable
 from cribo.data.label_maps import IGNORE_INDEX
 from cribo.data.limits import spread
 from cribo.data.reading import UnreadableImage, open_header, read_image
-from cribo.devices import resolve_devices, resolve_workers
+from cribo.devices import resolve_device, resolve_workers
 from cribo.drawing import write_figure
 from cribo.errors import InputError, Stopped, if_interrupted
-from cribo.files import FolderError, remove_parts, write_json, write_text, write_whole
+from cribo.files import (
+    FolderError,
+    append_json,
+    read_json_lines,
+    remove_parts,
+    write_json,
+    write_text,
+    write_whole,
+)
 from cribo.folders import ResultFolder, describe_changes, require_same
 from cribo.prefetching import BUDGET, prefetch
 from cribo.probes.fitting import Choice
@@ -201,9 +208,7 @@ def _open_memory(
     config: SegmentConfig, file: Path | None, settings: SegmentationSettings, progress: Phases
 ) -> tuple[SegmentationMemory, bool]:
     """Load the memory file or create a memory, and add the examples; return whether examples are new."""
-    device = resolve_devices(None if config.device is None else (config.device,), "device")[0]
-    if device == "cpu":
-        keep_freed_memory()
+    device = resolve_device(config.device)
     options = {"device": device, "batch_size": config.batch_size}
     memory = None
     if file is not None and file.exists():
@@ -253,13 +258,11 @@ def _require_two_classes(memory: SegmentationMemory) -> None:
 
 def describe_memory(memory: SegmentationMemory, console: Console) -> None:
     """Print the contents of the memory, the chosen probe, and its expected score."""
-    console.print(
+    about = (
         f"memory: {counted(len(memory), 'example')}, {counted(memory.patches, 'patch', 'patches')}, "
-        f"{counted(len(memory.classes), 'class', 'classes')}",
-        markup=False,
-        highlight=False,
+        f"{counted(len(memory.classes), 'class', 'classes')}"
     )
-    for sentence in _describe_choice(memory):
+    for sentence in (about, *_describe_choice(memory)):
         console.print(sentence, markup=False, highlight=False)
     if memory.uncalibrated:
         log.warning("the confidence is not calibrated and may be far too high: %s", memory.uncalibrated)
@@ -433,13 +436,6 @@ def _batches(items: Iterator[_Item], size: int) -> Iterator[list[_Item]]:
 class _Results:
     """The output folder.
 
-    Args:
-        folder: path of the folder.
-        images: folder of the images.
-        memory: memory that labels the images.
-        config: options of the command.
-        command: command line to record.
-
     Attributes:
         records: records of the labelled images by name, in the order of the images.
         earlier: records of images of earlier calls that are no longer among the images.
@@ -484,26 +480,23 @@ class _Results:
 
     def changes(self) -> Iterator[str]:
         """Yield what has changed since the results in the folder were created: images, memory or settings."""
-        old = json.loads((self.folder / ABOUT).read_text(encoding="utf-8"))
-        folders = [about["images"].get("folder") for about in (old, self._about)]
-        if None not in folders:  # earlier versions did not record it
-            yield from describe_changes(*({"the folder of the images": folder} for folder in folders))
-        yield from self._changes_of_memory(old)
+        both = json.loads((self.folder / ABOUT).read_text(encoding="utf-8")), self._about
 
-    def _changes_of_memory(self, old: dict[str, Any]) -> Iterable[str]:
-        both = (old, self._about)
-        if old["memory"]["fingerprint"] == self._about["memory"]["fingerprint"]:
-            return describe_changes(*({"the probe": Choice.from_json(about["choice"]).probe} for about in both))
+        def changed(values: Callable[[dict[str, Any]], dict[str, Any]]) -> list[str]:
+            return list(describe_changes(*map(values, both)))
 
-        def compared(about: dict[str, Any]) -> dict[str, Any]:
+        def of_features(about: dict[str, Any]) -> dict[str, Any]:
             backbone = {f"{name} of the backbone": value for name, value in about["backbone"].items()}
             return {**about["settings"], **backbone, "the list of classes": ", ".join(about["classes"])}
 
-        return (
-            list(describe_changes(*map(compared, both)))
-            or list(
-                describe_changes(*({"the list of examples": enumerated(about["memory"]["examples"])} for about in both))
-            )
+        if all(about["images"].get("folder") for about in both):  # earlier versions did not record it
+            yield from changed(lambda about: {"the folder of the images": about["images"]["folder"]})
+        if len({about["memory"]["fingerprint"] for about in both}) == 1:
+            yield from changed(lambda about: {"the probe": Choice.from_json(about["choice"]).probe})
+            return
+        yield from (
+            changed(of_features)
+            or changed(lambda about: {"the list of examples": enumerated(about["memory"]["examples"])})
             or ["the images or labels of the examples have changed"]
         )
 
@@ -519,16 +512,9 @@ class _Results:
 
     def done(self) -> dict[str, _Record]:
         """Return the records of images whose files are complete, by name."""
-        path = self.folder / _DONE
         records: dict[str, _Record] = {}
-        if not path.is_file():
-            return records
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                values = json.loads(line)
-                record = _Record(**{**values, "size": tuple(values["size"])})
-            except (ValueError, TypeError, KeyError):  # incomplete last line of a killed process
-                continue
+        for values in read_json_lines(self.folder / _DONE):
+            record = _Record(**{**values, "size": tuple(values["size"])})
             if all(target.is_file() for target in self._targets(record.name)):
                 # Images that differ only in the extension share files; keep the last one.
                 records[result_name(record.name)] = record
@@ -548,8 +534,8 @@ class _Results:
         if item.image is None or item.found is None:
             return item
         record = self.write(item.name, item.content, item.image, item.found)
-        with self._noting, (self.folder / _DONE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(record)) + "\n")
+        with self._noting:
+            append_json(self.folder / _DONE, asdict(record))
         return _Item(item.name, record=record)
 
     def write(self, name: str, content: str, image: UInt8[Tensor, "3 h w"], found: Segmentation) -> _Record:
@@ -558,8 +544,10 @@ class _Results:
         for path in (labels, painted, confidence):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(labels, lambda part: write_labels(found.labels, self.palette, part))
-        _save(Image.fromarray(overlay(image, found.labels, self.palette)), painted, "JPEG", quality=_JPEG_QUALITY)
-        _save(Image.fromarray((found.confidence * 255).round().byte().numpy()), confidence, "PNG")
+        drawn = Image.fromarray(overlay(image, found.labels, self.palette))
+        write_whole(painted, lambda part: drawn.save(part, "JPEG", quality=_JPEG_QUALITY))
+        grey = Image.fromarray((found.confidence * 255).round().byte().numpy())
+        write_whole(confidence, lambda part: grey.save(part, "PNG"))
         size = (found.labels.shape[0], found.labels.shape[1])
         return _Record(name, content, size, found.shares, float(found.confidence.mean()))
 
@@ -639,7 +627,3 @@ class _Results:
 def _read_grey(path: Path) -> UInt8[Tensor, "h w"]:
     with open_header(path) as image:
         return torch.from_numpy(np.array(image))
-
-
-def _save(image: Image.Image, path: Path, kind: str, **options: Any) -> None:
-    write_whole(path, lambda part: image.save(part, format=kind, **options))

@@ -14,15 +14,7 @@ _LABELLED = 2048  # limit on the labelled patches that images are compared with
 
 
 def suggest(memory: SegmentationMemory, images: Iterable[UInt8[Tensor, "3 h w"]], count: int) -> list[int]:
-    """Choose images with uncertain regions to label next (see `cover`).
-
-    Args:
-        memory: memory of the labelled examples.
-        images: unlabelled images; a few patches of each are compared.
-        count: number of images to choose.
-
-    Returns:
-        Indices into `images`, at most `count`.
+    """Return indices of images with uncertain regions to label next, at most `count` (see `cover`).
 
     Raises:
         DataError: the memory is empty.
@@ -58,7 +50,7 @@ def cover(
     *,
     first: Sequence[int] = (),
 ) -> list[int]:
-    """Choose images whose patches are close to many patches with uncertain labels.
+    """Return indices of images close to many patches with uncertain labels, at most `count`.
 
     Greedy facility location: the gain of an image is the increase in similarity between the patches of all images and
     their nearest labelled or chosen patch, weighted by the uncertainty of their labels. Gains are summed per possible
@@ -70,9 +62,6 @@ def cover(
         covered: similarity of each patch to the nearest labelled patch.
         count: number of images to choose.
         first: images that are already chosen.
-
-    Returns:
-        Indices of images, at most `count`, without `first`.
     """
     uncertainty = 1 - probabilities.amax(dim=1)
     patches_per_class = probabilities.sum(dim=0).clamp(min=1)

@@ -98,8 +98,8 @@ _HF_RULES: Replacements = (
 def from_huggingface(state: State) -> State:
     """Rename tensors of ViT, DINOv2, and DINOv2 with registers."""
     state = substitute(state, *_HF_RULES)
+    state = _join_attention(state)
     for kind in ("weight", "bias"):
-        state = _join(state, f".attn.{{}}.{kind}", "qkv", f".attn.qkv.{kind}")
         state = _join(state, f".mlp.{{}}.{kind}", ("gate_proj", "up_proj"), f".mlp.fc1.{kind}")
     return fold_positions(state, "register_tokens", 1) if "register_tokens" in state else state
 
@@ -122,7 +122,7 @@ def from_huggingface_beit(state: State) -> State:
         (r"\.attn\.([qv])\.bias$", r".attn.\1_bias"),
         (r"^pooler\.layernorm\.", "fc_norm."),
     )
-    return _join(state, ".attn.{}.weight", "qkv", ".attn.qkv.weight")
+    return _join_attention(state)
 
 
 def from_huggingface_dinov3(state: State) -> State:
@@ -139,7 +139,14 @@ def from_huggingface_dinov3(state: State) -> State:
     state = substitute(state, (r"\.mlp\.up_proj\.", ".mlp.fc1_x." if gated else ".mlp.fc1."))
     if "reg_token" in state and not state["reg_token"].numel():
         del state["reg_token"]
-    return _join(state, ".attn.{}.weight", "qkv", ".attn.qkv.weight")
+    return _join_attention(state)
+
+
+def _join_attention(state: State) -> State:
+    """Join queries, keys and values."""
+    for kind in ("weight", "bias"):
+        state = _join(state, f".attn.{{}}.{kind}", "qkv", f".attn.qkv.{kind}")
+    return state
 
 
 def _join(state: State, pattern: str, parts: Sequence[str], name: str) -> State:
@@ -187,9 +194,7 @@ def from_huggingface_clip(state: State) -> State:
         (r"\.self_attn\.([qkv])_proj\.", r".attn.\1."),
         (r"\.self_attn\.out_proj\.", ".attn.proj."),
     )
-    for kind in ("weight", "bias"):
-        state = _join(state, f".attn.{{}}.{kind}", "qkv", f".attn.qkv.{kind}")
-    return _with_batch_dimension(state)
+    return _with_batch_dimension(_join_attention(state))
 
 
 def from_huggingface_siglip(state: State) -> State:
@@ -287,9 +292,7 @@ def from_huggingface_swin(state: State) -> State:
         (r"\.layernorm_after\.", ".norm2."),
         (r"^layernorm\.", "norm."),
     )
-    for kind in ("weight", "bias"):
-        state = _join(state, f".attn.{{}}.{kind}", "qkv", f".attn.qkv.{kind}")
-    return from_swin(state)
+    return from_swin(_join_attention(state))
 
 
 def from_mmsegmentation(state: State) -> State:
@@ -352,9 +355,7 @@ def from_flax(state: State) -> State:
     )
     state = {key.replace(".kernel", ".weight"): _from_kernel(key, value) for key, value in state.items()}
     state["pos_embed"] = state["pos_embed"].flatten(1, -2)
-    for kind in ("weight", "bias"):
-        state = _join(state, f".attn.{{}}.{kind}", "qkv", f".attn.qkv.{kind}")
-    return state
+    return _join_attention(state)
 
 
 def count_heads_of_flax(state: State) -> int | None:

@@ -176,11 +176,7 @@ def as_pickle_module(unpickler: type[pickle.Unpickler] = PlainUnpickler) -> Modu
 
 
 def forbidden_names(read: Callable[[ModuleType], Any]) -> list[str]:
-    """Return the forbidden names in a file, as far as it can be read without them.
-
-    Args:
-        read: function that reads the file with a `pickle_module`; its result is discarded.
-    """
+    """Return the forbidden names in a file, as far as `read` can read it without them."""
     names: list[str] = []
 
     class Lister(PlainUnpickler):

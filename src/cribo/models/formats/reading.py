@@ -33,12 +33,11 @@ _LISTED = 5
 def read_weights(path: Path, *, trust: bool = False) -> dict[str, Any]:
     """Read a weight file: safetensors, torch (zip or legacy), NumPy, Flax, or a pickle of plain data.
 
+    The mapping is nested as saved; NumPy and Flax arrays are converted to tensors.
+
     Args:
         path: file with any suffix, or folder of `torch.distributed.checkpoint`.
         trust: allow code in a torch file to run. Use only with files from a trusted source.
-
-    Returns:
-        The mapping in the file, nested as saved; NumPy and Flax arrays are converted to tensors.
 
     Raises:
         FileNotFoundError: the file does not exist.
