@@ -16,7 +16,7 @@ from cribo.pretraining.presets import dump_config
 if TYPE_CHECKING:
     from cribo.pretraining import PretrainConfig
 
-WIDTHS = (80, 120)
+WIDTHS = (80, pytest.param(120, marks=pytest.mark.endurance))
 
 BAR = re.compile(r".+ [━╸╺]+ +\d+/\d+ +\d+:\d\d:\d\d ETA (\d+:\d\d:\d\d|-:--:--)( .*)?")
 """A whole line of progress: bar, count, time and ETA; only what follows may be cut."""
