@@ -113,7 +113,7 @@ def main() -> None:
         "--data", nargs=2, action="append", required=True, metavar=("LAYOUT", "FOLDER"), help="such as folder IMAGES"
     )
     parser.add_argument("--keys", type=int, nargs="+", help="numbers of keys, the first of all; by default, all")
-    parser.add_argument("--probes", type=int, nargs="+", default=[16, 32], help="numbers of lists to search")
+    parser.add_argument("--probes", type=int, nargs="+", default=[8, 16, 32], help="numbers of lists to search")
     parser.add_argument("--images", type=int, default=35, help="number of validation images to label")
     parser.add_argument("--cache", type=Path, help="file that keeps the features for further calls")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

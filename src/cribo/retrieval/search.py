@@ -298,7 +298,7 @@ class ApproximateIndex:
 
     Args:
         keys: the keys to search; stored in memory as float32.
-        probes: number of lists to search, of about 4 times the square root of the number of keys; with all lists, the
+        probes: number of lists to search, of about the square root of the number of keys; with all lists, the
             search is exact.
         seed: seed of the sample and of k-means.
 
@@ -312,14 +312,14 @@ class ApproximateIndex:
         [[5], [6]]
     """
 
-    def __init__(self, keys: Keys, *, probes: int = 16, seed: int = 0) -> None:
+    def __init__(self, keys: Keys, *, probes: int = 8, seed: int = 0) -> None:
         try:
             import faiss
         except ImportError as error:
             raise MissingPackage("approximate search needs faiss: pip install 'cribo-ssl[search]'") from error
         if not (rows := len(keys)):
             raise InputError("keys must contain at least one row, got 0")
-        lists = max(1, min(round(4 * math.sqrt(rows)), rows // 40))  # k-means needs tens of keys for each centre
+        lists = max(1, min(round(math.sqrt(rows)), rows // 40))  # k-means needs tens of keys for each centre
         if probes < 1:
             raise InputError(f"probes must be >= 1, got {probes}")
         self._lists, self._probes, sample = lists, min(probes, lists), min(rows, _SAMPLED * lists)

@@ -52,7 +52,8 @@ class DenseNNSettings(Settings):
         memory_patches: maximum number of patches in the memory, patches of rare classes first; 0 for no limit. [0,
             hummingbird: 10240000, franca: 0]
         search: exact, or faiss for an approximate index, whose recall is printed.
-        probes: number of lists searched by the approximate index; more lists increase recall and time.
+        probes: number of lists searched by the approximate index, of about the square root of the number of patches in
+            the memory; more lists increase recall and time.
         precision: precision of the stored features; float16 halves their size.
 
     Raises:
@@ -78,7 +79,7 @@ class DenseNNSettings(Settings):
     augmentations: Decided[int] = UNDECIDED
     memory_patches: Decided[int] = UNDECIDED
     search: Search = "exact"
-    probes: int = 16
+    probes: int = 8
     precision: FeaturePrecision = "float32"
 
     def __post_init__(self) -> None:
