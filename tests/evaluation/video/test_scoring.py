@@ -44,7 +44,7 @@ def davis_f(found: np.ndarray, true: np.ndarray) -> float:
         np.mean([(np.square(others - pixel).sum(axis=1) <= radius**2).any() for pixel in pixels])
         for pixels, others in ((ours, theirs), (theirs, ours))
     )
-    return 2 * precision * recall / (precision + recall)
+    return float(2 * precision * recall / (precision + recall))
 
 
 @pytest.mark.parametrize("size", [(40, 56), (120, 300)])
