@@ -65,12 +65,8 @@ def load(backbone: str, datasets: list[tuple[str, str]], images: int, cache: Pat
     val = opened[0][1]
     chosen = [number * len(val) // images for number in range(min(images, len(val)))]
     parts = [encoded(backbone, train) for train, _ in opened]
-    widths = [shares.shape[1] for _, shares in parts]  # the classes of different datasets are different
-    shares = [
-        torch.nn.functional.pad(part, (sum(widths[:place]), sum(widths[place + 1 :])))
-        for place, (_, part) in enumerate(parts)
-    ]
-    data = Data(torch.cat([features for features, _ in parts]), torch.cat(shares), encoded(backbone, val, chosen)[0])
+    shares = torch.block_diag(*(part for _, part in parts))  # datasets do not share classes
+    data = Data(torch.cat([features for features, _ in parts]), shares, encoded(backbone, val, chosen)[0])
     if cache is not None:
         torch.save(tuple(data), cache)
     return data

@@ -84,7 +84,7 @@ def _run(words: list[str]) -> int:
 
 
 def _command(name: str, words: list[str]) -> int:
-    """Run a command, whose module is imported on demand, so that `cribo --help` does not import torch."""
+    """Run a command; its module is imported on demand, so that `cribo --help` does not import torch."""
     module = import_module(f"cribo.cli.{name}")
     if name == "evaluate":  # has commands of its own
         return module.main(words)

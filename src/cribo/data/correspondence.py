@@ -47,7 +47,10 @@ class Pair:
 
 
 class PairedImages(UnlabelledFiles):
-    """Pairs of images with corresponding keypoints; `LabelledImages` without labels. `categories` are sorted."""
+    """Pairs of images with corresponding keypoints; implements `LabelledImages` with all pixels ignored.
+
+    `categories` are the categories of the pairs, sorted.
+    """
 
     def __init__(self, folder: Path, names: Sequence[str], pairs: Sequence[Pair]) -> None:
         super().__init__(folder, names)

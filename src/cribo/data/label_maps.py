@@ -70,7 +70,7 @@ class LabelValues:
     def read(self, image: Image.Image, what: str) -> LabelMap:
         """Return the class of each pixel of a grey or palette image, or of a grey image that is stored as RGB.
 
-        Messages call the image `what`.
+        `what` is the name of the image in error messages.
 
         Raises:
             DataError: the image has colours, or a value that is neither a class nor ignored.
@@ -167,7 +167,7 @@ class LabelColours:
     source: str
 
     def read(self, image: Image.Image, what: str) -> LabelMap:
-        """Return the class of each pixel of a label map by its colour; messages call it `what`.
+        """Return the class of each pixel of a label map by its colour; `what` is its name in errors.
 
         Raises:
             DataError: a colour is not listed, or the image has more than 8 bits per channel.

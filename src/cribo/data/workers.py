@@ -97,7 +97,7 @@ class BackgroundReader:
         for worker in self._ended_workers(seconds):
             until = time.monotonic() + _EXIT_SECONDS
             while worker.exitcode is None and time.monotonic() < until:
-                time.sleep(0.01)  # the thread may be collecting the exit status
+                time.sleep(0.01)  # None while another thread waits for the same process
             raise WorkerFault(f"one of {len(self._workers)} workers {_described(worker.exitcode)}", _MORE_MEMORY)
 
     def _ended_workers(self, seconds: float) -> list[BaseProcess]:

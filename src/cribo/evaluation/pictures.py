@@ -237,7 +237,7 @@ def draw_predictions(panels: Sequence[Panel], classes: Sequence[str], palette: S
     for axes, panel in zip(rows, panels, strict=True):
         title_row(axes, panel.name, _verdict(panel.confusion(len(classes))))
         axes[0].imshow(panel.image.permute(1, 2, 0).numpy())
-        # Without interpolation, since a mixture of two class colours may equal that of a third class.
+        # No interpolation: a mixture of two class colours may equal the colour of a third class.
         for part, labels in zip(axes[1:3], (panel.labels.numpy(), panel.prediction.numpy()), strict=True):
             part.imshow(paint_classes(labels, palette, panel.ignore_index), interpolation="nearest")
             number_regions(part, labels, numbers, smallest=_NUMBERED)

@@ -56,7 +56,7 @@ you publish this folder.
 def model_card(backbone: Backbone, to: Target, options: ExportOptions, *, difference: float, how_to_load: str) -> str:
     """Describe an export in Markdown, with the header that the Hugging Face hub reads.
 
-    `difference` is that of the features, relative to the largest.
+    `difference` is the maximum difference of the features, relative to the largest feature.
     """
     return _TEXT.format(
         library=_LIBRARIES[to],

@@ -283,7 +283,7 @@ class ObjectDatabase:
         return found[0] if found else None
 
     def objects_of(self, image: str) -> list[ImageObject]:
-        """Return the objects of an image, given its path below the root; empty if it is not indexed."""
+        """Return the objects of the image with a path relative to the root; empty if it is not indexed."""
         row = self.image(image)
         if row is None:
             return []

@@ -49,7 +49,7 @@ class QueryPlace:
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """One region of a query, with its box in pixels: an object, or only the box."""
+    """A region of a query with its bounding box in pixels; `object` is None if only a box was given."""
 
     name: str
     vector: Float[np.ndarray, " d"]

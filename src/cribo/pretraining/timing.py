@@ -50,7 +50,7 @@ class StepTimer:
             tensor.register_hook(lambda _: self(part))
 
     def wrap(self, owner: Any, method: str, part: str | Callable[..., str]) -> None:
-        """Replace a method of an object by one that times its calls as a part, without the parts inside them.
+        """Wrap a method of an object so that its calls are timed as a part, excluding nested parts.
 
         Args:
             owner: the object.

@@ -319,7 +319,7 @@ class ApproximateIndex:
             raise MissingPackage("approximate search needs faiss: pip install 'cribo-ssl[search]'") from error
         if not (rows := len(keys)):
             raise InputError("keys must contain at least one row, got 0")
-        lists = max(1, min(round(math.sqrt(rows)), rows // 40))  # k-means needs tens of keys for each centre
+        lists = max(1, min(round(math.sqrt(rows)), rows // 40))  # at least 40 keys for each centre
         if probes < 1:
             raise InputError(f"probes must be >= 1, got {probes}")
         self._lists, self._probes, sample = lists, min(probes, lists), min(rows, _SAMPLED * lists)

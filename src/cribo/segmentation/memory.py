@@ -209,7 +209,7 @@ class SegmentationMemory:
     # ------------------------------------------------------------------------------------------------ examples
 
     def add(self, image: ImageLike, labels: LabelsLike, *, name: str | None = None) -> bool:
-        """Add an example; return whether the memory has changed.
+        """Add an example, and return whether the memory changed.
 
         If an example with the same pixels and labels is stored, this is a no-op. If an example with the same pixels
         and other labels is stored, it is replaced.

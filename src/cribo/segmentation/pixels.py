@@ -28,7 +28,7 @@ class PixelLabels(NamedTuple):
 
 
 def write_labels(labels: UInt8[Tensor, "h w"], palette: Sequence[Colour], file: Path | IO[bytes]) -> None:
-    """Write the class of each pixel as a palette PNG; 255 for no class."""
+    """Write class indices as a palette PNG; 255 means no class."""
     image = Image.fromarray(labels.numpy())
     image.putpalette([part for colour in palette for part in colour])
     # By default, Pillow stores only as many bits as the palette needs, which truncates 255.

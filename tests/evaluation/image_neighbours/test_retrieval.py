@@ -131,11 +131,8 @@ def test_ties_are_broken_by_class_order(tmp_path: Path) -> None:
     val = write(tmp_path / "val", colours[:3], [2, 4, 6])
     found = image_nn([Colours().encoder()], train, val, settings(4))
     assert found.predictions[4].classes.tolist() == [2, 2, 2]
-    assert found.predictions[4].place.tolist() == [
-        0,
-        1,
-        7,
-    ]  # a class without votes is not among the first five of seven
+    # No neighbour belongs to class 6, so its rank is the number of classes.
+    assert found.predictions[4].place.tolist() == [0, 1, 7]
     (row,) = found.rows
     assert (row["top1"], row["top5"]) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
     assert places(torch.tensor([[0.0, 3.0, 3.0]]), torch.tensor([2])).tolist() == [1]

@@ -124,8 +124,8 @@ class DenseNNSettings(Settings):
 
 
 def _defaults(variant: Variant, patch_size: int, classes: Sequence[str]) -> dict[str, Any]:
-    """Return the defaults of a variant."""
-    if variant == "cribo":  # with our choices for settings that section 4.1 does not specify
+    """Return the default settings of a variant."""
+    if variant == "cribo":  # section 4.1, and our choices where it specifies none
         return {
             "neighbours": 50,
             "vote": "majority",

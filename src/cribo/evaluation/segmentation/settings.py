@@ -53,7 +53,7 @@ class SegmentationTrainingSettings(Settings):
     """Learning rates of each schedule."""
 
     RULES: ClassVar[Mapping[str, Rules]]
-    """Rules of linear segmentation or Segmenter, by variant."""
+    """Rules of linear segmentation and of Segmenter, by variant."""
 
     variant: str = "paper"
     schedule: Schedule = "paper"

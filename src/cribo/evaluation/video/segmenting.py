@@ -96,7 +96,7 @@ def segment_videos(
 
 
 def row(neighbours: int, videos: Sequence[Segmented]) -> dict[str, Any]:
-    """Return the row of a result: means over all objects of all videos, and J&F of each video and object.
+    """Return the row of `results.json`: means over all objects, and J&F of each video and object.
 
     Recall is the fraction of frames above 0.5. J&F is the mean of J and F.
     """
