@@ -3,7 +3,7 @@
 import csv
 import dataclasses
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +90,12 @@ sys.exit()
 class Runs:
     """Trains the same configuration on one or several processes, once each."""
 
-    def __init__(self, folder: Path, tiny: Tiny, commands: Commands) -> None:
-        self.folder, self.tiny, self.commands = folder, tiny, commands
+    def __init__(self, folder: Path, tiny: Tiny, commands: Commands, common: Mapping[str, Any] = COMMON) -> None:
+        self.folder, self.tiny, self.commands, self.common = folder, tiny, commands, common
 
     def config(self, processes: int, **changes: Any) -> PretrainConfig:
         own = {name.replace("__", "."): value for name, value in changes.items()}
-        return self.tiny({**COMMON, **own, "runtime.devices": processes})
+        return self.tiny({**self.common, **own, "runtime.devices": processes})
 
     def __call__(self, processes: int, **changes: Any) -> Path:
         """Return the run folder; names of overrides have two underscores instead of a dot."""

@@ -186,7 +186,12 @@ class Objective(nn.Module):
     Attributes:
         columns: display of losses and metrics.
         weights: weight of each loss by name; 1 by default.
-        images_per_group: micro-batches contain a multiple of this number of images.
+        images_per_group: micro-batches contain a multiple of this number of images, so that statistics of a group, such
+            as a centre or the range of a cost, do not depend on micro-batches and devices.
+        whole_batch: whether losses depend on all images of a device's batch together, such as negatives from the whole
+            batch: micro-batches are then rejected.
+        lr_factors: learning-rate factors of parameters by the prefix of their names in `trainable`; the default of
+            `optim.lr_factors`.
         uses_all_parameters: whether every parameter gets a gradient in each step; DDP then does not search for unused
             ones.
     """
@@ -194,6 +199,8 @@ class Objective(nn.Module):
     columns = Columns()
     weights: Mapping[str, float] = {}
     images_per_group = 1
+    whole_batch = False
+    lr_factors: Mapping[str, float] = {}
     uses_all_parameters = False
 
     def __init__(self, setting: Setting) -> None:

@@ -8,6 +8,8 @@ from cribo.models.modes import Checkpointing
 
 Centring = Literal["mean", "sinkhorn"]
 AnchorKind = Literal["gram", "cosine"]
+Optimiser = Literal["adamw", "sgd", "lars"]
+ClipNorm = Literal["tensor", "global"]
 
 
 @dataclass
@@ -160,6 +162,8 @@ class OptimConfig:
     """Optimiser and schedules (docs/method.md, "Recipe").
 
     Attributes:
+        name: `adamw`; `sgd`; or `lars` (You et al. 2017) for convolutional networks in large batches, which scales each
+            update to the norm of its weights. LARS neither scales nor decays biases and other 1-D parameters.
         epochs: number of passes over the data.
         batch_size: images per optimiser step, over all devices.
         micro_batches: number of parts into which each device splits its batch to save memory; the result changes only
@@ -169,12 +173,17 @@ class OptimConfig:
         warmup_epochs: epochs of linear learning-rate warm-up; may be a fraction.
         weight_decay: (start, end) of a cosine schedule; not applied to biases and other 1-D parameters.
         momentum: (start, end) of a cosine schedule of the teacher's moving average. Start lower for short runs.
-        clip: maximum gradient norm of each parameter tensor; no clipping by default.
+        gradient_momentum: momentum of the gradients in SGD and LARS.
+        clip: maximum gradient norm; no clipping by default.
+        clip_norm: norm that `clip` limits: that of each parameter `tensor`, as in DINO, or the `global` norm of all.
         freeze_last_layers_epochs: epochs in which the last layers are not trained.
         freeze_backbone_epochs: epochs in which only the head is trained, to protect pretrained weights.
         layer_decay: learning-rate factor from each block to the one below; below 1 for pretrained weights.
+        lr_factors: further learning-rate factors of parameters by the prefix of their names, such as {backbone.: 0.1};
+            the longest prefix counts. By default, those of the objective.
     """
 
+    name: Optimiser = "adamw"
     epochs: int = 100
     batch_size: int = 256
     micro_batches: int = 1
@@ -183,10 +192,13 @@ class OptimConfig:
     warmup_epochs: float = 10
     weight_decay: tuple[float, float] = (0.04, 0.4)
     momentum: tuple[float, float] = (0.996, 1.0)
+    gradient_momentum: float = 0.9
     clip: float | None = None
+    clip_norm: ClipNorm = "tensor"
     freeze_last_layers_epochs: int = 1
     freeze_backbone_epochs: int = 0
     layer_decay: float = 1.0
+    lr_factors: dict[str, float] | None = None
 
 
 @dataclass

@@ -224,6 +224,7 @@ _RANGES: dict[str, tuple[float, float, bool, bool]] = {
     "optim.warmup_epochs": (0, math.inf, True, False),
     "optim.weight_decay": (0, 10, True, True),
     "optim.momentum": (0, 1, True, True),
+    "optim.gradient_momentum": (0, 1, True, False),
     "optim.clip": (0, math.inf, False, False),
     "optim.freeze_last_layers_epochs": (0, math.inf, True, False),
     "optim.freeze_backbone_epochs": (0, math.inf, True, False),
@@ -259,6 +260,9 @@ def _check_ranges(config: PretrainConfig) -> None:
 
 def _check_combinations(config: PretrainConfig) -> None:
     optim = config.optim
+    for prefix, factor in (optim.lr_factors or {}).items():
+        if not 0 <= factor < math.inf:
+            raise InputError(f"optim.lr_factors must be >= 0 and finite, got {factor} for {prefix}")
     if not re.fullmatch(r"auto|-1|\d+(,\d+)*,?", str(config.runtime.devices)):
         raise InputError(
             f"runtime.devices must be a number >= 1, auto, or a list such as 0,2, got {config.runtime.devices!r}"

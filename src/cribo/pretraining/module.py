@@ -9,13 +9,14 @@ import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
+from cribo.arguments import ConfigError
 from cribo.data.samples import Batch
 from cribo.errors import InputError
 from cribo.models import describe
 from cribo.objectives import Setting, Step, make_objective
 from cribo.objectives.base import check_output
 from cribo.pretraining.config import PretrainConfig
-from cribo.pretraining.parameters import clip_each, drop_gradients, parameter_groups
+from cribo.pretraining.parameters import clip_each, drop_gradients, make_optimiser, parameter_groups
 from cribo.pretraining.schedules import Schedules
 from cribo.pretraining.sums import RunningSums
 from cribo.training.module import NonFiniteLoss, ResumableModule
@@ -45,6 +46,13 @@ class PretrainingModule(ResumableModule):
         self.num_images = num_images
         setting = Setting(config, num_images, steps_per_epoch)
         self.objective = make_objective(config.objective.name, config.objective.args, setting)
+        if self.objective.whole_batch and config.optim.micro_batches > 1:
+            raise ConfigError(
+                f"optim.micro_batches must be 1 for {config.objective.name}, whose losses depend on the whole batch of a "
+                f"device, got {config.optim.micro_batches}: use a smaller optim.batch_size, more devices or "
+                "backbone.checkpointing selective"
+            )
+        self._parameter_groups()  # raises errors about options before training
         self.schedules = Schedules(config.optim, steps_per_epoch, self.objective.schedules)
         self.sums = RunningSums(self._gather, lambda: self.trainer.world_size)
         self._restored_sums: dict[str, Any] | None = None
@@ -52,9 +60,13 @@ class PretrainingModule(ResumableModule):
     # ------------------------------------------------------------------------------------------------- set-up
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW over the parameter groups; schedules set its learning rates at every step."""
-        groups = parameter_groups(self.objective.trainable(), self.config.optim.layer_decay)
-        return torch.optim.AdamW(groups, lr=0.0, fused=True)
+        """Return the optimiser of the configuration."""
+        return make_optimiser(self._parameter_groups(), self.config.optim)
+
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        optim = self.config.optim
+        factors = self.objective.lr_factors if optim.lr_factors is None else optim.lr_factors
+        return parameter_groups(self.objective.trainable(), optim.layer_decay, factors)
 
     def on_fit_start(self) -> None:
         """Compile the objective, and move restored sums to the device."""
@@ -102,14 +114,19 @@ class PretrainingModule(ResumableModule):
         objective.after_step(step)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clip gradients, then remove those of frozen parameters."""
-        trained = self.objective.trainable()
-        if self.config.optim.clip is not None:
-            scaler: Any = getattr(self.trainer.precision_plugin, "scaler", None)
-            if scaler is not None:  # 16-mixed: Lightning does not unscale gradients of fused optimisers
-                scaler.unscale_(optimizer)
-            clip_each([p.grad for p in trained.parameters() if p.grad is not None], self.config.optim.clip)
+        """Remove the gradients of frozen parameters, and clip the others."""
         drop_gradients(self.objective.frozen(self.at(self.step)))
+        optim = self.config.optim
+        if optim.clip is None:
+            return
+        scaler: Any = getattr(self.trainer.precision_plugin, "scaler", None)
+        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            scaler.unscale_(optimizer)  # 16-mixed: Lightning does not unscale gradients of fused optimisers
+        trained = [p for p in self.objective.trainable().parameters() if p.grad is not None]
+        if optim.clip_norm == "global":
+            torch.nn.utils.clip_grad_norm_(trained, optim.clip)
+        else:
+            clip_each([p.grad for p in trained if p.grad is not None], optim.clip)
 
     # ------------------------------------------------------------------------------------------- several devices
 

@@ -1,26 +1,60 @@
-"""Parameter groups, frozen parts, gradient clipping (docs/method.md, "Recipe")."""
+"""Optimiser, parameter groups, frozen parts, gradient clipping (docs/method.md, "Recipe")."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cribo.arguments import ConfigError
+from cribo.objectives.options import OptimConfig
 
-def parameter_groups(trained: nn.Module, layer_decay: float = 1.0) -> list[dict[str, object]]:
-    """Return parameter groups for AdamW, with the factors `lr_scale` and `decay` for the schedules.
+
+def make_optimiser(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
+    """Return the optimiser of a configuration; schedules set its learning rates at every step.
+
+    LARS is timm's. It adapts the rates of groups with weight decay, even where the schedule of the decay is 0.
+    """
+    if optim.name == "adamw":
+        return torch.optim.AdamW(groups, lr=0.0, fused=True)
+    if optim.name == "sgd":
+        return torch.optim.SGD(groups, lr=0.0, momentum=optim.gradient_momentum, fused=True)
+    from timm.optim import Lars
+
+    groups = [{**group, "always_adapt": bool(group["decay"])} for group in groups]
+    return Lars(groups, lr=0.0, momentum=optim.gradient_momentum)
+
+
+def parameter_groups(
+    trained: nn.Module, layer_decay: float = 1.0, lr_factors: Mapping[str, float] | None = None
+) -> list[dict[str, Any]]:
+    """Return parameter groups for an optimiser, with the factors `lr_scale` and `decay` for the schedules.
 
     Weight decay is not applied to biases and other 1-D parameters; it is applied to [CLS], the position embedding
     and the weight-norm gain, which have more dimensions. With `layer_decay` below 1, the learning rate decreases from
-    each block of the backbone to the previous one; the head has the full rate.
+    each block of the backbone to the previous one; the head has the full rate. `lr_factors` multiply the rates of
+    parameters whose names begin with a prefix; the longest prefix counts.
+
+    Raises:
+        ConfigError: no parameter has one of the prefixes.
     """
-    layers = _layers([name for name, _ in trained.named_parameters() if name.startswith("backbone.")])
+    names = [name for name, _ in trained.named_parameters()]
+    factors = dict(sorted((lr_factors or {}).items(), key=lambda item: len(item[0]), reverse=True))
+    for prefix in factors:
+        if not any(name.startswith(prefix) for name in names):
+            parts = ", ".join(dict.fromkeys(f"{name.partition('.')[0]}." for name in names))
+            raise ConfigError(
+                f"optim.lr_factors {prefix!r} is not the beginning of a parameter's name: the names begin with {parts}"
+            )
+    layers = _layers([name for name in names if name.startswith("backbone.")])
     depth = max(layers.values(), default=0)
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for name, parameter in trained.named_parameters():
         if not parameter.requires_grad:
             continue
         scale = layer_decay ** (depth - layers[name]) if name in layers else 1.0
+        scale *= next((factor for prefix, factor in factors.items() if name.startswith(prefix)), 1.0)
         groups.setdefault((scale, parameter.ndim > 1), []).append(parameter)
     return [
         {"params": parameters, "lr_scale": scale, "decay": float(decays)}

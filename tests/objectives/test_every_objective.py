@@ -1,0 +1,90 @@
+"""What holds for the training of every objective: a row in `CHANGES` for each."""
+
+import functools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.commands import Commands
+from tests.pretraining.test_spread import Runs, assert_same_checkpoint, last
+
+from cribo.arguments import ConfigError
+from cribo.pretraining import PretrainConfig, pretrain
+
+Tiny = Callable[..., PretrainConfig]
+Whole = Callable[[str], dict[str, Any]]
+
+COMMON: dict[str, Any] = {
+    "data.scenes.count": 32,
+    "backbone.drop_path": 0.2,
+    "objects.group_size": 4,
+    "optim.epochs": 1,
+    "optim.lr": 1e-3,
+    "optim.warmup_epochs": 0,
+    "optim.freeze_last_layers_epochs": 0,
+    "runtime.precision": "64-true",
+    "runtime.log_every": 100,  # unread sums stay in the checkpoints
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "dino": {"objective.args": {"local_crops": 2, "local_size": 16}},
+}
+WHOLE_BATCH: set[str] = set()
+"""Objectives that reject micro-batches."""
+
+
+def options(name: str, **changes: Any) -> dict[str, Any]:
+    own = {key.replace("__", "."): value for key, value in changes.items()}
+    return {**COMMON, "objective.name": name, **CHANGES[name], **own}
+
+
+def trained(config: PretrainConfig, out: Path, name: str) -> dict[str, Any]:
+    """Train without a report; return the last checkpoint, without its configuration."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cribo.pretraining.run.write_report", lambda *args, **kwargs: [])
+        return last(pretrain(config, out=out, name=name).folder)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """Train an objective in one process and without micro-batches, once; return the last checkpoint."""
+    folder = tmp_path_factory.mktemp("whole")
+    return functools.cache(lambda name: trained(tiny(options(name)), folder, name))
+
+
+@pytest.mark.parametrize("name", sorted(CHANGES.keys() - WHOLE_BATCH))
+def test_micro_batches_change_nothing(tiny: Tiny, whole: Whole, name: str, tmp_path: Path) -> None:
+    split = trained(tiny(options(name, optim__micro_batches=2)), tmp_path, "split")
+    for part in ("state_dict", "optimizer_states"):
+        assert_same_checkpoint(whole(name)[part], split[part], 1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(WHOLE_BATCH))
+def test_micro_batches_are_rejected(tiny: Tiny, name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"micro_batches must be 1 for {name}, .* got 2: use a smaller"):
+        pretrain(tiny(options(name, optim__micro_batches=2)), out=tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(CHANGES))
+def test_two_processes_train_the_same_network(
+    tiny: Tiny, whole: Whole, commands: Commands, name: str, tmp_path: Path
+) -> None:
+    two = Runs(tmp_path, tiny, commands, options(name))(2)
+    assert_same_checkpoint(whole(name), last(two), 1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(CHANGES))
+def test_a_resumed_run_is_identical(tiny: Tiny, name: str, resumed_state: Callable[..., Any]) -> None:
+    resumed_state(tiny(options(name, runtime__precision="32-true", runtime__checkpoint_every=3)))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("name", sorted(CHANGES))
+def test_a_compiled_run_is_the_same(tiny: Tiny, whole: Whole, name: str, tmp_path: Path) -> None:
+    torch.compiler.reset()
+    compiled = trained(tiny(options(name, runtime__compile="default")), tmp_path, "compiled")
+    torch.compiler.reset()
+    assert_same_checkpoint(whole(name)["state_dict"], compiled["state_dict"], 1e-6)
