@@ -48,8 +48,8 @@ class PretrainingModule(ResumableModule):
         self.objective = make_objective(config.objective.name, config.objective.args, setting)
         if self.objective.whole_batch and config.optim.micro_batches > 1:
             raise ConfigError(
-                f"optim.micro_batches must be 1 for {config.objective.name}, whose losses depend on the whole batch of a "
-                f"device, got {config.optim.micro_batches}: use a smaller optim.batch_size, more devices or "
+                f"optim.micro_batches must be 1 for {config.objective.name}, whose losses depend on a device's whole "
+                f"batch, got {config.optim.micro_batches}: use a smaller optim.batch_size, more devices or "
                 "backbone.checkpointing selective"
             )
         self._parameter_groups()  # raises errors about options before training

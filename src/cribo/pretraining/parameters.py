@@ -20,10 +20,10 @@ def make_optimiser(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.op
         return torch.optim.AdamW(groups, lr=0.0, fused=True)
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=0.0, momentum=optim.gradient_momentum, fused=True)
-    from timm.optim import Lars
+    from timm.optim.lars import Lars
 
     groups = [{**group, "always_adapt": bool(group["decay"])} for group in groups]
-    return Lars(groups, lr=0.0, momentum=optim.gradient_momentum)
+    return Lars(groups, lr=0.0, momentum=optim.gradient_momentum)  # pyright: ignore[reportArgumentType]
 
 
 def parameter_groups(
