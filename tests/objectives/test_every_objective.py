@@ -29,6 +29,7 @@ COMMON: dict[str, Any] = {
     "runtime.log_every": 100,  # unread sums stay in the checkpoints
 }
 CHANGES: dict[str, dict[str, Any]] = {
+    "croc": {"objective.args": {"k_start": 6, "k_max": 4, "object_prototypes": 16}, "objects.position_weight": 4.0},
     "dino": {"objective.args": {"local_crops": 2, "local_size": 16}},
 }
 WHOLE_BATCH: set[str] = set()

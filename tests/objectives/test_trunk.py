@@ -18,10 +18,11 @@ STEP = Step(6, steps_per_epoch=4, total_steps=12)
 ARGS: dict[str, dict[str, Any]] = {
     "alignment": {},
     "cribo": {},
+    "croc": {"k_start": 6, "object_prototypes": 16},
     "dino": {"local_crops": 2, "local_size": 16},
     "mae": {"decoder_dim": 16, "decoder_depth": 1, "decoder_heads": 2},
 }
-DISTILLED = ("alignment", "cribo", "dino")
+DISTILLED = ("alignment", "cribo", "croc", "dino")
 DEEPER = {"patch_size": 8, "depth": 3, "embed_dim": 32, "num_heads": 2}
 
 

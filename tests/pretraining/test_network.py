@@ -55,9 +55,10 @@ def test_the_teacher_saves_nothing_and_a_checkpointed_student_little(tiny: Tiny,
     assert losses["blocks"] == pytest.approx(losses["none"], rel=1e-5)
 
 
-def network(*levels: str, seed: int = 0) -> Network:
+def network(*names: str, seed: int = 0) -> Network:
     backbone = build_backbone("vit_tiny_patch16_224", args={"depth": 1, "embed_dim": 32, "num_heads": 2}, image_size=32)
-    return Network(backbone, HeadConfig(hidden_dim=32, bottleneck_dim=16, prototypes=32), levels=levels, seed=seed)
+    levels = dict.fromkeys(names, 32)
+    return Network(backbone, HeadConfig(hidden_dim=32, bottleneck_dim=16), levels=levels, seed=seed)
 
 
 def test_the_moving_average() -> None:

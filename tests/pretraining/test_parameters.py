@@ -13,8 +13,8 @@ SMALL = {"patch_size": 8, "depth": 3, "embed_dim": 32, "num_heads": 2}
 def network(name: str = "vit_tiny_patch16_224", *, train_gain: bool = True) -> Network:
     args = SMALL if name.startswith("vit") else {}
     backbone = build_backbone(name, args=args, image_size=32)
-    head = HeadConfig(hidden_dim=32, bottleneck_dim=16, prototypes=32, train_gain=train_gain)
-    return Network(backbone, head, levels=("image", "object"), seed=0)
+    head = HeadConfig(hidden_dim=32, bottleneck_dim=16, train_gain=train_gain)
+    return Network(backbone, head, levels={"image": 32, "object": 32}, seed=0)
 
 
 def by_name(student: nn.Module, layer_decay: float = 1.0) -> dict[str, tuple[float, float]]:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Float
+from timm.layers.attention import Attention
 from timm.layers.drop import DropPath
 from timm.models import Beit, ConvNeXt, Eva, VisionTransformer, Xcit
 from timm.models.beit import Attention as BeitAttention
+from timm.models.vision_transformer import ResPostBlock
 from torch import Tensor, nn
 
 from cribo.errors import InputError
@@ -463,6 +465,42 @@ class Backbone(nn.Module):
         tokens = model.norm_pre(model.patch_drop(model._pos_embed(tokens)))
         grid = (images.shape[2] // self.patch_size, images.shape[3] // self.patch_size)
         return Trunk(model.blocks[:blocks](tokens), grid, blocks)
+
+    def continue_trunk(self, trunk: "Trunk", blocks: int) -> "Trunk":
+        """Run further blocks without drop path, so that the first `blocks` blocks are done."""
+        return Trunk(self.model.blocks[trunk.blocks : blocks](trunk.tokens), trunk.grid, blocks)
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether `attention_inputs` is available for the last block, as in timm's VisionTransformer."""
+        if not isinstance(self.model, VisionTransformer):
+            return False
+        return hasattr(getattr(self.model.blocks[-1], "attn", None), "qkv")
+
+    @property
+    def key_heads(self) -> int | None:
+        """Number of heads of `head_keys` in the last block; None if the network has no such keys."""
+        attention = self.model.blocks[-1].attn if self.has_attention else None
+        return attention.num_heads if isinstance(attention, Attention) else None
+
+    def attention_inputs(
+        self, trunk: "Trunk"
+    ) -> tuple[Float[Tensor, "b t d"], Float[Tensor, "b t d"], Float[Tensor, "b t d"]]:
+        """Return queries, keys and values of the block after a trunk; prefix tokens first, heads side by side.
+
+        They are computed without hooks, which do not run in compiled networks. They precede the norm of queries and
+        keys that some networks have.
+        """
+        block: Any = self.model.blocks[trunk.blocks]
+        attention = block.attn
+        tokens = trunk.tokens if isinstance(block, ResPostBlock) else block.norm1(trunk.tokens)
+        return attention.qkv(tokens).chunk(3, dim=-1)
+
+    def head_keys(self, trunk: "Trunk") -> Float[Tensor, "b heads t d"]:
+        """Return the keys of each head of the block after a trunk, as they enter attention; prefix tokens first."""
+        attention: Any = self.model.blocks[trunk.blocks].attn
+        _, keys, _ = self.attention_inputs(trunk)
+        return attention.k_norm(keys.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2))
 
     def encode_rest(self, trunk: "Trunk", *, drop_path_noise: Float[Tensor, "b sites"] | None = None) -> Features:
         """Return the features of `encode` from the output of the first blocks."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 BUILT_IN = {
     "cribo": "cribo.objectives.cribo.CrIBo",
+    "croc": "cribo.objectives.croc.CrOC",
     "dino": "cribo.objectives.dino.DINO",
     "mae": "cribo.objectives.mae.MAE",
     "alignment": "cribo.objectives.alignment.Alignment",

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, SampleDataset
-from cribo.errors import InputError
 from cribo.method import (
     Centre,
     Matches,
     MemoryBank,
-    SelfDistillation,
     cross_image_loss,
     cross_view_loss,
     pool_objects,
@@ -36,12 +34,11 @@ from cribo.objectives.objects import (
     find_criterion,
     find_objects,
     label_tokens,
-    mean_over_groups,
 )
 from cribo.objectives.options import ObjectiveOptions
 from cribo.objectives.points import GRID, Points, find_points
 from cribo.objectives.trunk import Inputs, encode, inputs_of
-from cribo.objectives.views import ViewPairs, drop_path_noise
+from cribo.objectives.views import ViewPairs, drop_path_noise, split_views
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -101,7 +98,7 @@ class CrIBo(Distillation):
     object_centre: Centre
 
     def __init__(self, setting: Setting) -> None:
-        super().__init__(setting, levels=("image", "object"))
+        super().__init__(setting, levels=dict.fromkeys(("image", "object"), setting.options.head.prototypes))
         options, losses = setting.options, setting.options.losses
         side = options.views.size // self.student.backbone.patch_size
         _check(options, tokens=2 * side * side)
@@ -153,10 +150,7 @@ class CrIBo(Distillation):
         Raises:
             ValueError: the batch is not a whole number of groups.
         """
-        if len(batch) % self.images_per_group or not len(batch):
-            raise InputError(
-                f"a batch must be a whole number of groups of {self.images_per_group} images, got {len(batch)}"
-            )
+        self.image_groups(len(batch))  # raises an error about the size of the batch before any work
         inputs = self.inputs(batch)
         result = self._teach(inputs, batch, step)
         with torch.set_grad_enabled(step.epoch >= self.options.optim.freeze_backbone_epochs):
@@ -214,8 +208,7 @@ class CrIBo(Distillation):
         self, network: Network, inputs: Inputs, noise: Float[Tensor, "two_b sites"] | None = None
     ) -> tuple[Float[Tensor, "2 b d"], Float[Tensor, "b 2 n d"]]:
         """Return a network's global tokens, view after view, and its tokens, image after image."""
-        global_tokens, tokens, _ = encode(network.backbone, inputs, drop_path_noise=noise)
-        return global_tokens.unflatten(0, (-1, 2)).transpose(0, 1), tokens.unflatten(0, (-1, 2))
+        return split_views(encode(network.backbone, inputs, drop_path_noise=noise))
 
     def label_tokens(self, tokens: Float[Tensor, "b 2 n d"], batch: Batch) -> Int[Tensor, "b 2 n"]:
         """Return the cluster of each of the teacher's tokens."""
@@ -251,12 +244,7 @@ class CrIBo(Distillation):
         self, student: Float[Tensor, "2 b e"], teacher: Float[Tensor, "2 b e"], step: Step
     ) -> Float[Tensor, ""]:
         """L_cv^g (equation 10)."""
-        level, size = self.level("image", step), self.images_per_group
-        groups = [slice(start, start + size) for start in range(0, student.shape[1], size)]
-        return mean_over_groups(
-            groups,
-            lambda rows: cross_view_loss(student[:, rows], teacher[:, rows], self.centred(level, teacher[:, rows])),
-        )
+        return self.cross_view("image", student, teacher, self.image_groups(student.shape[1]), step)
 
     def object_losses(
         self, student: Float[Tensor, "2 r e"], result: Result, step: Step
@@ -310,15 +298,9 @@ class CrIBo(Distillation):
         self.patch_bank.push_points(points, images, step)
 
     def compile_parts(self, mode: CompileMode) -> None:
-        """Compile both backbones, the clustering, and the cross-entropy."""
+        """Compile both backbones, the cross-entropy, and the clustering."""
         super().compile_parts(mode)
         self.cluster = torch.compile(self.cluster)
-
-        class Compiled(SelfDistillation):
-            # The number of objects changes from step to step.
-            cross_entropy = torch.compile(SelfDistillation.cross_entropy, dynamic=True)
-
-        self.self_distillation = Compiled
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the banks' states. Banks are not buffers because distributed wrappers must not broadcast them."""

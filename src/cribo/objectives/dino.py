@@ -106,7 +106,7 @@ class DINO(Distillation):
         local_size: int = 96,
         local_area: tuple[float, float] = (0.05, 0.25),
     ) -> None:
-        super().__init__(setting, levels=("image",))
+        super().__init__(setting, levels={"image": setting.options.head.prototypes})
         backbone = self.student.backbone
         if local_crops < 1:
             raise ConfigError(f"objective.args.local_crops must be >= 1, got {local_crops}")

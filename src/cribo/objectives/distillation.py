@@ -1,4 +1,4 @@
-"""Student and teacher networks, shared by CrIBo and DINO."""
+"""Student and teacher networks, shared by CrIBo, CrOC and DINO."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -8,11 +8,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from cribo.data.randomness import keyed_generator
-from cribo.method import Centre, ProjectionHead, PrototypeLayer, SelfDistillation
+from cribo.errors import InputError
+from cribo.method import Centre, ProjectionHead, PrototypeLayer, SelfDistillation, cross_view_loss
 from cribo.models import Backbone
 from cribo.models.lora import plain_copy
 from cribo.models.modes import CompileMode
 from cribo.objectives.base import Objective, Setting, Step, move_towards
+from cribo.objectives.objects import mean_over_groups
 from cribo.objectives.options import HeadConfig
 from cribo.objectives.sinkhorn import sinkhorn_centre
 
@@ -23,11 +25,11 @@ class Network(nn.Module):
     Args:
         backbone: f, the backbone.
         config: sizes of the head.
-        levels: names of the last layers.
+        levels: number of prototypes of each last layer, by name.
         seed: the only source of the head's random weights.
     """
 
-    def __init__(self, backbone: Backbone, config: HeadConfig, *, levels: Sequence[str], seed: int) -> None:
+    def __init__(self, backbone: Backbone, config: HeadConfig, *, levels: Mapping[str, int], seed: int) -> None:
         super().__init__()
         self.backbone = backbone
         with torch.random.fork_rng(devices=[]):
@@ -41,8 +43,8 @@ class Network(nn.Module):
                 init_std=config.init_std,
             )
             self.levels = tuple(levels)
-            for level in levels:
-                layer = PrototypeLayer(config.bottleneck_dim, config.prototypes, train_gain=config.train_gain)
+            for level, prototypes in levels.items():
+                layer = PrototypeLayer(config.bottleneck_dim, prototypes, train_gain=config.train_gain)
                 self.add_module(f"{level}_prototypes", layer)
 
     @property
@@ -72,16 +74,16 @@ class Distillation(Objective):
 
     Args:
         setting: the run.
-        levels: names of the last layers.
+        levels: number of prototypes of each last layer, by name.
     """
 
-    def __init__(self, setting: Setting, *, levels: Sequence[str]) -> None:
+    def __init__(self, setting: Setting, *, levels: Mapping[str, int]) -> None:
         super().__init__(setting)
         options = setting.options
         self.student = Network(setting.build_backbone(), options.head, levels=levels, seed=options.seed)
         self.teacher = self.student.make_teacher()
-        for level in levels:
-            self.add_module(f"{level}_centre", Centre(options.head.prototypes, momentum=options.losses.centre_momentum))
+        for level, prototypes in levels.items():
+            self.add_module(f"{level}_centre", Centre(prototypes, momentum=options.losses.centre_momentum))
         self.uses_all_parameters = not options.optim.freeze_backbone_epochs
         self.self_distillation = SelfDistillation
 
@@ -108,6 +110,40 @@ class Distillation(Objective):
         rows, temperature = embeddings.flatten(0, -2), level.teacher_temperature
         return replace(level, centre=sinkhorn_centre(rows, level.teacher_prototypes, temperature=temperature))
 
+    def image_groups(self, images: int) -> list[slice]:
+        """Return the rows of each group of images in a batch of this many images.
+
+        Raises:
+            ValueError: the batch is not a whole number of groups.
+        """
+        size = self.images_per_group
+        if images % size or not images:
+            raise InputError(f"a batch must be a whole number of groups of {size} images, got {images}")
+        return [slice(start, start + size) for start in range(0, images, size)]
+
+    def cross_view(
+        self,
+        name: str,
+        student: Float[Tensor, "2 r e"],
+        teacher: Float[Tensor, "2 r e"],
+        groups: Sequence[slice],
+        step: Step,
+    ) -> Float[Tensor, ""]:
+        """Return the mean over groups of the cross-entropy between the teacher's view and the student's other view.
+
+        Args:
+            name: the level.
+            student: (2, R, E) the student's embeddings of both views.
+            teacher: (2, R, E) the teacher's embeddings of the same rows.
+            groups: the rows of each group of images.
+            step: sets the temperatures.
+        """
+        level = self.level(name, step)
+        return mean_over_groups(
+            groups,
+            lambda rows: cross_view_loss(student[:, rows], teacher[:, rows], self.centred(level, teacher[:, rows])),
+        )
+
     def trainable(self) -> Network:
         """Return the student."""
         return self.student
@@ -133,9 +169,15 @@ class Distillation(Objective):
         }
 
     def compile_parts(self, mode: CompileMode) -> None:
-        """Compile both backbones."""
+        """Compile both backbones and the cross-entropy."""
         self.student.backbone.compile(mode)
         self.teacher.backbone.compile(mode)
+
+        class Compiled(SelfDistillation):
+            # The number of objects changes from step to step.
+            cross_entropy = torch.compile(SelfDistillation.cross_entropy, dynamic=True)
+
+        self.self_distillation = Compiled
 
     @torch.no_grad()
     def update_centres(self, step: Step, embeddings: Mapping[str, Sequence[Float[Tensor, "..."]]]) -> None:

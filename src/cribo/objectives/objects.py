@@ -104,8 +104,7 @@ class RowPairs:
 
     def groups(self, group_size: int) -> list[slice]:
         """Return the rows of each group of `group_size` images; a group's losses and cycles use only its own rows."""
-        ends = [sum(self.counts[:end]) for end in range(0, len(self.counts) + 1, group_size)]
-        return [slice(*rows) for rows in pairwise(ends)]
+        return rows_of_groups(self.counts, group_size)
 
 
 @dataclass
@@ -141,6 +140,12 @@ def find_objects(
     rows, clusters = torch.nonzero_static(kept, size=sum(counts)).unbind(dim=1)
     teacher = pooled[rows, :, clusters].transpose(0, 1)
     return Objects(teacher, images[rows], counts, labels, rows, clusters, kept.shape[1])
+
+
+def rows_of_groups(counts: Sequence[int], group_size: int) -> list[slice]:
+    """Return the rows of each group of `group_size` images, from the number of rows of each image."""
+    ends = [sum(counts[:end]) for end in range(0, len(counts) + 1, group_size)]
+    return [slice(*rows) for rows in pairwise(ends)]
 
 
 def mean_over_groups(groups: Sequence[slice], loss: Callable[[slice], Float[Tensor, ""]]) -> Float[Tensor, ""]:

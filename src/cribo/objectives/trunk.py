@@ -36,6 +36,14 @@ def inputs_of(batch: Batch, backbone: Backbone, options: ObjectiveOptions) -> In
     return encode_frozen(backbone, normalised_views(batch, options.views, backbone), options.backbone)
 
 
+def encode_with_keys(backbone: Backbone, inputs: Inputs) -> tuple[Features, Float[Tensor, "b heads t d"]]:
+    """Encode views, or their tokens after the shared blocks, and return also the last block's keys, [CLS] first."""
+    blocks = backbone.depth - 1
+    continues = isinstance(inputs, Trunk)
+    trunk = backbone.continue_trunk(inputs, blocks) if continues else backbone.encode_trunk(inputs, blocks)
+    return backbone.encode_rest(trunk), backbone.head_keys(trunk)
+
+
 def encode(backbone: Backbone, inputs: Inputs, *, drop_path_noise: Float[Tensor, "b sites"] | None = None) -> Features:
     """Encode views with the whole network, or their tokens with the blocks after the shared ones."""
     if isinstance(inputs, Trunk):

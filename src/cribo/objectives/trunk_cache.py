@@ -101,7 +101,9 @@ def fill(
     backbone, views = objective.exported(), objective.samples()
     assert pairs is not None
     if not isinstance(views, ViewPairs):
-        raise ConfigError("backbone.cache_trunk requires an objective whose samples are view pairs: cribo or alignment")
+        raise ConfigError(
+            "backbone.cache_trunk requires an objective whose samples are view pairs: cribo, croc or alignment"
+        )
     blocks = shared_blocks(backbone, options.backbone)
     if not blocks:
         raise ConfigError(

@@ -18,6 +18,7 @@ from cribo.method import (
     sample_crops,
 )
 from cribo.models import Backbone, normalise
+from cribo.models.backbone import Features
 
 
 def load_for_crops(
@@ -94,6 +95,11 @@ def drop_path_noise(batch: Batch) -> Float[Tensor, "two_b sites"] | None:
     """Return the random numbers of the student's stochastic depth, one row per view; None if it is off."""
     noise = batch["drop_path_noise"].flatten(0, 1)
     return noise if noise.shape[1] else None
+
+
+def split_views(features: Features) -> tuple[Float[Tensor, "2 b d"], Float[Tensor, "b 2 n d"]]:
+    """Return the global tokens of view pairs, view after view, and their tokens, image after image."""
+    return features.global_token.unflatten(0, (-1, 2)).transpose(0, 1), features.tokens.unflatten(0, (-1, 2))
 
 
 def normalised_views(batch: Batch, recipe: ViewRecipe, backbone: Backbone) -> Float[Tensor, "2b 3 h w"]:

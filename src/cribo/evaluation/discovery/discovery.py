@@ -11,7 +11,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float64, UInt8
-from timm.models import VisionTransformer
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.ops import box_iou
@@ -105,14 +104,6 @@ def discover(
     }
 
 
-def has_attention(backbone: Backbone) -> bool:
-    """Whether queries, keys and values of the last layer are accessible, as in timm's VisionTransformer."""
-    if not isinstance(backbone.model, VisionTransformer):
-        return False
-    last: Any = backbone.model.blocks[-1]
-    return hasattr(getattr(last, "attn", None), "qkv")
-
-
 def _features(
     backbone: Backbone, pixels: UInt8[Tensor, "3 h w"], kind: str, name: str
 ) -> tuple[Float[Tensor, "n d"], tuple[int, int]]:
@@ -127,19 +118,12 @@ def _features(
     device = next(backbone.parameters()).device
     image = normalise(pixels.to(device).float()[None] / 255, mean=backbone.mean, std=backbone.std)
     image = F.pad(image, (0, width * patch - image.shape[3], 0, height * patch - image.shape[2]))
-    read: list[Tensor] = []
     with evaluation_mode(backbone):
         if kind == "tokens":
             features = backbone.encode(image).tokens[0]
         else:
-            qkv = backbone.model.blocks[-1].attn.qkv
-            handle = qkv.register_forward_hook(lambda module, inputs, output: read.append(output))
-            try:
-                backbone.encode(image)
-            finally:
-                handle.remove()
-            prefix = backbone.model.num_prefix_tokens
-            features = read[0].chunk(3, dim=-1)[_PARTS.index(kind)][0, prefix:]
+            parts = backbone.attention_inputs(backbone.encode_trunk(image, backbone.depth - 1))
+            features = parts[_PARTS.index(kind)][0, backbone.model.num_prefix_tokens :]
     if not features.isfinite().all():
         raise InputError(f"the features of the backbone for {name} are not finite")
     return features.float(), (height, width)

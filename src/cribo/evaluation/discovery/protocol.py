@@ -119,8 +119,6 @@ Requires: pip install "cribo-ssl[evaluation]"
 
     def prepare(self, run: "Run") -> Self:
         """Set the features, and check that scipy is installed."""
-        from cribo.evaluation.discovery.discovery import has_attention
-
         require_packages("object discovery", "scipy", extra="evaluation")
         if self.size is not None and not run.backbone.takes_any_size:
             side = run.backbone.image_size
@@ -128,7 +126,7 @@ Requires: pip install "cribo-ssl[evaluation]"
                 f"size cannot be set for {run.backbone.name}, which only accepts images of {side} x {side} pixels, got "
                 f"{self.size}: omit --size"
             )
-        attention = has_attention(run.backbone)
+        attention = run.backbone.has_attention
         # Keys do not pass through a linear readout, such as that of an adapted network.
         own = attention and run.backbone.readout is None
         settings = self.decided({"features": "keys" if own else "tokens"})
@@ -180,10 +178,8 @@ Requires: pip install "cribo-ssl[evaluation]"
 
     def _alternative(self, method: str, run: "Run") -> str:
         """Return the settings with which a method may find parts of images."""
-        from cribo.evaluation.discovery.discovery import has_attention
-
         settings = ["another --threshold"] if method == "tokencut" else []
-        if has_attention(run.backbone):
+        if run.backbone.has_attention:
             settings.insert(0, "--features tokens" if self.features == "values" else "--features values")
         return " or ".join(settings) or "another network"
 
