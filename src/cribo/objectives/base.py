@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 BUILT_IN = {
     "cribo": "cribo.objectives.cribo.CrIBo",
     "dino": "cribo.objectives.dino.DINO",
+    "ibot": "cribo.objectives.ibot.IBOT",
     "mae": "cribo.objectives.mae.MAE",
     "alignment": "cribo.objectives.alignment.Alignment",
 }
