@@ -111,6 +111,7 @@ def test_objects_and_their_gradient_are_those_of_the_public_code(golden: Golden)
     objects, tokens = golden.objects(clusters, "student")
     close(objects, golden.file["student_objects"], 1e-5)
     ((objects[0] + 2 * objects[1]) @ golden.file["grad_probe"]).sum().backward()
+    assert tokens.grad is not None
     close(tokens.grad, golden.file["student_tokens_grad"], 1e-5)
 
 
@@ -142,6 +143,7 @@ def test_losses_are_those_of_the_public_code(path: Path, level: str) -> None:
     loss = cross_view_loss(student.unflatten(0, (2, -1)), teacher.unflatten(0, (2, -1)), of_level)
     assert float(loss.detach()) == pytest.approx(file[f"{level}_loss"], rel=1e-5)
     loss.backward()
+    assert student.grad is not None
     close(student.grad, file[f"student_{part}logits_grad"], 1e-5)
     centre.update(teacher.sum(dim=0), torch.tensor(len(teacher)), torch.eye(number))
     close(centre.value, file[f"{part}centre_after"][0])

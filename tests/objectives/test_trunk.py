@@ -59,9 +59,9 @@ def test_frozen_blocks_run_once_for_student_and_teacher(tiny: Tiny, name: str, m
     views: list[int] = []
     encode_trunk = Backbone.encode_trunk
 
-    def counted(backbone: Backbone, images: torch.Tensor, blocks: int) -> Any:
+    def counted(backbone: Backbone, images: torch.Tensor, blocks: int, **mask: Any) -> Any:
         views.append(len(images))
-        return encode_trunk(backbone, images, blocks)
+        return encode_trunk(backbone, images, blocks, **mask)
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("the whole network was run")

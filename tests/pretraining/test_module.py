@@ -119,6 +119,33 @@ def test_a_tight_clip_changes_the_run(tiny: Tiny, train: Train) -> None:
     assert moved(free, clipped)
 
 
+@pytest.mark.parametrize(("clip_norm", "expected"), [("tensor", None), ("global", 0.01)])
+def test_the_global_norm_is_that_of_all_gradients_that_are_not_frozen(
+    tiny: Tiny, train: Train, clip_norm: str, expected: float | None
+) -> None:
+    norms: list[float] = []  # of each step's clipped gradients
+
+    class Norms(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any) -> None:
+            gradients = [p.grad for p in cribo(pl_module).student.parameters() if p.grad is not None]
+            norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+    changes = {"optim.clip": 0.01, "optim.clip_norm": clip_norm, "optim.freeze_last_layers_epochs": 1}
+    train(tiny({**changes, "optim.epochs": 1}), callbacks=[Norms()])
+    assert norms
+    if expected is None:
+        assert min(norms) > 0.02
+    else:
+        assert norms == pytest.approx([expected] * len(norms), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["sgd", "lars"])
+def test_other_optimisers_move_all_trained_parameters(tiny: Tiny, train: Train, name: str) -> None:
+    changes = {"optim.name": name, "optim.lr": 1.0, "optim.epochs": 1, "optim.warmup_epochs": 0}
+    student = recorded(train, tiny({**changes, "optim.freeze_last_layers_epochs": 0}))[0].student
+    assert moved(student[0], student[-1]) == student[0].keys()
+
+
 @pytest.mark.parametrize("level", ["image", "object"])
 def test_the_centre_is_the_moving_average_of_the_teachers_logits(tiny: Tiny, train: Train, level: str) -> None:
     config = tiny({"optim.epochs": 1, "losses.centre_momentum": 0.8})
@@ -136,10 +163,10 @@ def test_drop_path_reaches_the_student_only(tiny: Tiny, train: Train, monkeypatc
     calls: list[tuple[Backbone, torch.Tensor | None]] = []
     encode = Backbone.encode
 
-    def spy(self: Backbone, images: Any, layers: int = 1, *, drop_path_noise: Any = None) -> Any:
+    def spy(self: Backbone, images: Any, *args: Any, drop_path_noise: Any = None, **kwargs: Any) -> Any:
         if images.shape[0] > 1:  # a single image probes a network during construction
             calls.append((self, drop_path_noise))
-        return encode(self, images, layers, drop_path_noise=drop_path_noise)
+        return encode(self, images, *args, drop_path_noise=drop_path_noise, **kwargs)
 
     class Networks(L.Callback):
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

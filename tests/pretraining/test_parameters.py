@@ -1,11 +1,12 @@
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from cribo.arguments import ConfigError
 from cribo.models import build_backbone
 from cribo.objectives.distillation import Network
-from cribo.objectives.options import HeadConfig
-from cribo.pretraining.parameters import block_names, clip_each, drop_gradients, parameter_groups
+from cribo.objectives.options import HeadConfig, OptimConfig
+from cribo.pretraining.parameters import block_names, clip_each, drop_gradients, make_optimiser, parameter_groups
 
 SMALL = {"patch_size": 8, "depth": 3, "embed_dim": 32, "num_heads": 2}
 
@@ -17,15 +18,17 @@ def network(name: str = "vit_tiny_patch16_224", *, train_gain: bool = True) -> N
     return Network(backbone, head, levels={"image": 32, "object": 32}, seed=0)
 
 
-def by_name(student: nn.Module, layer_decay: float = 1.0) -> dict[str, tuple[float, float]]:
+def by_name(
+    student: nn.Module, layer_decay: float = 1.0, lr_factors: dict[str, float] | None = None
+) -> dict[str, tuple[float, float]]:
     """Return (learning-rate scale, decay) of every trained parameter."""
     names = {parameter: name for name, parameter in student.named_parameters()}
     found: dict[str, tuple[float, float]] = {}
-    for group in parameter_groups(student, layer_decay):
-        for parameter in group["params"]:  # pyright: ignore[reportGeneralTypeIssues]
+    for group in parameter_groups(student, layer_decay, lr_factors):
+        for parameter in group["params"]:
             name = names[parameter]
             assert name not in found
-            found[name] = (group["lr_scale"], group["decay"])  # pyright: ignore[reportArgumentType]
+            found[name] = (group["lr_scale"], group["decay"])
     return found
 
 
@@ -103,6 +106,52 @@ def test_parts_other_than_the_backbone_have_the_full_rate() -> None:
     assert scales["decoder.0.weight"] == scales["decoder.1.bias"] == scales["backbone.model.norm.weight"] == 1.0
     assert scales["backbone.model.blocks.0.attn.qkv.weight"] == 0.125
     assert {scale for scale, _ in by_name(nn.ModuleDict({"inner": own}), 0.5).values()} == {1.0}
+
+
+def test_learning_rate_factors_multiply_the_rates_of_parts() -> None:
+    factors = {"backbone.": 0.1, "backbone.model.norm.": 3.0, "head.": 2.0}
+    scales = {name: scale for name, (scale, _) in by_name(network(), 0.5, factors).items()}
+    assert scales["head.mlp.0.weight"] == 2.0
+    assert scales["image_prototypes.direction"] == 1.0
+    assert scales["backbone.model.norm.weight"] == 3.0  # the longest prefix
+    assert scales["backbone.model.blocks.2.attn.qkv.weight"] == pytest.approx(0.05)
+
+
+def test_an_unknown_prefix_of_learning_rate_factors_is_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"lr_factors 'encoder.' .* begin with backbone., head., image_proto"):
+        parameter_groups(network(), lr_factors={"encoder.": 0.1})
+
+
+def lars(weight: Tensor, gradients: list[Tensor], *, lr: float, decay: float, adapts: bool) -> Tensor:
+    """You et al. 2017, algorithm 1, with the coefficient .001 of the released codes."""
+    buffer = torch.zeros_like(weight)
+    for gradient in gradients:
+        rate = 0.001 * weight.norm() / (gradient.norm() + decay * weight.norm()) if adapts else 1.0
+        buffer = 0.9 * buffer + rate * (gradient + decay * weight)
+        weight = weight - lr * buffer
+    return weight
+
+
+@pytest.mark.parametrize("decay", [0.0, 1e-5, 0.3])
+def test_lars_is_the_formula(decay: float) -> None:
+    layer = nn.Linear(3, 4)
+    generator = torch.Generator().manual_seed(0)
+    gradients = [[torch.randn(value.shape, generator=generator) for value in layer.parameters()] for _ in range(3)]
+    expected = [
+        lars(value.detach(), [step[place] for step in gradients], lr=0.5, decay=own, adapts=adapts)
+        for place, (value, own, adapts) in enumerate(
+            zip((layer.weight, layer.bias), (decay, 0.0), (True, False), strict=True)
+        )
+    ]
+    optimiser = make_optimiser(parameter_groups(layer), OptimConfig(name="lars"))
+    for step in gradients:
+        for value, gradient in zip(layer.parameters(), step, strict=True):
+            value.grad = gradient.clone()
+        for group in optimiser.param_groups:  # as the schedules set them
+            group["lr"], group["weight_decay"] = 0.5 * group["lr_scale"], decay * group["decay"]
+        optimiser.step()
+    for value, other in zip(layer.parameters(), expected, strict=True):
+        torch.testing.assert_close(value.detach(), other)
 
 
 def test_clipping_scales_each_tensor_by_its_own_norm() -> None:

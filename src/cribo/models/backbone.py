@@ -22,6 +22,7 @@ from cribo.errors import InputError
 from cribo.models import networks
 from cribo.models.checkpointing import DropPathNoise, set_checkpointing
 from cribo.models.linear import use_onednn
+from cribo.models.masking import Mask, MaskedEmbedding
 from cribo.models.modes import CUDA_GRAPH_MODES, Checkpointing, CompileMode, NormalisedLayers
 from cribo.models.numerics import Numerics, apply_numerics, norm_epsilons
 from cribo.models.positions import RelativePositions, RelativeResizing
@@ -167,6 +168,7 @@ class Backbone(nn.Module):
             # Convolutions in channels-last layout are 1.5 times as fast on CPUs, and also faster on GPUs in 16 bits.
             model.to(memory_format=torch.channels_last)
         _check_divisible((image_size,), self.patch_size)
+        self._masked: MaskedEmbedding | None = None
         self._noise = DropPathNoise()
         self.drop_path_rates = replace_drop_path(model, self._noise)
         use_onednn(model)
@@ -279,6 +281,33 @@ class Backbone(nn.Module):
             set_checkpointing(self.model.blocks, mode, self._noise)
         self.checkpointing = mode
 
+    @property
+    def has_class_token(self) -> bool:
+        """Whether the global token is a [CLS] token of transformer blocks."""
+        model = self.model
+        if not self._is_transformer or model.cls_token is None:
+            return False
+        return getattr(model, "attn_pool", None) is None and not isinstance(model.norm, nn.Identity)
+
+    def accept_masks(self) -> None:
+        """Prepare the network for the argument `mask`; call it before `compile`.
+
+        Raises:
+            ValueError: the network has no patch embedding.
+        """
+        if not self._is_transformer:
+            raise InputError(
+                f"{self.name} has no patch embedding and cannot mask patches: use a vision transformer, such as "
+                "vit_small_patch16_224"
+            )
+        self._masked = self.model.patch_embed.forward = MaskedEmbedding(self.model.patch_embed)
+
+    def _set_mask(self, mask: Mask | None) -> None:
+        if self._masked is not None:
+            self._masked.mask = mask
+        elif mask is not None:
+            raise InputError("mask requires a backbone that accepts masks: call accept_masks first")
+
     def fingerprint(self) -> str:
         """Return a hash of the features: equal for equal network, weights and normalisation, on any device.
 
@@ -309,6 +338,7 @@ class Backbone(nn.Module):
         *,
         normalised_layers: NormalisedLayers = "all",
         drop_path_noise: Float[Tensor, "b sites"] | None = None,
+        mask: Mask | None = None,
     ) -> Features:
         """Encode normalised images as a global token and a grid of tokens each.
 
@@ -320,9 +350,10 @@ class Backbone(nn.Module):
             drop_path_noise: (B, num_drop_path_sites) uniform numbers in [0, 1). A residual branch is dropped for a
                 sample if its number is below the site's rate; kept branches are divided by the probability of being
                 kept. If None, nothing is dropped, even in training mode.
+            mask: patches to replace by a mask token; requires `accept_masks`.
 
         Raises:
-            ValueError: the image size is not supported, or `layers` is out of range.
+            ValueError: the image size is not supported, `layers` is out of range, or the network accepts no masks.
 
         Example:
             >>> from cribo.models import build_backbone
@@ -334,6 +365,7 @@ class Backbone(nn.Module):
         self._check(images, layers, drop_path_noise)
         images = images.to(next(self.parameters()).dtype)
         self._noise.value = drop_path_noise
+        self._set_mask(mask)
         try:
             if self._is_transformer:
                 features = self._encode_tokens(images, layers, normalised_layers)
@@ -344,6 +376,7 @@ class Backbone(nn.Module):
             return self._read_out(features)
         finally:
             self._noise.value = None
+            self._set_mask(None)
 
     def check_layers(self, layers: int) -> None:
         """Check that `encode` can return the tokens of this many blocks.
@@ -379,9 +412,10 @@ class Backbone(nn.Module):
         layers: int = 1,
         *,
         drop_path_noise: Float[Tensor, "b sites"] | None = None,
+        mask: Mask | None = None,
     ) -> Features:
         """Same as `encode`, for wrappers that call modules (DistributedDataParallel, compile)."""
-        return self.encode(images, layers, drop_path_noise=drop_path_noise)
+        return self.encode(images, layers, drop_path_noise=drop_path_noise, mask=mask)
 
     def compile(self, mode: CompileMode = "default", **kwargs: Any) -> None:
         """Compile calls of the backbone, in place; `encode` is not compiled, for images of any size.
@@ -446,12 +480,12 @@ class Backbone(nn.Module):
             global_token = prefix[:, 0]
         return Features(global_token, tokens[0] if len(tokens) == 1 else torch.cat(tokens, dim=-1), grid)
 
-    def encode_trunk(self, images: Float[Tensor, "b 3 h w"], blocks: int) -> "Trunk":
+    def encode_trunk(self, images: Float[Tensor, "b 3 h w"], blocks: int, *, mask: Mask | None = None) -> "Trunk":
         """Run the first blocks of a vision transformer without drop path, for `encode_rest`.
 
         Raises:
-            ValueError: the network is not timm's VisionTransformer, `blocks` is out of range, or the image size is not
-                supported.
+            ValueError: the network is not timm's VisionTransformer, `blocks` is out of range, the image size is not
+                supported, or the network accepts no masks.
         """
         model = self.model
         if not isinstance(model, VisionTransformer):
@@ -461,7 +495,11 @@ class Backbone(nn.Module):
         if not 0 <= blocks <= self.depth:
             raise InputError(f"blocks must be 0 to {self.depth}, the blocks of {self.name}, got {blocks}")
         self._check(images, 1, None)
-        tokens = model.patch_embed(images.to(next(self.parameters()).dtype))
+        self._set_mask(mask)
+        try:
+            tokens = model.patch_embed(images.to(next(self.parameters()).dtype))
+        finally:
+            self._set_mask(None)
         tokens = model.norm_pre(model.patch_drop(model._pos_embed(tokens)))
         grid = (images.shape[2] // self.patch_size, images.shape[3] // self.patch_size)
         return Trunk(model.blocks[:blocks](tokens), grid, blocks)

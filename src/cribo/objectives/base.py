@@ -30,6 +30,7 @@ BUILT_IN = {
     "cribo": "cribo.objectives.cribo.CrIBo",
     "croc": "cribo.objectives.croc.CrOC",
     "dino": "cribo.objectives.dino.DINO",
+    "ibot": "cribo.objectives.ibot.IBOT",
     "mae": "cribo.objectives.mae.MAE",
     "alignment": "cribo.objectives.alignment.Alignment",
 }

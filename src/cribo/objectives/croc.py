@@ -73,7 +73,7 @@ class HeadObjects:
 
 
 class CrOC(Distillation):
-    """Cross-view self-distillation of images and of objects, which the teacher finds by clustering both views together.
+    """Self-distillation across views of images, and of objects found by clustering both views together.
 
     Each attention head clusters the patches of both views of an image, starting from K_start patches and merging the
     most similar clusters; the K with the least transport cost is chosen. Reads `views`, `backbone`, `head`
@@ -126,7 +126,7 @@ class CrOC(Distillation):
         super().__init__(setting, levels={"image": options.head.prototypes, "object": object_prototypes})
         backbone = self.student.backbone
         heads = backbone.key_heads
-        if heads is None or backbone.model.cls_token is None:
+        if heads is None or not backbone.has_class_token:
             raise ConfigError(
                 "CrOC requires a vision transformer with [CLS] and attention in its last block (timm's "
                 f"VisionTransformer), not {options.backbone.name}: use vit_small_patch16_224, for example"

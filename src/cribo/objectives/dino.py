@@ -4,6 +4,7 @@ The teacher encodes two global crops, the student also several local ones; from 
 teacher's output for every other global crop.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from cribo.arguments import ConfigError
 from cribo.data.photometric import Photometric, apply_photometric, sample_photometric
-from cribo.data.samples import Batch, LazyImage, Sample
+from cribo.data.samples import Batch, LazyImage, Sample, SampleTransform
 from cribo.method import Centre, Crops, ViewRecipe, cut_views, sample_crops
 from cribo.models import normalise
 from cribo.objectives.base import Columns, Output, Setting, Step
@@ -124,34 +125,51 @@ class DINO(Distillation):
             local_area=(local_area[0], local_area[1]),
             drop_path_sites=backbone.num_drop_path_sites,
         )
-        self._embeddings: list[Float[Tensor, "r e"]] = []
+        if setting.options.losses.centring == "sinkhorn":
+            self.images_per_group = setting.options.objects.group_size
+        self._embeddings: list[Float[Tensor, "2 b e"]] = []
 
-    def samples(self) -> MultiCrop:
+    def samples(self) -> SampleTransform:
         """Return the transform to global and local crops."""
         return self.crops
 
     def forward(self, batch: Batch, step: Step) -> Output:
         """Cross-entropy between teacher and student over all pairs of different crops."""
-        parts, config = list(self._augmented(batch)), self.options.backbone
-        inputs = [encode_frozen(self.teacher.backbone, views.flatten(0, 1), config) for views in parts]
-        level = self.level("image", step)
+        config = self.options.backbone
+        inputs = [encode_frozen(self.teacher.backbone, views, config) for views in self._augmented(batch)]
         with torch.no_grad():
             embeddings = self.teacher.head(encode(self.teacher.backbone, inputs[0]).global_token)
-            self._embeddings.append(embeddings)
-            centre = self.centred(level, embeddings).centre
-            logits = F.linear(embeddings, level.teacher_prototypes) - centre
-            targets = (logits / level.teacher_temperature).softmax(dim=-1).unflatten(0, (2, -1))  # (2, B, L)
-        noise = batch["drop_path_noise"].transpose(0, 1) if self.crops.drop_path_sites else None
-        students, first = [], 0
-        for views, own_inputs in zip(parts, inputs, strict=True):
-            own = None if noise is None else noise[first : first + len(views)].flatten(0, 1)
-            token = encode(self.student.backbone, own_inputs, drop_path_noise=own).global_token
-            students.append(self.student.head(token).unflatten(0, (len(views), -1)))
-            first += len(views)
-        logits = F.linear(torch.cat(students), level.student_prototypes)
-        loss = dino_loss(targets, logits / level.student_temperature)
-        entropy = torch.special.entr(targets).sum(dim=-1).mean() / torch.log(targets.new_tensor(targets.shape[-1]))
+        students = [
+            self.student.head(encode(self.student.backbone, views, drop_path_noise=noise).global_token)
+            for views, noise in zip(inputs, self._noise(batch), strict=True)
+        ]
+        loss, entropy = self.image_loss(embeddings, torch.cat(students), step, images=len(batch))
         return Output({"dino": loss}, {"teacher_entropy": entropy})
+
+    def image_loss(
+        self, embeddings: Float[Tensor, "g e"], students: Float[Tensor, "v e"], step: Step, *, images: int
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+        """Return the loss of the embeddings of a batch of images, crop after crop, and the teacher's mean entropy.
+
+        The entropy is divided by its maximum. The embeddings are kept to update the centre.
+        """
+        level, teacher = self.level("image", step), embeddings.unflatten(0, (2, images))
+        self._embeddings.append(teacher)
+        with torch.no_grad():
+            targets = []
+            for group in self.groups(images):
+                centre = self.centred(level, teacher[:, group]).centre
+                logits = F.linear(teacher[:, group], level.teacher_prototypes) - centre
+                targets.append((logits / level.teacher_temperature).softmax(dim=-1))
+            target = torch.cat(targets, dim=1)  # (2, B, L)
+            entropy = torch.special.entr(target).sum(dim=-1).mean() / math.log(target.shape[-1])
+        logits = F.linear(students.unflatten(0, (-1, images)), level.student_prototypes)
+        return dino_loss(target, logits / level.student_temperature), entropy
+
+    def groups(self, images: int) -> list[slice]:
+        """Return the groups of images that share a centre: the whole micro-batch with the moving average."""
+        size = self.images_per_group if self.options.losses.centring == "sinkhorn" else images
+        return [slice(start, start + size) for start in range(0, images, size)]
 
     @torch.no_grad()
     def after_step(self, step: Step) -> None:
@@ -160,8 +178,15 @@ class DINO(Distillation):
         self.update_centres(step, {"image": embeddings})
         self.move_teacher(step)
 
-    def _augmented(self, batch: Batch) -> Iterator[Float[Tensor, "v b 3 h w"]]:
-        """Yield the global and then the local crops, augmented and normalised for the networks."""
+    def _noise(self, batch: Batch) -> list[Float[Tensor, "r sites"] | None]:
+        """Return the random numbers of the student's stochastic depth for the global and the local crops."""
+        if not self.crops.drop_path_sites:
+            return [None, None]
+        noise = batch["drop_path_noise"].transpose(0, 1)
+        return [part.flatten(0, 1) for part in (noise[:2], noise[2:])]
+
+    def _augmented(self, batch: Batch) -> Iterator[Float[Tensor, "r 3 h w"]]:
+        """Yield the global and then the local crops, crop after crop, augmented and normalised for the networks."""
         backbone, first = self.student.backbone, 0
         for name in ("global", "local"):
             views, threshold = batch[name], self.crops.recipe.solarise_threshold
@@ -170,7 +195,7 @@ class DINO(Distillation):
             first += number
             changed = apply_photometric(views.flatten(0, 1), parameters.flatten(), solarise_threshold=threshold)
             images = normalise(changed, mean=backbone.mean, std=backbone.std)
-            yield images.unflatten(0, (-1, number)).transpose(0, 1)
+            yield images.unflatten(0, (-1, number)).transpose(0, 1).flatten(0, 1)
 
 
 def dino_loss(targets: Float[Tensor, "2 b l"], logits: Float[Tensor, "v b l"]) -> Float[Tensor, ""]:

@@ -189,10 +189,10 @@ class Distillation(Objective):
         """
         if self.options.losses.centring == "sinkhorn":
             return
-        for level, parts in embeddings.items():
+        for name, parts in embeddings.items():
             rows = torch.cat([part.flatten(0, -2) for part in parts])
             total = step.gather(torch.cat((rows.sum(dim=0), rows.new_full((1,), len(rows))))).sum(dim=0)
-            self.centre(level).update(total[:-1], total[-1], self.teacher.prototypes(level).weight)
+            self.centre(name).update(total[:-1], total[-1], self.level(name, step).teacher_prototypes)
 
     @torch.no_grad()
     def move_teacher(self, step: Step) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from cribo.data.samples import Batch
 from cribo.models import Backbone
 from cribo.models.backbone import Features, Trunk
+from cribo.models.masking import Mask
 from cribo.objectives.options import BackboneConfig, ObjectiveOptions
 from cribo.objectives.views import normalised_views
 
@@ -21,10 +22,12 @@ def shared_blocks(backbone: Backbone, config: BackboneConfig) -> int:
 
 
 @torch.no_grad()
-def encode_frozen(backbone: Backbone, views: Float[Tensor, "b 3 h w"], config: BackboneConfig) -> Inputs:
+def encode_frozen(
+    backbone: Backbone, views: Float[Tensor, "b 3 h w"], config: BackboneConfig, *, mask: Mask | None = None
+) -> Inputs:
     """Run the frozen blocks shared by student and teacher; return the views unchanged if there are none."""
     blocks = shared_blocks(backbone, config)
-    return backbone.encode_trunk(views, blocks) if blocks else views
+    return backbone.encode_trunk(views, blocks, mask=mask) if blocks else views
 
 
 def inputs_of(batch: Batch, backbone: Backbone, options: ObjectiveOptions) -> Inputs:
@@ -44,8 +47,14 @@ def encode_with_keys(backbone: Backbone, inputs: Inputs) -> tuple[Features, Floa
     return backbone.encode_rest(trunk), backbone.head_keys(trunk)
 
 
-def encode(backbone: Backbone, inputs: Inputs, *, drop_path_noise: Float[Tensor, "b sites"] | None = None) -> Features:
-    """Encode views with the whole network, or their tokens with the blocks after the shared ones."""
+def encode(
+    backbone: Backbone,
+    inputs: Inputs,
+    *,
+    drop_path_noise: Float[Tensor, "b sites"] | None = None,
+    mask: Mask | None = None,
+) -> Features:
+    """Encode views with the whole network, or their tokens, masked before, with the blocks after the shared ones."""
     if isinstance(inputs, Trunk):
         return backbone.encode_rest(inputs, drop_path_noise=drop_path_noise)
-    return backbone(inputs, drop_path_noise=drop_path_noise)
+    return backbone(inputs, drop_path_noise=drop_path_noise, mask=mask)

@@ -201,9 +201,7 @@ def _require_shareable(config: PretrainConfig, images_per_group: int, devices: i
     """Check that a batch can be split into whole groups on each device."""
     sizes = (images_per_group, config.optim.micro_batches, devices)
     if config.optim.batch_size % math.prod(sizes):
-        of_objects = (
-            config.objective.name in ("cribo", "croc", "alignment") and images_per_group == config.objects.group_size
-        )
+        of_objects = images_per_group == config.objects.group_size
         group = "objects.group_size" if of_objects else "the objective's images_per_group"
         raise ConfigError(
             f"optim.batch_size must be a multiple of {group} x optim.micro_batches x devices = "
