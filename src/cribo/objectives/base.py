@@ -30,6 +30,7 @@ BUILT_IN = {
     "cribo": "cribo.objectives.cribo.CrIBo",
     "dino": "cribo.objectives.dino.DINO",
     "mae": "cribo.objectives.mae.MAE",
+    "slotcon": "cribo.objectives.slotcon.SlotCon",
     "alignment": "cribo.objectives.alignment.Alignment",
 }
 """Built-in objectives, by name."""
