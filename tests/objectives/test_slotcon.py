@@ -338,7 +338,7 @@ def test_samples_have_the_overlap_of_their_views_and_are_keyed(tiny: Tiny) -> No
         (
             {"backbone.name": "resnet18", "backbone.args": {}},
             {},
-            "at least 2x2 positions, but resnet18 has one position per 32 pixels: set views.size to at least 64, got 32",
+            "2x2 positions, but resnet18 has one position per 32 pixels: set views.size to at least 64, got 32",
         ),
     ],
 )

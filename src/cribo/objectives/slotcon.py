@@ -5,7 +5,7 @@ views' overlap alike (grouping), and the mean feature of each group, a slot, mus
 other view among the slots of all images.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -301,7 +301,7 @@ class SlotCon(Objective):
             raise ConfigError(f"objective.args.grouping_weight must be >= 0 and <= 1, got {grouping_weight}")
         if options.losses.centring != "mean":
             raise ConfigError(
-                f"SlotCon centres the teacher's scores by their moving average, got losses.centring "
+                f"SlotCon centres the teacher's scores by a moving average, got losses.centring "
                 f"{options.losses.centring}: set losses.centring mean"
             )
         backbone = setting.build_backbone()
@@ -317,7 +317,7 @@ class SlotCon(Objective):
         self.student = SlotNetwork(backbone, options.head, batch_norm=batch_norm, seed=options.seed)
         self.teacher = self.student.make_teacher()
         self.centre = Centre(options.head.prototypes, momentum=options.losses.centre_momentum)
-        self._features: list[Float[Tensor, "b n e"]] = []
+        self._features: list[Float[Tensor, "2 b n e"]] = []
 
     def samples(self) -> OverlappingPairs:
         """Return the transform to two overlapping views."""
@@ -392,9 +392,7 @@ class SlotCon(Objective):
         counts = step.gather(overlapping.sum())
         return losses.where(overlapping, 0).sum() * len(counts) / counts.sum().clamp_min(1)
 
-    def _contrast(
-        self, student: Slots, teacher: Slots, common: Bool[Tensor, "2 b k"], step: Step
-    ) -> Float[Tensor, ""]:
+    def _contrast(self, student: Slots, teacher: Slots, common: Bool[Tensor, "2 b k"], step: Step) -> Float[Tensor, ""]:
         """Return the sum of both directions' means over the slots of all ranks that are present in both views."""
         rows = common.sum(dim=(1, 2))
         rows = rows.where(rows >= self._fewest_rows, 0)
@@ -428,7 +426,7 @@ class SlotCon(Objective):
         self.teacher.follow(self.student, self.schedules(step)["momentum"])
 
 
-def gather_rows(rows: Float[Tensor, "r e"], lengths: Iterable[int], step: Step) -> Float[Tensor, "z e"]:
+def gather_rows(rows: Float[Tensor, "r e"], lengths: Sequence[int], step: Step) -> Float[Tensor, "z e"]:
     """Return the rows of all ranks, in the order of the ranks.
 
     Args:
@@ -436,6 +434,5 @@ def gather_rows(rows: Float[Tensor, "r e"], lengths: Iterable[int], step: Step) 
         lengths: number of rows of each rank.
         step: the current step.
     """
-    lengths = list(lengths)
     gathered = step.gather(F.pad(rows, (0, 0, 0, max(lengths) - len(rows))))
     return torch.cat([part[:length] for part, length in zip(gathered, lengths, strict=True)])
