@@ -31,8 +31,9 @@ COMMON: dict[str, Any] = {
 CHANGES: dict[str, dict[str, Any]] = {
     "dino": {"objective.args": {"local_crops": 2, "local_size": 16}},
     "ibot": {"objective.args": {"local_crops": 2, "local_size": 16}},
+    "slotcon": {"objective.args": {"batch_norm": False}, "head.init_std": 0.2},
 }
-WHOLE_BATCH: set[str] = set()
+WHOLE_BATCH = {"slotcon"}
 """Objectives that reject micro-batches."""
 
 
