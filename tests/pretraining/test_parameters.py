@@ -118,9 +118,7 @@ def test_learning_rate_factors_multiply_the_rates_of_parts() -> None:
 
 
 def test_an_unknown_prefix_of_learning_rate_factors_is_rejected() -> None:
-    with pytest.raises(
-        ConfigError, match=r"lr_factors 'encoder.' .* begin with backbone., head., image_proto"
-    ):
+    with pytest.raises(ConfigError, match=r"lr_factors 'encoder.' .* begin with backbone., head., image_proto"):
         parameter_groups(network(), lr_factors={"encoder.": 0.1})
 
 
