@@ -32,8 +32,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "croc": {"objective.args": {"k_start": 6, "k_max": 4, "object_prototypes": 16}, "objects.position_weight": 4.0},
     "dino": {"objective.args": {"local_crops": 2, "local_size": 16}},
     "ibot": {"objective.args": {"local_crops": 2, "local_size": 16}},
+    "slotcon": {"objective.args": {"batch_norm": False}, "head.init_std": 0.2},
 }
-WHOLE_BATCH: set[str] = set()
+WHOLE_BATCH = {"slotcon"}
 """Objectives that reject micro-batches."""
 
 

@@ -32,6 +32,7 @@ BUILT_IN = {
     "dino": "cribo.objectives.dino.DINO",
     "ibot": "cribo.objectives.ibot.IBOT",
     "mae": "cribo.objectives.mae.MAE",
+    "slotcon": "cribo.objectives.slotcon.SlotCon",
     "alignment": "cribo.objectives.alignment.Alignment",
 }
 """Built-in objectives, by name."""

@@ -5,79 +5,18 @@ teacher's output for every other global crop.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from cribo.arguments import ConfigError
-from cribo.data.photometric import Photometric, apply_photometric, sample_photometric
-from cribo.data.samples import Batch, LazyImage, Sample, SampleTransform
-from cribo.method import Centre, Crops, ViewRecipe, cut_views, sample_crops
-from cribo.models import normalise
+from cribo.data.samples import Batch, SampleTransform
+from cribo.method import Centre
 from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.distillation import Distillation
+from cribo.objectives.multicrop import MultiCrop, augmented_crops, check_local_crops, crop_noise
 from cribo.objectives.trunk import encode, encode_frozen
-from cribo.objectives.views import load_for_crops
-
-_BLUR_OF_LOCAL_CROPS = 0.5
-
-
-class MultiCrop:
-    """Transform of an image into two global crops and several local ones of a smaller size and area.
-
-    A batch contains `global` (B, 2, 3, S, S) and `local` (B, V, 3, s, s) in 8 bits, `photometric` with parameters
-    (B, 2 + V), global crops first, and `drop_path_noise` (B, 2 + V, sites).
-
-    Args:
-        recipe: distribution of the global crops.
-        local_crops: V, number of local crops per image.
-        local_size: s, side of a local crop in pixels.
-        local_area: (low, high) share of the image that a local crop covers.
-        drop_path_sites: number of uniform random numbers to draw per crop.
-    """
-
-    def __init__(
-        self,
-        recipe: ViewRecipe,
-        *,
-        local_crops: int,
-        local_size: int,
-        local_area: tuple[float, float],
-        drop_path_sites: int,
-    ) -> None:
-        self.recipe = recipe
-        blur = (_BLUR_OF_LOCAL_CROPS * max(recipe.blur),) * 2
-        self.local = replace(recipe, size=local_size, area=local_area, blur=blur, solarise=(0.0, 0.0))
-        self.local_crops = local_crops
-        self.drop_path_sites = drop_path_sites
-
-    def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
-        """Decode the image, cut the crops, and draw the other random numbers."""
-
-        def draw(height: int, width: int) -> list[tuple[Crops, int]]:
-            views = sample_crops(height, width, self.recipe, generator=generator)
-            pairs = [sample_crops(height, width, self.local, generator=generator) for _ in self._pairs()]
-            boxes, flips = (torch.cat([getattr(pair, part) for pair in pairs]) for part in ("boxes", "flips"))
-            local = Crops(boxes[: self.local_crops], flips[: self.local_crops])
-            return [(views, self.recipe.size), (local, self.local.size)]
-
-        pixels, (views, local), _ = load_for_crops(image, draw)
-        photometric = [sample_photometric(self.recipe, generator=generator)]
-        photometric += [sample_photometric(self.local, generator=generator) for _ in self._pairs()]
-        crops = 2 + self.local_crops
-        return {
-            "global": cut_views(pixels, views, self.recipe.size),
-            "local": cut_views(pixels, local, self.local.size),
-            "photometric": Photometric.cat(photometric).select(slice(0, crops)),
-            "drop_path_noise": torch.rand((crops, self.drop_path_sites), generator=generator),
-        }
-
-    def _pairs(self) -> range:
-        return range((self.local_crops + 1) // 2)
 
 
 class DINO(Distillation):
@@ -109,15 +48,7 @@ class DINO(Distillation):
     ) -> None:
         super().__init__(setting, levels={"image": setting.options.head.prototypes})
         backbone = self.student.backbone
-        if local_crops < 1:
-            raise ConfigError(f"objective.args.local_crops must be >= 1, got {local_crops}")
-        if not 0 < local_area[0] <= local_area[1] <= 1:
-            raise ConfigError(f"objective.args.local_area must be ordered (low, high) within 0 to 1, got {local_area}")
-        if local_size < 1 or local_size % backbone.patch_size:
-            raise ConfigError(
-                f"objective.args.local_size must be a multiple of the patch size {backbone.patch_size}, got "
-                f"{local_size}"
-            )
+        check_local_crops(local_crops, local_size, local_area, backbone.patch_size)
         self.crops = MultiCrop(
             setting.options.views,
             local_crops=local_crops,
@@ -135,13 +66,13 @@ class DINO(Distillation):
 
     def forward(self, batch: Batch, step: Step) -> Output:
         """Cross-entropy between teacher and student over all pairs of different crops."""
-        config = self.options.backbone
-        inputs = [encode_frozen(self.teacher.backbone, views, config) for views in self._augmented(batch)]
+        crops = augmented_crops(batch, self.crops.recipe, self.student.backbone)
+        inputs = [encode_frozen(self.teacher.backbone, views, self.options.backbone) for views in crops]
         with torch.no_grad():
             embeddings = self.teacher.head(encode(self.teacher.backbone, inputs[0]).global_token)
         students = [
             self.student.head(encode(self.student.backbone, views, drop_path_noise=noise).global_token)
-            for views, noise in zip(inputs, self._noise(batch), strict=True)
+            for views, noise in zip(inputs, crop_noise(batch), strict=True)
         ]
         loss, entropy = self.image_loss(embeddings, torch.cat(students), step, images=len(batch))
         return Output({"dino": loss}, {"teacher_entropy": entropy})
@@ -177,25 +108,6 @@ class DINO(Distillation):
         embeddings, self._embeddings = self._embeddings, []
         self.update_centres(step, {"image": embeddings})
         self.move_teacher(step)
-
-    def _noise(self, batch: Batch) -> list[Float[Tensor, "r sites"] | None]:
-        """Return the random numbers of the student's stochastic depth for the global and the local crops."""
-        if not self.crops.drop_path_sites:
-            return [None, None]
-        noise = batch["drop_path_noise"].transpose(0, 1)
-        return [part.flatten(0, 1) for part in (noise[:2], noise[2:])]
-
-    def _augmented(self, batch: Batch) -> Iterator[Float[Tensor, "r 3 h w"]]:
-        """Yield the global and then the local crops, crop after crop, augmented and normalised for the networks."""
-        backbone, first = self.student.backbone, 0
-        for name in ("global", "local"):
-            views, threshold = batch[name], self.crops.recipe.solarise_threshold
-            number = views.shape[1]
-            parameters = Photometric(*(values[:, first : first + number] for values in batch["photometric"]))
-            first += number
-            changed = apply_photometric(views.flatten(0, 1), parameters.flatten(), solarise_threshold=threshold)
-            images = normalise(changed, mean=backbone.mean, std=backbone.std)
-            yield images.unflatten(0, (-1, number)).transpose(0, 1).flatten(0, 1)
 
 
 def dino_loss(targets: Float[Tensor, "2 b l"], logits: Float[Tensor, "v b l"]) -> Float[Tensor, ""]:

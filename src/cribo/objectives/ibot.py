@@ -17,7 +17,8 @@ from cribo.method import Centre, SelfDistillation, weighted_cross_entropy
 from cribo.method.precision import in_float32
 from cribo.models.masking import Mask
 from cribo.objectives.base import Columns, Output, Setting, Step
-from cribo.objectives.dino import DINO, MultiCrop
+from cribo.objectives.dino import DINO
+from cribo.objectives.multicrop import MultiCrop, augmented_crops, crop_noise
 from cribo.objectives.objects import mean_over_groups
 from cribo.objectives.trunk import encode, encode_frozen, shared_blocks
 
@@ -142,9 +143,7 @@ class IBOT(DINO):
         if not 0 < mask_probability <= 1:
             raise ConfigError(f"objective.args.mask_probability must be > 0 and at most 1, got {mask_probability}")
         if not 0 < mask_ratio[0] <= mask_ratio[1] < 1:
-            raise ConfigError(
-                f"objective.args.mask_ratio must be ordered (low, high) between 0 and 1, got {mask_ratio}"
-            )
+            raise ConfigError(f"objective.args.mask_ratio must be ordered (low, high) within 0 to 1, got {mask_ratio}")
         side = options.views.size // backbone.patch_size
         self.masked_crops = MaskedMultiCrop(
             self.crops, grid=(side, side), probability=mask_probability, ratio=(mask_ratio[0], mask_ratio[1])
@@ -164,8 +163,8 @@ class IBOT(DINO):
     def forward(self, batch: Batch, step: Step) -> Output:
         """Compute the loss of [CLS] over all pairs of different crops, and that of the masked patches of each crop."""
         student, teacher, config = self.student, self.teacher, self.options.backbone
-        global_crops, local_crops = self._augmented(batch)
-        global_noise, local_noise = self._noise(batch)
+        global_crops, local_crops = augmented_crops(batch, self.crops.recipe, student.backbone)
+        global_noise, local_noise = crop_noise(batch)
         masks: Bool[Tensor, "2 b n"] = batch["masks"].transpose(0, 1)
         mask = Mask(masks.flatten(0, 1), student.get_parameter("mask_token"))
         unmasked = encode_frozen(teacher.backbone, global_crops, config)

@@ -71,8 +71,9 @@ class ObjectiveConfig:
     """Training objective.
 
     Attributes:
-        name: `cribo`, `alignment`, `croc`, `dino`, `ibot`, `mae`, or the import path of a custom Objective, such as
-            my_package.MyObjective (docs/extending.md). `--objective NAME` and `--objective.class_path` are aliases.
+        name: `cribo`, `croc`, `slotcon`, `dino`, `ibot`, `neco`, `mae`, `alignment`, or the import path of a custom
+            Objective, such as my_package.MyObjective (docs/extending.md). `--objective NAME` and
+            `--objective.class_path` are aliases.
         args: arguments of the objective, such as {local_crops: 6}; `--objective.init_args` is an alias.
     """
 
@@ -174,7 +175,7 @@ class PretrainConfig(ObjectiveOptions):
         _check_combinations(self)
 
 
-# (low, high, whether low is allowed, whether high is allowed) of each number, and of both numbers of a pair.
+# (low, high, whether low is allowed, whether high is allowed) of each number, and of all numbers of a pair or mapping.
 _RANGES: dict[str, tuple[float, float, bool, bool]] = {
     "seed": (0, 2**63 - 1, True, True),
     "data.workers": (0, 1024, True, True),
@@ -229,6 +230,7 @@ _RANGES: dict[str, tuple[float, float, bool, bool]] = {
     "optim.freeze_last_layers_epochs": (0, math.inf, True, False),
     "optim.freeze_backbone_epochs": (0, math.inf, True, False),
     "optim.layer_decay": (0, 1, False, True),
+    "optim.lr_factors": (0, math.inf, True, False),
     "score.every_epochs": (1, math.inf, True, False),
     "score.size": (1, 8192, True, True),
     "score.neighbours": (1, 10_000, True, True),
@@ -249,6 +251,8 @@ def _check_ranges(config: PretrainConfig) -> None:
             value = getattr(value, part)
         if value is None:
             continue
+        if isinstance(value, dict):
+            value = list(value.values())
         for number in value if isinstance(value, (tuple, list)) else (value,):
             above = number >= low if low_allowed else number > low
             below = number <= high if high_allowed else number < high
@@ -260,9 +264,6 @@ def _check_ranges(config: PretrainConfig) -> None:
 
 def _check_combinations(config: PretrainConfig) -> None:
     optim = config.optim
-    for prefix, factor in (optim.lr_factors or {}).items():
-        if not 0 <= factor < math.inf:
-            raise InputError(f"optim.lr_factors must be >= 0 and finite, got {factor} for {prefix}")
     if not re.fullmatch(r"auto|-1|\d+(,\d+)*,?", str(config.runtime.devices)):
         raise InputError(
             f"runtime.devices must be a number >= 1, auto, or a list such as 0,2, got {config.runtime.devices!r}"
