@@ -12,7 +12,7 @@ from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
 from cribo.objectives import Setting, Step
-from cribo.objectives.dino import DINO, dino_loss
+from cribo.objectives.dino import DINO, augmented_crops, dino_loss
 from cribo.pretraining import PretrainConfig, pretrain
 
 Tiny = Callable[..., PretrainConfig]
@@ -49,7 +49,7 @@ def test_forward_returns_this_loss_of_teacher_and_student(tiny: Tiny) -> None:
     batch = batch_of(objective)
     temperature = objective.schedules(STEP)["teacher_temperature"]
     output = objective(batch, STEP)
-    crops = list(objective._augmented(batch))
+    crops = list(augmented_crops(batch, objective.crops.recipe, objective.student.backbone))
     assert [tuple(part.shape) for part in crops] == [(2, 4, 3, 32, 32), (3, 4, 3, 16, 16)]
 
     def logits(network: Any, views: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ def test_a_step_updates_centre_and_teacher(tiny: Tiny) -> None:
     for part in batch.split(2):
         objective(part, STEP)
     before = {name: value.clone() for name, value in objective.teacher.named_parameters()}
-    views = next(iter(objective._augmented(batch)))
+    views = next(augmented_crops(batch, objective.crops.recipe, objective.student.backbone))
     embeddings = objective.teacher.head(objective.teacher.backbone(views.flatten(0, 1)).global_token)
     expected = 0.2 * (embeddings @ objective.teacher.prototypes("image").weight.T).mean(dim=0)
     with torch.no_grad():

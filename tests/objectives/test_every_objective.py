@@ -30,6 +30,7 @@ COMMON: dict[str, Any] = {
 }
 CHANGES: dict[str, dict[str, Any]] = {
     "dino": {"objective.args": {"local_crops": 2, "local_size": 16}},
+    "neco": {"objective.args": {"local_crops": 2, "local_size": 16, "grid": 3}},
 }
 WHOLE_BATCH: set[str] = set()
 """Objectives that reject micro-batches."""

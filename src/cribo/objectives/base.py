@@ -31,6 +31,7 @@ BUILT_IN = {
     "dino": "cribo.objectives.dino.DINO",
     "mae": "cribo.objectives.mae.MAE",
     "alignment": "cribo.objectives.alignment.Alignment",
+    "neco": "cribo.objectives.neco.NeCo",
 }
 """Built-in objectives, by name."""
 

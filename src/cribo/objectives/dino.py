@@ -4,22 +4,23 @@ The teacher encodes two global crops, the student also several local ones; from 
 teacher's output for every other global crop.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from cribo.arguments import ConfigError
 from cribo.data.photometric import Photometric, apply_photometric, sample_photometric
 from cribo.data.samples import Batch, LazyImage, Sample
 from cribo.method import Centre, Crops, ViewRecipe, cut_views, sample_crops
-from cribo.models import normalise
+from cribo.models import Backbone, normalise
+from cribo.models.backbone import Features
 from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.distillation import Distillation
-from cribo.objectives.trunk import encode, encode_frozen
+from cribo.objectives.trunk import Inputs, encode, encode_frozen
 from cribo.objectives.views import load_for_crops
 
 _BLUR_OF_LOCAL_CROPS = 0.5
@@ -56,15 +57,20 @@ class MultiCrop:
 
     def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
         """Decode the image, cut the crops, and draw the other random numbers."""
+        pixels, (views, local), _ = load_for_crops(image, lambda *size: self.draw_crops(*size, generator))
+        return self.cut_crops(pixels, views, local, generator)
 
-        def draw(height: int, width: int) -> list[tuple[Crops, int]]:
-            views = sample_crops(height, width, self.recipe, generator=generator)
-            pairs = [sample_crops(height, width, self.local, generator=generator) for _ in self._pairs()]
-            boxes, flips = (torch.cat([getattr(pair, part) for pair in pairs]) for part in ("boxes", "flips"))
-            local = Crops(boxes[: self.local_crops], flips[: self.local_crops])
-            return [(views, self.recipe.size), (local, self.local.size)]
+    def draw_crops(self, height: int, width: int, generator: torch.Generator) -> list[tuple[Crops, int]]:
+        """Draw the global crops and the local ones, each with the size of their views."""
+        views = sample_crops(height, width, self.recipe, generator=generator)
+        pairs = [sample_crops(height, width, self.local, generator=generator) for _ in self._pairs()]
+        local = concatenate_crops(pairs, limit=self.local_crops)
+        return [(views, self.recipe.size), (local, self.local.size)]
 
-        pixels, (views, local), _ = load_for_crops(image, draw)
+    def cut_crops(
+        self, pixels: UInt8[Tensor, "3 h w"], views: Crops, local: Crops, generator: torch.Generator
+    ) -> Sample:
+        """Cut the crops from an image, and draw the random numbers that do not depend on them."""
         photometric = [sample_photometric(self.recipe, generator=generator)]
         photometric += [sample_photometric(self.local, generator=generator) for _ in self._pairs()]
         crops = 2 + self.local_crops
@@ -77,6 +83,51 @@ class MultiCrop:
 
     def _pairs(self) -> range:
         return range((self.local_crops + 1) // 2)
+
+
+def concatenate_crops(parts: Sequence[Crops], *, limit: int | None = None) -> Crops:
+    """Return the crops of several sets, or the first `limit` of them."""
+    return Crops(torch.cat([part.boxes for part in parts])[:limit], torch.cat([part.flips for part in parts])[:limit])
+
+
+def check_local_crops(number: int, size: int, area: tuple[float, float], patch_size: int) -> None:
+    """Check the options of local crops.
+
+    Raises:
+        ConfigError: a value out of range, or a size that is not a multiple of the patch size.
+    """
+    if number < 1:
+        raise ConfigError(f"objective.args.local_crops must be >= 1, got {number}")
+    if not 0 < area[0] <= area[1] <= 1:
+        raise ConfigError(f"objective.args.local_area must be ordered (low, high) within 0 to 1, got {area}")
+    if size < 1 or size % patch_size:
+        raise ConfigError(f"objective.args.local_size must be a multiple of the patch size {patch_size}, got {size}")
+
+
+def augmented_crops(batch: Batch, recipe: ViewRecipe, backbone: Backbone) -> Iterator[Float[Tensor, "v b 3 h w"]]:
+    """Yield the global and then the local crops of a batch, augmented and normalised for a backbone."""
+    first = 0
+    for name in ("global", "local"):
+        views = batch[name]
+        number = views.shape[1]
+        parameters = Photometric(*(values[:, first : first + number] for values in batch["photometric"]))
+        first += number
+        changed = apply_photometric(
+            views.flatten(0, 1), parameters.flatten(), solarise_threshold=recipe.solarise_threshold
+        )
+        images = normalise(changed, mean=backbone.mean, std=backbone.std)
+        yield images.unflatten(0, (-1, number)).transpose(0, 1)
+
+
+def encode_crops(student: Backbone, inputs: Sequence[Inputs], batch: Batch) -> Iterator[Features]:
+    """Yield the student's features of the global and then the local crops, with stochastic depth; crop after crop."""
+    noise = batch["drop_path_noise"].transpose(0, 1)  # (V, B, sites)
+    first = 0
+    for name, own_inputs in zip(("global", "local"), inputs, strict=True):
+        number = batch[name].shape[1]
+        own = noise[first : first + number].flatten(0, 1) if noise.shape[2] else None
+        first += number
+        yield encode(student, own_inputs, drop_path_noise=own)
 
 
 class DINO(Distillation):
@@ -108,15 +159,7 @@ class DINO(Distillation):
     ) -> None:
         super().__init__(setting, levels=("image",))
         backbone = self.student.backbone
-        if local_crops < 1:
-            raise ConfigError(f"objective.args.local_crops must be >= 1, got {local_crops}")
-        if not 0 < local_area[0] <= local_area[1] <= 1:
-            raise ConfigError(f"objective.args.local_area must be ordered (low, high) within 0 to 1, got {local_area}")
-        if local_size < 1 or local_size % backbone.patch_size:
-            raise ConfigError(
-                f"objective.args.local_size must be a multiple of the patch size {backbone.patch_size}, got "
-                f"{local_size}"
-            )
+        check_local_crops(local_crops, local_size, local_area, backbone.patch_size)
         self.crops = MultiCrop(
             setting.options.views,
             local_crops=local_crops,
@@ -132,7 +175,8 @@ class DINO(Distillation):
 
     def forward(self, batch: Batch, step: Step) -> Output:
         """Cross-entropy between teacher and student over all pairs of different crops."""
-        parts, config = list(self._augmented(batch)), self.options.backbone
+        backbone, config = self.student.backbone, self.options.backbone
+        parts = augmented_crops(batch, self.crops.recipe, backbone)
         inputs = [encode_frozen(self.teacher.backbone, views.flatten(0, 1), config) for views in parts]
         level = self.level("image", step)
         with torch.no_grad():
@@ -141,14 +185,8 @@ class DINO(Distillation):
             centre = self.centred(level, embeddings).centre
             logits = F.linear(embeddings, level.teacher_prototypes) - centre
             targets = (logits / level.teacher_temperature).softmax(dim=-1).unflatten(0, (2, -1))  # (2, B, L)
-        noise = batch["drop_path_noise"].transpose(0, 1) if self.crops.drop_path_sites else None
-        students, first = [], 0
-        for views, own_inputs in zip(parts, inputs, strict=True):
-            own = None if noise is None else noise[first : first + len(views)].flatten(0, 1)
-            token = encode(self.student.backbone, own_inputs, drop_path_noise=own).global_token
-            students.append(self.student.head(token).unflatten(0, (len(views), -1)))
-            first += len(views)
-        logits = F.linear(torch.cat(students), level.student_prototypes)
+        students = [self.student.head(features.global_token) for features in encode_crops(backbone, inputs, batch)]
+        logits = F.linear(torch.cat(students), level.student_prototypes).unflatten(0, (-1, len(batch)))
         loss = dino_loss(targets, logits / level.student_temperature)
         entropy = torch.special.entr(targets).sum(dim=-1).mean() / torch.log(targets.new_tensor(targets.shape[-1]))
         return Output({"dino": loss}, {"teacher_entropy": entropy})
@@ -159,18 +197,6 @@ class DINO(Distillation):
         embeddings, self._embeddings = self._embeddings, []
         self.update_centres(step, {"image": embeddings})
         self.move_teacher(step)
-
-    def _augmented(self, batch: Batch) -> Iterator[Float[Tensor, "v b 3 h w"]]:
-        """Yield the global and then the local crops, augmented and normalised for the networks."""
-        backbone, first = self.student.backbone, 0
-        for name in ("global", "local"):
-            views, threshold = batch[name], self.crops.recipe.solarise_threshold
-            number = views.shape[1]
-            parameters = Photometric(*(values[:, first : first + number] for values in batch["photometric"]))
-            first += number
-            changed = apply_photometric(views.flatten(0, 1), parameters.flatten(), solarise_threshold=threshold)
-            images = normalise(changed, mean=backbone.mean, std=backbone.std)
-            yield images.unflatten(0, (-1, number)).transpose(0, 1)
 
 
 def dino_loss(targets: Float[Tensor, "2 b l"], logits: Float[Tensor, "v b l"]) -> Float[Tensor, ""]:

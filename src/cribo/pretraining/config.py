@@ -71,7 +71,7 @@ class ObjectiveConfig:
     """Training objective.
 
     Attributes:
-        name: `cribo`, `alignment`, `dino`, `mae`, or the import path of a custom Objective, such as
+        name: `cribo`, `alignment`, `dino`, `mae`, `neco`, or the import path of a custom Objective, such as
             my_package.MyObjective (docs/extending.md). `--objective NAME` and `--objective.class_path` are aliases.
         args: arguments of the objective, such as {local_crops: 6}; `--objective.init_args` is an alias.
     """
