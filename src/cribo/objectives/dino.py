@@ -6,6 +6,7 @@ teacher's output for every other global crop.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +58,7 @@ class MultiCrop:
 
     def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
         """Decode the image, cut the crops, and draw the other random numbers."""
-        pixels, (views, local), _ = load_for_crops(image, lambda *size: self.draw_crops(*size, generator))
+        pixels, (views, local), _ = load_for_crops(image, partial(self.draw_crops, generator=generator))
         return self.cut_crops(pixels, views, local, generator)
 
     def draw_crops(self, height: int, width: int, generator: torch.Generator) -> list[tuple[Crops, int]]:

@@ -6,6 +6,7 @@ differentiable sorting network ranks these references by similarity, and the stu
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -43,9 +44,9 @@ class OverlappingCrops(MultiCrop):
     crops each other by twice as much. After a hundred draws, the second global crop is the first, and local crops are
     centred on the overlap of the global ones.
 
-    A batch contains, besides that of `MultiCrop`, `boxes` (B, V, V, 4), the overlaps of all pairs of crops as in
-    `overlap_boxes`, global crops first, `flips` (B, V), and `order` (B, P, n), a random number for each of the n patches
-    of an overlap in each of P pairs of crops.
+    In addition to that of `MultiCrop`, a batch contains `boxes` (B, V, V, 4), the overlaps of all pairs of crops as in
+    `overlap_boxes`, global crops first, `flips` (B, V), and `order` (B, P, n), a random number for each of the n
+    patches of an overlap in each of P pairs of crops.
 
     Args:
         recipe: distribution of the global crops; all but size and area also apply to local crops.
@@ -78,7 +79,7 @@ class OverlappingCrops(MultiCrop):
 
     def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
         """Decode the image, cut the crops, and draw the other random numbers."""
-        pixels, (views, local), _ = load_for_crops(image, lambda *size: self.draw_crops(*size, generator))
+        pixels, (views, local), _ = load_for_crops(image, partial(self.draw_crops, generator=generator))
         crops = concatenate_crops([views, local])
         return {
             **self.cut_crops(pixels, views, local, generator),
@@ -89,25 +90,31 @@ class OverlappingCrops(MultiCrop):
 
     def draw_crops(self, height: int, width: int, generator: torch.Generator) -> list[tuple[Crops, int]]:
         """Draw the global crops and the local ones, each with the size of their views."""
-        least = LEAST_OVERLAP * height * width
+        views = self._draw_global(height, width, generator)
+        local = self._draw_local(height, width, generator, views)
+        return [(views, self.recipe.size), (local, self.local.size)]
+
+    def _draw_global(self, height: int, width: int, generator: torch.Generator) -> Crops:
         for _ in range(_CROP_ATTEMPTS):
             views = sample_crops(height, width, self.recipe, generator=generator)
-            if overlap_area(views)[0, 1] > 2 * least:
-                break
-        else:
-            views = Crops(views.boxes[[0, 0]], views.flips)
+            if overlap_area(views)[0, 1] > 2 * LEAST_OVERLAP * height * width:
+                return views
+        views = sample_crops(height, width, self.recipe, generator=generator)
+        return Crops(views.boxes[[0, 0]], views.flips)
+
+    def _draw_local(self, height: int, width: int, generator: torch.Generator, views: Crops) -> Crops:
         accepted: list[Crops] = []
         for _ in range(_CROP_ATTEMPTS):
             pair = sample_crops(height, width, self.local, generator=generator)
-            overlaps = (overlap_area(concatenate_crops([views, pair]))[:2, 2:] > least).all(dim=0)
+            area = overlap_area(concatenate_crops([views, pair]))[:2, 2:]
+            overlaps = (area > LEAST_OVERLAP * height * width).all(dim=0)
             accepted.append(Crops(pair.boxes[overlaps], pair.flips[overlaps]))
             if sum(len(crops.flips) for crops in accepted) >= self.local_crops:
-                break
-        else:
-            boxes = _centred(pair.boxes[:1], views, (height, width))
-            accepted.append(Crops(boxes.expand(self.local_crops, -1), pair.flips[:1].expand(self.local_crops)))
-        local = concatenate_crops(accepted, limit=self.local_crops)
-        return [(views, self.recipe.size), (local, self.local.size)]
+                return concatenate_crops(accepted, limit=self.local_crops)
+        pair = sample_crops(height, width, self.local, generator=generator)
+        boxes = _centred(pair.boxes[:1], views, (height, width))
+        centred = Crops(boxes.expand(self.local_crops, -1), pair.flips[:1].expand(self.local_crops))
+        return concatenate_crops([*accepted, centred], limit=self.local_crops)
 
 
 def _centred(boxes: Int[Tensor, "n 4"], views: Crops, size: tuple[int, int]) -> Int[Tensor, "n 4"]:
@@ -123,10 +130,11 @@ class NeCo(Distillation):
     """Consistency of patch neighbours, for pretrained networks with patch tokens or a feature map.
 
     Reads `views` (the global crops; the others differ in size and area), `backbone`, `head` (its MLP), `optim`, and
-    `objects.group_size`: the references of a patch are drawn from the images of its group. The released code draws them
-    from the whole batch of a device, or from a queue of earlier batches for DINOv2, which is left out. The released
-    code also updates the teacher before the optimiser's step, not after it; has boxes of 98 pixels in local crops of 96;
-    resizes crops bilinearly, not bicubically; and never flips them, for which `views.flip` is 0.
+    `objects.group_size`: the references of a patch are drawn from the images of its group.
+
+    Differs from the released code, which draws references from the whole batch of a device, or for DINOv2 from a queue
+    of earlier batches; updates the teacher before the optimiser's step, not after it; has boxes of 98 pixels in local
+    crops of 96; resizes crops bilinearly, not bicubically; and never flips them, for which `views.flip` must be 0.
 
     Args:
         setting: the run.
@@ -179,7 +187,8 @@ class NeCo(Distillation):
             raise ConfigError(f"objective.args.grid must be >= 2, got {grid}")
         if not 0 < steepness < float("inf"):
             raise ConfigError(f"objective.args.steepness must be > 0 and finite, got {steepness}")
-        self.grid, self.similarity = grid, similarity
+        self.grid = grid
+        self.similarity: Similarity = similarity
         self.sorting = SortingNetwork(grid**2, sorting, steepness=steepness)
         self.images_per_group = setting.options.objects.group_size
         self.uses_all_parameters = False  # layers for the global token, such as attention pooling, get no gradient
