@@ -23,7 +23,6 @@ from cribo.pretraining import PretrainConfig, pretrain
 
 Tiny = Callable[..., PretrainConfig]
 STEP = Step(6, steps_per_epoch=4, total_steps=12)
-NETWORK = SortingNetwork(9, steepness=100.0)
 
 
 def make(tiny: Tiny, changes: dict[str, Any] | None = None, **args: Any) -> NeCo:
@@ -53,10 +52,11 @@ def test_golden_loss_and_gradient(file: Path) -> None:
         torch.zeros(images, crops, dtype=torch.bool),
         grid=grid,
     )
+    network = SortingNetwork(grid**2, steepness=100.0)
     losses, _ = neighbour_losses(
         *pairs,
         values["permutations"][:, None],
-        SortingNetwork(grid**2, steepness=100.0),
+        (network, network),
         similarity="euclidean" if "euclidean" in file.stem else "cosine",
     )
     torch.testing.assert_close(losses, values["terms"], rtol=1e-5, atol=1e-5)
@@ -68,7 +68,8 @@ def test_golden_loss_and_gradient(file: Path) -> None:
 
 @pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
 def test_forward_returns_the_mean_over_pairs_rows_and_references(tiny: Tiny, similarity: Any) -> None:
-    objective = make(tiny, {"backbone.drop_path": 0.0, "views.flip": 0.0}, similarity=similarity)
+    changes = {"backbone.drop_path": 0.0, "views.flip": 0.0}
+    objective = make(tiny, changes, similarity=similarity, steepness=(40.0, 80.0))
     with torch.no_grad():
         for parameter in objective.student.parameters():
             parameter *= 1.1
@@ -101,12 +102,12 @@ def test_forward_returns_the_mean_over_pairs_rows_and_references(tiny: Tiny, sim
                 references = teacher.flatten(0, 1)[order].unflatten(0, (4, 9))
                 for image in range(4):
                     ranks = []
-                    for rows in (teacher[image], student[image]):
+                    for rows, steepness in ((teacher[image], 80.0), (student[image], 40.0)):
                         if similarity == "cosine":
                             numbers = F.cosine_similarity(rows[:, None], references[image], dim=2)
                         else:
                             numbers = (rows[:, None] - references[image]).norm(dim=2)
-                        ranks.append(NETWORK(numbers)[1])
+                        ranks.append(SortingNetwork(9, steepness=steepness)(numbers)[1])
                     terms += (-(ranks[0] * ranks[1].log()).sum(dim=2).mean(dim=1)).unbind()
             place += 1
     torch.testing.assert_close(output.losses["neco"], torch.stack(terms).mean(), rtol=1e-5, atol=1e-5)
@@ -147,7 +148,7 @@ def test_memory_is_that_of_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def losses_and_gradient() -> tuple[torch.Tensor, torch.Tensor]:
         student = start.clone().requires_grad_()
-        losses, _ = neighbour_losses(teacher, student, order, network)
+        losses, _ = neighbour_losses(teacher, student, order, (network, network))
         losses.mean().backward()
         assert student.grad is not None
         return losses, student.grad
@@ -229,7 +230,7 @@ def test_local_crops_are_a_multiple_of_the_patch_size(tiny: Tiny) -> None:
         ({}, {"local_area": (0.001, 0.01)}, r"local_area must end above 0\.01 .*, got 0\.01"),
         ({"views.area": (0.01, 0.02)}, {}, r"views\.area must end above 0\.02 .*, got 0\.02"),
         ({}, {"grid": 1}, r"grid must be >= 2, got 1"),
-        ({}, {"steepness": 0.0}, r"steepness must be > 0 and finite, got 0\.0"),
+        ({}, {"steepness": (100.0, 0.0)}, r"steepness must be > 0 and finite, got \(100\.0, 0\.0\)"),
     ],
 )
 def test_invalid_options_are_rejected(tiny: Tiny, changes: dict[str, Any], args: dict[str, Any], message: str) -> None:

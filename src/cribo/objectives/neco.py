@@ -134,7 +134,7 @@ class NeCo(Distillation):
 
     Differs from the released code, which draws references from the whole batch of a device, or for DINOv2 from a queue
     of earlier batches; updates the teacher before the optimiser's step, not after it; has boxes of 98 pixels in local
-    crops of 96; resizes crops bilinearly, not bicubically; and never flips them, for which `views.flip` must be 0.
+    crops of 96; resizes crops bilinearly, not bicubically; and never flips them, as with `views.flip` 0.
 
     Args:
         setting: the run.
@@ -144,7 +144,9 @@ class NeCo(Distillation):
         grid: an overlap is divided into grid x grid patches, and each is compared with as many references.
         similarity: order of the references: `cosine` similarity, or `euclidean` distance.
         sorting: sorting network: `bitonic`, or `odd_even`, whose ranks are softer.
-        steepness: steepness of the sorting network; larger values give harder ranks.
+        steepness: (student, teacher) steepness of the sorting networks; larger values give harder ranks. The released
+            code has 100 for both. From random weights, give the teacher a larger value: with equal ones, all references
+            become equally similar.
 
     Raises:
         ConfigError: a value out of range.
@@ -168,7 +170,7 @@ class NeCo(Distillation):
         grid: int = 7,
         similarity: Similarity = "cosine",
         sorting: SortingKind = "bitonic",
-        steepness: float = 100.0,
+        steepness: tuple[float, float] = (100.0, 100.0),
     ) -> None:
         super().__init__(setting, levels=())
         backbone, recipe = self.student.backbone, setting.options.views
@@ -185,11 +187,12 @@ class NeCo(Distillation):
                 )
         if grid < 2:
             raise ConfigError(f"objective.args.grid must be >= 2, got {grid}")
-        if not 0 < steepness < float("inf"):
+        if not all(0 < value < float("inf") for value in steepness):
             raise ConfigError(f"objective.args.steepness must be > 0 and finite, got {steepness}")
         self.grid = grid
         self.similarity: Similarity = similarity
-        self.sorting = SortingNetwork(grid**2, sorting, steepness=steepness)
+        self.student_sorting = SortingNetwork(grid**2, sorting, steepness=steepness[0])
+        self.teacher_sorting = SortingNetwork(grid**2, sorting, steepness=steepness[1])
         self.images_per_group = setting.options.objects.group_size
         self.uses_all_parameters = False  # layers for the global token, such as attention pooling, get no gradient
         self.crops = OverlappingCrops(
@@ -221,7 +224,8 @@ class NeCo(Distillation):
         pairs = aligned_pairs(teacher, students, boxes[:, :2], boxes[:, :, :2], batch["flips"], grid=self.grid)
         order = batch["order"].unflatten(0, (-1, self.images_per_group))  # (groups, images, P, n)
         order = order.permute(2, 0, 1, 3).flatten(2).argsort(dim=-1, stable=True)
-        losses, entropies = neighbour_losses(*pairs, order, self.sorting, similarity=self.similarity)
+        networks = self.student_sorting, self.teacher_sorting
+        losses, entropies = neighbour_losses(*pairs, order, networks, similarity=self.similarity)
         return Output({"neco": losses.mean()}, {"rank_entropy": entropies.mean()})
 
     def schedules(self, step: Step) -> dict[str, float]:
@@ -292,7 +296,7 @@ def neighbour_losses(
     teacher: Float[Tensor, "p b n e"],
     student: Float[Tensor, "p b n e"],
     order: Int[Tensor, "p k m"],
-    network: SortingNetwork,
+    networks: tuple[SortingNetwork, SortingNetwork],
     *,
     similarity: Similarity = "cosine",
 ) -> tuple[Float[Tensor, " p"], Float[Tensor, " p"]]:
@@ -304,7 +308,7 @@ def neighbour_losses(
         teacher: (P, B, n, E) the teacher's rows, any scale.
         student: (P, B, n, E) the student's rows of the same patches.
         order: (P, k, m) a permutation of the m = B n / k rows of each of k groups, which deals them to the images.
-        network: sorts n numbers.
+        networks: networks of student and teacher that sort n numbers.
         similarity: what references are sorted by, in ascending order.
 
     Returns:
@@ -316,13 +320,15 @@ def neighbour_losses(
     references = rows.gather(2, order[..., None].expand_as(rows)).view_as(teacher)
     numbers = [similarities(each, references, similarity).flatten(0, 2) for each in (student, teacher)]
 
+    student_network, teacher_network = networks
+
     def of_block(student: Tensor, teacher: Tensor) -> Float[Tensor, "2 block"]:
-        targets, ranks = network(teacher)[1], network(student)[1]
+        targets, ranks = teacher_network(teacher)[1], student_network(student)[1]
         return torch.stack([-(targets * other.log()).sum(dim=2).mean(dim=1) for other in (ranks, targets)])
 
     # Each layer of the network saves about half of a matrix (n, n) for each row. Recomputed in the backward pass, those
     # of one block are in memory.
-    size = rows_per_block(len(network.comparators) * network.count**2 // 2, student.device)
+    size = rows_per_block(len(student_network.comparators) * student_network.count**2 // 2, student.device)
     blocks = zip(*(each.split(size) for each in numbers), strict=True)
     entropies = torch.cat([checkpoint(of_block, *block, use_reentrant=False) for block in blocks], dim=1)
     losses, least = entropies.view(2, len(teacher), -1).mean(dim=2)
