@@ -1,6 +1,7 @@
 """NeCo, against golden values and its definition."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -262,3 +263,21 @@ def test_it_trains(tiny: Tiny, tmp_path: Path, network: dict[str, Any]) -> None:
     config = dataclasses.replace(config, objective=dataclasses.replace(config.objective, name="neco", args=args))
     run = pretrain(config, out=tmp_path)
     assert 0 < run.summary["losses"]["neco"] < 5
+
+
+def test_the_loss_falls_and_features_stay_different(tiny: Tiny) -> None:
+    changes = {"backbone.drop_path": 0.0, "optim.momentum": (0.9, 0.9), "views.jitter": 0.0}
+    objective = make(tiny, changes, steepness=(30.0, 100.0))
+    batch = batch_of(objective)
+    optimiser = torch.optim.AdamW(objective.trainable().parameters(), lr=1e-3)
+    losses, entropies = [], []
+    for _ in range(40):
+        output = objective(batch, STEP)
+        optimiser.zero_grad()
+        output.losses["neco"].backward()
+        optimiser.step()
+        objective.after_step(STEP)
+        losses.append(float(output.losses["neco"].detach()))
+        entropies.append(float(output.metrics["rank_entropy"]))  # pyright: ignore[reportArgumentType]
+    assert losses[-1] < 0.9 * losses[0]
+    assert entropies[-1] < 0.9 * math.log(9)  # of uniform ranks, when all features are the same

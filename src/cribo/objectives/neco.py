@@ -314,7 +314,7 @@ def neighbour_losses(
     Returns:
         (P,) losses, and (P,) the entropies of the teacher's ranks, which are the least possible losses.
 
-    Source: NeCo, "Patch neighbour consistency"; details as in the released code.
+    Source: Pariza et al. 2025; details as in the released code.
     """
     rows = teacher.reshape(*order.shape, teacher.shape[-1])
     references = rows.gather(2, order[..., None].expand_as(rows)).view_as(teacher)
