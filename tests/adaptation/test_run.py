@@ -119,6 +119,18 @@ def test_the_closed_form_decorrelates_the_patches_of_the_images(scenes: Path, so
 
 
 @pytest.mark.slow
+def test_another_objective_trains_the_last_block(scenes: Path, source: Path, tmp_path: Path) -> None:
+    neco = {"objective.name": "neco", "objective.args": {"local_crops": 1, "local_size": 16, "grid": 2}}
+    asked = _asked(scenes, source, steps=2, blocks=4, keep="adapted", training={**TRAINING, **neco})
+    adapted = adapt(asked, out=tmp_path)
+    assert adapted.verdict.kept == "adapted weights"
+    start = load_backbone(adapted.folder / "closed_form").model.state_dict()
+    trained = load_backbone(adapted.folder / "training").model.state_dict()
+    changed = {name for name, value in trained.items() if name.startswith("blocks.") and not value.equal(start[name])}
+    assert changed == {name for name in start if name.startswith("blocks.3.")}
+
+
+@pytest.mark.slow
 def test_an_interrupted_adaptation_continues_to_the_same_weights(scenes: Path, source: Path, tmp_path: Path) -> None:
     asked = _asked(scenes, source, keep="adapted")
     folder = tmp_path / "cut"

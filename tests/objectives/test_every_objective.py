@@ -32,6 +32,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "croc": {"objective.args": {"k_start": 6, "k_max": 4, "object_prototypes": 16}, "objects.position_weight": 4.0},
     "dino": {"objective.args": {"local_crops": 2, "local_size": 16}},
     "ibot": {"objective.args": {"local_crops": 2, "local_size": 16}},
+    "neco": {"objective.args": {"local_crops": 2, "local_size": 16, "grid": 3}},
     "slotcon": {"objective.args": {"batch_norm": False}, "head.init_std": 0.2},
 }
 WHOLE_BATCH = {"slotcon"}

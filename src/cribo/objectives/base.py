@@ -34,6 +34,7 @@ BUILT_IN = {
     "mae": "cribo.objectives.mae.MAE",
     "slotcon": "cribo.objectives.slotcon.SlotCon",
     "alignment": "cribo.objectives.alignment.Alignment",
+    "neco": "cribo.objectives.neco.NeCo",
 }
 """Built-in objectives, by name."""
 
