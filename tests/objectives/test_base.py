@@ -78,7 +78,7 @@ def test_a_resumed_run_is_the_same(tiny: Tiny, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("dinos", "objective.name must be cribo, dino, .*alignment, or an import path .* did you mean dino"),
+        ("dinos", "objective.name must be cribo, .*dino, .*, or an import path .* did you mean dino"),
         ("nowhere.Objective", "module 'nowhere' not found"),
         (
             "custom_objectives.Flaten",

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 BUILT_IN = {
     "cribo": "cribo.objectives.cribo.CrIBo",
     "croc": "cribo.objectives.croc.CrOC",
+    "slotcon": "cribo.objectives.slotcon.SlotCon",
     "dino": "cribo.objectives.dino.DINO",
     "ibot": "cribo.objectives.ibot.IBOT",
-    "mae": "cribo.objectives.mae.MAE",
-    "slotcon": "cribo.objectives.slotcon.SlotCon",
-    "alignment": "cribo.objectives.alignment.Alignment",
     "neco": "cribo.objectives.neco.NeCo",
+    "mae": "cribo.objectives.mae.MAE",
+    "alignment": "cribo.objectives.alignment.Alignment",
 }
 """Built-in objectives, by name."""
 
