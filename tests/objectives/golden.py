@@ -11,9 +11,9 @@ FOLDER = Path(os.environ.get("CRIBO_GOLDEN") or Path(__file__).parents[1] / "gol
 
 
 def cases(kind: str) -> list[Path]:
-    """Return the files whose names begin with a kind, such as `neco_loss`; there is at least one."""
+    """Return the files whose names begin with a kind, such as `neco_loss`; at least one in the repository."""
     found = sorted(FOLDER.glob(f"{kind}*.npz"))
-    assert found, f"no {kind}*.npz in {FOLDER}"
+    assert found or "CRIBO_GOLDEN" in os.environ, f"no {kind}*.npz in {FOLDER}"
     return found
 
 

@@ -295,3 +295,9 @@ def test_the_loss_falls_and_features_stay_different(tiny: Tiny) -> None:
         entropies.append(float(output.metrics["rank_entropy"]))
     assert losses[-1] < 0.9 * losses[0]
     assert entropies[-1] < 0.9 * math.log(9)  # of uniform ranks, when all features are the same
+
+
+def test_a_batch_that_is_not_a_whole_number_of_groups_is_rejected(tiny: Tiny) -> None:
+    objective = make(tiny)
+    with pytest.raises(ValueError, match="a batch must be a whole number of groups of 4 images, got 3"):
+        objective(batch_of(objective, 3), STEP)

@@ -286,7 +286,7 @@ def test_a_step_updates_centre_and_teacher(tiny: Tiny) -> None:
     before = {name: value.clone() for name, value in teacher.named_parameters()}
     assert not any(name.startswith("predictor") for name in before)
     objective(batch_of(objective), STEP)
-    scores = find_slots(objective._features[0], teacher.prototypes.weight, temperature=1.0).scores
+    scores = find_slots(objective._features, teacher.prototypes.weight, temperature=1.0).scores
     expected = 0.2 * scores.flatten(0, -2).mean(dim=0)
     with torch.no_grad():
         for parameter in objective.student.parameters():

@@ -51,6 +51,12 @@ def test_weights_of_each_number_and_of_each_rank_sum_to_1(kind: Any) -> None:
         torch.testing.assert_close(weights.sum(dim=dim), torch.ones(5, 11, dtype=torch.float64))
 
 
+def test_weights_stay_above_0_at_any_steepness() -> None:
+    """The loss is their logarithm."""
+    numbers = torch.randn(5, 11, generator=torch.Generator().manual_seed(0))
+    assert (SortingNetwork(11, steepness=1e7)(numbers)[1] > 0).all()
+
+
 @pytest.mark.parametrize(
     ("count", "steepness", "message"),
     [(0, 1.0, "count must be >= 1, got 0"), (4, 0.0, r"steepness must be > 0 and finite, got 0\.0")],

@@ -128,8 +128,8 @@ class CrOC(Distillation):
         heads = backbone.key_heads
         if heads is None or not backbone.has_class_token:
             raise ConfigError(
-                "CrOC requires a vision transformer with [CLS] and attention in its last block (timm's "
-                f"VisionTransformer), not {options.backbone.name}: use vit_small_patch16_224, for example"
+                "CrOC requires a vision transformer whose global token is [CLS], with attention in its last block "
+                f"(timm's VisionTransformer), not {options.backbone.name}: use vit_small_patch16_224, for example"
             )
         side = options.views.size // backbone.patch_size
         tokens = 2 * side * side

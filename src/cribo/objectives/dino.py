@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cribo.data.samples import Batch, SampleTransform
 from cribo.method import Centre
+from cribo.method.precision import in_float32
 from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.distillation import Distillation
 from cribo.objectives.multicrop import MultiCrop, augmented_crops, check_local_crops, crop_noise
@@ -48,7 +49,7 @@ class DINO(Distillation):
     ) -> None:
         super().__init__(setting, levels={"image": setting.options.head.prototypes})
         backbone = self.student.backbone
-        check_local_crops(local_crops, local_size, local_area, backbone.patch_size)
+        check_local_crops(local_crops, local_size, local_area, backbone, views=setting.options.views.size)
         self.crops = MultiCrop(
             setting.options.views,
             local_crops=local_crops,
@@ -77,12 +78,19 @@ class DINO(Distillation):
         loss, entropy = self.image_loss(embeddings, torch.cat(students), step, images=len(batch))
         return Output({"dino": loss}, {"teacher_entropy": entropy})
 
+    @in_float32
     def image_loss(
         self, embeddings: Float[Tensor, "g e"], students: Float[Tensor, "v e"], step: Step, *, images: int
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-        """Return the loss of the embeddings of a batch of images, crop after crop, and the teacher's mean entropy.
+        """Return the loss of a batch of images, and the teacher's mean entropy divided by its maximum.
 
-        The entropy is divided by its maximum. The embeddings are kept to update the centre.
+        The teacher's embeddings are kept to update the centre.
+
+        Args:
+            embeddings: (2B, E) the teacher's, of the global crops, crop after crop.
+            students: (VB, E) the student's, of all V crops, global ones first.
+            step: sets the temperatures.
+            images: B, number of images.
         """
         level, teacher = self.level("image", step), embeddings.unflatten(0, (2, images))
         self._embeddings.append(teacher)
@@ -99,8 +107,7 @@ class DINO(Distillation):
 
     def groups(self, images: int) -> list[slice]:
         """Return the groups of images that share a centre: the whole micro-batch with the moving average."""
-        size = self.images_per_group if self.options.losses.centring == "sinkhorn" else images
-        return [slice(start, start + size) for start in range(0, images, size)]
+        return self.image_groups(images) if self.options.losses.centring == "sinkhorn" else [slice(0, images)]
 
     @torch.no_grad()
     def after_step(self, step: Step) -> None:

@@ -1,7 +1,8 @@
-"""Student and teacher networks, shared by CrIBo, CrOC and DINO."""
+"""Student and teacher networks, shared by CrIBo, CrOC, DINO, iBOT and NeCo."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -67,7 +68,50 @@ class Network(nn.Module):
         return plain_copy(self).requires_grad_(False)
 
 
-class Distillation(Objective):
+class StudentTeacher(Objective):
+    """Base of objectives with a student and its moving average as teacher, which is exported.
+
+    Reads `optim` (momentum, frozen epochs) and `losses` (teacher temperature).
+
+    Attributes:
+        student: the trained network, with a `backbone` and `last_layers`.
+        teacher: the moving average, with a `backbone`.
+    """
+
+    student: Any
+    teacher: Any
+
+    def trainable(self) -> nn.Module:
+        """Return the student."""
+        return self.student
+
+    def exported(self) -> Backbone:
+        """Return the teacher's backbone."""
+        return self.teacher.backbone
+
+    def frozen(self, step: Step) -> Iterable[nn.Parameter]:
+        """Return the last layers and the backbone in the epochs in which they are frozen."""
+        optim = self.options.optim
+        if step.epoch < optim.freeze_last_layers_epochs:
+            yield from self.student.last_layers
+        if step.epoch < optim.freeze_backbone_epochs:
+            yield from self.student.backbone.parameters()
+
+    def schedules(self, step: Step) -> dict[str, float]:
+        """Return the teacher's momentum and temperature."""
+        losses = self.options.losses
+        return {
+            "momentum": step.cosine(*self.options.optim.momentum),
+            "teacher_temperature": step.linear(*losses.teacher_temperature, losses.teacher_temperature_epochs),
+        }
+
+    def compile_parts(self, mode: CompileMode) -> None:
+        """Compile both backbones."""
+        self.student.backbone.compile(mode)
+        self.teacher.backbone.compile(mode)
+
+
+class Distillation(StudentTeacher):
     """Base of objectives with a student, its moving average as teacher, and a centre of the teacher logits per level.
 
     Reads `backbone`, `head`, `losses` (temperatures, centring) and `optim`.
@@ -76,6 +120,9 @@ class Distillation(Objective):
         setting: the run.
         levels: number of prototypes of each last layer, by name.
     """
+
+    student: Network
+    teacher: Network
 
     def __init__(self, setting: Setting, *, levels: Mapping[str, int]) -> None:
         super().__init__(setting)
@@ -144,34 +191,9 @@ class Distillation(Objective):
             lambda rows: cross_view_loss(student[:, rows], teacher[:, rows], self.centred(level, teacher[:, rows])),
         )
 
-    def trainable(self) -> Network:
-        """Return the student."""
-        return self.student
-
-    def exported(self) -> Backbone:
-        """Return the teacher's backbone."""
-        return self.teacher.backbone
-
-    def frozen(self, step: Step) -> Iterable[nn.Parameter]:
-        """Return the last layers and the backbone in the epochs in which they are frozen."""
-        optim = self.options.optim
-        if step.epoch < optim.freeze_last_layers_epochs:
-            yield from self.student.last_layers
-        if step.epoch < optim.freeze_backbone_epochs:
-            yield from self.student.backbone.parameters()
-
-    def schedules(self, step: Step) -> dict[str, float]:
-        """Return the teacher's momentum and temperature."""
-        losses = self.options.losses
-        return {
-            "momentum": step.cosine(*self.options.optim.momentum),
-            "teacher_temperature": step.linear(*losses.teacher_temperature, losses.teacher_temperature_epochs),
-        }
-
     def compile_parts(self, mode: CompileMode) -> None:
         """Compile both backbones and the cross-entropy."""
-        self.student.backbone.compile(mode)
-        self.teacher.backbone.compile(mode)
+        super().compile_parts(mode)
 
         class Compiled(SelfDistillation):
             # The number of objects changes from step to step.

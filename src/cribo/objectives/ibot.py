@@ -137,8 +137,8 @@ class IBOT(DINO):
         backbone = self.student.backbone
         if not backbone.has_class_token:
             raise ConfigError(
-                f"iBOT requires a vision transformer with a [CLS] token, not {options.backbone.name}: use "
-                "vit_small_patch16_224, for example"
+                f"iBOT requires a vision transformer whose global token is [CLS], not {options.backbone.name}: set "
+                "backbone.args {global_pool: token} if the network has [CLS], or use vit_small_patch16_224"
             )
         if not 0 < mask_probability <= 1:
             raise ConfigError(f"objective.args.mask_probability must be > 0 and at most 1, got {mask_probability}")
@@ -150,7 +150,8 @@ class IBOT(DINO):
         )
         self.patch_centre = Centre(options.head.prototypes, momentum=options.losses.centre_momentum)
         trained = not shared_blocks(backbone, options.backbone)
-        for network, requires_grad in ((self.student, trained), (self.teacher, False)):  # pairs of the moving average
+        # The teacher never reads its token, but the moving average pairs the parameters of both networks.
+        for network, requires_grad in ((self.student, trained), (self.teacher, False)):
             token = nn.Parameter(backbone.model.cls_token.new_zeros(backbone.embed_dim), requires_grad=requires_grad)
             network.register_parameter("mask_token", token)
         backbone.accept_masks()

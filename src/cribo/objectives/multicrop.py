@@ -82,18 +82,32 @@ def concatenate_crops(parts: Sequence[Crops], *, limit: int | None = None) -> Cr
     return Crops(torch.cat([part.boxes for part in parts])[:limit], torch.cat([part.flips for part in parts])[:limit])
 
 
-def check_local_crops(number: int, size: int, area: tuple[float, float], patch_size: int) -> None:
+def check_local_crops(number: int, size: int, area: tuple[float, float], backbone: Backbone, *, views: int) -> None:
     """Check the options of local crops.
 
+    Args:
+        number: number of local crops per image.
+        size: side of a local crop in pixels.
+        area: (low, high) share of the image that a local crop covers.
+        backbone: the network that encodes them.
+        views: side of a global crop in pixels.
+
     Raises:
-        ConfigError: a value out of range, or a size that is not a multiple of the patch size.
+        ConfigError: a value out of range, or a size that the network does not accept.
     """
     if number < 1:
         raise ConfigError(f"objective.args.local_crops must be >= 1, got {number}")
     if not 0 < area[0] <= area[1] <= 1:
         raise ConfigError(f"objective.args.local_area must be ordered (low, high) within 0 to 1, got {area}")
-    if size < 1 or size % patch_size:
-        raise ConfigError(f"objective.args.local_size must be a multiple of the patch size {patch_size}, got {size}")
+    if size < 1 or size % backbone.patch_size:
+        raise ConfigError(
+            f"objective.args.local_size must be a multiple of the patch size {backbone.patch_size}, got {size}"
+        )
+    if not backbone.takes_any_size and size != views:
+        raise ConfigError(
+            f"objective.args.local_size must be {views} for {backbone.name}, which accepts no other size, got {size}: "
+            "use another network"
+        )
 
 
 def augmented_crops(batch: Batch, recipe: ViewRecipe, backbone: Backbone) -> list[Float[Tensor, "r 3 h w"]]:

@@ -131,9 +131,10 @@ class NeCo(Distillation):
     Reads `views` (the global crops; the others differ in size and area), `backbone`, `head` (its MLP), `optim`, and
     `objects.group_size`: the references of a patch are drawn from the images of its group.
 
-    Differs from the released code, which draws references from the whole batch of a device, or for DINOv2 from a queue
-    of earlier batches; updates the teacher before the optimiser's step, not after it; has boxes of 98 pixels in local
-    crops of 96; resizes crops bilinearly, not bicubically; and never flips them, as with `views.flip` 0.
+    The released code draws references from the whole batch of a device, or for DINOv2 from a queue of earlier batches;
+    updates the teacher before the optimiser's step; and computes boxes for 98 pixels in local crops where the network
+    sees 96. It resizes crops bilinearly and never flips them; here they are resized bicubically, and `views.flip` 0
+    disables flips.
 
     Args:
         setting: the run.
@@ -175,7 +176,7 @@ class NeCo(Distillation):
         backbone, recipe = self.student.backbone, setting.options.views
         if local_size is None:
             local_size = max(1, _LOCAL_SIZE // backbone.patch_size) * backbone.patch_size
-        check_local_crops(local_crops, local_size, local_area, backbone.patch_size)
+        check_local_crops(local_crops, local_size, local_area, backbone, views=recipe.size)
         for name, high, least in (
             ("views.area", recipe.area[1], 2 * LEAST_OVERLAP),
             ("objective.args.local_area", local_area[1], LEAST_OVERLAP),
@@ -208,7 +209,12 @@ class NeCo(Distillation):
         return self.crops
 
     def forward(self, batch: Batch, step: Step) -> Output:
-        """Cross-entropy between the teacher's and the student's ranks over all pairs of a global and another crop."""
+        """Cross-entropy between the teacher's and the student's ranks over all pairs of a global and another crop.
+
+        Raises:
+            ValueError: the batch is not a whole number of groups.
+        """
+        self.image_groups(len(batch))  # raises errors before any work
         backbone, config = self.student.backbone, self.options.backbone
         parts = augmented_crops(batch, self.crops.recipe, backbone)
         inputs = [encode_frozen(self.teacher.backbone, views, config) for views in parts]
@@ -312,7 +318,7 @@ def neighbour_losses(
         similarity: what references are sorted by, in ascending order.
 
     Returns:
-        (P,) losses, and (P,) the entropies of the teacher's ranks, which are the least possible losses.
+        (P,) losses, and (P,) the entropies of the teacher's ranks, which are lower bounds of the losses.
 
     Source: Pariza et al. 2025; details as in the released code.
     """

@@ -180,7 +180,7 @@ class OptimConfig:
         freeze_backbone_epochs: epochs in which only the head is trained, to protect pretrained weights.
         layer_decay: learning-rate factor from each block to the one below; below 1 for pretrained weights.
         lr_factors: further learning-rate factors of parameters by the prefix of their names, such as {backbone.: 0.1};
-            the longest prefix counts. By default, those of the objective.
+            the longest matching prefix applies. By default, those of the objective.
     """
 
     name: Optimiser = "adamw"

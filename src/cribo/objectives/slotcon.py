@@ -1,11 +1,11 @@
 """SlotCon (Wen et al. 2022): semantic grouping of patches by learned prototypes, and contrast of the groups.
 
-Every patch is assigned softly to prototypes that all images share. Student and teacher must assign the patches of both
-views' overlap alike (grouping), and the mean feature of each group, a slot, must be closest to the same slot of the
-other view among the slots of all images.
+Every patch is assigned softly to prototypes that all images share. Student and teacher must give patches in the overlap
+of the views the same assignment (grouping), and the mean feature of each group, a slot, must be closest to the same
+slot of the other view among the slots of all images.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +23,8 @@ from cribo.method.blocks import rows_per_block
 from cribo.method.precision import in_float32
 from cribo.models import Backbone
 from cribo.models.lora import plain_copy
-from cribo.models.modes import CompileMode
-from cribo.objectives.base import Columns, Objective, Output, Setting, Step, move_towards
+from cribo.objectives.base import Columns, Output, Setting, Step, move_towards
+from cribo.objectives.distillation import StudentTeacher
 from cribo.objectives.options import HeadConfig
 from cribo.objectives.overlap import align, overlap_area, overlap_boxes
 from cribo.objectives.trunk import encode, inputs_of
@@ -213,6 +213,11 @@ class SlotNetwork(nn.Module):
             self.prototypes = nn.Embedding(config.prototypes, config.bottleneck_dim)  # from N(0, 1)
             self.predictor: nn.Module = _mlp(config.bottleneck_dim, config, batch_norm=batch_norm)
 
+    @property
+    def last_layers(self) -> list[nn.Parameter]:
+        """Return the prototypes."""
+        return list(self.prototypes.parameters())
+
     def project(self, tokens: Float[Tensor, "b n d"]) -> Float[Tensor, "b n e"]:
         """Project patches. Batch norms use the statistics of all of them."""
         return self.projector(tokens.flatten(0, 1)).unflatten(0, tokens.shape[:2])
@@ -248,7 +253,7 @@ def _mlp(dim: int, config: HeadConfig, *, batch_norm: bool) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-class SlotCon(Objective):
+class SlotCon(StudentTeacher):
     """Contrastive learning of slots that prototypes find.
 
     Reads `views`, `backbone`, `head` (MLPs of projector and predictor; number of prototypes), `losses` (temperatures
@@ -281,6 +286,9 @@ class SlotCon(Objective):
         progress={"slots_per_image": "{:.1f} slots per image"},
     )
     whole_batch = True
+
+    student: SlotNetwork
+    teacher: SlotNetwork
 
     def __init__(
         self,
@@ -317,48 +325,19 @@ class SlotCon(Objective):
         self.student = SlotNetwork(backbone, options.head, batch_norm=batch_norm, seed=options.seed)
         self.teacher = self.student.make_teacher()
         self.centre = Centre(options.head.prototypes, momentum=options.losses.centre_momentum)
-        self._features: list[Float[Tensor, "2 b n e"]] = []
+        self._features: Float[Tensor, "2 b n e"]  # the teacher's, of the step: there are no micro-batches
 
     def samples(self) -> OverlappingPairs:
         """Return the transform to two overlapping views."""
         sites = self.student.backbone.num_drop_path_sites
         return OverlappingPairs(self.options.views, drop_path_sites=sites)
 
-    def trainable(self) -> SlotNetwork:
-        """Return the student."""
-        return self.student
-
-    def exported(self) -> Backbone:
-        """Return the teacher's backbone."""
-        return self.teacher.backbone
-
-    def frozen(self, step: Step) -> Iterable[nn.Parameter]:
-        """Return the prototypes and the backbone in the epochs in which they are frozen."""
-        optim = self.options.optim
-        if step.epoch < optim.freeze_last_layers_epochs:
-            yield from self.student.prototypes.parameters()
-        if step.epoch < optim.freeze_backbone_epochs:
-            yield from self.student.backbone.parameters()
-
-    def schedules(self, step: Step) -> dict[str, float]:
-        """Return the teacher's momentum and temperature."""
-        losses = self.options.losses
-        return {
-            "momentum": step.cosine(*self.options.optim.momentum),
-            "teacher_temperature": step.linear(*losses.teacher_temperature, losses.teacher_temperature_epochs),
-        }
-
-    def compile_parts(self, mode: CompileMode) -> None:
-        """Compile both backbones."""
-        self.student.backbone.compile(mode)
-        self.teacher.backbone.compile(mode)
-
     def forward(self, batch: Batch, step: Step) -> Output:
         """Compute both losses, each the sum of both directions. Synchronises with the device to select slots."""
         inputs = inputs_of(batch, self.teacher.backbone, self.options)
         with torch.no_grad():
             teacher = self._slots(self.teacher, encode(self.teacher.backbone, inputs).tokens)
-        self._features.append(teacher.features)
+        self._features = teacher.features
         noise = drop_path_noise(batch)
         student = self._slots(self.student, encode(self.student.backbone, inputs, drop_path_noise=noise).tokens)
         common = student.present & teacher.present.flip(0)  # (2, B, K), by the student's view
@@ -419,8 +398,7 @@ class SlotCon(Objective):
     @torch.no_grad()
     def after_step(self, step: Step) -> None:
         """Update the centre with the mean scores of the whole batch, unaligned, and the teacher."""
-        directions = F.normalize(torch.cat([part.flatten(0, -2) for part in self._features]), dim=-1)
-        self._features = []
+        directions = F.normalize(self._features.flatten(0, -2), dim=-1)
         total = step.gather(torch.cat((directions.sum(dim=0), directions.new_full((1,), len(directions))))).sum(dim=0)
         self.centre.update(total[:-1], total[-1], F.normalize(self.teacher.prototypes.weight, dim=-1))
         self.teacher.follow(self.student, self.schedules(step)["momentum"])

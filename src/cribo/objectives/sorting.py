@@ -20,7 +20,7 @@ class SortingNetwork(nn.Module):
 
     A comparator of the numbers a and b on its lower and upper wire returns w a + (1 - w) b and (1 - w) a + w b, where
     w = arctan(steepness (b - a)) / pi + 1/2, the distribution function of the Cauchy distribution. The columns of a
-    matrix, initially the identity, are mixed with the same weights: the result says how much of each number is at
+    matrix, initially the identity, are mixed with the same weights: the result is the share of each number at
     each rank.
 
     Args:
@@ -62,7 +62,10 @@ class SortingNetwork(nn.Module):
         self.register_buffer("orders", torch.tensor(orders), persistent=False)
 
     def forward(self, numbers: Float[Tensor, "r n"]) -> tuple[Float[Tensor, "r n"], Float[Tensor, "r n n"]]:
-        """Return the sorted numbers, and the weight (R, n, n) of each number at each rank; its lines sum to 1."""
+        """Return the sorted numbers, and the weight (R, n, n) of each number at each rank.
+
+        Rows and columns of the weights sum to 1.
+        """
         orders: Int[Tensor, "layers n"] = self.get_buffer("orders")
         wires = numbers.T
         # (n wires, R, n numbers): selecting wires then copies contiguous memory.
@@ -71,7 +74,8 @@ class SortingNetwork(nn.Module):
             sizes = (pairs, pairs, self.count - 2 * pairs)
             a, b, others = wires.index_select(0, order).split(sizes)
             lower, upper, unchanged = weights.index_select(0, order).split(sizes)
-            other = 0.5 - torch.atan(self.steepness * (b - a)) / math.pi  # 1 - w
+            gap = self.steepness * (b - a)
+            other = torch.atan2(torch.ones_like(gap), gap) / math.pi  # 1 - w, without cancellation
             step, weight_step = other * (b - a), other[..., None] * (upper - lower)
             wires = torch.cat((a + step, b - step, others))
             weights = torch.cat((lower + weight_step, upper - weight_step, unchanged))
@@ -82,8 +86,8 @@ def bitonic_layers(count: int) -> list[Layer]:
     """Return the layers of a bitonic network (Batcher 1968) whose comparators all point the same way.
 
     Runs of twice the length are merged until one is left: the first layer of a merger compares the two runs, one of
-    them reversed, and the others compare halves of halves. If `count` is no power of 2, the network is that of the next
-    one without the first wires, on which minus infinity would stay.
+    them reversed, and the others compare halves of halves. If `count` is not a power of 2, the network is built for
+    the next power of 2, without the first wires, on which minus infinity would stay.
 
     Example:
         >>> bitonic_layers(4)

@@ -54,7 +54,10 @@ def encode(
     drop_path_noise: Float[Tensor, "b sites"] | None = None,
     mask: Mask | None = None,
 ) -> Features:
-    """Encode views with the whole network, or their tokens, masked before, with the blocks after the shared ones."""
+    """Encode views with the whole network, or continue from the tokens of the shared blocks.
+
+    `mask` applies to views only; tokens are masked in `encode_frozen`.
+    """
     if isinstance(inputs, Trunk):
         return backbone.encode_rest(inputs, drop_path_noise=drop_path_noise)
     return backbone(inputs, drop_path_noise=drop_path_noise, mask=mask)

@@ -49,8 +49,8 @@ class PretrainingModule(ResumableModule):
         if self.objective.whole_batch and config.optim.micro_batches > 1:
             raise ConfigError(
                 f"optim.micro_batches must be 1 for {config.objective.name}, whose losses depend on a device's whole "
-                f"batch, got {config.optim.micro_batches}: use a smaller optim.batch_size, more devices or "
-                "backbone.checkpointing selective"
+                f"batch, got {config.optim.micro_batches}: use a smaller optim.batch_size, more devices "
+                "or, for a vision transformer, backbone.checkpointing selective"
             )
         self._parameter_groups()  # raises errors about options before training
         self.schedules = Schedules(config.optim, steps_per_epoch, self.objective.schedules)
@@ -122,7 +122,7 @@ class PretrainingModule(ResumableModule):
         scaler: Any = getattr(self.trainer.precision_plugin, "scaler", None)
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             scaler.unscale_(optimizer)  # 16-mixed: Lightning does not unscale gradients of fused optimisers
-        trained = [p for p in self.objective.trainable().parameters() if p.grad is not None]
+        trained = self.objective.trainable().parameters()
         if optim.clip_norm == "global":
             torch.nn.utils.clip_grad_norm_(trained, optim.clip)
         else:

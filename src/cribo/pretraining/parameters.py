@@ -34,7 +34,7 @@ def parameter_groups(
     Weight decay is not applied to biases and other 1-D parameters; it is applied to [CLS], the position embedding
     and the weight-norm gain, which have more dimensions. With `layer_decay` below 1, the learning rate decreases from
     each block of the backbone to the previous one; the head has the full rate. `lr_factors` multiply the rates of
-    parameters whose names begin with a prefix; the longest prefix counts.
+    parameters whose names begin with a prefix; the longest matching prefix applies.
 
     Raises:
         ConfigError: no parameter has one of the prefixes.

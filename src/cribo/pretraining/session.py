@@ -22,6 +22,7 @@ from cribo.data.loading import BatchLoader
 from cribo.data.samples import SampleDataset, StepBatchSampler
 from cribo.data.scenes import Scenes
 from cribo.devices import multiplies_bfloat16
+from cribo.objectives.base import BUILT_IN
 from cribo.objectives.trunk_cache import fill
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.module import PretrainingModule
@@ -201,7 +202,7 @@ def _require_shareable(config: PretrainConfig, images_per_group: int, devices: i
     """Check that a batch can be split into whole groups on each device."""
     sizes = (images_per_group, config.optim.micro_batches, devices)
     if config.optim.batch_size % math.prod(sizes):
-        of_objects = images_per_group == config.objects.group_size
+        of_objects = config.objective.name in BUILT_IN and images_per_group == config.objects.group_size
         group = "objects.group_size" if of_objects else "the objective's images_per_group"
         raise ConfigError(
             f"optim.batch_size must be a multiple of {group} x optim.micro_batches x devices = "
