@@ -1,4 +1,4 @@
-"""CrOC: the public code's values, the clustering's properties, and the training."""
+"""CrOC, against the public code's values, and properties of its clustering and training."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What holds for the training of every objective: a row in `CHANGES` for each."""
+"""Properties of the training of every objective; each has a row in `CHANGES`."""
 
 import functools
 import shutil

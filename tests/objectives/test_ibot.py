@@ -101,7 +101,7 @@ def test_masks_are_distributed_as_those_of_the_released_code(path: Path, kind: s
 
 
 def pairs_along(masks: Tensor, axis: int) -> float:
-    """Return the share of the masked patches whose next patch along an axis is masked, too."""
+    """Return the share of masked patches whose next patch along an axis is also masked."""
     length = masks.shape[axis] - 1
     first, second = masks.narrow(axis, 0, length), masks.narrow(axis, 1, length)
     return float((first & second).sum() / first.sum())

@@ -160,7 +160,7 @@ def test_the_slot_loss_ranks_a_slot_among_all() -> None:
 
 
 def literal_losses(objective: SlotCon, batch: Batch, step: Step) -> dict[str, Tensor]:
-    """Both losses from the networks' outputs, image by image."""
+    """Compute both losses from the networks' outputs with a loop over images."""
     views = (batch["views"].float() / 255).to(torch.float64)
     outputs = {}
     for name, network in (("student", objective.student), ("teacher", objective.teacher)):

@@ -52,7 +52,7 @@ def test_weights_of_each_number_and_of_each_rank_sum_to_1(kind: Any) -> None:
 
 
 def test_weights_stay_above_0_at_any_steepness() -> None:
-    """The loss is their logarithm."""
+    """NeCo takes their logarithm."""
     numbers = torch.randn(5, 11, generator=torch.Generator().manual_seed(0))
     assert (SortingNetwork(11, steepness=1e7)(numbers)[1] > 0).all()
 

@@ -502,10 +502,10 @@ class Backbone(nn.Module):
             self._set_mask(None)
         tokens = model.norm_pre(model.patch_drop(model._pos_embed(tokens)))
         grid = (images.shape[2] // self.patch_size, images.shape[3] // self.patch_size)
-        return Trunk(model.blocks[:blocks](tokens), grid, blocks)
+        return self.continue_trunk(Trunk(tokens, grid, 0), blocks)
 
     def continue_trunk(self, trunk: "Trunk", blocks: int) -> "Trunk":
-        """Run further blocks without drop path, so that the first `blocks` blocks are done."""
+        """Run the following blocks without drop path, up to a total of `blocks`."""
         return Trunk(self.model.blocks[trunk.blocks : blocks](trunk.tokens), trunk.grid, blocks)
 
     @property

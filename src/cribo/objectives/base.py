@@ -334,6 +334,13 @@ def detached(value: Tensor | float, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def sum_over_ranks(rows: Float[Tensor, "r e"], step: Step) -> tuple[Float[Tensor, " e"], Tensor]:
+    """Return the sum of the rows of all ranks, and their number; must be called on all ranks."""
+    total = step.gather(torch.cat((rows.sum(dim=0), rows.new_full((1,), len(rows))))).sum(dim=0)
+    return total[:-1], total[-1]
+
+
+@torch.no_grad()
 def move_towards(average: nn.Module, module: nn.Module, momentum: float) -> None:
     """Update an exponential moving average: average <- momentum * average + (1 - momentum) * module, LoRA merged."""
     from torch.optim.swa_utils import get_ema_multi_avg_fn

@@ -14,7 +14,7 @@ from cribo.method import Centre, ProjectionHead, PrototypeLayer, SelfDistillatio
 from cribo.models import Backbone
 from cribo.models.lora import plain_copy
 from cribo.models.modes import CompileMode
-from cribo.objectives.base import Objective, Setting, Step, move_towards
+from cribo.objectives.base import Objective, Setting, Step, move_towards, sum_over_ranks
 from cribo.objectives.objects import mean_over_groups
 from cribo.objectives.options import HeadConfig
 from cribo.objectives.sinkhorn import sinkhorn_centre
@@ -213,8 +213,7 @@ class Distillation(StudentTeacher):
             return
         for name, parts in embeddings.items():
             rows = torch.cat([part.flatten(0, -2) for part in parts])
-            total = step.gather(torch.cat((rows.sum(dim=0), rows.new_full((1,), len(rows))))).sum(dim=0)
-            self.centre(name).update(total[:-1], total[-1], self.level(name, step).teacher_prototypes)
+            self.centre(name).update(*sum_over_ranks(rows, step), self.level(name, step).teacher_prototypes)
 
     @torch.no_grad()
     def move_teacher(self, step: Step) -> None:

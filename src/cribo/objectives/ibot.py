@@ -162,7 +162,7 @@ class IBOT(DINO):
         return self.masked_crops
 
     def forward(self, batch: Batch, step: Step) -> Output:
-        """Compute the loss of [CLS] over all pairs of different crops, and that of the masked patches of each crop."""
+        """Compute the loss of [CLS] over all pairs of different crops, and the loss of the masked patches."""
         student, teacher, config = self.student, self.teacher, self.options.backbone
         global_crops, local_crops = augmented_crops(batch, self.crops.recipe, student.backbone)
         global_noise, local_noise = crop_noise(batch)
@@ -205,7 +205,7 @@ class IBOT(DINO):
 def masked_patch_loss(
     student: Float[Tensor, "r e"], teacher: Float[Tensor, "r e"], masks: Bool[Tensor, "2 b n"], level: SelfDistillation
 ) -> Float[Tensor, ""]:
-    """Cross-entropy of the masked patches: the mean within each view, then over views; a view without masks adds 0.
+    """Cross-entropy of the masked patches, averaged within each view and then over views; 0 for a view without masks.
 
     Args:
         student: (R, E) the student's embeddings of the masked patches, in the order of `masks`.

@@ -39,7 +39,7 @@ class Round(NamedTuple):
 
     @property
     def total_cost(self) -> Float[Tensor, "b h"]:
-        """Cost of the plan."""
+        """Total cost of the transport plan."""
         return (self.plan * self.cost).sum(dim=(2, 3))
 
 
@@ -96,7 +96,7 @@ def draw_clusters(
 
 @dataclass(frozen=True)
 class JointClustering:
-    """Clustering of the tokens of both views of each image for each head, with K of 2 to `k_max` clusters.
+    """Clustering of the tokens of both views of each image for each head, into 2 to `k_max` clusters.
 
     Starts from K_start tokens. Each round solves a transport problem between tokens and clusters, and merges the two
     most similar clusters, down to K = 2; then the K of least cost is chosen.
@@ -156,7 +156,7 @@ class JointClustering:
         positions: Float[Tensor, "b 2 n 2"],
         initial_tokens: Int[Tensor, "b h k"],
     ) -> list[Round]:
-        """Return the rounds of K = K_start, ..., 2 clusters; the arguments are those of the call.
+        """Return the rounds with K = K_start, ..., 2 clusters; takes the arguments of `__call__`.
 
         A merged cluster is the last one of its round.
         """
@@ -218,7 +218,9 @@ def merge_most_similar(
 
 
 def choose_clusters(rounds: Sequence[Round], k_max: int) -> Clusters:
-    """Choose the round of least cost among those with at most `k_max` clusters; the largest of equal ones.
+    """Choose the round with the lowest cost among those with at most `k_max` clusters.
+
+    Of rounds with equal costs, the one with the most clusters is chosen.
 
     Each token belongs to the cluster of its largest weight: the plan divided by the cluster's mass in the token's view.
 
@@ -249,7 +251,7 @@ def pool_clusters(
     *,
     images_per_norm: int = 1,
 ) -> Float[Tensor, "b h k 2 d"]:
-    """Sum the tokens of each cluster with their weights, and give the sums the mean norm of [CLS].
+    """Compute the weighted sum of each cluster's tokens, rescaled to the mean norm of [CLS].
 
     Args:
         tokens: (B, 2, N, D) tokens of both views, from the student or the teacher.

@@ -1,4 +1,4 @@
-"""NeCo (Pariza et al. 2025): the patches of a scene must have the same neighbours in the same order for both networks.
+"""NeCo (Pariza et al. 2025): student and teacher must rank the neighbours of a patch in the same order.
 
 In the overlap of two crops, student and teacher compare the same places with the same patches of other images. A
 differentiable sorting network ranks these references by similarity, and the student learns the teacher's ranks.
@@ -30,14 +30,14 @@ from cribo.objectives.views import load_for_crops
 Similarity = Literal["cosine", "euclidean"]
 
 LEAST_OVERLAP = 0.01
-"""Share of the image in which a local crop overlaps each global crop; the global ones overlap in twice as much."""
+"""Smallest overlap of a local and a global crop, as a share of the image; twice as much for the global crops."""
 
 _LOCAL_SIZE = 98
 _CROP_ATTEMPTS = 100
 
 
 class OverlappingCrops(MultiCrop):
-    """Transform of an image into global and local crops that overlap, with their overlaps.
+    """Transform of an image into overlapping global and local crops, with the boxes of the overlaps.
 
     Crops are redrawn until each overlaps both global crops by more than `LEAST_OVERLAP` of the image, and the global
     crops each other by twice as much. After a hundred draws, the second global crop is the first, and local crops are
@@ -194,7 +194,7 @@ class NeCo(Distillation):
         self.student_sorting = SortingNetwork(grid**2, sorting, steepness=steepness[0])
         self.teacher_sorting = SortingNetwork(grid**2, sorting, steepness=steepness[1])
         self.images_per_group = setting.options.objects.group_size
-        self.uses_all_parameters = False  # layers for the global token, such as attention pooling, get no gradient
+        self.uses_all_parameters = False  # those of the global token, such as attention pooling, get no gradient
         self.crops = OverlappingCrops(
             recipe,
             local_crops=local_crops,

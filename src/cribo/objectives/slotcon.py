@@ -23,7 +23,7 @@ from cribo.method.blocks import rows_per_block
 from cribo.method.precision import in_float32
 from cribo.models import Backbone
 from cribo.models.lora import plain_copy
-from cribo.objectives.base import Columns, Output, Setting, Step, move_towards
+from cribo.objectives.base import Columns, Output, Setting, Step, move_towards, sum_over_ranks
 from cribo.objectives.distillation import StudentTeacher
 from cribo.objectives.options import HeadConfig
 from cribo.objectives.overlap import align, overlap_area, overlap_boxes
@@ -85,7 +85,7 @@ def overlapping_crops(height: int, width: int, recipe: ViewRecipe, *, generator:
 
 @dataclass(frozen=True)
 class Slots:
-    """Soft assignment of the patches of some views to prototypes.
+    """Soft assignment of patches to prototypes, for any number of views.
 
     Attributes:
         features: (..., N, E) projected patches.
@@ -223,7 +223,7 @@ class SlotNetwork(nn.Module):
         return self.projector(tokens.flatten(0, 1)).unflatten(0, tokens.shape[:2])
 
     def make_teacher(self) -> "SlotNetwork":
-        """Return a copy without predictor and without gradients, which stays in training mode."""
+        """Return a copy without predictor and gradients, which stays in training mode."""
         teacher = plain_copy(self).requires_grad_(False)
         teacher.predictor = nn.Identity()
         return teacher
@@ -325,7 +325,7 @@ class SlotCon(StudentTeacher):
         self.student = SlotNetwork(backbone, options.head, batch_norm=batch_norm, seed=options.seed)
         self.teacher = self.student.make_teacher()
         self.centre = Centre(options.head.prototypes, momentum=options.losses.centre_momentum)
-        self._features: Float[Tensor, "2 b n e"]  # the teacher's, of the step: there are no micro-batches
+        self._features: Float[Tensor, "2 b n e"]  # of the teacher in this step, which has no micro-batches
 
     def samples(self) -> OverlappingPairs:
         """Return the transform to two overlapping views."""
@@ -392,20 +392,20 @@ class SlotCon(StudentTeacher):
 
     @property
     def _fewest_rows(self) -> int:
-        """The fewest rows of the predictor: batch norms that are not synchronised need two."""
+        """Smallest number of rows for the predictor: batch norms that are not synchronised need two."""
         return 2 if any(isinstance(layer, nn.BatchNorm1d) for layer in self.student.predictor.modules()) else 0
 
     @torch.no_grad()
     def after_step(self, step: Step) -> None:
-        """Update the centre with the mean scores of the whole batch, unaligned, and the teacher."""
+        """Update the teacher, and the centre with the mean scores of the whole batch before alignment."""
         directions = F.normalize(self._features.flatten(0, -2), dim=-1)
-        total = step.gather(torch.cat((directions.sum(dim=0), directions.new_full((1,), len(directions))))).sum(dim=0)
-        self.centre.update(total[:-1], total[-1], F.normalize(self.teacher.prototypes.weight, dim=-1))
+        prototypes = F.normalize(self.teacher.prototypes.weight, dim=-1)
+        self.centre.update(*sum_over_ranks(directions, step), prototypes)
         self.teacher.follow(self.student, self.schedules(step)["momentum"])
 
 
 def gather_rows(rows: Float[Tensor, "r e"], lengths: Sequence[int], step: Step) -> Float[Tensor, "z e"]:
-    """Return the rows of all ranks, in the order of the ranks.
+    """Return the rows of all ranks, rank after rank.
 
     Args:
         rows: (R, E) rows of this rank.

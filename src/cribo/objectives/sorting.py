@@ -12,7 +12,7 @@ from cribo.errors import InputError
 SortingKind = Literal["bitonic", "odd_even"]
 
 Layer = list[tuple[int, int]]
-"""Comparators that work in parallel, as pairs (lower wire, upper wire): the smaller number leaves on the lower one."""
+"""Parallel comparators, as pairs (lower wire, upper wire): the smaller number leaves on the lower wire."""
 
 
 class SortingNetwork(nn.Module):
