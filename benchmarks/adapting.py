@@ -30,12 +30,8 @@ from cribo.retrieval import BackboneSource
 
 POWER = 0.6
 _ALIGNMENT = {"points": 0, "cross_view": 0, "cross_image": 0, "object_neighbours": 0, "patch_neighbours": 0}
-_CRIBO = {
-    "objective.name": "cribo",
-    "head.prototypes": 2048,
-    "losses.centring": "sinkhorn",
-    "optim.freeze_last_layers_epochs": 0,
-}
+_HEADS = {"head.prototypes": 2048, "losses.centring": "sinkhorn", "optim.freeze_last_layers_epochs": 0}
+_CRIBO = {"objective.name": "cribo", **_HEADS}
 
 
 def without_heads(**weights: float) -> dict[str, Any]:
@@ -56,6 +52,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "cribo: image level": {**_CRIBO, "losses.cross_view": 0, "losses.cross_image": 0},
     "cribo: + cross-view": {**_CRIBO, "losses.cross_image": 0},
     "cribo": _CRIBO,
+    "croc": {"objective.name": "croc", **_HEADS},
+    "ibot": {"objective.name": "ibot", "objective.args": {"local_size": 98}, **_HEADS},
+    "neco": {"objective.name": "neco", "optim.lr_factors": {"head.": 10}},
 }
 """Changes to the preset `adapt` in each row."""
 

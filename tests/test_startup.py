@@ -16,6 +16,7 @@ _DATA = ["--backbone", "x", "--data", "voc"]
 REFUSED = {
     "pretrain": ["--optim.epochs", "x"],
     "adapt": ["x", "--backbone", "x", "--minutes", "0"],
+    "distill": ["x", "--teacher", "x", "--backbone", "x", "--steps", "0"],
     "profile": ["--optim.lr", "-1"],
     "benchmark": ["--backbone", "x", "--data", "x", "--pictures", "-1"],
     "evaluate dense-nn": [*_DATA, "--size", "1", "2", "3"],

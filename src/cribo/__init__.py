@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from cribo.adaptation import AdaptConfig, adapt
+    from cribo.adaptation import AdaptConfig, DistillConfig, adapt, distill
     from cribo.evaluation import evaluate
     from cribo.models import load_backbone
     from cribo.pretraining import load_config, pretrain, resume

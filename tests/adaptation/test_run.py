@@ -61,6 +61,15 @@ def _asked(scenes: Path, source: Path, **changes: object) -> AdaptConfig:
     return AdaptConfig(backbone=BackboneSource(str(source)), **{**values, **changes})
 
 
+def test_options_of_the_objective_are_checked_before_the_closed_form(
+    scenes: Path, source: Path, tmp_path: Path
+) -> None:
+    training = {**TRAINING, "objective.name": "dino", "objective.args": {"local_size": 20}}
+    with pytest.raises(ValueError, match="local_size must be a multiple of the patch size 8, got 20"):
+        adapt(_asked(scenes, source, training=training), out=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_the_command_writes_a_backbone_a_verdict_and_a_picture(
     scenes: Path, labelled: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -165,7 +174,7 @@ def test_a_network_that_does_not_improve_is_not_kept(scenes: Path, source: Path,
     )
     assert adapted.verdict.kept == "starting weights"
     assert adapted.verdict.labelled["closed form"].high < 0
-    assert "Kept the starting weights: adaptation did not help." in adapted.verdict.sentences
+    assert "Kept the starting weights: training did not help." in adapted.verdict.sentences
     original = load_backbone(source)
     kept = load_backbone(tmp_path / "worse")
     image = torch.rand(1, 3, 32, 32)

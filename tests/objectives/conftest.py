@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.pretraining.test_spread import assert_same_checkpoint
 
 from cribo.pretraining import PretrainConfig, pretrain, resume
 from cribo.training.checkpoints import checkpoint_files
@@ -22,7 +23,7 @@ def resumed_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[
             file.unlink()
         resume(folder)
         again = torch.load(last, weights_only=False)["state_dict"]
-        torch.testing.assert_close(whole, again, rtol=0, atol=0)
+        assert_same_checkpoint(whole, again, 0)
         return whole
 
     return call

@@ -12,9 +12,11 @@ from tests.commands import Commands
 from tests.pretraining.test_spread import Runs, assert_same_checkpoint, last
 
 from cribo.arguments import ConfigError
+from cribo.models import build_backbone, save_backbone
 from cribo.pretraining import PretrainConfig, pretrain
 
 Tiny = Callable[..., PretrainConfig]
+Options = Callable[..., dict[str, Any]]
 Whole = Callable[[str], dict[str, Any]]
 
 COMMON: dict[str, Any] = {
@@ -31,6 +33,7 @@ COMMON: dict[str, Any] = {
 CHANGES: dict[str, dict[str, Any]] = {
     "croc": {"objective.args": {"k_start": 6, "k_max": 4, "object_prototypes": 16}, "objects.position_weight": 4.0},
     "dino": {"objective.args": {"local_crops": 2, "local_size": 16}},
+    "distill": {},
     "ibot": {"objective.args": {"local_crops": 2, "local_size": 16}},
     "neco": {"objective.args": {"local_crops": 2, "local_size": 16, "grid": 3}},
     "slotcon": {"objective.args": {"batch_norm": False}, "head.init_std": 0.2},
@@ -39,9 +42,19 @@ WHOLE_BATCH = {"slotcon"}
 """Objectives that reject micro-batches."""
 
 
-def options(name: str, **changes: Any) -> dict[str, Any]:
-    own = {key.replace("__", "."): value for key, value in changes.items()}
-    return {**COMMON, "objective.name": name, **CHANGES[name], **own}
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> Options:
+    """Return the options of an objective, with changes; the teacher of `distill` is saved once."""
+    folder = tmp_path_factory.mktemp("teacher")
+    args = {"patch_size": 12, "depth": 1, "embed_dim": 24, "num_heads": 2}
+    save_backbone(build_backbone("vit_tiny_patch16_224", args=args, image_size=36, seed=5), folder)
+
+    def make(name: str, **changes: Any) -> dict[str, Any]:
+        own = {key.replace("__", "."): value for key, value in changes.items()}
+        taught = {"objective.args": {"teacher": str(folder)}} if name == "distill" else {}
+        return {**COMMON, "objective.name": name, **CHANGES[name], **taught, **own}
+
+    return make
 
 
 def trained(config: PretrainConfig, out: Path, name: str) -> dict[str, Any]:
@@ -52,27 +65,27 @@ def trained(config: PretrainConfig, out: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+def whole(tiny: Tiny, options: Options, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
     """Train an objective in one process and without micro-batches, once; return the last checkpoint."""
     folder = tmp_path_factory.mktemp("whole")
     return functools.cache(lambda name: trained(tiny(options(name)), folder, name))
 
 
 @pytest.mark.parametrize("name", sorted(CHANGES.keys() - WHOLE_BATCH))
-def test_micro_batches_change_nothing(tiny: Tiny, whole: Whole, name: str, tmp_path: Path) -> None:
+def test_micro_batches_change_nothing(tiny: Tiny, options: Options, whole: Whole, name: str, tmp_path: Path) -> None:
     split = trained(tiny(options(name, optim__micro_batches=2)), tmp_path, "split")
     assert_same_checkpoint(whole(name)["state_dict"], split["state_dict"], 1e-9)
 
 
 @pytest.mark.parametrize("name", sorted(WHOLE_BATCH))
-def test_micro_batches_are_rejected(tiny: Tiny, name: str, tmp_path: Path) -> None:
+def test_micro_batches_are_rejected(tiny: Tiny, options: Options, name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"micro_batches must be 1 for {name}, .* got 2: use a smaller"):
         pretrain(tiny(options(name, optim__micro_batches=2)), out=tmp_path)
 
 
 @pytest.mark.parametrize("name", sorted(CHANGES))
 def test_two_processes_train_the_same_network(
-    tiny: Tiny, whole: Whole, commands: Commands, name: str, tmp_path: Path
+    tiny: Tiny, options: Options, whole: Whole, commands: Commands, name: str, tmp_path: Path
 ) -> None:
     two = Runs(tmp_path, tiny, commands, options(name))(2)
     for part in ("state_dict", "cribo"):
@@ -80,14 +93,14 @@ def test_two_processes_train_the_same_network(
 
 
 @pytest.mark.parametrize("name", sorted(CHANGES))
-def test_a_resumed_run_is_identical(tiny: Tiny, name: str, resumed_state: Callable[..., Any]) -> None:
+def test_a_resumed_run_is_identical(tiny: Tiny, options: Options, name: str, resumed_state: Callable[..., Any]) -> None:
     resumed_state(tiny(options(name, runtime__precision="32-true", runtime__checkpoint_every=3)))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize("name", sorted(CHANGES))
-def test_a_compiled_run_is_the_same(tiny: Tiny, whole: Whole, name: str, tmp_path: Path) -> None:
+def test_a_compiled_run_is_the_same(tiny: Tiny, options: Options, whole: Whole, name: str, tmp_path: Path) -> None:
     torch.compiler.reset()
     compiled = trained(tiny(options(name, runtime__compile="default")), tmp_path, "compiled")
     torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""Adaptation of a pretrained backbone to unlabelled images: closed form, training, and a verdict (docs/adapting.md)."""
+"""Backbones for one's own unlabelled images, with a verdict: adaptation, and distillation (docs/adapting.md)."""
 
 from typing import TYPE_CHECKING
 
@@ -6,7 +6,8 @@ from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cribo.adaptation.closed_form import choose_closed_form, refit_whitening
-    from cribo.adaptation.config import AdaptConfig
+    from cribo.adaptation.config import AdaptConfig, DistillConfig
+    from cribo.adaptation.distilling import Distilled, distill
     from cribo.adaptation.indicators import neighbour_agreement
     from cribo.adaptation.run import Adapted, adapt
 

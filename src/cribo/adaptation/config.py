@@ -83,3 +83,48 @@ class AdaptConfig:
     def trains(self) -> bool:
         """Whether weights are trained after the closed form."""
         return self.steps is not None or self.minutes > CLOSED_FORM_ALONE
+
+
+@dataclass
+class DistillConfig:
+    """Distillation of a network into another one on unlabelled images.
+
+    Attributes:
+        images: a folder of images (nested or not), or a text file that lists images.
+        teacher: the network whose features are learnt.
+        backbone: the network to train.
+        minutes: total time on this machine.
+        steps: number of training steps instead of `minutes`; the result is then independent of the machine's speed.
+        labelled: folder of labelled images for the verdict: images/ and labels/ (PNG with class indices, 255 for
+            ignored pixels), each with or without train/ and val/; at least ten images. They are never trained on.
+        keep: the network to export: `better` for the best one that improves retrieval or segmentation and degrades
+            neither, or `trained` for the last one in any case.
+        recipe: a preset or YAML file of `cribo pretrain`, with the objective `distill`.
+        training: values that override the recipe, such as {"optim.lr": 1e-3, "views.size": 320}.
+        workers: number of data loading workers during training. [depends on the number of cores]
+        device: device, such as cuda:0 or cpu. [a GPU if available]
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    images: str
+    teacher: BackboneSource
+    backbone: BackboneSource
+    minutes: float = 15.0
+    steps: int | None = None
+    labelled: str | None = None
+    keep: Literal["better", "trained"] = "better"
+    recipe: str = "distill"
+    training: dict[str, Any] = field(default_factory=dict)
+    workers: int | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        require_positive(self, "minutes")
+        require_least(self, {"steps": 1})
+        for option, source in (("teacher", self.teacher), ("backbone", self.backbone)):
+            if source.source == MEAN_COLOUR:
+                raise ConfigError(f"--{option} {MEAN_COLOUR} has no weights: choose a network")
+            if source.layers != 1:
+                raise ConfigError(f"distill does not support --{option}.layers {source.layers}: remove it")

@@ -3,9 +3,8 @@
 import copy
 import json
 import logging
-import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -18,25 +17,30 @@ from cribo.adaptation.closed_form import Choice, choose_closed_form, refit_white
 from cribo.adaptation.config import AdaptConfig
 from cribo.adaptation.labelled import open_labelled
 from cribo.adaptation.pictures import draw_neighbours
+from cribo.adaptation.planning import (
+    fast_precision,
+    list_images,
+    of_length,
+    record_options,
+    steps_within,
+    try_objective,
+)
 from cribo.adaptation.verdict import Candidate, Verdict, judge
 from cribo.arguments import ConfigError
 from cribo.console import Phases
 from cribo.data import ImageFiles, open_images
-from cribo.data.limits import spread
-from cribo.devices import multiplies_bfloat16, resolve_devices
+from cribo.devices import resolve_devices
 from cribo.drawing import write_figure
 from cribo.errors import if_interrupted
-from cribo.files import write_json, write_text
+from cribo.files import write_json
 from cribo.folders import ResultFolder
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.models.building import with_stride
 from cribo.models.saving import WEIGHTS_FILE
-from cribo.pretraining.config import Precision, PretrainConfig
+from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import CONFIG
-from cribo.pretraining.planning import seconds_per_step, with_epochs
 from cribo.pretraining.presets import load_config
 from cribo.pretraining.run import pretrain
-from cribo.pretraining.session import Session
 from cribo.retrieval.encoders import open_backbone
 from cribo.retrieval.source import backbone_name
 from cribo.training.folder import claim
@@ -46,14 +50,12 @@ log = logging.getLogger("cribo")
 OPTIONS = "adapt.json"
 VERDICT = "verdict.json"
 PICTURE = "neighbours.png"
-_IMAGES = "images.txt"
 _CLOSED_FORM = "closed_form"
 _CHOICE = "choice.json"
 _TRAINING = "training"
 
 _TRAIN_BLOCKS = "backbone.train_blocks"
 _PRECISION = "runtime.precision"
-_LEAST_STEPS = 10
 _MOST_STEPS = 500  # more steps improve results on these images but degrade them on others (docs/adapting.md)
 
 
@@ -118,10 +120,12 @@ def adapt(
     recipe = load_config(config.recipe, config.training)
     original = open_backbone(config.backbone).to(device)
     _check_network(config, original)
+    if config.trains:
+        try_objective(_for_network(config, recipe, original, images), images)
     with ExitStack() as stack:
         folder = claim(stack, target)
         stack.enter_context(if_interrupted(lambda: _to_continue(folder)))
-        _record(folder, config)
+        record_options(folder / OPTIONS, config)
         with Phases(console) as progress:
             start, choice = _closed_form(original, images, recipe, config, folder, progress)
         log.info(_described(choice))
@@ -140,7 +144,9 @@ def adapt(
                     refit_whitening(trained, images, power=choice.power, dims=config.dims, progress=again)
             candidates.append(Candidate("adapted weights", trained))
         with Phases(console) as progress:
-            verdict = judge(candidates, images, recipe.views, *sets, keep=config.keep, progress=progress)
+            verdict = judge(
+                candidates, images, recipe.views, *sets, keep_last=config.keep == "adapted", progress=progress
+            )
             kept = next(each.backbone for each in candidates if each.name == verdict.kept)
             figure = draw_neighbours(candidates[0], candidates[-1], images, progress)
         write_figure(folder / PICTURE, figure)
@@ -168,20 +174,6 @@ def _check_network(config: AdaptConfig, backbone: Backbone) -> None:
         raise ConfigError(
             f"blocks must be at most {backbone.depth}, the number of blocks of {backbone.name}, got {config.blocks}"
         )
-
-
-def _record(folder: Path, config: AdaptConfig) -> None:
-    """Write the options, or compare them with the stored options of a resumed adaptation."""
-    options, path = json.loads(json.dumps(asdict(config))), folder / OPTIONS
-    if path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))
-        changed = [name for name in options if before.get(name) != options[name] and name not in ("workers", "device")]
-        if changed:
-            raise ConfigError(
-                f"{folder} was started with {changed[0]} {before.get(changed[0])}, got {options[changed[0]]}: "
-                "use the old value, or choose another --name"
-            )
-    write_json(path, options)
 
 
 def _closed_form(
@@ -264,51 +256,33 @@ def planned_training(
     Raises:
         ConfigError: the time does not suffice for ten steps.
     """
+    listed = list_images(images, range(len(images)), folder)
+    planned = _for_network(config, recipe, start, images)
+    planned = replace(
+        planned,
+        data=replace(recipe.data, root=str(listed), images="", workers=config.workers),
+        backbone=replace(planned.backbone, pretrained=str(folder / _CLOSED_FORM / WEIGHTS_FILE)),
+    )
+    steps = config.steps
+    if steps is None:
+        steps = steps_within(
+            planned, seconds, config.minutes, most=_MOST_STEPS, otherwise="--minutes 1 for the closed form only"
+        )
+    return of_length(planned, images, folder, steps)
+
+
+def _for_network(config: AdaptConfig, recipe: PretrainConfig, start: Backbone, images: ImageFiles) -> PretrainConfig:
+    """Adjust the recipe to the network and the number of images."""
     batch = min(recipe.optim.batch_size, len(images))
-    _list_images(images, range(len(images)), folder)
     train_blocks = recipe.backbone.train_blocks
     if start.depth > 1:
         train_blocks = min(train_blocks or start.depth, start.depth)
     elif _TRAIN_BLOCKS not in config.training:
         train_blocks = None  # the value of the preset applies to vision transformers
-    planned = replace(
+    return replace(
         recipe,
-        data=replace(recipe.data, root=str(folder / _IMAGES), images="", workers=config.workers),
-        backbone=replace(
-            recipe.backbone,
-            name=start.name,
-            args=start.args,
-            pretrained=str(folder / _CLOSED_FORM / WEIGHTS_FILE),
-            train_blocks=train_blocks,
-        ),
+        backbone=replace(recipe.backbone, name=start.name, args=start.args, train_blocks=train_blocks),
         objects=replace(recipe.objects, group_size=min(recipe.objects.group_size, batch)),
         optim=replace(recipe.optim, batch_size=batch),
-        runtime=replace(recipe.runtime, precision=config.training.get(_PRECISION) or _fast_precision(start)),
+        runtime=replace(recipe.runtime, precision=config.training.get(_PRECISION) or fast_precision(start)),
     )
-    steps = config.steps
-    if steps is None:
-        per_step = seconds_per_step(Session(planned))
-        steps = min(_MOST_STEPS, int(seconds / per_step))
-        log.info("training for %d steps of %d images, at %.2f s per step", steps, batch, per_step)
-        if steps < _LEAST_STEPS:
-            needed = config.minutes + (_LEAST_STEPS * per_step - seconds) / 60
-            raise ConfigError(
-                f"--minutes {config.minutes:g} suffices for {max(0, steps)} steps of {per_step:.1f} s, but at least "
-                f"{_LEAST_STEPS} are required: use --minutes {math.ceil(needed)}, or --minutes 1 for the closed form "
-                "only"
-            )
-    # Schedules count epochs. If the steps are fewer than one epoch, train on a subset of the images.
-    used = spread(len(images), max(batch, steps * batch))
-    _list_images(images, used, folder)
-    return with_epochs(planned, max(1, round(steps / (len(used) // batch))))
-
-
-def _fast_precision(backbone: Backbone) -> Precision:
-    """Return the fastest precision for training on this machine."""
-    # With bfloat16 instructions, a step of a vision transformer on the CPU takes about half the time.
-    fast = torch.cuda.is_available() or (backbone.depth > 1 and multiplies_bfloat16())
-    return "bf16-mixed" if fast else "32-true"
-
-
-def _list_images(images: ImageFiles, indices: Iterable[int], folder: Path) -> None:
-    write_text(folder / _IMAGES, "".join(f"{Path(images.path(index)).absolute()}\n" for index in indices))

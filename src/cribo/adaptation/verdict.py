@@ -1,4 +1,4 @@
-"""Verdict on an adaptation, from labelled images if given, otherwise from indicators without labels."""
+"""Verdict on adapted and distilled networks, from labelled images if given, otherwise from signs without labels."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,9 +7,8 @@ from functools import partial
 from jaxtyping import Int
 from torch import Tensor
 
-from cribo.adaptation.config import Keep
 from cribo.adaptation.indicators import Indicators, measure_indicators
-from cribo.adaptation.labelled import Gain, Labelled, fit_segmentation, gain, score_images
+from cribo.adaptation.labelled import Fit, Gain, Labelled, fit_segmentation, gain, score_images
 from cribo.console import Progress
 from cribo.data import ImageSource
 from cribo.method import ViewRecipe
@@ -32,7 +31,7 @@ class Verdict:
         kept: name of the chosen candidate.
         sentences: the verdict as text.
         indicators: indicators of each candidate, on the unlabelled images.
-        labelled: gain in dense retrieval of each later candidate over the starting weights, on the labelled images.
+        labelled: gain in dense retrieval of each later candidate over the first, on the labelled images.
         segmentation: gain in the score that `cribo segment` estimates with some of these images as examples.
         probes: blocks and head that this segmentation chooses for each candidate.
         second: gain in dense retrieval on the second set.
@@ -47,30 +46,33 @@ class Verdict:
     second: Mapping[str, Gain] = field(default_factory=dict)
 
 
-def judge(
+@dataclass(frozen=True)
+class Measures:
+    """What was measured of each candidate, by name; empty where there are no labelled images.
+
+    Attributes:
+        indicators: indicators on the unlabelled images.
+        retrieval: confusion matrices of dense retrieval on the labelled images.
+        fits: segmentation with some of these images as examples; None of them if they do not suffice.
+        second: confusion matrices of dense retrieval on the second set.
+    """
+
+    indicators: Mapping[str, Indicators]
+    retrieval: Mapping[str, Int[Tensor, "q c c"]]
+    fits: Mapping[str, Fit]
+    second: Mapping[str, Int[Tensor, "q c c"]]
+
+
+def measure(
     candidates: Sequence[Candidate],
     images: ImageSource,
     recipe: ViewRecipe,
     labelled: Labelled | None,
     second: Labelled | None,
     *,
-    keep: Keep,
     progress: Progress,
-) -> Verdict:
-    """Compare the candidates and choose one.
-
-    See `choose_network` for the rule. Labelled images give two measures: dense retrieval, for `cribo search` and
-    `index`, and the score that `cribo segment` estimates with the blocks that it chooses.
-
-    Args:
-        candidates: at least two candidates, starting with the starting weights.
-        images: unlabelled images.
-        recipe: recipe of the views.
-        labelled: labelled images, if available.
-        second: labelled images from another domain, to measure forgetting.
-        keep: `adapted` keeps the last candidate in any case.
-        progress: called with the phase, the number of processed images and their total.
-    """
+) -> Measures:
+    """Measure networks without labels, and with those that there are; the arguments are those of `judge`."""
     indicators = {
         each.name: measure_indicators(each.backbone, images, recipe, partial(progress, f"signs of the {each.name}"))
         for each in candidates
@@ -90,11 +92,41 @@ def judge(
             fit = fit_segmentation(each.backbone, labelled, partial(progress, f"segmentation by the {each.name}"))
             if fit is not None:
                 fits[each.name] = fit
+    return Measures(indicators, retrieval, fits, retrieval_second)
+
+
+def judge(
+    candidates: Sequence[Candidate],
+    images: ImageSource,
+    recipe: ViewRecipe,
+    labelled: Labelled | None,
+    second: Labelled | None,
+    *,
+    keep_last: bool,
+    progress: Progress,
+) -> Verdict:
+    """Compare the candidates and choose one.
+
+    See `choose_network` for the rule. Labelled images give two measures: dense retrieval, for `cribo search` and
+    `index`, and the score that `cribo segment` estimates with the blocks that it chooses.
+
+    Args:
+        candidates: at least two candidates, starting with the given network.
+        images: unlabelled images.
+        recipe: recipe of the views.
+        labelled: labelled images, if available.
+        second: labelled images from another domain, to measure forgetting.
+        keep_last: keep the last candidate in any case.
+        progress: called with the phase, the number of processed images and their total.
+    """
+    measured = measure(candidates, images, recipe, labelled, second, progress=progress)
+    indicators, fits = measured.indicators, measured.fits
+    retrieval, retrieval_second = measured.retrieval, measured.second
     segmentation = {name: fit.tallies for name, fit in fits.items()}
     measures = [tallies for tallies in (retrieval, segmentation) if tallies]
     names = [each.name for each in candidates]
     kept = names[-1]
-    if keep == "better":
+    if not keep_last:
         kept = choose_network({name: indicators[name].agreement for name in names}, measures)
     gains = [
         {name: gain(tallies[names[0]], tallies[name]) for name in names[1:]} if tallies else {}
@@ -102,7 +134,7 @@ def judge(
     ]
     probes = {name: fit.probe for name, fit in fits.items()}
     verdict = Verdict(kept, [], indicators, gains[0], gains[1], probes, gains[2])
-    return replace(verdict, sentences=_sentences(verdict, names, labelled, second, keep))
+    return replace(verdict, sentences=_sentences(verdict, names, labelled, second, keep_last=keep_last))
 
 
 def choose_network(agreement: Mapping[str, float], measures: Sequence[Mapping[str, Int[Tensor, "q c c"]]]) -> str:
@@ -128,7 +160,7 @@ def choose_network(agreement: Mapping[str, float], measures: Sequence[Mapping[st
 
 
 def _sentences(
-    verdict: Verdict, names: Sequence[str], labelled: Labelled | None, second: Labelled | None, keep: Keep
+    verdict: Verdict, names: Sequence[str], labelled: Labelled | None, second: Labelled | None, *, keep_last: bool
 ) -> list[str]:
     kept, first, last = verdict.kept, names[0], names[-1]
     shown = kept if kept != first else last
@@ -136,7 +168,7 @@ def _sentences(
     if labelled is None:
         before, after = verdict.indicators[first].agreement, verdict.indicators[last].agreement
         sentences.append(
-            f"The neighbour agreement across views is {after:.0%} with the {last} (starting weights: {before:.0%}), "
+            f"The neighbour agreement across views is {after:.0%} with the {last} ({first}: {before:.0%}), "
             "the criterion without labels."
         )
     else:
@@ -147,15 +179,16 @@ def _sentences(
     if kept == first:
         gains = [found[last] for found in (verdict.labelled, verdict.segmentation) if found]
         mixed = any(found.low > 0 for found in gains) and any(found.high < 0 for found in gains)
-        reason = "adaptation improves one measure and degrades the other" if mixed else "adaptation did not help"
-        sentences.append(f"Kept the starting weights: {reason}.")
+        reason = f"the {last} improve one measure and degrade the other" if mixed else "training did not help"
+        sentences.append(f"Kept the {first}: {reason}.")
     else:
-        sentences.append(f"Kept the {kept}{', as requested' * (keep == 'adapted')}.")
+        sentences.append(f"Kept the {kept}{', as requested' * keep_last}.")
     if second is not None and kept != first:
         sentences.append(f"On {second.name}: {_described(verdict.second[kept])}.")
     return sentences
 
 
 def _described(found: Gain) -> str:
+    """Return a gain with whether it is significant."""
     how = "better" if found.low > 0 else "worse" if found.high < 0 else "no significant difference"
     return f"{found}, {how}"

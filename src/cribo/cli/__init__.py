@@ -14,6 +14,7 @@ usage: cribo <command> [options]
 commands:
   pretrain    learn dense representations from unlabelled images
   adapt       adapt a pretrained backbone to your images, and measure whether it helped
+  distill     teach a small network the dense features of another one, on your images
   profile     measure the cost of each part of a training step on this machine
   evaluate    evaluate a backbone on labelled images
   benchmark   evaluate a backbone by every protocol on every dataset of a folder, and write a card
@@ -40,6 +41,7 @@ Documentation: README.md and docs/start.md of the source code; a page for each c
 COMMANDS = (
     "pretrain",
     "adapt",
+    "distill",
     "profile",
     "evaluate",
     "benchmark",

@@ -34,6 +34,7 @@ BUILT_IN = {
     "ibot": "cribo.objectives.ibot.IBOT",
     "neco": "cribo.objectives.neco.NeCo",
     "mae": "cribo.objectives.mae.MAE",
+    "distill": "cribo.objectives.distill.Distill",
     "alignment": "cribo.objectives.alignment.Alignment",
 }
 """Built-in objectives, by name."""

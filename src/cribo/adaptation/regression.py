@@ -1,0 +1,84 @@
+"""Closed form of distillation: the linear layer that best predicts a teacher's patches from a student's."""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from cribo.adaptation.encoding import encode, readable
+from cribo.data import ImageSource
+from cribo.data.limits import spread
+from cribo.models import Backbone
+from cribo.objectives.distill import resample
+from cribo.retrieval.whitening import Moments
+
+_IMAGES = 300
+_HELD_OUT = 5  # every fifth image
+_PENALTIES = (0.01, 0.1, 1.0, 10.0)  # in units of the mean variance of the student's channels
+
+
+def predict_teacher(
+    student: Backbone,
+    teacher: Backbone,
+    images: ImageSource,
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[Backbone, float]:
+    """Copy the student, and add the linear layer that predicts the teacher's patches by ridge regression.
+
+    Both networks see whole images, each at the size at which it has about 432 patches. The penalty is the one that
+    predicts left-out images best.
+
+    Args:
+        student: network to copy, on its device; a readout is replaced.
+        teacher: network whose features are predicted.
+        images: unlabelled images; up to 300 of them are read, evenly spaced.
+        progress: called with the number of processed images and their total.
+
+    Returns:
+        The copy, and the share of the variance of the teacher's patches in left-out images that it predicts.
+
+    Raises:
+        ValueError: the student does not support a linear layer after its features.
+        DataError: no image can be read.
+    """
+    plain = copy.deepcopy(student)
+    plain.remove_readout()
+    fitted, left_out = (Moments(plain.embed_dim + teacher.embed_dim) for _ in range(2))
+    indices = spread(len(images), _IMAGES)
+    for done, (_, pixels) in enumerate(readable(images, indices), start=1):
+        own, target = encode(plain, pixels), encode(teacher, pixels)
+        grid = min(own.grid, target.grid)
+        rows = [resample(each.tokens, each.grid, grid)[0].cpu() for each in (own, target)]
+        (fitted if done % _HELD_OUT else left_out).update(torch.cat(rows, dim=1))
+        progress(done, len(indices))
+    checked = left_out if left_out.count else fitted
+    layers = [_ridge(fitted, plain.embed_dim, penalty) for penalty in _PENALTIES]
+    shares = [_explained(checked, weight) for weight in layers]
+    best = max(range(len(layers)), key=shares.__getitem__)
+    weight = layers[best]
+    bias = fitted.mean[plain.embed_dim :] - weight @ fitted.mean[: plain.embed_dim]
+    plain.set_readout(weight.float(), bias.float())
+    return plain, shares[best]
+
+
+def _ridge(moments: Moments, dim: int, penalty: float) -> Float[Tensor, "e d"]:
+    """Solve the regression of the channels after `dim` on those before."""
+    covariance = moments.covariance
+    inputs = covariance[:dim, :dim]
+    ridge = penalty * inputs.diagonal().mean() * torch.eye(dim, dtype=inputs.dtype)
+    return torch.linalg.solve(inputs + ridge, covariance[:dim, dim:]).T
+
+
+def _explained(moments: Moments, weight: Float[Tensor, "e d"]) -> float:
+    """Return the share of the targets' variance that a linear layer explains."""
+    dim = weight.shape[1]
+    inputs, cross, targets = (
+        moments.covariance[:dim, :dim],
+        moments.covariance[:dim, dim:],
+        moments.covariance[dim:, dim:],
+    )
+    residual = targets.trace() - 2 * (weight * cross.T).sum() + ((weight @ inputs) * weight).sum()
+    return float(1 - residual / targets.trace())

@@ -1,0 +1,67 @@
+"""`cribo distill`: train a small network to have the dense features of a large one."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from cribo.cli.running import BACKBONE_SHORT, NETWORK, print_places
+from cribo.console import importing
+
+HELP = """\
+Teach a small network the dense features of another one, on your images and without labels.
+
+  cribo distill IMAGES --teacher SOURCE --backbone SOURCE
+  cribo distill IMAGES --teacher adapted/vits14-adapted --backbone resnet18.a1_in1k
+  cribo distill IMAGES --teacher SOURCE --backbone SOURCE --minutes 60 --labelled SOME_LABELLED
+
+IMAGES is a folder (read recursively), or a text file that lists images. The teacher is any network that the other
+commands take, also an adapted one; its architecture, width and patch size may differ from the student's. The student
+starts from its own weights, or from random ones with --pretrained false. First, a linear layer is fitted behind it that
+predicts the teacher's patches (about a minute). Then the student is trained so that its features become the teacher's.
+At the end, the command reports whether this helped: by dense retrieval and by segmentation on labelled images (at least
+ten), or by signs that need no labels. It exports the best network, which evaluate, segment, index and export take as
+--backbone. To continue after an interruption, repeat the command with --name NAME --resume.
+"""
+
+LESS_MEMORY = """set --training '{"optim.micro_batches": 2}'"""
+
+
+def run(words: list[str], console: Console) -> None:
+    """Run the command."""
+    from cribo.adaptation.config import DistillConfig
+    from cribo.arguments import Parser
+
+    parser = Parser(
+        prog="cribo distill",
+        description=HELP,
+        usage="cribo distill IMAGES --teacher SOURCE --backbone SOURCE [options]",
+        short={**BACKBONE_SHORT, "--teacher": "--teacher.source"},
+    )
+    parser.add_argument("images", type=str, help="a folder of images, or a text file that lists images")
+    parser.add_argument("--out", type=Path, default=Path("distilled"), help="parent folder of the results")
+    parser.add_argument("--name", type=str, help="name of the output folder; by default, that of the student")
+    parser.add_argument("--resume", action="store_true", help="continue the interrupted distillation --name")
+    parser.add_argument("--overwrite", action="store_true", help="replace the distillation --name")
+    parser.add_class_arguments(DistillConfig, skip={"images"})
+    parser.explain("--backbone.source", NETWORK)
+    parser.explain("--teacher.source", NETWORK)
+    parsed = parser.parse_args(words)
+    config = parser.build(DistillConfig, parsed)
+    with importing(console):
+        from cribo.adaptation.distilling import VERDICT, distill
+        from cribo.models.saving import WEIGHTS_FILE
+
+    distilled = distill(
+        config, out=parsed.out, name=parsed.name, resume=parsed.resume, overwrite=parsed.overwrite, console=console
+    )
+    console.print()
+    for sentence in distilled.verdict.sentences:
+        console.print(sentence)
+    print_places(
+        console,
+        {
+            "backbone": distilled.folder / WEIGHTS_FILE,
+            "verdict": distilled.folder / VERDICT,
+            "to use it": f"cribo segment --backbone {distilled.folder} ...",
+        },
+    )

@@ -1,0 +1,110 @@
+"""`cribo distill` on the command line, with small networks and synthetic scenes."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tests.adaptation.test_run import write_scenes
+
+from cribo.adaptation import DistillConfig, distill
+from cribo.adaptation.encoding import encode
+from cribo.adaptation.regression import predict_teacher
+from cribo.cli import main
+from cribo.data import open_images
+from cribo.models import build_backbone, load_backbone, save_backbone
+from cribo.retrieval.source import BackboneSource
+
+TEACHER_ARGS = {"depth": 2, "embed_dim": 24, "num_heads": 2, "patch_size": 12}
+STUDENT_ARGS = {"layers": [1, 1, 0, 0], "channels": [8, 16, 16, 16]}
+TRAINING = {"runtime.checkpoint_every": 4, "views.size": 32, "optim.batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_scenes(tmp_path_factory.mktemp("scenes"), 32)
+
+
+@pytest.fixture(scope="module")
+def networks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a teacher with a linear layer behind its features, as an adapted one has, and a student."""
+    folder = tmp_path_factory.mktemp("networks")
+    teacher = build_backbone("vit_tiny_patch16_224", args=TEACHER_ARGS, image_size=36)
+    generator = torch.Generator().manual_seed(0)
+    teacher.set_readout(torch.randn(10, 24, generator=generator), torch.zeros(10))
+    save_backbone(teacher, folder / "teacher")
+    save_backbone(build_backbone("resnet18", args=STUDENT_ARGS, image_size=32), folder / "student")
+    return folder
+
+
+def wanted(scenes: Path, networks: Path, **changes: object) -> DistillConfig:
+    values = {"images": str(scenes / "images"), "steps": 10, "training": TRAINING, "workers": 0, "device": "cpu"}
+    teacher, student = (BackboneSource(str(networks / name)) for name in ("teacher", "student"))
+    return DistillConfig(teacher=teacher, backbone=student, **{**values, **changes})
+
+
+@pytest.mark.slow
+def test_the_command_writes_a_student_and_a_verdict(
+    scenes: Path, networks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["distill", str(scenes / "images"), "--teacher", str(networks / "teacher")]
+    words += ["--backbone", str(networks / "student"), "--steps", "10", "--labelled", str(scenes), "--workers", "0"]
+    words += ["--keep", "trained"]
+    words += ["--training", json.dumps(TRAINING), "--out", str(tmp_path), "--name", "mine", "--device", "cpu"]
+    assert main(words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Dense retrieval on" in said
+    assert "For comparison, the teacher: retrieval " in said
+    backbone, before = load_backbone(tmp_path / "mine"), load_backbone(networks / "student")
+    assert (backbone.name, backbone.embed_dim) == ("resnet18", 10)
+    assert not torch.equal(backbone.model.conv1.weight, before.model.conv1.weight)
+    verdict = json.loads((tmp_path / "mine" / "verdict.json").read_text())
+    assert set(verdict["students"]["labelled"]) == {"closed form", "trained student"}
+    assert 0 < verdict["teacher"]["retrieval"] < 1
+
+
+def test_an_interrupted_distillation_continues_to_the_same_weights(
+    scenes: Path, networks: Path, tmp_path: Path
+) -> None:
+    folder, asked = tmp_path / "cut", wanted(scenes, networks, keep="trained")
+    whole = distill(asked, out=tmp_path, name="cut")
+    assert whole.verdict.sentences[0].startswith("The neighbour agreement across views is ")
+    assert whole.verdict.sentences[-1].startswith("For comparison, the teacher: neighbour agreement ")
+    weights = (folder / "backbone.safetensors").read_bytes()
+    for name in ("backbone.safetensors", "verdict.json", "training/summary.json", "training/backbone.safetensors"):
+        (folder / name).unlink()
+    for checkpoint in (folder / "training" / "checkpoints").glob("*10.ckpt"):
+        checkpoint.unlink()
+    again = distill(asked, out=tmp_path, name="cut", resume=True)
+    assert again.verdict == whole.verdict
+    assert (folder / "backbone.safetensors").read_bytes() == weights
+    with pytest.raises(ValueError, match=r"was started with steps 10, got 12: use the old value, or choose another"):
+        distill(wanted(scenes, networks, steps=12), out=tmp_path, name="cut", resume=True)
+
+
+def test_the_linear_layer_predicts_a_linear_teacher(scenes: Path, networks: Path) -> None:
+    student = load_backbone(networks / "student")
+    teacher = copy.deepcopy(student)
+    generator = torch.Generator().manual_seed(0)
+    teacher.set_readout(torch.randn(4, student.embed_dim, generator=generator), torch.ones(4))
+    found, share = predict_teacher(student, teacher, open_images(scenes / "images"))
+    assert student.readout is None
+    assert share > 0.99
+    image = open_images(scenes / "images").load(3)
+    predicted, wanted = encode(found, image).tokens, encode(teacher, image).tokens
+    assert (predicted - wanted).square().mean() < 0.02 * wanted.var()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"minutes": 0.0}, "minutes must be > 0, got 0"),
+        ({"steps": 0}, "steps must be >= 1, got 0"),
+        ({"teacher": BackboneSource("mean-colour")}, "--teacher mean-colour has no weights: choose a network"),
+        ({"backbone": BackboneSource("x", layers=2)}, "distill does not support --backbone.layers 2"),
+    ],
+)
+def test_invalid_options_are_rejected(scenes: Path, networks: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DistillConfig(**{**vars(wanted(scenes, networks)), **changes})

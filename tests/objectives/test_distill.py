@@ -1,0 +1,136 @@
+"""Distillation from a frozen network of another architecture."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cribo.arguments import ConfigError
+from cribo.data.samples import Batch, SampleDataset
+from cribo.data.scenes import Scenes
+from cribo.models import Backbone, build_backbone, save_backbone
+from cribo.objectives import Setting, Step
+from cribo.objectives.distill import Distill, resample
+from cribo.pretraining import PretrainConfig, pretrain, resume
+
+Tiny = Callable[..., PretrainConfig]
+STEP = Step(2, steps_per_epoch=4, total_steps=12)
+CNN = {"backbone.name": "resnet18", "backbone.args": {"layers": [1, 1, 0, 0], "channels": [8, 16, 16, 16]}}
+
+
+def saved(folder: Path, *, seed: int = 5) -> Backbone:
+    """Save a network with patches of 12 pixels and random weights in a folder."""
+    args = {"patch_size": 12, "depth": 1, "embed_dim": 24, "num_heads": 2}
+    backbone = build_backbone("vit_tiny_patch16_224", args=args, image_size=36, seed=seed)
+    save_backbone(backbone, folder)
+    return backbone
+
+
+def make(tiny: Tiny, teacher: Path, changes: dict[str, Any] | None = None, **args: Any) -> Distill:
+    return Distill(Setting(tiny({"backbone.drop_path": 0.0, **(changes or {})}), 36, 4), teacher=str(teacher), **args)
+
+
+def batch_of(objective: Distill, count: int = 4) -> Batch:
+    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
+    return dataset.__getitems__([(0, image) for image in range(count)])
+
+
+def test_a_student_of_another_architecture_learns_the_teachers_features(tiny: Tiny, tmp_path: Path) -> None:
+    saved(tmp_path)
+    objective = make(tiny, tmp_path, CNN)
+    assert objective.teacher_size == 48  # 4 x 4 patches of 12 pixels, where the student has 4 x 4 of 8
+    optimiser = torch.optim.AdamW(objective.trainable().parameters(), lr=3e-3)
+    batch, losses = batch_of(objective, 8), []
+    for number in range(60):
+        output = objective(batch, Step(number, steps_per_epoch=10, total_steps=60))
+        total = sum(objective.weights[name] * loss for name, loss in output.losses.items())
+        assert isinstance(total, Tensor)
+        optimiser.zero_grad()
+        total.backward()
+        optimiser.step()
+        objective.after_step(Step(number, steps_per_epoch=10, total_steps=60))
+        losses.append(float(output.losses["patch_cosine"].detach()))
+    assert objective.student.get_submodule("head.patch") is not None
+    assert losses[1] > 0.8
+    assert losses[-1] < 0.5 * losses[1]
+    assert objective.teacher.training is False
+    assert not any(name.startswith("_teacher") or "teacher." in name for name in objective.state_dict())
+
+
+def test_the_losses_are_those_of_standardised_features(tiny: Tiny, tmp_path: Path) -> None:
+    args = {"depth": 1, "embed_dim": 24, "num_heads": 2}
+    teacher = build_backbone("beit_base_patch16_224", args=args, image_size=48, seed=5)  # takes no other size
+    save_backbone(teacher, tmp_path)
+    objective = make(tiny, tmp_path)
+    with torch.no_grad():
+        objective.get_buffer("patch_mean").fill_(0.3)
+        objective.get_buffer("patch_variance").fill_(4.0)
+    batch = batch_of(objective)
+    output = objective(batch, STEP)
+    assert set(output.losses) == {"global_cosine", "global_smooth_l1", "patch_cosine", "patch_smooth_l1"}
+    seen: list[Tensor] = []
+    objective.exported().register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    objective(batch, STEP)
+    [views] = seen  # normalised for the student as for the teacher
+    images = F.interpolate(views, (48, 48), mode="bicubic", antialias=True)
+    features, targets = objective.exported().encode(views), teacher.encode(images)
+    predicted = objective.student.get_submodule("head.patch")(features.tokens).mT.unflatten(2, (4, 4))
+    predicted = F.interpolate(predicted, (3, 3), mode="bilinear", antialias=True).flatten(2).mT.flatten(0, 1)
+    target = ((targets.tokens - 0.3) / 2).flatten(0, 1)
+    expected = 1 - F.cosine_similarity(predicted, target).mean()
+    torch.testing.assert_close(output.losses["patch_cosine"], expected, rtol=1e-3, atol=1e-4)
+    expected = F.smooth_l1_loss(predicted, target)
+    torch.testing.assert_close(output.losses["patch_smooth_l1"], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_moments_are_those_of_the_teachers_features(tiny: Tiny, tmp_path: Path) -> None:
+    teacher = saved(tmp_path)
+    objective = make(tiny, tmp_path)
+    seen: list[Tensor] = []
+    objective.teacher.register_forward_hook(lambda module, args, output: seen.append(output.tokens.flatten(0, 1)))
+    batch = batch_of(objective, 6)
+    for number in range(2):
+        for part in batch.split(2):
+            objective(part, STEP)
+        objective.after_step(Step(number, steps_per_epoch=4, total_steps=12))
+    tokens = torch.cat(seen)
+    assert tokens.shape[1] == teacher.embed_dim
+    torch.testing.assert_close(objective.get_buffer("patch_mean"), tokens.mean(dim=0), rtol=1e-4, atol=1e-5)
+    variance = tokens.var(dim=0, correction=0).mean()
+    torch.testing.assert_close(objective.get_buffer("patch_variance"), variance, rtol=1e-3, atol=1e-5)
+
+
+def test_resampling_to_a_coarser_grid_averages() -> None:
+    tokens = torch.arange(16.0).view(1, 16, 1)
+    assert resample(tokens, (4, 4), (4, 4)) is tokens
+    assert resample(tokens, (4, 4), (1, 1)).item() == pytest.approx(7.5)
+
+
+def test_a_run_resumes_with_the_same_teacher_only(tiny: Tiny, tmp_path: Path) -> None:
+    saved(tmp_path / "teacher")
+    changes = {"objective.name": "distill", "objective.args": {"teacher": str(tmp_path / "teacher")}}
+    run = pretrain(tiny({**changes, "optim.epochs": 1}), out=tmp_path, name="run")
+    assert run.backbone().embed_dim == 32
+    (run.folder / "summary.json").unlink()
+    (run.folder / "backbone.safetensors").unlink()
+    saved(tmp_path / "teacher", seed=6)
+    with pytest.raises(ConfigError, match=r"teacher .*teacher has changed since the run was started: restore it"):
+        resume(run.folder)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"teacher": "nothing"}, "objective.args.teacher: .*nothing"),
+        ({"patches": -1.0}, "objective.args.patches must be >= 0, got -1.0"),
+        ({"global_token": 0.0, "patches": 0.0}, "all weights in objective.args are 0"),
+    ],
+)
+def test_invalid_options_are_rejected(tiny: Tiny, tmp_path: Path, args: dict[str, Any], message: str) -> None:
+    saved(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        Distill(Setting(tiny(), 36, 4), **{"teacher": str(tmp_path), **args})
