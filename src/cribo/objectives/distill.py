@@ -61,7 +61,6 @@ class Distill(Objective):
             "patch_smooth_l1": "smooth L1, patches",
         }
     )
-    uses_all_parameters = True
 
     def __init__(
         self,
@@ -83,8 +82,10 @@ class Distill(Objective):
             f"{level}_{kind}": weight * given[kind]
             for level, weight in by_level.items()
             for kind in ("cosine", "smooth_l1")
+            if weight * given[kind]
         }
-        if not any(self.weights.values()):
+        self.uses_all_parameters = all(by_level.values())
+        if not self.weights:
             raise ConfigError("all weights in objective.args are 0: set patches and cosine to 1, for example")
         try:
             loaded = load_backbone(teacher)
@@ -93,6 +94,7 @@ class Distill(Objective):
         self.teacher_source = teacher
         # Not a submodule: its weights belong neither to checkpoints nor to the optimiser.
         self._teacher = [loaded.eval().requires_grad_(False)]
+        self._fingerprint = loaded.fingerprint()  # before its conversion to the student's precision
         self.student = nn.ModuleDict({"backbone": setting.build_backbone()})
         rows = setting.options.views.size // self.exported().patch_size
         self.teacher_size = loaded.fixed_size or rows * loaded.patch_size
@@ -161,7 +163,7 @@ class Distill(Objective):
             predicted = (at_least_float32(own) - mean) / scale if head is None else head(own)
             losses[f"{level}_cosine"], losses[f"{level}_smooth_l1"] = distances(predicted, centred / scale)
         self._sums.append(torch.cat(sums))
-        return Output({name: loss for name, loss in losses.items() if self.weights[name]})
+        return Output({name: loss for name, loss in losses.items() if name in self.weights})
 
     @torch.no_grad()
     def after_step(self, step: Step) -> None:
@@ -182,7 +184,7 @@ class Distill(Objective):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the fingerprint of the teacher."""
-        return {"teacher": self._teacher[0].fingerprint()}
+        return {"teacher": self._fingerprint}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Check that the teacher is the one that the run was started with.
@@ -190,7 +192,7 @@ class Distill(Objective):
         Raises:
             ConfigError: it is another network.
         """
-        if state["teacher"] != self._teacher[0].fingerprint():
+        if state["teacher"] != self._fingerprint:
             raise ConfigError(
                 f"objective.args.teacher {self.teacher_source} has changed since the run was started: restore it, or "
                 "start a new run"
