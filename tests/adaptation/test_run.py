@@ -174,7 +174,7 @@ def test_a_network_that_does_not_improve_is_not_kept(scenes: Path, source: Path,
     )
     assert adapted.verdict.kept == "starting weights"
     assert adapted.verdict.labelled["closed form"].high < 0
-    assert "Kept the starting weights: training did not help." in adapted.verdict.sentences
+    assert "Kept the starting weights: adaptation did not help." in adapted.verdict.sentences
     original = load_backbone(source)
     kept = load_backbone(tmp_path / "worse")
     image = torch.rand(1, 3, 32, 32)

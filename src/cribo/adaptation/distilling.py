@@ -8,34 +8,35 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
 from cribo.adaptation.config import DistillConfig
 from cribo.adaptation.labelled import Labelled, mean_iou, open_labelled
 from cribo.adaptation.planning import (
+    CLOSED_FORM,
+    VERDICT,
+    Exported,
     fast_precision,
-    list_images,
-    of_length,
+    plan_training,
     record_options,
-    steps_within,
+    result_folder,
+    to_continue,
+    train,
     try_objective,
 )
 from cribo.adaptation.regression import predict_teacher
 from cribo.adaptation.verdict import Candidate, Measures, Verdict, judge, measure
-from cribo.arguments import ConfigError
 from cribo.console import Phases, Progress
 from cribo.data import ImageFiles, open_images
 from cribo.devices import resolve_devices
 from cribo.errors import if_interrupted
 from cribo.files import write_json
-from cribo.folders import ResultFolder
 from cribo.models import Backbone, load_backbone, save_backbone
-from cribo.models.saving import DESCRIPTION_FILE, WEIGHTS_FILE, reserve_readout
+from cribo.models.saving import DESCRIPTION_FILE, reserve_readout
 from cribo.pretraining.config import PretrainConfig
-from cribo.pretraining.files import CONFIG
 from cribo.pretraining.presets import load_config
-from cribo.pretraining.run import pretrain
 from cribo.retrieval.encoders import open_backbone
 from cribo.retrieval.source import backbone_name
 from cribo.training.folder import claim
@@ -43,10 +44,7 @@ from cribo.training.folder import claim
 log = logging.getLogger("cribo")
 
 OPTIONS = "distill.json"
-VERDICT = "verdict.json"
 _TEACHER = "teacher"
-_CLOSED_FORM = "closed_form"
-_TRAINING = "training"
 
 _SIZE = "views.size"
 _PRECISION = "runtime.precision"
@@ -59,7 +57,7 @@ class DistillVerdict:
 
     Attributes:
         sentences: the verdict as text.
-        students: comparison of the student before, the closed form and the trained student.
+        students: comparison of the original student, the closed form and the trained student.
         teacher: neighbour agreement of the teacher and, with labelled images, mean IoU of its dense retrieval and of
             the segmentation with it, in 0-1.
     """
@@ -70,7 +68,7 @@ class DistillVerdict:
 
 
 @dataclass(frozen=True)
-class Distilled:
+class Distilled(Exported):
     """A finished distillation.
 
     Attributes:
@@ -78,12 +76,7 @@ class Distilled:
         verdict: the exported network and the evidence.
     """
 
-    folder: Path
     verdict: DistillVerdict
-
-    def backbone(self) -> Backbone:
-        """Load the exported backbone."""
-        return load_backbone(self.folder)
 
 
 def distill(
@@ -110,11 +103,9 @@ def distill(
         FileNotFoundError: a file of a network or the images does not exist.
         Interrupted: SIGTERM or SIGUSR1 was received during training, which can be resumed.
     """
-    if resume and (name is None or overwrite):
-        raise ConfigError("--resume requires --name and cannot be combined with --overwrite")
     started = time.perf_counter()
     console = console or Console(quiet=True)
-    target = ResultFolder(
+    target = result_folder(
         Path(out) / (name or f"{backbone_name(config.backbone)}-distilled"),
         "distillation",
         numbered=name is None,
@@ -122,7 +113,6 @@ def distill(
         resume=resume,
         known_by=OPTIONS,
         inputs=(config.images, config.labelled, config.teacher.source, config.backbone.source),
-        advice="choose another --name, resume it with --resume, or replace it with --overwrite",
     )
     images = open_images(config.images)
     labelled = None if config.labelled is None else open_labelled(config.labelled)
@@ -130,35 +120,41 @@ def distill(
     recipe = load_config(config.recipe, config.training)
     teacher, student = (open_backbone(source).to(device) for source in (config.teacher, config.backbone))
     reserve_readout(copy.deepcopy(student), teacher.embed_dim)  # raises an error if the network does not support it
+    with TemporaryDirectory() as copied:
+        save_backbone(teacher, copied)
+        try_objective(_for_networks(config, recipe, student, images, Path(copied)), images)
     with ExitStack() as stack:
         folder = claim(stack, target)
-        stack.enter_context(if_interrupted(lambda: _to_continue(folder)))
+        stack.enter_context(if_interrupted(lambda: to_continue(folder)))
         record_options(folder / OPTIONS, config)
-        # A copy, because a resumed training needs the same teacher, whatever happens to the source.
+        # A copy, so that the training does not depend on the options with which the teacher was loaded.
         if not (folder / _TEACHER / DESCRIPTION_FILE).is_file():
             save_backbone(teacher, folder / _TEACHER)
         teacher = load_backbone(folder / _TEACHER).to(device)
-        try_objective(_for_networks(config, recipe, student, images, folder), images)
         with Phases(console) as progress:
             start = _closed_form(student, teacher, images, folder, progress)
-        if (folder / _TRAINING / CONFIG).is_file():
-            planned = load_config(folder / _TRAINING)
-        else:
-            seconds = 60 * config.minutes - 2 * (time.perf_counter() - started)
-            planned = planned_training(config, recipe, start, images, folder, seconds)
-        advice = _to_continue(folder)
-        run = pretrain(planned, out=folder, name=_TRAINING, continue_run=True, advice=advice, console=console)
+        plan = partial(_planned_training, config, recipe, start, images, folder)
+        run = train(plan, folder, minutes=config.minutes, started=started, console=console)
         with Phases(console) as progress:
             again = partial(progress, "closed form of the trained student")
             trained, _ = predict_teacher(run.backbone().to(device), teacher, images, progress=again)
         candidates = [
-            Candidate("student before", student),
+            Candidate("original student", student),
             Candidate("closed form", start),
             Candidate("trained student", trained),
         ]
         with Phases(console) as progress:
             keep_last = config.keep == "trained"
-            students = judge(candidates, images, recipe.views, labelled, None, keep_last=keep_last, progress=progress)
+            students = judge(
+                candidates,
+                images,
+                recipe.views,
+                labelled,
+                None,
+                keep_last=keep_last,
+                process="distillation",
+                progress=progress,
+            )
             measured = measure([Candidate("teacher", teacher)], images, recipe.views, labelled, None, progress=progress)
         verdict = _with_teacher(students, measured, labelled)
         save_backbone(next(each.backbone for each in candidates if each.name == students.kept), folder)
@@ -170,7 +166,7 @@ def _closed_form(
     student: Backbone, teacher: Backbone, images: ImageFiles, folder: Path, progress: Progress
 ) -> Backbone:
     """Fit and save the closed form, or load a saved one."""
-    own = folder / _CLOSED_FORM
+    own = folder / CLOSED_FORM
     if not (own / DESCRIPTION_FILE).is_file():
         fitting = partial(progress, "prediction of the teacher's patches")
         start, share = predict_teacher(student, teacher, images, progress=fitting)
@@ -179,11 +175,7 @@ def _closed_form(
     return load_backbone(own).to(next(student.parameters()).device)
 
 
-def _to_continue(folder: Path) -> str:
-    return f"to continue, repeat the command with --name {folder.name} --resume"
-
-
-def planned_training(
+def _planned_training(
     config: DistillConfig,
     recipe: PretrainConfig,
     start: Backbone,
@@ -191,29 +183,17 @@ def planned_training(
     folder: Path,
     seconds: float,
 ) -> PretrainConfig:
-    """Adjust the recipe to the images, the networks in `folder`, and the speed of the machine.
-
-    Raises:
-        ConfigError: the time does not suffice for ten steps.
-    """
-    listed = list_images(images, range(len(images)), folder)
-    planned = _for_networks(config, recipe, start, images, folder)
-    planned = replace(
-        planned,
-        data=replace(recipe.data, root=str(listed), images="", workers=config.workers),
-        backbone=replace(planned.backbone, pretrained=str(folder / _CLOSED_FORM / WEIGHTS_FILE)),
-    )
-    steps = config.steps
-    if steps is None:
-        steps = steps_within(planned, seconds, config.minutes, otherwise="smaller views: --training views.size")
-    return of_length(planned, images, folder, steps)
+    """Adjust the recipe to the images, the networks in `folder`, and the speed of the machine."""
+    adjusted = _for_networks(config, recipe, start, images, folder / _TEACHER)
+    otherwise = """smaller views, such as --training '{"views.size": 160}'"""
+    return plan_training(adjusted, config, images, folder, seconds, otherwise=otherwise)
 
 
 def _for_networks(
-    config: DistillConfig, recipe: PretrainConfig, start: Backbone, images: ImageFiles, folder: Path
+    config: DistillConfig, recipe: PretrainConfig, start: Backbone, images: ImageFiles, teacher: Path
 ) -> PretrainConfig:
-    """Adjust the recipe to the student, the teacher in `folder` and the number of images."""
-    arguments = {**recipe.objective.args, "teacher": str((folder / _TEACHER).absolute())}
+    """Adjust the recipe to the student, the folder of the teacher and the number of images."""
+    arguments = {**recipe.objective.args, "teacher": str(teacher.absolute())}
     size = config.training.get(_SIZE) or start.fixed_size or _GRID * start.patch_size
     return replace(
         recipe,

@@ -1,13 +1,15 @@
-"""Options, images and length of the training in `cribo adapt` and `cribo distill`."""
+"""Folder, options and training of `cribo adapt` and `cribo distill`."""
 
 import json
 import logging
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, replace
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 from cribo.adaptation.config import AdaptConfig, DistillConfig
 from cribo.arguments import ConfigError
@@ -15,16 +17,66 @@ from cribo.data import ImageFiles
 from cribo.data.limits import spread
 from cribo.devices import multiplies_bfloat16
 from cribo.files import write_json, write_text
-from cribo.models import Backbone
+from cribo.folders import ResultFolder
+from cribo.models import Backbone, load_backbone
+from cribo.models.saving import WEIGHTS_FILE
 from cribo.pretraining.config import Precision, PretrainConfig
+from cribo.pretraining.files import CONFIG
 from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.planning import seconds_per_step, with_epochs
+from cribo.pretraining.presets import load_config
+from cribo.pretraining.run import Run, pretrain
 from cribo.pretraining.session import Session
 
 log = logging.getLogger("cribo")
 
+VERDICT = "verdict.json"
+CLOSED_FORM = "closed_form"
+_TRAINING = "training"
 _IMAGES = "images.txt"
 _LEAST_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A finished adaptation or distillation.
+
+    Attributes:
+        folder: folder of the exported backbone and the verdict.
+    """
+
+    folder: Path
+
+    def backbone(self) -> Backbone:
+        """Load the exported backbone."""
+        return load_backbone(self.folder)
+
+
+def result_folder(
+    path: Path, kind: str, *, numbered: bool, overwrite: bool, resume: bool, known_by: str, inputs: Sequence[str | None]
+) -> ResultFolder:
+    """Return the folder to write or resume; the arguments are those of `ResultFolder`.
+
+    Raises:
+        ConfigError: `resume` is given without a name, or with `overwrite`.
+    """
+    if resume and (numbered or overwrite):
+        raise ConfigError("--resume requires --name and cannot be combined with --overwrite")
+    return ResultFolder(
+        path,
+        kind,
+        numbered=numbered,
+        overwrite=overwrite,
+        resume=resume,
+        known_by=known_by,
+        inputs=inputs,
+        advice="choose another --name, resume it with --resume, or replace it with --overwrite",
+    )
+
+
+def to_continue(folder: Path) -> str:
+    """Return how to continue after an interruption."""
+    return f"to continue, repeat the command with --name {folder.name} --resume"
 
 
 def record_options(path: Path, config: AdaptConfig | DistillConfig) -> None:
@@ -45,7 +97,62 @@ def record_options(path: Path, config: AdaptConfig | DistillConfig) -> None:
     write_json(path, options)
 
 
-def list_images(images: ImageFiles, indices: Iterable[int], folder: Path) -> Path:
+def train(
+    plan: Callable[[float], PretrainConfig], folder: Path, *, minutes: float, started: float, console: Console
+) -> Run:
+    """Train in a run folder inside `folder`, or resume this run.
+
+    Args:
+        plan: returns the configuration for a number of seconds; not called if the run exists.
+        folder: the result folder.
+        minutes: total time.
+        started: start of the command, by `time.perf_counter`. As much time as has passed is left for the verdict.
+        console: console for progress.
+    """
+    if (folder / _TRAINING / CONFIG).is_file():
+        planned = load_config(folder / _TRAINING)
+    else:
+        planned = plan(60 * minutes - 2 * (time.perf_counter() - started))
+    return pretrain(planned, out=folder, name=_TRAINING, continue_run=True, advice=to_continue(folder), console=console)
+
+
+def plan_training(
+    adjusted: PretrainConfig,
+    config: AdaptConfig | DistillConfig,
+    images: ImageFiles,
+    folder: Path,
+    seconds: float,
+    *,
+    otherwise: str,
+    most: float = math.inf,
+) -> PretrainConfig:
+    """Set images, starting weights and length of the training.
+
+    Args:
+        adjusted: the recipe for this network.
+        config: the options.
+        images: the images to train on.
+        folder: folder of the closed form, from which the training starts, and of the list of images.
+        seconds: time for the training, if `config` gives no steps.
+        otherwise: the user's other choice if this is too short, for the error.
+        most: maximum number of steps in this time.
+
+    Raises:
+        ConfigError: the time does not suffice for ten steps.
+    """
+    listed = _list_images(images, range(len(images)), folder)
+    planned = replace(
+        adjusted,
+        data=replace(adjusted.data, root=str(listed), images="", workers=config.workers),
+        backbone=replace(adjusted.backbone, pretrained=str(folder / CLOSED_FORM / WEIGHTS_FILE)),
+    )
+    steps = config.steps
+    if steps is None:
+        steps = _steps_within(planned, seconds, config.minutes, otherwise=otherwise, most=most)
+    return _of_length(planned, images, folder, steps)
+
+
+def _list_images(images: ImageFiles, indices: Iterable[int], folder: Path) -> Path:
     """Write a list of some of the images, as `data.root`, and return its path."""
     text = "".join(f"{Path(images.path(index)).absolute()}\n" for index in indices)
     write_text(folder / _IMAGES, text)
@@ -53,7 +160,7 @@ def list_images(images: ImageFiles, indices: Iterable[int], folder: Path) -> Pat
 
 
 def try_objective(planned: PretrainConfig, images: ImageFiles) -> None:
-    """Create the objective with random weights, because its options are otherwise read only after the closed form.
+    """Create the objective with random weights, so that invalid options are found before the closed form is fitted.
 
     Raises:
         ConfigError: an option is invalid for this network.
@@ -62,21 +169,8 @@ def try_objective(planned: PretrainConfig, images: ImageFiles) -> None:
     PretrainingModule(untrained, num_images=len(images), steps_per_epoch=1)
 
 
-def steps_within(
-    planned: PretrainConfig, seconds: float, minutes: float, *, otherwise: str, most: float = math.inf
-) -> int:
-    """Time some steps, and return how many fit.
-
-    Args:
-        planned: configuration of the training.
-        seconds: time for the training.
-        minutes: the duration that the user chose, for messages.
-        otherwise: the user's other choice, for the error.
-        most: maximum number of steps.
-
-    Raises:
-        ConfigError: the time does not suffice for ten steps.
-    """
+def _steps_within(planned: PretrainConfig, seconds: float, minutes: float, *, otherwise: str, most: float) -> int:
+    """Time some steps, and return the number that fits into the time."""
     per_step = seconds_per_step(Session(planned))
     steps = int(min(most, seconds / per_step))
     log.info("training for %d steps of %d images, at %.2f s per step", steps, planned.optim.batch_size, per_step)
@@ -89,11 +183,11 @@ def steps_within(
     return steps
 
 
-def of_length(planned: PretrainConfig, images: ImageFiles, folder: Path, steps: int) -> PretrainConfig:
-    """Return the configuration of about this many steps, on a subset of the images if these are less than an epoch."""
+def _of_length(planned: PretrainConfig, images: ImageFiles, folder: Path, steps: int) -> PretrainConfig:
+    """Set the number of epochs for about `steps` steps; if this is less than one epoch, use a subset of the images."""
     batch = planned.optim.batch_size
     used = spread(len(images), max(batch, steps * batch))
-    list_images(images, used, folder)
+    _list_images(images, used, folder)
     return with_epochs(planned, max(1, round(steps / (len(used) // batch))))
 
 

@@ -18,11 +18,15 @@ from cribo.adaptation.config import AdaptConfig
 from cribo.adaptation.labelled import open_labelled
 from cribo.adaptation.pictures import draw_neighbours
 from cribo.adaptation.planning import (
+    CLOSED_FORM,
+    VERDICT,
+    Exported,
     fast_precision,
-    list_images,
-    of_length,
+    plan_training,
     record_options,
-    steps_within,
+    result_folder,
+    to_continue,
+    train,
     try_objective,
 )
 from cribo.adaptation.verdict import Candidate, Verdict, judge
@@ -33,14 +37,11 @@ from cribo.devices import resolve_devices
 from cribo.drawing import write_figure
 from cribo.errors import if_interrupted
 from cribo.files import write_json
-from cribo.folders import ResultFolder
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.models.building import with_stride
-from cribo.models.saving import WEIGHTS_FILE
 from cribo.pretraining.config import PretrainConfig
-from cribo.pretraining.files import CONFIG
 from cribo.pretraining.presets import load_config
-from cribo.pretraining.run import pretrain
+from cribo.pretraining.run import Run
 from cribo.retrieval.encoders import open_backbone
 from cribo.retrieval.source import backbone_name
 from cribo.training.folder import claim
@@ -48,11 +49,8 @@ from cribo.training.folder import claim
 log = logging.getLogger("cribo")
 
 OPTIONS = "adapt.json"
-VERDICT = "verdict.json"
 PICTURE = "neighbours.png"
-_CLOSED_FORM = "closed_form"
 _CHOICE = "choice.json"
-_TRAINING = "training"
 
 _TRAIN_BLOCKS = "backbone.train_blocks"
 _PRECISION = "runtime.precision"
@@ -60,7 +58,7 @@ _MOST_STEPS = 500  # more steps improve results on these images but degrade them
 
 
 @dataclass(frozen=True)
-class Adapted:
+class Adapted(Exported):
     """A finished adaptation.
 
     Attributes:
@@ -68,12 +66,7 @@ class Adapted:
         verdict: the exported network and the evidence.
     """
 
-    folder: Path
     verdict: Verdict
-
-    def backbone(self) -> Backbone:
-        """Load the exported backbone."""
-        return load_backbone(self.folder)
 
 
 def adapt(
@@ -100,11 +93,9 @@ def adapt(
         FileNotFoundError: a file of the backbone or the images does not exist.
         Interrupted: SIGTERM or SIGUSR1 was received during training, which can be resumed.
     """
-    if resume and (name is None or overwrite):
-        raise ConfigError("--resume requires --name and cannot be combined with --overwrite")
     started = time.perf_counter()
     console = console or Console(quiet=True)
-    target = ResultFolder(
+    target = result_folder(
         Path(out) / (name or f"{backbone_name(config.backbone)}-adapted"),
         "adaptation",
         numbered=name is None,
@@ -112,7 +103,6 @@ def adapt(
         resume=resume,
         known_by=OPTIONS,
         inputs=(config.images, config.labelled, config.second, config.backbone.source),
-        advice="choose another --name, resume it with --resume, or replace it with --overwrite",
     )
     images = open_images(config.images)
     sets = [None if folder is None else open_labelled(folder) for folder in (config.labelled, config.second)]
@@ -124,20 +114,16 @@ def adapt(
         try_objective(_for_network(config, recipe, original, images), images)
     with ExitStack() as stack:
         folder = claim(stack, target)
-        stack.enter_context(if_interrupted(lambda: _to_continue(folder)))
+        stack.enter_context(if_interrupted(lambda: to_continue(folder)))
         record_options(folder / OPTIONS, config)
         with Phases(console) as progress:
             start, choice = _closed_form(original, images, recipe, config, folder, progress)
         log.info(_described(choice))
         candidates = [Candidate("starting weights", original), Candidate("closed form", start)]
         if config.trains:
-            run_folder = folder / _TRAINING
-            if (run_folder / CONFIG).is_file():
-                planned = load_config(run_folder)
-            else:
-                seconds = 60 * config.minutes - 2 * (time.perf_counter() - started)
-                planned = planned_training(config, recipe, start, images, folder, seconds)
-            trained = _train(planned, start, config.trained_share, folder, console).to(device)
+            plan = partial(planned_training, config, recipe, start, images, folder)
+            run = train(plan, folder, minutes=config.minutes, started=started, console=console)
+            trained = _with_start(run, start, config.trained_share).to(device)
             if choice.power is not None:
                 with Phases(console) as progress:
                     again = partial(progress, "closed form of the adapted weights")
@@ -145,7 +131,13 @@ def adapt(
             candidates.append(Candidate("adapted weights", trained))
         with Phases(console) as progress:
             verdict = judge(
-                candidates, images, recipe.views, *sets, keep_last=config.keep == "adapted", progress=progress
+                candidates,
+                images,
+                recipe.views,
+                *sets,
+                keep_last=config.keep == "adapted",
+                process="adaptation",
+                progress=progress,
             )
             kept = next(each.backbone for each in candidates if each.name == verdict.kept)
             figure = draw_neighbours(candidates[0], candidates[-1], images, progress)
@@ -185,7 +177,7 @@ def _closed_form(
     progress: Callable[[str, int, int], None],
 ) -> tuple[Backbone, Choice]:
     """Fit and save the closed form, or load a saved one."""
-    own = folder / _CLOSED_FORM
+    own = folder / CLOSED_FORM
     if (own / _CHOICE).is_file():
         choice = Choice(**json.loads((own / _CHOICE).read_text(encoding="utf-8")))
         return load_backbone(own).to(next(original.parameters()).device), choice
@@ -213,18 +205,14 @@ def _described(choice: Choice) -> str:
     )
 
 
-def _train(planned: PretrainConfig, start: Backbone, share: float, folder: Path, console: Console) -> Backbone:
-    """Train from the closed form in a separate run folder, or resume this run; average its weights with `start`."""
-    run = pretrain(planned, out=folder, name=_TRAINING, continue_run=True, advice=_to_continue(folder), console=console)
+def _with_start(run: Run, start: Backbone, share: float) -> Backbone:
+    """Average the trained weights with those of the closed form."""
     trained = run.backbone()
     # Training resizes the position embedding to the size of the views. Export it only if it was trained.
+    planned = load_config(run.folder)
     if planned.backbone.train_blocks is None and planned.backbone.lora is None:
         return averaged(trained, start, 1 - share)
     return averaged(start, trained, share)
-
-
-def _to_continue(folder: Path) -> str:
-    return f"to continue, repeat the command with --name {folder.name} --resume"
 
 
 def averaged(backbone: Backbone, other: Backbone, share: float) -> Backbone:
@@ -256,19 +244,9 @@ def planned_training(
     Raises:
         ConfigError: the time does not suffice for ten steps.
     """
-    listed = list_images(images, range(len(images)), folder)
-    planned = _for_network(config, recipe, start, images)
-    planned = replace(
-        planned,
-        data=replace(recipe.data, root=str(listed), images="", workers=config.workers),
-        backbone=replace(planned.backbone, pretrained=str(folder / _CLOSED_FORM / WEIGHTS_FILE)),
-    )
-    steps = config.steps
-    if steps is None:
-        steps = steps_within(
-            planned, seconds, config.minutes, most=_MOST_STEPS, otherwise="--minutes 1 for the closed form only"
-        )
-    return of_length(planned, images, folder, steps)
+    adjusted = _for_network(config, recipe, start, images)
+    otherwise = "--minutes 1 for the closed form only"
+    return plan_training(adjusted, config, images, folder, seconds, otherwise=otherwise, most=_MOST_STEPS)
 
 
 def _for_network(config: AdaptConfig, recipe: PretrainConfig, start: Backbone, images: ImageFiles) -> PretrainConfig:

@@ -1,4 +1,4 @@
-"""Verdict on adapted and distilled networks, from labelled images if given, otherwise from signs without labels."""
+"""Verdict on an adaptation or a distillation, from labelled images if given, otherwise from indicators."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -53,7 +53,7 @@ class Measures:
     Attributes:
         indicators: indicators on the unlabelled images.
         retrieval: confusion matrices of dense retrieval on the labelled images.
-        fits: segmentation with some of these images as examples; None of them if they do not suffice.
+        fits: segmentation with some of these images as examples; empty if they are too few.
         second: confusion matrices of dense retrieval on the second set.
     """
 
@@ -72,7 +72,7 @@ def measure(
     *,
     progress: Progress,
 ) -> Measures:
-    """Measure networks without labels, and with those that there are; the arguments are those of `judge`."""
+    """Measure each network without labels, and on the labelled sets that are given; see `judge` for the arguments."""
     indicators = {
         each.name: measure_indicators(each.backbone, images, recipe, partial(progress, f"signs of the {each.name}"))
         for each in candidates
@@ -103,6 +103,7 @@ def judge(
     second: Labelled | None,
     *,
     keep_last: bool,
+    process: str,
     progress: Progress,
 ) -> Verdict:
     """Compare the candidates and choose one.
@@ -117,6 +118,7 @@ def judge(
         labelled: labelled images, if available.
         second: labelled images from another domain, to measure forgetting.
         keep_last: keep the last candidate in any case.
+        process: what produced the later candidates, such as "adaptation", for the sentences.
         progress: called with the phase, the number of processed images and their total.
     """
     measured = measure(candidates, images, recipe, labelled, second, progress=progress)
@@ -134,7 +136,9 @@ def judge(
     ]
     probes = {name: fit.probe for name, fit in fits.items()}
     verdict = Verdict(kept, [], indicators, gains[0], gains[1], probes, gains[2])
-    return replace(verdict, sentences=_sentences(verdict, names, labelled, second, keep_last=keep_last))
+    return replace(
+        verdict, sentences=_sentences(verdict, names, labelled, second, keep_last=keep_last, process=process)
+    )
 
 
 def choose_network(agreement: Mapping[str, float], measures: Sequence[Mapping[str, Int[Tensor, "q c c"]]]) -> str:
@@ -160,7 +164,13 @@ def choose_network(agreement: Mapping[str, float], measures: Sequence[Mapping[st
 
 
 def _sentences(
-    verdict: Verdict, names: Sequence[str], labelled: Labelled | None, second: Labelled | None, *, keep_last: bool
+    verdict: Verdict,
+    names: Sequence[str],
+    labelled: Labelled | None,
+    second: Labelled | None,
+    *,
+    keep_last: bool,
+    process: str,
 ) -> list[str]:
     kept, first, last = verdict.kept, names[0], names[-1]
     shown = kept if kept != first else last
@@ -179,7 +189,7 @@ def _sentences(
     if kept == first:
         gains = [found[last] for found in (verdict.labelled, verdict.segmentation) if found]
         mixed = any(found.low > 0 for found in gains) and any(found.high < 0 for found in gains)
-        reason = f"the {last} improve one measure and degrade the other" if mixed else "training did not help"
+        reason = f"{process} improves one measure and degrades the other" if mixed else f"{process} did not help"
         sentences.append(f"Kept the {first}: {reason}.")
     else:
         sentences.append(f"Kept the {kept}{', as requested' * keep_last}.")

@@ -46,7 +46,8 @@ def run(words: list[str], console: Console) -> None:
     parsed = parser.parse_args(words)
     config = parser.build(AdaptConfig, parsed)
     with importing(console):
-        from cribo.adaptation.run import PICTURE, VERDICT, adapt
+        from cribo.adaptation.planning import VERDICT
+        from cribo.adaptation.run import PICTURE, adapt
         from cribo.models.saving import WEIGHTS_FILE
 
     adapted = adapt(

@@ -48,7 +48,8 @@ def run(words: list[str], console: Console) -> None:
     parsed = parser.parse_args(words)
     config = parser.build(DistillConfig, parsed)
     with importing(console):
-        from cribo.adaptation.distilling import VERDICT, distill
+        from cribo.adaptation.distilling import distill
+        from cribo.adaptation.planning import VERDICT
         from cribo.models.saving import WEIGHTS_FILE
 
     distilled = distill(
