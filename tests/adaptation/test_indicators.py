@@ -96,3 +96,10 @@ def test_an_existing_readout_is_replaced(convolutional: Backbone) -> None:
     assert second.before == pytest.approx(choice.agreement, abs=0.01)
     image = torch.rand(1, 3, 32, 32)
     torch.testing.assert_close(again.encode(image).tokens, start.encode(image).tokens)
+
+
+def test_a_network_of_fixed_size_gets_views_of_that_size() -> None:
+    args = {"depth": 1, "embed_dim": 32, "num_heads": 2}
+    backbone = build_backbone("beit_base_patch16_224", args=args, image_size=48)
+    found = measure_indicators(backbone, Scenes(6, size=64), RECIPE)
+    assert 0 <= found.agreement <= 1

@@ -13,9 +13,9 @@ from torch import Tensor
 from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
-from cribo.models import Backbone, build_backbone, save_backbone
+from cribo.models import Backbone, Features, build_backbone, save_backbone
 from cribo.objectives import Setting, Step
-from cribo.objectives.distill import Distill, resample
+from cribo.objectives.distill import Distill, at_common_grid, resample
 from cribo.pretraining import PretrainConfig, pretrain, resume
 
 Tiny = Callable[..., PretrainConfig]
@@ -43,7 +43,7 @@ def batch_of(objective: Distill, count: int = 4) -> Batch:
 def test_a_student_of_another_architecture_learns_the_teachers_features(tiny: Tiny, tmp_path: Path) -> None:
     saved(tmp_path)
     objective = make(tiny, tmp_path, CNN)
-    assert objective.teacher_size == 48  # 4 x 4 patches of 12 pixels, where the student has 4 x 4 of 8
+    assert objective.teacher_size == 48  # 4 x 4 patches of 12 pixels; the student has 4 x 4 patches of 8 pixels
     optimiser = torch.optim.AdamW(objective.trainable().parameters(), lr=3e-3)
     batch, losses = batch_of(objective, 8), []
     for number in range(60):
@@ -118,6 +118,12 @@ def test_a_loss_with_weight_zero_is_left_out(tiny: Tiny, tmp_path: Path, unused:
     losses = json.loads((run.folder / "summary.json").read_text())["losses"]
     assert len(losses) == 2
     assert not any(unused.removesuffix("_token") in name for name in losses)
+
+
+def test_grids_are_brought_to_the_fewer_rows_and_columns() -> None:
+    a = Features(torch.zeros(1, 2), torch.zeros(1, 24 * 18, 2), (24, 18))
+    b = Features(torch.zeros(1, 3), torch.zeros(1, 20 * 20, 3), (20, 20))
+    assert [tokens.shape for tokens in at_common_grid(a, b)] == [(1, 20 * 18, 2), (1, 20 * 18, 3)]
 
 
 def test_a_run_resumes_with_the_same_teacher_only(tiny: Tiny, tmp_path: Path) -> None:

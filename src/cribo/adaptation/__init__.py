@@ -1,4 +1,4 @@
-"""Backbones for one's own unlabelled images, with a verdict: adaptation, and distillation (docs/adapting.md)."""
+"""Adaptation and distillation of backbones on unlabelled images (docs/adapting.md, docs/distilling.md)."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Options of `cribo adapt`, shared by the command line and Python."""
+"""Options of `cribo adapt` and `cribo distill`, shared by the command line and Python."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal

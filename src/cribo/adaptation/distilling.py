@@ -88,7 +88,7 @@ def distill(
     overwrite: bool = False,
     console: Console | None = None,
 ) -> Distilled:
-    """Train a backbone to have another one's features on unlabelled images, as `cribo distill` does.
+    """Train a backbone to predict the features of another one on unlabelled images, as `cribo distill` does.
 
     Args:
         config: the options.

@@ -93,7 +93,7 @@ def view_points(
         DataError: no image can be read.
     """
     indices = spread(len(images), _IMAGES)
-    size = recipe.size // backbone.patch_size * backbone.patch_size
+    size = backbone.fixed_size or recipe.size // backbone.patch_size * backbone.patch_size
     grid = (size // backbone.patch_size, size // backbone.patch_size)
     points: list[Tensor] = []
     for done, (index, pixels) in enumerate(readable(images, indices), start=1):

@@ -11,7 +11,7 @@ from cribo.adaptation.encoding import encode, readable
 from cribo.data import ImageSource
 from cribo.data.limits import spread
 from cribo.models import Backbone
-from cribo.objectives.distill import resample
+from cribo.objectives.distill import at_common_grid
 from cribo.retrieval.whitening import Moments
 
 _IMAGES = 300
@@ -38,7 +38,8 @@ def predict_teacher(
         progress: called with the number of processed images and their total.
 
     Returns:
-        The copy, and the share of the variance of the teacher's patches in left-out images that it predicts.
+        The copy, and the share of the variance of the teacher's patches in left-out images that it predicts, apart
+        from a constant.
 
     Raises:
         ValueError: the student does not support a linear layer after its features.
@@ -50,8 +51,7 @@ def predict_teacher(
     indices = spread(len(images), _IMAGES)
     for done, (_, pixels) in enumerate(readable(images, indices), start=1):
         own, target = encode(plain, pixels), encode(teacher, pixels)
-        grid = min(own.grid, target.grid)
-        rows = [resample(each.tokens, each.grid, grid)[0].cpu() for each in (own, target)]
+        rows = [tokens[0].cpu() for tokens in at_common_grid(own, target)]
         (fitted if done % _HELD_OUT else left_out).update(torch.cat(rows, dim=1))
         progress(done, len(indices))
     checked = left_out if left_out.count else fitted

@@ -14,7 +14,7 @@ usage: cribo <command> [options]
 commands:
   pretrain    learn dense representations from unlabelled images
   adapt       adapt a pretrained backbone to your images, and measure whether it helped
-  distill     teach a small network the dense features of another one, on your images
+  distill     train a small network to predict the dense features of another one
   profile     measure the cost of each part of a training step on this machine
   evaluate    evaluate a backbone on labelled images
   benchmark   evaluate a backbone by every protocol on every dataset of a folder, and write a card

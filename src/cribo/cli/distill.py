@@ -1,4 +1,4 @@
-"""`cribo distill`: train a small network to have the dense features of a large one."""
+"""`cribo distill`: train a network to predict the dense features of another one."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from cribo.cli.running import BACKBONE_SHORT, NETWORK, print_places
 from cribo.console import importing
 
 HELP = """\
-Teach a small network the dense features of another one, on your images and without labels.
+Train a small network to predict the dense features of another one, on your images and without labels.
 
   cribo distill IMAGES --teacher SOURCE --backbone SOURCE
   cribo distill IMAGES --teacher adapted/vits14-adapted --backbone resnet18.a1_in1k

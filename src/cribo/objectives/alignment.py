@@ -18,7 +18,7 @@ from cribo.models import Backbone
 from cribo.models.lora import plain_copy
 from cribo.models.modes import CompileMode
 from cribo.objectives.banks import PatchBank, object_bank
-from cribo.objectives.base import Columns, Objective, Output, Setting, Step, move_towards
+from cribo.objectives.base import Columns, Objective, Output, Setting, Step, check_weights, move_towards
 from cribo.objectives.extras import LABELS, Anchor, StepFeatures, make_extras
 from cribo.objectives.headfree import cosine_distance, mean_or_zero
 from cribo.objectives.objects import (
@@ -223,9 +223,7 @@ class Alignment(Objective):
 def _check(weights: dict[str, float], grid: int, options: ObjectiveOptions) -> None:
     if grid < 1:
         raise ConfigError(f"objective.args.grid must be at least 1, got {grid}")
-    for name, weight in weights.items():
-        if not 0 <= weight < float("inf"):
-            raise ConfigError(f"objective.args.{name} must be >= 0, got {weight}")
+    check_weights(weights)
     if not any(weights.values()):
         raise ConfigError(f"all weights in objective.args are 0: set one of {', '.join(weights)}, such as points 1")
     for name in ("object_neighbours", "patch_neighbours"):

@@ -334,6 +334,17 @@ def detached(value: Tensor | float, like: Tensor) -> Tensor:
     return like.new_full((), float(value))
 
 
+def check_weights(weights: Mapping[str, float]) -> None:
+    """Raise an error for a loss weight in `objective.args` that is negative or infinite.
+
+    Raises:
+        ConfigError: a weight is out of range.
+    """
+    for name, weight in weights.items():
+        if not 0 <= weight < float("inf"):
+            raise ConfigError(f"objective.args.{name} must be >= 0, got {weight}")
+
+
 @torch.no_grad()
 def sum_over_ranks(rows: Float[Tensor, "r e"], step: Step) -> tuple[Float[Tensor, " e"], Tensor]:
     """Return the sum of the rows of all ranks, and their number; must be called on all ranks."""

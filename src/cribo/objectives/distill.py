@@ -15,12 +15,12 @@ from cribo.data.photometric import apply_photometric
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch
 from cribo.method.precision import at_least_float32, in_float32
-from cribo.models import Backbone, load_backbone, normalise
+from cribo.models import Backbone, Features, load_backbone, normalise
 from cribo.models.modes import CompileMode
-from cribo.objectives.base import Columns, Objective, Output, Setting, Step, sum_over_ranks
+from cribo.objectives.base import Columns, Objective, Output, Setting, Step, check_weights, sum_over_ranks
 from cribo.objectives.views import ViewPairs, drop_path_noise
 
-_SLOWEST = 0.01  # the least share of a step in the moments of the teacher's features
+_SLOWEST = 0.01  # minimum weight of a step in the moving averages
 _LEAST_VARIANCE = 1e-6
 _LEVELS = ("global", "patch")
 
@@ -31,12 +31,13 @@ class Distill(Objective):
     A linear layer maps the student's global token to the teacher's, and another one its patches. The second one is left
     out if both networks have the same width: then the exported features themselves are the teacher's.
 
-    Teacher and student see the same views, each at the size at which it has the student's grid of patches: at equal
-    numbers of pixels, a network with larger patches than the teacher would learn from smaller objects than it is used
-    on. If the teacher's size is fixed, features are compared on the coarser grid, to which the others are resampled.
-    From the teacher's features, a moving average of their mean is subtracted, because a direction that all patches
-    share would decide the cosine. They are divided by one number, their standard deviation over all channels, so that
-    the losses do not depend on the teacher's scale, but small channels stay small.
+    Teacher and student see the same views, each at the size at which it has the student's grid of patches. At equal
+    numbers of pixels, a network with larger patches than the teacher would see objects at fewer patches than in use.
+    If the teacher's size is fixed, both grids are resampled to the fewer rows and columns.
+
+    The teacher's features are centred by a moving average of their mean, because a direction that all patches share
+    would dominate the cosine. They are divided by one number, their standard deviation over all channels, so that the
+    losses do not depend on the teacher's scale, and channels keep their relative variances.
 
     Reads `views`, `backbone` (the student) and `optim`. The exported network is the student without the linear layers.
     Checkpoints do not contain the teacher, which is loaded again.
@@ -74,9 +75,7 @@ class Distill(Objective):
     ) -> None:
         super().__init__(setting)
         given = {"global_token": global_token, "patches": patches, "cosine": cosine, "smooth_l1": smooth_l1}
-        for name, weight in given.items():
-            if not 0 <= weight < float("inf"):
-                raise ConfigError(f"objective.args.{name} must be >= 0, got {weight}")
+        check_weights(given)
         by_level = dict(zip(_LEVELS, (global_token, patches), strict=True))
         self.weights = {
             f"{level}_{kind}": weight * given[kind]
@@ -143,24 +142,21 @@ class Distill(Objective):
             seen = views if views.shape[2:] == size else F.interpolate(views, size, mode="bicubic", antialias=True)
             targets = teacher(normalise(seen, mean=teacher.mean, std=teacher.std))
         features = student(normalise(views, mean=student.mean, std=student.std), drop_path_noise=drop_path_noise(batch))
-        grid = min(features.grid, targets.grid)
+        own, wanted = at_common_grid(features, targets)
         pairs = {
             "global": (features.global_token, targets.global_token),
-            "patch": (
-                resample(features.tokens, features.grid, grid).flatten(0, 1),
-                resample(targets.tokens, targets.grid, grid).flatten(0, 1),
-            ),
+            "patch": (own.flatten(0, 1), wanted.flatten(0, 1)),
         }
         heads = dict(self.student.get_submodule("head").named_children())
         losses, sums = {}, []
-        for level, (own, target) in pairs.items():
+        for level, (student_features, target) in pairs.items():
             mean, variance = (self.get_buffer(f"{level}_{moment}") for moment in ("mean", "variance"))
             centred = at_least_float32(target) - mean
             count = mean.new_full((), len(centred))
             sums += [centred.sum(dim=0), torch.stack((centred.square().mean(dim=1).sum(), count))]
             scale = (variance + _LEAST_VARIANCE).sqrt()
             head = heads.get(level)
-            predicted = (at_least_float32(own) - mean) / scale if head is None else head(own)
+            predicted = (at_least_float32(student_features) - mean) / scale if head is None else head(student_features)
             losses[f"{level}_cosine"], losses[f"{level}_smooth_l1"] = distances(predicted, centred / scale)
         self._sums.append(torch.cat(sums))
         return Output({name: loss for name, loss in losses.items() if name in self.weights})
@@ -203,6 +199,13 @@ class Distill(Objective):
 def distances(predicted: Float[Tensor, "r d"], target: Float[Tensor, "r d"]) -> tuple[Tensor, Tensor]:
     """Return the mean cosine distance of the rows, and the mean smooth L1 distance of the entries."""
     return 1 - F.cosine_similarity(predicted, target, dim=1).mean(), F.smooth_l1_loss(predicted, target)
+
+
+def at_common_grid(a: Features, b: Features) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b n e"]]:
+    """Return the tokens of two networks, both resampled to the fewer rows and the fewer columns of their grids."""
+    height, width = (min(sides) for sides in zip(a.grid, b.grid, strict=True))
+    first, second = (resample(each.tokens, each.grid, (height, width)) for each in (a, b))
+    return first, second
 
 
 def resample(tokens: Float[Tensor, "b n d"], grid: tuple[int, int], target: tuple[int, int]) -> Float[Tensor, "b m d"]:
