@@ -69,8 +69,12 @@ def test_an_interrupted_distillation_continues_to_the_same_weights(
 ) -> None:
     folder, asked = tmp_path / "cut", wanted(scenes, networks, keep="trained")
     whole = distill(asked, out=tmp_path, name="cut")
-    assert whole.verdict.sentences[0].startswith("The neighbour agreement across views is ")
-    assert whole.verdict.sentences[-1].startswith("For comparison, the teacher: neighbour agreement ")
+    predicted = [found["predicted"] for found in whole.verdict.students.indicators.values()]
+    assert predicted[0] == 0 < predicted[1] < 1
+    assert whole.verdict.sentences[0] == (
+        "Share of the teacher's variance that is predicted, the criterion without labels: "
+        f"original student 0%, closed form {predicted[1]:.0%}, trained student {predicted[2]:.0%}."
+    )
     weights = (folder / "backbone.safetensors").read_bytes()
     for name in ("backbone.safetensors", "verdict.json", "training/summary.json", "training/backbone.safetensors"):
         (folder / name).unlink()
@@ -81,6 +85,23 @@ def test_an_interrupted_distillation_continues_to_the_same_weights(
     assert (folder / "backbone.safetensors").read_bytes() == weights
     with pytest.raises(ValueError, match=r"was started with steps 10, got 12: use the old value, or choose another"):
         distill(wanted(scenes, networks, steps=12), out=tmp_path, name="cut", resume=True)
+
+
+def test_the_time_can_be_changed_until_the_training_begins(scenes: Path, networks: Path, tmp_path: Path) -> None:
+    # So little time that no step fits.
+    with pytest.raises(ValueError, match=r"--minutes 0\.001 suffices for 0 steps of .*, but at least 10 are required"):
+        distill(wanted(scenes, networks, steps=None, minutes=0.001), out=tmp_path, name="short")
+    assert distill(wanted(scenes, networks), out=tmp_path, name="short", resume=True).folder == tmp_path / "short"
+
+
+def test_invalid_training_options_leave_an_older_folder_as_it_was(scenes: Path, networks: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "cribo.json").write_text('{"made_by": "cribo", "kind": "distillation"}')
+    asked = wanted(scenes, networks, training={**TRAINING, "objective.args": {"patches": -1.0}})
+    with pytest.raises(ValueError, match="patches must be >= 0"):
+        distill(asked, out=tmp_path, name="mine", overwrite=True)
+    assert [path.name for path in folder.iterdir()] == ["cribo.json"]
 
 
 def test_the_linear_layer_predicts_a_linear_teacher(scenes: Path, networks: Path) -> None:

@@ -87,20 +87,41 @@ def test_the_losses_are_those_of_standardised_features(tiny: Tiny, tmp_path: Pat
     torch.testing.assert_close(output.losses["patch_smooth_l1"], expected, rtol=1e-3, atol=1e-4)
 
 
+def test_a_student_of_the_teachers_width_learns_without_a_linear_layer_for_patches(tiny: Tiny, tmp_path: Path) -> None:
+    teacher = saved(tmp_path)
+    objective = make(tiny, tmp_path, {"backbone.args": {"embed_dim": 24, "depth": 1, "num_heads": 2}})
+    assert [name for name, _ in objective.student.get_submodule("head").named_children()] == ["global"]
+    with torch.no_grad():
+        objective.get_buffer("patch_mean").fill_(0.3)
+        objective.get_buffer("patch_variance").fill_(4.0)
+    seen: list[Features] = []
+
+    def keep(module: object, args: object, output: Features) -> None:
+        seen.append(output)
+
+    for network in (objective.exported(), objective.teacher):
+        network.register_forward_hook(keep)
+    output = objective(batch_of(objective), STEP)
+    own, wanted = (((tokens - 0.3) / 2).flatten(0, 1) for tokens in at_common_grid(seen[1], seen[0]))
+    assert own.shape[1] == teacher.embed_dim
+    expected = 1 - F.cosine_similarity(own, wanted).mean()
+    torch.testing.assert_close(output.losses["patch_cosine"], expected, rtol=1e-3, atol=1e-4)
+
+
 def test_moments_are_those_of_the_teachers_features(tiny: Tiny, tmp_path: Path) -> None:
     teacher = saved(tmp_path)
     objective = make(tiny, tmp_path)
     seen: list[Tensor] = []
     objective.teacher.register_forward_hook(lambda module, args, output: seen.append(output.tokens.flatten(0, 1)))
-    batch = batch_of(objective, 6)
-    for number in range(2):
+    for number, batch in enumerate(batch_of(objective, 8).split(2)):
         for part in batch.split(2):
             objective(part, STEP)
         objective.after_step(Step(number, steps_per_epoch=4, total_steps=12))
     tokens = torch.cat(seen)
     assert tokens.shape[1] == teacher.embed_dim
     torch.testing.assert_close(objective.get_buffer("patch_mean"), tokens.mean(dim=0), rtol=1e-4, atol=1e-5)
-    variance = tokens.var(dim=0, correction=0).mean()
+    # The variance is that within a batch.
+    variance = torch.stack([each.var(dim=0, correction=0).mean() for each in tokens.chunk(2)]).mean()
     torch.testing.assert_close(objective.get_buffer("patch_variance"), variance, rtol=1e-3, atol=1e-5)
 
 

@@ -1,6 +1,7 @@
 """Steps of `cribo distill`: closed form, training by the objective `distill`, verdict, and export."""
 
 import copy
+import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 from cribo.adaptation.config import DistillConfig
-from cribo.adaptation.labelled import Labelled, mean_iou, open_labelled
+from cribo.adaptation.labelled import mean_iou, open_labelled
 from cribo.adaptation.planning import (
     CLOSED_FORM,
     VERDICT,
@@ -27,7 +28,7 @@ from cribo.adaptation.planning import (
     try_objective,
 )
 from cribo.adaptation.regression import predict_teacher
-from cribo.adaptation.verdict import Candidate, Measures, Verdict, judge, measure
+from cribo.adaptation.verdict import DISTILLATION, Candidate, Measures, Verdict, judge, measure
 from cribo.console import Phases, Progress
 from cribo.data import ImageFiles, open_images
 from cribo.devices import resolve_devices
@@ -45,6 +46,7 @@ log = logging.getLogger("cribo")
 
 OPTIONS = "distill.json"
 _TEACHER = "teacher"
+_SHARE = "predicted.json"
 
 _SIZE = "views.size"
 _PRECISION = "runtime.precision"
@@ -58,8 +60,8 @@ class DistillVerdict:
     Attributes:
         sentences: the verdict as text.
         students: comparison of the original student, the closed form and the trained student.
-        teacher: neighbour agreement of the teacher and, with labelled images, mean IoU of its dense retrieval and of
-            the segmentation with it, in 0-1.
+        teacher: mean IoU of the teacher's dense retrieval and of the segmentation with it, in 0-1; empty without
+            labelled images.
     """
 
     sentences: Sequence[str]
@@ -132,31 +134,29 @@ def distill(
             save_backbone(teacher, folder / _TEACHER)
         teacher = load_backbone(folder / _TEACHER).to(device)
         with Phases(console) as progress:
-            start = _closed_form(student, teacher, images, folder, progress)
+            start, before = _closed_form(student, teacher, images, folder, progress)
         plan = partial(_planned_training, config, recipe, start, images, folder)
         run = train(plan, folder, minutes=config.minutes, started=started, console=console)
         with Phases(console) as progress:
             again = partial(progress, "closed form of the trained student")
-            trained, _ = predict_teacher(run.backbone().to(device), teacher, images, progress=again)
+            trained, after = predict_teacher(run.backbone().to(device), teacher, images, progress=again)
         candidates = [
             Candidate("original student", student),
             Candidate("closed form", start),
             Candidate("trained student", trained),
         ]
+        # Without a linear layer, the original student predicts nothing.
+        indicators = {
+            each.name: {DISTILLATION.criterion: share}
+            for each, share in zip(candidates, (0.0, before, after), strict=True)
+        }
+        keep_last = config.keep == "trained"
         with Phases(console) as progress:
-            keep_last = config.keep == "trained"
             students = judge(
-                candidates,
-                images,
-                recipe.views,
-                labelled,
-                None,
-                keep_last=keep_last,
-                process="distillation",
-                progress=progress,
+                candidates, indicators, labelled, None, keep_last=keep_last, process=DISTILLATION, progress=progress
             )
-            measured = measure([Candidate("teacher", teacher)], images, recipe.views, labelled, None, progress=progress)
-        verdict = _with_teacher(students, measured, labelled)
+            measured = measure([Candidate(_TEACHER, teacher)], labelled, None, progress=progress)
+        verdict = _with_teacher(students, measured)
         save_backbone(next(each.backbone for each in candidates if each.name == students.kept), folder)
         write_json(folder / VERDICT, asdict(verdict))
     return Distilled(folder, verdict)
@@ -164,15 +164,17 @@ def distill(
 
 def _closed_form(
     student: Backbone, teacher: Backbone, images: ImageFiles, folder: Path, progress: Progress
-) -> Backbone:
-    """Fit and save the closed form, or load a saved one."""
+) -> tuple[Backbone, float]:
+    """Fit and save the closed form and its share of predicted variance, or load saved ones."""
     own = folder / CLOSED_FORM
-    if not (own / DESCRIPTION_FILE).is_file():
+    if not (own / _SHARE).is_file():
         fitting = partial(progress, "prediction of the teacher's patches")
         start, share = predict_teacher(student, teacher, images, progress=fitting)
-        log.info("closed form: a linear layer predicts %.0f %% of the variance of the teacher's patches", 100 * share)
         save_backbone(start, own)
-    return load_backbone(own).to(next(student.parameters()).device)
+        write_json(own / _SHARE, {DISTILLATION.criterion: share})
+    share = json.loads((own / _SHARE).read_text(encoding="utf-8"))[DISTILLATION.criterion]
+    log.info("closed form: a linear layer predicts %.0f %% of the variance of the teacher's patches", 100 * share)
+    return load_backbone(own).to(next(student.parameters()).device), share
 
 
 def _planned_training(
@@ -205,15 +207,15 @@ def _for_networks(
     )
 
 
-def _with_teacher(students: Verdict, measured: Measures, labelled: Labelled | None) -> DistillVerdict:
+def _with_teacher(students: Verdict, measured: Measures) -> DistillVerdict:
     """Add the measures of the teacher."""
-    [indicators] = measured.indicators.values()
-    found = {"agreement": indicators.agreement}
-    for tallies in measured.retrieval.values():
-        found["retrieval"] = mean_iou(tallies)
-    for fit in measured.fits.values():
-        found["segmentation"] = mean_iou(fit.tallies)
-    said = [f"neighbour agreement {found['agreement']:.0%}"]
-    if labelled is not None:
-        said = [f"{what} {100 * found[what]:.1f} % mIoU" for what in ("retrieval", "segmentation") if what in found]
-    return DistillVerdict([*students.sentences, f"For comparison, the teacher: {', '.join(said)}."], students, found)
+    found = {}
+    if _TEACHER in measured.retrieval:
+        found["retrieval"] = mean_iou(measured.retrieval[_TEACHER])
+    if _TEACHER in measured.fits:
+        found["segmentation"] = mean_iou(measured.fits[_TEACHER].tallies)
+    sentences = list(students.sentences)
+    if found:
+        listed = ", ".join(f"{what} {100 * value:.1f} % mIoU" for what, value in found.items())
+        sentences.append(f"For comparison, the teacher: {listed}.")
+    return DistillVerdict(sentences, students, found)

@@ -82,13 +82,18 @@ def to_continue(folder: Path) -> str:
 def record_options(path: Path, config: AdaptConfig | DistillConfig) -> None:
     """Write the options, or compare them with the stored options of what is resumed.
 
+    The time can be changed until the training has begun.
+
     Raises:
         ConfigError: an option that affects the result has changed.
     """
     options = json.loads(json.dumps(asdict(config)))
     if path.is_file():
         before = json.loads(path.read_text(encoding="utf-8"))
-        changed = [name for name in options if before.get(name) != options[name] and name not in ("workers", "device")]
+        free = {"workers", "device"}
+        if not any((path.parent / made).exists() for made in (_TRAINING, VERDICT)):
+            free |= {"minutes", "steps"}
+        changed = [name for name in options if before.get(name) != options[name] and name not in free]
         if changed:
             raise ConfigError(
                 f"{path.parent} was started with {changed[0]} {before.get(changed[0])}, got {options[changed[0]]}: "

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from cribo.adaptation.closed_form import Choice, choose_closed_form, refit_whitening
 from cribo.adaptation.config import AdaptConfig
+from cribo.adaptation.indicators import measure_indicators
 from cribo.adaptation.labelled import open_labelled
 from cribo.adaptation.pictures import draw_neighbours
 from cribo.adaptation.planning import (
@@ -29,7 +30,7 @@ from cribo.adaptation.planning import (
     train,
     try_objective,
 )
-from cribo.adaptation.verdict import Candidate, Verdict, judge
+from cribo.adaptation.verdict import ADAPTATION, Candidate, Verdict, judge
 from cribo.arguments import ConfigError
 from cribo.console import Phases
 from cribo.data import ImageFiles, open_images
@@ -130,15 +131,16 @@ def adapt(
                     refit_whitening(trained, images, power=choice.power, dims=config.dims, progress=again)
             candidates.append(Candidate("adapted weights", trained))
         with Phases(console) as progress:
-            verdict = judge(
-                candidates,
-                images,
-                recipe.views,
-                *sets,
-                keep_last=config.keep == "adapted",
-                process="adaptation",
-                progress=progress,
-            )
+            indicators = {
+                each.name: asdict(
+                    measure_indicators(
+                        each.backbone, images, recipe.views, partial(progress, f"indicators of the {each.name}")
+                    )
+                )
+                for each in candidates
+            }
+            keep_last = config.keep == "adapted"
+            verdict = judge(candidates, indicators, *sets, keep_last=keep_last, process=ADAPTATION, progress=progress)
             kept = next(each.backbone for each in candidates if each.name == verdict.kept)
             figure = draw_neighbours(candidates[0], candidates[-1], images, progress)
         write_figure(folder / PICTURE, figure)

@@ -1,10 +1,8 @@
 """`cribo adapt`: adapt a pretrained backbone to a folder of images."""
 
-from pathlib import Path
-
 from rich.console import Console
 
-from cribo.cli.running import BACKBONE_SHORT, NETWORK, print_places
+from cribo.cli.running import BACKBONE_SHORT, NETWORK, add_named_results, print_places
 from cribo.console import importing
 
 HELP = """\
@@ -17,9 +15,9 @@ Adapt a pretrained backbone to your images: without labels, in a quarter of an h
 IMAGES is a folder (read recursively), or a text file that lists images. First, a linear layer is fitted in closed form
 to the patches of the images (about a minute; --minutes 1 stops here). Then the last blocks are trained to give the
 same place the same features in two views. At the end, the command reports whether this helped: by dense retrieval and
-by segmentation on labelled images (at least ten), or by signs that need no labels. It exports the best network, which
-evaluate, segment, index and export take as --backbone. To continue after an interruption, repeat the command with
---name NAME --resume.
+by segmentation on labelled images (at least ten), or without labels by neighbour agreement across views. It exports the
+best network, which evaluate, segment, index and export take as --backbone. To continue after an interruption, repeat
+the command with --name NAME --resume.
 """
 
 LESS_MEMORY = """set --training '{"optim.micro_batches": 2}'"""
@@ -37,10 +35,7 @@ def run(words: list[str], console: Console) -> None:
         short=BACKBONE_SHORT,
     )
     parser.add_argument("images", type=str, help="a folder of images, or a text file that lists images")
-    parser.add_argument("--out", type=Path, default=Path("adapted"), help="parent folder of the results")
-    parser.add_argument("--name", type=str, help="name of the output folder; by default, that of the backbone")
-    parser.add_argument("--resume", action="store_true", help="continue the interrupted adaptation --name")
-    parser.add_argument("--overwrite", action="store_true", help="replace the adaptation --name")
+    add_named_results(parser, "adaptation", "adapted", "backbone")
     parser.add_class_arguments(AdaptConfig, skip={"images"})
     parser.explain("--backbone.source", NETWORK)
     parsed = parser.parse_args(words)

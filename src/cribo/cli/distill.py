@@ -1,10 +1,8 @@
 """`cribo distill`: train a network to predict the dense features of another one."""
 
-from pathlib import Path
-
 from rich.console import Console
 
-from cribo.cli.running import BACKBONE_SHORT, NETWORK, print_places
+from cribo.cli.running import BACKBONE_SHORT, NETWORK, add_named_results, print_places
 from cribo.console import importing
 
 HELP = """\
@@ -19,8 +17,8 @@ commands take, also an adapted one; its architecture, width and patch size may d
 starts from its own weights, or from random ones with --pretrained false. First, a linear layer is fitted behind it that
 predicts the teacher's patches (about a minute). Then the student is trained so that its features become the teacher's.
 At the end, the command reports whether this helped: by dense retrieval and by segmentation on labelled images (at least
-ten), or by signs that need no labels. It exports the best network, which evaluate, segment, index and export take as
---backbone. To continue after an interruption, repeat the command with --name NAME --resume.
+ten), or by how well the teacher is predicted. It exports the best network, which evaluate, segment, index and export
+take as --backbone. To continue after an interruption, repeat the command with --name NAME --resume.
 """
 
 LESS_MEMORY = """set --training '{"optim.micro_batches": 2}'"""
@@ -38,10 +36,7 @@ def run(words: list[str], console: Console) -> None:
         short={**BACKBONE_SHORT, "--teacher": "--teacher.source"},
     )
     parser.add_argument("images", type=str, help="a folder of images, or a text file that lists images")
-    parser.add_argument("--out", type=Path, default=Path("distilled"), help="parent folder of the results")
-    parser.add_argument("--name", type=str, help="name of the output folder; by default, that of the student")
-    parser.add_argument("--resume", action="store_true", help="continue the interrupted distillation --name")
-    parser.add_argument("--overwrite", action="store_true", help="replace the distillation --name")
+    add_named_results(parser, "distillation", "distilled", "student")
     parser.add_class_arguments(DistillConfig, skip={"images"})
     parser.explain("--backbone.source", NETWORK)
     parser.explain("--teacher.source", NETWORK)

@@ -130,6 +130,14 @@ def optional_backbone(parsed: "Namespace") -> "BackboneSource | None":
     return None if parsed.backbone.source is None else BackboneSource(**vars(parsed.backbone))
 
 
+def add_named_results(parser: "Parser", kind: str, out: str, network: str) -> None:
+    """Add the options that name, resume and replace a folder of results, by default `out`/NAME OF THE NETWORK."""
+    parser.add_argument("--out", type=Path, default=Path(out), help="parent folder of the results")
+    parser.add_argument("--name", type=str, help=f"name of the output folder; by default, that of the {network}")
+    parser.add_argument("--resume", action="store_true", help=f"continue the interrupted {kind} --name")
+    parser.add_argument("--overwrite", action="store_true", help=f"replace the {kind} --name")
+
+
 def print_unreadable(console: "Console", files: Sequence[tuple[str, str]], where: str | None = None) -> None:
     """Print how many images could not be read, with the first names and reasons; `where` is the file with all."""
     if files:
