@@ -17,11 +17,12 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 
+from cribo.adaptation.averaging import averaged
 from cribo.adaptation.closed_form import choose_closed_form, refit_whitening
 from cribo.adaptation.config import AdaptConfig
 from cribo.adaptation.indicators import measure_indicators
 from cribo.adaptation.labelled import gain, open_labelled, score_images
-from cribo.adaptation.run import averaged, planned_training
+from cribo.adaptation.run import planned_training
 from cribo.console import Phases
 from cribo.data import LabelledSubset, open_images
 from cribo.models import Backbone, load_backbone, save_backbone

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,18 @@ def test_invalid_training_options_leave_an_older_folder_as_it_was(scenes: Path, 
     assert [path.name for path in folder.iterdir()] == ["cribo.json"]
 
 
+def test_the_exported_weights_are_half_trained_unless_the_student_starts_untrained(
+    scenes: Path, networks: Path, tmp_path: Path
+) -> None:
+    asked = wanted(scenes, networks, keep="trained")
+    done = distill(asked, out=tmp_path, name="mine").folder
+    start, trained, kept = (load_backbone(done / part).model.conv1.weight for part in ("closed_form", "training", ""))
+    torch.testing.assert_close(kept, (start + trained) / 2)
+    assert not torch.equal(start, trained)
+    untrained = replace(asked, backbone=replace(asked.backbone, pretrained=False))
+    assert (asked.share, untrained.share, replace(untrained, trained_share=0.2).share) == (0.5, 1.0, 0.2)
+
+
 def test_the_linear_layer_predicts_a_linear_teacher(scenes: Path, networks: Path) -> None:
     student = load_backbone(networks / "student")
     teacher = copy.deepcopy(student)
@@ -122,6 +135,7 @@ def test_the_linear_layer_predicts_a_linear_teacher(scenes: Path, networks: Path
     [
         ({"minutes": 0.0}, "minutes must be > 0, got 0"),
         ({"steps": 0}, "steps must be >= 1, got 0"),
+        ({"trained_share": 0.0}, "trained_share must be > 0 and at most 1, got 0"),
         ({"teacher": BackboneSource("mean-colour")}, "--teacher mean-colour has no weights: choose a network"),
         ({"backbone": BackboneSource("x", layers=2)}, "distill does not support --backbone.layers 2"),
     ],

@@ -10,8 +10,9 @@ import torch
 from PIL import Image
 
 from cribo.adaptation import AdaptConfig, adapt
+from cribo.adaptation.averaging import averaged
 from cribo.adaptation.encoding import encode
-from cribo.adaptation.run import averaged, planned_training
+from cribo.adaptation.run import planned_training
 from cribo.cli import main
 from cribo.data import open_images
 from cribo.data.scenes import Scenes

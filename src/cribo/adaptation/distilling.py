@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
+from cribo.adaptation.averaging import averaged
 from cribo.adaptation.config import DistillConfig
 from cribo.adaptation.labelled import mean_iou, open_labelled
 from cribo.adaptation.planning import (
@@ -139,7 +140,8 @@ def distill(
         run = train(plan, folder, minutes=config.minutes, started=started, console=console)
         with Phases(console) as progress:
             again = partial(progress, "closed form of the trained student")
-            trained, after = predict_teacher(run.backbone().to(device), teacher, images, progress=again)
+            trained = averaged(run.backbone(), start, 1 - config.share).to(device)
+            trained, after = predict_teacher(trained, teacher, images, progress=again)
         candidates = [
             Candidate("original student", student),
             Candidate("closed form", start),

@@ -1,6 +1,5 @@
 """Steps of `cribo adapt`: closed form, training, closed form of the trained weights, verdict, and export."""
 
-import copy
 import json
 import logging
 import time
@@ -10,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
+from cribo.adaptation.averaging import averaged
 from cribo.adaptation.closed_form import Choice, choose_closed_form, refit_whitening
 from cribo.adaptation.config import AdaptConfig
 from cribo.adaptation.indicators import measure_indicators
@@ -215,22 +214,6 @@ def _with_start(run: Run, start: Backbone, share: float) -> Backbone:
     if planned.backbone.train_blocks is None and planned.backbone.lora is None:
         return averaged(trained, start, 1 - share)
     return averaged(start, trained, share)
-
-
-def averaged(backbone: Backbone, other: Backbone, share: float) -> Backbone:
-    """Average the weights of two backbones (WiSE-FT; Wortsman et al. 2022).
-
-    Args:
-        backbone: the backbone to copy; weights whose shapes differ, such as a resized position embedding, are kept.
-        other: a backbone of the same architecture.
-        share: weight of `other` in the average, 0 to 1.
-    """
-    result, state = copy.deepcopy(backbone), other.model.state_dict()
-    with torch.no_grad():
-        for key, own in result.model.state_dict().items():
-            if own.is_floating_point() and own.shape == state[key].shape:
-                own.lerp_(state[key].to(own.device), share)
-    return result
 
 
 def planned_training(
