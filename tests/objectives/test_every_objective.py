@@ -12,7 +12,7 @@ from tests.commands import Commands
 from tests.pretraining.test_spread import Runs, assert_same_checkpoint, last
 
 from cribo.arguments import ConfigError
-from cribo.models import build_backbone, save_backbone
+from cribo.models import build_backbone, load_backbone, save_backbone
 from cribo.pretraining import PretrainConfig, pretrain
 
 Tiny = Callable[..., PretrainConfig]
@@ -95,6 +95,18 @@ def test_two_processes_train_the_same_network(
 @pytest.mark.parametrize("name", sorted(CHANGES))
 def test_a_resumed_run_is_identical(tiny: Tiny, options: Options, name: str, resumed_state: Callable[..., Any]) -> None:
     resumed_state(tiny(options(name, runtime__precision="32-true", runtime__checkpoint_every=3)))
+
+
+@pytest.mark.parametrize("name", sorted(CHANGES))
+def test_a_run_starts_from_a_network_with_a_linear_layer_behind_its_features(
+    tiny: Tiny, options: Options, name: str, tmp_path: Path
+) -> None:
+    adapted = build_backbone("vit_tiny_patch16_224", args=tiny().backbone.args, image_size=32, seed=1)
+    adapted.set_readout(torch.randn(7, 32), torch.zeros(7))
+    save_backbone(adapted, tmp_path / "adapted")
+    config = tiny(options(name, backbone__pretrained=str(tmp_path / "adapted" / "backbone.safetensors")))
+    trained(config, tmp_path, "run")
+    assert load_backbone(tmp_path / "run").embed_dim == 7
 
 
 @pytest.mark.slow
