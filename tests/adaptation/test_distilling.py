@@ -2,7 +2,6 @@
 
 import copy
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,7 +60,7 @@ def test_the_command_writes_a_student_and_a_verdict(
     assert (backbone.name, backbone.embed_dim) == ("resnet18", 10)
     assert not torch.equal(backbone.model.conv1.weight, before.model.conv1.weight)
     verdict = json.loads((tmp_path / "mine" / "verdict.json").read_text())
-    assert set(verdict["students"]["labelled"]) == {"closed form", "trained student"}
+    assert set(verdict["students"]["labelled"]) == {"closed form", "averaged student", "trained student"}
     assert 0 < verdict["teacher"]["retrieval"] < 1
 
 
@@ -74,7 +73,8 @@ def test_an_interrupted_distillation_continues_to_the_same_weights(
     assert predicted[0] == 0 < predicted[1] < 1
     assert whole.verdict.sentences[0] == (
         "Share of the teacher's variance that is predicted, the criterion without labels: "
-        f"original student 0%, closed form {predicted[1]:.0%}, trained student {predicted[2]:.0%}."
+        f"original student 0%, closed form {predicted[1]:.0%}, averaged student {predicted[2]:.0%}, "
+        f"trained student {predicted[3]:.0%}."
     )
     weights = (folder / "backbone.safetensors").read_bytes()
     for name in ("backbone.safetensors", "verdict.json", "training/summary.json", "training/backbone.safetensors"):
@@ -105,18 +105,6 @@ def test_invalid_training_options_leave_an_older_folder_as_it_was(scenes: Path, 
     assert [path.name for path in folder.iterdir()] == ["cribo.json"]
 
 
-def test_the_exported_weights_are_half_trained_unless_the_student_starts_untrained(
-    scenes: Path, networks: Path, tmp_path: Path
-) -> None:
-    asked = wanted(scenes, networks, keep="trained")
-    done = distill(asked, out=tmp_path, name="mine").folder
-    start, trained, kept = (load_backbone(done / part).model.conv1.weight for part in ("closed_form", "training", ""))
-    torch.testing.assert_close(kept, (start + trained) / 2)
-    assert not torch.equal(start, trained)
-    untrained = replace(asked, backbone=replace(asked.backbone, pretrained=False))
-    assert (asked.share, untrained.share, replace(untrained, trained_share=0.2).share) == (0.5, 1.0, 0.2)
-
-
 def test_the_linear_layer_predicts_a_linear_teacher(scenes: Path, networks: Path) -> None:
     student = load_backbone(networks / "student")
     teacher = copy.deepcopy(student)
@@ -135,7 +123,6 @@ def test_the_linear_layer_predicts_a_linear_teacher(scenes: Path, networks: Path
     [
         ({"minutes": 0.0}, "minutes must be > 0, got 0"),
         ({"steps": 0}, "steps must be >= 1, got 0"),
-        ({"trained_share": 0.0}, "trained_share must be > 0 and at most 1, got 0"),
         ({"teacher": BackboneSource("mean-colour")}, "--teacher mean-colour has no weights: choose a network"),
         ({"backbone": BackboneSource("x", layers=2)}, "distill does not support --backbone.layers 2"),
     ],

@@ -10,8 +10,6 @@ from cribo.retrieval.source import MEAN_COLOUR, BackboneSource
 CLOSED_FORM_ALONE = 1.0
 """Duration in minutes up to which nothing is trained."""
 
-_PRETRAINED_SHARE = 0.5  # chosen among 0.25, 0.5, 0.75 and 1 in benchmarks/RESULTS.md
-
 Keep = Literal["better", "adapted"]
 
 
@@ -71,7 +69,8 @@ class AdaptConfig:
             raise ConfigError(f"steps must be >= 1, got {self.steps}: to fit only the closed form, use --minutes 1")
         if self.power is not None and not 0 <= self.power <= 1:
             raise ConfigError(f"power must be from 0 (rotate only) to 1 (whiten), got {self.power}")
-        _check_share(self.trained_share)
+        if not 0 < self.trained_share <= 1:
+            raise ConfigError(f"trained_share must be > 0 and at most 1, got {self.trained_share}")
         require_least(self, {"blocks": 1, "stride": 1, "dims": 1})
         if self.backbone.source == MEAN_COLOUR:
             raise ConfigError(f"--backbone {MEAN_COLOUR} has no weights to adapt: choose a pretrained network")
@@ -100,8 +99,6 @@ class DistillConfig:
             ignored pixels), each with or without train/ and val/; at least ten images. They are never trained on.
         keep: the network to export: `better` for the best one that improves retrieval or segmentation and degrades
             neither, or `trained` for the last one in any case.
-        trained_share: weight of the trained weights in the exported average with the starting weights, which keeps more
-            of what a pretrained student has learnt before. [0.5; 1 with --pretrained false]
         recipe: a preset or YAML file of `cribo pretrain`, with the objective `distill`.
         training: values that override the recipe, such as {"optim.lr": 1e-3, "views.size": 320}.
         workers: number of data loading workers during training. [depends on the number of cores]
@@ -118,7 +115,6 @@ class DistillConfig:
     steps: int | None = None
     labelled: str | None = None
     keep: Literal["better", "trained"] = "better"
-    trained_share: float | None = None
     recipe: str = "distill"
     training: dict[str, Any] = field(default_factory=dict)
     workers: int | None = None
@@ -127,22 +123,8 @@ class DistillConfig:
     def __post_init__(self) -> None:
         require_positive(self, "minutes")
         require_least(self, {"steps": 1})
-        if self.trained_share is not None:
-            _check_share(self.trained_share)
         for option, source in (("teacher", self.teacher), ("backbone", self.backbone)):
             if source.source == MEAN_COLOUR:
                 raise ConfigError(f"--{option} {MEAN_COLOUR} has no weights: choose a network")
             if source.layers != 1:
                 raise ConfigError(f"distill does not support --{option}.layers {source.layers}: remove it")
-
-    @property
-    def share(self) -> float:
-        """Weight of the trained weights in the average."""
-        if self.trained_share is not None:
-            return self.trained_share
-        return _PRETRAINED_SHARE if self.backbone.pretrained else 1.0
-
-
-def _check_share(share: float) -> None:
-    if not 0 < share <= 1:
-        raise ConfigError(f"trained_share must be > 0 and at most 1, got {share}")

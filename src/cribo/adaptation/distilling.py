@@ -60,7 +60,8 @@ class DistillVerdict:
 
     Attributes:
         sentences: the verdict as text.
-        students: comparison of the original student, the closed form and the trained student.
+        students: comparison of the original student, the closed form, the trained student, and the average of the last
+            two.
         teacher: mean IoU of the teacher's dense retrieval and of the segmentation with it, in 0-1; empty without
             labelled images.
     """
@@ -138,19 +139,17 @@ def distill(
             start, before = _closed_form(student, teacher, images, folder, progress)
         plan = partial(_planned_training, config, recipe, start, images, folder)
         run = train(plan, folder, minutes=config.minutes, started=started, console=console)
+        candidates = [Candidate("original student", student), Candidate("closed form", start)]
+        shares = [0.0, before]  # without a linear layer, the original student predicts nothing
+        weights = {"averaged student": averaged(run.backbone(), start, 0.5), "trained student": run.backbone()}
         with Phases(console) as progress:
-            again = partial(progress, "closed form of the trained student")
-            trained = averaged(run.backbone(), start, 1 - config.share).to(device)
-            trained, after = predict_teacher(trained, teacher, images, progress=again)
-        candidates = [
-            Candidate("original student", student),
-            Candidate("closed form", start),
-            Candidate("trained student", trained),
-        ]
-        # Without a linear layer, the original student predicts nothing.
+            for name, network in weights.items():
+                fitting = partial(progress, f"closed form of the {name}")
+                fitted, share = predict_teacher(network.to(device), teacher, images, progress=fitting)
+                candidates.append(Candidate(name, fitted))
+                shares.append(share)
         indicators = {
-            each.name: {DISTILLATION.criterion: share}
-            for each, share in zip(candidates, (0.0, before, after), strict=True)
+            each.name: {DISTILLATION.criterion: share} for each, share in zip(candidates, shares, strict=True)
         }
         keep_last = config.keep == "trained"
         with Phases(console) as progress:
