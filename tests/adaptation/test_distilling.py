@@ -89,7 +89,7 @@ def test_an_interrupted_distillation_continues_to_the_same_weights(
 
 
 def test_the_time_can_be_changed_until_the_training_begins(scenes: Path, networks: Path, tmp_path: Path) -> None:
-    # So little time that no step fits.
+    # Too little time for a single step.
     with pytest.raises(ValueError, match=r"--minutes 0\.001 suffices for 0 steps of .*, but at least 10 are required"):
         distill(wanted(scenes, networks, steps=None, minutes=0.001), out=tmp_path, name="short")
     assert distill(wanted(scenes, networks), out=tmp_path, name="short", resume=True).folder == tmp_path / "short"
@@ -110,7 +110,7 @@ def test_the_linear_layer_predicts_a_linear_teacher(scenes: Path, networks: Path
     teacher = copy.deepcopy(student)
     generator = torch.Generator().manual_seed(0)
     teacher.set_readout(torch.randn(4, student.embed_dim, generator=generator), torch.ones(4))
-    found, share = predict_teacher(student, teacher, open_images(scenes / "images"))
+    [(found, share)] = predict_teacher([student], teacher, open_images(scenes / "images"))
     assert student.readout is None
     assert share > 0.99
     image = open_images(scenes / "images").load(3)

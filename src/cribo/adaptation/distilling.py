@@ -139,26 +139,25 @@ def distill(
             start, before = _closed_form(student, teacher, images, folder, progress)
         plan = partial(_planned_training, config, recipe, start, images, folder)
         run = train(plan, folder, minutes=config.minutes, started=started, console=console)
-        candidates = [Candidate("original student", student), Candidate("closed form", start)]
-        shares = [0.0, before]  # without a linear layer, the original student predicts nothing
-        weights = {"averaged student": averaged(run.backbone(), start, 0.5), "trained student": run.backbone()}
+        trained = run.backbone().to(device)
         with Phases(console) as progress:
-            for name, network in weights.items():
-                fitting = partial(progress, f"closed form of the {name}")
-                fitted, share = predict_teacher(network.to(device), teacher, images, progress=fitting)
-                candidates.append(Candidate(name, fitted))
-                shares.append(share)
-        indicators = {
-            each.name: {DISTILLATION.criterion: share} for each, share in zip(candidates, shares, strict=True)
+            again = partial(progress, "closed forms of the averaged and the trained student")
+            fitted = predict_teacher([averaged(trained, start, 0.5), trained], teacher, images, progress=again)
+        students = {
+            "original student": (student, 0.0),  # without a linear layer, it predicts nothing
+            "closed form": (start, before),
+            **dict(zip(("averaged student", "trained student"), fitted, strict=True)),
         }
+        candidates = [Candidate(name, network) for name, (network, _) in students.items()]
+        indicators = {name: {DISTILLATION.criterion: share} for name, (_, share) in students.items()}
         keep_last = config.keep == "trained"
         with Phases(console) as progress:
-            students = judge(
+            verdict = judge(
                 candidates, indicators, labelled, None, keep_last=keep_last, process=DISTILLATION, progress=progress
             )
             measured = measure([Candidate(_TEACHER, teacher)], labelled, None, progress=progress)
-        verdict = _with_teacher(students, measured)
-        save_backbone(next(each.backbone for each in candidates if each.name == students.kept), folder)
+        save_backbone(students[verdict.kept][0], folder)
+        verdict = _with_teacher(verdict, measured)
         write_json(folder / VERDICT, asdict(verdict))
     return Distilled(folder, verdict)
 
@@ -166,11 +165,11 @@ def distill(
 def _closed_form(
     student: Backbone, teacher: Backbone, images: ImageFiles, folder: Path, progress: Progress
 ) -> tuple[Backbone, float]:
-    """Fit and save the closed form and its share of predicted variance, or load saved ones."""
+    """Fit the closed form and save it with the share of variance that it predicts, or load both."""
     own = folder / CLOSED_FORM
     if not (own / _SHARE).is_file():
         fitting = partial(progress, "prediction of the teacher's patches")
-        start, share = predict_teacher(student, teacher, images, progress=fitting)
+        [(start, share)] = predict_teacher([student], teacher, images, progress=fitting)
         save_backbone(start, own)
         write_json(own / _SHARE, {DISTILLATION.criterion: share})
     share = json.loads((own / _SHARE).read_text(encoding="utf-8"))[DISTILLATION.criterion]
@@ -195,7 +194,7 @@ def _planned_training(
 def _for_networks(
     config: DistillConfig, recipe: PretrainConfig, start: Backbone, images: ImageFiles, teacher: Path
 ) -> PretrainConfig:
-    """Adjust the recipe to the student, the folder of the teacher and the number of images."""
+    """Set the student, the teacher and the batch size of the recipe."""
     arguments = {**recipe.objective.args, "teacher": str(teacher.absolute())}
     size = config.training.get(_SIZE) or start.fixed_size or _GRID * start.patch_size
     return replace(

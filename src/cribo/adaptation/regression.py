@@ -1,7 +1,7 @@
 """Closed form of distillation: the linear layer that best predicts a teacher's patches from a student's."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
@@ -20,48 +20,56 @@ _PENALTIES = (0.01, 0.1, 1.0, 10.0)  # in units of the mean variance of the stud
 
 
 def predict_teacher(
-    student: Backbone,
+    students: Sequence[Backbone],
     teacher: Backbone,
     images: ImageSource,
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> tuple[Backbone, float]:
-    """Copy the student, and add the linear layer that predicts the teacher's patches by ridge regression.
+) -> list[tuple[Backbone, float]]:
+    """Copy each student, and add the linear layer that predicts the teacher's patches by ridge regression.
 
-    Both networks see whole images, each at the size at which it has about 432 patches. The penalty is the one that
+    All networks see whole images, each at the size at which it has about 432 patches. The penalty is the one that
     predicts left-out images best.
 
     Args:
-        student: network to copy, on its device; a readout is replaced.
+        students: networks to copy, on their device; a readout is replaced.
         teacher: network whose features are predicted.
         images: unlabelled images; up to 300 of them are read, evenly spaced.
         progress: called with the number of processed images and their total.
 
     Returns:
-        The copy, and the share of the variance of the teacher's patches in left-out images that it predicts, apart
+        Each copy, and the share of the variance of the teacher's patches in left-out images that it predicts, apart
         from a constant.
 
     Raises:
-        ValueError: the student does not support a linear layer after its features.
+        ValueError: a student does not support a linear layer after its features.
         DataError: no image can be read.
     """
-    plain = copy.deepcopy(student)
-    plain.remove_readout()
-    fitted, left_out = (Moments(plain.embed_dim + teacher.embed_dim) for _ in range(2))
+    copies = [copy.deepcopy(student) for student in students]
+    for plain in copies:
+        plain.remove_readout()
+    moments = [[Moments(plain.embed_dim + teacher.embed_dim) for _ in range(2)] for plain in copies]
     indices = spread(len(images), _IMAGES)
     for done, (_, pixels) in enumerate(readable(images, indices), start=1):
-        own, target = encode(plain, pixels), encode(teacher, pixels)
-        rows = [tokens[0].cpu() for tokens in at_common_grid(own, target)]
-        (fitted if done % _HELD_OUT else left_out).update(torch.cat(rows, dim=1))
+        target = encode(teacher, pixels)
+        for plain, (fitted, left_out) in zip(copies, moments, strict=True):
+            rows = [tokens[0].cpu() for tokens in at_common_grid(encode(plain, pixels), target)]
+            (fitted if done % _HELD_OUT else left_out).update(torch.cat(rows, dim=1))
         progress(done, len(indices))
-    checked = left_out if left_out.count else fitted
-    layers = [_ridge(fitted, plain.embed_dim, penalty) for penalty in _PENALTIES]
+    shares = [_add_layer(plain, *own) for plain, own in zip(copies, moments, strict=True)]
+    return list(zip(copies, shares, strict=True))
+
+
+def _add_layer(student: Backbone, fitted: Moments, left_out: Moments) -> float:
+    """Add the layer with the best penalty, and return the share of variance that it explains."""
+    checked, dim = left_out if left_out.count else fitted, student.embed_dim
+    layers = [_ridge(fitted, dim, penalty) for penalty in _PENALTIES]
     shares = [_explained(checked, weight) for weight in layers]
     best = max(range(len(layers)), key=shares.__getitem__)
     weight = layers[best]
-    bias = fitted.mean[plain.embed_dim :] - weight @ fitted.mean[: plain.embed_dim]
-    plain.set_readout(weight.float(), bias.float())
-    return plain, shares[best]
+    bias = fitted.mean[dim:] - weight @ fitted.mean[:dim]
+    student.set_readout(weight.float(), bias.float())
+    return shares[best]
 
 
 def _ridge(moments: Moments, dim: int, penalty: float) -> Float[Tensor, "e d"]:

@@ -1,4 +1,4 @@
-"""Verdict on an adaptation or a distillation, from labelled images or, without them, from a criterion."""
+"""Verdict on an adaptation or a distillation, from labelled images or, if there are none, from unlabelled ones."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -64,7 +64,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Measures:
-    """What was measured of each candidate on labelled images, by name; empty without them.
+    """Results of each candidate on labelled images, by name; empty if there are none.
 
     Attributes:
         retrieval: confusion matrices of dense retrieval on the labelled images.

@@ -131,7 +131,7 @@ def optional_backbone(parsed: "Namespace") -> "BackboneSource | None":
 
 
 def add_named_results(parser: "Parser", kind: str, out: str, network: str) -> None:
-    """Add the options that name, resume and replace a folder of results, by default `out`/NAME OF THE NETWORK."""
+    """Add the options of a results folder: its parent `out`, its name, and whether to resume or replace it."""
     parser.add_argument("--out", type=Path, default=Path(out), help="parent folder of the results")
     parser.add_argument("--name", type=str, help=f"name of the output folder; by default, that of the {network}")
     parser.add_argument("--resume", action="store_true", help=f"continue the interrupted {kind} --name")

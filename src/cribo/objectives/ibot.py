@@ -152,7 +152,7 @@ class IBOT(DINO):
         trained = not shared_blocks(backbone, options.backbone)
         # The teacher never reads its token, but the moving average pairs the parameters of both networks.
         for network, requires_grad in ((self.student, trained), (self.teacher, False)):
-            width = backbone.model.cls_token.shape[-1]  # `embed_dim` is that of the readout, if there is one
+            width = backbone.model.cls_token.shape[-1]  # not `embed_dim`, which a readout changes
             token = nn.Parameter(backbone.model.cls_token.new_zeros(width), requires_grad=requires_grad)
             network.register_parameter("mask_token", token)
         backbone.accept_masks()
