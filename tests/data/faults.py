@@ -1,6 +1,7 @@
 """Image sources with injected faults, as they occur on clusters."""
 
 import errno
+import fcntl
 import os
 import signal
 import time
@@ -62,9 +63,12 @@ class Faulty:
     def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
         if index in self.faults:
             fault, times = self.faults[index]
-            if self.asked(index) < times:
-                with (self.folder / str(index)).open("a") as file:
+            with (self.folder / str(index)).open("a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # two workers may load an image for successive epochs at once
+                due = self.asked(index) < times
+                if due:
                     file.write("x")
+            if due:
                 fault()
         return self.source.load(index)
 
