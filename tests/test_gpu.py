@@ -54,23 +54,25 @@ def test_matching_agrees_with_the_cpu_from_a_half_precision_bank():
     assert (found.valid.cpu() == consistent).all()
 
 
-def test_losses_and_gradients_agree_with_the_cpu():
+@pytest.mark.parametrize("mixed", [False, True])
+def test_losses_and_gradients_agree_with_the_cpu(mixed: bool):
     generator = torch.Generator().manual_seed(0)
-    student = torch.randn(2, 25, 16, generator=generator)
-    teacher = torch.randn(2, 25, 16, generator=generator)
-    weight = torch.randn(96, 16, generator=generator)
+    shapes = (2, 25, 16), (2, 25, 16), (96, 16)
+    student, teacher, weight = (F.normalize(torch.randn(shape, generator=generator), dim=-1) for shape in shapes)
     results = []
     for device in ("cpu", "cuda"):
-        rows = student.to(device).requires_grad_()
-        prototypes = weight.to(device).requires_grad_()
+        rows = student.clone().to(device).requires_grad_()
+        prototypes = weight.clone().to(device).requires_grad_()
         level = SelfDistillation(prototypes, weight.to(device), torch.zeros(96, device=device), 0.1, 0.04)
-        loss = cross_view_loss(rows, teacher.to(device), level)
+        with torch.autocast(device, torch.bfloat16, enabled=mixed):
+            loss = cross_view_loss(rows, teacher.to(device), level)
         loss.backward()
         assert rows.grad is not None
         assert prototypes.grad is not None
         results.append([value.detach().cpu() for value in (loss, rows.grad, prototypes.grad)])
+    rtol, atol = (1e-2, 1e-3) if mixed else (1e-4, 1e-5)  # under autocast, products are in TF32 on the GPU
     for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
 def test_photometric_operations_agree_with_the_cpu():
@@ -82,6 +84,7 @@ def test_photometric_operations_agree_with_the_cpu():
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=2e-2)
 
 
+@pytest.mark.usefixtures("unchecked_shapes")  # PyTorch 2.11 cannot compile the checks
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "32-true"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_short_run(tmp_path: Path, precision: str, compiled: bool):
@@ -133,15 +136,17 @@ def test_dense_retrieval_agrees_with_the_cpu(variant: Variant):
 
 
 class _Waits(Callback):
-    """Counts the device synchronisations of each step."""
+    """Records the lines of each step that wait for the device."""
 
     def __init__(self) -> None:
-        self.counts: list[int] = []
+        self.places: list[list[str]] = []
+        self.threads: set[int] = set()
         self._stack = ExitStack()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self.threads.add(torch.get_num_threads())
         self._caught = self._stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -150,12 +155,13 @@ class _Waits(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         torch.cuda.set_sync_debug_mode("default")
-        self.counts.append(sum("synchronizing" in str(caught.message) for caught in self._caught))
+        caught = [each for each in self._caught if "synchronizing" in str(each.message)]
+        self.places.append([f"{Path(each.filename).name}:{each.lineno}" for each in caught])
         self._stack.close()
 
 
 def test_a_step_synchronises_only_for_data_dependent_shapes(tmp_path: Path):
-    waits = _Waits()
+    waits, threads = _Waits(), torch.get_num_threads()
     cribo.pretrain(
         "quickstart",
         out=tmp_path,
@@ -171,5 +177,6 @@ def test_a_step_synchronises_only_for_data_dependent_shapes(tmp_path: Path):
             "runtime.log_every": 100,
         },
     )
-    # For the objects, the valid neighbours (once for the head, once for the loss), and the bank.
-    assert max(waits.counts[2:]) <= 4
+    # For the objects, the valid neighbours, and the bank; the last step is logged.
+    assert max(map(len, waits.places[2:-1])) <= 3, "\n".join(map(" ".join, waits.places))
+    assert (waits.threads, torch.get_num_threads()) == ({1}, threads)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cribo.errors import InputError
 from cribo.method.blocks import rows_per_block
-from cribo.method.precision import at_least_float32, in_float32
+from cribo.method.precision import at_least_float32, in_float32, tf32_under_autocast
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class SelfDistillation:
         return -(p_teacher * log_p_student).sum(dim=1), log_p_student.exp() - p_teacher
 
 
+@tf32_under_autocast
 @in_float32
 def cross_view_loss(
     student: Float[Tensor, "2 r e"], teacher: Float[Tensor, "2 r e"], level: SelfDistillation
@@ -78,6 +79,7 @@ def cross_view_loss(
     return weighted_cross_entropy(student.flatten(0, 1), teacher.flip(0).flatten(0, 1), weights, level)
 
 
+@tf32_under_autocast
 @in_float32
 def cross_image_loss(
     student: Float[Tensor, "2 r e"],
@@ -103,7 +105,7 @@ def cross_image_loss(
         >>> valid = torch.tensor([[True, False, True], [False, False, True]])
         >>> cross_image_loss(torch.randn(2, 3, 8), torch.randn(3, 8), valid, level).backward()
     """
-    views, rows = valid.nonzero(as_tuple=True)
+    views, rows = torch.nonzero_static(valid, size=len(neighbours)).unbind(dim=1)  # does not wait for a GPU
     sizes = valid.sum(dim=1).to(student.dtype)
     return weighted_cross_entropy(student[1 - views, rows], neighbours, 0.5 / sizes[views], level)
 

@@ -76,7 +76,8 @@ def normalise(
     std: Sequence[float] = IMAGENET_STD,
 ) -> Float[Tensor, "*b 3 h w"]:
     """Subtract the channels' mean and divide by their standard deviation; images in 0-1."""
-    shift, scale = (torch.tensor(values, dtype=images.dtype, device=images.device) for values in (mean, std))
+    # A tensor that is created on a GPU waits for it.
+    shift, scale = (torch.tensor(each, dtype=images.dtype).to(images.device, non_blocking=True) for each in (mean, std))
     return (images - shift[:, None, None]) / scale[:, None, None]
 
 

@@ -130,11 +130,12 @@ def _gather(
         The rows, the image of each, and the number of rows of each image of the whole batch.
     """
     rows = torch.cat([part.teacher for part in parts], dim=1)
-    counts = torch.tensor([count for part in parts for count in part.counts], device=images.device)
-    counts, images = step.gather(torch.stack((counts, images))).cpu().unbind(dim=1)  # (ranks, B) each
-    lengths: list[int] = counts.sum(dim=1).tolist()
+    own = torch.tensor([count for part in parts for count in part.counts])
+    counts, images = step.gather(torch.stack((own.to(images.device, non_blocking=True), images))).unbind(dim=1)
+    counted: list[list[int]] = counts.tolist()  # (ranks, B); synchronises with the device
+    lengths = [sum(each) for each in counted]
     padded = F.pad(rows, (0, 0, 0, max(lengths) - rows.shape[1]))
     gathered = step.gather(padded) if max(lengths) else padded[None]
     rows = torch.cat([part[:, :length] for part, length in zip(gathered, lengths, strict=False)], dim=1)
-    counts = counts.flatten()
-    return rows, images.flatten().repeat_interleave(counts).to(rows.device), counts.tolist()
+    repeated = images.flatten().repeat_interleave(counts.flatten(), output_size=sum(lengths))
+    return rows, repeated, [count for each in counted for count in each]

@@ -253,21 +253,25 @@ class CrIBo(Distillation):
         assert result.objects is not None
         teacher, matches, level = result.teacher_objects, result.matches, self.level("object", step)
         losses: dict[str, list[Tensor]] = {"cross_view": [], "cross_image": []}
-        for rows in result.objects.groups(self.images_per_group):
+        groups = result.objects.groups(self.images_per_group)
+        pairs = [0] * len(groups) if matches is None else _valid_counts(matches, groups)
+        for rows, count in zip(groups, pairs, strict=True):
             centred = self.centred(level, teacher[:, rows])
             if self.weights["cross_view"]:
                 losses["cross_view"].append(cross_view_loss(student[:, rows], teacher[:, rows], centred))
             if matches is not None:
                 valid = matches.valid[:, rows]
-                neighbours = self.embed_neighbours(matches.nearest[:, rows], valid)
+                neighbours = self.embed_neighbours(matches.nearest[:, rows], valid, count)
                 losses["cross_image"].append(cross_image_loss(student[:, rows], neighbours, valid, centred))
         return {name: torch.stack(of_groups).mean() for name, of_groups in losses.items() if of_groups}
 
     @torch.no_grad()
-    def embed_neighbours(self, nearest: Int[Tensor, "2 r"], valid: Bool[Tensor, "2 r"]) -> Float[Tensor, "z e"]:
-        """Return the teacher's embeddings of the valid neighbours; the head computes no others."""
+    def embed_neighbours(
+        self, nearest: Int[Tensor, "2 r"], valid: Bool[Tensor, "2 r"], count: int
+    ) -> Float[Tensor, "z e"]:
+        """Return the teacher's embeddings of the `count` valid neighbours; the head computes no others."""
         assert self.bank is not None
-        views, rows = valid.nonzero(as_tuple=True)
+        views, rows = torch.nonzero_static(valid, size=count).unbind(dim=1)
         return self.project_objects(self.teacher, self.bank.objects(views, nearest[views, rows]))
 
     def extra_losses(self, features: StepFeatures, step: Step) -> dict[str, Float[Tensor, ""]]:
@@ -352,6 +356,11 @@ class CrIBo(Distillation):
         from cribo.objectives.cluster_record import ClusterRecord
 
         return (ClusterRecord(folder, dataset.source, self.options),)
+
+
+def _valid_counts(matches: Matches, groups: Sequence[slice]) -> list[int]:
+    """Return the number of positive pairs of each group; synchronises with the device once."""
+    return torch.stack([matches.valid[:, rows].sum() for rows in groups]).tolist()
 
 
 def _check(options: ObjectiveOptions, *, tokens: int) -> None:

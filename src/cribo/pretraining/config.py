@@ -121,7 +121,7 @@ class RuntimeConfig:
             `default`; `reduce-overhead` replays CUDA graphs, for small networks and batches, whose kernels are shorter
             than their launch; `max-autotune` also tunes the kernels of products; `max-autotune-no-cudagraphs` does so
             without CUDA graphs. `none` disables compilation; true and false mean default and none.
-        threads: number of PyTorch's CPU threads; PyTorch's default if not given.
+        threads: number of PyTorch's CPU threads; by default one on a GPU, otherwise PyTorch's default.
         log_every: steps between logged rows.
         checkpoint_every: steps between checkpoints; another is written at the end of the run.
         keep_checkpoints: number of the latest checkpoints to keep.

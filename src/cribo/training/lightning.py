@@ -41,7 +41,7 @@ def make_trainer(
         callbacks: callbacks of the trainer.
         steps: number of optimiser steps.
         accelerator: auto, cpu, gpu, ...
-        threads: number of PyTorch's CPU threads; None for PyTorch's default.
+        threads: number of PyTorch's CPU threads; None for one while a GPU trains, otherwise PyTorch's default.
         plugins: additional plugins.
         options: passed to `lightning.Trainer`.
 
@@ -59,7 +59,7 @@ def make_trainer(
                 accelerator=accelerator,
                 max_steps=steps,
                 max_epochs=-1,
-                callbacks=list(callbacks),
+                callbacks=[*callbacks, *([_OneThread()] if on_gpu and threads is None else [])],
                 logger=Events(folder, name="", version="tensorboard") if folder else False,
                 enable_progress_bar=False,
                 enable_model_summary=False,
@@ -137,6 +137,20 @@ def quiet_lightning() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+class _OneThread(Callback):
+    """Use one CPU thread during training; several would wait for each other while data workers use the cores."""
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        self._before = torch.get_num_threads()
+        torch.set_num_threads(1)
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        torch.set_num_threads(self._before)
+
+    def on_exception(self, *_: Any, **__: Any) -> None:
+        torch.set_num_threads(self._before)
 
 
 class _SyncBatchNorm(LayerSync):
