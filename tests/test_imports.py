@@ -15,7 +15,7 @@ HOUSE = """
     __main__
     cli
     __init__
-    explorer
+    explorer  studies
     segmentation  object_search  embedding  adaptation  export  figures  benchmark
     probes
     pretraining

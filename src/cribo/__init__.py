@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from cribo.models import load_backbone
     from cribo.pretraining import load_config, pretrain, resume
     from cribo.segmentation import SegmentationMemory
+    from cribo.studies import run_study
 
 __version__ = version("cribo-ssl")
 __getattr__, __all__ = lazy_names(__name__)

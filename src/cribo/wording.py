@@ -1,6 +1,7 @@
 """Wording of messages: numbers with nouns, lists of names, and shortened names."""
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
@@ -31,6 +32,18 @@ def joined(names: Sequence[str], last: str) -> str:
         ('a, b or c', 'a')
     """
     return f" {last} ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return advice for an unknown name: the most similar one, or all.
+
+    Example:
+        >>> nearest("pretrian", ["pretrain", "adapt"]), nearest("x", ["pretrain", "adapt"])
+        ('did you mean pretrain?', 'use one of pretrain, adapt')
+    """
+    names = list(names)
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}"
 
 
 def shortened(name: str, letters: int) -> str:

@@ -36,6 +36,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "distill": {},
     "ibot": {"objective.args": {"local_crops": 2, "local_size": 16}},
     "neco": {"objective.args": {"local_crops": 2, "local_size": 16, "grid": 3}},
+    "cribo.studies.controls.RandomPairsCrIBo": {},
+    "cribo.studies.controls.SupervisedCrIBo": {"losses.cross_image_from_epoch": 0},
     "slotcon": {"objective.args": {"batch_norm": False}, "head.init_std": 0.2},
 }
 WHOLE_BATCH = {"slotcon"}

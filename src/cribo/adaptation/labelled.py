@@ -13,7 +13,7 @@ from cribo.adaptation.encoding import encode
 from cribo.arguments import ConfigError
 from cribo.data import LabelledFolder, LabelledImages, open_segmentation
 from cribo.data.limits import spread
-from cribo.data.randomness import keyed_generator
+from cribo.evaluation.intervals import resampled
 from cribo.evaluation.scores import count_confusion, iou
 from cribo.models import Backbone
 from cribo.probes.encoding import GridEncoder, probe_encoder
@@ -32,7 +32,6 @@ _MOST_EXAMPLES = 24  # examples of a segmentation
 _FOLDS = 5
 _NEIGHBOURS = 20
 _TEMPERATURE = 0.07
-_RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
@@ -169,11 +168,7 @@ def gain(before: Int[Tensor, "q c c"], after: Int[Tensor, "q c c"]) -> Gain:
         >>> print(gain(wrong, right))
         33.3 -> 100.0 % mIoU (+66.7 [+66.7, +66.7])
     """
-    generator = keyed_generator(len(before))
-    images = torch.randint(len(before), (_RESAMPLES, len(before)), generator=generator)
-    times = torch.zeros(_RESAMPLES, len(before), dtype=torch.float64).scatter_add_(
-        1, images, torch.ones(images.shape, dtype=torch.float64)
-    )
+    times = resampled(len(before))
     scores = [
         torch.tensor([mean_iou(drawn[None]) for drawn in torch.einsum("rq,qcd->rcd", times, tallies.double())])
         for tallies in (before, after)

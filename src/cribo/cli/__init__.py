@@ -15,6 +15,7 @@ commands:
   pretrain    learn dense representations from unlabelled images
   adapt       adapt a pretrained backbone to your images, and measure whether it helped
   distill     train a small network to predict the dense features of another one
+  study       train a table of configurations with several seeds, and compare their scores
   profile     measure the cost of each part of a training step on this machine
   evaluate    evaluate a backbone on labelled images
   benchmark   evaluate a backbone by every protocol on every dataset of a folder, and write a card
@@ -42,6 +43,7 @@ COMMANDS = (
     "pretrain",
     "adapt",
     "distill",
+    "study",
     "profile",
     "evaluate",
     "benchmark",

@@ -1,15 +1,14 @@
 """Shared by all commands: dispatch, errors and exit status, options of a backbone."""
 
-import difflib
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cribo.errors import InputError, MissingPackage, Stopped
 from cribo.processes import is_first_process
-from cribo.wording import counted
+from cribo.wording import counted, nearest
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -47,14 +46,9 @@ def dispatch(
         return 0 if words else 2
     word, *rest = words
     if word not in commands:
-        print(f"{name}: unknown {kind} {word!r}{_nearest(word, commands)}", file=sys.stderr)
+        print(f"{name}: unknown {kind} {word!r}: {nearest(word, commands)}", file=sys.stderr)
         return 2
     return commands[word](rest)
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
-    return f": did you mean {near[0]}?" if near else f": use one of {', '.join(known)}"
 
 
 def run_command(

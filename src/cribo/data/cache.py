@@ -21,6 +21,7 @@ class CachedImages:
 
     def __init__(self, source: ImageSource, *, limit_bytes: int) -> None:
         self.name = source.name
+        self.labels = getattr(source, "labels", None)
         self._source = source
         self._kept: dict[int, Tensor] = {}
         self._bytes_left = limit_bytes

@@ -57,6 +57,17 @@ class LazyImage:
         reduction(image.shape[1], image.shape[2])
         return image, 1
 
+    def labels(self) -> UInt8[Tensor, "h w"]:
+        """Load the class index of every pixel, 255 for none.
+
+        Raises:
+            DataError: the collection has no labels.
+        """
+        read = getattr(self._source, "labels", None)
+        if read is None:
+            raise DataError(f"the collection of {self.name} has no labels: use synthetic scenes, or name their folder")
+        return read(self.index)
+
 
 class SampleTransform(Protocol):
     """Creates the sample of an image, in a worker of the loader.

@@ -14,6 +14,9 @@ from cribo.evaluation.settings import Settings
 from cribo.retrieval.source import BackboneSource
 
 if TYPE_CHECKING:
+    from jaxtyping import Int
+    from torch import Tensor
+
     from cribo.evaluation.pictures import Panel
     from cribo.evaluation.results import EvaluationResult
     from cribo.evaluation.runner import Run
@@ -48,6 +51,8 @@ class Outcome:
         packages: versions of further packages that the result depends on.
         device: device of the measurement; the run's first device if None.
         seconds: duration of the measurement; the time since the start of the evaluation if None.
+        image_counts: counts of each scored image for intervals (`intervals.image_counts`), by value of the varied
+            setting; written to `images.npz`.
         write: callback that writes further files to the folder; called on rank 0 with the result and the folder.
     """
 
@@ -59,6 +64,7 @@ class Outcome:
     packages: dict[str, str] = field(default_factory=dict)
     device: Any = None
     seconds: float | None = None
+    image_counts: "Mapping[Any, Int[Tensor, 'd q 3 c']]" = field(default_factory=dict)
     write: "Callable[[EvaluationResult, Path], object] | None" = None
 
 

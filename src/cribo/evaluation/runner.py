@@ -21,6 +21,7 @@ from cribo.errors import InputError
 from cribo.evaluation.cache import FeatureCache, Machine
 from cribo.evaluation.data import PLACES, Splits
 from cribo.evaluation.features import EncodedView, PatchFeatures, Preparation, extract_patches
+from cribo.evaluation.intervals import write_counts
 from cribo.evaluation.pictures import write_pictures
 from cribo.evaluation.protocol import Outcome, Protocol
 from cribo.evaluation.results import OUT, EvaluationResult, plain
@@ -263,6 +264,8 @@ def evaluate_run(
         )
 
     def write(outcome: Outcome, result: EvaluationResult, folder: Path) -> None:
+        if outcome.image_counts:
+            write_counts(folder, outcome.image_counts)
         try:
             write_pictures(result, outcome.panels, outcome.palette, folder)
             if outcome.write is not None:

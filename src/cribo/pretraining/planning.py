@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -36,8 +37,12 @@ def plan(session: Session, minutes: float) -> None:
     session.module = session.make_module()
 
 
-def seconds_per_step(session: Session) -> float:
+def seconds_per_step(session: Session, clock: Callable[[], float] = time.perf_counter) -> float:
     """Time some steps. They train the session's module, which must be created again afterwards.
+
+    Args:
+        session: the run.
+        clock: returns the time in seconds, such as `time.process_time`.
 
     Raises:
         ConfigError: there are several devices.
@@ -45,7 +50,7 @@ def seconds_per_step(session: Session) -> float:
     if session.config.runtime.devices not in (1, "1") or session.config.runtime.num_nodes > 1:
         raise ConfigError("--minutes supports a single device only: set optim.epochs instead")
     times: list[float] = []
-    timer = LambdaCallback(on_train_batch_end=lambda *_: times.append(time.perf_counter()))
+    timer = LambdaCallback(on_train_batch_end=lambda *_: times.append(clock()))
     with quiet_lightning():
         trainer = session.trainer(None, [timer], 2 * _TIMED_STEPS)
         with interruptible(trainer), closing(session.loader(trainer)) as loader:
@@ -92,7 +97,9 @@ class TimeEstimate(Callback):
 
 
 def epochs_to_judge(config: PretrainConfig) -> int:
-    """Return the fewest epochs that give the quickstart a meaningful score; 0 for other networks and images."""
+    """Return the fewest epochs that give the quickstart a meaningful score; 0 without a score or for another run."""
+    if config.score.root is None:
+        return 0
     quickstart = load_config(DEFAULT_PRESET)
     trained, shown = (
         (each.objective, each.backbone, each.data.root, each.data.scenes) for each in (config, quickstart)

@@ -6,7 +6,8 @@ import re
 import signal
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -33,8 +34,9 @@ class Interrupted(Stopped):
 
     everywhere = True
 
-    def __init__(self, received: signal.Signals, step: int, advice: str) -> None:
-        super().__init__(f"stopped by {received.name} after step {step}: {advice}")
+    def __init__(self, received: signal.Signals, step: int | None, advice: str) -> None:
+        place = "" if step is None else f" after step {step}"
+        super().__init__(f"stopped by {received.name}{place}: {advice}")
         self.signal = received
         self.status = 128 + received
 
@@ -137,6 +139,30 @@ class Interruption(L.Callback):
         if trainer.is_global_zero and received.name == "SIGUSR1":
             requeue()
         raise Interrupted(received, trainer.global_step, self.advice)
+
+
+@contextmanager
+def interrupted_by_signals(advice: str) -> Iterator[None]:
+    """Raise `Interrupted` at SIGTERM or SIGUSR1, outside the training, which has its own handlers.
+
+    After SIGUSR1, a SLURM job is requeued. No-op in other threads than the main one.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        received = signal.Signals(number)
+        if received.name == "SIGUSR1":
+            requeue()
+        raise Interrupted(received, None, advice)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, stop) for number in _SIGNALS if number != signal.SIGINT}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def requeue() -> None:

@@ -99,7 +99,7 @@ def test_an_evaluation_writes_results_and_pictures(
     assert {"torch", "timm", "cribo"} <= set(content["versions"])
     assert content["command"].startswith("cribo evaluate dense-nn --data folder")
     assert {path.name for path in Path("result").iterdir()} == {
-        *("cribo.json", "results.json", "miou.png", "confusion.png", "predictions.png"),
+        *("cribo.json", "results.json", "images.npz", "miou.png", "confusion.png", "predictions.png"),
     }
     assert read_result("result").results == content["results"]
 

@@ -75,4 +75,5 @@ disk and reused by further evaluations of the same backbone and images. For a qu
             panels=found.panels,
             palette=val.palette,
             data={"memory_patches": found.memory_patches, "query_patches": found.query_patches},
+            image_counts=found.image_counts,
         )

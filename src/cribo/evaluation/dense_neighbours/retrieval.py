@@ -26,6 +26,7 @@ from cribo.evaluation.cache import Machine
 from cribo.evaluation.dense_neighbours.memory import PatchMemory
 from cribo.evaluation.dense_neighbours.settings import DenseNNSettings
 from cribo.evaluation.features import EncodedView, PatchFeatures, Preparation, extract_patches, in_chunks
+from cribo.evaluation.intervals import image_counts
 from cribo.evaluation.pictures import Panel, panel_of
 from cribo.evaluation.scores import count_confusion, iou, iou_row, matched_iou
 from cribo.retrieval.encoders import PatchEncoder
@@ -47,6 +48,8 @@ class DenseRetrieval:
             summed over the draws.
         panels: images, labels and predictions of some queries, with the memory of the first ratio.
         memory_patches, query_patches: number of encoded patches.
+        image_counts: `intervals.image_counts` of each draw and query, by ratio; empty if predictions are matched with
+            the classes.
     """
 
     settings: DenseNNSettings
@@ -54,6 +57,7 @@ class DenseRetrieval:
     panels: tuple[Panel, ...]
     memory_patches: int
     query_patches: int
+    image_counts: dict[int, Int[Tensor, "d q 3 c"]]
 
 
 @torch.no_grad()
@@ -116,17 +120,21 @@ def dense_nn(
     scorer = _Scorer(queries, query_features, settings, pictures, machine.devices[0])
     if not scorer.has_labels():
         raise InputError("the queries cannot be scored: all labels of their images are ignored")
-    tallies, recalls = _score_all(scorer, memories, settings, machine, progress)
-    rows, class_ious = [], matched_iou if settings.mean == "matched" else iou
+    tallies, counts_of_images, recalls = _score_all(scorer, memories, settings, machine, progress)
+    rows, counted, matched = [], {}, settings.mean == "matched"
     for ratio in settings.ratios:
         places = [place for place, (other, _, _) in enumerate(draws) if other == ratio]
         counts = torch.stack([tallies[place] for place in places])
-        row = {"ratio": ratio, **iou_row(torch.stack(list(map(class_ious, counts))), memory.classes)}
+        if not matched:
+            counted[ratio] = torch.stack([counts_of_images[place] for place in places])
+        class_ious = map(matched_iou if matched else iou, counts)
+        row = {"ratio": ratio, **iou_row(torch.stack(list(class_ious)), memory.classes)}
         row["memory_patches"] = statistics.fmean(len(memories[place].keys) for place in places)
         if settings.search == "faiss":
             row["recall"] = statistics.fmean(recalls[place] for place in places)
         rows.append({**row, "confusion": counts.sum(dim=0)})
-    return DenseRetrieval(settings, rows, tuple(scorer.panels), memory_features.patches, query_features.patches)
+    patches = memory_features.patches, query_features.patches
+    return DenseRetrieval(settings, rows, tuple(scorer.panels), *patches, counted)
 
 
 def images_of(memory: LabelledImages, ratio: int, settings: DenseNNSettings) -> list[list[int]]:
@@ -216,23 +224,34 @@ class _Scorer:
         neighbours: Neighbours,
         *,
         keep: bool,
-    ) -> Int[Tensor, "c p"]:
-        """Return the confusion matrix of some images, given the searched patches and the labels of each image."""
+    ) -> tuple[Int[Tensor, "c p"], Int[Tensor, "i 3 c"]]:
+        """Return the confusion matrix of some images, and the counts of each.
+
+        Args:
+            chunk: the searched patches of each image.
+            labels: the labels of each image.
+            part: the memory.
+            neighbours: the result of the search.
+            keep: whether to keep panels of shown images.
+        """
         votes = part.vote(neighbours)
         rows, columns = len(self.queries.classes), part.columns
         tally = torch.zeros(rows, columns, dtype=torch.long, device=self.device)
+        counts = []
         lengths = list(map(len, chunk.values()))
         for (view, patches), own in zip(chunk.items(), votes.split(lengths), strict=True):
             if keep and view.image in self._shown:
                 self.panels.append(self._panel(view, patches, own))
             true = labels[view].to(self.device)
             if self.settings.score == "patch":
-                tally += count_confusion(true[patches.to(self.device)], own.argmax(dim=1), rows, columns)
+                true, predicted = true[patches.to(self.device)], own.argmax(dim=1)
             else:
                 labelled = true != self.queries.ignore_index
-                predicted = self._upsampled(own, view, (true.shape[0], true.shape[1]))
-                tally += count_confusion(true[labelled], predicted[labelled], rows, columns)
-        return tally.cpu()
+                true, predicted = true[labelled], self._upsampled(own, view, (true.shape[0], true.shape[1]))[labelled]
+            image = count_confusion(true, predicted, rows, columns)
+            tally += image
+            counts.append(image_counts(image))
+        return tally.cpu(), torch.stack(counts).cpu()
 
     def _upsampled(self, votes: Float[Tensor, "n p"], view: EncodedView, size: tuple[int, int]) -> Int[Tensor, "h w"]:
         """Return the class of each pixel, from bilinearly upsampled votes."""
@@ -253,9 +272,11 @@ def _score_all(
     settings: DenseNNSettings,
     machine: Machine,
     progress: Progress,
-) -> tuple[list[Int[Tensor, "c p"]], list[float]]:
-    """Search and score all queries in all memories; return the confusion matrix and recall of each memory."""
-    tallies = [torch.zeros(len(scorer.queries.classes), part.columns, dtype=torch.long) for part in memories]
+) -> tuple[list[Int[Tensor, "c p"]], list[Int[Tensor, "q 3 c"]], list[float]]:
+    """Search and score all queries in all memories; return confusion matrix, image counts and recall of each memory."""
+    classes = len(scorer.queries.classes)
+    tallies = [torch.zeros(classes, part.columns, dtype=torch.long) for part in memories]
+    counts = [torch.zeros(len(scorer.queries), 3, classes, dtype=torch.long) for _ in memories]
     recalls = [0.0] * len(memories)
     rows = {view: scorer.rows(view) for view in scorer.query_features.counts}
     patches = sum(map(len, rows.values()))
@@ -272,10 +293,12 @@ def _score_all(
         for number, part in enumerate(memories):
             neighbours, share = part.search(features, machine, partial(report, len(features)))
             recalls[number] += share * len(features) / patches
-            tallies[number] += scorer.score(chunk, labels, part, neighbours, keep=number == 0)
+            tally, own = scorer.score(chunk, labels, part, neighbours, keep=number == 0)
+            tallies[number] += tally
+            counts[number][[view.image for view in views]] = own
             done += len(features) * (len(part.keys) + 1)
             report(0, 0)
-    return tallies, recalls
+    return tallies, counts, recalls
 
 
 def _sizes(

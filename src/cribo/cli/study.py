@@ -1,0 +1,167 @@
+"""`cribo study`: train a table of configurations with several seeds, score them, and compare their means."""
+
+import shlex
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from cribo.cli.running import print_places
+from cribo.console import duration, importing
+from cribo.errors import InputError
+from cribo.wording import counted
+
+if TYPE_CHECKING:
+    from jsonargparse import Namespace
+
+    from cribo.studies.run import Study
+
+HELP = """\
+Train a table of configurations with several seeds, score each, and write the means with intervals of their differences.
+
+  cribo study losses_small
+  cribo study my-study.yaml --print_plan
+  cribo study my-study.yaml --part 2/8
+  cribo study my-study.yaml --slurm 8
+  cribo study compare studies/before studies/after
+
+STUDY is a YAML file (docs/studies.md) or one of these. Those named _small train on synthetic scenes, the others as in
+the paper:
+
+{names}
+
+Each cell, a row with a seed, is an ordinary run folder. To continue after an interruption, repeat the command: finished
+cells are kept. A cell that fails is reported, and the others are trained.
+"""
+
+LESS_MEMORY = "set changes: {optim.micro_batches: 2} in the study, or a smaller batch, with another --name"
+
+COMPARE = "compare"
+
+_SLURM = """\
+#!/bin/bash
+#SBATCH --job-name="{name}"
+#SBATCH --array=1-{parts}
+#SBATCH --output="{folder}/slurm-%A_%a.log"
+#SBATCH --signal=USR1@120
+#SBATCH --requeue
+srun {command} --part "$SLURM_ARRAY_TASK_ID/{parts}"
+"""
+
+
+def run(words: list[str], console: Console) -> None:
+    """Run the command."""
+    if words[:1] == [COMPARE]:
+        _compare(words[1:], console)
+        return
+    from cribo.arguments import Parser
+    from cribo.studies.config import load_study, share_of, study_names
+
+    parser = Parser(
+        prog="cribo study",
+        description=HELP.format(names=textwrap.indent(textwrap.fill(", ".join(study_names()), 100), "  ")),
+        usage="cribo study STUDY [options]",
+    )
+    parser.add_argument("study", type=str, help="a YAML file, or the name of a study")
+    parser.add_argument("--out", type=Path, default=Path("studies"), help="parent folder of studies")
+    parser.add_argument("--name", type=str, help="name of the study's folder; by default that of the file")
+    parser.add_argument("--part", type=str, help="i/n: train the i-th of n shares of the cells, for job arrays")
+    parser.add_argument(
+        "--print_plan", action="store_true", help="time some steps of each row, print all cells and their cost, and end"
+    )
+    parser.add_argument(
+        "--slurm",
+        type=int,
+        metavar="N",
+        help="write a job file for an array of N parts into the study's folder, and end",
+    )
+    parsed = parser.parse_args(words)
+    name = parsed.name or Path(parsed.study).stem
+    config = load_study(parsed.study)
+    planned = parsed.print_plan or parsed.slurm is not None
+    if parsed.part is not None:
+        share_of(parsed.part)
+        if planned:
+            raise InputError("--part cannot be combined with --print_plan or --slurm: omit it")
+    if parsed.slurm is not None and parsed.slurm < 1:
+        raise InputError(f"--slurm must be a number of parts >= 1, got {parsed.slurm}")
+    with importing(console):
+        from cribo.studies.run import Study, run_study
+        from cribo.studies.table import FIGURE, TABLE
+
+    if planned:
+        study = Study(config, parsed.out / name)
+        if parsed.print_plan:
+            _print_plan(study, console)
+        else:
+            _write_job(study, parsed, name, console)
+        return
+    result = run_study(config, out=parsed.out, name=name, part=parsed.part, console=console)
+    console.print()
+    for section in result.table.sections():
+        console.print(section)
+    for sentence in result.table.sentences:
+        console.print(sentence, markup=False)
+    print_places(console, {"table": result.folder / TABLE, "figure": result.folder / FIGURE})
+    if result.failed:
+        raise InputError(
+            f"{counted(len(result.failed), 'cell')} failed, see above; to try again, repeat the command: "
+            f"{', '.join(result.failed)}"
+        )
+    if result.unfinished:
+        console.print(f"{counted(len(result.unfinished), 'cell')} of other parts or processes are not finished")
+
+
+def _print_plan(study: "Study", console: Console) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from cribo.studies.cells import make_cells
+
+    plans = study.plan(timed=True)
+    cells = make_cells(study.study, {row: plan.epochs for row, plan in plans.items()})
+    table = Table(title=study.study.title)
+    for column in ("row", "seeds", "epochs", "steps", "time per cell", "disk per cell"):
+        table.add_column(column, justify="left" if column == "row" else "right")
+    for row, plan in plans.items():
+        shares = next((cell.rows[0] for cell in cells if row in cell.rows[1:]), None)
+        seconds = duration(plan.seconds or 0.0)
+        cost = ("", f"as {shares}") if shares else (seconds, f"{plan.disk / 2**20:.0f} MiB")
+        table.add_row(Text(row), str(len(study.study.seeds)), str(plan.epochs), str(plan.steps), *cost)
+    console.print(table)
+    left = [cell for cell in cells if not study.is_finished(cell)]
+    total = sum(plans[cell.rows[0]].seconds or 0.0 for cell in left)
+    disk = sum(plans[cell.rows[0]].disk for cell in left)
+    console.print(
+        f"{len(left)} of {counted(len(cells), 'cell')} left: about {duration(total)} of training on this machine, one "
+        f"after the other, without evaluations; {disk / 2**30:.1f} GiB. Scores: {', '.join(study.study.scores)}."
+    )
+
+
+def _write_job(study: "Study", parsed: "Namespace", name: str, console: Console) -> None:
+    from cribo.files import write_text
+
+    study.start()
+    command = shlex.join(["cribo", "study", parsed.study, "--out", str(parsed.out), "--name", name])
+    path = study.folder / "job.sbatch"
+    write_text(path, _SLURM.format(name=name, parts=parsed.slurm, folder=study.folder, command=command))
+    print_places(console, {"job": path, "to start it": f"sbatch {path}"})
+
+
+def _compare(words: list[str], console: Console) -> None:
+    from cribo.arguments import Parser
+
+    parser = Parser(
+        prog="cribo study compare",
+        description="Compare the rows that two studies have in common, such as of two versions of a method.",
+        usage="cribo study compare BEFORE AFTER",
+    )
+    parser.add_argument("before", type=Path, help="folder of a study")
+    parser.add_argument("after", type=Path, help="folder of another study")
+    parsed = parser.parse_args(words)
+    with importing(console):
+        from cribo.studies.comparison import compare_studies
+
+    for section in compare_studies(parsed.before, parsed.after):
+        console.print(section)

@@ -1,0 +1,73 @@
+"""Intervals of differences: their coverage, and the counts that they are computed from."""
+
+import torch
+
+from cribo.evaluation.intervals import (
+    counts_miou,
+    image_counts,
+    miou_difference,
+    read_counts,
+    seed_difference,
+    write_counts,
+)
+from cribo.evaluation.scores import mean_iou
+
+
+def test_counts_of_images_give_the_mean_iou_of_their_sum() -> None:
+    generator = torch.Generator().manual_seed(0)
+    confusion = torch.randint(5, (6, 4, 5), generator=generator)  # the last column counts predictions of no class
+    confusion[:, 2] = confusion[:, :, 2] = 0  # an absent class
+    found = counts_miou(image_counts(confusion).sum(dim=0).double())
+    torch.testing.assert_close(float(found), mean_iou(confusion.sum(dim=0)))
+
+
+def test_counts_are_written_by_the_value_of_the_varied_setting(tmp_path) -> None:
+    counts = {1: torch.randint(9, (1, 6, 3, 4)), 8: torch.randint(9, (5, 6, 3, 4))}
+    assert read_counts(tmp_path, 1) is None
+    write_counts(tmp_path, counts)
+    for value, expected in counts.items():
+        found = read_counts(tmp_path, value)
+        assert found is not None
+        assert torch.equal(found.long(), expected)
+    assert read_counts(tmp_path, 64) is None
+
+
+def test_intervals_over_a_few_seeds_contain_the_true_difference_about_as_often_as_they_should() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for seeds in (3, 5):
+        missed = 0
+        for _ in range(400):
+            before, after = torch.randn(2, seeds, generator=generator)
+            found = seed_difference(before, after)
+            assert found.low is not None
+            assert found.high is not None
+            missed += not found.low <= 0 <= found.high
+        assert 0.01 < missed / 400 < 0.10  # 5 % by construction; a plain bootstrap misses 26 % with three seeds
+
+
+def test_an_interval_over_images_and_seeds_covers_both() -> None:
+    """With noise of the seeds alone it is that of the seeds, with noise of the images alone that of the images."""
+    generator = torch.Generator().manual_seed(0)
+    hits = torch.randint(40, 60, (3, 1, 50, 1), generator=generator).float()
+
+    def counts(right: torch.Tensor) -> torch.Tensor:
+        right = right.round().long()
+        confusion = torch.stack([torch.cat((right, 100 - right), -1), torch.cat((100 - right, right), -1)], dim=-2)
+        return image_counts(confusion)
+
+    of_seeds = torch.tensor([0.0, 2.0, 4.0]).view(3, 1, 1, 1)
+    of_images = torch.randint(0, 40, (1, 1, 50, 1), generator=generator)
+    widths = {}
+    for name, change in {
+        "none": 0 * of_seeds,
+        "seeds": of_seeds,
+        "images": of_images,
+        "both": of_seeds + of_images,
+    }.items():
+        found = miou_difference(counts(hits), counts(hits + change))
+        assert found.low is not None
+        assert found.high is not None
+        widths[name] = found.high - found.low
+    assert widths["none"] == 0
+    assert min(widths["seeds"], widths["images"]) > 0
+    assert widths["both"] > max(widths["seeds"], widths["images"])
