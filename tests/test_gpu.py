@@ -84,7 +84,7 @@ def test_photometric_operations_agree_with_the_cpu():
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=2e-2)
 
 
-@pytest.mark.usefixtures("unchecked_shapes")  # PyTorch 2.11 cannot compile the checks
+@pytest.mark.usefixtures("unchecked_shapes")  # PyTorch 2.11 does not compile the checks of shapes
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "32-true"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_short_run(tmp_path: Path, precision: str, compiled: bool):

@@ -95,7 +95,7 @@ def _plan(study: StudyConfig, row: str, scores: Sequence[Score], epochs: int | N
 
 
 def _epochs(budget: Budget, session: Session) -> int:
-    """Return the number of epochs that the budget allows."""
+    """Convert the budget to a number of epochs."""
     if budget.epochs is not None:
         return budget.epochs
     images, steps = len(session.source), session.module.schedules.steps_per_epoch

@@ -187,7 +187,7 @@ def find_study(name: str | Path) -> Path:
 
 
 def load_study(name: str | Path) -> StudyConfig:
-    """Read a study from a file, or one that is part of the package.
+    """Load a study from a file, or a study of the package by its name.
 
     Raises:
         ConfigError: the file does not exist, or an option is unknown or invalid.

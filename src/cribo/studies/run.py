@@ -128,7 +128,7 @@ class Study:
         return all(path.is_file() for path in (self.run_folder(cell) / SUMMARY, *results))
 
     def run_cell(self, cell: Cell, console: Console) -> None:
-        """Train a cell and evaluate it; finished parts are kept. No-op if another process is doing this.
+        """Train and evaluate a cell, except for what is finished; no-op if another process is training it.
 
         Raises:
             Exception: errors of `pretrain` and `evaluate`.

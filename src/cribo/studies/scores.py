@@ -88,7 +88,7 @@ def _open(name: str, given: dict[str, Any]) -> Score:
 
 
 def _on_one_device(runtime: Any) -> Any:
-    """Return the runtime with one device: parts of a study may share a machine."""
+    """Restrict a runtime to one device, because the parts of a study may share a machine."""
     if isinstance(runtime, TrainingRuntime):
         given = [device for device in (runtime.devices, runtime.num_nodes) if str(device) not in ("auto", "1")]
         single = replace(runtime, devices=1)

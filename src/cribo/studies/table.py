@@ -86,7 +86,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Pair:
-    """Comparison of a row with a reference.
+    """Comparison of a row of a study with a reference row.
 
     Attributes:
         row, reference: their names.
@@ -114,7 +114,7 @@ class Pair:
         return signed(metric, self.difference.mean) + bounds
 
     def sentence(self, metric: str) -> str:
-        """Return the reading of the comparison."""
+        """Return a sentence with the difference, whether it is significant, and the paper's difference."""
         found = {1: "higher", -1: "lower", 0: "no significant difference"}[self.sign]
         if self.difference.low is None:
             found = f"too few seeds for an interval ({len(self.seeds)} of {LEAST_SEEDS})"
@@ -189,7 +189,7 @@ class StudyTable:
 
     @property
     def sentences(self) -> list[str]:
-        """The reading of each comparison."""
+        """The sentence of each comparison."""
         prefixes = {name: f"{name}: " if len(self.measured) > 1 else "" for name in self.measured}
         return [
             prefixes[name] + pair.sentence(one.metric)
@@ -202,7 +202,7 @@ class StudyTable:
         return [self._section(name) for name in self.measured]
 
     def markdown(self) -> str:
-        """Return tables and readings as Markdown."""
+        """Return the tables and the sentences of the comparisons as Markdown."""
         lines = [f"# {self.study.title}", "", f"![{self.study.title}]({FIGURE})", ""]
         lines += [line for section in self.sections() for line in section.markdown()]
         lines += [f"- {sentence}" for sentence in self.sentences]
@@ -212,13 +212,12 @@ class StudyTable:
     @property
     def conditions(self) -> str:
         """Sentences about the seeds, the intervals and the source of published figures."""
-        finished = {len(results) for one in self.measured.values() for results in one.results.values()}
-        one_seed = finished <= {0, 1}
-        seeds = "One seed." if one_seed else f"Mean and standard deviation of up to {counted(max(finished), 'seed')}."
-        if len(finished) == 1 and not one_seed:
-            seeds = seeds.replace(" up to", "")
+        finished = [len(results) for one in self.measured.values() for results in one.results.values()]
+        fewest, most = min(finished), max(finished)
+        up_to = "up to " if fewest < most else ""
+        seeds = f"Mean and standard deviation of {up_to}{counted(most, 'seed')}." if most > 1 else "One seed."
         images = "images, where the evaluation records them"
-        over = f"{images}, and over seeds from {LEAST_SEEDS} on" if max(finished) >= LEAST_SEEDS else images
+        over = f"{images}, and over seeds from {LEAST_SEEDS} on" if most >= LEAST_SEEDS else images
         paper = f" The paper's figures: {self.study.source}." if self.study.paper and self.study.source else ""
         return f"{seeds} Intervals: 95 %, paired bootstrap over {over}.{paper}"
 
