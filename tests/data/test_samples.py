@@ -252,6 +252,26 @@ class Crop:
         return {"crop": pixels[:, top : top + self.size, : self.size], "drawn": drawn}
 
 
+def with_next_image(image: LazyImage, generator: torch.Generator) -> Sample:
+    """Return an image and the next one of the collection."""
+    return {"own": image.load(), "next": image.other(image.index + 1).load()}
+
+
+def test_a_sample_reads_other_images_of_its_collection() -> None:
+    source = Noise(9)
+    batch = SampleDataset(source, with_next_image, seed=0)[0, 3]
+    assert torch.equal(batch["own"][0], source.load(3))
+    assert torch.equal(batch["next"][0], source.load(4))
+    with pytest.raises(IndexError, match="index must be in 0..8, got 9"):
+        SampleDataset(source, with_next_image, seed=0)[0, 8]
+
+
+def test_an_unreadable_image_of_a_sample_is_reported_by_its_own_name() -> None:
+    batch = SampleDataset(Noise(9, broken={4}), with_next_image, seed=0)[0, 3]
+    assert batch.unreadable[0] == Unreadable("noise 4", "broken on purpose")
+    assert int(batch.images) not in (3, 4)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_any_transform_gives_batches(workers: int) -> None:
     source = Noise(9)

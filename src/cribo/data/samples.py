@@ -5,6 +5,7 @@ The objective defines the samples (`SampleTransform`), such as two views, many c
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -30,7 +31,10 @@ Sample = Mapping[str, Any]
 
 
 class LazyImage:
-    """An image of a collection, decoded on demand."""
+    """An image of a collection, decoded on demand.
+
+    Reading raises UnreadableImage with the image's name in the collection.
+    """
 
     def __init__(self, source: ImageSource, index: int) -> None:
         self._source = source
@@ -41,9 +45,20 @@ class LazyImage:
         """Name of the image in the collection."""
         return self._source.name(self.index)
 
+    def other(self, index: int) -> "LazyImage":
+        """Return another image of the collection, such as a neighbour.
+
+        Raises:
+            IndexError: the collection has no image of this index.
+        """
+        if not 0 <= index < len(self._source):
+            raise IndexError(f"index must be in 0..{len(self._source) - 1}, got {index}")
+        return LazyImage(self._source, index)
+
     def load(self) -> UInt8[Tensor, "3 h w"]:
         """Load the full-size image as RGB."""
-        return self._source.load(self.index)
+        with _named_errors(self.name):
+            return self._source.load(self.index)
 
     def load_reduced(self, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "3 h w"], int]:
         """Load the image at a fraction of its size if that is faster; return it and the factor: 8, 4, 2 or 1.
@@ -52,7 +67,8 @@ class LazyImage:
             reduction: called once with height and width of the full-size image; returns the largest allowed factor.
         """
         if isinstance(self._source, ReducingSource):
-            return self._source.load_reduced(self.index, reduction)
+            with _named_errors(self.name):
+                return self._source.load_reduced(self.index, reduction)
         image = self.load()
         reduction(image.shape[1], image.shape[2])
         return image, 1
@@ -67,6 +83,17 @@ class LazyImage:
         if read is None:
             raise DataError(f"the collection of {self.name} has no labels: use synthetic scenes, or name their folder")
         return read(self.index)
+
+
+@contextmanager
+def _named_errors(name: str) -> Iterator[None]:
+    """Raise errors of reading an image with its name in the collection."""
+    try:
+        yield
+    except UnreadableImage as error:
+        raise UnreadableImage(name, error.reason) from error.__cause__
+    except OSError as error:
+        raise UnreadableImage(name, str(error) or type(error).__name__) from error
 
 
 class SampleTransform(Protocol):
@@ -173,7 +200,7 @@ class SampleDataset(Dataset[Batch]):
         self.transform = transform
         self.seed = seed
         self.retry_delays = tuple(retry_delays)
-        self._given_up: set[int] = set()
+        self._given_up: set[str] = set()
 
     def __len__(self) -> int:
         return len(self.source)
@@ -226,7 +253,7 @@ class SampleDataset(Dataset[Batch]):
             try:
                 return index, self._with_retries(epoch, index, batch)
             except UnreadableImage as error:
-                batch.unreadable.append(Unreadable(self.source.name(index), error.reason))
+                batch.unreadable.append(Unreadable(error.path, error.reason))
                 index = int(torch.randint(len(self.source), (1,), generator=replacement))
         raise DataError(
             f"{self.source.name(wanted)}: {batch.unreadable[before].reason}; none of "
@@ -235,21 +262,26 @@ class SampleDataset(Dataset[Batch]):
 
     def _with_retries(self, epoch: int, index: int, batch: Batch) -> Sample:
         """Return the sample of an image, retrying if an error may be temporary."""
-        # Bad sectors and lost servers raise the same errno, so retry each image in one series only.
-        for delay in (*(() if index in self._given_up else self.retry_delays), None):
+        for delay in (*self.retry_delays, None):
             try:
-                return self.transform(LazyImage(self.source, index), keyed_generator(self.seed, _SAMPLE, epoch, index))
-            except (UnreadableImage, OSError) as error:
-                temporary = temporary_errno(error) is not None
-                if not temporary or delay is None:
-                    if temporary:
-                        self._given_up.add(index)
-                    if isinstance(error, UnreadableImage):
-                        raise
-                    raise UnreadableImage(self.source.name(index), str(error) or type(error).__name__) from error
+                return self._transformed(epoch, index)
+            except UnreadableImage as error:
+                # Bad sectors and lost servers raise the same errno, so retry each image in one series only.
+                if temporary_errno(error) is None or error.path in self._given_up:
+                    raise
+                if delay is None:
+                    self._given_up.add(error.path)
+                    raise
             batch.retried += 1
             time.sleep(delay)
         raise AssertionError("the last attempt returns or raises")
+
+    def _transformed(self, epoch: int, index: int) -> Sample:
+        image = LazyImage(self.source, index)
+        try:
+            return self.transform(image, keyed_generator(self.seed, _SAMPLE, epoch, index))
+        except OSError as error:  # of a file that the transform itself reads
+            raise UnreadableImage(image.name, str(error) or type(error).__name__) from error
 
 
 def _shapes(sample: Sample) -> dict[str, Any]:
