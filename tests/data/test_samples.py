@@ -262,7 +262,7 @@ def test_a_sample_reads_other_images_of_its_collection() -> None:
     batch = SampleDataset(source, with_next_image, seed=0)[0, 3]
     assert torch.equal(batch["own"][0], source.load(3))
     assert torch.equal(batch["next"][0], source.load(4))
-    with pytest.raises(IndexError, match="index must be in 0..8, got 9"):
+    with pytest.raises(IndexError, match=r"index must be in 0\.\.8, got 9"):
         SampleDataset(source, with_next_image, seed=0)[0, 8]
 
 
