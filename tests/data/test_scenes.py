@@ -99,3 +99,14 @@ def test_values_out_of_range_are_refused(arguments: dict, message: str) -> None:
 def test_an_index_out_of_range_is_refused(index: int) -> None:
     with pytest.raises(IndexError, match=r"scene index must be in 0\.\.2"):
         Scenes(3).load(index)
+
+
+def test_moving_scenes_start_as_still_ones_and_move() -> None:
+    still, moving = Scenes(3, size=48), Scenes(3, size=48, frames=4)
+    assert len(moving) == 12
+    for scene in range(3):
+        assert torch.equal(moving.load(4 * scene), still.load(scene))
+        assert torch.equal(moving.labels(4 * scene), still.labels(scene))
+        changed = [(moving.labels(4 * scene + frame) != still.labels(scene)).float().mean() for frame in range(1, 4)]
+        assert 0 < changed[0] < changed[2] < 0.7
+    assert moving.name(5) == "scene-0-000001-01"

@@ -39,6 +39,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "cribo.studies.controls.RandomPairsCrIBo": {},
     "cribo.studies.controls.SupervisedCrIBo": {"losses.cross_image_from_epoch": 0},
     "slotcon": {"objective.args": {"batch_norm": False}, "head.init_std": 0.2},
+    "timet": {"objective.args": {"frames": 3}, "data.scenes.frames": 4, "head.init_std": 0.2},
 }
 WHOLE_BATCH = {"slotcon"}
 """Objectives that reject micro-batches."""

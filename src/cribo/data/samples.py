@@ -1,6 +1,7 @@
 """Training samples and batches; all randomness is keyed by (seed, epoch, image).
 
-The objective defines the samples (`SampleTransform`), such as two views, many crops, or a masked image.
+The objective defines the samples (`SampleTransform`), such as two views, many crops, a masked image, or the frames of a
+clip.
 """
 
 import time
@@ -14,6 +15,7 @@ from jaxtyping import Int, UInt8
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler, default_collate
 
+from cribo.data.clips import Clips
 from cribo.data.images import DataError, ImageSource, OrderedSource, ReducingSource
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import UnreadableImage, temporary_errno
@@ -54,6 +56,17 @@ class LazyImage:
         if not 0 <= index < len(self._source):
             raise IndexError(f"index must be in 0..{len(self._source) - 1}, got {index}")
         return LazyImage(self._source, index)
+
+    @property
+    def frames(self) -> "list[LazyImage]":
+        """The frames of this clip, in order.
+
+        Raises:
+            DataError: the collection has no clips.
+        """
+        if not isinstance(self._source, Clips):
+            raise DataError(f"{self.name} is an image, not a clip: set clip_frames in the objective")
+        return [LazyImage(self._source.images, frame) for frame in self._source.frames(self.index)]
 
     def load(self) -> UInt8[Tensor, "3 h w"]:
         """Load the full-size image as RGB."""

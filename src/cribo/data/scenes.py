@@ -29,6 +29,11 @@ GROUND_CLASSES = ("sand", "clouds", "water")
 
 _FIRST_QUERY = 1_000_400  # above the numbers of all training scenes
 
+# Motion per frame, at most: of objects and the ground in sides of a scene, and the turn of objects in radians.
+_SPEED = 0.04
+_GROUND_SPEED = 0.02
+_SPIN = 0.1
+
 _TILE = 512  # side of a seamless texture tile in texels
 _TEXELS_PER_PIXEL = 7.0  # tiles are sampled far below their resolution, so the nearest texel suffices
 _ANGLES = 720  # entries of an outline table
@@ -40,6 +45,8 @@ Array = np.ndarray
 class Scenes:
     """A data set of `count` square scenes, each generated from `(seed, first + index)` only.
 
+    With several frames, objects and ground move and turn; the images are the frames of all scenes, scene after scene.
+
     Args:
         count: number of scenes.
         size: side of a scene in pixels, at least 16.
@@ -47,6 +54,7 @@ class Scenes:
         first: number of the first scene, so that index ranges of one seed serve as training and held-out sets.
         min_objects: fewest objects in a scene.
         max_objects: most objects in a scene; objects painted early may end up hidden.
+        frames: number of frames of each scene; the first frame is the scene without motion.
 
     Raises:
         ValueError: a value is out of its range.
@@ -63,9 +71,11 @@ class Scenes:
     first: int = 0
     min_objects: int = 4
     max_objects: int = 6
+    frames: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("count", 1), ("size", 16), ("seed", 0), ("first", 0), ("min_objects", 1)):
+        smallest = {"count": 1, "size": 16, "seed": 0, "first": 0, "min_objects": 1, "frames": 1}
+        for name, least in smallest.items():
             if getattr(self, name) < least:
                 raise InputError(f"{name} must be >= {least}, got {getattr(self, name)}")
         if self.max_objects < self.min_objects:
@@ -87,11 +97,12 @@ class Scenes:
         return 255
 
     def __len__(self) -> int:
-        return self.count
+        return self.count * self.frames
 
     def name(self, index: int) -> str:
-        """Return the name of a scene, which contains its seed and number."""
-        return f"scene-{self.seed}-{self._number(index):06d}"
+        """Return the name of a scene, which contains its seed and number, or of a frame of a moving scene."""
+        number, frame = self._numbers(index)
+        return f"scene-{self.seed}-{number:06d}" + (f"-{frame:02d}" if self.frames > 1 else "")
 
     def load(self, index: int) -> UInt8[Tensor, "3 size size"]:
         """Return the RGB image of a scene.
@@ -109,13 +120,16 @@ class Scenes:
         """
         return torch.tensor(self._compose(index)[1])
 
-    def _number(self, index: int) -> int:
-        if not 0 <= index < self.count:
-            raise IndexError(f"scene index must be in 0..{self.count - 1}, got {index}")
-        return self.first + index
+    def _numbers(self, index: int) -> tuple[int, int]:
+        """Return the numbers of scene and frame."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"scene index must be in 0..{len(self) - 1}, got {index}")
+        scene, frame = divmod(index, self.frames)
+        return self.first + scene, frame
 
     def _compose(self, index: int) -> tuple[Array, Array]:
-        return compose_scene(self.seed, self._number(index), self.size, self.min_objects, self.max_objects)
+        number, frame = self._numbers(index)
+        return compose_scene(self.seed, number, self.size, self.min_objects, self.max_objects, frame)
 
 
 def held_out_scenes(memory: int = HELD_OUT_SCENES[0], queries: int = HELD_OUT_SCENES[1]) -> tuple[Scenes, Scenes]:
@@ -130,8 +144,10 @@ def held_out_scenes(memory: int = HELD_OUT_SCENES[0], queries: int = HELD_OUT_SC
 
 
 @lru_cache(maxsize=1)  # paints a scene once if its labels are read after its image
-def compose_scene(seed: int, number: int, size: int, min_objects: int, max_objects: int) -> tuple[Array, Array]:
-    """Paint one scene, the nearest object last: its image (3, size, size) and classes (size, size), both uint8."""
+def compose_scene(
+    seed: int, number: int, size: int, min_objects: int, max_objects: int, frame: int = 0
+) -> tuple[Array, Array]:
+    """Paint a frame of a scene, the nearest object last: image (3, size, size) and classes (size, size), both uint8."""
     random = np.random.Generator(np.random.Philox(key=[seed, number]))
     scene = random.random(8)
     num_objects = min_objects + int(scene[0] * (max_objects - min_objects + 1))
@@ -140,10 +156,13 @@ def compose_scene(seed: int, number: int, size: int, min_objects: int, max_objec
     light_x, light_y = np.cos(light), np.sin(light)
     draws = random.random((num_objects + 1, 16)).astype(np.float32)
     dark, bright = _colour_pairs(draws[:, :6])
+    # Right, down and turn, of the ground first; float32, so that scenes without motion keep their rounding.
+    motion = (frame * (2 * random.random((num_objects + 1, 3)) - 1)).astype(np.float32)
 
     pixel = np.arange(size, dtype=np.float32)
     x, y = pixel[None, :], pixel[:, None]
-    canvas = _paint(ground, x, y, draws[0], dark[0], bright[0])
+    pan_x, pan_y = _GROUND_SPEED * size * motion[0, :2]
+    canvas = _paint(ground, x - pan_x, y - pan_y, draws[0], dark[0], bright[0], turned=0.0)
     labels = np.full((size, size), ground, np.uint8)
     scales = np.sort(draws[1:, 6])[::-1]  # paint large objects first, since they are hidden less often
 
@@ -152,7 +171,9 @@ def compose_scene(seed: int, number: int, size: int, min_objects: int, max_objec
         # float32 draws just below 1 may round up to 1.
         object_class = min(int(draw[7] * len(OBJECT_CLASSES)), len(OBJECT_CLASSES) - 1)
         radius = size * (0.18 + 0.16 * float(scales[order]))
-        centre_x, centre_y = size * (1.1 * draw[8] - 0.05), size * (1.1 * draw[9] - 0.05)
+        move_x, move_y = _SPEED * motion[order + 1, :2]
+        turned = _SPIN * motion[order + 1, 2]
+        centre_x, centre_y = size * (1.1 * draw[8] - 0.05 + move_x), size * (1.1 * draw[9] - 0.05 + move_y)
         margin = 1.25 * radius + 2
         left, right = int(max(centre_x - margin, 0)), int(min(centre_x + margin + 1, size))
         top, bottom = int(max(centre_y - margin, 0)), int(min(centre_y + margin + 1, size))
@@ -162,11 +183,11 @@ def compose_scene(seed: int, number: int, size: int, min_objects: int, max_objec
         dx, dy = x[:, left:right] - centre_x, y[top:bottom] - centre_y
 
         stretch = 0.8 + 0.2 * draw[10]
-        turn = 2 * np.pi * draw[11]
+        turn = 2 * np.pi * draw[11] + turned
         coverage, rim = _cover(object_class, dx, dy, radius, turn, stretch)
         drop_x, drop_y = 0.09 * radius * light_x, 0.09 * radius * light_y
         shade, _ = _cover(object_class, dx + drop_x, dy + drop_y, radius, turn, stretch)
-        surface = _paint(object_class, dx, dy, draw, dark[order + 1], bright[order + 1])
+        surface = _paint(object_class, dx, dy, draw, dark[order + 1], bright[order + 1], turned=turned)
         relief = 0.99 + (0.05 + 0.13 * draw[12]) * (light_x * dx + light_y * dy) / radius * (0.4 + rim)
 
         part = canvas[(slice(None), *window)]
@@ -179,9 +200,9 @@ def compose_scene(seed: int, number: int, size: int, min_objects: int, max_objec
     return (canvas.clip(0, 1) * 255 + 0.5).astype(np.uint8), labels
 
 
-def _paint(texture: int, x: Array, y: Array, draw: Array, dark: Array, bright: Array) -> Array:
+def _paint(texture: int, x: Array, y: Array, draw: Array, dark: Array, bright: Array, *, turned: float) -> Array:
     """Mix two colours by a rotated, scaled and shifted part of a texture; returns (3, h, w)."""
-    turn = np.pi * (draw[13] - 0.5) * 0.35
+    turn = np.pi * (draw[13] - 0.5) * 0.35 + turned
     step = _TEXELS_PER_PIXEL * (0.9 + 0.25 * draw[14])
     along, across = step * np.cos(turn), step * np.sin(turn)
     shift_x, shift_y = _TILE * draw[14] * 7, _TILE * draw[15]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from cribo.arguments import ConfigError, import_by_path
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, SampleDataset, SampleTransform
+from cribo.errors import InputError
 from cribo.models import Backbone, build_backbone
 from cribo.models.lora import add_adapters, has_adapters, merged_parameters
 from cribo.models.modes import CompileMode
@@ -33,6 +34,7 @@ BUILT_IN = {
     "dino": "cribo.objectives.dino.DINO",
     "ibot": "cribo.objectives.ibot.IBOT",
     "neco": "cribo.objectives.neco.NeCo",
+    "timet": "cribo.objectives.timet.TimeT",
     "mae": "cribo.objectives.mae.MAE",
     "distill": "cribo.objectives.distill.Distill",
     "alignment": "cribo.objectives.alignment.Alignment",
@@ -197,6 +199,8 @@ class Objective(nn.Module):
             batch: micro-batches are then rejected.
         lr_factors: learning-rate factors of parameters by the prefix of their names in `trainable`; the default of
             `optim.lr_factors`.
+        clip_frames: number of frames that a sample reads of a clip; the images are then the frames of videos, and the
+            items of an epoch are clips. 0 if samples are of images.
         uses_all_parameters: whether every parameter gets a gradient in each step; DDP then does not search for unused
             ones.
     """
@@ -206,6 +210,7 @@ class Objective(nn.Module):
     images_per_group = 1
     whole_batch = False
     lr_factors: Mapping[str, float] = {}
+    clip_frames = 0
     uses_all_parameters = False
 
     def __init__(self, setting: Setting) -> None:
@@ -223,6 +228,17 @@ class Objective(nn.Module):
     def exported(self) -> Backbone:
         """Return the backbone that is scored during training and exported."""
         raise NotImplementedError
+
+    def image_groups(self, images: int) -> list[slice]:
+        """Return the rows of each group of images in a batch of this many images.
+
+        Raises:
+            ValueError: the batch is not a whole number of groups.
+        """
+        size = self.images_per_group
+        if images % size or not images:
+            raise InputError(f"a batch must be a whole number of groups of {size} images, got {images}")
+        return [slice(start, start + size) for start in range(0, images, size)]
 
     def trainable(self) -> nn.Module:
         """Return the module to optimise. `optim.layer_decay` applies to parameter names that begin with `backbone.`."""
@@ -264,17 +280,27 @@ class Objective(nn.Module):
         return self.setting.options
 
 
-def make_objective(name: str, args: Mapping[str, Any], setting: Setting) -> Objective:
-    """Create an objective from its name or import path.
+def objective_class(name: str) -> type[Objective]:
+    """Import an objective by its name or import path.
 
     Raises:
-        ConfigError: the class does not exist, is not an Objective, or does not accept the arguments.
+        ConfigError: the class does not exist, or is not an Objective.
     """
     kind = import_by_path(BUILT_IN.get(name, name), "objective.name", known=BUILT_IN)
     if not (inspect.isclass(kind) and issubclass(kind, Objective)):
         raise ConfigError(
             f"objective.name {name} is not a subclass of cribo.objectives.Objective: {kind!r}; see docs/extending.md"
         )
+    return kind
+
+
+def make_objective(name: str, args: Mapping[str, Any], setting: Setting) -> Objective:
+    """Create an objective from its name or import path.
+
+    Raises:
+        ConfigError: the class does not exist, is not an Objective, or does not accept the arguments.
+    """
+    kind = objective_class(name)
     parser = ArgumentParser(exit_on_error=False)
     added = parser.add_class_arguments(kind, skip={"setting"}, fail_untyped=False)
     try:

@@ -9,7 +9,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from cribo.data.randomness import keyed_generator
-from cribo.errors import InputError
 from cribo.method import Centre, ProjectionHead, PrototypeLayer, SelfDistillation, cross_view_loss
 from cribo.models import Backbone
 from cribo.models.lora import plain_copy
@@ -156,17 +155,6 @@ class Distillation(StudentTeacher):
             return level
         rows, temperature = embeddings.flatten(0, -2), level.teacher_temperature
         return replace(level, centre=sinkhorn_centre(rows, level.teacher_prototypes, temperature=temperature))
-
-    def image_groups(self, images: int) -> list[slice]:
-        """Return the rows of each group of images in a batch of this many images.
-
-        Raises:
-            ValueError: the batch is not a whole number of groups.
-        """
-        size = self.images_per_group
-        if images % size or not images:
-            raise InputError(f"a batch must be a whole number of groups of {size} images, got {images}")
-        return [slice(start, start + size) for start in range(0, images, size)]
 
     def cross_view(
         self,

@@ -23,11 +23,29 @@ class ScenesConfig:
         count: number of different scenes to train on.
         size: side of a scene in pixels.
         seed: seed of the scenes.
+        frames: number of frames of a moving scene, for objectives that read clips.
     """
 
     count: int = 4000
     size: int = 96
     seed: int = 0
+    frames: int = 8
+
+
+@dataclass
+class VideoConfig:
+    """Videos, for objectives that read clips, such as `timet`.
+
+    A video is a file, or the images of a folder whose names differ in their last number only. An epoch has each clip
+    once.
+
+    Attributes:
+        frames: maximum number of frames of a clip; longer videos are cut into clips.
+        stride: use one in this many frames, such as 5 at 30 frames per second.
+    """
+
+    frames: int = 32
+    stride: int = 1
 
 
 @dataclass
@@ -36,7 +54,7 @@ class DataConfig:
 
     Attributes:
         root: a folder of images (may be nested), a text file that lists images, a folder of tar shards or its URL,
-            such as s3://bucket/prefix, or `scenes`.
+            such as s3://bucket/prefix, or `scenes`. For objectives that read clips, also video files.
         images: sub-folder of root to read, such as train2017; root itself if empty.
         workers: number of processes that decode and crop; by default, depends on the number of cores. Increase it as
             long as images/s grows.
@@ -51,6 +69,7 @@ class DataConfig:
         cache_gib: size of the cache in GiB; the least recently used shards are removed first. If not all shards fit,
             every machine downloads each of them once per epoch.
         scenes: options of synthetic scenes.
+        video: options of videos.
     """
 
     root: str = "scenes"
@@ -64,6 +83,7 @@ class DataConfig:
     cache_dir: str = "~/.cache/cribo/shards"
     cache_gib: float = 100.0
     scenes: ScenesConfig = field(default_factory=ScenesConfig)
+    video: VideoConfig = field(default_factory=VideoConfig)
 
 
 @dataclass
@@ -71,8 +91,8 @@ class ObjectiveConfig:
     """Training objective.
 
     Attributes:
-        name: `cribo`, `croc`, `slotcon`, `dino`, `ibot`, `neco`, `mae`, `alignment`, `distill`, or the import path of a
-            custom Objective, such as my_package.MyObjective (docs/extending.md). `--objective NAME` and
+        name: `cribo`, `croc`, `slotcon`, `dino`, `ibot`, `neco`, `timet`, `mae`, `alignment`, `distill`, or the import
+            path of a custom Objective, such as my_package.MyObjective (docs/extending.md). `--objective NAME` and
             `--objective.class_path` are aliases.
         args: arguments of the objective, such as {local_crops: 6}; `--objective.init_args` is an alias.
     """
@@ -187,6 +207,9 @@ _RANGES: dict[str, tuple[float, float, bool, bool]] = {
     "data.scenes.count": (1, 2**31, True, True),
     "data.scenes.size": (16, 1024, True, True),
     "data.scenes.seed": (0, 2**31, True, True),
+    "data.scenes.frames": (1, 1000, True, True),
+    "data.video.frames": (1, 2**31, True, True),
+    "data.video.stride": (1, 2**31, True, True),
     "backbone.drop_path": (0, 1, True, False),
     "backbone.train_blocks": (1, 1024, True, True),
     "backbone.cache_trunk": (1, 65536, True, True),

@@ -17,12 +17,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from cribo.arguments import ConfigError
 from cribo.data import ImageSource, open_collection
 from cribo.data.cache import CachedImages
+from cribo.data.clips import Clips
 from cribo.data.images import require_readable
 from cribo.data.loading import BatchLoader
 from cribo.data.samples import SampleDataset, StepBatchSampler
 from cribo.data.scenes import Scenes
+from cribo.data.video_files import has_video_files, open_video_files
 from cribo.devices import multiplies_bfloat16
-from cribo.objectives.base import BUILT_IN
+from cribo.objectives.base import BUILT_IN, objective_class
 from cribo.objectives.trunk_cache import fill
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.module import PretrainingModule
@@ -73,6 +75,8 @@ class Session:
             if str(error).startswith("image size"):
                 raise ConfigError(f"views.size: {error}") from error
             raise
+        if isinstance(self.source, Clips):
+            self.source.require_frames(self.module.objective.clip_frames, "objective.args.frames")
         self.probe = self.trainer(None, [], 1)
         devices = self.probe.world_size
         _require_shareable(config, self.module.objective.images_per_group, devices)
@@ -167,23 +171,29 @@ class Session:
 
 
 def open_source(config: PretrainConfig) -> ImageSource:
-    """Open the images of a configuration.
+    """Open the images of a configuration, or the clips if its objective reads clips.
 
     Raises:
         DataError: images are missing or invalid.
     """
     data = config.data
+    reads_clips = objective_class(config.objective.name).clip_frames > 0
     if data.root == "scenes":
-        scenes = Scenes(data.scenes.count, size=data.scenes.size, seed=data.scenes.seed)
-        return CachedImages(scenes, limit_bytes=_SCENE_CACHE_BYTES)
-    return open_collection(
-        data.root,
-        data.images,
-        max_pixels=data.max_pixels,
-        inside=data.inside,
-        cache_dir=data.cache_dir,
-        cache_gib=data.cache_gib,
-    )
+        frames = data.scenes.frames if reads_clips else 1
+        scenes = Scenes(data.scenes.count, size=data.scenes.size, seed=data.scenes.seed, frames=frames)
+        images: ImageSource = CachedImages(scenes, limit_bytes=_SCENE_CACHE_BYTES)
+    elif reads_clips and has_video_files(path := Path(data.root).expanduser() / data.images):
+        images = open_video_files(path, max_pixels=data.max_pixels)
+    else:
+        images = open_collection(
+            data.root,
+            data.images,
+            max_pixels=data.max_pixels,
+            inside=data.inside,
+            cache_dir=data.cache_dir,
+            cache_gib=data.cache_gib,
+        )
+    return Clips(images, most=data.video.frames, stride=data.video.stride) if reads_clips else images
 
 
 def _require_precision(precision: str, *, on_cpu: bool) -> None:

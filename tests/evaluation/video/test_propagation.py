@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from cribo.evaluation import VideoPropagation
-from cribo.evaluation.video.propagation import LabelledFrame, label_frame, object_map, propagate
+from cribo.evaluation.video.propagation import object_map, propagate
 from cribo.evaluation.video.protocol import encoded_size
+from cribo.retrieval.propagation import LabelledFrame, label_frame
 
 ROWS, COLUMNS, DIM, OBJECTS = 5, 7, 6, 2
 
@@ -59,11 +60,11 @@ def test_labels_equal_those_of_all_pairs(settings: VideoPropagation) -> None:
 
 def test_fewer_patches_than_neighbours() -> None:
     """Patches beyond the radius have no weight, even if there are not enough within it."""
-    features = F.normalize(torch.ones(1, 4, DIM), dim=2)
-    labels = F.one_hot(torch.tensor([[0, 1, 2, 0]]), 3).float()
-    found = label_frame(features, [LabelledFrame(features, labels)], VideoPropagation(radius=1, neighbours=9))
-    torch.testing.assert_close(found[0, 0], torch.tensor([0.5, 0.5, 0.0]))
-    torch.testing.assert_close(found[0, 1], torch.tensor([1.0, 1.0, 1.0]) / 3)
+    features = F.normalize(torch.ones(1, 1, 4, DIM), dim=3)
+    labels = F.one_hot(torch.tensor([[[0, 1, 2, 0]]]), 3).float()
+    found = label_frame(features, [LabelledFrame(features, labels)], neighbours=9, radius=1, temperature=0.1)
+    torch.testing.assert_close(found[0, 0, 0], torch.tensor([0.5, 0.5, 0.0]))
+    torch.testing.assert_close(found[0, 0, 1], torch.tensor([1.0, 1.0, 1.0]) / 3)
 
 
 def test_squares_are_tracked() -> None:

@@ -1,8 +1,7 @@
 """Label propagation between frames by nearest features, as in DINO's `eval_video_segmentation.py`."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -11,18 +10,7 @@ from torch import Tensor
 
 from cribo.data.crops import resize_labels
 from cribo.evaluation.video.settings import VideoPropagationSettings
-
-
-class LabelledFrame(NamedTuple):
-    """A labelled frame, as a source of propagation.
-
-    Attributes:
-        features: patch features of unit length.
-        labels: soft labels of each patch, for background and each object.
-    """
-
-    features: Float[Tensor, "rows columns d"]
-    labels: Float[Tensor, "rows columns c"]
+from cribo.retrieval.propagation import LabelledFrame, label_frame
 
 
 def propagate(
@@ -45,38 +33,17 @@ def propagate(
     features = next(frames)
     grid = resize_labels(first, (features.shape[0], features.shape[1]))
     labels = F.one_hot(grid.long(), objects + 1).to(features)
-    given, previous = LabelledFrame(features, labels), deque[LabelledFrame](maxlen=settings.previous)
+    given, previous = LabelledFrame(features[None], labels[None]), deque[LabelledFrame](maxlen=settings.previous)
     for features in frames:
-        labels = label_frame(features, [given, *previous], settings)
-        previous.append(LabelledFrame(features, labels))
-        yield labels
-
-
-def label_frame(
-    features: Float[Tensor, "rows columns d"], sources: Sequence[LabelledFrame], settings: VideoPropagationSettings
-) -> Float[Tensor, "rows columns c"]:
-    """Label the patches of a frame by the most similar patches of other frames within `radius`.
-
-    The label of a patch is the mean of its `neighbours` most similar patches over all sources, at most `radius` patches
-    away in both directions, weighted by exp(cosine / temperature).
-
-    Args:
-        features: patch features of the frame.
-        sources: labelled frames of the same size.
-        settings: settings of the protocol.
-    """
-    keys, labels = (torch.stack(parts, dim=1) for parts in zip(*sources, strict=True))  # (rows, sources, columns, ...)
-    columns = torch.arange(features.shape[1], device=features.device)
-    is_far = (columns[:, None] - columns).abs() > settings.radius
-    labelled = []
-    for row, queries in enumerate(features):  # by rows, since the similarities of all patches take gigabytes
-        near = slice(max(0, row - settings.radius), row + settings.radius + 1)
-        cosines = (queries @ keys[near].flatten(0, 2).T).unflatten(1, (-1, len(columns)))
-        cosines = cosines.masked_fill(is_far[:, None], -torch.inf).flatten(1)
-        best = cosines.topk(min(settings.neighbours, cosines.shape[1]), dim=1)
-        weights = (best.values / settings.temperature).softmax(dim=1)
-        labelled.append(torch.einsum("qk,qkc->qc", weights, labels[near].flatten(0, 2)[best.indices]))
-    return torch.stack(labelled)
+        found = label_frame(
+            features[None],
+            [given, *previous],
+            neighbours=settings.neighbours,
+            radius=settings.radius,
+            temperature=settings.temperature,
+        )
+        previous.append(LabelledFrame(features[None], found))
+        yield found[0]
 
 
 def object_map(labels: Float[Tensor, "rows columns c"], patch_size: int, size: tuple[int, int]) -> UInt8[Tensor, "h w"]:

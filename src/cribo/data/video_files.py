@@ -1,0 +1,174 @@
+"""Frames of video files, as an ImageSource. Requires the extra `video` (PyAV)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cribo.checks import require_packages
+from cribo.data.images import DataError, PackedNames, list_files
+from cribo.data.limits import MAX_PIXELS
+from cribo.data.reading import UnreadableImage
+from cribo.wording import counted
+
+if TYPE_CHECKING:
+    from jaxtyping import UInt8
+    from torch import Tensor
+
+VIDEO_EXTENSIONS = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg")
+
+
+class VideoFiles:
+    """The frames of video files, file after file; created by `open_video_files`.
+
+    Opening reads only the header of each file. A frame is found by its time, number / frame rate, so frames of
+    files with variable frame rates are evenly spaced, too. Consecutive reads of increasing frames of one file decode
+    every frame at most once.
+
+    Args:
+        folder: folder of the files.
+        names: their paths below it.
+        max_pixels: larger frames are unreadable.
+
+    Raises:
+        DataError: a file has no video stream, or its header cannot be read.
+        MissingPackage: PyAV is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], names: Iterable[str], *, max_pixels: int = MAX_PIXELS) -> None:
+        require_packages("reading video files", "av", extra="video")
+        self.folder, self.max_pixels = os.fspath(folder), max_pixels
+        self.names = PackedNames(names)
+        self._ends = np.cumsum([0, *(_count_frames(self._path(file)) for file in range(len(self.names)))])
+        self._reader: _Reader | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reader": None}
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def name(self, index: int) -> str:
+        """Return the path of the file and the number of the frame in it, from 0."""
+        file, frame = self._place(index)
+        return f"{self.names[file]}/{frame:06d}"
+
+    def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
+        """Decode a frame as RGB.
+
+        Raises:
+            UnreadableImage: the file is damaged or ends before this frame, or the frame has too many pixels.
+        """
+        file, frame = self._place(index)
+        path, reader, self._reader = self._path(file), self._reader, None  # not kept after an error
+        with _errors_as_unreadable(path):
+            # A forked worker must not share the position in a file with its parent.
+            if reader is None or (reader.path, reader.process) != (path, os.getpid()):
+                reader = _Reader(path, self.max_pixels)
+            pixels = reader.read(frame)
+        self._reader = reader
+        return pixels
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Return the number of the file, and that of the frame in it."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"index must be in 0..{len(self) - 1}, got {index}")
+        file = int(np.searchsorted(self._ends, index, side="right")) - 1
+        return file, index - int(self._ends[file])
+
+    def _path(self, file: int) -> str:
+        return str(Path(self.folder) / self.names[file])
+
+
+class _Reader:
+    """Decoder of one file, at the frame that was read last."""
+
+    def __init__(self, path: str, max_pixels: int) -> None:
+        import av
+
+        self.path, self.process = path, os.getpid()
+        self._container = av.open(path)
+        self._stream = self._container.streams.video[0]
+        if self._stream.width * self._stream.height > max_pixels:
+            size = f"{self._stream.width} x {self._stream.height}"
+            raise UnreadableImage(path, f"{size} pixels are more than max_pixels = {max_pixels}: not decoded")
+        self._frames: Iterator[Any] | None = None
+        self._next = 0
+
+    def read(self, number: int) -> UInt8[Tensor, "3 h w"]:
+        import torch
+
+        stream, rate = self._stream, _rate(self._stream)
+        start, unit = stream.start_time or 0, stream.time_base or Fraction(1, 90_000)
+        if self._frames is None or not self._next <= number <= self._next + rate:  # more than a second ahead: seek
+            self._container.seek(start + int(number / rate / unit), stream=stream)
+            self._frames = self._container.decode(stream)
+        earliest = float(start * unit) + (number - 0.5) / rate
+        for frame in self._frames:
+            if frame.time is None or frame.time >= earliest:
+                self._next = number + 1
+                return torch.from_numpy(frame.to_ndarray(format="rgb24")).permute(2, 0, 1)
+        raise UnreadableImage(self.path, f"it has no frame {number}: the file is damaged, or its header is wrong")
+
+
+def _rate(stream: Any) -> float:
+    """Return the mean number of frames per second."""
+    return float(stream.average_rate or 25)
+
+
+def _count_frames(path: str) -> int:
+    """Return the number of frames according to the header, or to the duration if it has none."""
+    import av.error
+
+    try:
+        with av.open(path) as container:
+            if not container.streams.video:
+                raise DataError(f"{path} has no video stream: remove it")
+            stream = container.streams.video[0]
+            if stream.frames:
+                return stream.frames
+            if stream.duration is not None and stream.time_base is not None:
+                return int(float(stream.duration * stream.time_base) * _rate(stream))
+            return int((container.duration or 0) / av.time_base * _rate(stream))
+    except (av.error.FFmpegError, OSError) as error:
+        raise DataError(
+            f"{path} cannot be read as a video ({error.strerror or error}): remove or replace it"
+        ) from error
+
+
+@contextmanager
+def _errors_as_unreadable(path: str) -> Iterator[None]:
+    import av.error
+
+    try:
+        yield
+    except av.error.FFmpegError as error:
+        cause = error if isinstance(error, OSError) else None
+        raise UnreadableImage(path, error.strerror or str(error)) from cause
+
+
+def has_video_files(path: Path) -> bool:
+    """Whether a path is a video file, or a folder that contains one at any depth."""
+    if path.is_dir():
+        return next(list_files(path, VIDEO_EXTENSIONS), None) is not None
+    return path.suffix.lower() in VIDEO_EXTENSIONS and path.is_file()
+
+
+def open_video_files(path: Path, *, max_pixels: int = MAX_PIXELS) -> VideoFiles:
+    """Open a video file, or all those below a folder.
+
+    Raises:
+        DataError: a file cannot be read, or there is no frame.
+        MissingPackage: PyAV is not installed.
+    """
+    folder, names = (path, list(list_files(path, VIDEO_EXTENSIONS))) if path.is_dir() else (path.parent, [path.name])
+    files = VideoFiles(folder, names, max_pixels=max_pixels)
+    if not len(files):
+        raise DataError(f"the {counted(len(names), 'video file')} of {path} have no frames")
+    return files
