@@ -56,6 +56,12 @@ ROWS: dict[str, dict[str, Any]] = {
     "croc": {"objective.name": "croc", **_HEADS},
     "ibot": {"objective.name": "ibot", "objective.args": {"local_size": 98}, **_HEADS},
     "neco": {"objective.name": "neco", "optim.lr_factors": {"head.": 10}},
+    "timet": {
+        "objective.name": "timet",
+        "data.video.frames": 8,
+        "head.prototypes": 200,
+        "optim.lr_factors": {"head.": 10},
+    },
 }
 """Changes to the preset `adapt` in each row."""
 

@@ -13,7 +13,13 @@ sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 # These write a run with this loss to the given folder.
-TRAINING = {"own_clustering": "cross_image", "own_contrast": "contrast", "own_objective": "similarity"}
+TRAINING = {
+    "own_clip": "next",
+    "own_clustering": "cross_image",
+    "own_contrast": "contrast",
+    "own_mixture": "mixture",
+    "own_objective": "similarity",
+}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,9 +130,18 @@ def test_the_closed_form_decorrelates_the_patches_of_the_images(scenes: Path, so
 
 
 @pytest.mark.slow
-def test_another_objective_trains_the_last_block(scenes: Path, source: Path, tmp_path: Path) -> None:
-    neco = {"objective.name": "neco", "objective.args": {"local_crops": 1, "local_size": 16, "grid": 2}}
-    asked = _asked(scenes, source, steps=2, blocks=4, keep="adapted", training={**TRAINING, **neco})
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"objective.name": "neco", "objective.args": {"local_crops": 1, "local_size": 16, "grid": 2}},
+        {"objective.name": "timet", "objective.args": {"frames": 2}, "data.video.frames": 4},  # five clips
+    ],
+    ids=lambda objective: objective["objective.name"],
+)
+def test_another_objective_trains_the_last_block(
+    scenes: Path, source: Path, tmp_path: Path, objective: dict[str, Any]
+) -> None:
+    asked = _asked(scenes, source, steps=2, blocks=4, keep="adapted", training={**TRAINING, **objective})
     adapted = adapt(asked, out=tmp_path)
     assert adapted.verdict.kept == "adapted weights"
     start = load_backbone(adapted.folder / "closed_form").model.state_dict()

@@ -132,7 +132,7 @@ def test_short_videos_are_found_before_training(tiny: Tiny, tmp_path: Path) -> N
     for name, frames in (("a", 5), ("b", 1)):
         write_video(tmp_path / "videos" / name, frames * [40])
     changes = {"data.root": str(tmp_path / "videos"), "objective.name": "timet", "optim.batch_size": 2}
-    with pytest.raises(DataError, match=r"at least 4 frames .* 1 of 2 have fewer; .* of b/frame0.png, has 1 frame"):
+    with pytest.raises(DataError, match=r"at least 4 frames, .* but 1 of 2 have fewer: the first, of b/frame0.png,"):
         pretrain(tiny({**changes, "objects.group_size": 2}), out=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 

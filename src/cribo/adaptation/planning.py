@@ -20,13 +20,14 @@ from cribo.files import write_json, write_text
 from cribo.folders import ResultFolder
 from cribo.models import Backbone, load_backbone
 from cribo.models.saving import WEIGHTS_FILE
+from cribo.objectives.base import objective_class
 from cribo.pretraining.config import Precision, PretrainConfig
 from cribo.pretraining.files import CONFIG
 from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.planning import seconds_per_step, with_epochs
 from cribo.pretraining.presets import load_config
 from cribo.pretraining.run import Run, pretrain
-from cribo.pretraining.session import Session
+from cribo.pretraining.session import Session, open_source
 
 log = logging.getLogger("cribo")
 
@@ -191,9 +192,11 @@ def _steps_within(planned: PretrainConfig, seconds: float, minutes: float, *, ot
 def _of_length(planned: PretrainConfig, images: ImageFiles, folder: Path, steps: int) -> PretrainConfig:
     """Set the number of epochs for about `steps` steps; if this is less than one epoch, use a subset of the images."""
     batch = planned.optim.batch_size
-    used = spread(len(images), max(batch, steps * batch))
+    reads_clips = objective_class(planned.objective.name).clip_frames > 0
+    used = range(len(images)) if reads_clips else spread(len(images), max(batch, steps * batch))
     _list_images(images, used, folder)
-    return with_epochs(planned, max(1, round(steps / (len(used) // batch))))
+    items = len(open_source(planned)) if reads_clips else len(used)
+    return with_epochs(planned, max(1, round(steps / max(items // batch, 1))))
 
 
 def fast_precision(backbone: Backbone) -> Precision:

@@ -68,12 +68,11 @@ class Clips:
         frames = self.frames(index)
         return self.images.load(frames[len(frames) // 2])
 
-    def require_frames(self, least: int, what: str) -> None:
+    def require_frames(self, least: int) -> None:
         """Check that every clip has enough frames.
 
         Args:
-            least: required number of frames.
-            what: name of the option that sets it, for the message.
+            least: number of frames that a sample reads.
 
         Raises:
             DataError: a clip is shorter.
@@ -82,12 +81,11 @@ class Clips:
         short = np.flatnonzero(lengths < least)
         if len(short):
             first = self.images.name(self.frames(int(short[0]))[0])
-            found = "1 frame" if lengths[short[0]] == 1 else f"{lengths[short[0]]} frames"
             raise DataError(
-                f"a clip must have at least {least} frames ({what}), but {len(short)} of {len(self)} have fewer; the "
-                f"first, of {first}, has {found} at data.video.stride {self.stride}: remove its video, or lower {what} "
-                "or the stride. The frames of a video are the images of a folder whose names differ in their last "
-                "number only"
+                f"a clip must have at least {least} frames, which a sample reads, but {len(short)} of {len(self)} have "
+                f"fewer: the first, of {first}, has {lengths[short[0]]}. Frames of a video are the images of a folder "
+                "whose names differ in their last number only. Remove short videos, read fewer frames "
+                f"(objective.args.frames), or lower data.video.stride {self.stride}"
             )
 
 

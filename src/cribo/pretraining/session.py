@@ -76,7 +76,7 @@ class Session:
                 raise ConfigError(f"views.size: {error}") from error
             raise
         if isinstance(self.source, Clips):
-            self.source.require_frames(self.module.objective.clip_frames, "objective.args.frames")
+            self.source.require_frames(self.module.objective.clip_frames)
         self.probe = self.trainer(None, [], 1)
         devices = self.probe.world_size
         _require_shareable(config, self.module.objective.images_per_group, devices)
