@@ -14,6 +14,7 @@ from tests.pretraining.test_spread import Runs, assert_same_checkpoint, last
 from cribo.arguments import ConfigError
 from cribo.models import build_backbone, load_backbone, save_backbone
 from cribo.pretraining import PretrainConfig, pretrain
+from cribo.pretraining.monitoring import read_metrics
 
 Tiny = Callable[..., PretrainConfig]
 Options = Callable[..., dict[str, Any]]
@@ -120,3 +121,21 @@ def test_a_compiled_run_is_the_same(tiny: Tiny, options: Options, whole: Whole, 
     compiled = trained(tiny(options(name, runtime__compile="default")), tmp_path, "compiled")
     torch.compiler.reset()
     assert_same_checkpoint(whole(name)["state_dict"], compiled["state_dict"], 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", sorted(CHANGES))
+def test_the_first_losses_on_a_gpu_are_those_of_the_cpu(
+    tiny: Tiny, options: Options, name: str, tmp_path: Path
+) -> None:
+    rows = []
+    for accelerator, precision in (("cpu", "32-true"), ("gpu", "bf16-mixed")):
+        config = tiny(
+            options(name, runtime__accelerator=accelerator, runtime__precision=precision, runtime__log_every=1)
+        )
+        trained(config, tmp_path, accelerator)
+        rows.append(read_metrics(tmp_path / accelerator / "metrics.csv"))
+    expected, found = ({name: value for name, value in row[0].items() if name.startswith("loss")} for row in rows)
+    assert found == pytest.approx(expected, rel=0.05, abs=0.01)
+    assert len(rows[1]) == len(rows[0])
