@@ -36,6 +36,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dino": {"objective.args": {"local_crops": 2, "local_size": 16}},
     "distill": {},
     "ibot": {"objective.args": {"local_crops": 2, "local_size": 16}},
+    "loca": {"objective.args": {"local_crops": 2, "local_size": 16}, "head.init_std": 0.2},
     "neco": {"objective.args": {"local_crops": 2, "local_size": 16, "grid": 3}},
     "cribo.studies.controls.RandomPairsCrIBo": {},
     "cribo.studies.controls.SupervisedCrIBo": {"losses.cross_image_from_epoch": 0},

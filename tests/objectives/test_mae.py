@@ -12,7 +12,8 @@ from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
 from cribo.models import build_backbone, normalise
 from cribo.objectives import Setting, Step
-from cribo.objectives.mae import MAE, KeepTokens, masked_error, patchify, sincos_positions
+from cribo.objectives.dropping import KeepTokens
+from cribo.objectives.mae import MAE, masked_error, patchify, sincos_positions
 from cribo.pretraining import PretrainConfig, pretrain
 
 Tiny = Callable[..., PretrainConfig]
@@ -54,11 +55,8 @@ def test_the_encoder_does_not_read_masked_patches(tiny: Tiny) -> None:
     images = normalise(batch["view"].float() / 255)
 
     def encode(pixels: torch.Tensor) -> torch.Tensor:
-        objective.keep.kept = order[:, :seen]
-        try:
+        with objective.keep.only(order[:, :seen]):
             return objective.backbone(pixels).tokens
-        finally:
-            objective.keep.kept = None
 
     before = encode(images)
     assert before.shape == (4, seen, 32)

@@ -33,11 +33,12 @@ BUILT_IN = {
     "slotcon": "cribo.objectives.slotcon.SlotCon",
     "dino": "cribo.objectives.dino.DINO",
     "ibot": "cribo.objectives.ibot.IBOT",
+    "mae": "cribo.objectives.mae.MAE",
+    "loca": "cribo.objectives.loca.LOCA",
     "neco": "cribo.objectives.neco.NeCo",
     "timet": "cribo.objectives.timet.TimeT",
-    "mae": "cribo.objectives.mae.MAE",
-    "distill": "cribo.objectives.distill.Distill",
     "alignment": "cribo.objectives.alignment.Alignment",
+    "distill": "cribo.objectives.distill.Distill",
 }
 """Built-in objectives, by name."""
 

@@ -1,4 +1,4 @@
-"""Student and teacher networks, shared by CrIBo, CrOC, DINO, iBOT and NeCo."""
+"""Student and teacher networks, shared by most objectives."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -104,6 +104,11 @@ class StudentTeacher(Objective):
             "teacher_temperature": step.linear(*losses.teacher_temperature, losses.teacher_temperature_epochs),
         }
 
+    @torch.no_grad()
+    def move_teacher(self, step: Step) -> None:
+        """Update the teacher with the student."""
+        move_towards(self.teacher, self.student, self.schedules(step)["momentum"])
+
     def compile_parts(self, mode: CompileMode) -> None:
         """Compile both backbones."""
         self.student.backbone.compile(mode)
@@ -202,8 +207,3 @@ class Distillation(StudentTeacher):
         for name, parts in embeddings.items():
             rows = torch.cat([part.flatten(0, -2) for part in parts])
             self.centre(name).update(*sum_over_ranks(rows, step), self.level(name, step).teacher_prototypes)
-
-    @torch.no_grad()
-    def move_teacher(self, step: Step) -> None:
-        """Update the teacher with the student."""
-        move_towards(self.teacher, self.student, self.schedules(step)["momentum"])

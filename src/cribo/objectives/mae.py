@@ -12,6 +12,7 @@ from cribo.method import Crops, ViewRecipe, cut_views, sample_crops
 from cribo.models import Backbone, normalise
 from cribo.models.modes import CompileMode
 from cribo.objectives.base import Columns, Objective, Output, Setting, Step
+from cribo.objectives.dropping import accept_drops, gather_tokens
 from cribo.objectives.views import load_for_crops
 
 
@@ -43,22 +44,6 @@ class MaskedView:
         }
 
 
-class KeepTokens(nn.Module):
-    """Replacement for timm's `patch_drop`: keep prefix tokens, e.g. [CLS], and patches `kept` (B, n); all if None."""
-
-    def __init__(self, prefix_tokens: int) -> None:
-        super().__init__()
-        self.prefix_tokens = prefix_tokens
-        self.kept: Int[Tensor, "b n"] | None = None
-
-    def forward(self, tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b s d"]:
-        """Select the tokens."""
-        if self.kept is None:
-            return tokens
-        prefix, patches = tokens[:, : self.prefix_tokens], tokens[:, self.prefix_tokens :]
-        return torch.cat((prefix, _gather(patches, self.kept)), dim=1)
-
-
 class Decoder(nn.Module):
     """Transformer that inserts a mask token for each masked patch and predicts the pixels of all patches.
 
@@ -83,7 +68,7 @@ class Decoder(nn.Module):
         """Predict the pixels of all patches, in grid order, from the tokens of the first s patches of `order`."""
         tokens = self.embed(seen)
         masks = self.mask_token.to(tokens.dtype).expand(len(tokens), order.shape[1] - tokens.shape[1], -1)
-        tokens = _gather(torch.cat((tokens, masks), dim=1), order.argsort(dim=1))
+        tokens = gather_tokens(torch.cat((tokens, masks), dim=1), order.argsort(dim=1))
         positions = self.get_buffer("positions").to(tokens.dtype)
         return self.predict(self.norm(self.blocks(tokens + positions)))
 
@@ -118,11 +103,7 @@ class MAE(Objective):
         super().__init__(setting)
         options = setting.options
         self.backbone = setting.build_backbone()
-        if not hasattr(self.backbone.model, "patch_drop"):
-            raise ConfigError(
-                f"MAE requires a timm vision transformer that can drop patches, not {options.backbone.name}: use "
-                "vit_small_patch16_224, for example"
-            )
+        self.keep = accept_drops(self.backbone, "MAE")
         side = options.views.size // self.backbone.patch_size
         self.patches, self.normalise_patches = side * side, normalise_patches
         self.seen = round(self.patches * (1 - mask_ratio))
@@ -136,8 +117,6 @@ class MAE(Objective):
                 f"objective.args.decoder_dim must be a multiple of 4 and of decoder_heads {decoder_heads}, got "
                 f"{decoder_dim}"
             )
-        self.keep = KeepTokens(self.backbone.model.num_prefix_tokens)
-        self.backbone.model.patch_drop = self.keep
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(keyed_generator(options.seed, 1).initial_seed())
             self.decoder = Decoder(
@@ -166,11 +145,8 @@ class MAE(Objective):
         order: Int[Tensor, "b n"] = batch["order"]
         pixels = batch["view"].float() / 255
         images = normalise(pixels, mean=self.backbone.mean, std=self.backbone.std)
-        self.keep.kept = order[:, : self.seen]
-        try:
+        with self.keep.only(order[:, : self.seen]):
             seen = self.backbone(images).tokens
-        finally:
-            self.keep.kept = None
         predicted = self.decoder(seen, order)
         targets = patchify(images.to(predicted.dtype), self.backbone.patch_size)
         if self.normalise_patches:
@@ -183,7 +159,7 @@ def masked_error(
     predicted: Float[Tensor, "b n p"], targets: Float[Tensor, "b n p"], masked: Int[Tensor, "b m"]
 ) -> Float[Tensor, ""]:
     """Mean squared error over the pixels of the masked patches."""
-    return (_gather(predicted, masked) - _gather(targets, masked)).float().square().mean()
+    return (gather_tokens(predicted, masked) - gather_tokens(targets, masked)).float().square().mean()
 
 
 def patchify(images: Float[Tensor, "b 3 h w"], size: int) -> Float[Tensor, "b n p"]:
@@ -201,7 +177,3 @@ def sincos_positions(grid: tuple[int, int], dim: int) -> Float[Tensor, "1 n d"]:
     rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
     angles = [place.flatten()[:, None] * frequencies for place in (rows, columns)]
     return torch.cat([part for angle in angles for part in (angle.sin(), angle.cos())], dim=1)[None]
-
-
-def _gather(tokens: Float[Tensor, "b n d"], index: Int[Tensor, "b m"]) -> Float[Tensor, "b m d"]:
-    return tokens.gather(1, index[..., None].expand(-1, -1, tokens.shape[2]))

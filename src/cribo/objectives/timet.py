@@ -18,7 +18,7 @@ from cribo.data.samples import Batch, LazyImage, Sample
 from cribo.method import Crops, ViewRecipe, cut_views, sample_crops
 from cribo.method.precision import in_float32
 from cribo.models import normalise
-from cribo.objectives.base import Columns, Output, Setting, Step, move_towards
+from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.distillation import Network, StudentTeacher
 from cribo.objectives.trunk import encode, encode_frozen
 from cribo.objectives.views import load_for_crops
@@ -294,7 +294,6 @@ class TimeT(StudentTeacher):
         """Return the teacher's momentum."""
         return {"momentum": step.cosine(*self.options.optim.momentum)}
 
-    @torch.no_grad()
     def after_step(self, step: Step) -> None:
         """Update the teacher."""
-        move_towards(self.teacher, self.student, self.schedules(step)["momentum"])
+        self.move_teacher(step)
