@@ -42,8 +42,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "cribo.studies.controls.SupervisedCrIBo": {"losses.cross_image_from_epoch": 0},
     "slotcon": {"objective.args": {"batch_norm": False}, "head.init_std": 0.2},
     "timet": {"objective.args": {"frames": 3}, "data.scenes.frames": 4, "head.init_std": 0.2},
+    "contextual": {"objective.args": {"memory_images": 20, "pooling_queries": 2}, "head.init_std": 0.2},
 }
-WHOLE_BATCH = {"slotcon"}
+WHOLE_BATCH = {"contextual", "slotcon"}
 """Objectives that reject micro-batches."""
 
 

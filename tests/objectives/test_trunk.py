@@ -17,13 +17,14 @@ Tiny = Callable[..., PretrainConfig]
 STEP = Step(6, steps_per_epoch=4, total_steps=12)
 ARGS: dict[str, dict[str, Any]] = {
     "alignment": {},
+    "contextual": {},
     "cribo": {},
     "croc": {"k_start": 6, "object_prototypes": 16},
     "dino": {"local_crops": 2, "local_size": 16},
     "mae": {"decoder_dim": 16, "decoder_depth": 1, "decoder_heads": 2},
     "slotcon": {"batch_norm": False},
 }
-DISTILLED = ("alignment", "cribo", "croc", "dino", "slotcon")
+DISTILLED = ("alignment", "contextual", "cribo", "croc", "dino", "slotcon")
 DEEPER = {"patch_size": 8, "depth": 3, "embed_dim": 32, "num_heads": 2}
 
 

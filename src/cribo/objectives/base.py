@@ -35,6 +35,7 @@ BUILT_IN = {
     "ibot": "cribo.objectives.ibot.IBOT",
     "mae": "cribo.objectives.mae.MAE",
     "loca": "cribo.objectives.loca.LOCA",
+    "contextual": "cribo.objectives.contextual.Contextual",
     "neco": "cribo.objectives.neco.NeCo",
     "timet": "cribo.objectives.timet.TimeT",
     "alignment": "cribo.objectives.alignment.Alignment",
