@@ -159,8 +159,9 @@ def test_the_step_is_that_of_the_released_code(path: Path, tiny: Tiny, tmp_path:
     }
     batch = Batch(samples, torch.arange(images), [])
     step = Step(5, steps_per_epoch=1251, total_steps=125_100)
-    crops = [channels_first(case[name]) for name in ("reference", "query0")]
-    output = objective.compare(*crops, torch.cat([channels_first(each) for each in focal]), batch, step)
+    reference, random = (channels_first(case[name]) for name in ("reference", "query0"))
+    small = torch.cat([channels_first(each) for each in focal])
+    output = objective.compare(reference, random, small, batch, step)
     total = torch.stack(list(output.losses.values())).sum()
     clusters = output.losses["cluster"] + output.losses["me_max"]
     assert clusters.item() == pytest.approx(case["feature_loss"], rel=1e-5)
@@ -326,7 +327,7 @@ def test_only_the_student_has_gradients_and_they_are_finite_without_any_place(ti
     batch["places"].fill_(-1)
     output = objective(batch, STEP)
     assert output.losses["position"] == output.losses["cluster"] == 0
-    sum(output.losses.values(), torch.zeros(())).backward()
+    torch.stack(list(output.losses.values())).sum().backward()
     assert all(p.grad is None for p in objective.teacher.parameters())
     assert all(p.grad is not None and p.grad.isfinite().all() for p in objective.student.head.parameters())
 
@@ -350,11 +351,11 @@ def test_the_losses_fall_and_clusters_stay_in_use(tiny: Tiny) -> None:
     objective = make(tiny, {**changes, "views.jitter": 0.0, "objects.group_size": 8}, reference_ratio=0.5)
     batch = batch_of(objective)
     optimiser = torch.optim.AdamW(objective.trainable().parameters(), lr=3e-3)
-    outputs = []
+    output, outputs = objective(batch, STEP), []
     for _ in range(60):
         output = objective(batch, STEP)
         optimiser.zero_grad()
-        sum(output.losses.values(), torch.zeros(())).backward()
+        torch.stack(list(output.losses.values())).sum().backward()
         optimiser.step()
         objective.after_step(STEP)
         outputs.append({name: loss.item() for name, loss in output.losses.items()})

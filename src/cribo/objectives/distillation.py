@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from jaxtyping import Float
@@ -58,7 +58,7 @@ class Network(nn.Module):
         assert isinstance(layer, PrototypeLayer)
         return layer
 
-    def make_teacher(self) -> "Network":
+    def make_teacher(self) -> Self:
         """Return a copy without gradients.
 
         It stays in training mode: batch norms use the statistics of their batch, and stochastic depth is off because

@@ -53,7 +53,7 @@ def accept_drops(backbone: Backbone, objective: str) -> KeepTokens:
             "vit_small_patch16_224, for example"
         )
     keep = KeepTokens(backbone.model.num_prefix_tokens)
-    backbone.model.patch_drop = keep
+    backbone.model.set_submodule("patch_drop", keep)
     return keep
 
 

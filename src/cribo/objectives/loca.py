@@ -156,6 +156,7 @@ class PositionHead(nn.Module):
         self.mlp = Mlp(dim, hidden_dim)
         self.predict = nn.Linear(dim, positions)
         for layer in (self.mlp.fc1, self.mlp.fc2, self.predict):
+            assert isinstance(layer, nn.Linear)
             nn.init.trunc_normal_(layer.weight, std=0.02)
             nn.init.zeros_(layer.bias)
 
