@@ -43,6 +43,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "slotcon": {"objective.args": {"batch_norm": False}, "head.init_std": 0.2},
     "timet": {"objective.args": {"frames": 3}, "data.scenes.frames": 4, "head.init_std": 0.2},
     "contextual": {"objective.args": {"memory_images": 20, "pooling_queries": 2}, "head.init_std": 0.2},
+    "byol": {"objective.args": {"batch_norm": False}, "head.init_std": 0.2},
+    "orl": {
+        "objective.args": {"batch_norm": False, "neighbours": 3, "min_side": 12, "patch_size": 16},
+        "head.init_std": 0.2,
+    },
 }
 WHOLE_BATCH = {"contextual", "slotcon"}
 """Objectives that reject micro-batches."""

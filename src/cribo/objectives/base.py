@@ -3,10 +3,11 @@
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from jaxtyping import Float
@@ -16,6 +17,8 @@ from timm.models import Beit, ConvNeXt, EfficientNet, Eva, ResNet, VisionTransfo
 from torch import Tensor, nn
 
 from cribo.arguments import ConfigError, import_by_path
+from cribo.console import Progress
+from cribo.data.images import ImageSource
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, SampleDataset, SampleTransform
 from cribo.errors import InputError
@@ -31,6 +34,8 @@ BUILT_IN = {
     "cribo": "cribo.objectives.cribo.CrIBo",
     "croc": "cribo.objectives.croc.CrOC",
     "slotcon": "cribo.objectives.slotcon.SlotCon",
+    "orl": "cribo.objectives.orl.ORL",
+    "byol": "cribo.objectives.byol.BYOL",
     "dino": "cribo.objectives.dino.DINO",
     "ibot": "cribo.objectives.ibot.IBOT",
     "mae": "cribo.objectives.mae.MAE",
@@ -183,14 +188,79 @@ class Columns:
     progress: Mapping[str, str] = field(default_factory=dict)
 
 
+class Stages(Protocol):
+    """Work of a run before its training, for objectives of several stages (`Objective.prepare`).
+
+    Each stage writes its files to its own sub-folder of the run folder, and resumes from them.
+
+    Attributes:
+        seconds: duration of each completed stage by name, for the summary of the run.
+    """
+
+    seconds: dict[str, float]
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        ...
+
+    @property
+    def source(self) -> ImageSource:
+        """The images."""
+        ...
+
+    @property
+    def workers(self) -> int:
+        """Number of worker processes of a loader."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes that share the stage's work."""
+        ...
+
+    def train(self, name: str, objective: str, args: Mapping[str, Any], *, epochs: int | None = None) -> "Objective":
+        """Train another objective with the run's configuration, or resume its training, in a sub-folder.
+
+        Must be called on all ranks. The stage computes no score. If it is finished, its weights are loaded.
+
+        Args:
+            name: name of the stage and of the sub-folder.
+            objective: name of the objective.
+            args: arguments of the objective.
+            epochs: number of epochs, with which the epochs of schedules are scaled; those of the run by default.
+
+        Returns:
+            The trained objective, on the device of this rank.
+
+        Raises:
+            FolderError: the sub-folder contains a training with another configuration, or no weights.
+        """
+        ...
+
+    def progress(self) -> AbstractContextManager[Progress]:
+        """Show progress inside a `with` block, which must not train."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until all ranks have called this method, for any time."""
+        ...
+
+
 class Objective(nn.Module):
     """Base class of training objectives.
 
     A subclass takes a `Setting` and its own arguments, and defines `samples`, `forward` and `exported`; the other
     methods have defaults. State to be saved belongs in parameters, buffers, or `get_extra_state`.
 
-    In each step the trainer calls `forward` for each micro-batch, computes the gradients of the weighted losses with
-    respect to the parameters of `trainable`, updates them, and calls `after_step`.
+    Before the training, the trainer calls `prepare`, then `samples`. In each step it calls `forward` for each
+    micro-batch, computes the gradients of the weighted losses with respect to the parameters of `trainable`, updates
+    them, and calls `after_step`.
 
     Attributes:
         columns: display of losses and metrics.
@@ -220,8 +290,17 @@ class Objective(nn.Module):
         self.setting = setting
 
     def samples(self) -> SampleTransform:
-        """Return the transform of an image into a sample, which runs in the workers."""
+        """Return the transform of an image into a sample, which runs in the workers.
+
+        Also called without `prepare`, to time steps for `--minutes`.
+        """
         raise NotImplementedError
+
+    def prepare(self, stages: Stages) -> None:
+        """Do the work of a run before its training, such as earlier stages; called on all ranks.
+
+        Also called when a run is resumed: completed work must be restored from the run folder.
+        """
 
     def forward(self, batch: Batch, step: Step) -> Output:
         """Compute the losses of a micro-batch. Must not change state that the step's other micro-batches read."""

@@ -30,14 +30,18 @@ def measure_collapse(
     for name, (embeddings, level) in levels.items():
         of_mean, mean_of = prototype_entropy(embeddings.flatten(0, 1)[:_ROWS], level)
         found |= {f"{name}_entropy_of_mean": float(of_mean), f"{name}_mean_entropy": float(mean_of)}
-    directions = F.normalize(tokens.flatten(0, 2).float(), dim=-1)
-    # 1 if directions are uniformly distributed, 0 if all tokens are equal.
-    found["feature_std"] = float(directions.std(dim=0).mean() * directions.shape[1] ** 0.5)
+    found["feature_std"] = feature_std(tokens.flatten(0, 2))
     if matches is not None:
         matched = matches.nearest[matches.nearest != NO_MATCH]
         if matched.numel():
             found["distinct_neighbours"] = matched.unique().numel() / matched.numel()
     return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def feature_std(rows: Float[Tensor, "r d"]) -> float:
+    """Return the spread of the rows' directions: 1 if they are uniformly distributed, 0 if all are equal."""
+    directions = F.normalize(rows.float(), dim=-1)
+    return float(directions.std(dim=0).mean() * directions.shape[1] ** 0.5)
 
 
 def prototype_entropy(

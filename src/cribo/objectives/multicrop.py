@@ -99,13 +99,28 @@ def check_local_crops(number: int, size: int, area: tuple[float, float], backbon
         raise ConfigError(f"objective.args.local_crops must be >= 1, got {number}")
     if not 0 < area[0] <= area[1] <= 1:
         raise ConfigError(f"objective.args.local_area must be ordered (low, high) within 0 to 1, got {area}")
+    check_crop_size("local_size", size, backbone, views=views)
+
+
+def check_crop_size(name: str, size: int, backbone: Backbone, *, views: int) -> None:
+    """Check the size of crops that are smaller than the views.
+
+    Args:
+        name: name of the objective's argument.
+        size: side of a crop in pixels.
+        backbone: the network that encodes them.
+        views: side of a view in pixels.
+
+    Raises:
+        ConfigError: the network does not accept the size.
+    """
     if size < 1 or size % backbone.patch_size:
         raise ConfigError(
-            f"objective.args.local_size must be a multiple of the patch size {backbone.patch_size}, got {size}"
+            f"objective.args.{name} must be a multiple of the patch size {backbone.patch_size}, got {size}"
         )
     if not backbone.takes_any_size and size != views:
         raise ConfigError(
-            f"objective.args.local_size must be {views} for {backbone.name}, which accepts no other size, got {size}: "
+            f"objective.args.{name} must be {views} for {backbone.name}, which accepts no other size, got {size}: "
             "use another network"
         )
 

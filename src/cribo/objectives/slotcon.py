@@ -18,13 +18,14 @@ from cribo.arguments import ConfigError
 from cribo.data.photometric import sample_photometric
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, LazyImage, Sample
-from cribo.method import Centre, Crops, ProjectionHead, ViewRecipe, cut_views, sample_crops
+from cribo.method import Centre, Crops, ViewRecipe, cut_views, sample_crops
 from cribo.method.blocks import rows_per_block
 from cribo.method.precision import in_float32
 from cribo.models import Backbone
 from cribo.models.lora import plain_copy
 from cribo.objectives.base import Columns, Output, Setting, Step, move_towards, sum_over_ranks
 from cribo.objectives.distillation import StudentTeacher
+from cribo.objectives.mlp import make_mlp
 from cribo.objectives.options import HeadConfig
 from cribo.objectives.overlap import align, overlap_area, overlap_boxes
 from cribo.objectives.trunk import encode, inputs_of
@@ -209,9 +210,9 @@ class SlotNetwork(nn.Module):
         self.backbone = backbone
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(keyed_generator(seed, 1).initial_seed())
-            self.projector = _mlp(backbone.embed_dim, config, batch_norm=batch_norm)
+            self.projector = make_mlp(backbone.embed_dim, config, batch_norm=batch_norm)
             self.prototypes = nn.Embedding(config.prototypes, config.bottleneck_dim)  # from N(0, 1)
-            self.predictor: nn.Module = _mlp(config.bottleneck_dim, config, batch_norm=batch_norm)
+            self.predictor: nn.Module = make_mlp(config.bottleneck_dim, config, batch_norm=batch_norm)
 
     @property
     def last_layers(self) -> list[nn.Parameter]:
@@ -232,25 +233,6 @@ class SlotNetwork(nn.Module):
         """Update backbone, projector and prototypes with the student's."""
         for part in ("backbone", "projector", "prototypes"):
             move_towards(self.get_submodule(part), student.get_submodule(part), momentum)
-
-
-def _mlp(dim: int, config: HeadConfig, *, batch_norm: bool) -> nn.Sequential:
-    """The MLP of `ProjectionHead`, with optional batch norms before its activations."""
-    head = ProjectionHead(
-        dim,
-        hidden_dim=config.hidden_dim,
-        bottleneck_dim=config.bottleneck_dim,
-        num_layers=config.layers,
-        bias=config.bias,
-        init_std=config.init_std,
-    )
-    layers: list[nn.Module] = []
-    for layer in head.mlp:
-        if batch_norm and isinstance(layer, nn.GELU):
-            # Without running statistics: the MLPs are used in training only.
-            layers.append(nn.BatchNorm1d(config.hidden_dim, track_running_stats=False))
-        layers.append(layer)
-    return nn.Sequential(*layers)
 
 
 class SlotCon(StudentTeacher):

@@ -32,10 +32,11 @@ from cribo.pretraining.progress import progress_text, run_progress
 from cribo.pretraining.report import write_report
 from cribo.pretraining.score import RetrievalScore
 from cribo.pretraining.session import Session
+from cribo.pretraining.stages import RunStages
 from cribo.processes import end_with_launcher
 from cribo.training.checkpoints import Checkpoints, checkpoint_files, resume_point
 from cribo.training.folder import claim, open_on_all_ranks
-from cribo.training.interruption import Interruption
+from cribo.training.interruption import Interruption, interrupted_by_signals
 from cribo.training.lightning import interruptible, quiet_lightning
 
 log = logging.getLogger("cribo")
@@ -93,7 +94,7 @@ def pretrain(
         continue_run: resume the run of the same name, if it exists, from its last checkpoint, for schedulers that
             restart the same command. A finished run is not changed.
         overrides: dotted names and values on top of the configuration.
-        callbacks: additional Lightning callbacks.
+        callbacks: additional Lightning callbacks; not used in earlier stages of the run.
         advice: how to resume, for messages; by default `cribo pretrain --resume FOLDER`.
         console: console for the progress display; silent by default.
 
@@ -232,12 +233,7 @@ def _run(
             advice=choose,
         )
         folder = claim(held, target)
-        if (folder / CONFIG).is_file():
-            _require_same(folder, session.config)
-            _find_checkpoint(folder)
-        else:
-            remove_parts(folder)
-            write_text(folder / CONFIG, dump_config(session.config))
+        _begin(folder, session.config)
         return folder
 
     with open_on_all_ranks(session.probe, open_folder) as folder:
@@ -246,11 +242,23 @@ def _run(
             return _train(session, folder, callbacks, advice, console or Console(quiet=True))
 
 
+def _begin(folder: Path, config: PretrainConfig) -> None:
+    """Write the configuration to a folder, or prepare it for being resumed."""
+    if (folder / CONFIG).is_file():
+        _require_same(folder, config)
+        if not (folder / SUMMARY).is_file():
+            _find_checkpoint(folder)
+    else:
+        folder.mkdir(exist_ok=True)
+        remove_parts(folder)
+        write_text(folder / CONFIG, dump_config(config))
+
+
 def _find_checkpoint(folder: Path) -> None:
     remove_parts(folder / REPORT)
     checkpoint = resume_point(folder)
     if checkpoint is None:
-        log.warning("%s has no checkpoint yet: starting from the beginning", folder)
+        log.warning("%s has no checkpoint yet: training starts from the beginning", folder)
     else:
         log.info("resuming from %s", checkpoint)
 
@@ -258,6 +266,11 @@ def _find_checkpoint(folder: Path) -> None:
 def _train(session: Session, folder: Path, callbacks: Sequence[Callback], advice: str, console: Console) -> Run:
     config, module, runtime = session.config, session.module, session.config.runtime
     checkpoint = next(iter(checkpoint_files(folder)), None)
+    train = partial(_train, callbacks=(), advice=advice, console=console)
+    stages = RunStages(session, folder, console, open_folder=_begin, train=train)
+    with interrupted_by_signals(advice):
+        session.prepare(stages)
+    stages.log_seconds()
     if config.backbone.cache_trunk is not None:
         module.to(session.probe.strategy.root_device)
         with Phases(console) as progress:
@@ -297,6 +310,7 @@ def _train(session: Session, folder: Path, callbacks: Sequence[Callback], advice
     rows = metrics.rows
     summary: dict[str, Any] = {
         "seconds": round(seconds, 2),
+        **({"stages": {**stages.seconds, "training": seconds}} if stages.seconds else {}),
         "peak_rss_bytes": peak_rss_bytes(),
         "steps": trainer.global_step,
         "epochs": config.optim.epochs,

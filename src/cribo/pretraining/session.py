@@ -24,7 +24,7 @@ from cribo.data.samples import SampleDataset, StepBatchSampler
 from cribo.data.scenes import Scenes
 from cribo.data.video_files import has_video_files, open_video_files
 from cribo.devices import multiplies_bfloat16
-from cribo.objectives.base import BUILT_IN, objective_class
+from cribo.objectives.base import BUILT_IN, Stages, objective_class
 from cribo.objectives.trunk_cache import fill
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.module import PretrainingModule
@@ -94,6 +94,12 @@ class Session:
         if config.backbone.cache_trunk is not None and devices > 1:
             raise ConfigError(f"backbone.cache_trunk supports a single device only, got {devices}: remove it")
         self.dataset = SampleDataset(self.source, self.module.objective.samples(), seed=config.seed)
+        self._trained_on = self.dataset
+
+    def prepare(self, stages: Stages) -> None:
+        """Do the objective's work before the training, and create the samples that follow from it."""
+        self.module.objective.prepare(stages)
+        self.dataset = SampleDataset(self.source, self.module.objective.samples(), seed=self.config.seed)
         self._trained_on = self.dataset
 
     def cache_trunk(self, folder: Path, progress: Callable[[int, int], None]) -> None:
