@@ -122,7 +122,7 @@ def test_help_of_pretrain_lists_and_explains_the_options(capsys: pytest.CaptureF
         (["pretrain", "--preset", "adapt"], "did you mean config?"),
         (["pretrain", "--config", "camvit"], "did you mean camvid?"),
         (["pretrain", "--config=imagenet_vitb61"], "did you mean imagenet_vitb16?"),
-        (["pretrain", "--config", "nothing like it"], "the presets are adapt, camvid, coco_vits16"),
+        (["pretrain", "--config", "nothing like it"], "the presets are adapt, byol_resnet50, camvid"),
         (["pretrain", "--config", "unknown_key.yaml"], "did you mean optim.epochs?"),
         (["pretrain", "--config", "unknown_group.yaml"], "did you mean optim.epochs?"),
         (["pretrain", "--config", "broken.yaml"], "broken.yaml is not YAML: while parsing a flow node"),
