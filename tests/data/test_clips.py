@@ -1,6 +1,7 @@
 """Clips of frames in folders, in shards, in video files, and of moving scenes."""
 
 import pickle
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,26 @@ def test_a_file_that_is_no_video(tmp_path: Path) -> None:
     (tmp_path / "a.mp4").write_text("not a video")
     with pytest.raises(DataError, match=r"a\.mp4 cannot be read as a video"):
         open_video_files(tmp_path)
+
+
+def test_a_frame_of_a_file_does_not_depend_on_earlier_reads(tmp_path: Path) -> None:
+    """A file whose frames are shown for different times."""
+    (tmp_path / "videos").mkdir()
+    random = torch.Generator().manual_seed(0)
+    with av.open(str(tmp_path / "videos" / "a.mp4"), "w") as container:
+        stream: Any = container.add_stream("libx264", rate=25)
+        stream.width = stream.height = 96
+        stream.pix_fmt = "yuv420p"
+        stream.codec_context.time_base = Fraction(1, 1000)
+        time = 0
+        for index in range(60):
+            frame = av.VideoFrame.from_ndarray(MOVING.load(index).permute(1, 2, 0).numpy(), format="rgb24")
+            frame.pts, frame.time_base = time, Fraction(1, 1000)
+            time += 10 + int(torch.randint(60, (), generator=random))
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    files = open_video_files(tmp_path / "videos")
+    in_order = [files.load(index) for index in range(len(files))]
+    for index in torch.randperm(len(files), generator=random).tolist():
+        assert torch.equal(files.load(index), in_order[index])
+    assert torch.equal(open_video_files(tmp_path / "videos").load(len(files) - 1), in_order[-1])

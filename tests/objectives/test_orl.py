@@ -150,7 +150,7 @@ def test_a_run_resumes_in_every_stage(
 ) -> None:
     with monkeypatch.context() as patch:
         if stage == "regions":  # in the second of three parts
-            stop_at(14, patch, (region_pairs, "selective_search"))
+            stop_at(15, patch, (region_pairs, "selective_search"))
         else:  # in the second step
             stop_at(2, patch, (BYOL if stage == "image_level" else ORL, "forward"))
         with pytest.raises(Interrupted, match=r"continue with cribo pretrain --resume .*run"):
@@ -161,7 +161,7 @@ def test_a_run_resumes_in_every_stage(
     searched = stop_at(-1, monkeypatch, (region_pairs, "selective_search"))
     trained = stop_at(-1, monkeypatch, (BYOL, "forward"))
     again = resume(folder)
-    assert len(searched) == {"image_level": 24, "regions": 14, "training": 0}[stage]
+    assert len(searched) == 1 + {"image_level": 24, "regions": 14, "training": 0}[stage]  # one before stage 1
     assert len(trained) == {"image_level": 1, "regions": 0, "training": 0}[stage]
     assert_same_checkpoint(last(whole.folder)["state_dict"], last(folder)["state_dict"], 0)
     assert again.summary["stages"].keys() == whole.summary["stages"].keys()
@@ -206,8 +206,9 @@ def test_invalid_options_are_rejected(args: dict[str, Any], message: str, tiny: 
 
 
 def test_regions_that_are_too_small_are_rejected(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="none of the first 10 images has a region of at least 64 x 64 pixels: set"):
-        pretrain(config(tiny, min_side=64), out=tmp_path)
+    with pytest.raises(ConfigError, match="none of 24 images has a region of at least 64 x 64 pixels: set"):
+        pretrain(config(tiny, min_side=64), out=tmp_path, name="run")
+    assert not list((tmp_path / "run").glob("image_level/checkpoints/*"))
 
 
 def test_unreadable_images_have_no_regions_and_are_no_neighbours(tiny: Tiny, tmp_path: Path) -> None:

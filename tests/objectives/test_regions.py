@@ -89,6 +89,13 @@ def test_selective_search_depends_only_on_image_and_generator() -> None:
     assert search(0, torch.full((3, 2, 7), 9, dtype=torch.uint8)) == [[0, 0, 2, 7]]
 
 
+def test_regions_of_a_reduced_image_lie_inside_it() -> None:
+    image = Scenes(1, size=96).load(0)[:, :61, :91]
+    boxes = selective_search(image, generator=torch.Generator().manual_seed(0), side=48)
+    assert (boxes[:, :2] >= 0).all()
+    assert (boxes[:, :2] + boxes[:, 2:]).amax(dim=0).tolist() == [61, 91]
+
+
 def test_an_image_without_opencv_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cv2", None)
     with pytest.raises(MissingPackage, match=r"pip install 'cribo-ssl\[regions\]'"):

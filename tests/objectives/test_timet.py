@@ -124,7 +124,7 @@ def test_a_frame_of_another_size_is_reported_by_its_name(tmp_path: Path) -> None
     write_video(tmp_path / "b", 4 * [40])
     batch = sample_of(Clips(open_images(tmp_path)), ViewRecipe(size=16), frames=4)
     assert batch.unreadable[0].name == "a/frame2.png"
-    assert "30 x 30 pixels, but the first frame of its clip 40 x 40" in batch.unreadable[0].reason
+    assert "30 x 30 pixels, but another frame of its clip 40 x 40" in batch.unreadable[0].reason
     assert int(batch.images) == 1
 
 
@@ -135,6 +135,16 @@ def test_short_videos_are_found_before_training(tiny: Tiny, tmp_path: Path) -> N
     with pytest.raises(DataError, match=r"at least 4 frames, .* but 1 of 2 have fewer: the first, of b/frame0.png,"):
         pretrain(tiny({**changes, "objects.group_size": 2}), out=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
+
+
+def test_folders_that_are_no_collection_of_clips(tiny: Tiny, tmp_path: Path) -> None:
+    write_video(tmp_path / "videos" / "a", 8 * [40])
+    changes = {"data.root": str(tmp_path / "videos"), "objective.name": "timet", "objects.group_size": 2}
+    with pytest.raises(DataError, match="have 1 clips of up to 32 frames, fewer than one batch: set"):
+        pretrain(tiny(changes), out=tmp_path / "runs")
+    (tmp_path / "videos" / "b.mp4").touch()
+    with pytest.raises(DataError, match="contains both video files and images: choose one"):
+        pretrain(tiny(changes), out=tmp_path / "runs")
 
 
 @pytest.mark.parametrize(

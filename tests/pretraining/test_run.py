@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from cribo.models import load_backbone
 from cribo.objectives.pictures import draw_bootstrapping
 from cribo.pretraining import ConfigError, PretrainConfig, TooManyUnreadable, load_config, pretrain
 from cribo.pretraining.presets import dump_config
-from cribo.pretraining.run import overrides_in
+from cribo.pretraining.run import latest_run, overrides_in
 from cribo.training.folder import RUN_LOCK
 
 Tiny = Callable[..., PretrainConfig]
@@ -289,3 +290,12 @@ def test_a_run_is_named_after_its_configuration(tiny: Tiny, tmp_path: Path, with
 def test_overrides_in_a_command_line() -> None:
     words = ["--resume", "a", "--optim.lr=0.1", "--seed", "4", "--out", "x", "--data.root", "b"]
     assert overrides_in(words) == {"optim.lr": 0.1, "seed": 4, "data.root": "b"}
+
+
+def test_the_latest_run_is_the_one_whose_stage_was_written_last(tmp_path: Path) -> None:
+    for seconds, name in enumerate(("a/config.yaml", "b/config.yaml", "b/checkpoints/step=1.ckpt", "a/first/x.ckpt")):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        os.utime(path, (seconds, seconds))
+    assert latest_run(tmp_path) == tmp_path / "a"

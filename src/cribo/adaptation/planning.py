@@ -196,6 +196,14 @@ def _of_length(planned: PretrainConfig, images: ImageFiles, folder: Path, steps:
     used = range(len(images)) if reads_clips else spread(len(images), max(batch, steps * batch))
     _list_images(images, used, folder)
     items = len(open_source(planned)) if reads_clips else len(used)
+    if items // batch > 1.5 * steps:
+        log.warning(
+            "an epoch of %d clips takes %d steps instead of the planned %d: use fewer images, or a larger "
+            "data.video.stride",
+            items,
+            items // batch,
+            steps,
+        )
     return with_epochs(planned, max(1, round(steps / max(items // batch, 1))))
 
 

@@ -38,7 +38,7 @@ class Clips:
 
     def __init__(self, images: ImageSource, *, most: int = CLIP_FRAMES, stride: int = 1) -> None:
         self.images = images
-        self.stride = stride
+        self.most, self.stride = most, stride
         clips = []
         for video in videos_in(images.name(index) for index in range(len(images))):
             used = np.array(video[::stride])
@@ -85,7 +85,8 @@ class Clips:
                 f"a clip must have at least {least} frames, which a sample reads, but {len(short)} of {len(self)} have "
                 f"fewer: the first, of {first}, has {lengths[short[0]]}. Frames of a video are the images of a folder "
                 "whose names differ in their last number only. Remove short videos, read fewer frames "
-                f"(objective.args.frames), or lower data.video.stride {self.stride}"
+                f"(objective.args.frames), or change data.video.frames {self.most} or data.video.stride {self.stride}: "
+                "a video is cut into clips of nearly equal length"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from jaxtyping import UInt8
     from torch import Tensor
 
+_NEAR = 1.0  # seconds up to which frames are decoded one after the other rather than sought
+
 VIDEO_EXTENSIONS = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg")
 
 
@@ -28,8 +31,8 @@ class VideoFiles:
     """The frames of video files, file after file; created by `open_video_files`.
 
     Opening reads only the header of each file. A frame is found by its time, number / frame rate, so frames of
-    files with variable frame rates are evenly spaced, too. Consecutive reads of increasing frames of one file decode
-    every frame at most once.
+    files with variable frame rates are evenly spaced, too; such a file can have the same frame twice. Reading the
+    frames of a file in order decodes each of them once.
 
     Args:
         folder: folder of the files.
@@ -87,7 +90,10 @@ class VideoFiles:
 
 
 class _Reader:
-    """Decoder of one file, at the frame that was read last."""
+    """Decoder of one file that continues from the frame that was read last.
+
+    Frame `number` is the first one that is shown after (number - 1/2) / rate seconds, whatever was read before.
+    """
 
     def __init__(self, path: str, max_pixels: int) -> None:
         import av
@@ -98,23 +104,28 @@ class _Reader:
         if self._stream.width * self._stream.height > max_pixels:
             size = f"{self._stream.width} x {self._stream.height}"
             raise UnreadableImage(path, f"{size} pixels are more than max_pixels = {max_pixels}: not decoded")
-        self._frames: Iterator[Any] | None = None
-        self._next = 0
+        self._frames: Iterator[Any] = iter(())
+        self._frame: Any = None
+        self._earliest = 0.0  # time from which on `_frame` is the first one, in seconds
 
     def read(self, number: int) -> UInt8[Tensor, "3 h w"]:
         import torch
 
-        stream, rate = self._stream, _rate(self._stream)
-        start, unit = stream.start_time or 0, stream.time_base or Fraction(1, 90_000)
-        if self._frames is None or not self._next <= number <= self._next + rate:  # more than a second ahead: seek
-            self._container.seek(start + int(number / rate / unit), stream=stream)
-            self._frames = self._container.decode(stream)
-        earliest = float(start * unit) + (number - 0.5) / rate
-        for frame in self._frames:
-            if frame.time is None or frame.time >= earliest:
-                self._next = number + 1
-                return torch.from_numpy(frame.to_ndarray(format="rgb24")).permute(2, 0, 1)
-        raise UnreadableImage(self.path, f"it has no frame {number}: the file is damaged, or its header is wrong")
+        stream, unit = self._stream, self._stream.time_base or Fraction(1, 90_000)
+        start = stream.start_time or 0
+        earliest = float(start * unit) + (number - 0.5) / _rate(stream)
+        if self._frame is None or not self._earliest <= earliest <= self._frame.time + _NEAR:
+            self._container.seek(max(start, int(earliest / unit)), stream=stream)  # to the key frame before this time
+            self._frames, self._frame, self._earliest = self._container.decode(stream), None, earliest
+        while self._frame is None or self._frame.time < earliest:
+            if self._frame is not None:
+                self._earliest = math.nextafter(self._frame.time, math.inf)
+            self._frame = next(self._frames, None)
+            if self._frame is None or self._frame.time is None:
+                raise UnreadableImage(
+                    self.path, f"it has no frame {number}: the file is damaged, or its header is wrong"
+                )
+        return torch.from_numpy(self._frame.to_ndarray(format="rgb24")).permute(2, 0, 1)
 
 
 def _rate(stream: Any) -> float:

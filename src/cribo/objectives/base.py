@@ -247,6 +247,10 @@ class Stages(Protocol):
         """Show progress inside a `with` block, which must not train."""
         ...
 
+    def on_rank_0(self, function: Callable[[], object]) -> None:
+        """Run a function on rank 0, and wait for it on all ranks; its error is raised on all of them."""
+        ...
+
     def wait(self) -> None:
         """Wait until all ranks have called this method, for any time."""
         ...

@@ -1,6 +1,6 @@
 """LOCA (Caron et al. 2022): predict where patches of query crops lie in a reference crop, and their clusters.
 
-The student encodes a large query crop, of which most patches are dropped, and several small ones. A position head
+The student encodes a large query crop, of which most patches are dropped, and small ones. A position head
 compares their patches with the teacher's features of a few patches of the reference crop and predicts the position of
 each in its grid. The student also predicts the teacher's cluster of the reference patch at the same place; Sinkhorn
 balances these clusters.

@@ -18,7 +18,7 @@ from cribo.method import Crops, ViewRecipe, cut_views, sample_crops
 from cribo.objectives.base import Columns, Output, Setting, Stages, Step
 from cribo.objectives.byol import BYOL
 from cribo.objectives.multicrop import augmented_crops, check_crop_size, crop_noise
-from cribo.objectives.region_pairs import DrawnRegions, RegionPairs, RegionSearch, find_pairs
+from cribo.objectives.region_pairs import DrawnRegions, RegionPairs, RegionSearch, find_pairs, require_regions
 from cribo.objectives.regions import jitter_box, require_selective_search
 from cribo.objectives.trunk import encode, encode_frozen
 from cribo.objectives.views import load_for_crops
@@ -89,8 +89,8 @@ class ORL(BYOL):
 
     Reads what BYOL reads. Stage 1, `image_level`, trains BYOL with the run's configuration in a sub-folder of that
     name. Stage 2, `regions`, writes its result to `regions/pairs.safetensors`. Stage 3 is the run's own training, which
-    starts from new weights, as in the released code. `--minutes` applies to stage 3 and, unless `image_epochs` is set,
-    to stage 1, each without stage 2.
+    starts from new weights, as in the released code. `--minutes` is the time of stage 3 alone; stage 1 gets as many
+    epochs, unless `image_epochs` is set.
 
     Regions are found by selective search, in images that are reduced to at most 512 pixels per side for it: this takes
     about a second per image and process.
@@ -154,8 +154,10 @@ class ORL(BYOL):
         """Run stages 1 and 2, or load their results.
 
         Raises:
+            ConfigError: no image has a region of the minimum size.
             FolderError: a stage's files were created with another network, other images or other settings.
         """
+        require_regions(self.search, stages.source, seed=self.options.seed)
         first = stages.train("image_level", "byol", {"batch_norm": self.batch_norm}, epochs=self.image_epochs)
         assert isinstance(first, BYOL)
         self.pairs = find_pairs(first.teacher, self.search, stages, neighbours=self.neighbours, seed=self.options.seed)

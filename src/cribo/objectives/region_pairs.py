@@ -14,16 +14,20 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from jaxtyping import Int
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cribo.arguments import ConfigError
 from cribo.console import Progress
 from cribo.data.batches import Batches, unchanged
+from cribo.data.images import ImageSource
+from cribo.data.limits import spread
+from cribo.data.randomness import keyed_generator
+from cribo.data.reading import UnreadableImage
 from cribo.data.samples import Batch, LazyImage, Sample, SampleDataset
 from cribo.errors import DataError
-from cribo.files import remove_parts, write_json, write_whole
+from cribo.files import FolderError, remove_parts, write_json, write_whole
 from cribo.folders import describe_changes, flat, require_same
 from cribo.method import Crops, cut_views
 from cribo.models import evaluation_mode, normalise
@@ -34,7 +38,8 @@ from cribo.retrieval.search import TensorKeys, nearest
 
 _ABOUT, _PAIRS = "about.json", "pairs.safetensors"
 _SMALLEST_PART = 128  # images
-_MOST_PARTS = 500  # they are open at the same time
+_MOST_PARTS = 100  # they are open at the same time
+_FIRST_TRIED = 32  # images that are searched before stage 1
 _CENTRE = 0.875  # side of the central crop: 224 of 256 pixels
 _EPOCH = -1  # training does not use it
 
@@ -103,8 +108,8 @@ class RegionPairs:
 class RegionSearch:
     """Transform of an image into its regions, cut out, and a central crop.
 
-    A sample contains `boxes` (R, 4), `passed`, the number of regions with the minimum size, and `views`
-    (1 + R, 3, S, S) in 8 bits, the central crop first. If no region passes, R is 1: the first region of any size.
+    A sample contains `boxes` (R, 4), and `views` (1 + R, 3, S, S) in 8 bits, the central crop first. If no region has
+    the minimum size, R is 1: the first region of any size.
 
     Attributes:
         size: S, side of the views in pixels.
@@ -128,7 +133,6 @@ class RegionSearch:
         crops = Crops(torch.cat((centre[None], boxes)), torch.zeros(1 + len(boxes), dtype=torch.bool))
         return {
             "boxes": boxes,
-            "passed": torch.tensor(len(selected)),
             "views": cut_views(pixels, crops, self.size),
         }
 
@@ -149,7 +153,6 @@ def find_pairs(
         seed: seed of the order of regions.
 
     Raises:
-        ConfigError: none of the first images has a region of the minimum size.
         DataError: too few images can be read.
         FolderError: the files were created with another network, other images or other settings.
 
@@ -165,17 +168,19 @@ def find_pairs(
         "first image": source.name(0),
         "last image": source.name(len(source) - 1),
     }
-    if stages.rank == 0:
+
+    def begin() -> None:
         folder.mkdir(exist_ok=True)
         remove_parts(folder)
         if not (folder / _ABOUT).is_file():
             write_json(folder / _ABOUT, about)
-    stages.wait()
-    require_same(
-        folder / _ABOUT,
-        lambda: describe_changes(flat(json.loads((folder / _ABOUT).read_text(encoding="utf-8"))), flat(about)),
-        advice=f"Delete {folder} to search the images again, or start a new run",
-    )
+        require_same(
+            folder / _ABOUT,
+            lambda: describe_changes(flat(json.loads((folder / _ABOUT).read_text(encoding="utf-8"))), flat(about)),
+            advice=f"Delete {folder} to search the images again, or start a new run",
+        )
+
+    stages.on_rank_0(begin)
     if not (folder / _PAIRS).is_file():
         size = max(_SMALLEST_PART, -(-len(source) // _MOST_PARTS))
         parts = {
@@ -186,12 +191,33 @@ def find_pairs(
         with stages.progress() as progress:
             _search(network, search, stages, {path: parts[path] for path in own}, seed, progress)
             stages.wait()
-            if stages.rank == 0:
-                _write_pairs(folder, list(parts), size, neighbours, progress)
-        stages.wait()
-    with safe_open(folder / _PAIRS, "pt") as file:
-        stages.seconds[folder.name] = float(file.metadata()["seconds"])
-    return RegionPairs(**load_file(folder / _PAIRS))
+            stages.on_rank_0(lambda: _write_pairs(folder, list(parts), size, neighbours, progress))
+    try:
+        with safe_open(folder / _PAIRS, "pt") as file:
+            stages.seconds[folder.name] = float(file.metadata()["seconds"])
+        return RegionPairs(**load_file(folder / _PAIRS))
+    except SafetensorError as error:
+        raise FolderError(f"{folder / _PAIRS} is damaged: delete {folder} to search the images again") from error
+
+
+def require_regions(search: RegionSearch, source: ImageSource, *, seed: int) -> None:
+    """Check that one of up to 32 images, evenly spaced, has a region of the minimum size.
+
+    Raises:
+        ConfigError: none has.
+    """
+    tried = spread(len(source), min(_FIRST_TRIED, len(source)))
+    for image in tried:
+        try:
+            found = selective_search(source.load(image), generator=keyed_generator(seed, image))
+        except UnreadableImage:
+            continue
+        if len(select_regions(found, min_side=search.min_side, most=1)):
+            return
+    raise ConfigError(
+        f"none of {len(tried)} images has a region of at least {search.min_side} x {search.min_side} pixels: set "
+        f"objective.args.min_side to less than {search.min_side}"
+    )
 
 
 def _search(
@@ -217,11 +243,6 @@ def _search(
             done += 1
             progress("regions", done, total)
         content = {name: torch.cat([each[name] for each in found]) for name in found[0]}
-        if 0 in images and not content["passed"].any():
-            raise ConfigError(
-                f"none of the first {len(images)} images has a region of at least {search.min_side} x "
-                f"{search.min_side} pixels: set objective.args.min_side to less than {search.min_side}"
-            )
         seconds = {"seconds": str(time.perf_counter() - began)}
         write_whole(path, lambda part, content=content, seconds=seconds: save_file(content, part, seconds))
 
@@ -240,7 +261,6 @@ def _encode(network: PredictiveNetwork, batch: Batch, image: int) -> dict[str, T
     return {
         "boxes": boxes.int(),
         "counts": torch.tensor([len(boxes)]),
-        "passed": batch["passed"],
         "features": F.normalize(features[1:].float(), dim=1)[regions].half().cpu(),
         "projections": projection.float().cpu(),
     }

@@ -38,16 +38,19 @@ def selective_search(
     """
     from torchvision.transforms.v2 import functional as TF
 
+    lengths = torch.tensor(pixels.shape[1:])
     factor = min(1.0, side / max(pixels.shape[1:]))
     if factor < 1:
         pixels = TF.resize(pixels, [max(1, round(factor * length)) for length in pixels.shape[1:]], antialias=True)
+    scale = (lengths / torch.tensor(pixels.shape[1:]).double())[:, None]  # exact: reduced sides are rounded
     search = _segmentation().createSelectiveSearchSegmentation()
     search.setBaseImage(pixels.flip(0).permute(1, 2, 0).contiguous().numpy())  # BGR
     search.switchToSelectiveSearchFast()
     left, top, width, height = torch.from_numpy(search.process()).double().unbind(dim=1)
-    start = torch.stack((top, left)) / factor
-    end = torch.stack((top + height, left + width)) / factor
-    boxes = torch.cat((start, end - start)).T.round().long()
+    start, end = (
+        (torch.stack(corner) * scale).round().long() for corner in ((top, left), (top + height, left + width))
+    )
+    boxes = torch.cat((start, end - start)).T
     boxes = torch.unique(boxes, dim=0)  # sorted
     boxes = boxes[boxes[:, 2:].prod(dim=1).argsort(stable=True)]
     ranks = torch.rand(len(boxes), dtype=torch.float64, generator=generator) * torch.arange(1, len(boxes) + 1)

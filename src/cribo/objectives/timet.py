@@ -5,6 +5,7 @@ the patches to the last frame by the similarity of their features, and the last 
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -54,18 +55,18 @@ class ClipFrames:
         recipe, clip = self.recipe, image.frames
         first: list[tuple[int, int, Crops]] = []
 
-        def draw(height: int, width: int) -> list[tuple[Crops, int]]:
+        def draw(height: int, width: int, frame: LazyImage) -> list[tuple[Crops, int]]:
             if not first:
                 pair = sample_crops(height, width, recipe, generator=generator)
                 first.append((height, width, Crops(pair.boxes[:1], pair.flips[:1])))
             if (height, width) != first[0][:2]:
-                sizes = f"{width} x {height} pixels, but the first frame of its clip {first[0][1]} x {first[0][0]}"
-                raise UnreadableImage(image.name, f"the frame has {sizes}: frames of a video must have one size")
+                sizes = f"{width} x {height} pixels, but another frame of its clip {first[0][1]} x {first[0][0]}"
+                raise UnreadableImage(frame.name, f"the frame has {sizes}: frames of a video must have one size")
             return [(first[0][2], recipe.size)]
 
         views = []
         for place in sorted(torch.randperm(len(clip), generator=generator)[: self.frames].tolist()):
-            pixels, (crop,), _ = load_for_crops(clip[place], draw)
+            pixels, (crop,), _ = load_for_crops(clip[place], partial(draw, frame=clip[place]))
             views.append(cut_views(pixels, crop, recipe.size))
         return {
             "frames": torch.cat(views),
@@ -174,9 +175,9 @@ class TimeT(StudentTeacher):
 
     The released code updates its teacher in the wrong direction, so that it is in effect the student; `optim.momentum
     [0, 0]` makes the teacher equal to the student. It balances the assignments over the clips of a device, applies only
-    one of the four operations of the colour jitter, resizes bilinearly, keeps the final norm frozen, renormalises
-    prototypes after each step, where here the last layer normalises them, and has a head whose last hidden layer has
-    half the width.
+    one of the four operations of the colour jitter, resizes bilinearly and before cropping, keeps the final norm
+    frozen, renormalises prototypes after each step, where here the last layer normalises them, and has a head whose
+    last hidden layer has half the width.
 
     Args:
         setting: the run; its items are clips.

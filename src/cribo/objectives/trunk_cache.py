@@ -102,7 +102,8 @@ def fill(
     assert pairs is not None
     if not isinstance(views, ViewPairs):
         raise ConfigError(
-            "backbone.cache_trunk requires an objective whose samples are view pairs: cribo, croc or alignment"
+            "backbone.cache_trunk requires an objective whose samples are view pairs: cribo, croc, byol, contextual or "
+            "alignment"
         )
     blocks = shared_blocks(backbone, options.backbone)
     if not blocks:

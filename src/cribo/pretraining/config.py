@@ -36,8 +36,8 @@ class ScenesConfig:
 class VideoConfig:
     """Videos, for objectives that read clips, such as `timet`.
 
-    A video is a file, or the images of a folder whose names differ in their last number only. An epoch has each clip
-    once.
+    A video is a file, or the images of a folder whose names differ in their last number only. Each epoch reads every
+    clip once.
 
     Attributes:
         frames: maximum number of frames of a clip; longer videos are cut into clips.

@@ -190,7 +190,12 @@ def latest_run(out: str | Path) -> Path:
     found = [path.parent for path in Path(out).glob(f"*/{CONFIG}")]
     if not found:
         raise FolderError(f"no run to resume in {out}: give its folder after --resume")
-    return max(found, key=lambda folder: next(iter(checkpoint_files(folder)), folder / CONFIG).stat().st_mtime)
+
+    def written(folder: Path) -> float:
+        files = (folder / CONFIG, *folder.rglob("*.ckpt"), *folder.glob("*/*.safetensors"))  # of all stages
+        return max(path.stat().st_mtime for path in files)
+
+    return max(found, key=written)
 
 
 def _run(
@@ -257,7 +262,9 @@ def _begin(folder: Path, config: PretrainConfig) -> None:
 def _find_checkpoint(folder: Path) -> None:
     remove_parts(folder / REPORT)
     checkpoint = resume_point(folder)
-    if checkpoint is None:
+    if checkpoint is None and any(folder.glob(f"*/{CONFIG}")):
+        log.info("resuming %s in an earlier stage", folder)
+    elif checkpoint is None:
         log.warning("%s has no checkpoint yet: training starts from the beginning", folder)
     else:
         log.info("resuming from %s", checkpoint)
@@ -278,7 +285,7 @@ def _train(session: Session, folder: Path, callbacks: Sequence[Callback], advice
     metrics = Metrics(folder, every_steps=runtime.log_every, batch_size=config.optim.batch_size)
     faults = LoadingFaults(
         folder,
-        num_images=len(session.source),
+        num_images=session.num_files,
         max_share=config.data.max_unreadable,
         every_steps=runtime.log_every,
     )
@@ -310,7 +317,7 @@ def _train(session: Session, folder: Path, callbacks: Sequence[Callback], advice
     rows = metrics.rows
     summary: dict[str, Any] = {
         "seconds": round(seconds, 2),
-        **({"stages": {**stages.seconds, "training": seconds}} if stages.seconds else {}),
+        **({"stages": {**stages.seconds, "training": round(seconds, 2)}} if stages.seconds else {}),
         "peak_rss_bytes": peak_rss_bytes(),
         "steps": trainer.global_step,
         "epochs": config.optim.epochs,

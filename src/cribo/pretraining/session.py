@@ -18,7 +18,7 @@ from cribo.arguments import ConfigError
 from cribo.data import ImageSource, open_collection
 from cribo.data.cache import CachedImages
 from cribo.data.clips import Clips
-from cribo.data.images import require_readable
+from cribo.data.images import DataError, has_images, require_readable
 from cribo.data.loading import BatchLoader
 from cribo.data.samples import SampleDataset, StepBatchSampler
 from cribo.data.scenes import Scenes
@@ -66,6 +66,12 @@ class Session:
         self.score_data = open_score_data(config)
         self.source = open_source(config)
         self.workers = _workers(config)
+        if isinstance(self.source, Clips) and len(self.source) < config.optim.batch_size:
+            raise DataError(
+                f"the videos of data.root have {len(self.source)} clips of up to {self.source.most} frames, fewer than "
+                f"one batch: set optim.batch_size to {len(self.source)} or less, got {config.optim.batch_size}, or "
+                "lower data.video.frames"
+            )
         # Raises an error if a batch is larger than the collection; loaders create their own sampler.
         StepBatchSampler(len(self.source), config.optim.batch_size, config.seed, position=lambda: 0)
         require_readable(self.source, "data.root", most=_IMAGES_TRIED)
@@ -95,6 +101,11 @@ class Session:
             raise ConfigError(f"backbone.cache_trunk supports a single device only, got {devices}: remove it")
         self.dataset = SampleDataset(self.source, self.module.objective.samples(), seed=config.seed)
         self._trained_on = self.dataset
+
+    @property
+    def num_files(self) -> int:
+        """Number of images, or of the frames of all clips."""
+        return len(self.source.images if isinstance(self.source, Clips) else self.source)
 
     def prepare(self, stages: Stages) -> None:
         """Do the objective's work before the training, and create the samples that follow from it."""
@@ -189,6 +200,8 @@ def open_source(config: PretrainConfig) -> ImageSource:
         scenes = Scenes(data.scenes.count, size=data.scenes.size, seed=data.scenes.seed, frames=frames)
         images: ImageSource = CachedImages(scenes, limit_bytes=_SCENE_CACHE_BYTES)
     elif reads_clips and has_video_files(path := Path(data.root).expanduser() / data.images):
+        if has_images(path):
+            raise DataError(f"{path} contains both video files and images: choose one with data.images SUBFOLDER")
         images = open_video_files(path, max_pixels=data.max_pixels)
     else:
         images = open_collection(

@@ -73,9 +73,7 @@ class RunStages:
             score=dataclasses.replace(config.score, root=None),
         )
         session, folder = Session(config), self.folder / name
-        if self.rank == 0:
-            self._open_folder(folder, config)
-        self.wait()
+        self.on_rank_0(lambda: self._open_folder(folder, config))
         if not (folder / SUMMARY).is_file():
             log.info("%s: training %s in %s", name, objective, folder)
             self._train(session, folder)
@@ -93,13 +91,31 @@ class RunStages:
         """Show progress inside a `with` block, on rank 0."""
         return Phases(self.console if self.rank == 0 else Console(quiet=True))
 
+    def on_rank_0(self, function: Callable[[], object]) -> None:
+        """Run a function on rank 0; its error is raised on all ranks (see `Stages`)."""
+        error: Exception | None = None
+        if self.rank == 0:
+            try:
+                function()
+            except Exception as raised:
+                error = raised
+        if _is_distributed():
+            found = [error]
+            dist.broadcast_object_list(found, src=0, group=self._gloo())
+            error = found[0]
+        if error is not None:
+            raise error
+
     def wait(self) -> None:
         """Wait until all ranks have called this method."""
-        if not _is_distributed():
-            return
-        if self._group is None:  # the timeout of the default group is some minutes
+        if _is_distributed():
+            dist.barrier(self._gloo())
+
+    def _gloo(self) -> Any:
+        """Return a process group whose timeout is longer than a stage; that of the default group is some minutes."""
+        if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
-        dist.barrier(self._group)
+        return self._group
 
     def log_seconds(self) -> None:
         """Log the duration of each stage."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 
 from cribo.errors import Stopped
+from cribo.processes import is_first_process
 
 log = logging.getLogger("cribo")
 
@@ -150,7 +151,7 @@ def interrupted_by_signals(advice: str) -> Iterator[None]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         received = signal.Signals(number)
-        if received.name == "SIGUSR1":
+        if received.name == "SIGUSR1" and is_first_process():
             requeue()
         raise Interrupted(received, None, advice)
 
