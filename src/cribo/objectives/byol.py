@@ -16,10 +16,9 @@ from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, SampleTransform
 from cribo.method.precision import in_float32
 from cribo.models import Backbone
-from cribo.models.lora import plain_copy
-from cribo.objectives.base import Columns, Output, Setting, Step, move_towards
+from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.collapse import feature_std
-from cribo.objectives.distillation import StudentTeacher
+from cribo.objectives.distillation import PredictingNetwork, StudentTeacher
 from cribo.objectives.mlp import make_mlp
 from cribo.objectives.options import HeadConfig
 from cribo.objectives.trunk import encode, inputs_of
@@ -43,7 +42,7 @@ def byol_loss(predicted: Float[Tensor, "*r e"], targets: Float[Tensor, "*r e"]) 
     return 2 - 2 * F.cosine_similarity(predicted, targets, dim=-1)
 
 
-class PredictiveNetwork(nn.Module):
+class PredictiveNetwork(PredictingNetwork):
     """Backbone, projector, and a predictor for each level, such as `image`.
 
     Args:
@@ -54,8 +53,7 @@ class PredictiveNetwork(nn.Module):
         seed: the only source of the random weights of the MLPs.
     """
 
-    last_layers: Sequence[nn.Parameter] = ()
-    """There are no layers to freeze in the first epochs."""
+    student_only = "predictors"
 
     def __init__(
         self, backbone: Backbone, config: HeadConfig, *, levels: Sequence[str], batch_norm: bool, seed: int
@@ -72,17 +70,6 @@ class PredictiveNetwork(nn.Module):
             torch.default_generator.manual_seed(keyed_generator(seed, 1).initial_seed())
             self.projector = mlp(backbone.embed_dim)
             self.predictors = nn.ModuleDict({level: mlp(config.bottleneck_dim) for level in levels})
-
-    def make_teacher(self) -> "PredictiveNetwork":
-        """Return a copy without predictors and gradients, which stays in training mode."""
-        teacher = plain_copy(self).requires_grad_(False)
-        teacher.predictors = nn.ModuleDict()
-        return teacher
-
-    def follow(self, student: "PredictiveNetwork", momentum: float) -> None:
-        """Update backbone and projector with the student's."""
-        for part in ("backbone", "projector"):
-            move_towards(self.get_submodule(part), student.get_submodule(part), momentum)
 
 
 class BYOL(StudentTeacher):

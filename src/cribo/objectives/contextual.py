@@ -27,9 +27,8 @@ from cribo.method.bank import ring_slices
 from cribo.method.blocks import rows_per_block
 from cribo.method.precision import at_least_float32, in_float32
 from cribo.models import Backbone
-from cribo.models.lora import plain_copy
-from cribo.objectives.base import Columns, Output, Setting, Step, move_towards
-from cribo.objectives.distillation import StudentTeacher
+from cribo.objectives.base import Columns, Output, Setting, Step
+from cribo.objectives.distillation import PredictingNetwork, StudentTeacher
 from cribo.objectives.options import HeadConfig
 from cribo.objectives.trunk import encode, inputs_of
 from cribo.objectives.views import ViewPairs, drop_path_noise
@@ -139,7 +138,7 @@ def _in_blocks(function: Callable[..., Any], rows: Float[Tensor, "r d"], *, size
 
 
 class ContextMemory(nn.Module):
-    """Ring of the pooled features of the last images, the same on every rank; rows expire one by one.
+    """Ring buffer of the pooled features of the latest images, identical on every rank; new rows replace the oldest.
 
     Args:
         images: M, number of rows, one per image.
@@ -196,7 +195,7 @@ class SpatialPooling(nn.Module):
         return pool(patches, self.queries)
 
 
-class ContextNetwork(nn.Module):
+class ContextNetwork(PredictingNetwork):
     """Backbone, attention to the memory, pooling, projector, and the student's predictor.
 
     Projector and predictor begin with a layer norm, because their inputs have the scale of unit vectors.
@@ -220,22 +219,6 @@ class ContextNetwork(nn.Module):
             self.pooling = SpatialPooling(dim, queries)
             self.projector = nn.Sequential(nn.LayerNorm(queries * dim), _head(queries * dim, embedding, config))
             self.predictor: nn.Module = nn.Sequential(nn.LayerNorm(embedding), _head(embedding, embedding, config))
-
-    @property
-    def last_layers(self) -> list[nn.Parameter]:
-        """Return no parameters: the network has no prototypes."""
-        return []
-
-    def make_teacher(self) -> "ContextNetwork":
-        """Return a copy without predictor and gradients, which stays in training mode."""
-        teacher = plain_copy(self).requires_grad_(False)
-        teacher.predictor = nn.Identity()
-        return teacher
-
-    def follow(self, student: "ContextNetwork", momentum: float) -> None:
-        """Update all parts but the predictor with the student's."""
-        for part in ("backbone", "values", "context", "pooling", "projector"):
-            move_towards(self.get_submodule(part), student.get_submodule(part), momentum)
 
     def retrieve(
         self, tokens: Float[Tensor, "b n d"], memory: Float[Tensor, "m d"], *, temperature: float

@@ -67,6 +67,30 @@ class Network(nn.Module):
         return plain_copy(self).requires_grad_(False)
 
 
+class PredictingNetwork(nn.Module):
+    """Base of networks whose student predicts its teacher: the teacher is a copy without the predictor.
+
+    Attributes:
+        student_only: name of the predictor, a child module.
+        last_layers: parameters that are frozen in the first epochs; none by default.
+    """
+
+    student_only = "predictor"
+    last_layers: Sequence[nn.Parameter] = ()
+
+    def make_teacher(self) -> Self:
+        """Return a copy without the predictor and without gradients, in training mode."""
+        teacher = plain_copy(self).requires_grad_(False)
+        setattr(teacher, self.student_only, nn.Identity())
+        return teacher
+
+    def follow(self, student: nn.Module, momentum: float) -> None:
+        """Update all parts but the predictor with the student's."""
+        for name, part in self.named_children():
+            if name != self.student_only:
+                move_towards(part, student.get_submodule(name), momentum)
+
+
 class StudentTeacher(Objective):
     """Base of objectives with a student and its moving average as teacher, which is exported.
 

@@ -22,9 +22,8 @@ from cribo.method import Centre, Crops, ViewRecipe, cut_views, sample_crops
 from cribo.method.blocks import rows_per_block
 from cribo.method.precision import in_float32
 from cribo.models import Backbone
-from cribo.models.lora import plain_copy
-from cribo.objectives.base import Columns, Output, Setting, Step, move_towards, sum_over_ranks
-from cribo.objectives.distillation import StudentTeacher
+from cribo.objectives.base import Columns, Output, Setting, Step, sum_over_ranks
+from cribo.objectives.distillation import PredictingNetwork, StudentTeacher
 from cribo.objectives.mlp import make_mlp
 from cribo.objectives.options import HeadConfig
 from cribo.objectives.overlap import align, overlap_area, overlap_boxes
@@ -195,7 +194,7 @@ def slot_loss(
     return torch.cat([checkpoint(of_block, *block, use_reentrant=False) for block in blocks])
 
 
-class SlotNetwork(nn.Module):
+class SlotNetwork(PredictingNetwork):
     """Backbone, projector, prototypes, and the student's predictor.
 
     Args:
@@ -215,24 +214,13 @@ class SlotNetwork(nn.Module):
             self.predictor: nn.Module = make_mlp(config.bottleneck_dim, config, batch_norm=batch_norm)
 
     @property
-    def last_layers(self) -> list[nn.Parameter]:
+    def last_layers(self) -> list[nn.Parameter]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Return the prototypes."""
         return list(self.prototypes.parameters())
 
     def project(self, tokens: Float[Tensor, "b n d"]) -> Float[Tensor, "b n e"]:
         """Project patches. Batch norms use the statistics of all of them."""
         return self.projector(tokens.flatten(0, 1)).unflatten(0, tokens.shape[:2])
-
-    def make_teacher(self) -> "SlotNetwork":
-        """Return a copy without predictor and gradients, which stays in training mode."""
-        teacher = plain_copy(self).requires_grad_(False)
-        teacher.predictor = nn.Identity()
-        return teacher
-
-    def follow(self, student: "SlotNetwork", momentum: float) -> None:
-        """Update backbone, projector and prototypes with the student's."""
-        for part in ("backbone", "projector", "prototypes"):
-            move_towards(self.get_submodule(part), student.get_submodule(part), momentum)
 
 
 class SlotCon(StudentTeacher):

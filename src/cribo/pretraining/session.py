@@ -108,7 +108,7 @@ class Session:
         return len(self.source.images if isinstance(self.source, Clips) else self.source)
 
     def prepare(self, stages: Stages) -> None:
-        """Do the objective's work before the training, and create the samples that follow from it."""
+        """Run the objective's earlier stages, then create its samples."""
         self.module.objective.prepare(stages)
         self.dataset = SampleDataset(self.source, self.module.objective.samples(), seed=self.config.seed)
         self._trained_on = self.dataset

@@ -39,7 +39,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Length and cost of each training of a row.
+    """Length and cost of one training of a row.
 
     Attributes:
         epochs: number of epochs.

@@ -265,7 +265,7 @@ def run_study(
 ) -> StudyResult:
     """Train and score the cells of a study, and write its table; the same as `cribo study`.
 
-    Finished cells are kept, interrupted ones are resumed, and those that another process is training are left to it. A
+    Finished cells are kept, interrupted ones are resumed, and those that another process is training are skipped. A
     cell that fails does not stop the others. The table is written after each cell.
 
     Args:
