@@ -22,6 +22,7 @@ HOUSE = """
     objectives
     evaluation
     training
+    cluster
     retrieval
     data
     models
