@@ -56,6 +56,14 @@ def resolve_workers(number: int | None) -> int:
     return min(_MAX_WORKERS, cores // _THREADS_PER_WORKER)
 
 
+def resolve_threads(number: int | None) -> int:
+    """Return the number of threads that read images: `number`, by default half of the cores of this process.
+
+    Ray gives a worker fewer cores than the machine has, and torch as many threads.
+    """
+    return max(1, min(resolve_workers(None), torch.get_num_threads()) if number is None else number)
+
+
 def multiplies_bfloat16() -> bool:
     """Whether the processor has instructions for bfloat16 matrix products (AVX512-BF16, AMX or Arm's BF16).
 

@@ -10,6 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from cribo.files import FolderError, write_folder_whole, write_json
 
 MARKER = "cribo.json"
@@ -112,6 +114,31 @@ class ResultFolder:
                     self.path.rmdir()  # removes it only if it is empty
             raise
         return self.path
+
+
+def lock_writer(folder: Path, name: str = ".lock", *, command: str, advice: str) -> FileLock:
+    """Lock an existing folder for one writer, until the end of a `with` statement.
+
+    Args:
+        folder: the folder; on a shared file system, the lock holds on all machines.
+        name: name of the lock file.
+        command: that writes, for the message.
+        advice: what else to do, as the end of the message.
+
+    Raises:
+        FolderError: another process holds the lock, or the folder is not writable.
+    """
+    try:
+        # The operating system releases the lock when the process ends, even if it is killed.
+        lock = FileLock(folder / name)
+        lock.acquire(timeout=0)
+        return lock
+    except Timeout as error:
+        raise FolderError(
+            f"another {command} is writing to {folder}: wait until it has finished, stop it, or {advice}"
+        ) from error
+    except OSError as error:
+        raise FolderError(f"cannot write to {folder}: {error.strerror or error}; {advice}") from error
 
 
 def require_same(

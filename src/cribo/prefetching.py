@@ -1,11 +1,14 @@
 """Bounded prefetching: apply a function in threads ahead of the consumer."""
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from itertools import islice, tee
 from typing import TypeVar
 
 Item = TypeVar("Item")
+Part = TypeVar("Part", bound=Sized)
 Result = TypeVar("Result")
 
 BUDGET = 2**28
@@ -62,3 +65,40 @@ def prefetch(
             yield waiting.popleft()[1].result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def prefetch_parts(
+    read: Callable[[Part, int], Result],
+    parts: Iterable[Part],
+    *,
+    threads: int,
+    ahead: int,
+    nbytes: Callable[[Result], int],
+) -> Iterator[tuple[Part, Iterator[Result]]]:
+    """Read the items of all parts in threads, also those of the next parts, and yield each part with its items.
+
+    The items of a part must be consumed before the next part.
+
+    Args:
+        read: reads an item of a part by its index.
+        parts: such as collections of images.
+        threads: number of threads.
+        ahead: limit on the number of items that are queued, read, or not yet consumed.
+        nbytes: returns the size of an item in bytes.
+
+    Example:
+        >>> parts = prefetch_parts(lambda part, index: part[index] * 2, ["ab", "c"], threads=2, ahead=2, nbytes=len)
+        >>> [(part, list(items)) for part, items in parts]
+        [('ab', ['aa', 'bb']), ('c', ['cc'])]
+    """
+    read_next, yielded = tee(parts)
+    items = prefetch(
+        lambda place: read(*place),
+        ((part, index) for part in read_next for index in range(len(part))),
+        threads=threads,
+        ahead=ahead,
+        nbytes=lambda _, item: None if item is None else nbytes(item),
+    )
+    with closing(items):
+        for part in yielded:
+            yield part, islice(items, len(part))

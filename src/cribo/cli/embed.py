@@ -1,4 +1,4 @@
-"""`cribo embed`: write the features of a folder of images to files."""
+"""`cribo embed`: write the features of many images to files."""
 
 import shlex
 from pathlib import Path
@@ -10,14 +10,17 @@ from cribo.console import duration, importing
 from cribo.wording import counted
 
 HELP = """\
-Write the features of a folder of images to Parquet, NumPy or safetensors files.
+Write the features of many images to Parquet, Lance, NumPy or safetensors files.
 
   cribo embed IMAGES --backbone SOURCE --out FOLDER                         a vector for each image
   cribo embed IMAGES --backbone SOURCE --out FOLDER --features patches      one for each patch, with row and column
   cribo embed IMAGES --backbone SOURCE --out FOLDER --features objects      one for each object, with box and area
 
-IMAGES is a folder (read recursively), or a text file that lists images. Features are written in parts as they are
-computed, so that memory is bounded. To continue after an interruption, repeat the command with --resume.
+  cribo embed IMAGES --backbone SOURCE --out FOLDER --engine ray --ray.address auto        on a Ray cluster
+
+IMAGES is a folder (read recursively), a text file that lists images, tar shards, Parquet files, or a URL of any of
+these. Features are written in parts as they are computed, so that memory is bounded. To continue after an interruption,
+repeat the command with --resume. For a job array: --part 3/8 and a different --out in each job, then cribo merge.
 """
 
 LESS_MEMORY = "lower --batch_size, or --size"
@@ -34,7 +37,7 @@ def run(words: list[str], console: Console) -> None:
         usage="cribo embed IMAGES --backbone SOURCE --out FOLDER [options]",
         short=BACKBONE_SHORT,
     )
-    parser.add_argument("images", type=str, help="a folder of images, or a text file that lists images")
+    parser.add_argument("images", type=str, help="a folder, a list (.txt), tar shards, Parquet files, or a URL of these")
     parser.add_argument("--out", type=Path, required=True, help="folder for the results; it must be new")
     parser.add_argument("--resume", action="store_true", help="continue the interrupted command that wrote to --out")
     parser.add_argument("--overwrite", action="store_true", help="replace existing results in --out")
@@ -42,7 +45,7 @@ def run(words: list[str], console: Console) -> None:
     parsed = parser.parse_args(words)
     config = parser.build(EmbedConfig, parsed)
     with importing(console):
-        from cribo.embedding.run import ABOUT, PARTS, SKIPPED, embed_images
+        from cribo.embedding.run import ABOUT, SKIPPED, embed_images
 
     embedded = embed_images(
         config,
@@ -56,4 +59,4 @@ def run(words: list[str], console: Console) -> None:
     before = f", {embedded.reused} already encoded" if embedded.reused else ""
     console.print(f"{counted(fresh, 'image')} in {duration(embedded.seconds)}{before}")
     print_unreadable(console, [*embedded.skipped.items()], SKIPPED)
-    print_places(console, {"features": embedded.folder / PARTS, "about": embedded.folder / ABOUT})
+    print_places(console, {"features": embedded.features, "about": embedded.folder / ABOUT})

@@ -5,24 +5,27 @@ from typing import Literal
 
 from cribo.arguments import ConfigError
 from cribo.checks import require_least, sorted_blocks
+from cribo.cluster.config import EngineOptions
 from cribo.retrieval.choices import FeaturePrecision
 from cribo.retrieval.object_settings import ObjectOptions
 from cribo.retrieval.source import BackboneSource
 
 Kind = Literal["global", "patches", "objects"]
-Format = Literal["parquet", "numpy", "safetensors"]
+Format = Literal["parquet", "lance", "numpy", "safetensors"]
 
 
 @dataclass
-class EmbedConfig(ObjectOptions):
+class EmbedConfig(ObjectOptions, EngineOptions):
     """Write the features of many images to files.
 
     Attributes:
-        images: a folder of images (read recursively), or a text file that lists images.
+        images: a folder of images (read recursively), a text file that lists images, tar shards, a Parquet file or a
+            folder of them, or a URL of any of these, such as s3://bucket/photographs.
+        column: of a Parquet file, the column of paths or bytes of images. [the only one, or image, bytes, path, ...]
         backbone: the network to use.
         features: global (a vector for each image, by default at the network's own size), patches (one for each patch)
             or objects (one for each cluster of an image's patches, as in cribo index).
-        format: parquet, numpy (.npz) or safetensors.
+        format: parquet, lance, numpy (.npz) or safetensors.
         precision: data type of the written features; float16 takes half the space.
         blocks: numbers, from 1, of the blocks whose features are concatenated, such as 6,8,9,10; not for global. [the
             last block]
@@ -33,6 +36,7 @@ class EmbedConfig(ObjectOptions):
 
     images: str
     backbone: BackboneSource
+    column: str | None = None
     features: Kind = "global"
     format: Format = "parquet"
     precision: FeaturePrecision = "float32"
@@ -43,6 +47,7 @@ class EmbedConfig(ObjectOptions):
 
     def __post_init__(self) -> None:
         require_least(self, {"batch_size": 1, "workers": 0})
+        self.check_engine()
         if self.blocks is not None:
             self.blocks = sorted_blocks(self.blocks)
             if self.features == "global":

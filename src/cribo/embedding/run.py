@@ -1,54 +1,41 @@
-"""Implementation of `cribo embed`: encode images and write their features to files in parts."""
+"""Implementation of `cribo embed`: encode the parts of a collection, and write their features to files."""
 
 import hashlib
 import json
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import tee
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-from jaxtyping import Float, Int
 from rich.console import Console
-from torch import Tensor
 
+from cribo.cluster.engines import open_engine
+from cribo.cluster.shares import Share
 from cribo.console import Phases
-from cribo.data.images import ImageFiles, open_images, require_readable
-from cribo.data.reading import UnreadableImage
-from cribo.devices import resolve_device, resolve_workers
-from cribo.embedding.config import EmbedConfig, Kind
-from cribo.embedding.writing import Rows, part_path, require_writer, write_part
+from cribo.data.collection import ImageCollection, fingerprint, open_collection
+from cribo.data.images import require_readable
+from cribo.embedding.config import EmbedConfig, Format
+from cribo.embedding.embedder import Embedder
+from cribo.embedding.writing import PARTS, complete_parts, part_path, require_writer, write_part
 from cribo.errors import InputError, Stopped, if_interrupted
-from cribo.files import append_json, read_json_lines, remove_parts, write_json
-from cribo.folders import ResultFolder, describe_changes, require_same
-from cribo.prefetching import BUDGET, prefetch
-from cribo.retrieval.encoders import (
-    PatchEncoder,
-    backbone_encoder,
-    blocks_encoder,
-    image_encoder,
-    map_by_size,
-    open_network,
-)
-from cribo.retrieval.object_extraction import MAX_PATCHES, PreparedImage, extract_prepared, read_prepared
+from cribo.files import read_json_lines, remove_parts, write_json, write_text
+from cribo.folders import ResultFolder, describe_changes, lock_writer, require_same
+from cribo.prefetching import BUDGET
+from cribo.retrieval.encoders import require_same_encoder
+from cribo.retrieval.object_extraction import MAX_PATCHES
 from cribo.retrieval.object_settings import ObjectSettings
 from cribo.versions import versions
 
-ABOUT, SKIPPED, PARTS = "about.json", "skipped.jsonl", "features"
+ABOUT, SKIPPED = "about.json", "skipped.jsonl"
 
 _MOST_IMAGES = 512  # limit per part; an interrupted part is encoded again
-_COLUMNS: Mapping[Kind, tuple[str, ...]] = {
-    "global": (),
-    "patches": ("row", "column"),
-    "objects": ("object", "x0", "y0", "x1", "y1", "area"),
-}
-
-Encoded = list[tuple[Float[np.ndarray, "n d"], Int[np.ndarray, "n c"]]]
-"""Feature rows of each image, and the values of their index columns."""
+_LEAST_PARTS = 64  # of a large collection, so that workers end at about the same time
+_LEAST_IMAGES = 16  # limit per part for this purpose
+_SKIPPED_IN_PARTS = ".skipped"  # folder with a list for each part that has unreadable images
+_ADVICE = "choose another --out, continue it with --resume, or replace it with --overwrite"
 
 
 @dataclass(frozen=True)
@@ -57,6 +44,7 @@ class Embedded:
 
     Attributes:
         folder: output folder.
+        features: folder or dataset of the features.
         images: number of images in all parts, without unreadable ones.
         reused: number of these images in parts that already existed.
         skipped: reasons why images could not be read, by name.
@@ -64,6 +52,7 @@ class Embedded:
     """
 
     folder: Path
+    features: Path
     images: int
     reused: int
     skipped: dict[str, str]
@@ -83,17 +72,18 @@ def embed_images(
 
     Args:
         config: options of the command.
-        out: output folder.
+        out: output folder; with --engine ray, all workers must see it.
         resume: keep existing parts in `out` and write the missing ones; images, backbone and settings must be the same.
         overwrite: replace existing results in `out`.
         command: command line to record in the results.
         console: console for progress.
 
     Raises:
-        ValueError: backbone, images, settings or folder are invalid, or no image can be read; raised before anything is
-            written.
+        ValueError: backbone, images, settings, cluster or folder are invalid, or no image can be read; raised before
+            anything is written.
         FileNotFoundError: a file of the backbone or the images does not exist.
-        ImportError: the library of the format is not installed.
+        ConnectionError: the images, the weights or the cluster cannot be reached.
+        ImportError: the library of the format, or Ray, is not installed.
         OSError: results cannot be written.
     """
     console = console or Console(quiet=True)
@@ -106,187 +96,172 @@ def embed_images(
         overwrite=overwrite,
         resume=resume,
         inputs=(config.images, config.backbone.source),
-        advice="choose another --out, continue it with --resume, or replace it with --overwrite",
+        advice=_ADVICE,
     )
-    files = open_images(config.images)
-    require_readable(files, config.images)
-    names = list(dict.fromkeys(files.names))  # a list may name an image twice
-    device = resolve_device(config.device)
-    backbone, about_backbone = open_network(config.backbone)
-    backbone.eval().to(device)
-    default = ObjectSettings(size=backbone.image_size) if config.features == "global" else ObjectSettings()
-    settings = config.settings(default)
-    encoder = (
-        backbone_encoder(backbone, layers=config.backbone.layers)
-        if config.blocks is None
-        else blocks_encoder(backbone, config.blocks)
+    images = open_collection(config.images, column=config.column)
+    require_readable(images, config.images)
+    embedder = Embedder(
+        config.backbone,
+        features=config.features,
+        blocks=config.blocks,
+        settings=_settings(config),
+        precision=config.precision,
+        batch_size=config.batch_size,
+        workers=config.workers,
+        device=config.device,
     )
-    dim = backbone.embed_dim if config.features == "global" else encoder.dim(device)
-    about: dict[str, Any] = {
-        "format": 1,
+    # Workers open the backbone on their own devices; here it is only described.
+    here = embedder if config.engine == "local" else embedder.on("cpu")
+    plan = _Plan(images, config.share, _images_in_part(config, here, len(images)))
+    about = _about(config, here, plan, images, command)
+    with open_engine(config, writes_to=out) as engine, Phases(console) as progress:
+        if target.resumes:
+            require_same(out / ABOUT, lambda: _changes(out / ABOUT, about))
+        else:
+            target.create(lambda part: write_json(part / ABOUT, about))
+        with lock_writer(out, command="cribo embed", advice="choose another --out"):
+            (out / PARTS).mkdir(exist_ok=True)
+            started = time.perf_counter()
+            with if_interrupted(lambda: f"complete parts are in {out}; to continue, repeat the command with --resume"):
+                missing = [part for part in plan.parts if not part_path(out, part.name, config.format).exists()]
+                work = _EmbedParts(embedder, out, config.format, here.opened.encoder.identity)
+                total = sum(len(part.images) for part in plan.parts)
+                reused = total - sum(len(part.images) for part in missing)
+                done = 0
+                progress("images", reused, total)
+                with closing(engine.run(work, missing)) as results:
+                    for count in results:
+                        done += count
+                        progress("images", reused + done, total)
+            skipped = _skipped(out, plan)
+            if skipped:
+                lines = ({"image": name, "reason": reason} for name, reason in skipped.items())
+                write_text(out / SKIPPED, _json_lines(lines))
+            if len(skipped) == total:  # although one could be read at first
+                raise Stopped(f"the images can no longer be read: see {SKIPPED} in {out}")
+            features = complete_parts(out, config.format)
+            write_json(out / ABOUT, {**about, "finished": True, "skipped": len(skipped)})
+            remove_parts(out / PARTS)
+            reused -= sum(name in skipped for part in plan.parts if part not in missing for name in part.names)
+            return Embedded(out, features, total - len(skipped), reused, skipped, time.perf_counter() - started)
+
+
+def _settings(config: EmbedConfig) -> ObjectSettings | None:
+    """Return the given settings; None for global features at the network's own size."""
+    if config.features == "global" and config.size is None:
+        return None
+    return config.settings(ObjectSettings())
+
+
+class _Part(NamedTuple):
+    """A part of the collection, named by its number and a hash of its contents."""
+
+    name: str
+    images: ImageCollection
+
+    @property
+    def names(self) -> list[str]:
+        """Names of its images."""
+        return [self.images.name(index) for index in range(len(self.images))]
+
+
+class _Plan:
+    """The parts of a share of a collection, each image once.
+
+    Attributes:
+        parts: the parts of the share.
+        count: number of parts of all shares.
+        images: number of images of all shares.
+        fingerprint: hash of the names and sizes of all images.
+    """
+
+    def __init__(self, images: ImageCollection, share: Share, size: int) -> None:
+        first: dict[str, int] = {}
+        for index in range(len(images)):
+            first.setdefault(images.name(index), index)  # a list may name an image twice
+        indices = [*first.values()]
+        parts = [images.part(indices[start : start + size]) for start in range(0, len(indices), size)]
+        digests = [fingerprint(part) for part in parts]
+        self.count, self.images = len(parts), len(indices)
+        self.fingerprint = hashlib.sha256("".join(digests).encode()).hexdigest()
+        self.parts = [
+            _Part(f"part-{number:05d}-{digests[number][:8]}", parts[number]) for number in share.of(range(len(parts)))
+        ]
+
+
+def _images_in_part(config: EmbedConfig, embedder: Embedder, images: int) -> int:
+    """Return the number of images per part; independent of workers and image sizes, so equal in resumed runs."""
+    rows = {"global": 1, "patches": MAX_PATCHES, "objects": embedder.settings.num_objects}[config.features]
+    wanted = min(_MOST_IMAGES, max(_LEAST_IMAGES, images // _LEAST_PARTS))
+    return min(wanted, max(1, BUDGET // (rows * embedder.dim * 4)))
+
+
+def _about(
+    config: EmbedConfig, embedder: Embedder, plan: _Plan, images: ImageCollection, command: str
+) -> dict[str, Any]:
+    opened = embedder.opened
+    return {
+        "format": 2,
         "command": command,
         "finished": False,
         "same": {
-            "encoder": encoder.identity,
+            "encoder": opened.encoder.identity,
             "features": config.features,
             "format": config.format,
             "precision": config.precision,
-            "images": len(names),
-            "files": _fingerprint(files, names),
-            **json.loads(json.dumps(asdict(settings))),
+            "images": plan.images,
+            "files": plan.fingerprint,
+            "parts": plan.count,
+            "part": str(config.share),
+            **json.loads(json.dumps(asdict(embedder.settings))),
         },
-        "images": os.path.realpath(config.images),
-        "backbone": about_backbone,
-        "blocks": list(encoder.blocks),
-        "channels": dim,
-        "versions": versions(device),
+        "images": images.source,
+        "backbone": opened.about,
+        "blocks": list(opened.encoder.blocks),
+        "channels": embedder.dim,
+        "versions": versions(opened.device),
     }
-    if target.resumes:
-        require_same(out / ABOUT, lambda: _changes(out / ABOUT, about))
-    else:
-        target.create(lambda part: write_json(part / ABOUT, about))
-    (out / PARTS).mkdir(exist_ok=True)
-    if config.features == "global":
-        whole = image_encoder(backbone)
-        encode = _by_size(lambda pixels: whole.features(pixels, device)[:, None, None])
-    elif config.features == "patches":
-        encode = _by_size(lambda pixels: encoder.grids(pixels, device))
-    else:
-        encode = _objects(encoder, settings, dim, device)
-    kept = f"complete parts are in {out}; to continue, repeat the command with --resume"
-    with if_interrupted(lambda: kept), Phases(console) as progress:
-        embedded = _write_parts(config, files, names, encoder, settings, dim, encode, out, progress)
-    if not embedded.images:  # although one could be read at first
-        raise Stopped(f"the images can no longer be read: see {SKIPPED} in {out}")
-    write_json(out / ABOUT, {**about, "finished": True, "skipped": len(embedded.skipped)})
-    remove_parts(out / PARTS)
-    return embedded
-
-
-def _fingerprint(files: ImageFiles, names: Sequence[str]) -> str:
-    """Return a hash of the names and sizes of files."""
-    digest = hashlib.sha256()
-    for name in names:
-        path = Path(files.folder) / name
-        digest.update(f"{name} {path.stat().st_size if path.exists() else -1}\n".encode("utf-8", "surrogateescape"))
-    return digest.hexdigest()
 
 
 def _changes(file: Path, now: dict[str, Any]) -> Iterator[str]:
     """Yield what has changed since `file` was written: the images, the backbone or settings."""
     before = json.loads(file.read_text(encoding="utf-8"))
-    settings = {name: value for name, value in now["same"].items() if name != "files"}
+    if before["format"] != now["format"]:
+        yield "it was written by another version of cribo"
+        return
+    settings = {name: value for name, value in now["same"].items() if name not in ("files", "parts")}
     yield from describe_changes({name: before["same"][name] for name in settings}, settings)
     if before["same"]["files"] != now["same"]["files"]:  # hashes
-        place = "the folder of the images"
-        folder = before.get("images", now["images"])  # earlier versions did not record it
+        place, folder = "the place of the images", before["images"]
         moved = list(describe_changes({place: folder}, {place: now["images"]}))
         yield from moved or [f"images of {folder} were added, removed or changed"]
 
 
-# -------------------------------------------------------------------------------------------------------- features
+class _EmbedParts:
+    """Work of an engine: writes the features of each part, and yields its number of images."""
+
+    def __init__(self, embedder: Embedder, folder: Path, kind: Format, identity: str | None) -> None:
+        self.embedder, self.folder, self.kind, self.identity = embedder, folder.absolute(), kind, identity
+
+    def __call__(self, parts: Iterable[_Part]) -> Iterator[int]:
+        require_same_encoder(self.embedder.opened.encoder, self.identity, self.embedder.source.source)
+        first, second = tee(parts)
+        found = self.embedder.stream(part.images for part in first)
+        with closing(found):
+            for part, features in zip(second, found, strict=True):
+                if features.errors:  # before the part, so that a complete part has its list
+                    (self.folder / _SKIPPED_IN_PARTS).mkdir(exist_ok=True)
+                    lines = ({"image": features.names[i], "reason": why} for i, why in features.errors.items())
+                    write_text(self.folder / _SKIPPED_IN_PARTS / f"{part.name}.jsonl", _json_lines(lines))
+                write_part(self.folder, part.name, self.kind, features)
+                yield len(part.images)
 
 
-def _by_size(
-    encode: Callable[[Tensor], Float[Tensor, "b rows columns d"]],
-) -> Callable[[Sequence[PreparedImage]], Encoded]:
-    """Return a function that encodes images in batches of equal size."""
-
-    def rows(batch: list[PreparedImage]) -> Encoded:
-        grids = encode(torch.stack([image.pixels for image in batch])).cpu().numpy()
-        places = np.indices(grids.shape[1:3], dtype=np.int32).reshape(2, -1).T
-        return [(grid.reshape(-1, grid.shape[-1]), places) for grid in grids]
-
-    @torch.no_grad()
-    def encoded(images: Sequence[PreparedImage]) -> Encoded:
-        return map_by_size(rows, images, lambda image: tuple(image.pixels.shape), lambda _: len(images))
-
-    return encoded
+def _skipped(folder: Path, plan: _Plan) -> dict[str, str]:
+    """Return the reasons why images of the parts could not be read, by name."""
+    lists = (read_json_lines(folder / _SKIPPED_IN_PARTS / f"{part.name}.jsonl") for part in plan.parts)
+    return {entry["image"]: entry["reason"] for entries in lists for entry in entries}
 
 
-def _objects(
-    encoder: PatchEncoder, settings: ObjectSettings, dim: int, device: str
-) -> Callable[[Sequence[PreparedImage]], Encoded]:
-    def encoded(images: Sequence[PreparedImage]) -> Encoded:
-        found = []
-        for image in extract_prepared(encoder, images, settings, device=device):
-            places = np.array([(each.number, *each.box, each.area) for each in image.objects], dtype=np.int32)
-            vectors = np.array([each.vector for each in image.objects], dtype=np.float32)
-            found.append((vectors.reshape(-1, dim), places.reshape(-1, len(_COLUMNS["objects"]))))
-        return found
-
-    return encoded
-
-
-# ----------------------------------------------------------------------------------------------------------- parts
-
-
-def _write_parts(
-    config: EmbedConfig,
-    files: ImageFiles,
-    names: Sequence[str],
-    encoder: PatchEncoder,
-    settings: ObjectSettings,
-    dim: int,
-    encode: Callable[[Sequence[PreparedImage]], Encoded],
-    out: Path,
-    progress: Phases,
-) -> Embedded:
-    """Encode and write the missing parts; images are prefetched across parts."""
-    size = _images_in_part(config, settings, dim)
-    parts = [names[start : start + size] for start in range(0, len(names), size)]
-    missing = [number for number in range(len(parts)) if not part_path(out / PARTS, number, config.format).exists()]
-    existing = set(range(len(parts))) - set(missing)
-    done = sum(len(parts[number]) for number in existing)
-
-    def read(name: str) -> PreparedImage | UnreadableImage:
-        try:
-            return read_prepared(Path(files.folder) / name, encoder, settings)
-        except UnreadableImage as error:
-            return error
-
-    images = prefetch(
-        read,
-        (name for number in missing for name in parts[number]),
-        threads=max(1, resolve_workers(config.workers)),
-        ahead=4 * config.batch_size,
-        nbytes=lambda _, image: None if image is None else getattr(image, "nbytes", 0),
-    )
-    started = time.perf_counter()
-    progress("images", done, len(names))
-    try:
-        for number in missing:
-            found: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by the index in the part
-            own = enumerate(islice(images, len(parts[number])))
-            while batch := list(islice(own, config.batch_size)):
-                readable = {index: image for index, image in batch if isinstance(image, PreparedImage)}
-                for index, image in batch:
-                    if isinstance(image, UnreadableImage):
-                        append_json(out / SKIPPED, {"image": parts[number][index], "reason": image.reason})
-                found.update(zip(readable, encode([*readable.values()]), strict=True))
-                done += len(batch)
-                progress("images", done, len(names))
-            write_part(out / PARTS, number, config.format, _joined(parts[number], found, config, dim))
-    finally:
-        images.close()
-    skipped = {entry["image"]: entry["reason"] for entry in read_json_lines(out / SKIPPED)}  # also of earlier runs
-    reused = sum(name not in skipped for number in existing for name in parts[number])
-    return Embedded(out, len(names) - len(skipped), reused, skipped, time.perf_counter() - started)
-
-
-def _images_in_part(config: EmbedConfig, settings: ObjectSettings, dim: int) -> int:
-    """Return the number of images per part; independent of image sizes, so equal in resumed runs."""
-    rows = {"global": 1, "patches": MAX_PATCHES, "objects": settings.num_objects}[config.features]
-    return min(_MOST_IMAGES, max(1, BUDGET // (rows * dim * 4)))
-
-
-def _joined(
-    names: Sequence[str], found: Mapping[int, tuple[np.ndarray, np.ndarray]], config: EmbedConfig, dim: int
-) -> Rows:
-    none = np.empty(0, dtype=np.int32)
-    images = (np.full(len(rows), index, dtype=np.int32) for index, (rows, _) in found.items())
-    columns = {"image": np.concatenate([none, *images])}
-    for place, name in enumerate(_COLUMNS[config.features]):
-        columns[name] = np.concatenate([none, *(own[:, place] for _, own in found.values())])
-    embedding = np.concatenate([np.empty((0, dim), dtype=np.float32), *(rows for rows, _ in found.values())])
-    return Rows(list(names), columns, embedding.astype(config.precision))
+def _json_lines(entries: Iterable[dict[str, str]]) -> str:
+    return "".join(f"{json.dumps(entry)}\n" for entry in entries)

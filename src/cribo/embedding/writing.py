@@ -1,5 +1,6 @@
-"""Writing of feature files in Parquet, NumPy or safetensors format."""
+"""Writing of feature files in Parquet, Lance, NumPy or safetensors format."""
 
+import base64
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -7,71 +8,121 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors.numpy
-from jaxtyping import Float, Int
 
 from cribo.checks import require_packages
 from cribo.embedding.config import Format
-from cribo.files import write_whole
+from cribo.embedding.embedder import Features
+from cribo.files import write_text, write_whole
+from cribo.lance_loading import load_lance
+
+PARTS, DATASET = "features", "features.lance"
 
 
-class Rows(NamedTuple):
-    """Features of a part, with index columns; the column `image` contains indices into `names`."""
-
-    names: list[str]
-    columns: Mapping[str, Int[np.ndarray, " n"]]
-    embedding: Float[np.ndarray, "n d"]
-
-
-def _write_parquet(path: Path, rows: Rows) -> None:
+def _table(rows: Features) -> Any:
+    """Return the features as an Arrow table."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     flat = pa.array(np.ascontiguousarray(rows.embedding).reshape(-1))
-    table = {
-        "image": pa.array([rows.names[place] for place in rows.columns["image"]], pa.string()),
-        **{name: pa.array(values) for name, values in rows.columns.items() if name != "image"},
-        "embedding": pa.FixedSizeListArray.from_arrays(flat, rows.embedding.shape[1]),
-    }
-    pq.write_table(pa.table(table), path)
-
-
-def _write_numpy(path: Path, rows: Rows) -> None:
-    with path.open("wb") as file:  # for a path, NumPy would append .npz
-        arrays: dict[str, Any] = {"names": np.array(rows.names, dtype=np.str_), **rows.columns}
-        np.savez(file, embedding=rows.embedding, **arrays)
-
-
-def _write_safetensors(path: Path, rows: Rows) -> None:
-    tensors = {**rows.columns, "embedding": rows.embedding}
-    safetensors.numpy.save_file(
-        {name: np.ascontiguousarray(values) for name, values in tensors.items()},
-        path,
-        metadata={"names": json.dumps(rows.names)},
+    return pa.table(
+        {
+            "image": pa.array([rows.names[place] for place in rows.columns["image"]], pa.string()),
+            **{name: pa.array(values) for name, values in rows.columns.items() if name != "image"},
+            "embedding": pa.FixedSizeListArray.from_arrays(flat, rows.embedding.shape[1]),
+        }
     )
 
 
-_WRITERS: Mapping[Format, tuple[str, Callable[[Path, Rows], Any]]] = {
-    "parquet": (".parquet", _write_parquet),
-    "numpy": (".npz", _write_numpy),
-    "safetensors": (".safetensors", _write_safetensors),
+def _write_parquet(path: Path, rows: Features) -> None:
+    import pyarrow.parquet as pq
+
+    write_whole(path, lambda part: pq.write_table(_table(rows), part))
+
+
+def _write_fragment(path: Path, rows: Features) -> None:
+    """Write rows to files of the dataset without committing them, and their description to `path`."""
+    load_lance("--format lance")
+    from lance.fragment import write_fragments
+
+    table = _table(rows)
+    written = write_fragments(table, str(path.parents[1] / DATASET), schema=table.schema)
+    schema = base64.b64encode(table.schema.serialize().to_pybytes()).decode()
+    write_text(path, json.dumps({"schema": schema, "fragments": [fragment.to_json() for fragment in written]}))
+
+
+def _commit_fragments(folder: Path) -> None:
+    """Make the rows of all parts, in their order, the rows of the dataset."""
+    lance = load_lance("--format lance")
+    import pyarrow as pa
+
+    parts = [json.loads(path.read_text()) for path in sorted((folder / PARTS).glob("part-*.json"))]
+    schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(parts[0]["schema"])))
+    fragments = [lance.FragmentMetadata.from_json(json.dumps(each)) for part in parts for each in part["fragments"]]
+    lance.LanceDataset.commit(str(folder / DATASET), lance.LanceOperation.Overwrite(schema, fragments))
+
+
+def _write_numpy(path: Path, rows: Features) -> None:
+    def write(part: Path) -> None:
+        with part.open("wb") as file:  # for a path, NumPy would append .npz
+            arrays: dict[str, Any] = {"names": np.array(rows.names, dtype=np.str_), **rows.columns}
+            np.savez(file, embedding=rows.embedding, **arrays)
+
+    write_whole(path, write)
+
+
+def _write_safetensors(path: Path, rows: Features) -> None:
+    tensors = {**rows.columns, "embedding": rows.embedding}
+    write_whole(
+        path,
+        lambda part: safetensors.numpy.save_file(
+            {name: np.ascontiguousarray(values) for name, values in tensors.items()},
+            part,
+            metadata={"names": json.dumps(rows.names)},
+        ),
+    )
+
+
+class _Writer(NamedTuple):
+    """A format: the suffix of a part, and the function that writes it; what completes the parts, and what to show."""
+
+    suffix: str
+    write: Callable[[Path, Features], None]
+    complete: Callable[[Path], None] = lambda folder: None
+    result: str = PARTS
+
+
+_WRITERS: Mapping[Format, _Writer] = {
+    "parquet": _Writer(".parquet", _write_parquet),
+    "lance": _Writer(".json", _write_fragment, _commit_fragments, DATASET),
+    "numpy": _Writer(".npz", _write_numpy),
+    "safetensors": _Writer(".safetensors", _write_safetensors),
 }
 
 
 def require_writer(kind: Format) -> None:
     """Raise MissingPackage if the library of a format is not installed."""
-    if kind == "parquet":
-        require_packages("--format parquet", "pyarrow", extra="search", otherwise=", or use --format numpy")
+    packages = {"parquet": ["pyarrow"], "lance": ["lance", "pyarrow"]}.get(kind, [])
+    require_packages(f"--format {kind}", *packages, extra="search", otherwise=", or use --format numpy")
 
 
-def part_path(folder: Path, number: int, kind: Format) -> Path:
-    """Return the path of a part."""
-    return folder / f"part-{number:05d}{_WRITERS[kind][0]}"
+def part_path(folder: Path, name: str, kind: Format) -> Path:
+    """Return the path of a part in the folder of the results."""
+    return folder / PARTS / f"{name}{_WRITERS[kind].suffix}"
 
 
-def write_part(folder: Path, number: int, kind: Format, rows: Rows) -> None:
+def write_part(folder: Path, name: str, kind: Format, rows: Features) -> None:
     """Write a part atomically.
 
     Raises:
         OSError: the file cannot be written.
     """
-    write_whole(part_path(folder, number, kind), lambda part: _WRITERS[kind][1](part, rows))
+    _WRITERS[kind].write(part_path(folder, name, kind), rows)
+
+
+def complete_parts(folder: Path, kind: Format) -> Path:
+    """Complete the results once all parts are written, and return where the features are.
+
+    Raises:
+        OSError: the results cannot be written.
+    """
+    _WRITERS[kind].complete(folder)
+    return folder / _WRITERS[kind].result

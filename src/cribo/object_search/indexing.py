@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from filelock import FileLock, Timeout
-
 from cribo.console import Progress
 from cribo.data.images import DataError, ImageFiles
 from cribo.data.reading import EncodedImage, TooManyPixels, UnreadableImage
 from cribo.files import FolderError
+from cribo.folders import lock_writer
 from cribo.object_search.database import FoundObject, IndexedImage, ObjectDatabase, is_remote, new_entry
 from cribo.prefetching import prefetch
 from cribo.retrieval.encoders import PatchEncoder, batches_by_size
@@ -72,16 +71,12 @@ def index_lock(uri: str) -> AbstractContextManager[object]:
     if is_remote(uri):
         return nullcontext()
     folder = Path(uri)
+    advice = "use another --db"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # The operating system releases the lock when the process ends, even if it is killed.
-        return FileLock(folder / INDEX_LOCK).acquire(timeout=0)
-    except Timeout as error:
-        raise FolderError(
-            f"another cribo index is writing to {folder}: wait until it has finished, stop it, or use another --db"
-        ) from error
     except OSError as error:
-        raise FolderError(f"cannot write to {folder}: {error.strerror or error}; use another --db") from error
+        raise FolderError(f"cannot write to {folder}: {error.strerror or error}; {advice}") from error
+    return lock_writer(folder, INDEX_LOCK, command="cribo index", advice=advice)
 
 
 def index_images(

@@ -1,6 +1,6 @@
 """Configuration of a backbone, in a module that does not import torch, so that command lines start quickly."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -59,3 +59,10 @@ def backbone_name(config: BackboneSource) -> str:
         path = path.absolute().parent
     name = path.stem if path.is_file() else path.name
     return name if config.pretrained else f"{name}-random"
+
+
+def portable_source(source: BackboneSource | str) -> BackboneSource:
+    """Return a source whose path, if it is one, is absolute, for use in another working folder."""
+    config = source if isinstance(source, BackboneSource) else BackboneSource(source)
+    path = Path(config.source).expanduser()
+    return replace(config, source=str(path.absolute())) if path.exists() else config
