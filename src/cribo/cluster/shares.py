@@ -11,8 +11,8 @@ class Share(NamedTuple):
 
     Example:
         >>> share = Share.parse("2/3")
-        >>> list(share.of(range(8))), str(share)
-        ([1, 4, 7], '2/3')
+        >>> [list(Share(number, 3).of(range(8))) for number in (1, 2, 3)], str(share)
+        ([[0, 1], [2, 3, 4], [5, 6, 7]], '2/3')
     """
 
     number: int = 1
@@ -36,8 +36,9 @@ class Share(NamedTuple):
         return cls(number, count)
 
     def of(self, items: range) -> range:
-        """Return every `count`-th item."""
-        return items[self.number - 1 :: self.count]
+        """Return adjacent items, since the images of a shard or a Parquet file are adjacent."""
+        first, last = ((number * len(items)) // self.count for number in (self.number - 1, self.number))
+        return items[first:last]
 
     @property
     def is_whole(self) -> bool:

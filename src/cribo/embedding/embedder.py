@@ -1,13 +1,9 @@
 """The unit of work of `cribo embed`: from a batch of encoded images to their features."""
 
-from __future__ import annotations
-
 import copy
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,24 +12,15 @@ from torch import Tensor
 
 from cribo.data.collection import ImageCollection, rows_of
 from cribo.data.reading import UnreadableImage
-from cribo.devices import resolve_device, resolve_threads
+from cribo.devices import resolve_threads
 from cribo.embedding.config import Kind
 from cribo.prefetching import prefetch_parts
 from cribo.retrieval.choices import FeaturePrecision
-from cribo.retrieval.encoders import (
-    PatchEncoder,
-    backbone_encoder,
-    blocks_encoder,
-    image_encoder,
-    map_by_size,
-    open_network,
-)
+from cribo.retrieval.encoders import PatchEncoder, image_encoder, map_by_size
+from cribo.retrieval.lazy_network import LazyNetwork
 from cribo.retrieval.object_extraction import PreparedImage, extract_prepared, read_prepared
 from cribo.retrieval.object_settings import ObjectSettings
-from cribo.retrieval.source import BackboneSource, portable_source
-
-if TYPE_CHECKING:
-    from cribo.models import Backbone
+from cribo.retrieval.source import BackboneSource
 
 COLUMNS: Mapping[Kind, tuple[str, ...]] = {
     "global": (),
@@ -96,43 +83,28 @@ class Embedder:
         workers: int | None = None,
         device: str | None = None,
     ) -> None:
-        self.source = portable_source(backbone)
+        self.network = LazyNetwork(backbone, blocks=blocks, device=device)
         self.features, self.precision = features, precision
-        self.blocks = None if blocks is None else tuple(blocks)
-        self.batch_size, self.workers, self.device = batch_size, workers, device
+        self.batch_size, self.workers = batch_size, workers
         self._settings = settings
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "opened"}
-
-    def on(self, device: str) -> Embedder:
-        """Return the same embedder on another device, without an open backbone."""
+    def on(self, device: str) -> "Embedder":
+        """Return the same embedder on another device, with its backbone not yet opened."""
         other = copy.copy(self)
-        other.device = device
+        other.network = self.network.on(device)
         return other
-
-    @cached_property
-    def opened(self) -> OpenedNetwork:
-        """The backbone, opened on first use.
-
-        Raises:
-            ValueError: the backbone is invalid, or does not have the blocks.
-            FileNotFoundError: a file of the backbone does not exist.
-            ConnectionError: timm's weights cannot be downloaded.
-        """
-        return OpenedNetwork.open(self.source, self.blocks, resolve_device(self.device))
 
     @property
     def settings(self) -> ObjectSettings:
         """Size of the images, and what defines objects."""
         if self._settings is not None:
             return self._settings
-        return ObjectSettings(size=self.opened.backbone.image_size) if self.features == "global" else ObjectSettings()
+        return ObjectSettings(size=self.network.backbone.image_size) if self.features == "global" else ObjectSettings()
 
     @property
     def dim(self) -> int:
         """D, the dimension of a vector."""
-        return self.opened.backbone.embed_dim if self.features == "global" else self.opened.dim
+        return self.network.backbone.embed_dim if self.features == "global" else self.network.dim
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Embed a batch of rows, as in `map_batches` of Ray Data.
@@ -184,20 +156,20 @@ class Embedder:
 
     def _read(self, part: ImageCollection, index: int) -> PreparedImage | UnreadableImage:
         try:
-            return read_prepared(part.read(index), self.opened.encoder, self.settings)
+            return read_prepared(part.read(index), self.network.encoder, self.settings)
         except UnreadableImage as error:
             return error
         except OSError as error:
             return UnreadableImage(part.name(index), error.strerror or str(error))
 
     def _encoder(self) -> Callable[[Sequence[PreparedImage]], Encoded]:
-        opened = self.opened
+        network = self.network
         if self.features == "global":
-            whole = image_encoder(opened.backbone)
-            return _by_size(lambda pixels: whole.features(pixels, opened.device)[:, None, None])
+            whole = image_encoder(network.backbone)
+            return _by_size(lambda pixels: whole.features(pixels, network.device)[:, None, None])
         if self.features == "patches":
-            return _by_size(lambda pixels: opened.encoder.grids(pixels, opened.device))
-        return _objects(opened.encoder, self.settings, self.dim, opened.device)
+            return _by_size(lambda pixels: network.encoder.grids(pixels, network.device))
+        return _objects(network.encoder, self.settings, self.dim, network.device)
 
     def _joined(
         self, names: list[str], found: Mapping[int, tuple[np.ndarray, np.ndarray]], errors: dict[int, str]
@@ -210,36 +182,6 @@ class Embedder:
         empty = np.empty((0, self.dim), dtype=np.float32)
         embedding = np.concatenate([empty, *(rows for rows, _ in found.values())])
         return Features(names, errors, columns, embedding.astype(self.precision))
-
-
-@dataclasses.dataclass(frozen=True)
-class OpenedNetwork:
-    """A backbone on its device, as an encoder of patches.
-
-    Attributes:
-        backbone: the network.
-        encoder: encodes its patches.
-        about: description of the backbone.
-        device: device of both.
-    """
-
-    backbone: Backbone
-    encoder: PatchEncoder
-    about: dict[str, Any]
-    device: str
-
-    @classmethod
-    def open(cls, source: BackboneSource, blocks: Sequence[int] | None, device: str) -> OpenedNetwork:
-        """Open a backbone; for errors see `Embedder.opened`."""
-        backbone, about = open_network(source)
-        backbone.eval().to(device)
-        encoder = backbone_encoder(backbone, layers=source.layers) if not blocks else blocks_encoder(backbone, blocks)
-        return cls(backbone, encoder, about, device)
-
-    @cached_property
-    def dim(self) -> int:
-        """Dimension of the features of a patch."""
-        return self.encoder.dim(self.device)
 
 
 def _by_size(

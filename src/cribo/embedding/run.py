@@ -24,7 +24,6 @@ from cribo.errors import InputError, Stopped, if_interrupted
 from cribo.files import read_json_lines, remove_parts, write_json, write_text
 from cribo.folders import ResultFolder, describe_changes, lock_writer, require_same
 from cribo.prefetching import BUDGET
-from cribo.retrieval.encoders import require_same_encoder
 from cribo.retrieval.object_extraction import MAX_PATCHES
 from cribo.retrieval.object_settings import ObjectSettings
 from cribo.versions import versions
@@ -112,6 +111,7 @@ def embed_images(
     )
     # Workers open the backbone on their own devices; here it is only described.
     here = embedder if config.engine == "local" else embedder.on("cpu")
+    embedder.network.expect(here.network.encoder.identity)
     plan = _Plan(images, config.share, _images_in_part(config, here, len(images)))
     about = _about(config, here, plan, images, command)
     with open_engine(config, writes_to=out) as engine, Phases(console) as progress:
@@ -124,7 +124,7 @@ def embed_images(
             started = time.perf_counter()
             with if_interrupted(lambda: f"complete parts are in {out}; to continue, repeat the command with --resume"):
                 missing = [part for part in plan.parts if not part_path(out, part.name, config.format).exists()]
-                work = _EmbedParts(embedder, out, config.format, here.opened.encoder.identity)
+                work = _EmbedParts(embedder, out, config.format)
                 total = sum(len(part.images) for part in plan.parts)
                 reused = total - sum(len(part.images) for part in missing)
                 done = 0
@@ -199,13 +199,13 @@ def _images_in_part(config: EmbedConfig, embedder: Embedder, images: int) -> int
 def _about(
     config: EmbedConfig, embedder: Embedder, plan: _Plan, images: ImageCollection, command: str
 ) -> dict[str, Any]:
-    opened = embedder.opened
+    network = embedder.network
     return {
         "format": 2,
         "command": command,
         "finished": False,
         "same": {
-            "encoder": opened.encoder.identity,
+            "encoder": network.encoder.identity,
             "features": config.features,
             "format": config.format,
             "precision": config.precision,
@@ -216,10 +216,10 @@ def _about(
             **json.loads(json.dumps(asdict(embedder.settings))),
         },
         "images": images.source,
-        "backbone": opened.about,
-        "blocks": list(opened.encoder.blocks),
+        "backbone": network.about,
+        "blocks": list(network.encoder.blocks),
         "channels": embedder.dim,
-        "versions": versions(opened.device),
+        "versions": versions(network.device),
     }
 
 
@@ -240,11 +240,10 @@ def _changes(file: Path, now: dict[str, Any]) -> Iterator[str]:
 class _EmbedParts:
     """Work of an engine: writes the features of each part, and yields its number of images."""
 
-    def __init__(self, embedder: Embedder, folder: Path, kind: Format, identity: str | None) -> None:
-        self.embedder, self.folder, self.kind, self.identity = embedder, folder.absolute(), kind, identity
+    def __init__(self, embedder: Embedder, folder: Path, kind: Format) -> None:
+        self.embedder, self.folder, self.kind = embedder, folder.absolute(), kind
 
     def __call__(self, parts: Iterable[_Part]) -> Iterator[int]:
-        require_same_encoder(self.embedder.opened.encoder, self.identity, self.embedder.source.source)
         first, second = tee(parts)
         found = self.embedder.stream(part.images for part in first)
         with closing(found):

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -294,19 +293,6 @@ def open_encoder(
     backbone.eval().to(device)
     encoder = blocks_encoder(backbone, blocks) if blocks else backbone_encoder(backbone, layers=config.layers)
     return encoder, about
-
-
-def require_same_encoder(encoder: PatchEncoder, identity: str | None, source: str) -> None:
-    """Check in a worker that its encoder is that of the command.
-
-    Raises:
-        ConfigError: the file of the backbone differs between machines.
-    """
-    if encoder.identity != identity:
-        raise ConfigError(
-            f"{source} is another backbone on {platform.node()} ({encoder.identity}, not {identity}): put the same file "
-            "on all machines"
-        )
 
 
 def about_backbone(config: BackboneSource, backbone: Backbone) -> dict[str, Any]:
