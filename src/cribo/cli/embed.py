@@ -37,7 +37,9 @@ def run(words: list[str], console: Console) -> None:
         usage="cribo embed IMAGES --backbone SOURCE --out FOLDER [options]",
         short=BACKBONE_SHORT,
     )
-    parser.add_argument("images", type=str, help="a folder, a list (.txt), tar shards, Parquet files, or a URL of these")
+    parser.add_argument(
+        "images", type=str, help="a folder, a list (.txt), tar shards, Parquet files, or a URL of these"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for the results; it must be new")
     parser.add_argument("--resume", action="store_true", help="continue the interrupted command that wrote to --out")
     parser.add_argument("--overwrite", action="store_true", help="replace existing results in --out")

@@ -1,33 +1,42 @@
 """Incremental indexing of a folder of images into a database of objects."""
 
-import hashlib
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import tee
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from cribo.cluster.engines import Engine, LocalEngine
 from cribo.console import Progress
-from cribo.data.images import DataError, ImageFiles
-from cribo.data.reading import EncodedImage, TooManyPixels, UnreadableImage
+from cribo.data.collection import FileState, ImageCollection
+from cribo.data.images import DataError
+from cribo.data.limits import MAX_PIXELS
 from cribo.files import FolderError
 from cribo.folders import lock_writer
-from cribo.object_search.database import FoundObject, IndexedImage, ObjectDatabase, is_remote, new_entry
-from cribo.prefetching import prefetch
-from cribo.retrieval.encoders import PatchEncoder, batches_by_size
-from cribo.retrieval.object_extraction import ImageObjects, PreparedImage, extract_prepared, read_prepared
-from cribo.retrieval.object_settings import ObjectSettings
+from cribo.object_search.database import (
+    FoundObject,
+    IndexedImage,
+    ObjectDatabase,
+    ObjectWriter,
+    is_remote,
+    new_entry,
+)
+from cribo.object_search.extractor import ExtractedImage, ImagesToExtract, ObjectExtractor
+from cribo.retrieval.encoders import PatchEncoder
+from cribo.retrieval.lazy_network import LazyNetwork, OpenEncoder
 from cribo.retrieval.objects import ImageObject
 
 INDEX_LOCK = ".index.lock"
 
-_COMMIT_IMAGES = 256  # per commit: each commit creates a file and a manifest of all files
+_MOST_IMAGES = 256  # limit per part; an interrupted part is indexed again
+_LEAST_PARTS = 64  # of a large collection, so that workers end at about the same time
+_LEAST_IMAGES = 16  # limit per part for this purpose
 _COMMIT_SECONDS = 30.0
 _PRUNED_SHARE = 0.05  # maximum share of the images to remove without --prune
-_READ_AHEAD = 4  # batches; images of equal size among them are encoded together
 
 
 @dataclass
@@ -81,28 +90,33 @@ def index_lock(uri: str) -> AbstractContextManager[object]:
 
 def index_images(
     database: ObjectDatabase,
-    encoder: PatchEncoder,
-    files: ImageFiles,
+    encoder: PatchEncoder | LazyNetwork,
+    files: ImageCollection,
     *,
     prune: bool | None = None,
     device: torch.device | str = "cpu",
     batch_size: int = 16,
     workers: int = 2,
+    max_pixels: int = MAX_PIXELS,
+    engine: Engine | None = None,
     progress: Progress | None = None,
 ) -> IndexSummary:
-    """Update a database with the new, changed and removed images of a folder.
+    """Update a database with the new, changed and removed images of a collection.
 
     Can be interrupted at any time: commits are kept, and the next call resumes. The caller must hold `index_lock`.
 
     Args:
         database: the database to update.
-        encoder: the encoder with which the database was built, on `device`.
+        encoder: the encoder with which the database was built, on `device`; for an engine with other processes, a
+            network that they open, on their own devices.
         files: all images that the database should contain.
         prune: remove images that are no longer among the files, and old versions of the database immediately; False
             keeps them. By default, up to 5 % of the images are removed, and old versions are kept for a week.
         device: device of the encoder.
         batch_size: number of images of equal size to encode at once.
         workers: number of threads that read images; 0 counts as 1.
+        max_pixels: larger images count as unreadable.
+        engine: engine that spreads the work. [this process]
         progress: called with the progress.
 
     Raises:
@@ -110,7 +124,12 @@ def index_images(
         DataError: more than 5 % of the images are missing and `prune` is None; the database is not changed.
         OSError: the database is not writable, or the disk is full.
     """
-    database.require_encoder(encoder, "the one given")
+    if isinstance(encoder, PatchEncoder):
+        database.require_encoder(encoder, "the one given")
+        network = OpenEncoder(encoder, device)
+    else:
+        encoder.expect(database.info.identity)
+        network = encoder
     summary = IndexSummary()
     database.repair()
     work, gone = _compare(database, files, summary, progress)
@@ -120,57 +139,52 @@ def index_images(
         database.drop_images(gone)
         summary.removed = len(gone)
     started = time.perf_counter()
-    writer = _Writer(database, summary)
-    settings = database.info.settings
-    # Threads, because decoding and resizing release the GIL and Lance is not fork-safe.
-    reads = prefetch(
-        lambda one: _read(one, files, encoder, settings),
-        work,
-        threads=max(1, workers),
-        ahead=_READ_AHEAD * batch_size,
-        nbytes=lambda _, read: None if read is None else getattr(read.prepared, "nbytes", 0),
+    extractor = ObjectExtractor(
+        network, settings=database.info.settings, max_pixels=max_pixels, batch_size=batch_size, workers=workers
     )
+    size = min(_MOST_IMAGES, max(_LEAST_IMAGES, len(work) // _LEAST_PARTS))
+    parts = [
+        _Part(files.part([one.index for one in several]), several)
+        for several in (work[start : start + size] for start in range(0, len(work), size))
+    ]
+    commits = _Commits(database, summary)
     done = 0
-    while several := list(islice(reads, _READ_AHEAD * batch_size)):
-        for batch in batches_by_size(several, lambda read: read.size, lambda _: batch_size):
-            own = [several[number] for number in batch]
-            prepared = [read.prepared for read in own if read.prepared is not None]
-            found = extract_prepared(encoder, prepared, settings, device=device) or [None] * len(own)
-            for read, objects in zip(own, found, strict=True):
-                writer.take(read, objects)
-            done += len(own)
+    with closing((engine or LocalEngine()).run(_IndexParts(extractor, database), parts)) as results:
+        for part in results:
+            commits.add(part)
+            done += part.images
             if progress is not None:
                 progress("objects", done, len(work))
-    writer.commit()
+    commits.write()
     if work or gone:
         database.compact(drop_versions=bool(prune))
     summary.seconds = time.perf_counter() - started
     return summary
 
 
-def _require_few(gone: Sequence[IndexedImage], images: int, files: ImageFiles) -> None:
+def _require_few(gone: Sequence[IndexedImage], images: int, files: ImageCollection) -> None:
     """Raise DataError if many images are missing, for example because a folder is not mounted."""
     if len(gone) > _PRUNED_SHARE * images:
         raise DataError(
-            f"indexed images that are no longer in {files.folder}: {len(gone)} of {images}, such as {gone[0].path}, "
+            f"indexed images that are no longer in {files.source}: {len(gone)} of {images}, such as {gone[0].path}, "
             f"more than the limit of {_PRUNED_SHARE:.0%}. Check whether a folder is missing; remove these images from "
             "the database with --prune, or keep them with --prune false"
         )
 
 
 class _Work(NamedTuple):
-    """A new or changed file and its previous row, if any."""
+    """A new or changed image, by its index in the collection, and its previous row, if any."""
 
+    index: int
     path: str
-    size_bytes: int
-    mtime_ns: int
+    state: FileState
     before: IndexedImage | None
 
 
 def _compare(
-    database: ObjectDatabase, files: ImageFiles, summary: IndexSummary, progress: Progress | None
+    database: ObjectDatabase, files: ImageCollection, summary: IndexSummary, progress: Progress | None
 ) -> tuple[list[_Work], list[IndexedImage]]:
-    """Return new and changed files, by size and modification time, and images without files."""
+    """Return new and changed images, by size and modification time, and indexed ones that are not in the collection."""
     before = {image.path: image for image in database.images()}
     work: list[_Work] = []
     seen: set[str] = set()
@@ -182,94 +196,121 @@ def _compare(
         known = before.pop(path, None)
         try:
             path.encode()
-            status = Path(files.path(index)).stat()
+            state = files.state(index)
         except UnicodeEncodeError:
             summary.unread.append((path, "its name is not valid UTF-8: rename it"))
             continue
         except OSError as error:
             summary.unread.append((path, error.strerror or str(error)))
             continue
-        if known is not None and (known.size_bytes, known.mtime_ns) == (status.st_size, status.st_mtime_ns):
+        if known is not None and (known.size_bytes, known.mtime_ns) == state:
             _count_unchanged(known, summary)
         else:
-            work.append(_Work(path, status.st_size, status.st_mtime_ns, known))
+            work.append(_Work(index, path, state, known))
         if progress is not None:
             progress("files compared", index + 1, len(files))
     return work, list(before.values())
 
 
-class _Read(NamedTuple):
-    """Result of reading a file: an image or an error."""
+class _Part(NamedTuple):
+    """A part of the collection."""
 
-    work: _Work
-    sha256: str
-    prepared: PreparedImage | None = None
-    error: str = ""
-    passing: bool = False
-    """Whether the error is temporary, so that the file is tried again by the next run."""
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        """Shape of the pixels; () without pixels."""
-        return () if self.prepared is None else tuple(self.prepared.pixels.shape)
+    images: ImageCollection
+    work: list[_Work]
 
 
-def _read(work: _Work, files: ImageFiles, encoder: PatchEncoder, settings: ObjectSettings) -> _Read:
-    try:
-        content = (Path(files.folder) / work.path).read_bytes()
-    except OSError as error:
-        return _Read(work, "", error=error.strerror or str(error), passing=True)
-    sha256 = hashlib.sha256(content).hexdigest()
-    if work.before is not None and work.before.sha256 == sha256:
-        return _Read(work, sha256)
-    try:
-        prepared = read_prepared(EncodedImage(work.path, content), encoder, settings, max_pixels=files.max_pixels)
-    except UnreadableImage as error:
-        # Images with too many pixels are tried again: the user can raise the limit.
-        return _Read(work, sha256, error=error.reason, passing=isinstance(error, TooManyPixels))
-    return _Read(work, sha256, prepared=prepared)
+class _IndexedPart(NamedTuple):
+    """Result of a part: its objects, written but not committed, and the rows of its images.
+
+    Attributes:
+        fragments: written objects, as `ObjectWriter.write` returns them.
+        rows: rows of the images, without those of `unread`.
+        before: previous rows of the images that have one.
+        unread: (path, reason) of images that could not be read.
+        images: number of images.
+    """
+
+    fragments: list[str]
+    rows: list[IndexedImage]
+    before: dict[str, IndexedImage]
+    unread: list[tuple[str, str]]
+    images: int
 
 
-class _Writer:
-    """Collects indexed images and commits them periodically."""
+class _IndexParts:
+    """Work of an engine: extracts the objects of each part, and writes them to files of the database."""
+
+    def __init__(self, extractor: ObjectExtractor, database: ObjectDatabase) -> None:
+        self.extractor, self.writer = extractor, ObjectWriter(database.uri, database.info.dim)
+
+    def __call__(self, parts: Iterable[_Part]) -> Iterator[_IndexedPart]:
+        first, second = tee(parts)
+        known = (
+            ImagesToExtract(part.images, ["" if one.before is None else one.before.sha256 for one in part.work])
+            for part in first
+        )
+        with closing(self.extractor.stream(known)) as extracted:
+            for part, images in zip(second, extracted, strict=True):
+                yield self._written(part, images)
+
+    def _written(self, part: _Part, images: Sequence[ExtractedImage]) -> _IndexedPart:
+        rows: list[IndexedImage] = []
+        objects: list[tuple[IndexedImage, Sequence[ImageObject]]] = []
+        for work, image in zip(part.work, images, strict=True):
+            if image.passing:
+                continue
+            if image.known and work.before is not None:  # its objects are kept
+                rows.append(work.before._replace(size_bytes=work.state.size_bytes, mtime_ns=work.state.mtime_ns))
+            else:
+                file = (work.path, new_entry(), *work.state, image.sha256)
+                rows.append(IndexedImage(*file, *image.size, len(image.objects), image.error))
+                objects.append((rows[-1], image.objects))
+        return _IndexedPart(
+            self.writer.write(objects),
+            rows,
+            {work.path: work.before for work in part.work if work.before is not None},
+            [(image.name, image.error) for image in images if image.passing],
+            len(images),
+        )
+
+
+class _Commits:
+    """Collects the results of parts, and commits them from time to time: each commit costs a manifest of all files."""
 
     def __init__(self, database: ObjectDatabase, summary: IndexSummary) -> None:
-        self.database = database
-        self.summary = summary
-        self._images: list[tuple[IndexedImage, Sequence[ImageObject]]] = []
-        self._replaced: list[int] = []
+        self.database, self.summary = database, summary
+        self._parts: list[_IndexedPart] = []
         self._written = time.perf_counter()
 
-    def take(self, read: _Read, found: ImageObjects | None) -> None:
-        """Add an image with its objects, or its error."""
-        work, before, summary = read.work, read.work.before, self.summary
-        if read.passing:
-            summary.unread.append((work.path, read.error))
-            return
-        if before is not None and read.sha256 == before.sha256:  # the content is the same: its objects are kept
-            self._images.append((before._replace(size_bytes=work.size_bytes, mtime_ns=work.mtime_ns), ()))
-            _count_unchanged(before, summary)
-        else:
-            height, width, objects = (0, 0, ()) if found is None else (found.height, found.width, found.objects)
-            file = (work.path, new_entry(), work.size_bytes, work.mtime_ns, read.sha256)
-            self._images.append((IndexedImage(*file, height, width, len(objects), read.error), objects))
-            summary.objects += len(objects)
-            if read.error:
-                summary.unreadable.append((work.path, read.error))
+    def add(self, part: _IndexedPart) -> None:
+        """Add the result of a part, and count its images."""
+        self._parts.append(part)
+        summary = self.summary
+        summary.unread += part.unread
+        for row in part.rows:
+            before = part.before.get(row.path)
+            if before is not None and before.entry == row.entry:
+                _count_unchanged(row, summary)
+            elif row.error:
+                summary.unreadable.append((row.path, row.error))
             elif before is None:
                 summary.new += 1
             else:
                 summary.changed += 1
-            if before is not None:
-                self._replaced.append(before.entry)
-        if len(self._images) >= _COMMIT_IMAGES or time.perf_counter() - self._written >= _COMMIT_SECONDS:
-            self.commit()
+            summary.objects += row.objects if before is None or before.entry != row.entry else 0
+        if time.perf_counter() - self._written >= _COMMIT_SECONDS:
+            self.write()
 
-    def commit(self) -> None:
-        """Write the collected images."""
-        if self._images:
-            self.database.put(self._images, replaced=self._replaced)
-        self._images, self._replaced = [], []
+    def write(self) -> None:
+        """Commit what was collected."""
+        rows = [row for part in self._parts for row in part.rows]
+        before = {path: row for part in self._parts for path, row in part.before.items()}
+        if rows:
+            replaced = [before[row.path].entry for row in rows if row.path in before]
+            kept = {row.entry for row in rows}
+            fragments = [fragment for part in self._parts for fragment in part.fragments]
+            self.database.commit(fragments, rows, replaced=[entry for entry in replaced if entry not in kept])
+        self._parts = []
         self._written = time.perf_counter()
 
 

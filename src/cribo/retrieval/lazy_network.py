@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
+
 from cribo.arguments import ConfigError
 from cribo.devices import resolve_device
 from cribo.models import Backbone
@@ -18,6 +20,18 @@ class _Opened(NamedTuple):
     encoder: PatchEncoder
     about: dict[str, Any]
     device: str
+
+
+class OpenEncoder(NamedTuple):
+    """An encoder on its device, which stays in this process."""
+
+    encoder: PatchEncoder
+    device: torch.device | str
+
+    @property
+    def dim(self) -> int:
+        """Dimension of the features of a patch."""
+        return self.encoder.dim(self.device)
 
 
 class LazyNetwork:

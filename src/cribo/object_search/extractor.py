@@ -1,0 +1,199 @@
+"""The unit of work of `cribo index`: from a batch of encoded images to their objects."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cribo.data.collection import ImageCollection, rows_of
+from cribo.data.limits import MAX_PIXELS
+from cribo.data.reading import EncodedImage, TooManyPixels, UnreadableImage
+from cribo.devices import resolve_threads
+from cribo.object_search.database import SIDES
+from cribo.prefetching import prefetch_parts
+from cribo.retrieval.encoders import batches_by_size
+from cribo.retrieval.lazy_network import LazyNetwork, OpenEncoder
+from cribo.retrieval.object_extraction import PreparedImage, extract_prepared, read_prepared
+from cribo.retrieval.object_settings import ObjectSettings
+from cribo.retrieval.objects import ImageObject
+from cribo.retrieval.source import BackboneSource
+
+_READ_AHEAD = 4  # batches; images of equal size among them are encoded together
+_PLACES = (*SIDES, "area")
+
+
+class ImagesToExtract(NamedTuple):
+    """A part of a collection.
+
+    Attributes:
+        images: the images.
+        known: SHA-256 of the previous content of each image, or ""; an image with the same content is not extracted.
+            Empty for none.
+    """
+
+    images: ImageCollection
+    known: Sequence[str] = ()
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+@dataclass(frozen=True)
+class ExtractedImage:
+    """The objects of an image.
+
+    Attributes:
+        name: name of the image.
+        sha256: hash of its content; "" if it could not be read.
+        size: (height, width) in pixels; (0, 0) for an unreadable or known image.
+        objects: its objects, in descending order of area.
+        error: reason why it is unreadable; "" if it is readable.
+        passing: whether the error may be temporary.
+        known: whether the content is the known one, so that it was not extracted.
+    """
+
+    name: str
+    sha256: str
+    size: tuple[int, int] = (0, 0)
+    objects: tuple[ImageObject, ...] = ()
+    error: str = ""
+    passing: bool = False
+    known: bool = False
+
+
+class _Read(NamedTuple):
+    """An image ready for the encoder, or the result if it is not extracted."""
+
+    name: str
+    sha256: str
+    prepared: PreparedImage | None
+    result: ExtractedImage | None = None
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Shape of the pixels; () without pixels."""
+        return () if self.prepared is None else tuple(self.prepared.pixels.shape)
+
+
+class ObjectExtractor:
+    """Finds the objects of batches of images; can be sent to other processes, where it opens the backbone.
+
+    Args:
+        backbone: source of the backbone; or a network that is opened on first use, or an open encoder.
+        blocks: 1-based indices of the blocks whose features are concatenated. [the last]
+        settings: settings that define objects.
+        max_pixels: larger images count as unreadable.
+        batch_size: number of images of equal size to encode at once.
+        workers: number of threads that read images. [half of the cores]
+        device: such as cuda:0. [the first GPU of the process, else the CPU]
+
+    Example:
+        >>> extract = ObjectExtractor("mean-colour", device="cpu")
+        >>> dataset.map_batches(extract, batch_size=256)  # Ray Data  # doctest: +SKIP
+        >>> sorted(extract({"image": np.array(["street.jpg"])}))  # doctest: +SKIP
+        ['area', 'error', 'grid_height', 'grid_width', 'height', 'image', 'mask', 'number', 'vector', ...]
+    """
+
+    def __init__(
+        self,
+        backbone: BackboneSource | str | LazyNetwork | OpenEncoder,
+        *,
+        blocks: Sequence[int] | None = None,
+        settings: ObjectSettings | None = None,
+        max_pixels: int = MAX_PIXELS,
+        batch_size: int = 16,
+        workers: int | None = None,
+        device: str | None = None,
+    ) -> None:
+        if isinstance(backbone, LazyNetwork | OpenEncoder):
+            self.network = backbone
+        else:
+            self.network = LazyNetwork(backbone, blocks=blocks, device=device)
+        self.settings = settings or ObjectSettings()
+        self.max_pixels = max_pixels
+        self.batch_size, self.workers = batch_size, workers
+
+    def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Find the objects of a batch of rows, as in `map_batches` of Ray Data.
+
+        Args:
+            batch: `image`, names of images, and `bytes`, the contents of their files; without it, the names are paths
+                or URLs.
+
+        Returns:
+            One row for each object, in the order of the images: `image`; `number`, in descending order of area;
+            `vector` (N, D), of unit length; `mask`, COCO's run lengths over the grid of patches; `grid_height`,
+            `grid_width`, `height`, `width`, the box `x0`, `y0`, `x1`, `y1`, and `area`, in pixels; and `error`. An
+            image that cannot be read has one row with the reason in `error`, number -1 and NaN in `vector`.
+
+        Raises:
+            DataError: the batch has no column `image`.
+        """
+        rows: list[dict[str, Any]] = []
+        nothing = {"number": -1, "vector": np.full(self.network.dim, np.nan, dtype=np.float32), "mask": b""}
+        [images] = self.stream([ImagesToExtract(rows_of(batch))])
+        for image in images:
+            if image.error:
+                rows.append({"image": image.name, **nothing, **dict.fromkeys(_PLACES, 0), "error": image.error})
+            for each in image.objects:
+                places = dict(zip(_PLACES, (*each.mask.grid, *each.mask.image, *each.box, each.area), strict=True))
+                own = {"number": each.number, "vector": each.vector, "mask": each.mask.counts}
+                rows.append({"image": image.name, **own, **places, "error": ""})
+        kinds = {"image": np.str_, "error": np.str_, "mask": np.object_, "vector": np.float32}
+        names = ["image", *nothing, *_PLACES, "error"]
+        columns = {name: np.array([row[name] for row in rows], dtype=kinds.get(name, np.int64)) for name in names}
+        return {**columns, "vector": columns["vector"].reshape(-1, self.network.dim)}
+
+    def stream(self, parts: Iterable[ImagesToExtract]) -> Iterator[list[ExtractedImage]]:
+        """Yield the images of each part, in order, with their objects; read images of the next parts meanwhile."""
+        encoder, device, size = self.network.encoder, self.network.device, self.batch_size
+        read = prefetch_parts(
+            self._read,
+            parts,
+            threads=resolve_threads(self.workers),
+            ahead=_READ_AHEAD * size,
+            nbytes=lambda one: getattr(one.prepared, "nbytes", 0),
+        )
+        for _, images in read:
+            results: list[ExtractedImage] = []
+            while several := list(islice(images, _READ_AHEAD * size)):
+                found: dict[int, ExtractedImage] = {}
+                for batch in batches_by_size(several, lambda one: one.size, lambda _: size):
+                    own = [several[index] for index in batch]
+                    prepared = [one.prepared for one in own if one.prepared is not None]
+                    objects = extract_prepared(encoder, prepared, self.settings, device=device) or [None] * len(own)
+                    for index, one, each in zip(batch, own, objects, strict=True):
+                        if each is None:
+                            assert one.result is not None
+                            found[index] = one.result
+                        else:  # without the features of the patches, which are large
+                            found[index] = ExtractedImage(one.name, one.sha256, (each.height, each.width), each.objects)
+                results += [found[index] for index in range(len(several))]
+            yield results
+
+    def _read(self, part: ImagesToExtract, index: int) -> _Read:
+        name = part.images.name(index)
+        try:
+            content = part.images.read(index).content
+        except UnreadableImage as error:
+            return _not_extracted(ExtractedImage(name, "", error=error.reason))
+        except OSError as error:
+            return _not_extracted(ExtractedImage(name, "", error=error.strerror or str(error), passing=True))
+        sha256 = hashlib.sha256(content).hexdigest()
+        if part.known and part.known[index] == sha256:
+            return _not_extracted(ExtractedImage(name, sha256, known=True))
+        try:
+            image = EncodedImage(name, content)
+            prepared = read_prepared(image, self.network.encoder, self.settings, max_pixels=self.max_pixels)
+        except UnreadableImage as error:
+            # Images with too many pixels are tried again: the user can raise the limit.
+            passing = isinstance(error, TooManyPixels)
+            return _not_extracted(ExtractedImage(name, sha256, error=error.reason, passing=passing))
+        return _Read(name, sha256, prepared)
+
+
+def _not_extracted(result: ExtractedImage) -> _Read:
+    return _Read(result.name, result.sha256, None, result)
