@@ -88,7 +88,7 @@ def _table(result: "SearchResult") -> Table:
     query, found, states, _ = result
     several = len(found) > 1
     what = "each object" if several else query.regions[0].name
-    table = Table(title=Text(f"Most similar to {what} of {query.path.name}"))
+    table = Table(title=Text(f"Most similar to {what} of {query.name}"))
     for name in ("query" if several else "rank", "similarity", "image", "object", "box"):
         table.add_column(name, justify="left" if name in ("query", "image", "box") else "right", overflow="fold")
     if any(states.values()):

@@ -4,19 +4,22 @@ from dataclasses import dataclass
 
 from cribo.arguments import ConfigError
 from cribo.checks import require_least, sorted_blocks
+from cribo.cluster.config import EngineOptions
 from cribo.retrieval.object_settings import ObjectOptions
 from cribo.retrieval.source import BackboneSource
 
 
 @dataclass
-class IndexConfig(ObjectOptions):
-    """Index the objects of a folder of images.
+class IndexConfig(ObjectOptions, EngineOptions):
+    """Index the objects of a collection of images.
 
     If the database exists, backbone, images and settings default to those that it was built with.
 
     Attributes:
         db: the database: a folder, or a URL such as s3://bucket/name.
-        images: a folder of images (read recursively), or a text file that lists images.
+        images: a folder of images (read recursively), a text file that lists images, tar shards, a Parquet file or a
+            folder of them, or a URL of any of these.
+        column: of a Parquet file, the column of paths or bytes of images. [the only one, or image, bytes, path, ...]
         backbone: the network to use.
         blocks: numbers, from 1, of the blocks whose features are concatenated, such as 6,8,9,10; the linear layer of an
             adapted backbone is then ignored. [the last block; for an adapted backbone, through its linear layer]
@@ -31,6 +34,7 @@ class IndexConfig(ObjectOptions):
 
     db: str
     images: str | None = None
+    column: str | None = None
     backbone: BackboneSource | None = None
     blocks: tuple[int, ...] | None = None
     prune: bool | None = None
@@ -42,6 +46,7 @@ class IndexConfig(ObjectOptions):
 
     def __post_init__(self) -> None:
         require_least(self, {"batch_size": 1, "workers": 0})
+        self.check_engine()
         if self.blocks is not None:
             self.blocks = sorted_blocks(self.blocks)
             if self.backbone is not None and self.backbone.layers != 1:

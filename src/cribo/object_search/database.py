@@ -25,11 +25,14 @@ import numpy as np
 from jaxtyping import Float
 
 from cribo.arguments import ConfigError
+from cribo.data.collection import read_named
 from cribo.data.images import DataError, require
-from cribo.errors import InputError, MissingPackage
+from cribo.data.reading import EncodedImage
+from cribo.errors import InputError
+from cribo.lance_loading import load_lance
 from cribo.retrieval.object_settings import ObjectSettings
 from cribo.retrieval.objects import GridMask, ImageObject
-from cribo.retrieval.source import BackboneSource
+from cribo.retrieval.source import BackboneSource, portable_source
 
 if TYPE_CHECKING:
     from cribo.retrieval.encoders import PatchEncoder
@@ -56,9 +59,14 @@ class DatabaseInfo:
         config: fields of the `BackboneSource` that opens the backbone.
         dim: D, the dimension of an object's vector.
         settings: settings that define objects.
-        root: absolute path of the folder of the images; their paths are relative to it.
-        images: indexed folder, or text file in it that lists images.
+        root: absolute path of the folder of the images; their paths are relative to it. For shards, Parquet files and
+            URLs, the same as `images`.
+        images: indexed folder, text file in it that lists images, shards, Parquet files or URL.
         blocks: numbers of the blocks that give features; None for the last ones (`config.layers`).
+        files: whether the images are files below `root`.
+        column: of Parquet files, the column of the images, if it was given.
+        part: share of the images that is indexed, as in --part.
+        collection: number of images and hash of the names of all shares.
     """
 
     identity: str
@@ -69,6 +77,10 @@ class DatabaseInfo:
     root: str
     images: str = ""
     blocks: tuple[int, ...] | None = None
+    files: bool = True
+    column: str | None = None
+    part: str = "1/1"
+    collection: str = ""
 
     @classmethod
     def of(
@@ -84,9 +96,7 @@ class DatabaseInfo:
         blocks: tuple[int, ...] | None = None,
     ) -> "DatabaseInfo":
         """Describe a new database with the features of an encoder, which is on `device`."""
-        config = dataclasses.asdict(source)
-        if Path(source.source).expanduser().exists():  # absolute: a search may run in another working directory
-            config["source"] = str(Path(source.source).expanduser().absolute())
+        config = dataclasses.asdict(portable_source(source))  # a search may run in another working directory
         return cls(str(encoder.identity), backbone, config, encoder.dim(device), settings, root, images, blocks)
 
     @property
@@ -350,11 +360,25 @@ class ObjectDatabase:
             limit = min(available, 4 * limit)
         return found
 
+    def locate(self, image: str) -> Path | EncodedImage:
+        """Return the file of an indexed image, or its content if it is in a shard, a Parquet file or below a URL.
+
+        Raises:
+            OSError: the storage cannot be read, or the image is gone.
+            UnreadableImage: there are no bytes to read.
+        """
+        if self.info.files:
+            return self.root / image
+        return read_named(self.info.images, image, column=self.info.column)
+
     def is_changed(self, image: IndexedImage) -> str:
         """Return `missing` or `changed` if an image's file was deleted or modified after indexing, otherwise "".
 
-        Compares size and modification time; the content is not read.
+        Compares size and modification time; the content is not read. Images that are not files in a folder count as
+        unchanged.
         """
+        if not self.info.files:
+            return ""
         try:
             status = (self.root / image.path).stat()
         except OSError:
@@ -420,10 +444,10 @@ class ObjectDatabase:
         self._drop(_IMAGES, entries)
         self._drop(_OBJECTS, entries)
 
-    def move(self, root: str, images: str) -> None:
-        """Change the stored folder of the images; `images` is this folder, or a text file in it with their names."""
-        self.info = dataclasses.replace(self.info, root=root, images=images)
-        self.root = Path(root)
+    def describe(self, **changes: Any) -> None:
+        """Change fields of `info`, such as the folder of the images."""
+        self.info = dataclasses.replace(self.info, **changes)
+        self.root = Path(self.info.root)
         with self._writing():
             _write_info(self.uri, self.info)
 
@@ -535,8 +559,8 @@ class ObjectDatabase:
 
 # Average number of objects per partition of the index, and number of partitions compared with a query.
 _PARTITION, _PROBES = 2048, 40
-_SIDES = ("grid_height", "grid_width", "height", "width", "x0", "y0", "x1", "y1")
-_OBJECT_COLUMNS = ("entry", "image", "number", "mask", *_SIDES, "area")
+SIDES = ("grid_height", "grid_width", "height", "width", "x0", "y0", "x1", "y1")
+_OBJECT_COLUMNS = ("entry", "image", "number", "mask", *SIDES, "area")
 
 
 def new_entry() -> int:
@@ -585,12 +609,7 @@ def as_uri(uri: str | os.PathLike[str]) -> str:
 
 
 def _lance() -> Any:
-    os.environ.setdefault("LANCE_LOG", "error")  # read at import; it warns about every table that it creates
-    try:
-        import lance
-    except ImportError as error:
-        raise MissingPackage('object search needs Lance: pip install "cribo-ssl[search]"') from error
-    return lance
+    return load_lance("object search")
 
 
 def _path(place: str, table: str) -> str:
@@ -676,7 +695,7 @@ def _objects_schema(dim: int) -> Any:
             ("number", small),
             ("vector", pa.list_(pa.float32(), dim)),
             ("mask", pa.binary()),
-            *((name, small) for name in _SIDES),
+            *((name, small) for name in SIDES),
             ("area", whole),
         ]
     )
@@ -706,7 +725,7 @@ def _objects_table(objects: Sequence[tuple[IndexedImage, ImageObject]], dim: int
             "vector": each.vector,
             "mask": each.mask.counts,
             "area": each.area,
-            **dict(zip(_SIDES, (*each.mask.grid, *each.mask.image, *each.box), strict=True)),
+            **dict(zip(SIDES, (*each.mask.grid, *each.mask.image, *each.box), strict=True)),
         }
         for image, each in objects
     )

@@ -6,7 +6,7 @@ Drawn with Pillow, since importing matplotlib takes longer than searching.
 import importlib.util
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, ImageDraw, ImageFont
 
-from cribo.data.reading import UnreadableImage, open_header, upright_rgb
+from cribo.data.reading import EncodedImage, UnreadableImage, open_header, upright_rgb
 from cribo.files import write_whole
 from cribo.object_search.database import FoundObject
 from cribo.object_search.queries import Query
@@ -34,8 +34,10 @@ _TEXT, _LINE = 17, 21  # size of the text and distance of its lines, in pixels
 _HEADING = 3  # maximum number of text lines above a picture
 _OUTLINE = 2  # width of outlines, in pixels
 _NO_PICTURE = (230, 230, 230)
+_DELETED = "deleted since indexing"
 
 Pixels = UInt8[np.ndarray, "h w 3"]
+Locate = Callable[[str], Path | EncodedImage]
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def _font(name: str) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def write_sheet(
-    path: Path, query: Query, found: Sequence[Sequence[FoundObject]], states: dict[str, str], root: Path
+    path: Path, query: Query, found: Sequence[Sequence[FoundObject]], states: dict[str, str], locate: Locate
 ) -> Path:
     """Draw the query on the left and the nearest objects on the right, and write a PNG.
 
@@ -131,7 +133,7 @@ def write_sheet(
         query: the query.
         found: objects found for each region, in descending order of similarity.
         states: states of the found images: `changed`, `missing` or "".
-        root: folder that the paths are relative to.
+        locate: returns the file of an indexed image, or its content (`ObjectDatabase.locate`).
     """
     height, width = query.size
     # A single query is drawn at twice the width and height of the found objects.
@@ -145,22 +147,22 @@ def write_sheet(
         "of its features to those of the query (at most 1), its number in the image, and the file",
     )
     sheet = _Sheet(title, rows, _COLUMNS, min(max(height / width, 0.5), 1.5))
-    pixels = _read(query.path, sheet.room(span))
+    pixels = _read(query.image, sheet.room(span))
     for row, nearest in enumerate(found[:rows]):
         sheet.place(_query_cell(query, row, pixels), row, 0, span)
         for place, one in enumerate(nearest[:shown]):
-            cell = _found_cell(one, states.get(one.image, ""), root, sheet.room())
+            cell = _found_cell(one, states.get(one.image, ""), locate, sheet.room())
             sheet.place(cell, row + place // columns, span + place % columns)
     return sheet.write(path)
 
 
-def write_pairs(path: Path, pairs: "Sequence[DuplicatePair]", root: Path) -> Path:
+def write_pairs(path: Path, pairs: "Sequence[DuplicatePair]", locate: Locate) -> Path:
     """Draw the first pairs of similar images, two pairs per row, and write a PNG.
 
     Args:
         path: path of the picture.
         pairs: pairs in descending order of similarity.
-        root: folder that the paths are relative to.
+        locate: returns the file of an indexed image, or its content (`ObjectDatabase.locate`).
     """
     shown = pairs[: 2 * _MOST_ROWS]
     count = counted(len(pairs), "pair")
@@ -173,8 +175,7 @@ def write_pairs(path: Path, pairs: "Sequence[DuplicatePair]", root: Path) -> Pat
     for number, pair in enumerate(shown):
         for side, name in enumerate((pair.first, pair.second)):
             similarity = () if side else (f"{pair.similarity:.3f}",)
-            pixels = _load(root / name, sheet.room())
-            note = "" if pixels is not None else "unreadable" if (root / name).exists() else "deleted since indexing"
+            pixels, note = _load(name, locate, sheet.room())
             sheet.place(_Cell((*similarity, *_file_lines(name)), pixels, note), number // 2, 2 * (number % 2) + side)
     return sheet.write(path)
 
@@ -182,14 +183,14 @@ def write_pairs(path: Path, pairs: "Sequence[DuplicatePair]", root: Path) -> Pat
 def _query_cell(query: Query, number: int, pixels: Pixels) -> _Cell:
     region = query.regions[number]
     inside = resize_mask(region.pixels(*query.size), pixels.shape[:2])
-    return _Cell((f"query: {region.name}", query.path.name), outline_region(pixels, inside, width=_OUTLINE), bold=True)
+    return _Cell((f"query: {region.name}", query.name), outline_region(pixels, inside, width=_OUTLINE), bold=True)
 
 
-def _found_cell(found: FoundObject, state: str, root: Path, room: tuple[int, int]) -> _Cell:
+def _found_cell(found: FoundObject, state: str, locate: Locate, room: tuple[int, int]) -> _Cell:
     lines = (f"{found.similarity:.3f}, object {found.object.number}", *_file_lines(found.image))
-    pixels = None if state == "missing" else _load(root / found.image, room)
+    pixels, note = (None, _DELETED) if state == "missing" else _load(found.image, locate, room)
     if pixels is None:
-        return _Cell(lines, None, "deleted since indexing" if state == "missing" else "unreadable")
+        return _Cell(lines, None, note)
     if state == "changed":
         # The stored mask does not apply to the changed image.
         nothing = np.zeros(pixels.shape[:2], dtype=bool)
@@ -204,14 +205,19 @@ def _file_lines(name: str) -> list[str]:
     return [f"{folder}/", file] if folder else [file]
 
 
-def _load(path: Path, room: tuple[int, int]) -> Pixels | None:
+def _load(name: str, locate: Locate, room: tuple[int, int]) -> tuple[Pixels | None, str]:
+    """Return the pixels of an indexed image, or a note that says why there are none."""
     try:
-        return _read(path, room)
-    except UnreadableImage:
-        return None
+        return _read(locate(name), room), ""
+    except FileNotFoundError:
+        return None, _DELETED
+    except UnreadableImage as error:
+        return None, _DELETED if isinstance(error.__cause__, FileNotFoundError) else "unreadable"
+    except OSError:
+        return None, "unreadable"
 
 
-def _read(path: Path, room: tuple[int, int]) -> Pixels:
+def _read(path: Path | EncodedImage, room: tuple[int, int]) -> Pixels:
     """Read an image as RGB, scaled to fit into (width, height) = `room`."""
     with open_header(path) as image:
         image.draft(None, (2 * max(room), 2 * max(room)))  # reduces a JPEG while decoding, to at least this size

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import posixpath
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from jaxtyping import Bool, Float
 
 from cribo.arguments import ConfigError
 from cribo.data.images import DataError, require
-from cribo.data.reading import image_size
+from cribo.data.reading import EncodedImage, image_size
 from cribo.object_search.database import DatabaseError, IndexedImage, ObjectDatabase
 from cribo.retrieval.objects import Box, ImageObject
 
@@ -70,16 +71,21 @@ class Query:
     """The regions of one image to search for.
 
     Attributes:
-        path: path of the image file.
+        image: the image file, or its content.
         indexed: path relative to the database's root; None if the image is not in the database.
         size: (height, width) of the image in pixels.
         regions: at least one region.
     """
 
-    path: Path
+    image: Path | EncodedImage
     indexed: str | None
     size: tuple[int, int]
     regions: list[Region]
+
+    @property
+    def name(self) -> str:
+        """Name of the image without its folder."""
+        return posixpath.basename(os.fspath(self.image))
 
 
 def make_query(database: ObjectDatabase, image: str, place: QueryPlace, open_encoder: OpenEncoder) -> Query:
@@ -99,8 +105,9 @@ def make_query(database: ObjectDatabase, image: str, place: QueryPlace, open_enc
         UnreadableImage: the file is not a readable image.
         ConfigError: `place` is outside the image or contains no object.
     """
-    path, row = _locate(database, image)
-    size = image_size(path)
+    file, row = _locate(database, image)
+    path = os.fspath(file)
+    size = image_size(file)
     _check_place(place, *size)
     indexed = None if row is None else row.path
     stored = row is not None and not database.is_changed(row)
@@ -108,24 +115,24 @@ def make_query(database: ObjectDatabase, image: str, place: QueryPlace, open_enc
         log.warning("%s has changed since it was indexed; extracting its objects again", path)
     if indexed is not None and stored and place.box is None:
         objects = database.objects_of(indexed)
-        return Query(path, indexed, size, _object_regions(objects, place, str(path)))
+        return Query(file, indexed, size, _object_regions(objects, place, path))
     from cribo.retrieval.object_extraction import extract_prepared, read_prepared
 
     encoder, device = open_encoder()
     settings = database.info.settings
-    [found] = extract_prepared(encoder, [read_prepared(path, encoder, settings)], settings, device=device)
+    [found] = extract_prepared(encoder, [read_prepared(file, encoder, settings)], settings, device=device)
     if place.box is None:
-        return Query(path, indexed, size, _object_regions(list(found.objects), place, str(path)))
+        return Query(file, indexed, size, _object_regions(list(found.objects), place, path))
     name = "box " + ",".join(map(str, place.box))
-    return Query(path, indexed, size, [Region(name, found.box_vector(place.box), place.box, None)])
+    return Query(file, indexed, size, [Region(name, found.box_vector(place.box), place.box, None)])
 
 
 def _object_regions(objects: list[ImageObject], place: QueryPlace, name: str) -> list[Region]:
     return [Region(f"object {each.number}", each.vector, each.box, each) for each in _chosen(objects, place, name)]
 
 
-def _locate(database: ObjectDatabase, image: str) -> tuple[Path, IndexedImage | None]:
-    """Return the path of an image file and its row in the database, if any."""
+def _locate(database: ObjectDatabase, image: str) -> tuple[Path | EncodedImage, IndexedImage | None]:
+    """Return an image file, or its content, and its row in the database, if any."""
     path = Path(image).expanduser()
     if path.is_file():
         rows = (database.image(name) for name in _names(path, database.root))
@@ -134,8 +141,10 @@ def _locate(database: ObjectDatabase, image: str) -> tuple[Path, IndexedImage | 
     if row is None:
         require(path)
         raise DataError(f"{path} is not a file: give an image")
-    require(database.root / row.path)
-    return database.root / row.path, row
+    file = database.locate(row.path)
+    if isinstance(file, Path):
+        require(file)
+    return file, row
 
 
 def _names(path: Path, root: Path) -> list[str]:

@@ -9,11 +9,12 @@ from typing import NamedTuple
 from rich.console import Console
 
 from cribo.arguments import ConfigError
+from cribo.cluster.engines import open_engine
 from cribo.console import Phases
-from cribo.data import ImageFiles, open_images
-from cribo.data.images import require_readable
+from cribo.data.collection import ImageCollection, names_of, open_collection
+from cribo.data.images import ImageFiles, require_readable
 from cribo.data.limits import MAX_PIXELS
-from cribo.devices import resolve_device
+from cribo.data.shards import is_url
 from cribo.errors import if_interrupted
 from cribo.object_search.config import IndexConfig
 from cribo.object_search.database import (
@@ -21,10 +22,11 @@ from cribo.object_search.database import (
     ObjectDatabase,
     as_uri,
     holds_database,
+    is_remote,
     require_free,
 )
 from cribo.object_search.indexing import IndexSummary, index_images, index_lock, index_vectors
-from cribo.retrieval.encoders import open_encoder
+from cribo.retrieval.lazy_network import LazyNetwork
 from cribo.retrieval.object_settings import ObjectSettings
 from cribo.retrieval.source import BackboneSource
 
@@ -42,7 +44,7 @@ class Indexed(NamedTuple):
 
 
 def index_collection(config: IndexConfig, *, console: Console | None = None) -> Indexed:
-    """Create a database of the objects in a folder of images, or update an existing one.
+    """Create a database of the objects of a collection of images, or update an existing one.
 
     Can be interrupted at any time; the next call resumes.
 
@@ -57,50 +59,67 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
     console = console or Console(quiet=True)
     place = as_uri(config.db)
     known = ObjectDatabase.open(place).info if holds_database(place) else None
-    files, source = _open_files(config, known)
+    images, source = _open_images(config, known)
     settings = config.settings(ObjectSettings() if known is None else known.settings)
     backbone = config.backbone or _known_backbone(known)
     if known is None:
         require_free(place)
     else:
-        _require_same_images(known, files, source, place, moved=config.moved)
+        _require_same_images(known, images, source, place, config)
         config = dataclasses.replace(config, blocks=config.blocks or known.blocks)
-    device = resolve_device(config.device)
-    encoder, about = open_encoder(backbone, device, blocks=config.blocks)
+    network = LazyNetwork(backbone, blocks=config.blocks, device=config.device)
+    # Workers open the backbone on their own devices; here it is only described.
+    here = network if config.engine == "local" else network.on("cpu")
+    of_images = {
+        "root": _root(images, source),
+        "images": source,
+        "files": isinstance(images, ImageFiles),
+        "column": config.column,
+        "part": str(config.share),
+        "collection": names_of(images),
+    }
     kept = "indexed images are kept; to continue, repeat the command"
-    with if_interrupted(lambda: kept), index_lock(place), Phases(console) as progress:
+    shared_folder = None if is_remote(place) else Path(place)
+    with (
+        if_interrupted(lambda: kept),
+        open_engine(config, writes_to=shared_folder) as engine,
+        index_lock(place),
+        Phases(console) as progress,
+    ):
         if known is None:
             info = DatabaseInfo.of(
-                encoder, device, about, backbone, settings, _root(files), images=source, blocks=config.blocks
+                here.encoder, here.device, here.about, backbone, settings, source, blocks=config.blocks
             )
-            database = ObjectDatabase.create(place, info)
+            database = ObjectDatabase.create(place, dataclasses.replace(info, **of_images))
         else:
             database = ObjectDatabase.open(place)
-            database.require_encoder(encoder, about["name"])
+            database.require_encoder(here.encoder, here.about["name"])
             database.require_settings(settings)
-            if (_root(files), source) != (known.root, known.images):
-                database.move(_root(files), source)
+            if any(getattr(known, name) != value for name, value in of_images.items()):
+                database.describe(**of_images)
         summary = index_images(
             database,
-            encoder,
-            files,
+            network,
+            images.part(config.share.of(range(len(images)))),
             prune=config.prune,
-            device=device,
             batch_size=config.batch_size,
             workers=min(os.cpu_count() or 1, _MOST_WORKERS) if config.workers is None else config.workers,
+            max_pixels=config.max_pixels or MAX_PIXELS,
+            engine=engine,
             progress=progress,
         )
         return Indexed(summary, database, index_vectors(database))
 
 
-def _open_files(config: IndexConfig, known: DatabaseInfo | None) -> tuple[ImageFiles, str]:
-    """Return the images and the absolute path of their folder or list."""
+def _open_images(config: IndexConfig, known: DatabaseInfo | None) -> tuple[ImageCollection, str]:
+    """Return the images, and the absolute path of their folder or list, or their URL."""
     source = config.images or (None if known is None else known.images or known.root)
     if source is None:
         raise ConfigError(f"--images is required to create the database {config.db}")
-    files = open_images(source, max_pixels=config.max_pixels or MAX_PIXELS)
-    require_readable(files, source)
-    return files, _absolute(Path(source).expanduser())
+    column = config.column or (None if known is None else known.column)
+    images = open_collection(source, column=column, max_pixels=config.max_pixels or MAX_PIXELS)
+    require_readable(images, source)
+    return images, source if is_url(source) else _absolute(Path(source).expanduser())
 
 
 def _known_backbone(known: DatabaseInfo | None) -> BackboneSource:
@@ -109,18 +128,24 @@ def _known_backbone(known: DatabaseInfo | None) -> BackboneSource:
     return known.backbone_config
 
 
-def _require_same_images(known: DatabaseInfo, files: ImageFiles, source: str, place: str, *, moved: bool) -> None:
-    """Raise ConfigError for another collection: indexing it would remove all other images."""
-    before, now = (known.images or known.root, known.root), (source, _root(files))
-    if now != before and not moved:
+def _require_same_images(
+    known: DatabaseInfo, images: ImageCollection, source: str, place: str, config: IndexConfig
+) -> None:
+    """Raise ConfigError for another collection, or another share of it: indexing it would remove all other images."""
+    before, now = (known.images or known.root, known.root), (source, _root(images, source))
+    if now != before and not config.moved:
         raise ConfigError(
             f"{place} is a database of the images of {before[0]}, not of {source}: add --moved if the same images were "
             "moved there, --moved --prune to also remove missing images from the database, or use another --db"
         )
+    if known.part != str(config.share):
+        raise ConfigError(
+            f"{place} contains part {known.part} of the images, not {config.share}: use another --db for each part"
+        )
 
 
-def _root(files: ImageFiles) -> str:
-    return _absolute(files.folder)
+def _root(images: ImageCollection, source: str) -> str:
+    return _absolute(images.folder) if isinstance(images, ImageFiles) else source
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:

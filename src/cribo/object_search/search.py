@@ -1,6 +1,7 @@
 """Implementation of `cribo search`; imports torch only for queries that need the backbone."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -78,7 +79,7 @@ def search_objects(
     states = {image.path: database.is_changed(image) for image in images}
 
     def write(part: Path) -> None:
-        write_sheet(part / SHEET, query, found, states, database.root)
+        write_sheet(part / SHEET, query, found, states, database.locate)
         write_json(part / RESULTS, _record(config, database, query, found, states, command))
         if config.coco:
             _write_coco(part / COCO, query, found)
@@ -100,7 +101,7 @@ def search_duplicates(
     pairs = find_duplicates(database, min_similarity=least, k=config.k, path=config.path)
 
     def write(part: Path) -> None:
-        write_pairs(part / SHEET, pairs, database.root)
+        write_pairs(part / SHEET, pairs, database.locate)
         record = {
             **_about(config, database, command),
             "min_similarity": least,
@@ -171,7 +172,7 @@ def _record(
         }
         for region, several in zip(query.regions, found, strict=True)
     ]
-    return {**_about(config, database, command), "image": str(query.path), "results": results}
+    return {**_about(config, database, command), "image": os.fspath(query.image), "results": results}
 
 
 def _about(config: SearchConfig, database: ObjectDatabase, command: str) -> dict[str, Any]:
