@@ -29,7 +29,7 @@ class IndexConfig(ObjectOptions, EngineOptions):
         max_pixels: larger images count as unreadable.
         device: such as cuda:0 or cpu. [the first GPU, else the CPU]
         batch_size: number of images of equal size to encode at once. Lower it if the device runs out of memory.
-        workers: number of threads that read images. [one per core, at most 16]
+        workers: number of threads that read images. [half of the cores]
     """
 
     db: str

@@ -96,7 +96,7 @@ def index_images(
     prune: bool | None = None,
     device: torch.device | str = "cpu",
     batch_size: int = 16,
-    workers: int = 2,
+    workers: int | None = None,
     max_pixels: int = MAX_PIXELS,
     engine: Engine | None = None,
     progress: Progress | None = None,
@@ -114,7 +114,7 @@ def index_images(
             keeps them. By default, up to 5 % of the images are removed, and old versions are kept for a week.
         device: device of the encoder.
         batch_size: number of images of equal size to encode at once.
-        workers: number of threads that read images; 0 counts as 1.
+        workers: number of threads that read images. [half of the cores]
         max_pixels: larger images count as unreadable.
         engine: engine that spreads the work. [this process]
         progress: called with the progress.

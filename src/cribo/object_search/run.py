@@ -32,9 +32,6 @@ from cribo.retrieval.source import BackboneSource
 
 log = logging.getLogger("cribo")
 
-_MOST_WORKERS = 16
-
-
 class Indexed(NamedTuple):
     """Result of `index_collection`, with the recall of its vector index, if any, at ten neighbours."""
 
@@ -103,7 +100,7 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
             images.part(config.share.of(range(len(images)))),
             prune=config.prune,
             batch_size=config.batch_size,
-            workers=min(os.cpu_count() or 1, _MOST_WORKERS) if config.workers is None else config.workers,
+            workers=config.workers,
             max_pixels=config.max_pixels or MAX_PIXELS,
             engine=engine,
             progress=progress,
