@@ -1,6 +1,10 @@
 import dataclasses
+import pickle
 import shutil
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import lance
@@ -8,9 +12,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+import cribo.object_search.database as database_module
 from cribo.arguments import ConfigError
 from cribo.data import DataError
-from cribo.object_search import DatabaseError, GridMask, ImageObject, IndexedImage, ObjectDatabase, ObjectSettings
+from cribo.object_search import (
+    DatabaseError,
+    GridMask,
+    ImageObject,
+    IndexedImage,
+    ObjectDatabase,
+    ObjectSettings,
+    ObjectWriter,
+)
 from cribo.object_search.database import new_entry
 from cribo.retrieval import PatchEncoder, mean_colour_encoder
 
@@ -55,6 +68,135 @@ def test_put_objects_are_found(database: ObjectDatabase) -> None:
     assert (found[2].box, found[2].area, found[2].share) == ((0, 0, 48, 32), 1536, 1.0)
     assert again.info == database.info
     assert again.objects_of("no.png") == []
+
+
+@pytest.fixture(params=["folder", "url"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Yield a new folder, and a URL of a local server of object storage."""
+    if request.param == "folder":
+        yield str(tmp_path / "some.db")
+        return
+    boto3, server = pytest.importorskip("boto3"), pytest.importorskip("moto.server")
+    bucket = tmp_path.name.replace("_", "-")  # all servers of a process have the same content
+    storage = server.ThreadedMotoServer(port=0, verbose=False)
+    storage.start()
+    host, port = storage.get_host_and_port()
+    keys = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
+    for key, value in {**keys, "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ALLOW_HTTP": "true"}.items():
+        monkeypatch.setenv(key, value)
+    try:
+        boto3.client("s3").create_bucket(Bucket=bucket)
+        yield f"s3://{bucket}/some.db"
+    finally:
+        storage.stop()
+
+
+Written = tuple[list[IndexedImage], list[str]]
+
+
+def write_images(writer: ObjectWriter, number: int) -> Written:
+    """Write two images with three objects each."""
+    vectors = np.random.default_rng(number).standard_normal((2, 3, DIM))
+    images = [(an_image(f"{number}/{n}.png", 3), objects_of(own)) for n, own in enumerate(vectors)]
+    return [image for image, _ in images], writer.write(images)
+
+
+def test_processes_write_for_one_commit(database: ObjectDatabase) -> None:
+    before = database._objects.version
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        there = [pool.submit(write_images, database.writer(), number) for number in range(2)]
+        here = [write_images(database.writer(), number) for number in (2, 3)]
+        written = [*(each.result() for each in there), *here]
+    assert database.num_rows == 0
+    images = [image for several, _ in written for image in several]
+    database.commit([each for _, several in written for each in several], images)
+    assert database._objects.version == before + 1
+    assert (len(database), database.num_rows, database.count_images()) == (24, 24, 8)
+    vectors = np.random.default_rng(1).standard_normal((2, 3, DIM))
+    [found] = database.search(vectors[1, 2:], 1)
+    assert (found[0].image, found[0].object.number) == ("1/1.png", 2)
+
+
+def test_a_repeated_commit_adds_no_objects(place: str, encoder: PatchEncoder, tmp_path: Path) -> None:
+    database = ObjectDatabase.create(place, info_of(encoder, tmp_path))
+    (first, fragments), (others, more) = (write_images(database.writer(), number) for number in range(2))
+    database.commit([*fragments, *fragments], first)
+    database.commit(fragments, first)
+    database.commit([*fragments, *more], [*first, *others])
+    database.compact(drop_versions=True)  # the committed objects move to another file
+    database.commit([*fragments, *more], [*first, *others])
+    assert (len(database), database.num_rows) == (12, 12)
+
+
+def test_a_commit_is_repeated_after_a_crash_in_it(database: ObjectDatabase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The objects are committed before the rows of their images."""
+    images, fragments = write_images(database.writer(), 0)
+    monkeypatch.setattr(database_module, "_images_table", lambda _: pytest.fail("crash"))
+    with pytest.raises(pytest.fail.Exception, match="crash"):
+        database.commit(fragments, images)
+    monkeypatch.undo()
+    assert (len(database), database.num_rows) == (0, 6)
+    database.commit(fragments, images)
+    assert (len(database), database.num_rows) == (6, 6)
+    # As above, but the next writer removes the objects without images first.
+    images, fragments = write_images(database.writer(), 1)
+    monkeypatch.setattr(database_module, "_images_table", lambda _: pytest.fail("crash"))
+    with pytest.raises(pytest.fail.Exception, match="crash"):
+        database.commit(fragments, images)
+    monkeypatch.undo()
+    database.repair()
+    assert database.num_rows == 6
+    database.commit(fragments, images)
+    assert (len(database), database.num_rows) == (12, 12)
+
+
+def test_files_that_were_never_committed_are_removed(database: ObjectDatabase) -> None:
+    filled(database, images=2)
+    images, fragments = write_images(database.writer(), 0)
+    files = lambda: len(list((Path(database.uri) / "objects.lance" / "data").iterdir()))  # noqa: E731
+    assert files() == 2
+    database.compact()
+    assert files() == 2  # their writer may be running
+    database.compact(drop_versions=True)
+    assert files() == 1
+    before = database._images.version
+    with pytest.raises(DatabaseError, match=r"1 of 1 files to commit to .* no longer exist, such as .*index their"):
+        database.commit(fragments, images)
+    assert database._images.version == before
+    assert len(database) == database.num_rows == 10
+
+
+def test_commits_of_other_processes_are_kept(database: ObjectDatabase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process commits after this one has opened the table."""
+    images, fragments = write_images(database.writer(), 0)
+    old = database._objects
+    filled(ObjectDatabase.open(database.uri), images=4)
+    monkeypatch.setattr(ObjectDatabase, "_objects", property(lambda _: old))
+    database.commit(fragments, images)
+    monkeypatch.undo()
+    assert len(database) == database.num_rows == 26
+
+
+def test_invalid_commits_are_rejected(database: ObjectDatabase, tmp_path: Path) -> None:
+    images, fragments = write_images(database.writer(), 0)
+    with pytest.raises(ValueError, match="objects of 1 images that are not committed with them"):
+        database.commit(fragments, images[:1])
+    with pytest.raises(ValueError, match=r"must have the shape \(4,\), got \(3,\)"):
+        write_images(ObjectWriter(database.uri, 4), 0)
+    with pytest.raises(DatabaseError, match=r"no\.db contains no database"):
+        write_images(ObjectWriter(str(tmp_path / "no.db"), 3), 0)
+    assert not (tmp_path / "no.db").exists()
+    assert database.num_rows == 0
+    assert database.writer().write([(images[0], ())]) == []
+    database.commit([], [])
+
+
+def test_a_writer_can_be_pickled(database: ObjectDatabase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes to the same folder in a process with another working directory."""
+    monkeypatch.chdir(tmp_path)
+    text = pickle.dumps(ObjectDatabase.open("some.db").writer())
+    monkeypatch.chdir("/")
+    assert pickle.loads(text) == database.writer()
 
 
 def test_nearest_objects_have_the_greatest_cosine(database: ObjectDatabase) -> None:

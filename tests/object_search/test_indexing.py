@@ -130,22 +130,23 @@ def test_images_of_several_sizes_and_shapes(index: Index, pictures: Path) -> Non
         assert {each.mask.image for each in database.objects_of(path)} == {size}
 
 
-WRITES = 7
+WRITES = 8
 
 KILLED = """
 import os, signal, sys
+import cribo.object_search.database as database_module
 from cribo.data import open_images
 from cribo.object_search import ObjectDatabase, index_images, index_lock
 from cribo.retrieval import mean_colour_encoder
 
-write = ObjectDatabase._writing
+write = database_module._writing
 
 def ends_before(number):
     writes = iter(range(1, 100))
-    def writing(self):
+    def writing(place):
         if next(writes) == number:
             os.kill(os.getpid(), signal.SIGKILL)
-        return write(self)
+        return write(place)
     return writing
 
 # Lance is imported after the fork, because its threads do not survive it.
@@ -154,7 +155,7 @@ for number, folder in enumerate(sys.argv[1:], start=1):
     if child == 0:
         with index_lock(folder + "/objects.db"):
             database = ObjectDatabase.open(folder + "/objects.db")
-            ObjectDatabase._writing = ends_before(number)
+            database_module._writing = ends_before(number)
             index_images(database, mean_colour_encoder(8), open_images(folder + "/pictures"), prune=True)
         os._exit(3)
     print(number, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)

@@ -5,7 +5,14 @@ from typing import TYPE_CHECKING
 from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from cribo.object_search.database import DatabaseError, DatabaseInfo, FoundObject, IndexedImage, ObjectDatabase
+    from cribo.object_search.database import (
+        DatabaseError,
+        DatabaseInfo,
+        FoundObject,
+        IndexedImage,
+        ObjectDatabase,
+        ObjectWriter,
+    )
     from cribo.object_search.indexing import IndexSummary, index_images, index_lock, index_vectors
     from cribo.retrieval.object_extraction import ImageObjects, extract_objects
     from cribo.retrieval.object_settings import ObjectSettings

@@ -5,6 +5,9 @@ the database; it is created last, so that creation is atomic. `images` has one r
 number for each indexed state of the file, and `objects` holds the objects with the entry number of their image. Objects
 are written before the row of their image and removed after it. Readers ignore objects whose entry number is in no row
 of `images`, so they never see the partial state of an interrupted write.
+
+Many processes can write objects at the same time: each writes files with an `ObjectWriter`, and one process adds all of
+them to the database by `ObjectDatabase.commit`. Files that are never committed are not part of the database.
 """
 
 import dataclasses
@@ -14,6 +17,7 @@ import re
 import secrets
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -150,6 +154,50 @@ class FoundObject(NamedTuple):
     def image(self) -> str:
         """Path of its image, relative to the root."""
         return self.indexed.path
+
+
+@dataclass(frozen=True)
+class ObjectWriter:
+    """Writes objects to files of a database, which `ObjectDatabase.commit` adds to it.
+
+    Can be pickled. Any number of processes may write at the same time; readers do not see the objects before the
+    commit. Files that are never committed are harmless; `ObjectDatabase.compact` removes them.
+
+    Attributes:
+        uri: the folder or URL of an existing database.
+        dim: D, the dimension of an object's vector.
+
+    Example:
+        >>> writer = database.writer()  # doctest: +SKIP
+        >>> fragments = writer.write([(image, objects)])  # in any process  # doctest: +SKIP
+        >>> database.commit(fragments, [image])  # doctest: +SKIP
+    """
+
+    uri: str
+    dim: int
+
+    def write(self, images: Sequence[tuple[IndexedImage, Sequence[ImageObject]]]) -> list[str]:
+        """Write the objects of images, whose entries are from `new_entry`.
+
+        Returns:
+            Descriptions of the files for `commit`, as JSON; empty if there are no objects.
+
+        Raises:
+            InputError: a vector has another dimension.
+            DatabaseError: there is no database.
+            OSError: the database is not reachable or not writable, or the disk is full.
+        """
+        objects = [(image, found) for image, several in images for found in several]
+        if not objects:
+            return []
+        rows = _objects_table(objects, self.dim)
+        entries = sorted({image.entry for image, _ in objects})
+        table = _opened(self.uri, _OBJECTS)
+        if table is None:
+            raise DatabaseError(f"{self.uri} contains no database of objects")
+        with _writing(self.uri):
+            fragments = _lance().fragment.write_fragments(rows, table, mode="append")
+        return [json.dumps({"entries": entries, "fragment": each.to_json()}) for each in fragments]
 
 
 class ObjectDatabase:
@@ -429,14 +477,73 @@ class ObjectDatabase:
                 entry of its stored ones.
             replaced: previous entries of these images; their objects are removed.
         """
-        objects = [(image, found) for image, several in images for found in several]
-        if objects:
-            with self._writing():
-                self._objects.insert(_objects_table(objects, self.info.dim))
-        with self._writing():
-            merge = self._images.merge_insert("path").when_matched_update_all().when_not_matched_insert_all()
-            merge.execute(_images_table([image for image, _ in images]))
+        self.commit(self.writer().write(images), [image for image, _ in images], replaced=replaced)
+
+    def writer(self) -> ObjectWriter:
+        """Return a writer for this process or another one; a folder is given by its absolute path."""
+        uri = self.uri if is_remote(self.uri) else str(Path(self.uri).absolute())
+        return ObjectWriter(uri, self.info.dim)
+
+    def commit(self, fragments: Sequence[str], images: Sequence[IndexedImage], *, replaced: Sequence[int] = ()) -> None:
+        """Insert or update images with the objects that writers wrote, all objects in one commit.
+
+        Repeating a commit, for example after a crash, does not add objects twice. Commits of the same fragments must
+        not run at the same time.
+
+        Args:
+            fragments: results of `ObjectWriter.write`.
+            images: the images whose objects were written, and others that change without new objects.
+            replaced: previous entries of these images; their objects are removed.
+
+        Raises:
+            InputError: fragments contain objects of other images.
+            DatabaseError: files no longer exist; their images must be indexed again. Nothing is changed.
+            OSError: the database is not writable.
+        """
+        self._append(fragments, {image.entry for image in images})
+        if images:
+            with _writing(self.uri):
+                merge = self._images.merge_insert("path").when_matched_update_all().when_not_matched_insert_all()
+                merge.execute(_images_table(images))
         self._drop(_OBJECTS, replaced)
+
+    def _append(self, fragments: Sequence[str], entries: set[int]) -> None:
+        """Add those fragments to the table of objects that are not part of it."""
+        table = self._objects
+        stored = {file.path for each in table.get_fragments() for file in each.metadata.files}
+        waiting: dict[str, tuple[Any, list[int]]] = {}
+        for text in fragments:
+            content = json.loads(text)
+            if others := set(content["entries"]) - entries:
+                raise InputError(f"fragments contain objects of {len(others)} images that are not committed with them")
+            fragment = _lance().FragmentMetadata.from_json(json.dumps(content["fragment"]))
+            path = fragment.files[0].path
+            if path not in stored:
+                waiting[path] = fragment, content["entries"]
+        # `compact` moves committed objects to other files; their images have rows, which are written after them.
+        committed = self._stored_entries([entry for _, own in waiting.values() for entry in own])
+        waiting = {path: (fragment, own) for path, (fragment, own) in waiting.items() if committed.isdisjoint(own)}
+        if not waiting:
+            return
+        files = _lance().file.LanceFileSession(f"{_path(self.uri, _OBJECTS)}/data")
+        with ThreadPoolExecutor(_REQUESTS) as pool:
+            exist = self._read(lambda: list(pool.map(files.contains, waiting)))
+        if missing := [path for path, there in zip(waiting, exist, strict=True) if not there]:
+            raise DatabaseError(
+                f"{len(missing)} of {len(waiting)} files to commit to {self.uri} no longer exist, such as "
+                f"{missing[0]}: compacting the database removed them; index their images again"
+            )
+        append = _lance().LanceOperation.Append([fragment for fragment, _ in waiting.values()])
+        with _writing(self.uri):  # repeats the commit after those of other processes
+            _lance().LanceDataset.commit(table, append, read_version=table.version)
+
+    def _stored_entries(self, entries: Sequence[int]) -> set[int]:
+        """Return those entries that are in rows of `images`."""
+        found: set[int] = set()
+        for start in range(0, len(entries), _CONDITIONS):
+            condition = _among("entry", entries[start : start + _CONDITIONS])
+            found.update(self._read(lambda: self._images.to_table(["entry"], filter=condition))["entry"].to_pylist())  # noqa: B023
+        return found
 
     def drop_images(self, images: Sequence[IndexedImage]) -> None:
         """Remove images and their objects."""
@@ -448,7 +555,7 @@ class ObjectDatabase:
         """Change fields of `info`, such as the folder of the images."""
         self.info = dataclasses.replace(self.info, **changes)
         self.root = Path(self.info.root)
-        with self._writing():
+        with _writing(self.uri):
             _write_info(self.uri, self.info)
 
     def repair(self) -> None:
@@ -468,13 +575,13 @@ class ObjectDatabase:
         """
         age = timedelta(0) if drop_versions else _KEPT_VERSIONS
         for name in (_OBJECTS, _IMAGES):
-            with self._writing():
+            with _writing(self.uri):
                 table = self._latest(name)
                 table.optimize.compact_files()
                 table.optimize.optimize_indices()
                 table.cleanup_old_versions(age, delete_unverified=drop_versions and not is_remote(self.uri))
         for name, column in ((_IMAGES, "path"), (_IMAGES, "entry"), (_OBJECTS, "entry")):
-            with self._writing():
+            with _writing(self.uri):
                 table = self._latest(name)
                 if table.count_rows() and f"{column}_idx" not in _indices(table):
                     table.create_scalar_index(column, "BTREE")
@@ -485,25 +592,16 @@ class ObjectDatabase:
 
     def build_index(self) -> None:
         """Build or rebuild the vector index; objects that are added later are searched exactly."""
-        with self._writing():
+        with _writing(self.uri):
             self._objects.create_index(
                 "vector", "IVF_FLAT", _INDEX, metric="cosine", replace=True, target_partition_size=_PARTITION
             )
 
     # ------------------------------------------------------------------ internals
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Convert Lance's errors for a full disk or a lost connection to OSError."""
-        try:
-            yield
-        except (RuntimeError, ValueError, OSError) as error:
-            reason = _reason(error)
-            raise OSError(f"cannot write to {self.uri}: {reason}; earlier writes are kept") from error
-
     def _drop(self, name: str, entries: Sequence[int]) -> None:
         if entries:
-            with self._writing():
+            with _writing(self.uri):
                 self._latest(name).delete(_among("entry", entries))
 
     def _read(self, ask: Callable[[], T]) -> T:
@@ -556,6 +654,9 @@ class ObjectDatabase:
         rows = self._read(lambda: self._images.to_table(columns, filter=condition))
         return [IndexedImage(*values) for values in zip(*(rows[name].to_pylist() for name in columns), strict=True)]
 
+
+_REQUESTS = 16  # concurrent requests to object storage
+_CONDITIONS = 10_000  # values in the condition of a query
 
 # Average number of objects per partition of the index, and number of partitions compared with a query.
 _PARTITION, _PROBES = 2048, 40
@@ -625,6 +726,15 @@ def _opened(place: str, name: str, session: Any = None) -> Any:
             return None
         # Object storage: missing bucket, no connection, or no permission.
         raise ConnectionError(f"cannot open {place}: {_reason(error)}: check the URL and your credentials") from error
+
+
+@contextmanager
+def _writing(place: str) -> Iterator[None]:
+    """Convert Lance's errors for a full disk or a lost connection to OSError."""
+    try:
+        yield
+    except (RuntimeError, ValueError, OSError) as error:
+        raise OSError(f"cannot write to {place}: {_reason(error)}; earlier writes are kept") from error
 
 
 def _overwrite(place: str, name: str, rows: Any) -> None:
@@ -717,19 +827,20 @@ def _images_table(images: Sequence[IndexedImage]) -> Any:
 def _objects_table(objects: Sequence[tuple[IndexedImage, ImageObject]], dim: int) -> Any:
     import pyarrow as pa
 
-    rows = (
-        {
-            "entry": image.entry,
-            "image": image.path,
-            "number": each.number,
-            "vector": each.vector,
-            "mask": each.mask.counts,
-            "area": each.area,
-            **dict(zip(SIDES, (*each.mask.grid, *each.mask.image, *each.box), strict=True)),
-        }
-        for image, each in objects
-    )
-    return pa.Table.from_pylist(list(rows), schema=_objects_schema(dim))
+    vectors = [np.asarray(each.vector, dtype=np.float32) for _, each in objects]
+    if wrong := [vector.shape for vector in vectors if vector.shape != (dim,)]:
+        raise InputError(f"vectors of objects must have the shape ({dim},), got {wrong[0]}")
+    columns: dict[str, Any] = {
+        "entry": [image.entry for image, _ in objects],
+        "image": [image.path for image, _ in objects],
+        "number": [each.number for _, each in objects],
+        "vector": pa.FixedSizeListArray.from_arrays(pa.array(np.concatenate(vectors)), dim),
+        "mask": [each.mask.counts for _, each in objects],
+        "area": [each.area for _, each in objects],
+    }
+    sides = [(*each.mask.grid, *each.mask.image, *each.box) for _, each in objects]
+    columns |= dict(zip(SIDES, zip(*sides, strict=True), strict=True))
+    return pa.table(columns, schema=_objects_schema(dim))
 
 
 def _object_from(fields: Mapping[str, Any]) -> ImageObject:
