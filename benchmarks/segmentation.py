@@ -163,11 +163,11 @@ def cost(train: LabelledSubset, val: LabelledSubset, backbone: Backbone, argumen
         filled(memory, train, draw_of(8, len(train), 0))
         added = time.perf_counter() - begun
         begun = time.perf_counter()
-        labeller = memory.labeller()
+        fitted = memory.fitted()
         fitted = time.perf_counter() - begun
-        encode = partial(memory.encoder.encode, [image], blocks=labeller.choice.probe.blocks)
-        patches = labeller.rows(encode()[0].flatten(0, 1))
-        parts = [encode, partial(labeller, patches), partial(memory.segment, image)]
+        encode = partial(memory.encoder.encode, [image], blocks=fitted.choice.probe.blocks)
+        patches = fitted.rows(encode()[0].flatten(0, 1))
+        parts = [encode, partial(fitted, patches), partial(memory.segment, image)]
         medians = [statistics.median(timed(part, "cpu") for _ in range(arguments.rounds)) for part in parts]
         print(f"| {name} | {added:.2f} | {fitted:.2f} | {' | '.join(f'{each:.3f}' for each in medians)} |", flush=True)
 

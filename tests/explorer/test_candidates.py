@@ -61,8 +61,8 @@ def test_images_with_uncertain_labels_are_suggested_first(candidates: Candidates
     for label, number in enumerate((0, 5)):
         image = candidates.images[number].load(32)
         memory.add(image, torch.full((32, 32), label))
-    labeller = memory.labeller_of(Choice(probe_of(encoder), 1.0, None, None, {}, ""))
-    assert candidates.order(labeller, [], {0, 5}, 1)[0] in (3, 4)
+    fitted = memory.fitted_with(Choice(probe_of(encoder), 1.0, None, None, {}, ""))
+    assert candidates.order(fitted, [], {0, 5}, 1)[0] in (3, 4)
 
 
 def test_nothing_is_encoded_while_requests_are_processed(candidates: Candidates) -> None:

@@ -13,8 +13,8 @@ from cribo.evaluation.scores import calibration_error
 from cribo.probes.fitting import (
     PENALTY,
     Choice,
+    FittedProbe,
     LabelledPatches,
-    Labeller,
     Probe,
     candidate_probes,
     choose,
@@ -53,9 +53,9 @@ def chosen(parts: list[LabelledPatches], candidates: list[Probe] | None = None) 
     return choose(parts, candidates or everything, BLOCKS, neighbours=5, temperature=0.07)
 
 
-def labelled(labeller: Labeller, part: LabelledPatches) -> torch.Tensor:
+def labelled(fitted: FittedProbe, part: LabelledPatches) -> torch.Tensor:
     """Return the class probabilities of each patch of an example with features of all `BLOCKS`."""
-    return labeller(labeller.rows(part.features[:, [BLOCKS.index(block) for block in labeller.choice.probe.blocks]]))
+    return fitted(fitted.rows(part.features[:, [BLOCKS.index(block) for block in fitted.choice.probe.blocks]]))
 
 
 def test_leave_one_out_ridge_regression_equals_refitting() -> None:
@@ -145,8 +145,8 @@ def test_confidence_is_the_share_of_correct_labels(head: Head) -> None:
     choice = choose(parts, candidate_probes(BLOCKS, blocks=(12,), whiten=False, head=head), BLOCKS, **fit)
 
     def predicted(choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
-        labeller = Labeller(parts, choice, BLOCKS, **fit, device=torch.device("cpu"))
-        confidence, label = labelled(labeller, new).max(dim=1)
+        fitted = FittedProbe(parts, choice, BLOCKS, **fit, device=torch.device("cpu"))
+        confidence, label = labelled(fitted, new).max(dim=1)
         return confidence, (label == new.shares.argmax(dim=1)).float()
 
     confidence, right = predicted(choice)
@@ -165,13 +165,13 @@ def test_calibration_error_is_the_mean_gap_of_confidence_and_accuracy() -> None:
     assert calibration_error(confidence, right) == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_labeller_recovers_labels_from_informative_features() -> None:
+def test_a_fitted_probe_recovers_labels_from_informative_features() -> None:
     parts = examples(3, informative=(6, 8, 9, 10), noise=0.2)
     new = example(50, informative=(6, 8, 9, 10), noise=0.2)
     for probe in candidate_probes(BLOCKS, blocks=(6, 8, 9, 10), whiten=None, head=None):
         choice = Choice(probe, 1.0, None, None, {}, "")
-        labeller = Labeller(parts, choice, BLOCKS, neighbours=5, temperature=0.07, device=torch.device("cpu"))
-        found = labelled(labeller, new)
+        fitted = FittedProbe(parts, choice, BLOCKS, neighbours=5, temperature=0.07, device=torch.device("cpu"))
+        found = labelled(fitted, new)
         assert (found.argmax(dim=1) == new.shares.argmax(dim=1)).float().mean() > 0.97
         torch.testing.assert_close(found.sum(dim=1), torch.ones(len(found)))
 
@@ -214,8 +214,8 @@ def test_equal_features_get_the_most_frequent_class(value: float) -> None:
     for probe in candidate_probes(BLOCKS, blocks=(12,), whiten=None, head=None):
         assert choose([part] * 4, [probe], BLOCKS, neighbours=4, temperature=0.07).expected is not None
         choice = Choice(probe, 1.0, None, None, {}, "")
-        labeller = Labeller([part] * 4, choice, BLOCKS, neighbours=16, temperature=0.07, device=torch.device("cpu"))
-        found = labelled(labeller, part)
+        fitted = FittedProbe([part] * 4, choice, BLOCKS, neighbours=16, temperature=0.07, device=torch.device("cpu"))
+        found = labelled(fitted, part)
         assert found.argmax(dim=1).tolist() == [1, 1, 1, 1]
 
 

@@ -13,7 +13,7 @@ from cribo.data.randomness import keyed_generator
 from cribo.explorer.images import FolderImages
 from cribo.explorer.uploads import Refused
 from cribo.probes.encoding import GridEncoder
-from cribo.probes.fitting import Labeller, concatenate
+from cribo.probes.fitting import FittedProbe, concatenate
 from cribo.segmentation.suggesting import cover, sample, similarity
 
 log = logging.getLogger("cribo")
@@ -78,13 +78,13 @@ class Candidates:
                 self._requests -= 1
                 self._state.notify_all()
 
-    def order(self, labeller: Labeller | None, chosen: Sequence[int], without: set[int], count: int) -> list[int]:
+    def order(self, fitted: FittedProbe | None, chosen: Sequence[int], without: set[int], count: int) -> list[int]:
         """Return the images to label next: those that cover the uncertain patches of all candidates best.
 
         Candidates that are not encoded yet come last.
 
         Args:
-            labeller: the probe fitted to the examples; None if their labels cannot be compared yet, in which case all
+            fitted: the probe fitted to the examples; None if their labels cannot be compared yet, in which case all
                 patches are equally uncertain.
             chosen: images that are being labelled.
             without: images that are not suggested.
@@ -97,8 +97,8 @@ class Candidates:
         if kept:
             rows = torch.cat(groups)
             covered, probabilities = torch.zeros(len(rows)), torch.full((len(rows), 1), 0.5)
-            if labeller is not None:
-                covered, probabilities = similarity(rows, labeller.known_rows(_LABELLED)), labeller(rows)
+            if fitted is not None:
+                covered, probabilities = similarity(rows, fitted.known_rows(_LABELLED)), fitted(rows)
             first = [row for row, place in enumerate(kept) if numbers[place] in chosen]
             own = torch.stack([similar[place] for place in kept])
             best = cover(own, probabilities, covered, count, first=first)

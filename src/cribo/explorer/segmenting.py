@@ -30,7 +30,7 @@ from cribo.explorer.images import FolderImages, PageImage, bounded
 from cribo.explorer.network import SharedEncoder
 from cribo.explorer.painting import Painting, from_runs, to_runs
 from cribo.explorer.uploads import Refused
-from cribo.probes.fitting import Choice, Labeller, Probe, candidate_probes, default_probe
+from cribo.probes.fitting import Choice, FittedProbe, Probe, candidate_probes, default_probe
 from cribo.segmentation import SegmentationMemory, SegmentationSettings
 from cribo.segmentation.inputs import open_labels
 from cribo.segmentation.pictures import overlay
@@ -104,7 +104,7 @@ class Session:
         self._encoder, self._candidates, self._folder = encoder, candidates, folder
         self._memory = empty_memory(encoder)
         self._choice = Choice(probe_of(encoder), 1.0, None, None, {}, "")
-        self._labeller: Labeller | None = None
+        self._fitted_probe: FittedProbe | None = None
         self._colours: list[Colour] = []
         self._own: dict[str, PageImage] = {}
         self._paintings: dict[str, Painting] = {}
@@ -247,8 +247,8 @@ class Session:
             done = {int(key[1:]) for key in (*examples, *begun) if key[0] == "c"}
             current = [int(key[1:]) for key in (self.current,) if key is not None and key[0] == "c"]
             # With a single class, no label is uncertain.
-            labeller = self._fitted() if len(self._present) > 1 else None
-            found += [f"c{number}" for number in self._candidates.order(labeller, current, done, count - len(found))]
+            fitted = self._fitted() if len(self._present) > 1 else None
+            found += [f"c{number}" for number in self._candidates.order(fitted, current, done, count - len(found))]
         return found
 
     # ---------------------------------------------------------------------------------------------- painting
@@ -319,7 +319,7 @@ class Session:
             raise Refused("The painted region is too small: paint more.")
         self._memory.add(image, labels, name=key)
         painting.confirmed = painting.labels
-        self._labeller = None
+        self._fitted_probe = None
 
     def _remove(self, key: str) -> None:
         del self._paintings[key]
@@ -328,7 +328,7 @@ class Session:
             self._memory = empty_memory(self._encoder)
         elif len(others) < len(self._memory):
             self._memory.remove([*{*range(len(self._memory))} - {*others}])
-        self._labeller = None
+        self._fitted_probe = None
         if self._folder is not None:
             self._folder.remove(self.image(key), self._written)
             self.unsaved.pop(key, None)
@@ -379,21 +379,21 @@ class Session:
         """Names of the classes that occur in the examples."""
         return [name for name, count in zip(self.classes, self._memory.holding, strict=False) if count]
 
-    def _fitted(self) -> Labeller | None:
+    def _fitted(self) -> FittedProbe | None:
         """Return the probe fitted to the examples; None if there are none."""
-        if self._labeller is None and len(self._memory):
-            self._labeller = self._memory.labeller_of(self._choice)
-        return self._labeller
+        if self._fitted_probe is None and len(self._memory):
+            self._fitted_probe = self._memory.fitted_with(self._choice)
+        return self._fitted_probe
 
     def _predicted(
         self, image: PageImage, shown: UInt8[Tensor, "3 h w"], refine: Refine
     ) -> UInt8[Tensor, "h w"] | None:
         """Return the predicted labels of an image at the shown size; None without examples."""
-        if (labeller := self._fitted()) is None:
+        if (fitted := self._fitted()) is None:
             return None
         encoder = self._memory.encoder
-        (features,) = encoder.encode([image.load(ENCODED)], blocks=labeller.choice.probe.blocks)
-        votes = labeller(labeller.rows(features.flatten(0, 1).cpu())).unflatten(0, features.shape[:2])
+        (features,) = encoder.encode([image.load(ENCODED)], blocks=fitted.choice.probe.blocks)
+        votes = fitted(fitted.rows(features.flatten(0, 1).cpu())).unflatten(0, features.shape[:2])
         return label_pixels(votes, shown, patch_size=encoder.encoder.patch_size, refine=refine).labels
 
     def canvas(self) -> dict[str, Any]:

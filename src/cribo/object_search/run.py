@@ -32,6 +32,7 @@ from cribo.retrieval.source import BackboneSource
 
 log = logging.getLogger("cribo")
 
+
 class Indexed(NamedTuple):
     """Result of `index_collection`, with the recall of its vector index, if any, at ten neighbours."""
 

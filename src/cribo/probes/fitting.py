@@ -475,7 +475,7 @@ def class_ious(confusions: Int[Tensor, "n c c"]) -> dict[int, float]:
     return {label: float(scores[label]) for label in confusion.sum(dim=1).nonzero()[:, 0].tolist()}
 
 
-class Labeller:
+class FittedProbe:
     """Predicts the classes of patches with a fitted probe.
 
     Args:

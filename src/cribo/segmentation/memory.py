@@ -27,8 +27,8 @@ from cribo.probes.examples import content_hash, label_features
 from cribo.probes.fitting import (
     MOST_PATCHES,
     Choice,
+    FittedProbe,
     LabelledPatches,
-    Labeller,
     fit_probe,
     left_out_confusions,
     thinned,
@@ -136,7 +136,7 @@ class SegmentationMemory:
         self._palette = None if palette is None else list(palette)
         self._stored: list[StoredExample] = []
         self._choice: Choice | None = None
-        self._labeller: Labeller | None = None
+        self._fitted: FittedProbe | None = None
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -264,7 +264,7 @@ class SegmentationMemory:
                 else:
                     self._stored.append(one)
             if stored:
-                self._choice = self._labeller = None
+                self._choice = self._fitted = None
             return len(stored)
 
     def _check(self, name: str, image: Tensor, labels: Tensor) -> None:
@@ -297,7 +297,7 @@ class SegmentationMemory:
                     f"cannot remove all {len(self)} examples of the memory: keep at least one, or delete the memory"
                 )
             self._stored = kept
-            self._choice = self._labeller = None
+            self._choice = self._fitted = None
 
     def classes_of(self, example: int) -> dict[str, float]:
         """Return the class shares of an example's labelled pixels by name, in descending order."""
@@ -325,9 +325,9 @@ class SegmentationMemory:
             DataError: the memory is empty.
         """
         opened = [open_image(image) for image in images]
-        labeller = self.labeller()
-        features = self.encoder.encode(opened, blocks=labeller.choice.probe.blocks)
-        votes = labeller(labeller.rows(torch.cat([own.flatten(0, 1) for own in features]).cpu()))
+        fitted = self.fitted()
+        features = self.encoder.encode(opened, blocks=fitted.choice.probe.blocks)
+        votes = fitted(fitted.rows(torch.cat([own.flatten(0, 1) for own in features]).cpu()))
         parts = votes.to(self.encoder.device).split([own.shape[0] * own.shape[1] for own in features])
         return [
             self._segmentation(part.unflatten(0, own.shape[:2]), image)
@@ -366,7 +366,7 @@ class SegmentationMemory:
                 self._choice = fit_probe(self._examples(), blocks, self.settings, progress=progress)
             return self._choice
 
-    def labeller(self) -> Labeller:
+    def fitted(self) -> FittedProbe:
         """Return the probe fitted to the present examples.
 
         It is unaffected by later changes of the memory.
@@ -375,19 +375,19 @@ class SegmentationMemory:
             DataError: the memory is empty.
         """
         with self._lock:
-            if self._labeller is None:
+            if self._fitted is None:
                 choice, neighbours = self.fit(), self.settings.neighbours
                 if self.patches > MOST_PATCHES:
                     log.info("using %d of the %d patches of the examples", MOST_PATCHES, self.patches)
-                self._labeller = self.labeller_of(choice)
+                self._fitted = self.fitted_with(choice)
                 if choice.probe.head != "ridge" and self.patches < neighbours:
                     log.warning(
                         "the memory has %d patches, fewer than neighbours=%d: all of them vote",
                         *(self.patches, neighbours),
                     )
-            return self._labeller
+            return self._fitted
 
-    def labeller_of(self, choice: Choice) -> Labeller:
+    def fitted_with(self, choice: Choice) -> FittedProbe:
         """Fit a given probe to the present examples, without the cross-validation of `fit`, which takes longer.
 
         Raises:
@@ -395,7 +395,7 @@ class SegmentationMemory:
         """
         with self._lock:
             blocks = self.encoder.encoder.blocks
-            return Labeller(self._examples(), choice, blocks, device=self.encoder.device, **self.settings.voting)
+            return FittedProbe(self._examples(), choice, blocks, device=self.encoder.device, **self.settings.voting)
 
     def left_out(self) -> Int[Tensor, "n c c"]:
         """Compute the confusion matrix (rows are labels) of each example's left-out patches.

@@ -19,16 +19,16 @@ def suggest(memory: SegmentationMemory, images: Iterable[UInt8[Tensor, "3 h w"]]
     Raises:
         DataError: the memory is empty.
     """
-    labeller = memory.labeller()
+    fitted = memory.fitted()
     groups = []
     for index, image in enumerate(images):
-        (features,) = memory.encoder.encode([image], blocks=labeller.choice.probe.blocks)
-        groups.append(labeller.rows(sample(features, index)))
+        (features,) = memory.encoder.encode([image], blocks=fitted.choice.probe.blocks)
+        groups.append(fitted.rows(sample(features, index)))
     if not groups:
         return []
     rows = torch.cat(groups)
     similar = torch.stack([similarity(rows, group) for group in groups])
-    return cover(similar, labeller(rows), similarity(rows, labeller.known_rows(_LABELLED)), count)
+    return cover(similar, fitted(rows), similarity(rows, fitted.known_rows(_LABELLED)), count)
 
 
 def sample(features: Float[Tensor, "rows columns l d"], key: int) -> Float[Tensor, "p l d"]:
