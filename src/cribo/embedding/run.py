@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from cribo.cluster.engines import open_engine
+from cribo.cluster.parts import part_size
 from cribo.cluster.shares import Share
 from cribo.console import Phases
 from cribo.data.collection import ImageCollection, fingerprint, open_collection
@@ -31,8 +32,6 @@ from cribo.versions import versions
 ABOUT, SKIPPED = "about.json", "skipped.jsonl"
 
 _MOST_IMAGES = 512  # limit per part; an interrupted part is encoded again
-_LEAST_PARTS = 64  # of a large collection, so that workers end at about the same time
-_LEAST_IMAGES = 16  # limit per part for this purpose
 _SKIPPED_IN_PARTS = ".skipped"  # folder with a list for each part that has unreadable images
 _ADVICE = "choose another --out, continue it with --resume, or replace it with --overwrite"
 
@@ -192,7 +191,7 @@ class _Plan:
 def _images_in_part(config: EmbedConfig, embedder: Embedder, images: int) -> int:
     """Return the number of images per part; independent of workers and image sizes, so equal in resumed runs."""
     rows = {"global": 1, "patches": MAX_PATCHES, "objects": embedder.settings.num_objects}[config.features]
-    wanted = min(_MOST_IMAGES, max(_LEAST_IMAGES, images // _LEAST_PARTS))
+    wanted = part_size(images, least=config.batch_size, most=_MOST_IMAGES)
     return min(wanted, max(1, BUDGET // (rows * embedder.dim * 4)))
 
 

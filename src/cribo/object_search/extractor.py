@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cribo.data.collection import ImageCollection, rows_of
+from cribo.cluster.parts import ImagePart
+from cribo.data.collection import rows_of
 from cribo.data.limits import MAX_PIXELS
 from cribo.data.reading import EncodedImage, TooManyPixels, UnreadableImage
 from cribo.devices import resolve_threads
@@ -23,22 +24,6 @@ from cribo.retrieval.source import BackboneSource
 
 _READ_AHEAD = 4  # batches; images of equal size among them are encoded together
 _PLACES = (*SIDES, "area")
-
-
-class ImagesToExtract(NamedTuple):
-    """A part of a collection.
-
-    Attributes:
-        images: the images.
-        known: SHA-256 of the previous content of each image, or ""; an image with the same content is not extracted.
-            Empty for none.
-    """
-
-    images: ImageCollection
-    known: Sequence[str] = ()
-
-    def __len__(self) -> int:
-        return len(self.images)
 
 
 @dataclass(frozen=True)
@@ -134,7 +119,7 @@ class ObjectExtractor:
         """
         rows: list[dict[str, Any]] = []
         nothing = {"number": -1, "vector": np.full(self.network.dim, np.nan, dtype=np.float32), "mask": b""}
-        [images] = self.stream([ImagesToExtract(rows_of(batch))])
+        [images] = self.stream([ImagePart(rows_of(batch))])
         for image in images:
             if image.error:
                 rows.append({"image": image.name, **nothing, **dict.fromkeys(_PLACES, 0), "error": image.error})
@@ -147,7 +132,7 @@ class ObjectExtractor:
         columns = {name: np.array([row[name] for row in rows], dtype=kinds.get(name, np.int64)) for name in names}
         return {**columns, "vector": columns["vector"].reshape(-1, self.network.dim)}
 
-    def stream(self, parts: Iterable[ImagesToExtract]) -> Iterator[list[ExtractedImage]]:
+    def stream(self, parts: Iterable[ImagePart]) -> Iterator[list[ExtractedImage]]:
         """Yield the images of each part, in order, with their objects; read images of the next parts meanwhile."""
         encoder, device, size = self.network.encoder, self.network.device, self.batch_size
         read = prefetch_parts(
@@ -174,7 +159,7 @@ class ObjectExtractor:
                 results += [found[index] for index in range(len(several))]
             yield results
 
-    def _read(self, part: ImagesToExtract, index: int) -> _Read:
+    def _read(self, part: ImagePart, index: int) -> _Read:
         name = part.images.name(index)
         try:
             content = part.images.read(index).content
@@ -183,7 +168,7 @@ class ObjectExtractor:
         except OSError as error:
             return _not_extracted(ExtractedImage(name, "", error=error.strerror or str(error), passing=True))
         sha256 = hashlib.sha256(content).hexdigest()
-        if part.known and part.known[index] == sha256:
+        if part.is_known(index, sha256):
             return _not_extracted(ExtractedImage(name, sha256, known=True))
         try:
             image = EncodedImage(name, content)

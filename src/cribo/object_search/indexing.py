@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from cribo.cluster.engines import Engine, LocalEngine
+from cribo.cluster.parts import ImagePart, part_size
 from cribo.console import Progress
 from cribo.data.collection import FileState, ImageCollection
 from cribo.data.images import DataError
@@ -25,7 +26,7 @@ from cribo.object_search.database import (
     is_remote,
     new_entry,
 )
-from cribo.object_search.extractor import ExtractedImage, ImagesToExtract, ObjectExtractor
+from cribo.object_search.extractor import ExtractedImage, ObjectExtractor
 from cribo.retrieval.encoders import PatchEncoder
 from cribo.retrieval.lazy_network import LazyNetwork, OpenEncoder
 from cribo.retrieval.objects import ImageObject
@@ -33,8 +34,6 @@ from cribo.retrieval.objects import ImageObject
 INDEX_LOCK = ".index.lock"
 
 _MOST_IMAGES = 256  # limit per part; an interrupted part is indexed again
-_LEAST_PARTS = 64  # of a large collection, so that workers end at about the same time
-_LEAST_IMAGES = 16  # limit per part for this purpose
 _COMMIT_SECONDS = 30.0
 _PRUNED_SHARE = 0.05  # maximum share of the images to remove without --prune
 
@@ -142,7 +141,7 @@ def index_images(
     extractor = ObjectExtractor(
         network, settings=database.info.settings, max_pixels=max_pixels, batch_size=batch_size, workers=workers
     )
-    size = min(_MOST_IMAGES, max(_LEAST_IMAGES, len(work) // _LEAST_PARTS))
+    size = part_size(len(work), least=batch_size, most=_MOST_IMAGES)
     parts = [
         _Part(files.part([one.index for one in several]), several)
         for several in (work[start : start + size] for start in range(0, len(work), size))
@@ -246,7 +245,7 @@ class _IndexParts:
     def __call__(self, parts: Iterable[_Part]) -> Iterator[_IndexedPart]:
         first, second = tee(parts)
         known = (
-            ImagesToExtract(part.images, ["" if one.before is None else one.before.sha256 for one in part.work])
+            ImagePart(part.images, ["" if one.before is None else one.before.sha256 for one in part.work])
             for part in first
         )
         with closing(self.extractor.stream(known)) as extracted:

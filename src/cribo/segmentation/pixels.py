@@ -35,6 +35,11 @@ def write_labels(labels: UInt8[Tensor, "h w"], palette: Sequence[Colour], file: 
     image.save(file, "PNG", **({"bits": 8} if labels.max() == IGNORE_INDEX else {}))
 
 
+def write_confidence(confidence: Float[Tensor, "h w"], file: Path | IO[bytes]) -> None:
+    """Write probabilities, 0 to 1, as a grey PNG of 0 to 255."""
+    Image.fromarray((confidence * 255).round().byte().numpy()).save(file, "PNG")
+
+
 @torch.no_grad()
 def label_pixels(
     votes: Float[Tensor, "rows columns c"],

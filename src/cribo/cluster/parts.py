@@ -1,0 +1,46 @@
+"""Division of a collection into parts, the units that are written, repeated after a failure, and reported."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cribo.data.collection import ImageCollection
+
+_LEAST_PARTS = 64
+
+
+class ImagePart(NamedTuple):
+    """A part of a collection.
+
+    Attributes:
+        images: the images.
+        known: SHA-256 of the content of each image for which there are results, or "": an image with this content needs
+            no work. Empty if there are no results.
+    """
+
+    images: ImageCollection
+    known: Sequence[str] = ()
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def is_known(self, index: int, sha256: str) -> bool:
+        """Whether there are results for an image with this content."""
+        return bool(self.known) and self.known[index] == sha256
+
+
+def part_size(images: int, *, least: int, most: int) -> int:
+    """Return the number of images per part.
+
+    An interruption loses a part, so parts are small; each costs a file and a message, so they are not smaller than a
+    64th of the collection. The size is the same for any number of workers, so that work can be continued with another.
+
+    Args:
+        images: size of the collection.
+        least: minimum, such as a batch.
+        most: maximum.
+
+    Example:
+        >>> [part_size(images, least=16, most=512) for images in (100, 3539, 10**6)]
+        [16, 55, 512]
+    """
+    return min(most, max(least, images // _LEAST_PARTS))
