@@ -1,6 +1,5 @@
 """Implementation of `cribo embed`: encode images and write their features to files in parts."""
 
-import hashlib
 import json
 import os
 import time
@@ -17,6 +16,7 @@ from rich.console import Console
 from torch import Tensor
 
 from cribo.console import Phases
+from cribo.data.collection import fingerprint, without_repeats
 from cribo.data.images import ImageFiles, open_images, require_readable
 from cribo.data.reading import UnreadableImage
 from cribo.devices import resolve_device, resolve_workers
@@ -132,7 +132,7 @@ def embed_images(
             "format": config.format,
             "precision": config.precision,
             "images": len(names),
-            "files": _fingerprint(files, names),
+            "files": fingerprint(without_repeats(files)),
             **json.loads(json.dumps(asdict(settings))),
         },
         "images": os.path.realpath(config.images),
@@ -161,15 +161,6 @@ def embed_images(
     write_json(out / ABOUT, {**about, "finished": True, "skipped": len(embedded.skipped)})
     remove_parts(out / PARTS)
     return embedded
-
-
-def _fingerprint(files: ImageFiles, names: Sequence[str]) -> str:
-    """Return a hash of the names and sizes of files."""
-    digest = hashlib.sha256()
-    for name in names:
-        path = Path(files.folder) / name
-        digest.update(f"{name} {path.stat().st_size if path.exists() else -1}\n".encode("utf-8", "surrogateescape"))
-    return digest.hexdigest()
 
 
 def _changes(file: Path, now: dict[str, Any]) -> Iterator[str]:
