@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 
 from cribo.cli import main
+from cribo.data.collection import open_collection
 from cribo.data.images import DataError, open_images
 from cribo.data.reading import read_image
 from cribo.data.shard_writing import TooManySkipped, write_shards
-from cribo.data.shards import open_collection
 from cribo.files import FolderError
 
 

@@ -25,11 +25,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
 from tests.data.batches import assert_same_samples, view_pairs
 
+from cribo.data.collection import open_collection
 from cribo.data.images import DataError, MissingData, OrderedSource, PackedNames, ReducingSource
 from cribo.data.loading import BatchLoader
 from cribo.data.reading import UnreadableImage, read_image
 from cribo.data.samples import Batch, StepBatchSampler
-from cribo.data.shards import ShardedImages, open_collection, open_shards, window_of
+from cribo.data.shards import ShardedImages, open_shards, window_of
 from cribo.data.storage import LocalShards, RemoteShards, ShardCache, ShardError
 from cribo.data.tars import INDEX, ShardIndex
 

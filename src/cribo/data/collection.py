@@ -1,28 +1,65 @@
 """Collections of encoded images: files, members of tar shards, rows of Parquet files, objects below a URL."""
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from __future__ import annotations
 
-from cribo.data.images import ImageSource
-from cribo.data.reading import EncodedImage
+import hashlib
+import os
+import posixpath
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
 
+import numpy as np
 
-class FileState(NamedTuple):
-    """Size in bytes and modification time, in nanoseconds since 1970, of an image, or of the file that contains it."""
+from cribo.data.images import (
+    EXTENSIONS,
+    DataError,
+    EncodedImages,
+    ImageSource,
+    ascending,
+    has_images,
+    is_url,
+    open_images,
+    read_list,
+    require,
+)
+from cribo.data.limits import MAX_PIXELS
+from cribo.data.parquet import PARQUET, list_parquet, open_parquet, open_row
+from cribo.data.reading import EncodedImage, FileState, UnreadableImage
+from cribo.data.remote import located, open_mixed_list, open_remote
+from cribo.data.shards import open_shards, read_member
+from cribo.data.storage import (
+    CACHE_DIR,
+    CACHE_GIB,
+    SUFFIX,
+    file_state,
+    list_folder,
+    list_tars,
+    read_file,
+    require_answer,
+)
+from cribo.data.tars import INDEX
+from cribo.wording import enumerated
 
-    size_bytes: int
-    mtime_ns: int
+_STATE_READERS = 16  # for storage with a high latency
+_STATE_BLOCK = 4096
 
 
 class ImageCollection(ImageSource, Protocol):
     """Encoded images with names, which can be divided, pickled and opened in another process."""
 
+    max_pixels: int
+    """Maximum number of pixels of an image; larger ones are unreadable."""
+
     def read(self, index: int) -> EncodedImage:
         """Read the bytes of an image.
 
         Raises:
-            OSError: the file or the storage cannot be read; it may be temporary.
+            OSError: the file is gone or cannot be read; it may be temporary.
             UnreadableImage: there are no bytes to read.
+            ShardError: a shard cannot be read, or object storage failed repeatedly.
         """
         ...
 
@@ -30,6 +67,240 @@ class ImageCollection(ImageSource, Protocol):
         """Return size and modification time, which change with the image; raises OSError if the file is gone."""
         ...
 
-    def part(self, indices: Sequence[int]) -> "ImageCollection":
-        """Return the collection of some of the images. Its pickle is small, and opening it lists no folders."""
+    def part(self, indices: Sequence[int]) -> ImageCollection:
+        """Return the collection of some of the images, given ascending indices.
+
+        Its pickle is small, and opening it lists no folders.
+        """
         ...
+
+
+def open_collection(
+    root: str | os.PathLike[str],
+    images: str = "",
+    *,
+    column: str | None = None,
+    max_pixels: int = MAX_PIXELS,
+    inside: bool = False,
+    cache_dir: str | os.PathLike[str] = CACHE_DIR,
+    cache_gib: float = CACHE_GIB,
+) -> ImageCollection:
+    """Open image files, a list of them, tar shards or Parquet files, in a folder or below a URL.
+
+    A folder is read as shards if it contains `INDEX`, or tar files and no image at any depth; as Parquet if it contains
+    Parquet files; else as images. A URL that fsspec understands, such as s3://bucket/prefix, is read as shards or
+    Parquet if such files are directly below it, else as images of any depth. A .txt list may contain paths and URLs.
+
+    Args:
+        root: a folder, a .txt, .tar or .parquet file, or a URL of a folder or a .parquet file.
+        images: sub-folder of `root`.
+        column: column of images in Parquet files (see `open_parquet`).
+        max_pixels: maximum number of pixels of an image; larger ones are unreadable.
+        inside: images must be inside the folder, or that of the list (see `open_images`).
+        cache_dir: folder for shards downloaded from a URL.
+        cache_gib: maximum total size of the shards in this folder, in GiB.
+
+    Raises:
+        DataError: there are no images, files are broken or of several kinds, or `column` does not exist.
+        MissingData: a folder, a list, a listed file or a URL does not exist.
+        ConnectionError: the storage of a URL does not answer.
+        ShardError: the storage failed repeatedly.
+        ImportError: pyarrow, or a package for the URL, is not installed.
+
+    >>> open_collection("photographs"), open_collection("s3://pictures/street")  # doctest: +SKIP
+    """
+    place = _joined(root, images)
+    kind = _kind_of_url(place) if is_url(place) else _kind_of_path(Path(place))
+    if column is not None and kind != "parquet":
+        raise DataError(f"column {column!r} requires Parquet files: {place} contains {kind}")
+    if kind == "parquet":
+        return open_parquet(place, column=column, max_pixels=max_pixels, inside=inside)
+    if kind == "shards":
+        return open_shards(place, max_pixels=max_pixels, cache_dir=cache_dir, cache_gib=cache_gib)
+    if is_url(place):
+        return open_remote(place, max_pixels=max_pixels)
+    path = Path(place)
+    if path.suffix.lower() == ".txt" and path.is_file():
+        listed = read_list(path)
+        if any(is_url(name) for _, name in listed):
+            return open_mixed_list(path, listed, max_pixels=max_pixels, inside=inside)
+    return open_images(root, images, max_pixels=max_pixels, inside=inside)
+
+
+def _joined(root: str | os.PathLike[str], images: str) -> str:
+    """Return the path or URL of a sub-folder."""
+    if is_url(root):
+        return f"{os.fspath(root).rstrip('/')}/{images}" if images else os.fspath(root)
+    return str(Path(root).expanduser() / images)
+
+
+def _kind_of_path(path: Path) -> str:
+    """Return the kind of a folder or file: images, shards or parquet; raises DataError for a mixed folder."""
+    require(path)
+    if path.is_file():
+        return {SUFFIX: "shards", PARQUET: "parquet"}.get(path.suffix.lower(), "images")
+    if (path / INDEX).is_file():
+        return "shards"
+    parquet, tars = list_parquet(path), list_tars(path)
+    if parquet and (tars or has_images(path)):
+        raise DataError(_mixed(path, "tar" if tars else "image", parquet[0].name))
+    if parquet:
+        return "parquet"
+    return "shards" if tars and not has_images(path) else "images"
+
+
+def _kind_of_url(url: str) -> str:
+    """Return the kind of the files directly below a URL; raises as `open_collection` does."""
+    require_answer(url)
+    suffix = posixpath.splitext(url)[1].lower()
+    if suffix == PARQUET:
+        return "parquet"
+    files, _ = list_folder(url)
+    if not files and suffix in (SUFFIX, ".txt", *EXTENSIONS):
+        raise DataError(f"{url} is a file: give the URL of its folder, or a .txt list of URLs on this machine")
+    parquet = [name for name in files if name.endswith(PARQUET)]
+    tars = any(name.endswith(SUFFIX) for name in files)
+    if parquet and (tars or any(name.lower().endswith(EXTENSIONS) for name in files)):
+        raise DataError(_mixed(url, "tar" if tars else "image", parquet[0]))
+    return "parquet" if parquet else "shards" if tars else "images"
+
+
+def _mixed(place: object, others: str, parquet: str) -> str:
+    return f"{place} contains both Parquet and {others} files: give the path of {parquet}, or of a folder of one kind"
+
+
+# ------------------------------------------------------------------------------------------------------- batches
+
+
+class RowImages(EncodedImages):
+    """Images of a batch in memory as an ImageCollection; created by `rows_of`."""
+
+    def __init__(self, names: np.ndarray, contents: np.ndarray | None, *, max_pixels: int = MAX_PIXELS) -> None:
+        super().__init__(max_pixels)
+        self._names, self._contents = names, contents
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def name(self, index: int) -> str:
+        """Return the name of an image, or "row INDEX" if it has none."""
+        name = self._names[index]
+        return name if isinstance(name, str) and name else f"row {index}"
+
+    def read(self, index: int) -> EncodedImage:
+        """Return the bytes of an image, or read it from its path or URL; raises as `ImageCollection.read` does."""
+        name = self._names[index]
+        if self._contents is not None:
+            content = self._contents[index]
+            if not isinstance(content, bytes | bytearray | memoryview) or not len(content):
+                raise UnreadableImage(self.name(index), "the row has no bytes")
+            return EncodedImage(self.name(index), bytes(content))
+        if not isinstance(name, str) or not name:
+            raise UnreadableImage(self.name(index), "the row has no path")
+        return EncodedImage(name, read_file(name))
+
+    def state(self, index: int) -> FileState:
+        """Return the number of bytes, or the state of the file at the path or URL."""
+        if self._contents is None:
+            return file_state(self.name(index))
+        content = self._contents[index]
+        return FileState(len(content) if isinstance(content, bytes | bytearray | memoryview) else 0, 0)
+
+    def part(self, indices: Sequence[int]) -> RowImages:
+        """Return some of the images, given ascending indices."""
+        chosen = ascending(indices, len(self))
+        contents = None if self._contents is None else self._contents[chosen]
+        return RowImages(self._names[chosen], contents, max_pixels=self.max_pixels)
+
+
+def rows_of(batch: Mapping[str, np.ndarray], *, max_pixels: int = MAX_PIXELS) -> RowImages:
+    """Return the images of a batch of Ray Data, Daft or Spark.
+
+    Args:
+        batch: arrays of equal length: `image`, the names; and `bytes`, without which the names are paths or URLs.
+        max_pixels: as for `read_image`.
+
+    Raises:
+        DataError: there is no column `image`, or it contains other things than text.
+
+    >>> images = rows_of({"image": np.array(["a.jpg", "b.jpg"])})
+    >>> len(images), images.name(1)
+    (2, 'b.jpg')
+    """
+    if "image" not in batch:
+        raise DataError(
+            "a batch must have the column image, with names, paths or URLs, and optionally bytes, got "
+            f"{enumerated(list(batch), 20) or 'no columns'}: rename or select columns"
+        )
+    names = np.asarray(batch["image"]).astype(object)
+    wrong = next((name for name in names if name is not None and not isinstance(name, str | float)), None)
+    if wrong is not None:
+        raise DataError(
+            f"the column image must contain names, paths or URLs, got {type(wrong).__name__}: put the contents of "
+            "files into the column bytes"
+        )
+    contents = np.asarray(batch["bytes"], dtype=object) if "bytes" in batch else None
+    if contents is not None and len(contents) != len(names):
+        raise DataError(f"the columns image and bytes must have equal length, got {len(names)} and {len(contents)}")
+    return RowImages(names, contents, max_pixels=max_pixels)
+
+
+# ------------------------------------------------------------------------------------------------ whole collections
+
+
+def without_repeats(collection: ImageCollection) -> ImageCollection:
+    """Return the images with different names: the first of each name, since a list may name an image twice."""
+    first: dict[str, int] = {}
+    for index in range(len(collection)):
+        first.setdefault(collection.name(index), index)
+    return collection if len(first) == len(collection) else collection.part(list(first.values()))
+
+
+def fingerprint(collection: ImageCollection) -> str:
+    """Return a hash of the names and sizes of all images.
+
+    Raises:
+        ShardError: object storage failed repeatedly.
+    """
+    digest = hashlib.sha256()
+
+    def size(index: int) -> int:
+        try:
+            return collection.state(index).size_bytes
+        except OSError:  # it is gone
+            return -1
+
+    with ThreadPoolExecutor(_STATE_READERS) as pool:
+        for start in range(0, len(collection), _STATE_BLOCK):
+            block = range(start, min(start + _STATE_BLOCK, len(collection)))
+            for index, size_bytes in zip(block, pool.map(size, block), strict=True):
+                digest.update(f"{collection.name(index)} {size_bytes}\n".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def read_named(source: str | os.PathLike[str], name: str, column: str | None = None) -> EncodedImage:
+    """Read one image of a source of `open_collection` by its name, without listing the images.
+
+    Args:
+        source: path or URL from which the collection was opened.
+        name: name of the image.
+        column: column of images in Parquet files.
+
+    Raises:
+        OSError: the image is gone or cannot be read.
+        UnreadableImage: there are no bytes to read.
+        DataError: the source is broken.
+        ShardError: a shard cannot be read, or object storage failed repeatedly.
+    """
+    place = _joined(source, "")
+    is_file = posixpath.splitext(place)[1].lower() in (".txt", SUFFIX, PARQUET)
+    folder = posixpath.dirname(place) if is_file else place.rstrip("/")
+    location = located(folder or ".", name)
+    if not is_url(location) and Path(location).is_file():
+        return EncodedImage(name, Path(location).read_bytes())
+    container, _, member = name.partition("/")
+    if (row := re.fullmatch(r"(\d+)(\.\w+)?", member)) and container.endswith(PARQUET):
+        return EncodedImage(name, open_row(located(folder, container), int(row[1]), column=column).read(0).content)
+    if container.endswith(SUFFIX) and member:
+        return EncodedImage(name, read_member(folder, container, member))
+    return EncodedImage(name, read_file(location))

@@ -7,15 +7,15 @@ import os
 import posixpath
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from cribo.data.limits import MAX_PIXELS
-from cribo.data.reading import UnreadableImage, image_size, read_image, read_reduced
+from cribo.data.reading import EncodedImage, FileState, UnreadableImage, image_size, read_image, read_reduced
 from cribo.errors import DataError, InputError, MissingData
 from cribo.wording import counted, enumerated
 
@@ -127,18 +127,76 @@ class PackedNames:
         return os.fsdecode(self._text[self._ends[index] : self._ends[index + 1]].tobytes())
 
 
-class ImageFiles:
-    """Image files as an ImageSource; created by `open_images`.
+class EncodedImages:
+    """Base of collections whose images are bytes: decodes what `read` returns.
+
+    Args:
+        max_pixels: maximum number of pixels of an image; larger ones are unreadable.
+    """
+
+    def __init__(self, max_pixels: int) -> None:
+        if max_pixels < 4:
+            raise DataError(f"max_pixels must be >= 4 (the smallest image is 2 x 2), got {max_pixels}")
+        self.max_pixels = max_pixels
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def name(self, index: int) -> str:
+        """Return the name of an image."""
+        raise NotImplementedError
+
+    def read(self, index: int) -> EncodedImage:
+        """Read the bytes of an image."""
+        raise NotImplementedError
+
+    def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
+        """Load an image as upright RGB. Raises UnreadableImage (see `read_image`)."""
+        return read_image(self._encoded(index), max_pixels=self.max_pixels)
+
+    def load_reduced(self, index: int, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "3 h w"], int]:
+        """Load an image as upright RGB at a fraction of its size if that is faster (see `read_reduced`)."""
+        return read_reduced(self._encoded(index), reduction, max_pixels=self.max_pixels)
+
+    def _encoded(self, index: int) -> EncodedImage:
+        """Read an image; a missing file is an unreadable image."""
+        try:
+            return self.read(index)
+        except FileNotFoundError as error:
+            raise UnreadableImage(self.name(index), "no such file") from error
+        except OSError as error:
+            raise UnreadableImage(self.name(index), error.strerror or str(error)) from error
+
+
+def ascending(indices: Sequence[int], length: int) -> Int64[np.ndarray, " n"]:
+    """Return the indices of a part of a collection of `length` images as an array.
+
+    Raises:
+        ValueError: they do not ascend.
+        IndexError: an index is out of range.
+    """
+    found = np.asarray(indices, dtype=np.int64)
+    if (np.diff(found) <= 0).any():
+        raise InputError("the indices of a part must ascend: sort them, each once")
+    if len(found) and not 0 <= found[0] <= found[-1] < length:
+        raise IndexError(f"indices must be in 0..{length - 1}, got {found[0]}..{found[-1]}")
+    return found
+
+
+class ImageFiles(EncodedImages):
+    """Image files as an ImageCollection; created by `open_images`.
 
     `names` are paths relative to `folder` (or absolute), with `/` on every system, in the order of the indices.
     """
 
     def __init__(self, folder: str | os.PathLike[str], names: Iterable[str], *, max_pixels: int = MAX_PIXELS) -> None:
-        if max_pixels < 4:
-            raise DataError(f"max_pixels must be >= 4 (the smallest image is 2 x 2), got {max_pixels}")
+        super().__init__(max_pixels)
         self.folder = os.fspath(folder)
-        self.max_pixels = max_pixels
         self.names = names if isinstance(names, PackedNames) else PackedNames(names)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process may have another working directory.
+        return {**vars(self), "folder": os.path.abspath(self.folder)}
 
     def __len__(self) -> int:
         return len(self.names)
@@ -150,6 +208,20 @@ class ImageFiles:
     def path(self, index: int) -> str:
         """Return the path of an image file."""
         return os.path.join(self.folder, self.names[index])
+
+    def read(self, index: int) -> EncodedImage:
+        """Read an image file; raises OSError."""
+        return EncodedImage(self.names[index], Path(self.path(index)).read_bytes())
+
+    def state(self, index: int) -> FileState:
+        """Return size and modification time of an image file; raises OSError if it is gone."""
+        status = os.stat(self.path(index))
+        return FileState(status.st_size, status.st_mtime_ns)
+
+    def part(self, indices: Sequence[int]) -> ImageFiles:
+        """Return some of the files, given ascending indices."""
+        names = (self.names[index] for index in ascending(indices, len(self)).tolist())
+        return ImageFiles(self.folder, names, max_pixels=self.max_pixels)
 
     def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
         """Load an image as upright RGB. Raises UnreadableImage (see `read_image`)."""
@@ -195,14 +267,18 @@ def open_images(
         if len(files) == 0:
             raise DataError(_nothing_found(path))
         if inside:
-            _require_inside(path, zip(files.names, files.names, strict=True))
+            require_inside(path, zip(files.names, files.names, strict=True))
         return files
     if path.suffix.lower() != ".txt":
         raise DataError(f"{path} is a file: give a folder of images, or a .txt file that lists one image per line")
-    listed = _read_list(path)
+    listed = read_list(path)
     if inside:
-        _require_inside(path.parent, ((f"line {line} of {path}", name) for line, name in listed))
-    return ImageFiles(path.parent, (name for _, name in listed), max_pixels=max_pixels)
+        require_inside(path.parent, ((f"line {line} of {path}", name) for line, name in listed))
+    names = [name for _, name in listed]
+    if urls := [name for name in names if is_url(name)]:
+        raise DataError(f"{path} lists the URL {urls[0]}, and this command reads files: copy the images to a folder")
+    require_files(path, names)
+    return ImageFiles(path.parent, names, max_pixels=max_pixels)
 
 
 def named_below_one_folder(files: ImageFiles) -> ImageFiles:
@@ -263,11 +339,20 @@ def has_images(folder: str | os.PathLike[str]) -> bool:
     return next(list_files(folder, EXTENSIONS), None) is not None
 
 
-def _require_inside(folder: Path, names: Iterable[tuple[str, str]]) -> None:
-    """Raise DataError for the first (location, name) that resolves to a path outside the folder."""
+def is_url(root: str | os.PathLike[str]) -> bool:
+    """Whether `root` is a URL.
+
+    >>> is_url("s3://bucket/prefix"), is_url("C:/images"), is_url("images")
+    (True, False, False)
+    """
+    return "://" in os.fspath(root)
+
+
+def require_inside(folder: Path, names: Iterable[tuple[str, str]]) -> None:
+    """Raise DataError for the first (location, name) that is a URL or resolves to a path outside the folder."""
     home = os.path.join(os.path.realpath(folder), "")
     for where, name in names:
-        leads_to = os.path.realpath(os.path.join(folder, name))
+        leads_to = name if is_url(name) else os.path.realpath(os.path.join(folder, name))
         if not leads_to.startswith(home):
             raise DataError(
                 f"{where} resolves to {leads_to}, outside {folder}: remove it, or allow it with data.inside false"
@@ -302,8 +387,8 @@ def _walk(folder: str, prefix: str, extensions: frozenset[str], above: tuple[tup
             yield prefix + entry.name
 
 
-def _read_list(path: Path) -> list[tuple[int, str]]:
-    """Return the line numbers and names in a list file."""
+def read_list(path: Path) -> list[tuple[int, str]]:
+    """Return the line numbers and names in a list of images; raises DataError if it is empty or not UTF-8 text."""
     try:
         # utf-8-sig: without it, a byte-order mark would become part of the first name.
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
@@ -312,14 +397,18 @@ def _read_list(path: Path) -> list[tuple[int, str]]:
     names = [(number, line) for number, line in enumerate(lines, start=1) if line and not line.startswith("#")]
     if not names:
         raise DataError(f"{path} lists no images: put one path per line, relative to {path.parent} or absolute")
-    missing = [name for _, name in names if not os.path.isfile(os.path.join(path.parent, name))]
+    return names
+
+
+def require_files(path: Path, names: list[str]) -> None:
+    """Raise MissingData if files in the list at `path` do not exist."""
+    missing = [name for name in names if not os.path.isfile(os.path.join(path.parent, name))]
     if missing:
         verb = "does" if len(missing) == 1 else "do"
         raise MissingData(
             f"{len(missing)} of the {counted(len(names), 'image')} listed in {path} {verb} not exist, the first is "
             f"{missing[0]!r} (looked for at {_shown(path.parent / missing[0])})"
         )
-    return names
 
 
 def require(path: Path) -> None:

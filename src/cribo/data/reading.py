@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageChops, UnidentifiedImageError
@@ -78,6 +78,18 @@ class EncodedImage:
 
     def __fspath__(self) -> str:
         return self.name
+
+
+class FileState(NamedTuple):
+    """Size and modification time of an image, or of the file that contains it.
+
+    Attributes:
+        size_bytes: size in bytes.
+        mtime_ns: nanoseconds since 1970; 0 if the storage does not report it.
+    """
+
+    size_bytes: int
+    mtime_ns: int
 
 
 def read_image(path: str | os.PathLike[str] | EncodedImage, *, max_pixels: int = MAX_PIXELS) -> UInt8[Tensor, "3 h w"]:

@@ -1,31 +1,31 @@
 """Images in tar shards (WebDataset's layout, or any tar files), in a folder or object storage."""
 
+from __future__ import annotations
+
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-import torch
-from jaxtyping import Int, UInt8
-from torch import Tensor
-
-from cribo.data.images import DataError, ImageFiles, has_images, open_images, require
+from cribo.data.images import DataError, EncodedImages, ascending, is_url, require
 from cribo.data.limits import MAX_PIXELS
-from cribo.data.randomness import keyed_generator
-from cribo.data.reading import EncodedImage, read_image, read_reduced
+from cribo.data.reading import EncodedImage, FileState
 from cribo.data.storage import (
     CACHE_DIR,
     CACHE_GIB,
-    SUFFIX,
     LocalShards,
     RemoteShards,
     ShardCache,
     ShardStore,
-    list_tars,
+    require_answer,
     retry,
 )
-from cribo.data.tars import HEADER, INDEX, ShardIndex, content_of, index_of
+from cribo.data.tars import HEADER, ShardIndex, content_of, index_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+    from torch import Tensor
 
 WINDOW_SHARDS = 64
 """Maximum number of shards read at a time."""
@@ -40,7 +40,7 @@ MIN_WINDOW_SHARDS = 8
 _SHARD_ORDER = 3
 
 
-class ShardedImages:
+class ShardedImages(EncodedImages):
     """The images of tar shards, with an epoch order that reads few shards at a time.
 
     Images are ordered by shard name, then by position in the shard. They are read by (offset, length)
@@ -60,11 +60,9 @@ class ShardedImages:
     """
 
     def __init__(self, store: ShardStore, index: ShardIndex | None = None, *, max_pixels: int = MAX_PIXELS) -> None:
-        if max_pixels < 4:
-            raise DataError(f"max_pixels must be >= 4 (the smallest image is 2 x 2), got {max_pixels}")
+        super().__init__(max_pixels)
         self.store = store
         self.index = index_of(store) if index is None else index
-        self.max_pixels = max_pixels
         self.window = window_of(self.index.sizes)
         # An evicted file is closed with its last reference, since another thread may be reading it.
         self._open = lru_cache(self.window)(store.open)
@@ -80,36 +78,8 @@ class ShardedImages:
         member = self.index.members[index]
         return f"{self.index.shards[self.index.shard(index)]}/{member}"
 
-    def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
-        """Load an image as upright RGB.
-
-        Raises:
-            UnreadableImage: see `read_image`.
-            ShardError: the shard cannot be read.
-        """
-        return read_image(self._encoded(index), max_pixels=self.max_pixels)
-
-    def load_reduced(self, index: int, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "3 h w"], int]:
-        """Load an image at a fraction of its size if that is faster (see `read_reduced`); raises as `load` does."""
-        return read_reduced(self._encoded(index), reduction, max_pixels=self.max_pixels)
-
-    def epoch_order(self, seed: int, epoch: int) -> Int[Tensor, " n"]:
-        """Return all indices in the order of an epoch, which reads `window` shards at a time.
-
-        The shards are arranged in a circle in random order; whenever one enters the window, another leaves it. Each
-        image is read at a uniformly random time while its shard is in the window. At any time, including the first and
-        last steps of the epoch, all shards of the window have contributed the same fraction of their images on average.
-        If all shards fit into the window, all orders are equally likely.
-        """
-        generator = keyed_generator(seed, _SHARD_ORDER, epoch)
-        shards = len(self.index.shards)
-        place = torch.empty(shards, dtype=torch.float64)
-        place[torch.randperm(shards, generator=generator)] = torch.arange(shards, dtype=torch.float64)
-        joined = place.repeat_interleave(torch.from_numpy(self.index.counts))
-        waited = torch.rand(len(self), dtype=torch.float64, generator=generator) * self.window
-        return ((joined + waited) % shards).argsort(stable=True)
-
-    def _encoded(self, index: int) -> EncodedImage:
+    def read(self, index: int) -> EncodedImage:
+        """Read the bytes of an image; raises ShardError if the shard cannot be read."""
         if not 0 <= index < len(self):
             raise IndexError(f"index must be in 0..{len(self) - 1}, got {index}")
         shard = self.index.shard(index)
@@ -125,6 +95,37 @@ class ShardedImages:
 
         return EncodedImage(self.name(index), content_of(retry(what, attempt), length, what))
 
+    def state(self, index: int) -> FileState:
+        """Return the size of an image, and the modification time of its shard when it was opened."""
+        return FileState(int(self.index.lengths[index]), self.store.mtimes_ns[self.index.shard(index)])
+
+    def part(self, indices: Sequence[int]) -> ShardedImages:
+        """Return some of the images, given ascending indices. Other shards are not opened."""
+        index = self.index.part(ascending(indices, len(self)))
+        number = {name: shard for shard, name in enumerate(self.store.names)}
+        store = self.store.part([number[name] for name in index.shards])
+        return ShardedImages(store, index, max_pixels=self.max_pixels)
+
+    def epoch_order(self, seed: int, epoch: int) -> Int[Tensor, " n"]:
+        """Return all indices in the order of an epoch, which reads `window` shards at a time.
+
+        The shards are arranged in a circle in random order; whenever one enters the window, another leaves it. Each
+        image is read at a uniformly random time while its shard is in the window. At any time, including the first and
+        last steps of the epoch, all shards of the window have contributed the same fraction of their images on average.
+        If all shards fit into the window, all orders are equally likely.
+        """
+        import torch
+
+        from cribo.data.randomness import keyed_generator
+
+        generator = keyed_generator(seed, _SHARD_ORDER, epoch)
+        shards = len(self.index.shards)
+        place = torch.empty(shards, dtype=torch.float64)
+        place[torch.randperm(shards, generator=generator)] = torch.arange(shards, dtype=torch.float64)
+        joined = place.repeat_interleave(torch.from_numpy(self.index.counts))
+        waited = torch.rand(len(self), dtype=torch.float64, generator=generator) * self.window
+        return ((joined + waited) % shards).argsort(stable=True)
+
 
 def window_of(sizes: Sequence[int]) -> int:
     """Return the number of shards to read at a time, given their sizes in bytes.
@@ -134,8 +135,40 @@ def window_of(sizes: Sequence[int]) -> int:
     >>> window_of([64 * 2**20] * 1000), window_of([2**30] * 1000), window_of([2**20] * 3)
     (64, 8, 3)
     """
-    mean = max(1, sum(sizes) // len(sizes))
+    mean = max(1, sum(sizes) // max(1, len(sizes)))
     return min(len(sizes), max(MIN_WINDOW_SHARDS, min(WINDOW_SHARDS, WINDOW_BYTES // mean)))
+
+
+def read_member(root: str, shard: str, member: str) -> bytes:
+    """Read one image of the shards in a folder or below a URL, without downloading its shard.
+
+    Args:
+        root: the folder or URL.
+        shard: name of the shard.
+        member: name of the image in the shard, as `ShardedImages.name` returns it.
+
+    Raises:
+        FileNotFoundError: there is no such shard or image.
+        DataError: the shard is broken.
+        ShardError: the storage failed repeatedly, or the shard has changed.
+    """
+    store = RemoteShards(root, ShardCache(CACHE_DIR, limit_bytes=0)) if is_url(root) else LocalShards(root)
+    what = f"the shard {store.root}/{shard}"
+    if shard not in store.names:
+        raise FileNotFoundError(f"{what} does not exist")
+    index, number = index_of(store), store.names.index(shard)
+    own = range(index.ends[number] - index.counts[number], index.ends[number])
+    found = next((image for image in own if index.members[image] == member), None)
+    if found is None:
+        raise FileNotFoundError(f"{what} does not contain {member}")
+    offset, length = int(index.offsets[found]), int(index.lengths[found])
+
+    def attempt() -> bytes:
+        with store.stream(number) as file:
+            file.seek(offset - HEADER)
+            return file.read(HEADER + length)
+
+    return content_of(retry(what, attempt), length, what)
 
 
 def _read_at(file: BinaryIO, offset: int, length: int) -> bytes:
@@ -167,6 +200,7 @@ def open_shards(
 
     Raises:
         DataError: no shards, broken shards, or a cache too small for the shards read at a time.
+        ConnectionError: the storage does not answer.
         ShardError: the storage failed repeatedly.
 
     >>> images = open_shards("s3://pictures/street", cache_gib=20)  # doctest: +SKIP
@@ -176,6 +210,7 @@ def open_shards(
         return ShardedImages(LocalShards(root), max_pixels=max_pixels)
     if not cache_gib > 0:
         raise DataError(f"cache_gib must be > 0, got {cache_gib}")
+    require_answer(str(root))
     cache = ShardCache(cache_dir, limit_bytes=int(cache_gib * 2**30))
     images = ShardedImages(RemoteShards(str(root), cache), max_pixels=max_pixels)
     _require_room(images, cache)
@@ -191,40 +226,3 @@ def _require_room(images: ShardedImages, cache: ShardCache) -> None:
             f"data.cache_gib {cache.limit_bytes / 2**30:.3g} is too small for {images.store.root}: {images.window} of "
             f"its shards are read at a time, which needs {needed / 2**30:.3g} GiB: raise it, or write smaller shards"
         )
-
-
-def is_url(root: str | os.PathLike[str]) -> bool:
-    """Whether `root` is a URL.
-
-    >>> is_url("s3://bucket/prefix"), is_url("C:/images"), is_url("images")
-    (True, False, False)
-    """
-    return "://" in os.fspath(root)
-
-
-def open_collection(
-    root: str | os.PathLike[str],
-    images: str = "",
-    *,
-    max_pixels: int = MAX_PIXELS,
-    inside: bool = False,
-    cache_dir: str | os.PathLike[str] = CACHE_DIR,
-    cache_gib: float = CACHE_GIB,
-) -> "ImageFiles | ShardedImages":
-    """Open image files (see `open_images`) or tar shards (see `open_shards`), whichever `root` contains.
-
-    A folder is read as shards if it contains `INDEX`, or tar files and no image at any depth.
-
-    Raises:
-        DataError, MissingData, ShardError: as those functions do.
-    """
-    if is_url(root):
-        where = f"{os.fspath(root).rstrip('/')}/{images}" if images else root
-        return open_shards(where, max_pixels=max_pixels, cache_dir=cache_dir, cache_gib=cache_gib)
-    path = Path(root).expanduser() / images
-    indexed = (path / INDEX).is_file()
-    if path.suffix.lower() == SUFFIX and path.is_file():
-        return open_shards(path, max_pixels=max_pixels)
-    if path.is_dir() and (indexed or (list_tars(path) and not has_images(path))):
-        return open_shards(path, max_pixels=max_pixels)
-    return open_images(root, images, max_pixels=max_pixels, inside=inside)

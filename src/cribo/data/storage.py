@@ -1,24 +1,29 @@
-"""Storage of shards: a folder, or object storage with a bounded local cache."""
+"""Files in folders and object storage, and shards with a bounded local cache."""
 
 import errno
 import hashlib
 import logging
 import os
-import posixpath
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from copy import copy
+from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from threading import Thread
+from typing import Any, BinaryIO, Self, TypeVar
 
 from filelock import FileLock, Timeout
 
-from cribo.data.images import DataError, MissingData
+from cribo.data.images import DataError, MissingData, is_url
+from cribo.data.reading import FileState
 from cribo.errors import MissingPackage, Stopped
 
 log = logging.getLogger("cribo")
 T = TypeVar("T")
+Store = TypeVar("Store", "LocalShards", "RemoteShards")
 
 SUFFIX = ".tar"
 CACHE_DIR = "~/.cache/cribo/shards"
@@ -27,12 +32,19 @@ CACHE_GIB = 100.0
 RETRY_DELAYS: tuple[float, ...] = (1, 2, 4, 8, 16, 32, 60, 60, 60, 60)
 """Seconds to wait after each failed attempt: five minutes in total, longer than a gateway takes to restart."""
 
+ANSWER_SECONDS = 20.0
+"""Seconds to wait for the first answer of a URL."""
+
+_OPENING_DELAYS = (0.5, 1.0)  # a wrong address should be reported within seconds
 _BLOCK = 8 * 2**20  # bytes per request
 _ROOM_SECONDS = 0.1
 
+# Names of the modification time in the listings of S3, folders, Google Cloud, Azure and memory.
+_TIMES = ("LastModified", "mtime", "updated", "last_modified", "created")
+
 
 class ShardError(Stopped):
-    """A shard of an opened collection cannot be read; the message names it."""
+    """A shard, or a file in object storage, of an opened collection cannot be read; the message names it."""
 
 
 def retry(what: str, attempt: Callable[[], T]) -> T:
@@ -45,7 +57,7 @@ def retry(what: str, attempt: Callable[[], T]) -> T:
     for number, delay in enumerate((*RETRY_DELAYS, None), start=1):
         try:
             return attempt()
-        except (ShardError, DataError, ImportError):
+        except (Stopped, DataError, ImportError):
             raise
         except FileNotFoundError as error:  # permanent
             raise ShardError(f"{what}: file not found; it may have been removed") from error
@@ -60,6 +72,171 @@ def retry(what: str, attempt: Callable[[], T]) -> T:
     raise AssertionError("the last attempt returns or raises")
 
 
+def file_system(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL and its path there.
+
+    Credentials and endpoints come from the environment.
+
+    Raises:
+        DataError: the URL's scheme is unknown.
+        ImportError: the URL's scheme needs a package that is not installed.
+    """
+    # fsspec caches instances per process, since connections and event loops do not survive a fork.
+    from fsspec.core import url_to_fs
+
+    try:
+        return url_to_fs(url)
+    except ImportError as error:
+        raise MissingPackage(f"{url}: {error}; install cribo-ssl[stream] for s3://") from error
+    except ValueError as error:
+        raise DataError(f"{url}: {error}") from error
+
+
+def require_answer(url: str) -> None:
+    """Check within `ANSWER_SECONDS` that a URL exists and can be read.
+
+    Raises:
+        MissingData: it does not exist.
+        DataError: access is denied, or the URL's scheme is unknown.
+        ConnectionError: the storage does not answer.
+        ImportError: the URL's scheme needs a package that is not installed.
+    """
+    system, path = file_system(url)
+    answer: Future[None] = Future()
+
+    def request() -> None:
+        for delay in (*_OPENING_DELAYS, None):
+            try:
+                answer.set_result(system.info(path))
+                return
+            except Exception as error:
+                if delay is None or isinstance(error, FileNotFoundError | PermissionError | ImportError):
+                    answer.set_exception(error)
+                    return
+                time.sleep(delay)
+
+    # Not a pool, which would wait for the thread at exit.
+    Thread(target=request, daemon=True).start()
+    advice = "check the address, the network, and the credentials and endpoint in the environment"
+    try:
+        answer.result(ANSWER_SECONDS)
+    except FileNotFoundError as error:
+        raise MissingData(f"{url} does not exist, or contains no files") from error
+    except PermissionError as error:
+        raise DataError(f"{url}: access denied ({error}); check the credentials in the environment") from error
+    except ImportError:
+        raise
+    except Exception as error:  # error classes depend on the storage
+        reason = str(error) or f"no answer within {ANSWER_SECONDS:g} s"
+        raise ConnectionError(f"cannot open {url}: {reason}; {advice}") from error
+
+
+def list_folder(url: str) -> tuple[dict[str, FileState], list[str]]:
+    """List the visible files and folders directly below a URL.
+
+    Returns:
+        the states of the files and the names of the folders. A size is -1 if the storage does not list it.
+
+    Raises:
+        MissingData: the URL does not exist.
+        ShardError: the storage failed repeatedly.
+    """
+    entries = _entries(url, lambda system, path: {entry["name"]: entry for entry in system.ls(path, detail=True)})
+    files = {name: state_of(entry) for name, entry in entries.items() if entry["type"] == "file" and "/" not in name}
+    return files, sorted(name for name, entry in entries.items() if entry["type"] == "directory")
+
+
+def list_tree(url: str) -> dict[str, FileState]:
+    """List the visible files at any depth below a URL; raises as `list_folder` does."""
+    entries = _entries(url, lambda system, path: system.find(path, detail=True))
+    return {name: state_of(entry) for name, entry in entries.items()}
+
+
+def _entries(url: str, list_names: Callable[[Any, str], dict[str, Any]]) -> dict[str, Any]:
+    """Return what `list_names` finds below a URL, by visible name relative to it."""
+    system, path = file_system(url)
+    try:
+        found = retry(url, lambda: list_names(system, path))
+    except ShardError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise MissingData(f"{url} does not exist, or contains no files") from error
+        raise
+    above = path.rstrip("/") + "/"
+    # A listing over HTTP also links to other places.
+    below = {
+        name.removeprefix(above).rstrip("/"): entry
+        for name, entry in found.items()
+        if name.startswith(above) and "?" not in name
+    }
+    return {name: entry for name, entry in below.items() if name and not f"/{name}".count("/.")}
+
+
+def with_sizes(url: str, files: dict[str, FileState]) -> dict[str, FileState]:
+    """Request the sizes that a listing, such as one over HTTP, does not contain; -1 if the server does not report it.
+
+    Raises:
+        ShardError: the storage failed repeatedly.
+    """
+    missing = [name for name, state in files.items() if state.size_bytes < 0]
+    if not missing:
+        return files
+    system, path = file_system(url)
+    sizes = retry(url, lambda: system.sizes([f"{path.rstrip('/')}/{name}" for name in missing]))
+    found = zip(missing, sizes, strict=True)
+    return {**files, **{name: FileState(-1 if size is None else size, files[name].mtime_ns) for name, size in found}}
+
+
+def state_of(entry: Mapping[str, Any]) -> FileState:
+    """Return the state of a file from an entry of fsspec; the size is -1 if it is unknown."""
+    size, time_ns = entry.get("size"), 0
+    for name in _TIMES:
+        value = entry.get(name)
+        if isinstance(value, str):  # Google Cloud
+            value = datetime.fromisoformat(value)
+        if value is not None:
+            seconds = value.timestamp() if isinstance(value, datetime) else float(value)
+            time_ns = round(seconds * 1e6) * 1000
+            break
+    return FileState(-1 if size is None else int(size), time_ns)
+
+
+def read_file(location: str) -> bytes:
+    """Return the content of a file, given its path or URL.
+
+    Raises:
+        OSError: the file does not exist, or cannot be read.
+        ShardError: the storage of a URL failed repeatedly.
+    """
+    if not is_url(location):
+        return Path(location).read_bytes()
+    system, path = file_system(location)
+    return _existing(location, lambda: system.cat_file(path))
+
+
+def file_state(location: str) -> FileState:
+    """Return size and modification time of a file, given its path or URL; raises as `read_file` does."""
+    if not is_url(location):
+        status = Path(location).stat()
+        return FileState(status.st_size, status.st_mtime_ns)
+    system, path = file_system(location)
+    return state_of(_existing(location, lambda: system.info(path)))
+
+
+def _existing(location: str, request: Callable[[], T]) -> T:
+    """Retry a request to the storage, but not for a file that is missing or forbidden."""
+
+    def attempt() -> T | OSError:
+        try:
+            return request()
+        except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+            return error
+
+    answer = retry(location, attempt)
+    if isinstance(answer, OSError):
+        raise answer
+    return answer
+
+
 class LocalShards:
     """The tar files of a folder, or a single tar file.
 
@@ -67,6 +244,7 @@ class LocalShards:
         root: the folder.
         names: names of the shards, in order.
         sizes: size of each shard in bytes.
+        mtimes_ns: modification time of each shard in nanoseconds since 1970; 0 if it is unknown.
 
     Raises:
         DataError: there are no tar files.
@@ -77,9 +255,15 @@ class LocalShards:
         files = [path] if path.is_file() else list_tars(path)
         if not files:
             raise DataError(f"no shards in {path}: looked for files that end in {SUFFIX}")
-        self.root = str(path.parent if path.is_file() else path)
+        self.root = str((path.parent if path.is_file() else path).absolute())
         self.names = tuple(file.name for file in files)
-        self.sizes = tuple(file.stat().st_size for file in files)
+        status = [file.stat() for file in files]
+        self.sizes = tuple(one.st_size for one in status)
+        self.mtimes_ns = tuple(one.st_mtime_ns for one in status)
+
+    def part(self, shards: Sequence[int]) -> Self:
+        """Return some of the shards."""
+        return _part_of(self, shards)
 
     @property
     def index_folder(self) -> Path:
@@ -99,6 +283,15 @@ class LocalShards:
     def read_beside(self, name: str) -> bytes:
         """Return the content of another file in the folder of the shards."""
         return Path(self.root, name).read_bytes()
+
+
+def _part_of(store: Store, shards: Sequence[int]) -> Store:
+    """Return a copy of a store with some of its shards."""
+    part = copy(store)
+    part.names = tuple(store.names[shard] for shard in shards)
+    part.sizes = tuple(store.sizes[shard] for shard in shards)
+    part.mtimes_ns = tuple(store.mtimes_ns[shard] for shard in shards)
+    return part
 
 
 def list_tars(folder: Path) -> list[Path]:
@@ -124,9 +317,14 @@ class RemoteShards:
     def __init__(self, url: str, cache: "ShardCache") -> None:
         self.root = url.rstrip("/")
         self.cache = cache
-        sizes = retry(self.root, self._list)
-        self.names = tuple(sorted(sizes))
-        self.sizes = tuple(sizes[name] for name in self.names)
+        shards = self._list()
+        self.names = tuple(sorted(shards))
+        self.sizes = tuple(shards[name].size_bytes for name in self.names)
+        self.mtimes_ns = tuple(shards[name].mtime_ns for name in self.names)
+
+    def part(self, shards: Sequence[int]) -> Self:
+        """Return some of the shards."""
+        return _part_of(self, shards)
 
     @property
     def index_folder(self) -> Path:
@@ -155,40 +353,22 @@ class RemoteShards:
         with self._open(name) as file:
             return file.read()
 
-    def _list(self) -> dict[str, int]:
-        """Return the size of each shard by name."""
-        system, path = self._system()
-        try:
-            entries = system.ls(path, detail=True)
-        except FileNotFoundError as error:
-            raise MissingData(f"{self.root} does not exist, or contains no files") from error
-        files = {posixpath.basename(entry["name"]): entry for entry in entries if entry["type"] == "file"}
-        shards = {name: file for name, file in files.items() if name.endswith(SUFFIX) and not name.startswith(".")}
+    def _list(self) -> dict[str, FileState]:
+        """Return the state of each shard by name."""
+        files, _ = list_folder(self.root)
+        shards = {name: state for name, state in files.items() if name.endswith(SUFFIX)}
         if not shards:
             raise DataError(
-                f"no shards in {self.root}: looked for files that end in {SUFFIX}, found {len(entries)} others"
+                f"no shards in {self.root}: looked for files that end in {SUFFIX}, found {len(files)} others"
             )
-        sizes = [file["size"] for file in shards.values()]
-        if None in sizes:  # listings over HTTP
-            sizes = system.sizes([file["name"] for file in shards.values()])
-        if None in sizes:
+        shards = with_sizes(self.root, shards)
+        if any(state.size_bytes < 0 for state in shards.values()):
             raise DataError(f"{self.root}: the server does not report file sizes; copy the shards to a folder")
-        return dict(zip(shards, sizes, strict=True))
+        return shards
 
     def _open(self, name: str, **options: Any) -> BinaryIO:
-        system, path = self._system()
+        system, path = file_system(self.root)
         return system.open(f"{path}/{name}", "rb", **options)
-
-    def _system(self) -> tuple[Any, str]:
-        # fsspec caches instances per process, since connections and event loops do not survive a fork.
-        from fsspec.core import url_to_fs
-
-        try:
-            return url_to_fs(self.root)
-        except ImportError as error:
-            raise MissingPackage(f"{self.root}: {error}; install cribo-ssl[stream] for s3://") from error
-        except ValueError as error:
-            raise DataError(f"{self.root}: {error}") from error
 
 
 ShardStore = LocalShards | RemoteShards

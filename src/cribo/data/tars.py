@@ -66,6 +66,18 @@ class ShardIndex:
         """Return the index of an image's shard."""
         return int(np.searchsorted(self.ends, image, side="right"))
 
+    def part(self, images: Int64[np.ndarray, " m"]) -> "ShardIndex":
+        """Return the index of some images, in ascending order, and of the shards that contain them."""
+        owners, counts = np.unique(np.searchsorted(self.ends, images, side="right"), return_counts=True)
+        return ShardIndex(
+            tuple(self.shards[owner] for owner in owners),
+            tuple(self.sizes[owner] for owner in owners),
+            np.cumsum(counts),
+            self.offsets[images],
+            self.lengths[images],
+            PackedNames(self.members[image] for image in images.tolist()),
+        )
+
     def write(self, path: Path) -> None:
         """Write the index atomically."""
         text, ends = self.members.arrays

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -16,8 +17,8 @@ from cribo.cluster.engines import open_engine
 from cribo.cluster.parts import part_size
 from cribo.cluster.shares import Share
 from cribo.console import Phases
-from cribo.data.collection import ImageCollection, fingerprint, open_collection
-from cribo.data.images import require_readable
+from cribo.data.collection import ImageCollection, fingerprint, open_collection, without_repeats
+from cribo.data.images import is_url, require_readable
 from cribo.embedding.config import EmbedConfig, Format
 from cribo.embedding.embedder import Embedder
 from cribo.embedding.writing import PARTS, complete_parts, part_path, require_writer, write_part
@@ -112,7 +113,7 @@ def embed_images(
     here = embedder if config.engine == "local" else embedder.on("cpu")
     embedder.network.expect(here.network.encoder.identity)
     plan = _Plan(images, config.share, _images_in_part(config, here, len(images)))
-    about = _about(config, here, plan, images, command)
+    about = _about(config, here, plan, command)
     with open_engine(config, writes_to=out) as engine, Phases(console) as progress:
         if target.resumes:
             require_same(out / ABOUT, lambda: _changes(out / ABOUT, about))
@@ -175,13 +176,11 @@ class _Plan:
     """
 
     def __init__(self, images: ImageCollection, share: Share, size: int) -> None:
-        first: dict[str, int] = {}
-        for index in range(len(images)):
-            first.setdefault(images.name(index), index)  # a list may name an image twice
-        indices = [*first.values()]
-        parts = [images.part(indices[start : start + size]) for start in range(0, len(indices), size)]
+        images = without_repeats(images)
+        every = range(len(images))
+        parts = [images.part(every[start : start + size]) for start in every[::size]]
         digests = [fingerprint(part) for part in parts]
-        self.count, self.images = len(parts), len(indices)
+        self.count, self.images = len(parts), len(images)
         self.fingerprint = hashlib.sha256("".join(digests).encode()).hexdigest()
         self.parts = [
             _Part(f"part-{number:05d}-{digests[number][:8]}", parts[number]) for number in share.of(range(len(parts)))
@@ -195,9 +194,7 @@ def _images_in_part(config: EmbedConfig, embedder: Embedder, images: int) -> int
     return min(wanted, max(1, BUDGET // (rows * embedder.dim * 4)))
 
 
-def _about(
-    config: EmbedConfig, embedder: Embedder, plan: _Plan, images: ImageCollection, command: str
-) -> dict[str, Any]:
+def _about(config: EmbedConfig, embedder: Embedder, plan: _Plan, command: str) -> dict[str, Any]:
     network = embedder.network
     return {
         "format": 2,
@@ -214,7 +211,7 @@ def _about(
             "part": str(config.share),
             **json.loads(json.dumps(asdict(embedder.settings))),
         },
-        "images": images.source,
+        "images": config.images if is_url(config.images) else os.path.realpath(config.images),
         "backbone": network.about,
         "blocks": list(network.encoder.blocks),
         "channels": embedder.dim,

@@ -13,9 +13,9 @@ import torch
 from cribo.cluster.engines import Engine, LocalEngine
 from cribo.cluster.parts import ImagePart, part_size
 from cribo.console import Progress
-from cribo.data.collection import FileState, ImageCollection
+from cribo.data.collection import ImageCollection
 from cribo.data.images import DataError
-from cribo.data.limits import MAX_PIXELS
+from cribo.data.reading import FileState
 from cribo.files import FolderError
 from cribo.folders import lock_writer
 from cribo.object_search.database import (
@@ -96,7 +96,6 @@ def index_images(
     device: torch.device | str = "cpu",
     batch_size: int = 16,
     workers: int | None = None,
-    max_pixels: int = MAX_PIXELS,
     engine: Engine | None = None,
     progress: Progress | None = None,
 ) -> IndexSummary:
@@ -114,7 +113,6 @@ def index_images(
         device: device of the encoder.
         batch_size: number of images of equal size to encode at once.
         workers: number of threads that read images. [half of the cores]
-        max_pixels: larger images count as unreadable.
         engine: engine that spreads the work. [this process]
         progress: called with the progress.
 
@@ -139,7 +137,7 @@ def index_images(
         summary.removed = len(gone)
     started = time.perf_counter()
     extractor = ObjectExtractor(
-        network, settings=database.info.settings, max_pixels=max_pixels, batch_size=batch_size, workers=workers
+        network, settings=database.info.settings, max_pixels=files.max_pixels, batch_size=batch_size, workers=workers
     )
     size = part_size(len(work), least=batch_size, most=_MOST_IMAGES)
     parts = [
@@ -165,7 +163,7 @@ def _require_few(gone: Sequence[IndexedImage], images: int, files: ImageCollecti
     """Raise DataError if many images are missing, for example because a folder is not mounted."""
     if len(gone) > _PRUNED_SHARE * images:
         raise DataError(
-            f"indexed images that are no longer in {files.source}: {len(gone)} of {images}, such as {gone[0].path}, "
+            f"indexed images that are no longer in the collection: {len(gone)} of {images}, such as {gone[0].path}, "
             f"more than the limit of {_PRUNED_SHARE:.0%}. Check whether a folder is missing; remove these images from "
             "the database with --prune, or keep them with --prune false"
         )

@@ -12,9 +12,8 @@ from cribo.arguments import ConfigError
 from cribo.cluster.engines import open_engine
 from cribo.console import Phases
 from cribo.data.collection import ImageCollection, names_of, open_collection
-from cribo.data.images import ImageFiles, require_readable
+from cribo.data.images import ImageFiles, is_url, require_readable
 from cribo.data.limits import MAX_PIXELS
-from cribo.data.shards import is_url
 from cribo.errors import if_interrupted
 from cribo.object_search.config import IndexConfig
 from cribo.object_search.database import (
@@ -102,7 +101,6 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
             prune=config.prune,
             batch_size=config.batch_size,
             workers=config.workers,
-            max_pixels=config.max_pixels or MAX_PIXELS,
             engine=engine,
             progress=progress,
         )
