@@ -1,4 +1,4 @@
-"""The rank of a process, and its exit when its launcher has exited."""
+"""The cores and the rank of a process, and its exit when its launcher has exited."""
 
 import os
 import threading
@@ -8,6 +8,11 @@ LAUNCHER = "CRIBO_LAUNCHER"
 """Environment variable with the process id of the launcher, set for the processes of further devices."""
 
 _POLL_SECONDS = 1.0
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_first_process() -> bool:

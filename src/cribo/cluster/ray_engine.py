@@ -1,0 +1,431 @@
+"""Work on the parts of a collection by worker processes of Ray Data."""
+
+import contextlib
+import logging
+import os
+import pickle
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from cribo.arguments import ConfigError
+from cribo.checks import require_packages
+from cribo.cluster.config import RayOptions
+from cribo.errors import Stopped
+from cribo.processes import available_cores
+
+if TYPE_CHECKING:
+    import pyarrow
+    from ray.actor import ActorHandle
+
+    from cribo.cluster.engines import Engine, Work
+
+Part = TypeVar("Part")
+Result = TypeVar("Result")
+
+MAX_DEATHS = 5
+"""Number of worker processes that may end during the same part."""
+
+_CORES_PER_WORKER = 4
+_OBJECT_STORE_BYTES = 256 << 20  # parts and results are small; Ray's default is a third of the memory
+_CONNECT_SECONDS = 5.0
+_CHECK_SECONDS = 120.0  # of all nodes; a node may first have to start Python
+_LONGEST_FOLDER = 40  # characters; Ray's sockets below it must have fewer than 108
+_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # otherwise Ray reports to its authors over the network
+    "RAY_BACKEND_LOG_LEVEL": "fatal",
+    "RAY_DATA_LOG_LEVEL": "CRITICAL",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # workers of 0 GPUs see none; unset, Ray prints a notice
+}
+
+_log = logging.getLogger(__name__)
+
+
+class WorkerLost(Stopped):
+    """The worker process ended several times while it worked on the same part."""
+
+
+class Node(NamedTuple):
+    """A machine of a cluster, with its logical CPUs and GPUs."""
+
+    name: str
+    cpus: float
+    gpus: float
+
+    def workers(self, cpus: int, gpus: float) -> int:
+        """Return how many workers of so many CPUs and GPUs fit."""
+        by_cpus = int(self.cpus // cpus)
+        if gpus == 0:
+            return by_cpus
+        by_gpus = int(self.gpus // gpus) if gpus >= 1 else int(self.gpus) * int(1 / gpus)  # a fraction is of one GPU
+        return min(by_cpus, by_gpus)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.cpus:g} CPUs, {self.gpus:g} GPUs"
+
+
+class Workers(NamedTuple):
+    """Number of worker processes, and logical CPUs and GPUs of each."""
+
+    count: int
+    cpus: int
+    gpus: float
+
+
+def plan_workers(options: RayOptions, nodes: Sequence[Node]) -> Workers:
+    """Complete the options of the workers for a cluster.
+
+    Args:
+        options: of the command.
+        nodes: of the cluster.
+
+    Raises:
+        ConfigError: the workers do not fit on the nodes.
+
+    Example:
+        >>> plan_workers(RayOptions(), [Node("a", cpus=16, gpus=2), Node("b", cpus=8, gpus=1)])
+        Workers(count=3, cpus=8, gpus=1)
+    """
+    gpus = options.gpus_per_worker
+    if gpus is None:
+        gpus = 1 if any(node.gpus >= 1 for node in nodes) else 0
+    if gpus > 1 and gpus != int(gpus):
+        raise ConfigError(f"ray.gpus_per_worker must be a whole number or less than 1, got {gpus:g}")
+    count = options.workers
+    if count is None:
+        least = options.cpus_per_worker or (1 if gpus else _CORES_PER_WORKER)
+        count = max(1, sum(node.workers(least, gpus) for node in nodes))
+    most = int(max((node.cpus for node in nodes), default=0))
+    sizes = range(most, 0, -1) if options.cpus_per_worker is None else (options.cpus_per_worker,)
+    for cpus in sizes:
+        if sum(node.workers(cpus, gpus) for node in nodes) >= count:
+            return Workers(count, cpus, gpus)
+    least = options.cpus_per_worker or 1
+    fitting = sum(node.workers(least, gpus) for node in nodes)
+    fewer = f"use --ray.workers {fitting}" if fitting else "lower --ray.cpus_per_worker or --ray.gpus_per_worker"
+    raise ConfigError(
+        f"{count} workers of at least {least} CPUs and {gpus:g} GPUs do not fit on the cluster "
+        f"({'; '.join(map(str, nodes)) or 'no nodes'}): {fewer}, or add nodes"
+    )
+
+
+def check_versions(driver: Mapping[str, str], nodes: Mapping[str, Mapping[str, str]]) -> None:
+    """Check that all nodes have the driver's versions.
+
+    Args:
+        driver: version of each package in this process.
+        nodes: the same of each node, by its name.
+
+    Raises:
+        ConfigError: a version differs or a package is missing.
+    """
+    for node, found in nodes.items():
+        for name, expected in driver.items():
+            if (own := found.get(name, "not installed")) != expected:
+                raise ConfigError(
+                    f"node {node} has {name} {own}, this process has {expected}: install the same version on all nodes"
+                )
+
+
+@contextlib.contextmanager
+def open_ray(options: RayOptions, *, writes_to: Path | None) -> "Iterator[Engine]":
+    """Connect to a Ray cluster, or start one on this machine, and check that it can run the workers.
+
+    If the caller has called `ray.init`, its cluster is used, and left connected.
+
+    Args:
+        options: of the command.
+        writes_to: folder to which the work writes, which all nodes must share; None for a URL.
+
+    Raises:
+        ConfigError: the address is malformed, the workers do not fit on the cluster, a node has other versions, or
+            does not share `writes_to`.
+        ConnectionError: the cluster does not answer.
+        MissingPackage: Ray is not installed.
+    """
+    require_packages(
+        "--engine ray", "ray", "pyarrow", extra="cluster", otherwise=", or use --engine local, which does not need it"
+    )
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)  # Ray reads some when it is imported
+    import ray
+
+    if ray.is_initialized():
+        if options.address is not None:
+            raise ConfigError(f"ray.address {options.address!r}: this process is already connected to a Ray cluster")
+        yield RayEngine(_checked_workers(options, writes_to))
+    elif options.address is None:
+        with _temporary_cluster(options) as workers:
+            yield RayEngine(workers)
+    else:
+        with _connection(options.address):
+            yield RayEngine(_checked_workers(options, writes_to))
+
+
+class RayEngine:
+    """Works in processes of the connected Ray cluster, each with its own copy of the work.
+
+    A worker process that ends, or whose node is lost, is replaced, and its part repeated.
+
+    Args:
+        workers: number and size of the worker processes.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers = workers
+
+    def run(self, work: "Work[Part, Result]", parts: Sequence[Part]) -> Iterator[Result]:
+        """Yield the result of each part, in the order of completion.
+
+        Raises:
+            WorkerLost: a part ended its worker process `MAX_DEATHS` times.
+            Exception: the work raised it, in any worker.
+        """
+        if not parts:
+            return
+        import pyarrow
+        import ray.data
+        from ray import cloudpickle
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        attempts = ray.remote(num_cpus=0, scheduling_strategy=here)(_Attempts).remote()
+        # One block for each part, since Ray Data schedules blocks.
+        blocks = [
+            pyarrow.table({"number": [number], "part": [zlib.compress(cloudpickle.dumps(part), 1)]})
+            for number, part in enumerate(parts)
+        ]
+        dataset = ray.data.from_arrow(blocks)
+        del blocks
+        dataset.context.enable_progress_bars = False
+        dataset.context.execution_no_progress_timeout_s = -1  # a part may take hours
+        results = dataset.map_batches(
+            _Worker,
+            fn_constructor_args=(cloudpickle.dumps(work), attempts),
+            batch_size=None,
+            batch_format="pyarrow",
+            # A second part in the queue of a busy worker could not be taken by an idle one.
+            compute=ray.data.ActorPoolStrategy(
+                size=min(self.workers.count, len(parts)), max_tasks_in_flight_per_actor=1
+            ),
+            num_cpus=self.workers.cpus,
+            num_gpus=self.workers.gpus,
+        )
+        for batch in results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+            for outcome in batch["outcome"]:
+                result, error = pickle.loads(outcome.as_py())
+                if error is not None:
+                    raise error
+                yield result
+
+
+class _Worker:
+    """Holds one copy of the work, and applies it to the part of a block."""
+
+    def __init__(self, work: bytes, attempts: "ActorHandle") -> None:
+        self._pickled, self._attempts = work, attempts
+        self._work: Work[Any, Any] | None = None
+
+    def __call__(self, block: "pyarrow.Table") -> "pyarrow.Table":
+        import pyarrow
+        from ray import cloudpickle
+
+        try:
+            outcome = cloudpickle.dumps((self._result(block["number"][0].as_py(), block["part"][0].as_py()), None))
+        except Exception as error:  # as a value: Ray would wrap it, and print its own traceback
+            outcome = cloudpickle.dumps((None, _portable(error)))
+        return pyarrow.table({"outcome": [outcome]})
+
+    def _result(self, number: int, pickled: bytes) -> Any:
+        import ray
+
+        part = pickle.loads(zlib.decompress(pickled))
+        if ray.get(self._attempts.begin.remote(number)) > MAX_DEATHS:
+            raise WorkerLost(
+                f"the worker process ended {MAX_DEATHS} times during {part!s:.200}, probably for lack of memory: "
+                "use fewer --ray.workers, or --engine local to see the error; completed parts are kept"
+            )
+        if self._work is None:
+            self._work = pickle.loads(self._pickled)
+        (result,) = self._work(iter([part]))
+        return result
+
+
+class _Attempts:
+    """Counts how often each part was begun; it outlives the workers."""
+
+    def __init__(self) -> None:
+        self._begun: Counter[int] = Counter()
+
+    def begin(self, number: int) -> int:
+        self._begun[number] += 1
+        return self._begun[number]
+
+
+def _portable(error: Exception) -> Exception:
+    """Return the error with the worker's traceback as a note, as another type if it cannot be pickled."""
+    from ray import cloudpickle
+
+    error.add_note("".join(["in a worker process:\n", *traceback.format_exception(error)]).rstrip())
+    error.__cause__ = error.__context__ = None
+    for kind in type(error).__mro__:  # pickle cannot rebuild exceptions whose arguments differ from their message
+        with contextlib.suppress(Exception):
+            if type(pickle.loads(cloudpickle.dumps(error))) is type(error):
+                break
+            error = kind(str(error))
+    return error
+
+
+@contextlib.contextmanager
+def _temporary_cluster(options: RayOptions) -> Iterator[Workers]:
+    """Start a cluster of this machine; end it, with all of its processes and files, afterwards."""
+    import ray
+    import torch
+
+    # More workers than cores share the cores.
+    cpus = max(available_cores(), (options.workers or 1) * (options.cpus_per_worker or 1))
+    gpus = torch.cuda.device_count()
+    workers = plan_workers(options, [Node("this machine", cpus, gpus)])
+    short = len(tempfile.gettempdir()) <= _LONGEST_FOLDER
+    folder = tempfile.mkdtemp(prefix="cribo-", dir=None if short else "/tmp")
+    try:
+        with _own_sigterm():
+            ray.init(
+                "local",  # otherwise the environment variable RAY_ADDRESS overrides it
+                num_cpus=cpus,
+                num_gpus=gpus,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.CRITICAL,
+                _temp_dir=folder,
+            )
+        yield workers
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _connection(address: str) -> Iterator[None]:
+    """Connect to a running cluster, and disconnect afterwards."""
+    import ray
+
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"ray.address {address!r} is of a Ray client, over which Ray Data is slow and unsupported: run the command "
+            "on a node of the cluster with --ray.address auto, or as ray job submit -- cribo ..."
+        )
+    _require_answer(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
+    try:
+        with _own_sigterm():
+            ray.init(address, log_to_driver=False, logging_level=logging.CRITICAL)
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _require_answer(address: str) -> None:
+    """Raise an error unless something accepts connections at the address."""
+    if address == "auto":
+        return  # Ray looks for it among the processes of this machine
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"ray.address must be host:port, such as 10.0.0.1:6379, or auto, got {address!r}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ConnectionError(
+            f"the Ray cluster at {address} does not answer ({error}): check that `ray start --head` runs there, that "
+            "the port is the one it printed, and that no firewall blocks it"
+        ) from error
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Restore the handler of SIGTERM that `ray.init` replaces; instead of none, leave one that exits normally."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        # Ending without `ray.shutdown` would leave processes for a while.
+        signal.signal(signal.SIGTERM, before if callable(before) else lambda number, frame: sys.exit(128 + number))
+
+
+def _checked_workers(options: RayOptions, writes_to: Path | None) -> Workers:
+    """Plan the workers of the connected cluster, after checking its nodes."""
+    import ray
+
+    found = {
+        node["NodeID"]: Node(
+            node["NodeManagerAddress"], node["Resources"].get("CPU", 0), node["Resources"].get("GPU", 0)
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+    workers = plan_workers(options, list(found.values()))
+    _check_nodes({key: node.name for key, node in found.items() if node.workers(workers.cpus, workers.gpus)}, writes_to)
+    needed = {"CPU": workers.count * workers.cpus, "GPU": workers.count * workers.gpus}
+    free = ray.available_resources()
+    if busy := [name for name, amount in needed.items() if free.get(name, 0) < amount]:
+        _log.warning(
+            "the workers need %g %ss, %g are free: they start as other jobs of the cluster end",
+            needed[busy[0]],
+            busy[0],
+            free.get(busy[0], 0),
+        )
+    return workers
+
+
+def _check_nodes(names: Mapping[str, str], writes_to: Path | None) -> None:
+    """Check versions, and that the nodes, given by id, share the output folder."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    def describe(probe: str | None) -> tuple[dict[str, str], bool]:  # local, so that nodes without cribo can run it
+        import contextlib
+        import os
+        import platform
+        from importlib.metadata import PackageNotFoundError, version
+
+        found = {"Python": ".".join(platform.python_version_tuple()[:2])}
+        for name, package in packages.items():
+            with contextlib.suppress(PackageNotFoundError):
+                found[name] = version(package).partition("+")[0]  # builds for CPUs and GPUs may be mixed
+        return found, probe is None or os.path.exists(probe)
+
+    packages = {"cribo": "cribo-ssl", "torch": "torch"}
+    with contextlib.ExitStack() as stack:
+        probe = None
+        if writes_to is not None:
+            folder = next(each for each in (writes_to.resolve(), *writes_to.resolve().parents) if each.is_dir())
+            probe = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".cribo-probe-", dir=folder)).name
+        task = ray.remote(num_cpus=0, max_retries=3)(describe)
+        pending = {
+            name: task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(probe)
+            for node, name in names.items()
+        }
+        try:
+            found = dict(zip(pending, ray.get(list(pending.values()), timeout=_CHECK_SECONDS), strict=True))
+        except ray.exceptions.RayError as error:
+            raise ConnectionError(
+                f"a node of the Ray cluster does not run tasks ({type(error).__name__}): check `ray status`"
+            ) from error
+    check_versions(describe(None)[0], {name: versions for name, (versions, _) in found.items()})
+    if missing := [name for name, (_, visible) in found.items() if not visible]:
+        raise ConfigError(
+            f"{writes_to} is not shared by all nodes of the cluster (node {missing[0]} lacks it): write to a shared "
+            "folder or a URL"
+        )
