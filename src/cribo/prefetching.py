@@ -74,7 +74,7 @@ def prefetch_parts(
     threads: int,
     ahead: int,
     nbytes: Callable[[Result], int],
-) -> Iterator[tuple[Part, Iterator[Result]]]:
+) -> Generator[tuple[Part, Iterator[Result]], None, None]:
     """Read the items of all parts in threads, also those of the next parts, and yield each part with its items.
 
     The items of a part must be consumed before the next part.

@@ -55,9 +55,9 @@ def count(sheet: np.ndarray, colour: tuple[int, int, int]) -> int:
 @pytest.mark.parametrize("turned", [False, True])
 def test_only_the_objects_keep_their_colours(tmp_path: Path, turned: bool) -> None:
     query = a_query(write_halves(tmp_path / "query.png"))
-    nothing = read(write_sheet(tmp_path / "empty.png", query, [[]], {}, tmp_path))
+    nothing = read(write_sheet(tmp_path / "empty.png", query, [[]], {}, tmp_path.joinpath))
     write_halves(tmp_path / "found.jpg", turned=turned)
-    sheet = read(write_sheet(tmp_path / "sheet.png", query, [[found_in("found.jpg")]], {}, tmp_path))
+    sheet = read(write_sheet(tmp_path / "sheet.png", query, [[found_in("found.jpg")]], {}, tmp_path.joinpath))
     assert sheet.shape[1] == nothing.shape[1] == 1200
     half = 186 * 140 / 2  # pixels of the upper half of a result
     assert 0.85 * half < count(sheet, RED) - count(nothing, RED) < half
@@ -70,7 +70,7 @@ def test_images_that_changed_or_are_gone_have_no_object(tmp_path: Path) -> None:
     (tmp_path / "broken.png").write_bytes(b"no picture")
     found = [found_in(f"{name}.png") for name in ("changed", "gone", "broken")]
     states = {"changed.png": "changed", "gone.png": "missing", "broken.png": "changed"}
-    sheet = read(write_sheet(tmp_path / "sheet.png", query, [found], states, tmp_path))
+    sheet = read(write_sheet(tmp_path / "sheet.png", query, [found], states, tmp_path.joinpath))
     assert count(sheet[:, 400:], RED) == 0
     room = 186 * 140
     assert 1.7 * room < (sheet == 230).all(axis=2).sum() < 2 * room  # without their notes
@@ -82,7 +82,7 @@ def test_images_of_any_shape_fit_into_their_cells(tmp_path: Path, size: tuple[in
     name = f"{'long name ' * 20}.png"
     write_halves(tmp_path / name, size)
     one = found_in(name, size)
-    sheet = read(write_sheet(tmp_path / "sheet.png", query, [[one]], {name: "changed"}, tmp_path))
+    sheet = read(write_sheet(tmp_path / "sheet.png", query, [[one]], {name: "changed"}, tmp_path.joinpath))
     assert (sheet[70:, 595:] == 255).all()  # only the title is drawn to the right of the first result
 
 
@@ -91,10 +91,12 @@ def test_the_number_of_rows_is_limited(tmp_path: Path) -> None:
     heights = []
     for regions in (16, 20):
         found = [[found_in("query.png")] * 7] * regions
-        heights.append(read(write_sheet(tmp_path / "sheet.png", a_query(path, regions), found, {}, tmp_path)).shape[0])
+        heights.append(
+            read(write_sheet(tmp_path / "sheet.png", a_query(path, regions), found, {}, tmp_path.joinpath)).shape[0]
+        )
     assert heights[0] == heights[1]
     heights = []
     for number in (0, 1, 32, 40):
         pairs = [DuplicatePair(0.99, "query.png", "gone.png")] * number
-        heights.append(read(write_pairs(tmp_path / "pairs.png", pairs, tmp_path)).shape[0])
+        heights.append(read(write_pairs(tmp_path / "pairs.png", pairs, tmp_path.joinpath)).shape[0])
     assert heights[0] < heights[1] < heights[2] == heights[3]

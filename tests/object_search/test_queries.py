@@ -48,7 +48,7 @@ def test_a_point_selects_its_object(index: Index) -> None:
 def test_a_box_is_the_mean_of_its_patches(index: Index, opened: OpenEncoder, encoder: PatchEncoder) -> None:
     database, _ = index()
     query = make_query(database, "a/1.png", QueryPlace(box=(8, 8, 40, 40)), opened)
-    [found] = extract_objects(encoder, [read_image(query.path)], database.info.settings)
+    [found] = extract_objects(encoder, [read_image(query.image)], database.info.settings)
     np.testing.assert_array_equal(query.regions[0].vector, found.box_vector((8, 8, 40, 40)))
     assert query.regions[0].pixels(64, 96).sum() == 32 * 32
     # The box is one of the rectangles, so its object is nearest.

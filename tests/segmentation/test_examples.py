@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cribo.data.images import DataError, MissingData
+from cribo.data.images import DataError, ImageFiles, MissingData
 from cribo.segmentation.examples import find_examples, open_targets
 from cribo.segmentation.inputs import open_labels
 
@@ -153,6 +153,13 @@ def frames(tmp_path: Path) -> Path:
     return tmp_path / "frames"
 
 
+def targets(source: Path, **options: Path) -> tuple[Path, list[str]]:
+    """Return the folder and the names of the images to label."""
+    images = open_targets(str(source), **options)
+    assert isinstance(images, ImageFiles)
+    return Path(images.folder), [*images.names]
+
+
 @pytest.mark.parametrize(
     ("source", "folder", "names"),
     [
@@ -167,11 +174,11 @@ def frames(tmp_path: Path) -> Path:
     ],
 )
 def test_images_by_folder_glob_list_and_name(frames: Path, source: str, folder: str, names: list[str]) -> None:
-    assert open_targets(str(frames.parent / source)) == (frames.parent / folder, names)
+    assert targets(frames.parent / source) == (frames.parent / folder, names)
 
 
 def test_earlier_results_are_not_images(frames: Path) -> None:
-    assert open_targets(str(frames), apart_from=frames / "a") == (frames, ["1.bmp"])
+    assert targets(frames, apart_from=frames / "a") == (frames, ["1.bmp"])
     with pytest.raises(DataError, match=r"all images of .* are in .*frames, the output folder"):
         open_targets(str(frames), apart_from=frames)
 

@@ -106,7 +106,7 @@ def test_written_files(folder: Path) -> None:
     assert about["memory"]["examples"] == ["a.bmp", "b.bmp"]
     assert about["settings"]["neighbours"] == 1
     counts = {"found": 3, "segmented": 3, "reused": 0, "earlier": 0, "skipped": 0}
-    assert about["images"] == {"folder": str(folder / "images"), **counts}
+    assert about["images"] == {"folder": str(folder / "images"), "part": "1/1", **counts}
     assert about["confidence"] == "255 times the probability, 0 to 1, that the label is right"
     assert not list(out.rglob("*.part"))
 
@@ -191,15 +191,15 @@ def test_coco_labels_equal_the_label_maps(folder: Path) -> None:
 def test_an_interrupted_command_resumes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     segment(folder, out="whole")
     written = []
-    write = run._Results.write
+    write = run._Writer.write
 
-    def interrupted(self, name, *rest):
+    def interrupted(self, labelled):
         if len(written) == 2:
             raise KeyboardInterrupt
-        written.append(name)
-        return write(self, name, *rest)
+        written.append(labelled.name)
+        return write(self, labelled)
 
-    monkeypatch.setattr(run._Results, "write", interrupted)
+    monkeypatch.setattr(run._Writer, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         segment(folder, batch_size=1)
     assert not json.loads((folder / "out" / "about.json").read_text())["finished"]
@@ -211,7 +211,7 @@ def test_an_interrupted_command_resumes(folder: Path, monkeypatch: pytest.Monkey
         file.write('{"name": "sub/3.bmp", "con')  # incomplete line of a killed process
     written.clear()
     monkeypatch.setattr(
-        run._Results, "write", lambda self, name, *rest: (written.append(name), write(self, name, *rest))[1]
+        run._Writer, "write", lambda self, labelled: (written.append(labelled.name), write(self, labelled))[1]
     )
     done = segment(folder, resume=True)
     assert written == ["1.bmp", "sub/3.bmp"]

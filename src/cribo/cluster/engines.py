@@ -1,8 +1,9 @@
 """Engines, which apply the work of a command to the parts of a collection."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 from cribo.cluster.config import EngineOptions
 
@@ -19,7 +20,7 @@ class Work(Protocol[Part_contra, Result_co]):
     a short account of each part. A part may be repeated after a failure, and must then have the same results.
     """
 
-    def __call__(self, parts: Iterable[Part_contra]) -> Iterator[Result_co]:
+    def __call__(self, parts: Iterable[Part_contra]) -> Generator[Result_co, None, None]:
         """Work on each part, and yield its result."""
         ...
 
@@ -27,7 +28,7 @@ class Work(Protocol[Part_contra, Result_co]):
 class Engine(Protocol):
     """Applies work to parts."""
 
-    def run(self, work: Work[Part, Result], parts: Sequence[Part]) -> Iterator[Result]:
+    def run(self, work: Work[Part, Result], parts: Sequence[Part]) -> Generator[Result, None, None]:
         """Yield the result of each part once, in any order, as soon as it is complete."""
         ...
 
@@ -35,12 +36,12 @@ class Engine(Protocol):
 class LocalEngine:
     """Works in this process, on one part after another."""
 
-    def run(self, work: Work[Part, Result], parts: Sequence[Part]) -> Iterator[Result]:
+    def run(self, work: Work[Part, Result], parts: Sequence[Part]) -> Generator[Result, None, None]:
         """Yield the result of each part, in order."""
         return work(iter(parts))
 
 
-def open_engine(options: EngineOptions, *, writes_to: Any = None) -> AbstractContextManager[Engine]:
+def open_engine(options: EngineOptions, *, writes_to: Path | None = None) -> AbstractContextManager[Engine]:
     """Return the engine of a command for a `with` statement, after checking it.
 
     Args:

@@ -13,7 +13,7 @@ import threading
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -183,7 +183,7 @@ class RayEngine:
     def __init__(self, workers: Workers) -> None:
         self.workers = workers
 
-    def run(self, work: "Work[Part, Result]", parts: Sequence[Part]) -> Iterator[Result]:
+    def run(self, work: "Work[Part, Result]", parts: Sequence[Part]) -> Generator[Result, None, None]:
         """Yield the result of each part, in the order of completion.
 
         Raises:
@@ -404,7 +404,7 @@ def _check_nodes(names: Mapping[str, str], writes_to: Path | None) -> None:
         for name, package in packages.items():
             with contextlib.suppress(PackageNotFoundError):
                 found[name] = version(package).partition("+")[0]  # builds for CPUs and GPUs may be mixed
-        return found, probe is None or os.path.exists(probe)
+        return found, probe is None or os.path.exists(probe)  # noqa: PTH110 (on nodes without cribo)
 
     packages = {"cribo": "cribo-ssl", "torch": "torch"}
     with contextlib.ExitStack() as stack:

@@ -1,7 +1,7 @@
 """The unit of work of `cribo embed`: from a batch of encoded images to their features."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -134,7 +134,7 @@ class Embedder:
             "error": np.array([found.errors.get(int(index), "") for index in image[order]], dtype=np.str_),
         }
 
-    def stream(self, parts: Iterable[ImageCollection]) -> Iterator[Features]:
+    def stream(self, parts: Iterable[ImageCollection]) -> Generator[Features, None, None]:
         """Yield the features of each part of a collection, and read images of the next ones meanwhile."""
         encode = self._encoder()
         read = prefetch_parts(

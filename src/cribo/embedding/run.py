@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import tee
@@ -239,7 +239,7 @@ class _EmbedParts:
     def __init__(self, embedder: Embedder, folder: Path, kind: Format) -> None:
         self.embedder, self.folder, self.kind = embedder, folder.absolute(), kind
 
-    def __call__(self, parts: Iterable[_Part]) -> Iterator[int]:
+    def __call__(self, parts: Iterable[_Part]) -> Generator[int, None, None]:
         first, second = tee(parts)
         found = self.embedder.stream(part.images for part in first)
         with closing(found):

@@ -1,7 +1,7 @@
 """The unit of work of `cribo index`: from a batch of encoded images to their objects."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -132,7 +132,7 @@ class ObjectExtractor:
         columns = {name: np.array([row[name] for row in rows], dtype=kinds.get(name, np.int64)) for name in names}
         return {**columns, "vector": columns["vector"].reshape(-1, self.network.dim)}
 
-    def stream(self, parts: Iterable[ImagePart]) -> Iterator[list[ExtractedImage]]:
+    def stream(self, parts: Iterable[ImagePart]) -> Generator[list[ExtractedImage], None, None]:
         """Yield the images of each part, in order, with their objects; read images of the next parts meanwhile."""
         encoder, device, size = self.network.encoder, self.network.device, self.batch_size
         read = prefetch_parts(

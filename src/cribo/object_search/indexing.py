@@ -1,7 +1,7 @@
 """Incremental indexing of a folder of images into a database of objects."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from itertools import tee
@@ -141,7 +141,7 @@ def index_images(
     )
     size = part_size(len(work), least=batch_size, most=_MOST_IMAGES)
     parts = [
-        _Part(files.part([one.index for one in several]), several)
+        _Part(files.part([one.place for one in several]), several)
         for several in (work[start : start + size] for start in range(0, len(work), size))
     ]
     commits = _Commits(database, summary)
@@ -170,9 +170,9 @@ def _require_few(gone: Sequence[IndexedImage], images: int, files: ImageCollecti
 
 
 class _Work(NamedTuple):
-    """A new or changed image, by its index in the collection, and its previous row, if any."""
+    """A new or changed image, by its place in the collection, and its previous row, if any."""
 
-    index: int
+    place: int
     path: str
     state: FileState
     before: IndexedImage | None
@@ -240,7 +240,7 @@ class _IndexParts:
     def __init__(self, extractor: ObjectExtractor, database: ObjectDatabase) -> None:
         self.extractor, self.writer = extractor, ObjectWriter(database.uri, database.info.dim)
 
-    def __call__(self, parts: Iterable[_Part]) -> Iterator[_IndexedPart]:
+    def __call__(self, parts: Iterable[_Part]) -> Generator[_IndexedPart, None, None]:
         first, second = tee(parts)
         known = (
             ImagePart(part.images, ["" if one.before is None else one.before.sha256 for one in part.work])
@@ -259,7 +259,7 @@ class _IndexParts:
             if image.known and work.before is not None:  # its objects are kept
                 rows.append(work.before._replace(size_bytes=work.state.size_bytes, mtime_ns=work.state.mtime_ns))
             else:
-                file = (work.path, new_entry(), *work.state, image.sha256)
+                file = (work.path, new_entry(), work.state.size_bytes, work.state.mtime_ns, image.sha256)
                 rows.append(IndexedImage(*file, *image.size, len(image.objects), image.error))
                 objects.append((rows[-1], image.objects))
         return _IndexedPart(

@@ -1,6 +1,7 @@
 """Implementation of `cribo index`."""
 
 import dataclasses
+import hashlib
 import logging
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ from rich.console import Console
 from cribo.arguments import ConfigError
 from cribo.cluster.engines import open_engine
 from cribo.console import Phases
-from cribo.data.collection import ImageCollection, names_of, open_collection
+from cribo.data.collection import ImageCollection, open_collection
 from cribo.data.images import ImageFiles, is_url, require_readable
 from cribo.data.limits import MAX_PIXELS
 from cribo.errors import if_interrupted
@@ -67,13 +68,14 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
     network = LazyNetwork(backbone, blocks=config.blocks, device=config.device)
     # Workers open the backbone on their own devices; here it is only described.
     here = network if config.engine == "local" else network.on("cpu")
+    encoder, about = here.encoder, here.about
     of_images = {
         "root": _root(images, source),
         "images": source,
         "files": isinstance(images, ImageFiles),
         "column": config.column,
         "part": str(config.share),
-        "collection": names_of(images),
+        "collection": _names_hash(images),
     }
     kept = "indexed images are kept; to continue, repeat the command"
     shared_folder = None if is_remote(place) else Path(place)
@@ -84,13 +86,11 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
         Phases(console) as progress,
     ):
         if known is None:
-            info = DatabaseInfo.of(
-                here.encoder, here.device, here.about, backbone, settings, source, blocks=config.blocks
-            )
+            info = DatabaseInfo.of(encoder, here.device, about, backbone, settings, source, blocks=config.blocks)
             database = ObjectDatabase.create(place, dataclasses.replace(info, **of_images))
         else:
             database = ObjectDatabase.open(place)
-            database.require_encoder(here.encoder, here.about["name"])
+            database.require_encoder(encoder, about["name"])
             database.require_settings(settings)
             if any(getattr(known, name) != value for name, value in of_images.items()):
                 database.describe(**of_images)
@@ -116,6 +116,14 @@ def _open_images(config: IndexConfig, known: DatabaseInfo | None) -> tuple[Image
     images = open_collection(source, column=column, max_pixels=config.max_pixels or MAX_PIXELS)
     require_readable(images, source)
     return images, source if is_url(source) else _absolute(Path(source).expanduser())
+
+
+def _names_hash(images: ImageCollection) -> str:
+    """Return the number of images, and a hash of their names."""
+    digest = hashlib.sha256()
+    for index in range(len(images)):
+        digest.update(os.fsencode(images.name(index)) + b"\n")
+    return f"{len(images)} {digest.hexdigest()}"
 
 
 def _known_backbone(known: DatabaseInfo | None) -> BackboneSource:

@@ -6,6 +6,7 @@ from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cribo.probes.encoding import probe_encoder
+    from cribo.segmentation.labeller import Labeller
     from cribo.segmentation.memory import Example, Segmentation, SegmentationMemory
     from cribo.segmentation.settings import SegmentationSettings
 

@@ -6,17 +6,19 @@ from typing import Any
 
 from cribo.arguments import ConfigError
 from cribo.checks import require_least
+from cribo.cluster.config import EngineOptions
 from cribo.retrieval.source import BackboneSource
 
 
 @dataclass
-class SegmentConfig:
+class SegmentConfig(EngineOptions):
     """Segment many images given a few labelled examples.
 
     Attributes:
         backbone: the network to use.
-        images: images to label: a folder, a glob in quotes ('frames/**/*.jpg'), one image, or a text file that lists
-            images, by absolute paths or relative to its folder.
+        images: images to label: a folder, a glob in quotes ('frames/**/*.jpg'), one image, a text file that lists
+            images, tar shards, a Parquet file or a folder of them, or a URL of any of these.
+        column: of a Parquet file, the column of paths or bytes of images. [the only one, or image, bytes, path, ...]
         examples: folder of labelled images: a.jpg next to a.png or a_labels.png; or images/a.jpg and labels/a.png; or
             images and a JSON file in COCO format. Label maps are PNGs of class indices, 255 for no class; or only of 0
             and 255 (background and foreground); or of the colours that `classes` lists.
@@ -34,6 +36,7 @@ class SegmentConfig:
 
     backbone: BackboneSource
     images: str
+    column: str | None = None
     examples: str | None = None
     labels: str | None = None
     classes: str | None = None
@@ -49,3 +52,4 @@ class SegmentConfig:
         if self.examples is None and self.labels is not None:
             raise ConfigError("--labels requires --examples, the folder of the labelled images")
         require_least(self, {"batch_size": 1, "workers": 0})
+        self.check_engine()

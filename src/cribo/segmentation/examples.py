@@ -7,10 +7,12 @@ from pathlib import Path
 
 from cribo.colours import Colour
 from cribo.data.coco import CocoLabels, is_coco
+from cribo.data.collection import ImageCollection, open_collection, without_repeats
 from cribo.data.images import (
     EXTENSIONS,
     DataError,
     ImageFiles,
+    is_url,
     list_files,
     named_below_one_folder,
     open_images,
@@ -191,43 +193,51 @@ def _of_files(
     return Examples(files, listed.names or None)
 
 
-def open_targets(source: str, *, apart_from: Path | None = None) -> tuple[Path, list[str]]:
-    """Find the images to label: a folder, a glob, a text file that lists images, or one image.
+def open_targets(source: str, *, column: str | None = None, apart_from: Path | None = None) -> ImageCollection:
+    """Find the images to label: a folder, a glob, one image, a list, tar shards, Parquet files, or a URL.
 
     Args:
-        source: such as `frames`, `frames/**/*.jpg`, `list.txt` or `frame.jpg`.
+        source: such as `frames`, `frames/**/*.jpg`, `list.txt`, `frame.jpg` or `s3://bucket/frames`.
+        column: of Parquet files, the column of the images.
         apart_from: a folder to exclude, such as the output folder.
 
     Returns:
-        A folder, and the paths of the images relative to it. For a list, it is the folder of the list if that contains
+        The images. Files are named relative to one folder; for a list, it is the folder of the list if that contains
         all images, else their common folder.
 
     Raises:
         DataError: there are no images, or two images whose results would have the same name.
     """
     path = Path(source).expanduser()
-    if path.is_file() and path.suffix.lower() in EXTENSIONS:
-        folder, names = path.parent, [path.name]
+    if is_url(source):
+        images = open_collection(source, column=column)
+    elif path.is_file() and path.suffix.lower() in EXTENSIONS:
+        images = ImageFiles(path.parent, [path.name])
     elif not path.exists() and any(sign in source for sign in "*?["):
         folder, names = _of_glob(path)
         if not names:
             raise DataError(f"no images match {source}: searched {folder.absolute()} for {' '.join(EXTENSIONS)}")
+        images = ImageFiles(folder, names)
     else:
-        found = named_below_one_folder(open_images(path))
-        folder, names = Path(found.folder), [*found.names]
-    if apart_from is not None:
-        own = apart_from.absolute()
-        names = [name for name in names if own not in (folder / name).absolute().parents]
-        if not names:
-            raise DataError(f"all images of {source} are in {apart_from}, the output folder: choose another --out")
+        images = open_collection(path, column=column)
+    if isinstance(images, ImageFiles):
+        images = named_below_one_folder(images)
+        if apart_from is not None:
+            own = apart_from.absolute()
+            folder, names = Path(images.folder), images.names
+            apart = [k for k, name in enumerate(names) if own not in (folder / name).absolute().parents]
+            if not apart:
+                raise DataError(f"all images of {source} are in {apart_from}, the output folder: choose another --out")
+            images = images.part(apart)
+    images = without_repeats(images)
     named: dict[str, str] = {}
-    for name in names:
+    for name in map(images.name, range(len(images))):
         if (other := named.setdefault(result_name(name), name)) != name:
             raise DataError(
                 f"the results of {other} and {name} would have the same name, {result_name(name)}: rename one, or "
                 "label them in two calls with different --out"
             )
-    return folder, names
+    return images
 
 
 def result_name(image: str) -> str:

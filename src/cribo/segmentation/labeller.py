@@ -3,7 +3,7 @@
 import hashlib
 import io
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -124,7 +124,7 @@ class Labeller:
                 values.append(value)
         return {name: np.array(values, dtype=_KINDS[name]) for name, values in columns.items()}
 
-    def stream(self, parts: Iterable[ImagePart]) -> Iterator[tuple[ImagePart, Iterator[LabelledImage]]]:
+    def stream(self, parts: Iterable[ImagePart]) -> Generator[tuple[ImagePart, Iterator[LabelledImage]], None, None]:
         """Yield each part with its images, in order, which must be consumed before the next part.
 
         Images of the next parts are read meanwhile.

@@ -1,20 +1,17 @@
 """Implementation of `cribo segment`: add examples, label images and write the results."""
 
 import csv
-import hashlib
 import io
 import json
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,14 +20,18 @@ from PIL import Image
 from rich.console import Console
 from torch import Tensor
 
+from cribo.cluster.engines import Engine, open_engine
+from cribo.cluster.parts import ImagePart, part_size
+from cribo.colours import Colour
 from cribo.console import Phases, duration
 from cribo.data.coco import BACKGROUND
 from cribo.data.coco_writing import outline, write_coco
-from cribo.data.images import DataError, ImageFiles, require, require_readable
+from cribo.data.collection import ImageCollection
+from cribo.data.images import DataError, ImageFiles, is_url, require, require_readable
 from cribo.data.label_maps import IGNORE_INDEX
 from cribo.data.limits import spread
-from cribo.data.reading import UnreadableImage, open_header, read_image
-from cribo.devices import resolve_device, resolve_workers
+from cribo.data.reading import open_header
+from cribo.devices import resolve_device, resolve_threads
 from cribo.drawing import write_figure
 from cribo.errors import InputError, Stopped, if_interrupted
 from cribo.files import (
@@ -42,14 +43,15 @@ from cribo.files import (
     write_text,
     write_whole,
 )
-from cribo.folders import ResultFolder, describe_changes, require_same
-from cribo.prefetching import BUDGET, prefetch
+from cribo.folders import ResultFolder, describe_changes, lock_writer, require_same
+from cribo.prefetching import prefetch
 from cribo.probes.fitting import Choice
 from cribo.segmentation.config import SegmentConfig
 from cribo.segmentation.examples import Examples, find_examples, open_targets, result_name
-from cribo.segmentation.memory import Segmentation, SegmentationMemory
+from cribo.segmentation.labeller import LabelledImage, Labeller
+from cribo.segmentation.memory import SegmentationMemory
 from cribo.segmentation.pictures import SegmentedPanel, draw_overview, overlay
-from cribo.segmentation.pixels import write_labels
+from cribo.segmentation.pixels import write_confidence, write_labels
 from cribo.segmentation.settings import SegmentationSettings
 from cribo.segmentation.storage import memory_lock
 from cribo.segmentation.suggesting import suggest
@@ -66,6 +68,8 @@ COCO = "coco.json"
 SUGGESTED, SUGGESTED_PICTURE = "suggested.txt", "suggested.png"
 
 _DONE = "segmented.jsonl"  # a line for each image whose files are complete
+_MEMORY = "memory.safetensors"  # in the output folder, for workers in other processes
+_MOST_IMAGES = 256  # limit per part; an interrupted part is labelled again
 _JPEG_QUALITY = 90
 _WEAKEST = 3  # number of classes to name
 _SUGGESTED_FROM = 300  # limit on the images to choose from
@@ -160,36 +164,38 @@ def segment_images(
         advice="choose another --out, continue it with --resume, or replace it with --overwrite",
     )
     settings = SegmentationSettings(**config.settings)
-    folder, names = open_targets(config.images, apart_from=out)
-    if not 0 <= suggestions <= len(names):
-        raise InputError(f"--suggest must be from 0 to {len(names)}, the number of images, got {suggestions}")
-    require_readable(ImageFiles(folder, names), config.images)
+    images = open_targets(config.images, column=config.column, apart_from=out)
+    images = images.part(config.share.of(range(len(images))))
+    if not 0 <= suggestions <= len(images):
+        raise InputError(f"--suggest must be from 0 to {len(images)}, the number of images, got {suggestions}")
+    require_readable(images, config.images)
     file = None if config.memory is None else Path(config.memory).expanduser()
     if file is not None:
         _check_memory_file(file, may_be_new=config.examples is not None)
-    with Phases(console) as progress:
+    with open_engine(config, writes_to=out) as engine, Phases(console) as progress:
         with nullcontext() if file is None or config.examples is None else memory_lock(file):
             memory, has_new = _open_memory(config, file, settings, progress)
             _require_two_classes(memory)
             memory.fit(progress)
             describe_memory(memory, console)
-            results = _Results(out, folder, memory, config, command)
+            results = _Results(out, images, memory, config, command)
             if target.resumes:
                 require_same(out / ABOUT, results.changes)
             else:
                 target.create()
             if file is not None and has_new:  # after all checks, so that a failed command leaves the file unchanged
                 memory.save(file)
-        with if_interrupted(lambda: results.kept(len(names))):
-            segmented = _segment_all(results, names, config, progress, console)
-            if pictures:
-                shown = [*results.records]
-                results.draw([shown[place] for place in spread(len(shown), pictures)], OVERVIEW)
-            if coco:
-                results.write_coco(progress)
-            if suggestions:
-                _suggest(results, suggestions, progress)
-        return replace(segmented, seconds=time.perf_counter() - started)
+        with lock_writer(out, command="cribo segment", advice="choose another --out"):
+            with if_interrupted(results.kept):
+                segmented = _segment_all(results, config, engine, progress)
+                if pictures:
+                    shown = [*results.records]
+                    results.draw([shown[place] for place in spread(len(shown), pictures)], OVERVIEW)
+                if coco:
+                    results.write_coco(progress)
+                if suggestions:
+                    _suggest(results, suggestions, progress)
+            return replace(segmented, seconds=time.perf_counter() - started)
 
 
 # -------------------------------------------------------------------------------------------------------- memory
@@ -321,64 +327,47 @@ class _Record:
     confidence: float
 
 
-@dataclass(frozen=True)
-class _Item:
-    """An image on its way to the results: its pixels and segmentation, its record once written, or an error."""
-
-    name: str
-    content: str = ""
-    image: UInt8[Tensor, "3 h w"] | None = None
-    found: Segmentation | None = None
-    record: _Record | None = None
-    reason: str = ""
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the image and its segmentation in bytes."""
-        found = () if self.found is None else (self.found.labels, self.found.confidence)
-        return sum(part.nbytes for part in (self.image, *found) if part is not None)
-
-
-def _segment_all(
-    results: "_Results", names: Sequence[str], config: SegmentConfig, progress: Phases, console: Console
-) -> Segmented:
+def _segment_all(results: "_Results", config: SegmentConfig, engine: Engine, progress: Phases) -> Segmented:
     """Label all images that are not labelled yet, and write the summary."""
-    done = results.done()
-    stems = {result_name(name) for name in names}
+    images, done = results.images, results.done()
+    stems = {result_name(name) for name in results.names}
     results.earlier = {name: record for name, record in done.items() if result_name(name) not in stems}
-    results.begin(len(names))
-    skipped: dict[str, str] = {}
+    results.begin()
+    size = part_size(len(images), least=config.batch_size, most=_MOST_IMAGES)
+    parts = []
+    for start in range(0, len(images), size):
+        part = images.part(range(start, min(start + size, len(images))))
+        names = map(part.name, range(len(part)))
+        parts.append(ImagePart(part, [done[name].content if name in done else "" for name in names]))
+    work = _LabelParts(results.labeller(config), results.writer, config.workers)
     reused = 0
-    progress("images", 0, len(names))
-    workers = max(1, resolve_workers(config.workers))
-    threads = {"threads": workers, "ahead": 2 * (workers + config.batch_size)}
+    progress("images", 0, len(images))
     begun = time.perf_counter()
-    read = prefetch(
-        partial(_read, results.images, done),
-        names,
-        nbytes=lambda _, item: None if item is None else item.nbytes,
-        **threads,
-    )
-    labelled = _label(results.memory, read, config.batch_size)
-    written = prefetch(results.finish, labelled, nbytes=lambda item, _: item.nbytes, **threads)
-    with closing(read), closing(written):
-        try:
-            for item in written:
-                if item.record is None:
-                    skipped[item.name] = item.reason
-                else:
-                    results.records[item.name] = item.record
-                    reused += item.record is done.get(item.name)
-                progress("images", len(results.records) + len(skipped), len(names))
-        except Exception:
-            log.warning(results.kept(len(names)))
-            raise
+    try:
+        with closing(engine.run(work, parts)) as found:
+            for part in found:
+                results.skipped |= part.skipped
+                results.records |= {name: done[name] for name in part.known}
+                results.add(part.records)
+                reused += len(part.known)
+                progress("images", len(results.records) + len(results.skipped), len(images))
+    except Exception:
+        log.warning(results.kept())
+        raise
     seconds = time.perf_counter() - begun
-    results.sum_up(names, skipped, seconds, reused)
+    results.sum_up(seconds, reused)
     if not results.records:  # although one could be read at first
         raise Stopped(f"the images can no longer be read: see {SUMMARY} in {results.folder}")
-    earlier = len(results.earlier)
-    return Segmented(results.folder, len(results.records), reused, earlier, skipped, seconds, seconds, results.shares())
+    return Segmented(
+        results.folder,
+        len(results.records),
+        reused,
+        len(results.earlier),
+        results.skipped,
+        seconds,
+        seconds,
+        results.shares(),
+    )
 
 
 def _suggest(results: "_Results", count: int, progress: Phases) -> None:
@@ -388,7 +377,7 @@ def _suggest(results: "_Results", count: int, progress: Phases) -> None:
 
     def images() -> Iterator[Tensor]:
         for done, name in enumerate(looked_at, start=1):
-            yield read_image(results.images / name)
+            yield results.load(name)
             progress("images to label next", done, len(looked_at))
 
     chosen = [looked_at[index] for index in suggest(results.memory, images(), count)]
@@ -396,64 +385,111 @@ def _suggest(results: "_Results", count: int, progress: Phases) -> None:
     results.draw(chosen, SUGGESTED_PICTURE)
 
 
-def _read(folder: Path, done: Mapping[str, _Record], name: str) -> _Item:
-    path = folder / name
-    try:
-        with path.open("rb") as file:
-            content = hashlib.file_digest(file, "sha256").hexdigest()
-        if name in done and done[name].content == content:
-            return _Item(name, record=done[name])
-        return _Item(name, content, read_image(path))
-    except UnreadableImage as error:
-        return _Item(name, reason=error.reason)
-    except OSError as error:
-        return _Item(name, reason=error.strerror or str(error))
+class _LabelledPart(NamedTuple):
+    """Result of a part: records of newly labelled images, names of known ones, and reasons for unreadable ones."""
+
+    records: list[_Record]
+    known: list[str]
+    skipped: dict[str, str]
 
 
-def _label(memory: SegmentationMemory, items: Iterator[_Item], batch_size: int) -> Iterator[_Item]:
-    """Label images in batches, in order; items without pixels are passed through."""
-    for batch in _batches(items, batch_size):
-        pixels = [item.image for item in batch if item.image is not None]
-        found = iter(memory.segment_all(pixels) if pixels else ())
-        yield from [item if item.image is None else replace(item, found=next(found)) for item in batch]
+class _LabelParts:
+    """Work of an engine: labels the images of each part, and writes their files."""
 
+    def __init__(self, labeller: Labeller, writer: "_Writer", workers: int | None) -> None:
+        self.labeller, self.writer, self.workers = labeller, writer, workers
 
-def _batches(items: Iterator[_Item], size: int) -> Iterator[list[_Item]]:
-    """Group items into batches of `size`, or fewer if the images are large."""
-    batch: list[_Item] = []
-    for item in items:
-        batch.append(item)
-        if len(batch) == size or sum(each.nbytes for each in batch) >= BUDGET:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+    def __call__(self, parts: Iterable[ImagePart]) -> Generator[_LabelledPart, None, None]:
+        with closing(self.labeller.stream(parts)) as labelled:
+            for _, images in labelled:
+                yield self._written(images)
+
+    def _written(self, images: Iterator[LabelledImage]) -> _LabelledPart:
+        part = _LabelledPart([], [], {})
+        threads = resolve_threads(self.workers)
+        written = prefetch(
+            lambda each: each if each.found is None else self.writer.write(each),
+            images,
+            threads=threads,
+            ahead=2 * threads + self.labeller.batch_size,
+            nbytes=lambda each, _: each.nbytes,
+        )
+        with closing(written):
+            for each in written:
+                if isinstance(each, _Record):
+                    part.records.append(each)
+                elif each.known:
+                    part.known.append(each.name)
+                else:
+                    part.skipped[each.name] = each.error
+        return part
 
 
 # ------------------------------------------------------------------------------------------------------- results
+
+
+class _Writer(NamedTuple):
+    """Writes the files of an image.
+
+    Attributes:
+        folder: absolute path of the output folder.
+        palette: colour of each class.
+    """
+
+    folder: Path
+    palette: list[Colour]
+
+    def targets(self, name: str) -> tuple[Path, Path, Path]:
+        """Return the paths of label map, overlay and confidence of an image."""
+        stem = result_name(name)
+        return (
+            self.folder / "labels" / f"{stem}.png",
+            self.folder / "overlays" / f"{stem}.jpg",
+            self.folder / "confidence" / f"{stem}.png",
+        )
+
+    def write(self, labelled: LabelledImage) -> _Record:
+        """Write the files of an image, each atomically."""
+        image, found = labelled.image, labelled.found
+        assert image is not None
+        assert found is not None
+        labels, painted, confidence = self.targets(labelled.name)
+        for path in (labels, painted, confidence):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(labels, lambda part: write_labels(found.labels, self.palette, part))
+        drawn = Image.fromarray(overlay(image, found.labels, self.palette))
+        write_whole(painted, lambda part: drawn.save(part, "JPEG", quality=_JPEG_QUALITY))
+        write_whole(confidence, lambda part: write_confidence(found.confidence, part))
+        size = (found.labels.shape[0], found.labels.shape[1])
+        return _Record(labelled.name, labelled.sha256, size, found.shares, float(found.confidence.mean()))
 
 
 class _Results:
     """The output folder.
 
     Attributes:
-        records: records of the labelled images by name, in the order of the images.
+        images: the images to label.
+        records: records of the labelled images by name.
         earlier: records of images of earlier calls that are no longer among the images.
+        skipped: reasons why images could not be read, by name.
     """
 
     def __init__(
-        self, folder: Path, images: Path, memory: SegmentationMemory, config: SegmentConfig, command: str
+        self, folder: Path, images: ImageCollection, memory: SegmentationMemory, config: SegmentConfig, command: str
     ) -> None:
         self.folder, self.images, self.memory = folder, images, memory
+        self.names = {images.name(place): place for place in range(len(images))}
         self.records: dict[str, _Record] = {}
         self.earlier: dict[str, _Record] = {}
-        self._noting = Lock()
+        self.skipped: dict[str, str] = {}
         self.classes, self.palette = memory.classes, memory.palette
+        self.writer = _Writer(folder.absolute(), memory.palette)
+        source = images.folder if isinstance(images, ImageFiles) else config.images
         about = {
             "format": 1,
             "command": command,
             "finished": False,
-            "images": {"folder": os.path.realpath(images)},
+            "images": {"folder": source if is_url(source) else os.path.realpath(source), "part": str(config.share)},
             "memory": {
                 "fingerprint": memory.fingerprint,
                 "file": config.memory,
@@ -471,11 +507,24 @@ class _Results:
         }
         self._about: dict[str, Any] = json.loads(json.dumps(about))  # as `changes` reads it
 
-    def kept(self, images: int) -> str:
+    def labeller(self, config: SegmentConfig) -> Labeller:
+        """Return the unit of work; workers of another process open the memory from a file."""
+        if config.engine == "local":
+            return Labeller(self.memory, batch_size=config.batch_size, workers=config.workers)
+        file = self.folder / _MEMORY
+        self.memory.save(file)
+        options = {"batch_size": config.batch_size, "workers": config.workers, "device": config.device}
+        return Labeller(file, config.backbone, **options)
+
+    def load(self, name: str) -> UInt8[Tensor, "3 h w"]:
+        """Load an image by its name."""
+        return self.images.load(self.names[name])
+
+    def kept(self) -> str:
         """Say what an interruption leaves, and how to continue."""
         return (
-            f"{len(self.records)} of {images} images are done in {self.folder}; to continue, repeat the command with "
-            "--resume"
+            f"{len(self.records)} of {len(self.images)} images are done in {self.folder}; to continue, repeat the "
+            "command with --resume"
         )
 
     def changes(self) -> Iterator[str]:
@@ -491,6 +540,7 @@ class _Results:
 
         if all(about["images"].get("folder") for about in both):  # earlier versions did not record it
             yield from changed(lambda about: {"the folder of the images": about["images"]["folder"]})
+        yield from changed(lambda about: {"part": about["images"].get("part", "1/1")})
         if len({about["memory"]["fingerprint"] for about in both}) == 1:
             yield from changed(lambda about: {"the probe": Choice.from_json(about["choice"]).probe})
             return
@@ -500,7 +550,7 @@ class _Results:
             or ["the images or labels of the examples have changed"]
         )
 
-    def begin(self, images: int) -> None:
+    def begin(self) -> None:
         """Create the folders and write the description of the results.
 
         Raises:
@@ -508,48 +558,24 @@ class _Results:
         """
         for part in ("labels", "overlays", "confidence"):
             (self.folder / part).mkdir(exist_ok=True)
-        write_json(self.folder / ABOUT, {**self._about, "images": {**self._about["images"], "found": images}})
+        found = {**self._about["images"], "found": len(self.images)}
+        write_json(self.folder / ABOUT, {**self._about, "images": found})
+
+    def add(self, records: Iterable[_Record]) -> None:
+        """Record images whose files are complete."""
+        for record in records:
+            append_json(self.folder / _DONE, asdict(record))
+            self.records[record.name] = record
 
     def done(self) -> dict[str, _Record]:
         """Return the records of images whose files are complete, by name."""
         records: dict[str, _Record] = {}
         for values in read_json_lines(self.folder / _DONE):
             record = _Record(**{**values, "size": tuple(values["size"])})
-            if all(target.is_file() for target in self._targets(record.name)):
+            if all(target.is_file() for target in self.writer.targets(record.name)):
                 # Images that differ only in the extension share files; keep the last one.
                 records[result_name(record.name)] = record
         return {record.name: record for record in records.values()}
-
-    def _targets(self, name: str) -> tuple[Path, Path, Path]:
-        """Return the paths of label map, overlay and confidence of an image."""
-        stem = result_name(name)
-        return (
-            self.folder / "labels" / f"{stem}.png",
-            self.folder / "overlays" / f"{stem}.jpg",
-            self.folder / "confidence" / f"{stem}.png",
-        )
-
-    def finish(self, item: _Item) -> _Item:
-        """Write and record the files of a newly labelled image; return it without pixels."""
-        if item.image is None or item.found is None:
-            return item
-        record = self.write(item.name, item.content, item.image, item.found)
-        with self._noting:
-            append_json(self.folder / _DONE, asdict(record))
-        return _Item(item.name, record=record)
-
-    def write(self, name: str, content: str, image: UInt8[Tensor, "3 h w"], found: Segmentation) -> _Record:
-        """Write the files of an image, each atomically."""
-        labels, painted, confidence = self._targets(name)
-        for path in (labels, painted, confidence):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(labels, lambda part: write_labels(found.labels, self.palette, part))
-        drawn = Image.fromarray(overlay(image, found.labels, self.palette))
-        write_whole(painted, lambda part: drawn.save(part, "JPEG", quality=_JPEG_QUALITY))
-        grey = Image.fromarray((found.confidence * 255).round().byte().numpy())
-        write_whole(confidence, lambda part: grey.save(part, "PNG"))
-        size = (found.labels.shape[0], found.labels.shape[1])
-        return _Record(name, content, size, found.shares, float(found.confidence.mean()))
 
     def shares(self) -> dict[str, float]:
         """Return the share of each class in the pixels of all images, in descending order."""
@@ -561,14 +587,15 @@ class _Results:
         total = sum(math.prod(record.size) for record in records)
         return {name: count / total for name, count in sorted(pixels.items(), key=lambda pair: -pair[1])}
 
-    def sum_up(self, names: Sequence[str], skipped: Mapping[str, str], seconds: float, reused: int) -> None:
+    def sum_up(self, seconds: float, reused: int) -> None:
         """Write the summary and the final description of the results."""
+        self.records = {name: self.records[name] for name in self.names if name in self.records}  # in their order
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")
         table.writerow(["image", "width", "height", "confidence", *self.classes, "error"])
-        for name in (*names, *self.earlier):
-            if name in skipped:
-                table.writerow([name, *[""] * (3 + len(self.classes)), skipped[name]])
+        for name in (*self.names, *self.earlier):
+            if name in self.skipped:
+                table.writerow([name, *[""] * (3 + len(self.classes)), self.skipped[name]])
                 continue
             record = self.records.get(name) or self.earlier[name]
             shares = [f"{record.shares.get(c, 0):.6f}" for c in self.classes]
@@ -580,11 +607,11 @@ class _Results:
             "finished": True,
             "images": {
                 **self._about["images"],
-                "found": len(names),
+                "found": len(self.images),
                 "segmented": fresh,
                 "reused": reused,
                 "earlier": len(self.earlier),
-                "skipped": len(skipped),
+                "skipped": len(self.skipped),
             },
             "seconds": round(seconds, 3),
             "seconds_per_image": round(seconds / fresh, 4) if fresh else None,
@@ -600,7 +627,7 @@ class _Results:
 
         def annotations() -> Iterator[dict[str, Any]]:
             for number, name in enumerate(sizes, start=1):
-                labels = _read_grey(self._targets(name)[0]).numpy()
+                labels = _read_grey(self.writer.targets(name)[0]).numpy()
                 present = set(np.unique(labels).tolist())
                 for category, label in enumerate(things, start=1):
                     if label in present:
@@ -614,8 +641,8 @@ class _Results:
         """Draw some images with their labels and confidence."""
         panels = []
         for name in names:
-            labels, _, confidence = self._targets(name)
-            image = read_image(self.images / name)
+            labels, _, confidence = self.writer.targets(name)
+            image = self.load(name)
             step = max(1, -(-max(image.shape[1:]) // _OVERVIEW_SIDE))
             grey = _read_grey(confidence)[::step, ::step].float() / 255
             panels.append(SegmentedPanel(name, image[:, ::step, ::step], _read_grey(labels)[::step, ::step], grey))
