@@ -153,9 +153,9 @@ def frames(tmp_path: Path) -> Path:
     return tmp_path / "frames"
 
 
-def targets(source: Path, **options: Path) -> tuple[Path, list[str]]:
+def targets(source: Path, apart_from: Path | None = None) -> tuple[Path, list[str]]:
     """Return the folder and the names of the images to label."""
-    images = open_targets(str(source), **options)
+    images = open_targets(str(source), apart_from=apart_from)
     assert isinstance(images, ImageFiles)
     return Path(images.folder), [*images.names]
 

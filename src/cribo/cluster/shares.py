@@ -7,7 +7,7 @@ from cribo.arguments import ConfigError
 
 
 class Share(NamedTuple):
-    """The `number`-th (from 1) of `count` shares.
+    """The `number`-th (from 1) of `shares` equal shares.
 
     Example:
         >>> share = Share.parse("2/3")
@@ -16,7 +16,7 @@ class Share(NamedTuple):
     """
 
     number: int = 1
-    count: int = 1
+    shares: int = 1
 
     @classmethod
     def parse(cls, text: str | None) -> "Share":
@@ -37,13 +37,8 @@ class Share(NamedTuple):
 
     def of(self, items: range) -> range:
         """Return adjacent items, since the images of a shard or a Parquet file are adjacent."""
-        first, last = ((number * len(items)) // self.count for number in (self.number - 1, self.number))
+        first, last = ((number * len(items)) // self.shares for number in (self.number - 1, self.number))
         return items[first:last]
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the share contains everything."""
-        return self.count == 1
-
     def __str__(self) -> str:
-        return f"{self.number}/{self.count}"
+        return f"{self.number}/{self.shares}"

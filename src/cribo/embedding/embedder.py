@@ -84,7 +84,8 @@ class Embedder:
         device: str | None = None,
     ) -> None:
         self.network = LazyNetwork(backbone, blocks=blocks, device=device)
-        self.features, self.precision = features, precision
+        self.features: Kind = features
+        self.precision: FeaturePrecision = precision
         self.batch_size, self.workers = batch_size, workers
         self._settings = settings
 

@@ -237,7 +237,8 @@ class _EmbedParts:
     """Work of an engine: writes the features of each part, and yields its number of images."""
 
     def __init__(self, embedder: Embedder, folder: Path, kind: Format) -> None:
-        self.embedder, self.folder, self.kind = embedder, folder.absolute(), kind
+        self.embedder, self.folder = embedder, folder.absolute()
+        self.kind: Format = kind
 
     def __call__(self, parts: Iterable[_Part]) -> Generator[int, None, None]:
         first, second = tee(parts)
