@@ -7,6 +7,7 @@ import pickle
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -38,6 +39,7 @@ MAX_DEATHS = 5
 _CORES_PER_WORKER = 4
 _OBJECT_STORE_BYTES = 256 << 20  # parts and results are small; Ray's default is a third of the memory
 _CONNECT_SECONDS = 5.0
+_STATUS_SECONDS = 20.0
 _CHECK_SECONDS = 120.0  # of all nodes; a node may first have to start Python
 _LONGEST_FOLDER = 40  # characters; Ray's sockets below it must have fewer than 108
 _SETTINGS = {
@@ -76,7 +78,7 @@ class Node(NamedTuple):
 class Workers(NamedTuple):
     """Number of worker processes, and logical CPUs and GPUs of each."""
 
-    count: int
+    number: int
     cpus: int
     gpus: float
 
@@ -93,7 +95,7 @@ def plan_workers(options: RayOptions, nodes: Sequence[Node]) -> Workers:
 
     Example:
         >>> plan_workers(RayOptions(), [Node("a", cpus=16, gpus=2), Node("b", cpus=8, gpus=1)])
-        Workers(count=3, cpus=8, gpus=1)
+        Workers(number=3, cpus=8, gpus=1)
     """
     gpus = options.gpus_per_worker
     if gpus is None:
@@ -215,7 +217,7 @@ class RayEngine:
             batch_format="pyarrow",
             # A second part in the queue of a busy worker could not be taken by an idle one.
             compute=ray.data.ActorPoolStrategy(
-                size=min(self.workers.count, len(parts)), max_tasks_in_flight_per_actor=1
+                size=min(self.workers.number, len(parts)), max_tasks_in_flight_per_actor=1
             ),
             num_cpus=self.workers.cpus,
             num_gpus=self.workers.gpus,
@@ -233,7 +235,7 @@ class _Worker:
 
     def __init__(self, work: bytes, attempts: "ActorHandle") -> None:
         self._pickled, self._attempts = work, attempts
-        self._work: Work[Any, Any] | None = None
+        self._work: Any = None
 
     def __call__(self, block: "pyarrow.Table") -> "pyarrow.Table":
         import pyarrow
@@ -298,7 +300,7 @@ def _temporary_cluster(options: RayOptions) -> Iterator[Workers]:
     short = len(tempfile.gettempdir()) <= _LONGEST_FOLDER
     folder = tempfile.mkdtemp(prefix="cribo-", dir=None if short else "/tmp")
     try:
-        with _own_sigterm():
+        with _own_sigterm(), _without_stderr():
             ray.init(
                 "local",  # otherwise the environment variable RAY_ADDRESS overrides it
                 num_cpus=cpus,
@@ -325,9 +327,11 @@ def _connection(address: str) -> Iterator[None]:
             f"ray.address {address!r} is of a Ray client, over which Ray Data is slow and unsupported: run the command "
             "on a node of the cluster with --ray.address auto, or as ray job submit -- cribo ..."
         )
-    _require_answer(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS", address)
+    _require_answer(address)
     try:
-        with _own_sigterm():
+        with _own_sigterm(), _without_stderr():
             ray.init(address, log_to_driver=False, logging_level=logging.CRITICAL)
         yield
     finally:
@@ -335,19 +339,36 @@ def _connection(address: str) -> Iterator[None]:
 
 
 def _require_answer(address: str) -> None:
-    """Raise an error unless something accepts connections at the address."""
+    """Raise an error unless a Ray cluster answers at the address; `ray.init` would wait for minutes."""
     if address == "auto":
-        return  # Ray looks for it among the processes of this machine
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigError(f"ray.address must be host:port, such as 10.0.0.1:6379, or auto, got {address!r}")
+        reason, advice = "", "none runs on this machine: give --ray.address host:port, or set RAY_ADDRESS"
+    else:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ConfigError(f"ray.address must be host:port, such as 10.0.0.1:6379, or auto, got {address!r}")
+        reason = _connect(host.strip("[]"), int(port))
+        advice = "check that the head node runs, that the port is the one `ray start --head` printed, and the firewall"
+    if not reason and not _has_status(address):
+        reason = "no Ray of this version"
+    if reason:
+        raise ConnectionError(f"the Ray cluster at {address} does not answer ({reason}): {advice}")
+
+
+def _connect(host: str, port: int) -> str:
+    """Return why no connection can be made; empty if it can."""
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
-    except OSError as error:
-        raise ConnectionError(
-            f"the Ray cluster at {address} does not answer ({error}): check that `ray start --head` runs there, that "
-            "the port is the one it printed, and that no firewall blocks it"
-        ) from error
+        socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        return str(error)
+    return ""
+
+
+def _has_status(address: str) -> bool:
+    command = (sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address)
+    try:
+        return subprocess.run(command, capture_output=True, timeout=_STATUS_SECONDS, check=False).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 @contextlib.contextmanager
@@ -364,6 +385,20 @@ def _own_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before if callable(before) else lambda number, frame: sys.exit(128 + number))
 
 
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Discard what compiled code prints: Ray reports even that its log level was set."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def _checked_workers(options: RayOptions, writes_to: Path | None) -> Workers:
     """Plan the workers of the connected cluster, after checking its nodes."""
     import ray
@@ -377,7 +412,7 @@ def _checked_workers(options: RayOptions, writes_to: Path | None) -> Workers:
     }
     workers = plan_workers(options, list(found.values()))
     _check_nodes({key: node.name for key, node in found.items() if node.workers(workers.cpus, workers.gpus)}, writes_to)
-    needed = {"CPU": workers.count * workers.cpus, "GPU": workers.count * workers.gpus}
+    needed = {"CPU": workers.number * workers.cpus, "GPU": workers.number * workers.gpus}
     free = ray.available_resources()
     if busy := [name for name, amount in needed.items() if free.get(name, 0) < amount]:
         _log.warning(
@@ -397,14 +432,13 @@ def _check_nodes(names: Mapping[str, str], writes_to: Path | None) -> None:
     def describe(probe: str | None) -> tuple[dict[str, str], bool]:  # local, so that nodes without cribo can run it
         import contextlib
         import os
-        import platform
-        from importlib.metadata import PackageNotFoundError, version
+                from importlib.metadata import PackageNotFoundError, version
 
         found = {"Python": ".".join(platform.python_version_tuple()[:2])}
         for name, package in packages.items():
             with contextlib.suppress(PackageNotFoundError):
                 found[name] = version(package).partition("+")[0]  # builds for CPUs and GPUs may be mixed
-        return found, probe is None or os.path.exists(probe)
+        return found, probe is None or Path(probe).exists()
 
     packages = {"cribo": "cribo-ssl", "torch": "torch"}
     with contextlib.ExitStack() as stack:
