@@ -26,7 +26,6 @@ from cribo.processes import available_cores
 
 if TYPE_CHECKING:
     import pyarrow
-    from ray.actor import ActorHandle
 
     from cribo.cluster.engines import Engine, Work
 
@@ -196,14 +195,13 @@ class RayEngine:
             return
         import pyarrow
         import ray.data
-        from ray import cloudpickle
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-        attempts = ray.remote(num_cpus=0, scheduling_strategy=here)(_Attempts).remote()
+        attempts = ray.remote(_Attempts).options(num_cpus=0, scheduling_strategy=here).remote()
         # One block for each part, since Ray Data schedules blocks.
         blocks = [
-            pyarrow.table({"number": [number], "part": [zlib.compress(cloudpickle.dumps(part), 1)]})
+            pyarrow.table({"number": [number], "part": [zlib.compress(pickle.dumps(part), 1)]})
             for number, part in enumerate(parts)
         ]
         dataset = ray.data.from_arrow(blocks)
@@ -212,7 +210,7 @@ class RayEngine:
         dataset.context.execution_no_progress_timeout_s = -1  # a part may take hours
         results = dataset.map_batches(
             _Worker,
-            fn_constructor_args=(cloudpickle.dumps(work), attempts),
+            fn_constructor_args=(work, attempts),
             batch_size=None,
             batch_format="pyarrow",
             # A second part in the queue of a busy worker could not be taken by an idle one.
@@ -233,18 +231,16 @@ class RayEngine:
 class _Worker:
     """Holds one copy of the work, and applies it to the part of a block."""
 
-    def __init__(self, work: bytes, attempts: "ActorHandle") -> None:
-        self._pickled, self._attempts = work, attempts
-        self._work: Any = None
+    def __init__(self, work: "Work[Any, Any]", attempts: Any) -> None:
+        self._work, self._attempts = work, attempts
 
     def __call__(self, block: "pyarrow.Table") -> "pyarrow.Table":
         import pyarrow
-        from ray import cloudpickle
 
         try:
-            outcome = cloudpickle.dumps((self._result(block["number"][0].as_py(), block["part"][0].as_py()), None))
+            outcome = pickle.dumps((self._result(block["number"][0].as_py(), block["part"][0].as_py()), None))
         except Exception as error:  # as a value: Ray would wrap it, and print its own traceback
-            outcome = cloudpickle.dumps((None, _portable(error)))
+            outcome = pickle.dumps((None, _portable(error)))
         return pyarrow.table({"outcome": [outcome]})
 
     def _result(self, number: int, pickled: bytes) -> Any:
@@ -256,8 +252,6 @@ class _Worker:
                 f"the worker process ended {MAX_DEATHS} times during {part!s:.200}, probably for lack of memory: "
                 "use fewer --ray.workers, or --engine local to see the error; completed parts are kept"
             )
-        if self._work is None:
-            self._work = pickle.loads(self._pickled)
         (result,) = self._work(iter([part]))
         return result
 
@@ -275,13 +269,11 @@ class _Attempts:
 
 def _portable(error: Exception) -> Exception:
     """Return the error with the worker's traceback as a note, as another type if it cannot be pickled."""
-    from ray import cloudpickle
-
     error.add_note("".join(["in a worker process:\n", *traceback.format_exception(error)]).rstrip())
     error.__cause__ = error.__context__ = None
     for kind in type(error).__mro__:  # pickle cannot rebuild exceptions whose arguments differ from their message
         with contextlib.suppress(Exception):
-            if type(pickle.loads(cloudpickle.dumps(error))) is type(error):
+            if type(pickle.loads(pickle.dumps(error))) is type(error):
                 break
             error = kind(str(error))
     return error
@@ -427,12 +419,14 @@ def _checked_workers(options: RayOptions, writes_to: Path | None) -> Workers:
 def _check_nodes(names: Mapping[str, str], writes_to: Path | None) -> None:
     """Check versions, and that the nodes, given by id, share the output folder."""
     import ray
+    from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     def describe(probe: str | None) -> tuple[dict[str, str], bool]:  # local, so that nodes without cribo can run it
         import contextlib
-        import os
-                from importlib.metadata import PackageNotFoundError, version
+        import platform
+        from importlib.metadata import PackageNotFoundError, version
+        from pathlib import Path
 
         found = {"Python": ".".join(platform.python_version_tuple()[:2])}
         for name, package in packages.items():
@@ -453,7 +447,7 @@ def _check_nodes(names: Mapping[str, str], writes_to: Path | None) -> None:
         }
         try:
             found = dict(zip(pending, ray.get(list(pending.values()), timeout=_CHECK_SECONDS), strict=True))
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             raise ConnectionError(
                 f"a node of the Ray cluster does not run tasks ({type(error).__name__}): check `ray status`"
             ) from error
