@@ -7,13 +7,14 @@ import pickle
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -25,7 +26,6 @@ from cribo.processes import available_cores
 
 if TYPE_CHECKING:
     import pyarrow
-    from ray.actor import ActorHandle
 
     from cribo.cluster.engines import Engine, Work
 
@@ -38,6 +38,7 @@ MAX_DEATHS = 5
 _CORES_PER_WORKER = 4
 _OBJECT_STORE_BYTES = 256 << 20  # parts and results are small; Ray's default is a third of the memory
 _CONNECT_SECONDS = 5.0
+_STATUS_SECONDS = 20.0
 _CHECK_SECONDS = 120.0  # of all nodes; a node may first have to start Python
 _LONGEST_FOLDER = 40  # characters; Ray's sockets below it must have fewer than 108
 _SETTINGS = {
@@ -76,7 +77,7 @@ class Node(NamedTuple):
 class Workers(NamedTuple):
     """Number of worker processes, and logical CPUs and GPUs of each."""
 
-    count: int
+    number: int
     cpus: int
     gpus: float
 
@@ -93,7 +94,7 @@ def plan_workers(options: RayOptions, nodes: Sequence[Node]) -> Workers:
 
     Example:
         >>> plan_workers(RayOptions(), [Node("a", cpus=16, gpus=2), Node("b", cpus=8, gpus=1)])
-        Workers(count=3, cpus=8, gpus=1)
+        Workers(number=3, cpus=8, gpus=1)
     """
     gpus = options.gpus_per_worker
     if gpus is None:
@@ -183,7 +184,7 @@ class RayEngine:
     def __init__(self, workers: Workers) -> None:
         self.workers = workers
 
-    def run(self, work: "Work[Part, Result]", parts: Sequence[Part]) -> Generator[Result, None, None]:
+    def run(self, work: "Work[Part, Result]", parts: Sequence[Part]) -> Iterator[Result]:
         """Yield the result of each part, in the order of completion.
 
         Raises:
@@ -194,14 +195,13 @@ class RayEngine:
             return
         import pyarrow
         import ray.data
-        from ray import cloudpickle
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-        attempts = ray.remote(num_cpus=0, scheduling_strategy=here)(_Attempts).remote()
+        attempts = ray.remote(_Attempts).options(num_cpus=0, scheduling_strategy=here).remote()
         # One block for each part, since Ray Data schedules blocks.
         blocks = [
-            pyarrow.table({"number": [number], "part": [zlib.compress(cloudpickle.dumps(part), 1)]})
+            pyarrow.table({"number": [number], "part": [zlib.compress(pickle.dumps(part), 1)]})
             for number, part in enumerate(parts)
         ]
         dataset = ray.data.from_arrow(blocks)
@@ -210,12 +210,12 @@ class RayEngine:
         dataset.context.execution_no_progress_timeout_s = -1  # a part may take hours
         results = dataset.map_batches(
             _Worker,
-            fn_constructor_args=(cloudpickle.dumps(work), attempts),
+            fn_constructor_args=(work, attempts),
             batch_size=None,
             batch_format="pyarrow",
             # A second part in the queue of a busy worker could not be taken by an idle one.
             compute=ray.data.ActorPoolStrategy(
-                size=min(self.workers.count, len(parts)), max_tasks_in_flight_per_actor=1
+                size=min(self.workers.number, len(parts)), max_tasks_in_flight_per_actor=1
             ),
             num_cpus=self.workers.cpus,
             num_gpus=self.workers.gpus,
@@ -231,18 +231,16 @@ class RayEngine:
 class _Worker:
     """Holds one copy of the work, and applies it to the part of a block."""
 
-    def __init__(self, work: bytes, attempts: "ActorHandle") -> None:
-        self._pickled, self._attempts = work, attempts
-        self._work: Work[Any, Any] | None = None
+    def __init__(self, work: "Work[Any, Any]", attempts: Any) -> None:
+        self._work, self._attempts = work, attempts
 
     def __call__(self, block: "pyarrow.Table") -> "pyarrow.Table":
         import pyarrow
-        from ray import cloudpickle
 
         try:
-            outcome = cloudpickle.dumps((self._result(block["number"][0].as_py(), block["part"][0].as_py()), None))
+            outcome = pickle.dumps((self._result(block["number"][0].as_py(), block["part"][0].as_py()), None))
         except Exception as error:  # as a value: Ray would wrap it, and print its own traceback
-            outcome = cloudpickle.dumps((None, _portable(error)))
+            outcome = pickle.dumps((None, _portable(error)))
         return pyarrow.table({"outcome": [outcome]})
 
     def _result(self, number: int, pickled: bytes) -> Any:
@@ -254,8 +252,6 @@ class _Worker:
                 f"the worker process ended {MAX_DEATHS} times during {part!s:.200}, probably for lack of memory: "
                 "use fewer --ray.workers, or --engine local to see the error; completed parts are kept"
             )
-        if self._work is None:
-            self._work = pickle.loads(self._pickled)
         (result,) = self._work(iter([part]))
         return result
 
@@ -273,13 +269,11 @@ class _Attempts:
 
 def _portable(error: Exception) -> Exception:
     """Return the error with the worker's traceback as a note, as another type if it cannot be pickled."""
-    from ray import cloudpickle
-
     error.add_note("".join(["in a worker process:\n", *traceback.format_exception(error)]).rstrip())
     error.__cause__ = error.__context__ = None
     for kind in type(error).__mro__:  # pickle cannot rebuild exceptions whose arguments differ from their message
         with contextlib.suppress(Exception):
-            if type(pickle.loads(cloudpickle.dumps(error))) is type(error):
+            if type(pickle.loads(pickle.dumps(error))) is type(error):
                 break
             error = kind(str(error))
     return error
@@ -298,7 +292,7 @@ def _temporary_cluster(options: RayOptions) -> Iterator[Workers]:
     short = len(tempfile.gettempdir()) <= _LONGEST_FOLDER
     folder = tempfile.mkdtemp(prefix="cribo-", dir=None if short else "/tmp")
     try:
-        with _own_sigterm():
+        with _own_sigterm(), _without_stderr():
             ray.init(
                 "local",  # otherwise the environment variable RAY_ADDRESS overrides it
                 num_cpus=cpus,
@@ -325,9 +319,11 @@ def _connection(address: str) -> Iterator[None]:
             f"ray.address {address!r} is of a Ray client, over which Ray Data is slow and unsupported: run the command "
             "on a node of the cluster with --ray.address auto, or as ray job submit -- cribo ..."
         )
-    _require_answer(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS", address)
+    _require_answer(address)
     try:
-        with _own_sigterm():
+        with _own_sigterm(), _without_stderr():
             ray.init(address, log_to_driver=False, logging_level=logging.CRITICAL)
         yield
     finally:
@@ -335,19 +331,36 @@ def _connection(address: str) -> Iterator[None]:
 
 
 def _require_answer(address: str) -> None:
-    """Raise an error unless something accepts connections at the address."""
+    """Raise an error unless a Ray cluster answers at the address; `ray.init` would wait for minutes."""
     if address == "auto":
-        return  # Ray looks for it among the processes of this machine
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigError(f"ray.address must be host:port, such as 10.0.0.1:6379, or auto, got {address!r}")
+        reason, advice = "", "none runs on this machine: give --ray.address host:port, or set RAY_ADDRESS"
+    else:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ConfigError(f"ray.address must be host:port, such as 10.0.0.1:6379, or auto, got {address!r}")
+        reason = _connect(host.strip("[]"), int(port))
+        advice = "check that the head node runs, that the port is the one `ray start --head` printed, and the firewall"
+    if not reason and not _has_status(address):
+        reason = "no Ray of this version"
+    if reason:
+        raise ConnectionError(f"the Ray cluster at {address} does not answer ({reason}): {advice}")
+
+
+def _connect(host: str, port: int) -> str:
+    """Return why no connection can be made; empty if it can."""
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
-    except OSError as error:
-        raise ConnectionError(
-            f"the Ray cluster at {address} does not answer ({error}): check that `ray start --head` runs there, that "
-            "the port is the one it printed, and that no firewall blocks it"
-        ) from error
+        socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        return str(error)
+    return ""
+
+
+def _has_status(address: str) -> bool:
+    command = (sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address)
+    try:
+        return subprocess.run(command, capture_output=True, timeout=_STATUS_SECONDS, check=False).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 @contextlib.contextmanager
@@ -364,6 +377,20 @@ def _own_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before if callable(before) else lambda number, frame: sys.exit(128 + number))
 
 
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Discard what compiled code prints: Ray reports even that its log level was set."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def _checked_workers(options: RayOptions, writes_to: Path | None) -> Workers:
     """Plan the workers of the connected cluster, after checking its nodes."""
     import ray
@@ -377,7 +404,7 @@ def _checked_workers(options: RayOptions, writes_to: Path | None) -> Workers:
     }
     workers = plan_workers(options, list(found.values()))
     _check_nodes({key: node.name for key, node in found.items() if node.workers(workers.cpus, workers.gpus)}, writes_to)
-    needed = {"CPU": workers.count * workers.cpus, "GPU": workers.count * workers.gpus}
+    needed = {"CPU": workers.number * workers.cpus, "GPU": workers.number * workers.gpus}
     free = ray.available_resources()
     if busy := [name for name, amount in needed.items() if free.get(name, 0) < amount]:
         _log.warning(
@@ -392,19 +419,20 @@ def _checked_workers(options: RayOptions, writes_to: Path | None) -> Workers:
 def _check_nodes(names: Mapping[str, str], writes_to: Path | None) -> None:
     """Check versions, and that the nodes, given by id, share the output folder."""
     import ray
+    from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     def describe(probe: str | None) -> tuple[dict[str, str], bool]:  # local, so that nodes without cribo can run it
         import contextlib
-        import os
         import platform
         from importlib.metadata import PackageNotFoundError, version
+        from pathlib import Path
 
         found = {"Python": ".".join(platform.python_version_tuple()[:2])}
         for name, package in packages.items():
             with contextlib.suppress(PackageNotFoundError):
                 found[name] = version(package).partition("+")[0]  # builds for CPUs and GPUs may be mixed
-        return found, probe is None or os.path.exists(probe)  # noqa: PTH110 (on nodes without cribo)
+        return found, probe is None or Path(probe).exists()
 
     packages = {"cribo": "cribo-ssl", "torch": "torch"}
     with contextlib.ExitStack() as stack:
@@ -419,7 +447,7 @@ def _check_nodes(names: Mapping[str, str], writes_to: Path | None) -> None:
         }
         try:
             found = dict(zip(pending, ray.get(list(pending.values()), timeout=_CHECK_SECONDS), strict=True))
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             raise ConnectionError(
                 f"a node of the Ray cluster does not run tasks ({type(error).__name__}): check `ray status`"
             ) from error
