@@ -155,19 +155,21 @@ def list_tree(url: str) -> dict[str, FileState]:
 def _entries(url: str, list_names: Callable[[Any, str], dict[str, Any]]) -> dict[str, Any]:
     """Return what `list_names` finds below a URL, by visible name relative to it."""
     system, path = file_system(url)
+
+    def request() -> dict[str, Any]:
+        system.invalidate_cache()  # s3fs would repeat an earlier listing
+        return list_names(system, path)
+
     try:
-        found = retry(url, lambda: list_names(system, path))
+        found = retry(url, request)
     except ShardError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             raise MissingData(f"{url} does not exist, or contains no files") from error
         raise
     above = path.rstrip("/") + "/"
-    # A listing over HTTP also links to other places.
-    below = {
-        name.removeprefix(above).rstrip("/"): entry
-        for name, entry in found.items()
-        if name.startswith(above) and "?" not in name
-    }
+    if url.startswith("http"):  # links to other orders of the listing
+        found = {name: entry for name, entry in found.items() if "?" not in name}
+    below = {name.removeprefix(above).rstrip("/"): entry for name, entry in found.items() if name.startswith(above)}
     return {name: entry for name, entry in below.items() if name and not f"/{name}".count("/.")}
 
 
