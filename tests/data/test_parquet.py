@@ -1,7 +1,6 @@
 import multiprocessing
 import os
 import pickle
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,14 +36,6 @@ def names(images: ImageSource) -> list[str]:
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cribo.data.parquet._BATCH_BYTES", 1)
     monkeypatch.setattr("cribo.data.parquet._BATCH_ROWS", (2, 2))
-
-
-@pytest.fixture
-def memory() -> Iterator[MemoryFileSystem]:
-    system = MemoryFileSystem()
-    yield system
-    system.store.clear()
-    system.pseudo_dirs[:] = [""]
 
 
 def test_rows_of_bytes_in_any_order_equal_their_files(tmp_path: Path, small_batches: None) -> None:

@@ -32,7 +32,7 @@ CACHE_GIB = 100.0
 RETRY_DELAYS: tuple[float, ...] = (1, 2, 4, 8, 16, 32, 60, 60, 60, 60)
 """Seconds to wait after each failed attempt: five minutes in total, longer than a gateway takes to restart."""
 
-ANSWER_SECONDS = 20.0
+ANSWER_SECONDS = 15.0
 """Seconds to wait for the first answer of a URL."""
 
 _OPENING_DELAYS = (0.5, 1.0)  # a wrong address should be reported within seconds
