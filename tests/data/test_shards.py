@@ -8,7 +8,7 @@ import tarfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -22,8 +22,8 @@ import pytest
 import torch
 from filelock import FileLock
 from fsspec.implementations.memory import MemoryFileSystem
-from PIL import Image
 from tests.data.batches import assert_same_samples, view_pairs
+from tests.data.photographs import encoded, write_tar
 
 from cribo.data.collection import open_collection
 from cribo.data.images import DataError, MissingData, OrderedSource, PackedNames, ReducingSource
@@ -33,23 +33,6 @@ from cribo.data.samples import Batch, StepBatchSampler
 from cribo.data.shards import ShardedImages, open_shards, window_of
 from cribo.data.storage import LocalShards, RemoteShards, ShardCache, ShardError
 from cribo.data.tars import INDEX, ShardIndex
-
-
-def encoded(number: int, kind: str = "JPEG", size: tuple[int, int] = (40, 30)) -> bytes:
-    """Return the unique noise image of an index."""
-    pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, format=kind)
-    return file.getvalue()
-
-
-def write_tar(path: Path, members: Mapping[str, bytes], *, form: int = tarfile.GNU_FORMAT) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", format=form) as tar:
-        for name, content in members.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
 
 
 def write_collection(folder: Path, shards: int, per_shard: int) -> list[bytes]:
@@ -704,26 +687,6 @@ def test_http_with_a_listing(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------ S3
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return a bucket of a local S3 server."""
-    pytest.importorskip("s3fs")
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-    }.items():
-        monkeypatch.setenv(name, value)
-    system = fsspec.filesystem("s3", skip_instance_cache=True)
-    system.mkdir("pictures")
-    yield system
-    server.stop()
 
 
 def test_s3_is_configured_by_the_environment(bucket: Any, tmp_path: Path) -> None:

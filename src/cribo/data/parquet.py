@@ -5,24 +5,35 @@ from __future__ import annotations
 import os
 import posixpath
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from cribo.checks import require_packages
-from cribo.data.images import EXTENSIONS, DataError, EncodedImages, PackedNames, ascending, is_url, require_inside
+from cribo.data.images import (
+    EXTENSIONS,
+    DataError,
+    EncodedImages,
+    PackedNames,
+    ascending,
+    is_url,
+    require,
+    require_inside,
+)
 from cribo.data.limits import MAX_PIXELS
 from cribo.data.reading import EncodedImage, FileState, UnreadableImage
 from cribo.data.remote import located
-from cribo.data.storage import file_state, file_system, list_folder, read_file, retry
+from cribo.data.storage import file_state, file_system, list_folder, read_file, require_answer, retry
 from cribo.wording import enumerated, nearest
 
 if TYPE_CHECKING:
     from jaxtyping import Int64, UInt8
+
+T = TypeVar("T")
 
 PARQUET = ".parquet"
 
@@ -30,7 +41,7 @@ COLUMNS = ("image", "img", "bytes", "content", "path", "image_path", "file", "fi
 """Names of the column of images, by precedence."""
 
 _BATCH_BYTES = 2**24  # of the rows that are decoded at a time
-_BATCH_ROWS = 8  # at least as many, since threads read neighbouring rows
+_BATCH_ROWS = (8, 64)  # at least, since threads read neighbouring rows; at most, since equal rows are stored once
 _BATCHES = 4  # kept, since threads do not read in order
 _FILES = 2  # kept open
 _BUFFER = 2**23  # bytes per read
@@ -55,8 +66,9 @@ class Column(NamedTuple):
 class ParquetImages(EncodedImages):
     """The rows of Parquet files as an ImageCollection; created by `open_parquet`.
 
-    Rows are read in batches of limited size, of which the last ones are cached, so that reading in order is fast.
-    Reading in random order decodes a row group up to the row each time: write shards for long training runs.
+    Rows are read in batches of limited size, of which the last ones are cached, so that reading in order is fast. This
+    takes about twice the memory of a page, which pyarrow writes for every 1024 rows, and for each row group. Reading
+    in random order, as pretraining does, decodes a row group up to the row each time: write shards for long runs.
     Instances can be pickled, shared by threads, and used after a fork.
 
     Args:
@@ -190,6 +202,8 @@ class _Rows:
 
     def _file(self, location: str) -> _OpenFile:
         if location not in self._open:
+            for other in self._open.values():
+                other.pause()
             self._open[location] = _OpenFile(location, self._column)
         self._open.move_to_end(location)
         while len(self._open) > _FILES:
@@ -222,6 +236,10 @@ class _OpenFile:
         start, batch = self._recent[-1]
         return batch[row - start].as_py()
 
+    def pause(self) -> None:
+        """Free the page that is being read; the last batches remain available."""
+        self._batches, self._next, self._end = iter(()), 0, 0
+
     def _enter(self, group: int) -> None:
         """Start reading a row group."""
         if group >= len(self._ends):
@@ -230,7 +248,8 @@ class _OpenFile:
         columns = (about.column(number) for number in range(about.num_columns))
         own = [one for one in columns if f"{one.path_in_schema}.".startswith(f"{self._column}.")]
         per_row = sum(one.total_uncompressed_size for one in own) // max(1, about.num_rows)
-        size = max(_BATCH_ROWS, _BATCH_BYTES // max(1, per_row))
+        least, most = _BATCH_ROWS
+        size = max(least, min(most, _BATCH_BYTES // max(1, per_row)))
         self._batches = self._file.iter_batches(
             min(size, about.num_rows), row_groups=[group], columns=[self._column], use_threads=False
         )
@@ -254,6 +273,8 @@ def open_parquet(
 
     Raises:
         DataError: there are no Parquet files, rows or images in the column, or a file is not a Parquet file.
+        MissingData: the file, folder or URL does not exist.
+        ConnectionError: the storage of a URL does not answer.
         ImportError: pyarrow is not installed.
         ShardError: the storage failed repeatedly.
 
@@ -263,16 +284,17 @@ def open_parquet(
     files = _files_of(os.fspath(root))
     found = column_of(files[0].location, column)
     with ThreadPoolExecutor(_OPENERS) as pool:
-        scanned = list(pool.map(lambda file: _scan(file.location, found), files))
+        scanned = list(
+            pool.map(lambda one: _with_file(one.location, lambda file: _scan(file, one.location, found)), files)
+        )
     counts = np.array([count for count, _ in scanned], dtype=np.int64)
     if not counts.sum():
         raise DataError(f"no images in {os.fspath(root)}: its Parquet files have no rows")
     values = (value for _, paths in scanned for value in paths)
     paths = PackedNames(value or "" for value in values) if found.holds == "paths" else None
     if inside and paths is not None:
-        named = zip(files, scanned, strict=True)
-        for file, own in named:
-            require_inside(Path(_folder(file.location)), ((f"a path in {file.name}", path or "") for path in own[1]))
+        for file, (_, own) in zip(files, scanned, strict=True):
+            require_inside(Path(_folder(file.location)), ((f"a path in {file.name}", path or "") for path in own))
     suffixes = np.array([_suffix_code(value) for value in values], np.uint8) if found.holds == "structs" else None
     rows = np.concatenate([np.arange(count) for count in counts])
     return ParquetImages(files, found, np.cumsum(counts), rows, paths, suffixes, max_pixels=max_pixels)
@@ -294,7 +316,7 @@ def column_of(location: str, column: str | None = None) -> Column:
     Raises:
         DataError: the column does not exist or contains no images, or it is not a Parquet file.
     """
-    types = _schema(location)
+    types = _with_file(location, _types)
     if column is not None and column not in types:
         raise DataError(f"{location} has no column {column!r}: {nearest(column, types)}")
     if column is not None or len(types) == 1:
@@ -328,7 +350,11 @@ def _holds(kind: Any) -> Literal["bytes", "paths", "structs"] | None:
 
 
 def _files_of(root: str) -> list[ParquetFile]:
-    """List the Parquet files of a folder or URL, or return the one at a path or URL."""
+    """List the Parquet files of a folder or URL, or return the one at a path or URL; raises as `open_parquet` does."""
+    if is_url(root):
+        require_answer(root)
+    else:
+        require(Path(root).expanduser())
     if root.lower().endswith(PARQUET) and (is_url(root) or not Path(root).expanduser().is_dir()):
         location = root if is_url(root) else str(Path(root).expanduser().absolute())
         return [ParquetFile(location, posixpath.basename(location.replace(os.sep, "/")), file_state(location))]
@@ -359,13 +385,20 @@ def _parquet_file(location: str) -> Any:
     return pq.ParquetFile(system.open(path, "rb", cache_type="none"), **options)
 
 
-def _checked_file(location: str) -> Any:
-    """Open a Parquet file, with retries for a URL; raises DataError if it is another kind of file."""
+def _with_file(location: str, use: Callable[[Any], T]) -> T:
+    """Apply a function to an open Parquet file, with retries for a URL.
+
+    Raises:
+        DataError: the file is broken, or of another kind.
+        OSError: the file at a path cannot be read.
+        ShardError: the storage of a URL failed repeatedly.
+    """
     import pyarrow as pa
 
-    def attempt() -> Any:
+    def attempt() -> T:
         try:
-            return _parquet_file(location)
+            with _parquet_file(location) as file:
+                return use(file)
         except pa.ArrowInvalid as error:
             raise DataError(
                 f"{location} is not a Parquet file, or it is incomplete: {error}; download or write it again"
@@ -374,29 +407,30 @@ def _checked_file(location: str) -> Any:
     return retry(location, attempt) if is_url(location) else attempt()
 
 
-def _schema(location: str) -> dict[str, Any]:
+def _types(file: Any) -> dict[str, Any]:
     """Return the types of the columns of a Parquet file by name."""
-    return {field.name: field.type for field in _checked_file(location).schema_arrow}
+    return {field.name: field.type for field in file.schema_arrow}
 
 
-def _scan(location: str, column: Column) -> tuple[int, list[str | None]]:
-    """Return the number of rows of a file, and the paths that it contains."""
-    file = _checked_file(location)
-    kinds = {field.name: field.type for field in file.schema_arrow}
-    if column.name not in kinds or _holds(kinds[column.name]) != column.holds:
-        there = f"has the type {kinds[column.name]}" if column.name in kinds else "does not exist"
+def _scan(file: Any, location: str, column: Column) -> tuple[int, list[str | None]]:
+    """Return the number of rows of a file, and the paths that they contain."""
+    kind = _types(file).get(column.name)
+    if kind is None or _holds(kind) != column.holds:
         raise DataError(
-            f"column {column.name!r} contains {column.holds} in other files, but {there} in {location}: give files of "
-            "one kind"
+            f"column {column.name!r} contains {column.holds} in other files, but in {location} it "
+            f"{'does not exist' if kind is None else f'has the type {kind}'}: give files of one kind"
         )
-    if column.holds == "bytes" or (column.holds == "structs" and kinds[column.name].get_field_index("path") < 0):
-        return file.metadata.num_rows, [None] * (0 if column.holds == "bytes" else file.metadata.num_rows)
-    projected = [column.name] if column.holds == "paths" else [f"{column.name}.path"]
+    rows = file.metadata.num_rows
+    if column.holds == "bytes":
+        return rows, []
+    if column.holds == "structs" and kind.get_field_index("path") < 0:
+        return rows, [None] * rows
+    projected = column.name if column.holds == "paths" else f"{column.name}.path"
     paths: list[str | None] = []
-    for batch in file.iter_batches(columns=projected, use_threads=False):
+    for batch in file.iter_batches(columns=[projected], use_threads=False):
         values = batch.column(0) if column.holds == "paths" else batch.column(0).field("path")
         paths += values.to_pylist()
-    return file.metadata.num_rows, paths
+    return rows, paths
 
 
 def _suffix_code(path: str | None) -> int:

@@ -21,7 +21,7 @@ from cribo.data.storage import (
     require_answer,
     retry,
 )
-from cribo.data.tars import HEADER, ShardIndex, content_of, index_of
+from cribo.data.tars import HEADER, ShardIndex, content_of, image_members, index_of, stored_index
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -156,12 +156,18 @@ def read_member(root: str, shard: str, member: str) -> bytes:
     what = f"the shard {store.root}/{shard}"
     if shard not in store.names:
         raise FileNotFoundError(f"{what} does not exist")
-    index, number = index_of(store), store.names.index(shard)
-    own = range(index.ends[number] - index.counts[number], index.ends[number])
-    found = next((image for image in own if index.members[image] == member), None)
-    if found is None:
+    number = store.names.index(shard)
+
+    def scan() -> list[tuple[str, int, int]]:
+        with store.stream(number) as file:
+            return image_members(file, store.sizes[number], what)
+
+    index = stored_index(store)
+    members = retry(what, scan) if index is None else index.images_of(number)
+    place = next(((offset, length) for name, offset, length in members if name == member), None)
+    if place is None:
         raise FileNotFoundError(f"{what} does not contain {member}")
-    offset, length = int(index.offsets[found]), int(index.lengths[found])
+    offset, length = place
 
     def attempt() -> bytes:
         with store.stream(number) as file:

@@ -32,7 +32,7 @@ CACHE_GIB = 100.0
 RETRY_DELAYS: tuple[float, ...] = (1, 2, 4, 8, 16, 32, 60, 60, 60, 60)
 """Seconds to wait after each failed attempt: five minutes in total, longer than a gateway takes to restart."""
 
-ANSWER_SECONDS = 20.0
+ANSWER_SECONDS = 15.0
 """Seconds to wait for the first answer of a URL."""
 
 _OPENING_DELAYS = (0.5, 1.0)  # a wrong address should be reported within seconds
@@ -155,19 +155,21 @@ def list_tree(url: str) -> dict[str, FileState]:
 def _entries(url: str, list_names: Callable[[Any, str], dict[str, Any]]) -> dict[str, Any]:
     """Return what `list_names` finds below a URL, by visible name relative to it."""
     system, path = file_system(url)
+
+    def request() -> dict[str, Any]:
+        system.invalidate_cache()  # s3fs would repeat an earlier listing
+        return list_names(system, path)
+
     try:
-        found = retry(url, lambda: list_names(system, path))
+        found = retry(url, request)
     except ShardError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             raise MissingData(f"{url} does not exist, or contains no files") from error
         raise
     above = path.rstrip("/") + "/"
-    # A listing over HTTP also links to other places.
-    below = {
-        name.removeprefix(above).rstrip("/"): entry
-        for name, entry in found.items()
-        if name.startswith(above) and "?" not in name
-    }
+    if url.startswith("http"):  # links to other orders of the listing
+        found = {name: entry for name, entry in found.items() if "?" not in name}
+    below = {name.removeprefix(above).rstrip("/"): entry for name, entry in found.items() if name.startswith(above)}
     return {name: entry for name, entry in below.items() if name and not f"/{name}".count("/.")}
 
 

@@ -66,6 +66,11 @@ class ShardIndex:
         """Return the index of an image's shard."""
         return int(np.searchsorted(self.ends, image, side="right"))
 
+    def images_of(self, shard: int) -> Iterator[tuple[str, int, int]]:
+        """Yield name, offset and length of the images of a shard."""
+        for image in range(int(self.ends[shard] - self.counts[shard]), int(self.ends[shard])):
+            yield self.members[image], int(self.offsets[image]), int(self.lengths[image])
+
     def part(self, images: Int64[np.ndarray, " m"]) -> "ShardIndex":
         """Return the index of some images, in ascending order, and of the shards that contain them."""
         owners, counts = np.unique(np.searchsorted(self.ends, images, side="right"), return_counts=True)
@@ -125,6 +130,13 @@ def _fits(index: ShardIndex, store: ShardStore) -> bool:
         return False
     beyond = index.offsets + index.lengths > np.repeat(np.array(index.sizes), index.counts)
     return not (beyond.any() or (index.offsets < HEADER).any() or (index.lengths < 0).any())
+
+
+def stored_index(store: ShardStore) -> ShardIndex | None:
+    """Load the index of a collection from `store.index_folder`, or from beside its shards; None if there is none."""
+    return read_index((store.index_folder / INDEX).read_bytes, store) or read_index(
+        lambda: store.read_beside(INDEX), store
+    )
 
 
 def index_of(store: ShardStore) -> ShardIndex:
