@@ -23,7 +23,7 @@ from cribo.object_search.database import (
     holds_database,
     require_free,
 )
-from cribo.object_search.indexing import IndexSummary, index_images, index_lock, index_vectors
+from cribo.object_search.indexing import IndexQuality, IndexSummary, index_images, index_lock, index_vectors
 from cribo.retrieval.encoders import open_encoder
 from cribo.retrieval.object_settings import ObjectSettings
 from cribo.retrieval.source import BackboneSource
@@ -34,11 +34,11 @@ _MOST_WORKERS = 16
 
 
 class Indexed(NamedTuple):
-    """Result of `index_collection`, with the recall of its vector index, if any, at ten neighbours."""
+    """Result of `index_collection`, with the measurement of its vector index, if any."""
 
     summary: IndexSummary
     database: ObjectDatabase
-    recall: float | None
+    quality: IndexQuality | None
 
 
 def index_collection(config: IndexConfig, *, console: Console | None = None) -> Indexed:
@@ -90,7 +90,7 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
             workers=min(os.cpu_count() or 1, _MOST_WORKERS) if config.workers is None else config.workers,
             progress=progress,
         )
-        return Indexed(summary, database, index_vectors(database))
+        return Indexed(summary, database, index_vectors(database, progress=progress))
 
 
 def _open_files(config: IndexConfig, known: DatabaseInfo | None) -> tuple[ImageFiles, str]:
