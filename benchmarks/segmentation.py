@@ -169,7 +169,9 @@ def cost(train: LabelledSubset, val: LabelledSubset, backbone: Backbone, argumen
         patches = fitted.rows(encode()[0].flatten(0, 1))
         parts = [encode, partial(fitted, patches), partial(memory.segment, image)]
         medians = [statistics.median(timed(part, "cpu") for _ in range(arguments.rounds)) for part in parts]
-        print(f"| {name} | {added:.2f} | {choosing:.2f} | {' | '.join(f'{each:.3f}' for each in medians)} |", flush=True)
+        print(
+            f"| {name} | {added:.2f} | {choosing:.2f} | {' | '.join(f'{each:.3f}' for each in medians)} |", flush=True
+        )
 
 
 def settings_of(values: Mapping[str, object], arguments: argparse.Namespace) -> SegmentationSettings:

@@ -2,15 +2,19 @@ import dataclasses
 import pickle
 import shutil
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import lance
 import numpy as np
 import pyarrow as pa
 import pytest
+from werkzeug.serving import make_server
 
 import cribo.object_search.database as database_module
 from cribo.arguments import ConfigError
@@ -23,6 +27,7 @@ from cribo.object_search import (
     ObjectDatabase,
     ObjectSettings,
     ObjectWriter,
+    index_vectors,
 )
 from cribo.object_search.database import new_entry
 from cribo.retrieval import PatchEncoder, mean_colour_encoder
@@ -72,23 +77,47 @@ def test_put_objects_are_found(database: ObjectDatabase) -> None:
 
 @pytest.fixture(params=["folder", "url"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Yield a new folder, and a URL of a local server of object storage."""
+    """Yield the place of a new database: a folder, or a URL."""
     if request.param == "folder":
         yield str(tmp_path / "some.db")
         return
+    with storage(tmp_path, monkeypatch) as (url, _):
+        yield url
+
+
+class Traffic:
+    """A web application that counts the requests and the bytes that it sends."""
+
+    def __init__(self, app: Callable[..., Iterable[bytes]]) -> None:
+        self.app = app
+        self.requests = self.sent = 0
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterator[bytes]:
+        self.requests += 1
+        for part in self.app(environ, start_response):
+            self.sent += len(part)
+            yield part
+
+
+@contextmanager
+def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Traffic]]:
+    """Run a local server of object storage; yield a new URL in it, and its traffic."""
     boto3, server = pytest.importorskip("boto3"), pytest.importorskip("moto.server")
-    bucket = tmp_path.name.replace("_", "-")  # all servers of a process have the same content
-    storage = server.ThreadedMotoServer(port=0, verbose=False)
-    storage.start()
-    host, port = storage.get_host_and_port()
+    traffic = Traffic(server.DomainDispatcherApplication(server.create_backend_app))
+    http = make_server("127.0.0.1", 0, traffic, threaded=True)
+    thread = threading.Thread(target=http.serve_forever)
+    thread.start()
     keys = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
-    for key, value in {**keys, "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ALLOW_HTTP": "true"}.items():
+    address = f"http://127.0.0.1:{http.server_port}"
+    for key, value in {**keys, "AWS_ENDPOINT_URL": address, "AWS_ALLOW_HTTP": "true"}.items():
         monkeypatch.setenv(key, value)
+    bucket = tmp_path.name.replace("_", "-")  # all servers of a process have the same content
     try:
         boto3.client("s3").create_bucket(Bucket=bucket)
-        yield f"s3://{bucket}/some.db"
+        yield f"s3://{bucket}/some.db", traffic
     finally:
-        storage.stop()
+        http.shutdown()
+        thread.join()
 
 
 Written = tuple[list[IndexedImage], list[str]]
@@ -278,6 +307,111 @@ def test_objects_that_were_added_after_the_index_are_found(database: ObjectDatab
     assert found[0].image == "late.png"
     exact = database.search(vectors[5, :1], 5, exact=True)[0]
     assert (exact[0].image, exact[0].object.number) == ("5.png", 0)
+
+
+def large(place: str, encoder: PatchEncoder, folder: Path, dim: int = 32, images: int = 1000) -> ObjectDatabase:
+    """Return a database of three objects per image, in 100 clusters."""
+    database = ObjectDatabase.create(place, dataclasses.replace(info_of(encoder, folder), dim=dim))
+    generator = np.random.default_rng(0)
+    centres = generator.standard_normal((100, dim))
+    vectors = centres[generator.integers(0, 100, (images, 3))] + 0.5 * generator.standard_normal((images, 3, dim))
+    database.put([(an_image(f"{n}.png", 3), objects_of(own)) for n, own in enumerate(vectors)])
+    return database
+
+
+def sizes_of_indices(database: ObjectDatabase) -> int:
+    indices = Path(database.uri) / "objects.lance" / "_indices"
+    return sum(path.stat().st_size for path in indices.rglob("*") if path.is_file())
+
+
+def kind_of_index(database: ObjectDatabase) -> str:
+    [index] = database._objects.describe_indices()
+    return index.index_type
+
+
+def test_the_index_is_small_and_finds_the_nearest_objects(encoder: PatchEncoder, tmp_path: Path) -> None:
+    database = large(str(tmp_path / "some.db"), encoder, tmp_path, dim=256)
+    seen: list[tuple[str, int, int]] = []
+    database.build_index(lambda *each: seen.append(each))
+    assert kind_of_index(database) == "IVF_RQ"
+    assert sizes_of_indices(database) < 3000 * 256 * 4 / 8
+    assert ("vector index: objects", 3000, 3000) in seen
+    assert all(0 <= done <= total for _, done, total in seen)
+    quality = index_vectors(database, least=1, queries=30)
+    assert quality is not None
+    assert (quality.queries, quality.k) == (30, 10)
+    assert quality.recall > 0.95
+    assert min(quality.milliseconds, quality.exact_milliseconds) > 0
+    query = database.objects_of("7.png")[1].vector[None]
+    [found], [exact] = (database.search(query, 5, exact=each) for each in (False, True))
+    assert found[0].similarity == pytest.approx(1, abs=1e-6)  # not the approximation of the index
+    assert (found[0].image, found[0].object.number) == (exact[0].image, exact[0].object.number) == ("7.png", 1)
+
+
+def test_the_similarity_of_the_kth_object(encoder: PatchEncoder, tmp_path: Path) -> None:
+    database = large(str(tmp_path / "some.db"), encoder, tmp_path, images=100)
+    sample = database.sample_objects(5)
+    images, vectors = zip(*sample, strict=True)
+    last = database.kth_similarities(np.stack(vectors), 4, exclude=[image.entry for image in images])
+    for (image, vector), similarity in zip(sample, last, strict=True):
+        [found] = database.search(vector[None], 4, exclude_image=image.path)
+        assert found[-1].similarity == pytest.approx(similarity, abs=1e-6)
+        assert vector.tolist() in [each.vector.tolist() for each in database.objects_of(image.path)]
+
+
+def test_the_former_index_is_used(encoder: PatchEncoder, tmp_path: Path) -> None:
+    database = large(str(tmp_path / "some.db"), encoder, tmp_path)
+    database._objects.create_index("vector", "IVF_FLAT", "vector_idx", metric="cosine", target_partition_size=512)
+    assert database.has_index()
+    late = np.eye(32)[:1]
+    database.put([(an_image("late.png", 1), objects_of(late))])
+    database.compact(drop_versions=True)
+    quality = index_vectors(database, least=1, queries=20)
+    assert quality is not None
+    assert quality.recall > 0.95
+    assert database.search(late, 1)[0][0].image == "late.png"
+    [kind] = [each.index_type for each in database._objects.describe_indices() if each.name == "vector_idx"]
+    assert kind == "IVF_FLAT"
+
+
+def test_objects_are_added_to_the_index(encoder: PatchEncoder, tmp_path: Path) -> None:
+    database = large(str(tmp_path / "some.db"), encoder, tmp_path)
+    database.build_index()
+    late = np.eye(32)[:2]
+    database.put([(an_image("late.png", 2), objects_of(late))])
+    assert database.search(late, 1)[1][0].image == "late.png"
+    database.compact(drop_versions=True)
+    assert database._objects.stats.index_stats("vector_idx")["num_unindexed_rows"] == 0
+    assert database.search(late, 1)[1][0].image == "late.png"
+    row = database.image("late.png")
+    assert row is not None
+    database.drop_images([row])
+    assert database.search(late, 1)[1][0].image != "late.png"
+
+
+def test_other_dimensions_have_an_exact_index(database: ObjectDatabase) -> None:
+    filled(database, images=300)
+    database.build_index()
+    assert kind_of_index(database) == "IVF_FLAT"
+
+
+def test_a_search_does_not_download_the_database(
+    encoder: PatchEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with storage(tmp_path, monkeypatch) as (url, traffic):
+        database = large(url, encoder, tmp_path, dim=256, images=4000)
+        database.compact(drop_versions=True)
+        database.build_index()
+        query = database.objects_of("7.png")[1].vector[None]
+        traffic.requests = traffic.sent = 0
+        [found] = ObjectDatabase.open(url).search(query, 10)
+        searched = traffic.sent
+        print(traffic.requests, searched)
+        assert found[0].image == "7.png"
+        ObjectDatabase.open(url).search(query, 10, exact=True)
+        vectors = 3 * 4000 * 256 * 4
+        assert traffic.sent - searched > vectors
+        assert searched < vectors / 4
 
 
 def test_an_empty_database_explains_how_to_fill_it(database: ObjectDatabase) -> None:

@@ -48,7 +48,7 @@ def run(words: list[str], console: Console) -> None:
     with importing(console):
         from cribo.object_search.run import index_collection
 
-    summary, database, recall = index_collection(config, console=console)
+    summary, database, quality = index_collection(config, console=console)
     print_unreadable(console, [*summary.unreadable, *summary.unread])
     speed = f", {summary.images_per_second:.1f} images/s" if summary.images_per_second else ""
     console.print(
@@ -58,9 +58,13 @@ def run(words: list[str], console: Console) -> None:
     size = database.size_bytes()
     console.print(
         f"{counted(len(database), 'object')} of {counted(database.count_images(), 'image')}"
-        + ("" if size is None else f", {size / 1e6:.1f} MB")
-        + ("" if recall is None else f"; the vector index finds {recall:.1%} of the 10 nearest"),
+        + ("" if size is None else f", {size / 1e6:.1f} MB"),
     )
+    if quality is not None:
+        console.print(
+            f"the vector index finds {quality.recall:.1%} of the {quality.k} nearest objects in "
+            f"{quality.milliseconds:.0f} ms; exact search takes {quality.exact_milliseconds:.0f} ms"
+        )
     print_places(
         console, {"database": database.uri, "to search": f"cribo search --db {database.uri} --image IMAGE --point x,y"}
     )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         ObjectWriter,
     )
     from cribo.object_search.extractor import ObjectExtractor
-    from cribo.object_search.indexing import IndexSummary, index_images, index_lock, index_vectors
+    from cribo.object_search.indexing import IndexQuality, IndexSummary, index_images, index_lock, index_vectors
     from cribo.retrieval.object_extraction import ImageObjects, extract_objects
     from cribo.retrieval.object_settings import ObjectSettings
     from cribo.retrieval.objects import GridMask, ImageObject

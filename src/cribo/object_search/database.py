@@ -29,6 +29,7 @@ import numpy as np
 from jaxtyping import Float
 
 from cribo.arguments import ConfigError
+from cribo.console import Progress
 from cribo.data.collection import read_named
 from cribo.data.images import DataError, require
 from cribo.data.reading import EncodedImage
@@ -434,12 +435,40 @@ class ObjectDatabase:
         same = (status.st_size, status.st_mtime_ns) == (image.size_bytes, image.mtime_ns)
         return "" if same else "changed"
 
-    def sample_vectors(self, number: int) -> Float[np.ndarray, "n d"]:
-        """Return the vectors of objects drawn uniformly without replacement; every call draws the same."""
+    def sample_objects(self, number: int) -> list[tuple[IndexedImage, Float[np.ndarray, " d"]]]:
+        """Return the images and vectors of objects drawn uniformly; every call draws the same."""
         rows = self.num_rows
         places = np.random.default_rng(0).choice(rows, size=min(number, rows), replace=False)
-        found = self._read(lambda: self._objects.take(sorted(places.tolist()), columns=["vector"]))
-        return np.array(found["vector"].to_pylist(), dtype=np.float32)
+        found = self._read(lambda: self._objects.take(sorted(places.tolist()), columns=["entry", "vector"]))
+        images = {image.entry: image for image in self._images_where(_among("entry", found["entry"].to_pylist()))}
+        return [
+            (images[entry], vector)
+            for entry, vector in zip(found["entry"].to_pylist(), _matrix(found["vector"].combine_chunks()), strict=True)
+            if entry in images
+        ]
+
+    def kth_similarities(
+        self, vectors: Float[np.ndarray, "q d"], k: int, *, exclude: Sequence[int]
+    ) -> Float[np.ndarray, " q"]:
+        """Return the similarity of the k-th nearest object of each query, in one pass over all objects.
+
+        Args:
+            vectors: (Q, D) query vectors of non-zero length.
+            k: number of neighbours, at most the number of objects.
+            exclude: entry of an image for each query, whose objects do not count.
+        """
+        vectors, entries = self._checked(vectors, k), np.asarray(exclude)[:, None]
+
+        def read() -> Float[np.ndarray, " q"]:
+            best = np.full((len(vectors), k), -np.inf, dtype=np.float32)
+            for batch in self._objects.to_batches(columns=["entry", "vector"]):
+                keys = _matrix(batch["vector"])
+                similarity = vectors @ (keys / np.linalg.norm(keys, axis=1, keepdims=True)).T
+                similarity[entries == batch["entry"].to_numpy()] = -np.inf
+                best = np.partition(np.concatenate([best, similarity], axis=1), -k, axis=1)[:, -k:]
+            return best.min(axis=1)
+
+        return self._read(read)
 
     def image_vectors(self) -> dict[str, Float[np.ndarray, " d"]]:
         """Return the area-weighted mean of the object vectors of each image that has objects."""
@@ -449,7 +478,7 @@ class ObjectDatabase:
             sums = {path: np.zeros(self.info.dim, dtype=np.float32) for path in current.values()}
             areas = dict.fromkeys(sums, 0)
             for batch in self._objects.to_batches(columns=["entry", "area", "vector"]):
-                vectors = batch["vector"].flatten().to_numpy().reshape(len(batch), -1)
+                vectors = _matrix(batch["vector"])
                 entries, sizes = batch["entry"].to_pylist(), batch["area"].to_pylist()
                 for entry, area, vector in zip(entries, sizes, vectors, strict=True):
                     if entry in current:
@@ -539,11 +568,8 @@ class ObjectDatabase:
 
     def _stored_entries(self, entries: Sequence[int]) -> set[int]:
         """Return those entries that are in rows of `images`."""
-        found: set[int] = set()
-        for start in range(0, len(entries), _CONDITIONS):
-            condition = _among("entry", entries[start : start + _CONDITIONS])
-            found.update(self._read(lambda: self._images.to_table(["entry"], filter=condition))["entry"].to_pylist())  # noqa: B023
-        return found
+        found = self._read(lambda: self._images.to_table(["entry"], filter=_among("entry", entries)))
+        return set(found["entry"].to_pylist())
 
     def drop_images(self, images: Sequence[IndexedImage]) -> None:
         """Remove images and their objects."""
@@ -590,11 +616,30 @@ class ObjectDatabase:
         """Whether there is a vector index."""
         return _INDEX in self._read(lambda: _indices(self._objects))
 
-    def build_index(self) -> None:
-        """Build or rebuild the vector index; objects that are added later are searched exactly."""
+    def build_index(self, progress: Progress | None = None) -> None:
+        """Build or rebuild the vector index; objects that are added later are searched exactly.
+
+        The index stores about a bit per dimension of a vector, if their number is divisible by eight, and otherwise the
+        vectors themselves.
+        """
+        kind: dict[str, Any] = (
+            {"index_type": "IVF_RQ", "num_bits": 1} if self.info.dim % 8 == 0 else {"index_type": "IVF_FLAT"}
+        )
+
+        def show(event: Any) -> None:
+            if progress is not None and event.stage in _STAGES and event.total:
+                done = event.total if event.event == "complete" else event.completed
+                progress(_STAGES[event.stage], done, event.total)
+
         with _writing(self.uri):
             self._objects.create_index(
-                "vector", "IVF_FLAT", _INDEX, metric="cosine", replace=True, target_partition_size=_PARTITION
+                "vector",
+                name=_INDEX,
+                metric="cosine",
+                replace=True,
+                target_partition_size=_PARTITION,
+                progress_callback=show,
+                **kind,
             )
 
     # ------------------------------------------------------------------ internals
@@ -636,6 +681,7 @@ class ObjectDatabase:
             "k": limit,
             "metric": "cosine",
             "nprobes": _PROBES,
+            "refine_factor": _REFINE,  # compares this multiple of the objects by their stored vectors
             "use_index": not exact and path is None,  # the probed partitions may contain too few matching images
         }
         like = None if path is None else f"image LIKE {_quoted(_like(path))}"
@@ -656,10 +702,15 @@ class ObjectDatabase:
 
 
 _REQUESTS = 16  # concurrent requests to object storage
-_CONDITIONS = 10_000  # values in the condition of a query
 
 # Average number of objects per partition of the index, and number of partitions compared with a query.
-_PARTITION, _PROBES = 2048, 40
+_PARTITION, _PROBES, _REFINE = 4096, 40, 10
+# Stages of building the index, of several seconds for a million objects.
+_STAGES = {
+    "train_ivf": "vector index: clustering",
+    "shuffle": "vector index: objects",
+    "merge_partitions": "vector index: clusters",
+}
 SIDES = ("grid_height", "grid_width", "height", "width", "x0", "y0", "x1", "y1")
 _OBJECT_COLUMNS = ("entry", "image", "number", "mask", *SIDES, "area")
 
@@ -841,6 +892,11 @@ def _objects_table(objects: Sequence[tuple[IndexedImage, ImageObject]], dim: int
     sides = [(*each.mask.grid, *each.mask.image, *each.box) for _, each in objects]
     columns |= dict(zip(SIDES, zip(*sides, strict=True), strict=True))
     return pa.table(columns, schema=_objects_schema(dim))
+
+
+def _matrix(vectors: Any) -> Float[np.ndarray, "n d"]:
+    """Return a column of vectors as a matrix."""
+    return vectors.flatten().to_numpy().reshape(len(vectors), -1)
 
 
 def _object_from(fields: Mapping[str, Any]) -> ImageObject:

@@ -1,5 +1,7 @@
 """Incremental indexing of a folder of images into a database of objects."""
 
+import logging
+import statistics
 import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -8,6 +10,7 @@ from itertools import tee
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from cribo.cluster.engines import Engine, LocalEngine
@@ -19,7 +22,6 @@ from cribo.data.reading import FileState
 from cribo.files import FolderError
 from cribo.folders import lock_writer
 from cribo.object_search.database import (
-    FoundObject,
     IndexedImage,
     ObjectDatabase,
     ObjectWriter,
@@ -31,11 +33,14 @@ from cribo.retrieval.encoders import PatchEncoder
 from cribo.retrieval.lazy_network import LazyNetwork, OpenEncoder
 from cribo.retrieval.objects import ImageObject
 
+log = logging.getLogger("cribo")
+
 INDEX_LOCK = ".index.lock"
 
 _MOST_IMAGES = 256  # limit per part; an interrupted part is indexed again
 _COMMIT_SECONDS = 30.0
 _PRUNED_SHARE = 0.05  # maximum share of the images to remove without --prune
+_EXACT_SEARCHES = 3  # each reads all vectors
 
 
 @dataclass
@@ -319,33 +324,64 @@ def _count_unchanged(image: IndexedImage, summary: IndexSummary) -> None:
         summary.unchanged += 1
 
 
-def index_vectors(database: ObjectDatabase, *, least: int = 100_000, queries: int = 100, k: int = 10) -> float | None:
-    """Build the vector index of a large database if it has none, and measure its recall.
+@dataclass(frozen=True)
+class IndexQuality:
+    """Recall and speed of a vector index, measured by searches for objects without those of the same image.
+
+    Attributes:
+        recall: mean share of the k nearest objects that are found.
+        k: number of neighbours.
+        queries: number of searches.
+        milliseconds: median duration of a search with the index, when its parts are in memory.
+        exact_milliseconds: median duration of a search that compares every object.
+    """
+
+    recall: float
+    k: int
+    queries: int
+    milliseconds: float
+    exact_milliseconds: float
+
+
+def index_vectors(
+    database: ObjectDatabase,
+    *,
+    least: int = 100_000,
+    queries: int = 100,
+    k: int = 10,
+    progress: Progress | None = None,
+) -> IndexQuality | None:
+    """Build the vector index of a large database if it has none, and measure it.
+
+    The queries are stored objects, but all objects of their image are left out: this is a search for objects that are
+    not in the database, except that they took part in placing the centres of the index.
 
     Args:
-        database: the database; `tidy` adds new objects to an existing index.
+        database: the database; `compact` adds new objects to an existing index.
         least: minimum number of objects for an index; below it, exact search takes tens of milliseconds.
-        queries: number of objects that are searched for with the index and exactly.
+        queries: maximum number of searches.
         k: number of neighbours of each.
+        progress: called with the progress.
 
     Returns:
-        The mean recall of the exact neighbours, without the object itself; None without an index. A neighbour as
-        similar as the last exact one, up to rounding, counts as found.
+        None without an index. A neighbour as similar as the last exact one, up to rounding, counts as found.
     """
     if database.num_rows < least:
         return None
     if not database.has_index():
-        database.build_index()
-    vectors = database.sample_vectors(queries)
-    # k + 1, because each object finds itself first.
-    approximate, exact = (database.search(vectors, k + 1, exact=each) for each in (False, True))
-    shares = [_share_found(found, *several) for found, several in zip(approximate, exact, strict=True)]
-    return sum(shares) / len(shares)
+        log.info("building the vector index of %d objects", database.num_rows)
+        database.build_index(progress)
+    images, rows = zip(*database.sample_objects(queries), strict=True)
+    vectors = np.stack(rows)
+    last = database.kth_similarities(vectors, k, exclude=[image.entry for image in images])
 
+    def search(number: int, *, exact: bool = False) -> tuple[float, list[float]]:
+        begun = time.perf_counter()
+        [found] = database.search(vectors[number, None], k, exclude_image=images[number].path, exact=exact)
+        return 1000 * (time.perf_counter() - begun), [one.similarity for one in found]
 
-def _share_found(found: Sequence[FoundObject], itself: FoundObject, *neighbours: FoundObject) -> float:
-    """Return the recall of the exact neighbours of one object."""
-    own = (itself.image, itself.object.number)
-    others = [one for one in found if (one.image, one.object.number) != own]
-    near = sum(one.similarity >= neighbours[-1].similarity - 1e-6 for one in others)
-    return min(near, len(neighbours)) / len(neighbours)
+    search(0)  # loads the index
+    times, found = zip(*(search(number) for number in range(len(images))), strict=True)
+    exact = [search(number, exact=True)[0] for number in range(min(_EXACT_SEARCHES, len(images)))]
+    shares = [sum(one >= similar - 1e-6 for one in several) / k for several, similar in zip(found, last, strict=True)]
+    return IndexQuality(statistics.mean(shares), k, len(images), statistics.median(times), statistics.median(exact))

@@ -25,7 +25,7 @@ from cribo.object_search.database import (
     is_remote,
     require_free,
 )
-from cribo.object_search.indexing import IndexSummary, index_images, index_lock, index_vectors
+from cribo.object_search.indexing import IndexQuality, IndexSummary, index_images, index_lock, index_vectors
 from cribo.retrieval.lazy_network import LazyNetwork
 from cribo.retrieval.object_settings import ObjectSettings
 from cribo.retrieval.source import BackboneSource
@@ -34,11 +34,11 @@ log = logging.getLogger("cribo")
 
 
 class Indexed(NamedTuple):
-    """Result of `index_collection`, with the recall of its vector index, if any, at ten neighbours."""
+    """Result of `index_collection`, with the measurement of its vector index, if any."""
 
     summary: IndexSummary
     database: ObjectDatabase
-    recall: float | None
+    quality: IndexQuality | None
 
 
 def index_collection(config: IndexConfig, *, console: Console | None = None) -> Indexed:
@@ -104,7 +104,7 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
             engine=engine,
             progress=progress,
         )
-        return Indexed(summary, database, index_vectors(database))
+        return Indexed(summary, database, index_vectors(database, progress=progress))
 
 
 def _open_images(config: IndexConfig, known: DatabaseInfo | None) -> tuple[ImageCollection, str]:
