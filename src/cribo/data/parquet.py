@@ -290,12 +290,11 @@ def open_parquet(
     counts = np.array([count for count, _ in scanned], dtype=np.int64)
     if not counts.sum():
         raise DataError(f"no images in {os.fspath(root)}: its Parquet files have no rows")
-    values = (value for _, paths in scanned for value in paths)
-    paths = PackedNames(value or "" for value in values) if found.holds == "paths" else None
-    if inside and paths is not None:
+    paths = PackedNames(path for _, own in scanned for path in own) if found.holds == "paths" else None
+    suffixes = np.concatenate([own for _, own in scanned]) if found.holds == "structs" else None
+    if inside and found.holds == "paths":
         for file, (_, own) in zip(files, scanned, strict=True):
-            require_inside(Path(_folder(file.location)), ((f"a path in {file.name}", path or "") for path in own))
-    suffixes = np.array([_suffix_code(value) for value in values], np.uint8) if found.holds == "structs" else None
+            require_inside(Path(_folder(file.location)), ((f"a path in {file.name}", path) for path in own))
     rows = np.concatenate([np.arange(count) for count in counts])
     return ParquetImages(files, found, np.cumsum(counts), rows, paths, suffixes, max_pixels=max_pixels)
 
@@ -412,8 +411,8 @@ def _types(file: Any) -> dict[str, Any]:
     return {field.name: field.type for field in file.schema_arrow}
 
 
-def _scan(file: Any, location: str, column: Column) -> tuple[int, list[str | None]]:
-    """Return the number of rows of a file, and the paths that they contain."""
+def _scan(file: Any, location: str, column: Column) -> tuple[int, Any]:
+    """Return the number of rows of a file, and their paths, or the suffix codes of structs; "" is a missing path."""
     kind = _types(file).get(column.name)
     if kind is None or _holds(kind) != column.holds:
         raise DataError(
@@ -421,16 +420,17 @@ def _scan(file: Any, location: str, column: Column) -> tuple[int, list[str | Non
             f"{'does not exist' if kind is None else f'has the type {kind}'}: give files of one kind"
         )
     rows = file.metadata.num_rows
-    if column.holds == "bytes":
-        return rows, []
-    if column.holds == "structs" and kind.get_field_index("path") < 0:
-        return rows, [None] * rows
-    projected = column.name if column.holds == "paths" else f"{column.name}.path"
-    paths: list[str | None] = []
-    for batch in file.iter_batches(columns=[projected], use_threads=False):
-        values = batch.column(0) if column.holds == "paths" else batch.column(0).field("path")
-        paths += values.to_pylist()
-    return rows, paths
+    if column.holds == "paths":
+        batches = file.iter_batches(columns=[column.name], use_threads=False)
+        return rows, [path or "" for batch in batches for path in batch.column(0).to_pylist()]
+    codes = np.zeros(rows, dtype=np.uint8)
+    if column.holds == "structs" and kind.get_field_index("path") >= 0:
+        start = 0
+        for batch in file.iter_batches(columns=[f"{column.name}.path"], use_threads=False):
+            paths = batch.column(0).field("path").to_pylist()
+            codes[start : start + len(paths)] = [_suffix_code(path) for path in paths]
+            start += len(paths)
+    return rows, codes
 
 
 def _suffix_code(path: str | None) -> int:
