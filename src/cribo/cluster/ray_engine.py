@@ -48,6 +48,8 @@ _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # otherwise Ray reports to its authors over the network
     "RAY_BACKEND_LOG_LEVEL": "fatal",
     "RAY_DATA_LOG_LEVEL": "CRITICAL",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".*",  # messages of the raylets about workers that ended
+    "RAY_SCHEDULER_EVENTS": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # workers of 0 GPUs see none; unset, Ray prints a notice
 }
 
@@ -238,11 +240,19 @@ class RayEngine:
             num_gpus=self.workers.gpus,
         )
         for batch in results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
-            for outcome in batch["outcome"]:
-                result, error = pickle.loads(outcome.as_py())
-                if error is not None:
-                    raise error
-                yield result
+            for pickled in batch["outcome"]:
+                outcome: _Outcome = pickle.loads(pickled.as_py())
+                if outcome.warning:
+                    _log.warning("%s", outcome.warning)
+                if outcome.error is not None:
+                    raise outcome.error
+                yield outcome.result
+
+
+class _Outcome(NamedTuple):
+    result: Any = None
+    error: Exception | None = None
+    warning: str = ""
 
 
 class _Worker:
@@ -253,25 +263,24 @@ class _Worker:
 
     def __call__(self, block: "pyarrow.Table") -> "pyarrow.Table":
         import pyarrow
-
-        try:
-            outcome = pickle.dumps((self._result(block["number"][0].as_py(), block["part"][0].as_py()), None))
-        except Exception as error:  # as a value: Ray would wrap it, and print its own traceback
-            outcome = pickle.dumps((None, _portable(error)))
-        return pyarrow.table({"outcome": [outcome]})
-
-    def _result(self, number: int, pickled: bytes) -> Any:
         import ray
 
-        part = pickle.loads(zlib.decompress(pickled))
-        begun: Any = ray.get(self._attempts.begin.remote(number))
-        if begun > MAX_DEATHS:
+        part = pickle.loads(zlib.decompress(block["part"][0].as_py()))
+        begun: Any = ray.get(self._attempts.begin.remote(block["number"][0].as_py()))
+        try:
+            outcome = pickle.dumps(self._outcome(part, begun - 1))
+        except Exception as error:  # as a value: Ray would wrap it, and print its own traceback
+            outcome = pickle.dumps(_Outcome(error=_portable(error)))
+        return pyarrow.table({"outcome": [outcome]})
+
+    def _outcome(self, part: Any, deaths: int) -> _Outcome:
+        if deaths >= MAX_DEATHS:
             raise WorkerLost(
-                f"the worker process ended {MAX_DEATHS} times during {part!s:.200}, probably for lack of memory: "
+                f"the worker process ended {deaths} times during {part!s:.200}, probably for lack of memory: "
                 "use fewer --ray.workers, or --engine local to see the error; completed parts are kept"
             )
         (result,) = self._work(iter([part]))
-        return result
+        return _Outcome(result, warning=f"a worker process ended during {part!s:.200}; repeated" if deaths else "")
 
 
 class _Attempts:
