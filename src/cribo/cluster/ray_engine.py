@@ -295,15 +295,16 @@ class _Attempts:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error with the worker's traceback as a note, as another type if it cannot be pickled."""
-    error.add_note("".join(["in a worker process:\n", *traceback.format_exception(error)]).rstrip())
-    error.__cause__ = error.__context__ = None
-    for kind in type(error).__mro__:  # pickle cannot rebuild exceptions whose arguments differ from their message
+    """Return the error, or one of a base class if it cannot be pickled, with the traceback as a note."""
+    traced = "".join(["in a worker process:\n", *traceback.format_exception(error)]).rstrip()
+    for kind in type(error).__mro__:
         with contextlib.suppress(Exception):
-            if type(pickle.loads(pickle.dumps(error))) is type(error):
-                break
-            error = kind(str(error))
-    return error
+            portable = error if kind is type(error) else kind(str(error))
+            portable.add_note(traced)
+            portable.__cause__ = portable.__context__ = None
+            if type(pickle.loads(pickle.dumps(portable))) is kind:
+                return portable
+    return RuntimeError(f"{type(error).__name__} without a message")
 
 
 def _set_environment(*, temporary: bool) -> None:
@@ -350,11 +351,6 @@ def _connection(address: str) -> Iterator[None]:
     """Connect to a running cluster, and disconnect afterwards."""
     import ray
 
-    if address.startswith("ray://"):
-        raise ConfigError(
-            f"ray.address {address!r} is of a Ray client, over which Ray Data is slow and unsupported: run the command "
-            "on a node of the cluster with --ray.address auto, or as ray job submit -- cribo ..."
-        )
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", address)
     _require_answer(address)
@@ -368,6 +364,11 @@ def _connection(address: str) -> Iterator[None]:
 
 def _require_answer(address: str) -> None:
     """Raise an error unless a Ray cluster answers at the address; `ray.init` would wait for minutes."""
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"ray.address {address!r} is of a Ray client, over which Ray Data is slow and unsupported: run the command "
+            "on a node of the cluster with --ray.address auto, or as ray job submit -- cribo ..."
+        )
     if address == "auto":
         reason, advice = "", "give --ray.address host:port, or start a cluster on this machine with `ray start --head`"
     else:
