@@ -187,7 +187,9 @@ def open_ray(options: RayOptions, *, writes_to: Path | None) -> "Iterator[Engine
         with _temporary_cluster(options) as workers:
             yield RayEngine(workers)
     else:
-        with _connection(options.address):
+        address = os.environ.get("RAY_ADDRESS", "auto") if options.address == "auto" else options.address
+        _require_answer(address)
+        with _connected(address):
             yield RayEngine(_checked_workers(options, writes_to))
 
 
@@ -319,7 +321,6 @@ def _set_environment(*, temporary: bool) -> None:
 @contextlib.contextmanager
 def _temporary_cluster(options: RayOptions) -> Iterator[Workers]:
     """Start a cluster of this machine; end it, with all of its processes and files, afterwards."""
-    import ray
     import torch
 
     # More workers than cores share the cores.
@@ -329,37 +330,36 @@ def _temporary_cluster(options: RayOptions) -> Iterator[Workers]:
     short = len(tempfile.gettempdir()) <= _LONGEST_FOLDER
     folder = tempfile.mkdtemp(prefix="cribo-", dir=None if short else "/tmp")
     try:
-        with _own_sigterm(), _without_stderr():
-            ray.init(
-                "local",  # otherwise the environment variable RAY_ADDRESS overrides it
-                num_cpus=cpus,
-                num_gpus=gpus,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.CRITICAL,
-                _temp_dir=folder,
-            )
-        yield workers
+        with _connected(
+            "local",  # otherwise the environment variable RAY_ADDRESS overrides it
+            num_cpus=cpus,
+            num_gpus=gpus,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            _temp_dir=folder,
+        ):
+            yield workers
     finally:
-        ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _connection(address: str) -> Iterator[None]:
-    """Connect to a running cluster, and disconnect afterwards."""
+def _connected(address: str, **settings: Any) -> Iterator[None]:
+    """Call `ray.init` and `ray.shutdown`, without messages of Ray, and with the caller's handler of SIGTERM."""
     import ray
 
-    if address == "auto":
-        address = os.environ.get("RAY_ADDRESS", address)
-    _require_answer(address)
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
     try:
-        with _own_sigterm(), _without_stderr():
-            ray.init(address, log_to_driver=False, logging_level=logging.CRITICAL)
+        with _without_stderr():
+            ray.init(address, log_to_driver=False, logging_level=logging.CRITICAL, **settings)
+        if in_main:  # without a handler, processes of a temporary cluster would be left
+            signal.signal(signal.SIGTERM, before if callable(before) else lambda number, frame: sys.exit(128 + number))
         yield
     finally:
         ray.shutdown()
+        if in_main:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _require_answer(address: str) -> None:
@@ -403,20 +403,6 @@ def _try_to_connect(address: str) -> str:
         return ""
     raised = [*re.finditer(r"^[\w.]+(Error|Exception): ", tried.stderr, re.MULTILINE)]
     return " ".join(tried.stderr[raised[-1].start() :].split()) if raised else f"exit status {tried.returncode}"
-
-
-@contextlib.contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """Restore the handler of SIGTERM that `ray.init` replaces; instead of none, leave one that exits normally."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        # Ending without `ray.shutdown` would leave processes for a while.
-        signal.signal(signal.SIGTERM, before if callable(before) else lambda number, frame: sys.exit(128 + number))
 
 
 @contextlib.contextmanager
