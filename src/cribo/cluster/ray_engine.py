@@ -359,7 +359,7 @@ def _connected(address: str, **settings: Any) -> Iterator[None]:
     finally:
         ray.shutdown()
         if in_main:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _require_answer(address: str) -> None:
