@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from cribo.arguments import ConfigError
@@ -8,7 +10,7 @@ from cribo.cluster.shares import Share
 @pytest.mark.parametrize("name", ["workers", "cpus_per_worker"])
 def test_workers_and_their_cpus_are_at_least_one(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be >= 1, got 0"):
-        RayOptions(**{name: 0})
+        dataclasses.replace(RayOptions(), **{name: 0})
 
 
 def test_gpus_are_not_negative() -> None:
