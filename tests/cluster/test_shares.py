@@ -14,9 +14,6 @@ def test_shares_contain_each_item_once_and_are_equal(count: int) -> None:
 
 def test_no_share_is_the_whole() -> None:
     assert Share.parse(None).of(range(5)) == range(5)
-    assert Share.parse(None).is_whole
-    assert Share.parse("1/1").is_whole
-    assert not Share.parse("1/2").is_whole
 
 
 @pytest.mark.parametrize("text", ["", "3", "1/2/3", "a/b", "-1/3", "1.5/3", "1/ 3"])
