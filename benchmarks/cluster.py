@@ -97,9 +97,7 @@ def main() -> None:
         )
         for samples in memory.values():
             middle, last = np.array_split(samples, 3)[1:]
-            print(
-                f"worker: at most {max(middle) / MIB:.0f} MiB in its second third, {max(last) / MIB:.0f} MiB in its last"
-            )
+            print(f"worker: at most {max(middle) / MIB:.0f} MiB in the second third, {max(last) / MIB:.0f} in the last")
 
 
 def synthetic_images(folder: Path, number: int) -> None:

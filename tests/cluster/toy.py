@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -73,7 +73,7 @@ class ToyWork:
     folder: Path
     seconds: float = 0
 
-    def __call__(self, parts: Iterable[Part]) -> Iterator[Account]:
+    def __call__(self, parts: Iterable[Part]) -> Generator[Account, None, None]:
         for part in parts:
             attempt = self._begin(part)
             if part.fault == "kill" or (part.fault == "kill once" and attempt == 1):
