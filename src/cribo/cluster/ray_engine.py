@@ -17,7 +17,7 @@ import traceback
 import types
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -26,6 +26,7 @@ from cribo.checks import require_packages
 from cribo.cluster.config import RayOptions
 from cribo.errors import Stopped
 from cribo.processes import available_cores
+from cribo.wording import counted
 
 if TYPE_CHECKING:
     import pyarrow
@@ -85,6 +86,10 @@ class Workers(NamedTuple):
     number: int
     cpus: int
     gpus: float
+
+    def __str__(self) -> str:
+        gpus = f" and {self.gpus:g} GPUs" if self.gpus else ""
+        return f"{counted(self.number, 'worker')} of {counted(self.cpus, 'CPU')}{gpus}"
 
 
 def plan_workers(options: RayOptions, nodes: Sequence[Node]) -> Workers:
@@ -205,7 +210,7 @@ class RayEngine:
     def __init__(self, workers: Workers) -> None:
         self.workers = workers
 
-    def run(self, work: "Work[Part, Result]", parts: Sequence[Part]) -> Iterator[Result]:
+    def run(self, work: "Work[Part, Result]", parts: Sequence[Part]) -> Generator[Result, None, None]:
         """Yield the result of each part, in the order of completion.
 
         Raises:
@@ -214,6 +219,7 @@ class RayEngine:
         """
         if not parts:
             return
+        _log.info("Ray: starting %s, which first open the backbone", self.workers)
         import pyarrow
         import ray.data
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
