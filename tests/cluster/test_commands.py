@@ -134,13 +134,17 @@ def test_units_of_work_in_ray_data(folder: Path, tmp_path: Path) -> None:
     )
     segment_images(config, out=tmp_path / "out", pictures=0)
     units = {
-        "embedding": Embedder(source(folder), features="patches", device="cpu"),
-        "vector": ObjectExtractor(source(folder), device="cpu"),
-        "labels": Labeller(tmp_path / "memory", source(folder), device="cpu"),
+        "embedding": (Embedder, (source(folder),), {"features": "patches"}),
+        "vector": (ObjectExtractor, (source(folder),), {}),
+        "labels": (Labeller, (tmp_path / "memory", source(folder)), {}),
     }
-    for column, unit in units.items():
-        rows = ray.data.read_parquet(str(tmp_path / "images.parquet")).map_batches(unit, batch_size=8).to_pandas()
-        whole = unit({"image": np.array([str(path) for path in paths])})
+    for column, (unit, args, options) in units.items():
+        rows = (
+            ray.data.read_parquet(str(tmp_path / "images.parquet"))
+            .map_batches(unit, fn_constructor_args=args, fn_constructor_kwargs=options, batch_size=8, concurrency=1)
+            .to_pandas()
+        )
+        whole = unit(*args, **options)({"image": np.array([str(path) for path in paths])})
         whole["image"] = np.array([os.path.basename(name) for name in whole["image"]])  # noqa: PTH119
         rows = rows.sort_values("image", kind="stable")
         order = np.argsort(whole["image"], kind="stable")
