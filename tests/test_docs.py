@@ -193,6 +193,7 @@ def test_blocks_run(page: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> 
 NAMED = re.compile(r"`([^`]+)`")
 OPTION = re.compile(r"--[a-z][\w.-]*")
 OTHER_NAMES = {
+    "row_group_size",  # of pyarrow
     *("eval_knn.py", "eval_spair.py", "eval_video_segmentation.py"),  # DINO, DIFT
     *("main.py", "datasets/coco.py", "models/backbone.py", "models/detector.py"),  # YOLOS
     *("YolosForObjectDetection.from_pretrained", "AutoImageProcessor.from_pretrained", "ViTModel"),  # transformers

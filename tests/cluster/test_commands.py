@@ -9,13 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image
+from tests.cluster.inputs import assert_equal_databases, assert_equal_features, assert_equal_labels, write_inputs
 from tests.cluster.toy import running_cluster
 
 from cribo.cluster.config import RayOptions
 from cribo.cluster.ray_engine import open_ray
 from cribo.embedding import EmbedConfig, Embedder, embed_images
-from cribo.models import build_backbone, save_backbone
 from cribo.object_search import ObjectExtractor
 from cribo.object_search.config import IndexConfig
 from cribo.object_search.run import index_collection
@@ -50,22 +49,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with `images`, `examples` and a `backbone`."""
-    folder = tmp_path_factory.mktemp("inputs")
-    random = np.random.default_rng(0)
-    for number in range(IMAGES):
-        path = folder / "images" / f"{number % 3}" / f"{number:02d}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pixels = random.integers(0, 256, (4 + number % 2, 6, 3), dtype=np.uint8).repeat(8, 0).repeat(8, 1)
-        Image.fromarray(pixels).save(path)
-        if number < 2:
-            (folder / "examples").mkdir(exist_ok=True)
-            Image.fromarray(pixels).save(folder / "examples" / f"{number}.bmp")
-            Image.fromarray((pixels[..., 0] > 127).astype(np.uint8)).save(folder / "examples" / f"{number}_labels.png")
-    (folder / "images" / "broken.jpg").write_bytes(b"no picture")
-    args = {"patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2}
-    save_backbone(build_backbone("vit_tiny_patch16_224", args=args, image_size=32), folder / "backbone")
-    return folder
+    return write_inputs(tmp_path_factory.mktemp("inputs"), IMAGES)
 
 
 def source(folder: Path) -> BackboneSource:
@@ -80,11 +64,7 @@ def test_embed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         config = EmbedConfig("images", BackboneSource("backbone"), **options, **engine)
         done = embed_images(config, out=tmp_path / name)
         assert (done.images, [*done.skipped]) == (IMAGES, ["broken.jpg"])
-    names = [sorted(path.name for path in (tmp_path / each / "features").iterdir()) for each in ("local", "ray")]
-    assert names[0] == names[1]
-    assert len(names[0]) == 11
-    for name in names[0]:
-        assert pq.read_table(tmp_path / "local/features" / name) == pq.read_table(tmp_path / "ray/features" / name)
+    assert_equal_features(tmp_path / "local", tmp_path / "ray", parts=11)
     again = EmbedConfig(str(folder / "images"), source(folder), **options, engine="ray", ray=RAY)
     assert embed_images(again, out=tmp_path / "ray", resume=True).reused == IMAGES
 
@@ -99,15 +79,7 @@ def test_index(folder: Path, tmp_path: Path) -> None:
         summary, database, _ = index_collection(config)
         assert (summary.new, [path for path, _ in summary.unreadable]) == (IMAGES, ["broken.jpg"])
         found.append(database)
-    local, spread = found
-    assert [image._replace(entry=0) for image in local.images()] == [
-        image._replace(entry=0) for image in spread.images()
-    ]
-    assert len(local) == len(spread) == spread.num_rows
-    for image in local.images():
-        for one, other in zip(local.objects_of(image.path), spread.objects_of(image.path), strict=True):
-            assert (one.mask, one.box, one.area) == (other.mask, other.box, other.area)
-            np.testing.assert_array_equal(one.vector, other.vector)
+    assert_equal_databases(*found)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -118,10 +90,7 @@ def test_segment(folder: Path, tmp_path: Path) -> None:
         )
         done = segment_images(config, out=tmp_path / name, pictures=0)
         assert (done.images, [*done.skipped]) == (IMAGES, ["broken.jpg"])
-    files = sorted(path.relative_to(tmp_path / "local") for path in (tmp_path / "local").rglob("*.png"))
-    assert len(files) == 2 * IMAGES
-    for file in [*files, Path("summary.csv")]:
-        assert (tmp_path / "local" / file).read_bytes() == (tmp_path / "ray" / file).read_bytes()
+    assert_equal_labels(tmp_path / "local", tmp_path / "ray", IMAGES)
 
 
 def test_units_of_work_in_ray_data(folder: Path, tmp_path: Path) -> None:
