@@ -15,8 +15,7 @@ Write the features of many images to Parquet, Lance, NumPy or safetensors files.
   cribo embed IMAGES --backbone SOURCE --out FOLDER                         a vector for each image
   cribo embed IMAGES --backbone SOURCE --out FOLDER --features patches      one for each patch, with row and column
   cribo embed IMAGES --backbone SOURCE --out FOLDER --features objects      one for each object, with box and area
-
-  cribo embed IMAGES --backbone SOURCE --out FOLDER --engine ray --ray.address auto        on a Ray cluster
+  cribo embed IMAGES --backbone SOURCE --out FOLDER --engine ray            on several GPUs, or on a cluster
 
 IMAGES is a folder (read recursively), a text file that lists images, tar shards, Parquet files, or a URL of any of
 these. Features are written in parts as they are computed, so that memory is bounded. To continue after an interruption,

@@ -13,12 +13,14 @@ from cribo.console import duration, importing
 from cribo.wording import counted
 
 HELP = """\
-Find the objects in every image of a folder and store them in a database (Lance) for cribo search.
+Find the objects in every image of a collection and store them in a database (Lance) for cribo search.
 
   cribo index --backbone runs/camvid --images PHOTOGRAPHS --db photographs.db
   cribo index --db photographs.db                       update it after images were added, changed or deleted
   cribo index --backbone vit_small_patch16_224.dino --images PHOTOGRAPHS --db s3://bucket/photographs
+  cribo index --backbone runs/camvid --images PHOTOGRAPHS --db photographs.db --engine ray       on several GPUs
 
+PHOTOGRAPHS is a folder (read recursively), a text file that lists images, tar shards, Parquet files, or a URL of these.
 Objects are clusters of an image's patches: nothing is labelled or trained. Only new and changed images are processed;
 the command can be stopped and restarted at any time. Then: cribo search --db photographs.db --image ONE.jpg
 """

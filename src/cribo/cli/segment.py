@@ -26,7 +26,8 @@ EXAMPLES contains a.jpg and a.png (or a_labels.png), or images/a.jpg and labels/
 COCO format. Label maps contain class indices (255: no class), only 0 and 255, or colours that classes.txt lists. RESULT
 contains label maps, overlays, confidences, summary.csv and contact.png. To continue after an interruption, repeat the
 command with --resume. If classes are confused, add examples of them; --suggest 5 lists images with uncertain labels. If
-small objects are missed in large images, use --scale 1 --window 448. If it is too slow, use --size 384.
+small objects are missed in large images, use --scale 1 --window 448. If it is too slow, use --size 384, or --engine ray
+for several GPUs or machines.
 """
 
 LESS_MEMORY = "lower --batch_size or --size, or use --window"

@@ -135,6 +135,11 @@ def _title(config: ExploreConfig) -> str:
 
 def _files_of(database: ObjectDatabase, limits: Limits) -> ImageFiles:
     """Return the readable images of a database."""
+    if not database.info.files:
+        raise InputError(
+            f"{database.uri} contains images of {database.info.images}, which are not files in a folder: cribo explore "
+            "shows files only, so use cribo search"
+        )
     names = [image.path for image in database.images() if not image.error]
     return ImageFiles(database.root, names, max_pixels=limits.pixels)
 
