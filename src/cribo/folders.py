@@ -73,7 +73,7 @@ class ResultFolder:
             if numbered:
                 return
             _require_outside(path, inputs)
-            found = _kind_in(path)
+            found = result_kind(path)
             legacy = found is None and known_by is not None and (path / known_by).is_file()
             self.resumes = resume and (found == kind or legacy)
             if not self.resumes:
@@ -192,8 +192,34 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return result
 
 
-def _kind_in(folder: Path) -> str | None:
-    """Return the kind of the results in a folder, or None if it was not written by cribo."""
+def read_finished(folder: Path, kind: str, about: str) -> dict[str, Any]:
+    """Read the description of finished results.
+
+    Args:
+        folder: the folder of the results.
+        kind: of the results.
+        about: name of the file that describes them.
+
+    Raises:
+        FolderError: the folder contains other results, they are not finished, or the file is damaged.
+    """
+    if (found := result_kind(folder)) != kind:
+        contains = "no results of cribo" if found is None else f"{found} results"
+        raise FolderError(f"{folder} contains {contains}, not {kind} results: give results of one kind")
+    try:
+        content = json.loads((folder / about).read_text(encoding="utf-8"))
+        finished = content["finished"]
+    except FileNotFoundError:
+        finished = False
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FolderError(f"{folder / about} is damaged: repeat the command of {folder} with --overwrite") from error
+    if not finished:
+        raise FolderError(f"{folder} is not finished: repeat its command with --resume")
+    return content
+
+
+def result_kind(folder: Path) -> str | None:
+    """Return the kind of the results in a folder, or None if there are none that cribo wrote with a marker."""
     try:
         content = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         return content["kind"] if content["made_by"] == "cribo" else None
