@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,12 @@ def lock_writer(folder: Path, name: str = ".lock", *, command: str, advice: str)
         ) from error
     except OSError as error:
         raise FolderError(f"cannot write to {folder}: {error.strerror or error}; {advice}") from error
+
+
+def lock_replaced(target: ResultFolder, *, command: str) -> AbstractContextManager[object]:
+    """Lock results that a `ResultFolder` replaces, until the end of a `with` statement; see `lock_writer`."""
+    advice = "choose another --out"
+    return lock_writer(target.path, command=command, advice=advice) if target.replaces else contextlib.nullcontext()
 
 
 def require_same(

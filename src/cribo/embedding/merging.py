@@ -1,16 +1,15 @@
 """Implementation of `cribo merge` for features: join the results of `cribo embed` on the shares of a collection."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from cribo.cluster.shares import Share, order_shares, require_mergeable
 from cribo.data.images import DataError, require
-from cribo.embedding.run import ABOUT, SKIPPED_IN_PARTS, Embedded, changes_between, write_skipped
+from cribo.embedding.run import ABOUT, FORMAT, SKIPPED_IN_PARTS, Embedded, changes_between, write_skipped
 from cribo.embedding.writing import DATASET, PARTS, complete_parts, part_files, require_writer
 from cribo.files import link_or_copy, write_json
-from cribo.folders import ResultFolder, lock_writer, read_finished
+from cribo.folders import ResultFolder, lock_replaced, read_finished
 from cribo.wording import counted
 
 
@@ -41,6 +40,8 @@ def merge_embeddings(parts: Sequence[str | Path], *, out: Path, overwrite: bool 
         require(folder)
     abouts = [read_finished(folder, "embedding", ABOUT) for folder in folders]
     names = [str(folder) for folder in folders]
+    if old := [name for name, about in zip(names, abouts, strict=True) if about.get("format") != FORMAT]:
+        raise DataError(f"{old[0]} was written by another version of cribo: {_REPEAT}")
     wholes = [_of_all_images(about) for about in abouts]
     for name, whole in zip(names, wholes, strict=True):
         require_mergeable(names[0], name, [*changes_between(wholes[0], whole)])
@@ -64,7 +65,7 @@ def merge_embeddings(parts: Sequence[str | Path], *, out: Path, overwrite: bool 
         write_json(folder / ABOUT, {**wholes[order[0]], "command": command, "skipped": len(skipped)})
 
     skipped: dict[str, str] = {}
-    with lock_writer(out, command="cribo embed", advice="choose another --out") if target.replaces else nullcontext():
+    with lock_replaced(target, command="cribo embed"):
         target.create(write)
     images = same["images"] - len(skipped)
     features = DATASET if same["format"] == "lance" else PARTS

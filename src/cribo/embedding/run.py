@@ -32,6 +32,8 @@ from cribo.versions import versions
 from cribo.wording import counted
 
 ABOUT, SKIPPED = "about.json", "skipped.jsonl"
+FORMAT = 2
+"""Version of the results."""
 SKIPPED_IN_PARTS = ".skipped"
 """Folder with a list for each part that has unreadable images."""
 
@@ -199,7 +201,7 @@ def _images_in_part(config: EmbedConfig, embedder: Embedder, images: int) -> int
 def _about(config: EmbedConfig, embedder: Embedder, plan: _Plan, command: str) -> dict[str, Any]:
     network = embedder.network
     return {
-        "format": 2,
+        "format": FORMAT,
         "command": command,
         "finished": False,
         "same": {
