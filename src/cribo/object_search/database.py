@@ -292,8 +292,8 @@ class ObjectDatabase:
             table = _opened(place, name)
             if table is not None and table.count_rows():
                 raise DatabaseError(
-                    f"{place} contains a table {name!r} that is not part of a database: an interrupted cribo merge left "
-                    "it, or cribo did not create it. Delete it, or use another place"
+                    f"{place} contains a table {name!r}, but no database: an interrupted cribo merge left it, or cribo "
+                    "did not create it. Delete it, or use another place"
                 )
         for name, schema in tables.items():
             _overwrite(place, name, schema.empty_table())
@@ -567,51 +567,42 @@ class ObjectDatabase:
             progress: called with the number of objects.
 
         Raises:
-            DatabaseError: a database lacks objects of its images, or has changed meanwhile.
+            DatabaseError: a database lacks objects of its images.
             OSError: this database is not writable, or the disk is full.
         """
         import pyarrow as pa
 
-        total = sum(map(len, databases))
+        # Open tables keep their versions, while other processes may write.
+        tables = [(database.uri, database._images, database._objects) for database in databases]
+        counts = [images.to_table(["entry", "objects"]) for _, images, _ in tables]
+        expected = [sum(each["objects"].to_pylist()) for each in counts]
+        found = [0] * len(tables)
 
         def objects() -> Iterator[Any]:
-            done = 0
-            for database in databases:
-                for batch in database._current_objects():  # noqa: SLF001
+            for number, (_, _, table) in enumerate(tables):
+                for batch in _rows_of(table, counts[number]["entry"], self.info.dim):
                     yield batch
-                    done += len(batch)
+                    found[number] += len(batch)
                     if progress is not None:
-                        progress("objects", done, total)
+                        progress("objects", sum(found), sum(expected))
 
         table = self._objects
-        if total:
+        if sum(expected):
             rows = pa.RecordBatchReader.from_batches(table.schema, objects())
             with _writing(self.uri):
                 fragments = _lance().fragment.write_fragments(rows, table, mode="append")
+            for (uri, _, _), one, other in zip(tables, found, expected, strict=True):
+                if one != other:
+                    raise DatabaseError(
+                        f"{uri} contains {one} of the {other} objects of its images: rebuild it with cribo index"
+                    )
+            with _writing(self.uri):
                 append = _lance().LanceOperation.Append(fragments)
                 _lance().LanceDataset.commit(table, append, read_version=table.version)
-        for database in databases:
+        for _, images, _ in tables:
             with _writing(self.uri):
-                scanned = database._images.scanner(batch_size=_IMAGES_PER_BATCH).to_reader()  # noqa: SLF001
-                _lance().write_dataset(scanned, _path(self.uri, _IMAGES), mode="append")
-
-    def _current_objects(self) -> Iterator[Any]:
-        """Yield all objects in batches, without stale ones; raises DatabaseError if some are missing."""
-        import pyarrow.compute as pc
-
-        images = self._read(lambda: self._images.to_table(["entry", "objects"]))
-        entries, expected = images["entry"].combine_chunks(), sum(images["objects"].to_pylist())
-        rows = max(1, _BATCH_BYTES // (4 * self.info.dim))
-        found = 0
-        for batch in self._objects.to_batches(batch_size=rows, batch_readahead=_READ_AHEAD):
-            current = batch.filter(pc.is_in(batch["entry"], value_set=entries))
-            found += len(current)
-            yield current
-        if found != expected:
-            raise DatabaseError(
-                f"{self.uri} contains {found} of the {expected} objects of its images: repeat the command once no other "
-                "process writes to it, or rebuild it with cribo index"
-            )
+                read = images.scanner(batch_size=_IMAGES_PER_BATCH).to_reader()
+                _lance().write_dataset(read, _path(self.uri, _IMAGES), mode="append")
 
     def _append(self, fragments: Sequence[str], entries: set[int]) -> None:
         """Add those fragments to the table of objects that are not part of it."""
@@ -924,6 +915,15 @@ def _quoted(text: str) -> str:
 
 
 # ------------------------------------------------------------------ rows
+
+
+def _rows_of(objects: Any, entries: Any, dim: int) -> Iterator[Any]:
+    """Yield the objects of the images with some entries, in batches."""
+    import pyarrow.compute as pc
+
+    rows = max(1, _BATCH_BYTES // (4 * dim))
+    for batch in objects.to_batches(batch_size=rows, batch_readahead=_READ_AHEAD):
+        yield batch.filter(pc.is_in(batch["entry"], value_set=entries.combine_chunks()))
 
 
 def _objects_schema(dim: int) -> Any:
