@@ -169,11 +169,11 @@ def segment_images(
     )
     settings = SegmentationSettings(**config.settings)
     images = open_targets(config.images, column=config.column, apart_from=out)
+    require_readable(images, config.images)
     collection = names_hash(images)
     images = images.part(config.share.of(range(len(images))))
     if not 0 <= suggestions <= len(images):
         raise InputError(f"--suggest must be from 0 to {len(images)}, the number of images, got {suggestions}")
-    require_readable(images, config.images)
     file = None if config.memory is None else Path(config.memory).expanduser()
     if file is not None:
         _check_memory_file(file, may_be_new=config.examples is not None)
