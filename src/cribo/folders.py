@@ -214,10 +214,9 @@ def read_finished(folder: Path, kind: str, about: str) -> dict[str, Any]:
         contains = "no results of cribo" if found is None else f"{found} results"
         raise FolderError(f"{folder} contains {contains}, not {kind} results: give results of one kind")
     try:
-        content = json.loads((folder / about).read_text(encoding="utf-8"))
+        path = folder / about
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"finished": False}
         finished = content["finished"]
-    except FileNotFoundError:
-        finished = False
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FolderError(f"{folder / about} is damaged: repeat the command of {folder} with --overwrite") from error
     if not finished:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from cribo.arguments import ConfigError
 from cribo.console import Progress
@@ -575,12 +575,12 @@ class ObjectDatabase:
         # Open tables keep their versions, while other processes may write.
         tables = [(database.uri, database._images, database._objects) for database in databases]
         counts = [images.to_table(["entry", "objects"]) for _, images, _ in tables]
-        expected = [sum(each["objects"].to_pylist()) for each in counts]
+        expected = [int(each["objects"].to_numpy().sum()) for each in counts]
         found = [0] * len(tables)
 
         def objects() -> Iterator[Any]:
             for number, (_, _, table) in enumerate(tables):
-                for batch in _rows_of(table, counts[number]["entry"], self.info.dim):
+                for batch in _rows_of(table, counts[number]["entry"].to_numpy(), self.info.dim):
                     yield batch
                     found[number] += len(batch)
                     if progress is not None:
@@ -917,13 +917,15 @@ def _quoted(text: str) -> str:
 # ------------------------------------------------------------------ rows
 
 
-def _rows_of(objects: Any, entries: Any, dim: int) -> Iterator[Any]:
+def _rows_of(objects: Any, entries: Int[np.ndarray, " n"], dim: int) -> Iterator[Any]:
     """Yield the objects of the images with some entries, in batches."""
-    import pyarrow.compute as pc
+    import pyarrow as pa
 
+    known = np.append(np.sort(entries), np.iinfo(np.int64).max)
     rows = max(1, _BATCH_BYTES // (4 * dim))
     for batch in objects.to_batches(batch_size=rows, batch_readahead=_READ_AHEAD):
-        yield batch.filter(pc.is_in(batch["entry"], value_set=entries.combine_chunks()))
+        own = batch["entry"].to_numpy()
+        yield batch.filter(pa.array(known[np.searchsorted(known, own)] == own))
 
 
 def _objects_schema(dim: int) -> Any:

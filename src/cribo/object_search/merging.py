@@ -153,11 +153,10 @@ def _require_complete(database: ObjectDatabase) -> None:
 def _check_images(databases: Sequence[ObjectDatabase]) -> int:
     """Return the number of unreadable images; raises DatabaseError for an image in two databases."""
     import pyarrow as pa
-    import pyarrow.compute as pc
 
     paths = [database.paths() for database in databases]
     every = pa.chunked_array([chunk for several in paths for chunk in several.chunks], pa.string())
-    if pc.count_distinct(every).as_py() < len(every):
+    if len(every.unique()) < len(every):
         first: dict[str, str] = {}
         for database, several in zip(databases, paths, strict=True):
             for path in several.to_pylist():
