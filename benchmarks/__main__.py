@@ -25,8 +25,10 @@ BENCHMARKS = {
     "search": "exact search of dense retrieval against faiss",
     "segmentation": "segmentation from a few examples: time per image of each part",
     "object_search": "indexing of images and search among their objects, Lance against faiss",
+    "cluster": "embedding of images on a Ray cluster of this machine against one process",
+    "database": "a database of a million objects by four writers: index against exact search",
 }
-WITHOUT_DEVICE = ("startup", "loading", "object_search", "step")
+WITHOUT_DEVICE = ("startup", "loading", "object_search", "step", "cluster", "database")
 
 
 def main() -> int:

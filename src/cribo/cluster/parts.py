@@ -23,6 +23,9 @@ class ImagePart(NamedTuple):
     def __len__(self) -> int:
         return len(self.images)
 
+    def __str__(self) -> str:
+        return f"the images {self.images.name(0)} to {self.images.name(len(self) - 1)}"
+
     def is_known(self, index: int, sha256: str) -> bool:
         """Whether there are results for an image with this content."""
         return bool(self.known) and self.known[index] == sha256

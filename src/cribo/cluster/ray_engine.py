@@ -4,6 +4,8 @@ import contextlib
 import logging
 import os
 import pickle
+import re
+import secrets
 import shutil
 import signal
 import socket
@@ -12,9 +14,10 @@ import sys
 import tempfile
 import threading
 import traceback
+import types
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -23,6 +26,7 @@ from cribo.checks import require_packages
 from cribo.cluster.config import RayOptions
 from cribo.errors import Stopped
 from cribo.processes import available_cores
+from cribo.wording import counted
 
 if TYPE_CHECKING:
     import pyarrow
@@ -37,14 +41,16 @@ MAX_DEATHS = 5
 
 _CORES_PER_WORKER = 4
 _OBJECT_STORE_BYTES = 256 << 20  # parts and results are small; Ray's default is a third of the memory
-_CONNECT_SECONDS = 5.0
-_STATUS_SECONDS = 20.0
+_OPEN_SECONDS = 5.0  # of a TCP connection
+_CONNECT_SECONDS = 30.0  # of another process, which has to import Ray
 _CHECK_SECONDS = 120.0  # of all nodes; a node may first have to start Python
 _LONGEST_FOLDER = 40  # characters; Ray's sockets below it must have fewer than 108
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # otherwise Ray reports to its authors over the network
     "RAY_BACKEND_LOG_LEVEL": "fatal",
     "RAY_DATA_LOG_LEVEL": "CRITICAL",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".*",  # messages of the raylets about workers that ended
+    "RAY_SCHEDULER_EVENTS": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # workers of 0 GPUs see none; unset, Ray prints a notice
 }
 
@@ -80,6 +86,10 @@ class Workers(NamedTuple):
     number: int
     cpus: int
     gpus: float
+
+    def __str__(self) -> str:
+        gpus = f" and {self.gpus:g} GPUs" if self.gpus else ""
+        return f"{counted(self.number, 'worker')} of {counted(self.cpus, 'CPU')}{gpus}"
 
 
 def plan_workers(options: RayOptions, nodes: Sequence[Node]) -> Workers:
@@ -119,22 +129,37 @@ def plan_workers(options: RayOptions, nodes: Sequence[Node]) -> Workers:
     )
 
 
-def check_versions(driver: Mapping[str, str], nodes: Mapping[str, Mapping[str, str]]) -> None:
-    """Check that all nodes have the driver's versions.
+class NodeState(NamedTuple):
+    """Name of a node, versions of its packages, and whether it has a file that the driver wrote."""
+
+    name: str
+    versions: Mapping[str, str]
+    has_probe: bool
+
+
+def check_nodes(nodes: Sequence[NodeState], versions: Mapping[str, str], writes_to: Path | None) -> None:
+    """Check that all nodes have the driver's versions and share its output folder.
 
     Args:
-        driver: version of each package in this process.
-        nodes: the same of each node, by its name.
+        nodes: of the cluster.
+        versions: version of each package in this process.
+        writes_to: the output folder, in which the nodes looked for the file; None for a URL.
 
     Raises:
-        ConfigError: a version differs or a package is missing.
+        ConfigError: a version differs, a package is missing, or a node does not share the folder.
     """
-    for node, found in nodes.items():
-        for name, expected in driver.items():
-            if (own := found.get(name, "not installed")) != expected:
+    for node in nodes:
+        for name, expected in versions.items():
+            if (found := node.versions.get(name, "not installed")) != expected:
                 raise ConfigError(
-                    f"node {node} has {name} {own}, this process has {expected}: install the same version on all nodes"
+                    f"node {node.name} has {name} {found}, this process has {expected}: install the same versions on "
+                    "all nodes"
                 )
+        if not node.has_probe:
+            raise ConfigError(
+                f"{writes_to} is not shared by all nodes of the cluster (node {node.name} lacks it): write to a "
+                "shared folder or a URL"
+            )
 
 
 @contextlib.contextmanager
@@ -156,8 +181,7 @@ def open_ray(options: RayOptions, *, writes_to: Path | None) -> "Iterator[Engine
     require_packages(
         "--engine ray", "ray", "pyarrow", extra="cluster", otherwise=", or use --engine local, which does not need it"
     )
-    for name, value in _SETTINGS.items():
-        os.environ.setdefault(name, value)  # Ray reads some when it is imported
+    _set_environment(temporary=options.address is None)
     import ray
 
     if ray.is_initialized():
@@ -168,7 +192,9 @@ def open_ray(options: RayOptions, *, writes_to: Path | None) -> "Iterator[Engine
         with _temporary_cluster(options) as workers:
             yield RayEngine(workers)
     else:
-        with _connection(options.address):
+        address = os.environ.get("RAY_ADDRESS", "auto") if options.address == "auto" else options.address
+        _require_answer(address)
+        with _connected(address):
             yield RayEngine(_checked_workers(options, writes_to))
 
 
@@ -184,7 +210,7 @@ class RayEngine:
     def __init__(self, workers: Workers) -> None:
         self.workers = workers
 
-    def run(self, work: "Work[Part, Result]", parts: Sequence[Part]) -> Iterator[Result]:
+    def run(self, work: "Work[Part, Result]", parts: Sequence[Part]) -> Generator[Result, None, None]:
         """Yield the result of each part, in the order of completion.
 
         Raises:
@@ -193,6 +219,7 @@ class RayEngine:
         """
         if not parts:
             return
+        _log.info("Ray: starting %s, which first open the backbone", self.workers)
         import pyarrow
         import ray.data
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -221,11 +248,19 @@ class RayEngine:
             num_gpus=self.workers.gpus,
         )
         for batch in results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
-            for outcome in batch["outcome"]:
-                result, error = pickle.loads(outcome.as_py())
-                if error is not None:
-                    raise error
-                yield result
+            for pickled in batch["outcome"]:
+                outcome: _Outcome = pickle.loads(pickled.as_py())
+                if outcome.warning:
+                    _log.warning("%s", outcome.warning)
+                if outcome.error is not None:
+                    raise outcome.error
+                yield outcome.result
+
+
+class _Outcome(NamedTuple):
+    result: Any = None
+    error: Exception | None = None
+    warning: str = ""
 
 
 class _Worker:
@@ -236,24 +271,24 @@ class _Worker:
 
     def __call__(self, block: "pyarrow.Table") -> "pyarrow.Table":
         import pyarrow
-
-        try:
-            outcome = pickle.dumps((self._result(block["number"][0].as_py(), block["part"][0].as_py()), None))
-        except Exception as error:  # as a value: Ray would wrap it, and print its own traceback
-            outcome = pickle.dumps((None, _portable(error)))
-        return pyarrow.table({"outcome": [outcome]})
-
-    def _result(self, number: int, pickled: bytes) -> Any:
         import ray
 
-        part = pickle.loads(zlib.decompress(pickled))
-        if ray.get(self._attempts.begin.remote(number)) > MAX_DEATHS:
+        part = pickle.loads(zlib.decompress(block["part"][0].as_py()))
+        begun: Any = ray.get(self._attempts.begin.remote(block["number"][0].as_py()))
+        try:
+            outcome = pickle.dumps(self._outcome(part, begun - 1))
+        except Exception as error:  # as a value: Ray would wrap it, and print its own traceback
+            outcome = pickle.dumps(_Outcome(error=_portable(error)))
+        return pyarrow.table({"outcome": [outcome]})
+
+    def _outcome(self, part: Any, deaths: int) -> _Outcome:
+        if deaths >= MAX_DEATHS:
             raise WorkerLost(
-                f"the worker process ended {MAX_DEATHS} times during {part!s:.200}, probably for lack of memory: "
+                f"the worker process ended {deaths} times during {part!s:.200}, probably for lack of memory: "
                 "use fewer --ray.workers, or --engine local to see the error; completed parts are kept"
             )
         (result,) = self._work(iter([part]))
-        return result
+        return _Outcome(result, warning=f"a worker process ended during {part!s:.200}; repeated" if deaths else "")
 
 
 class _Attempts:
@@ -268,21 +303,30 @@ class _Attempts:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error with the worker's traceback as a note, as another type if it cannot be pickled."""
-    error.add_note("".join(["in a worker process:\n", *traceback.format_exception(error)]).rstrip())
-    error.__cause__ = error.__context__ = None
-    for kind in type(error).__mro__:  # pickle cannot rebuild exceptions whose arguments differ from their message
+    """Return the error, or one of a base class if it cannot be pickled, with the traceback as a note."""
+    traced = "".join(["in a worker process:\n", *traceback.format_exception(error)]).rstrip()
+    for kind in type(error).__mro__:
         with contextlib.suppress(Exception):
-            if type(pickle.loads(pickle.dumps(error))) is type(error):
-                break
-            error = kind(str(error))
-    return error
+            portable = error if kind is type(error) else kind(str(error))
+            portable.add_note(traced)
+            portable.__cause__ = portable.__context__ = None
+            if type(pickle.loads(pickle.dumps(portable))) is kind:
+                return portable
+    return RuntimeError(f"{type(error).__name__} without a message")
+
+
+def _set_environment(*, temporary: bool) -> None:
+    """Set Ray's environment variables, except those of the user. Ray reads some when it is imported."""
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    # Otherwise Ray would keep a token in the home folder, which changes how the user's own clusters start.
+    if temporary and "ray" not in sys.modules and not any(name.startswith("RAY_AUTH_") for name in os.environ):
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 @contextlib.contextmanager
 def _temporary_cluster(options: RayOptions) -> Iterator[Workers]:
     """Start a cluster of this machine; end it, with all of its processes and files, afterwards."""
-    import ray
     import torch
 
     # More workers than cores share the cores.
@@ -292,56 +336,54 @@ def _temporary_cluster(options: RayOptions) -> Iterator[Workers]:
     short = len(tempfile.gettempdir()) <= _LONGEST_FOLDER
     folder = tempfile.mkdtemp(prefix="cribo-", dir=None if short else "/tmp")
     try:
-        with _own_sigterm(), _without_stderr():
-            ray.init(
-                "local",  # otherwise the environment variable RAY_ADDRESS overrides it
-                num_cpus=cpus,
-                num_gpus=gpus,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.CRITICAL,
-                _temp_dir=folder,
-            )
-        yield workers
+        with _connected(
+            "local",  # otherwise the environment variable RAY_ADDRESS overrides it
+            num_cpus=cpus,
+            num_gpus=gpus,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            _temp_dir=folder,
+        ):
+            yield workers
     finally:
-        ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _connection(address: str) -> Iterator[None]:
-    """Connect to a running cluster, and disconnect afterwards."""
+def _connected(address: str, **settings: Any) -> Iterator[None]:
+    """Call `ray.init` and `ray.shutdown`, without messages of Ray, and with the caller's handler of SIGTERM."""
     import ray
 
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with _without_stderr():
+            ray.init(address, log_to_driver=False, logging_level=logging.CRITICAL, **settings)
+        if in_main:  # without a handler, processes of a temporary cluster would be left
+            signal.signal(signal.SIGTERM, before if callable(before) else lambda number, frame: sys.exit(128 + number))
+        yield
+    finally:
+        ray.shutdown()
+        if in_main:
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+def _require_answer(address: str) -> None:
+    """Raise an error unless a Ray cluster answers at the address; `ray.init` would wait for minutes."""
     if address.startswith("ray://"):
         raise ConfigError(
             f"ray.address {address!r} is of a Ray client, over which Ray Data is slow and unsupported: run the command "
             "on a node of the cluster with --ray.address auto, or as ray job submit -- cribo ..."
         )
     if address == "auto":
-        address = os.environ.get("RAY_ADDRESS", address)
-    _require_answer(address)
-    try:
-        with _own_sigterm(), _without_stderr():
-            ray.init(address, log_to_driver=False, logging_level=logging.CRITICAL)
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _require_answer(address: str) -> None:
-    """Raise an error unless a Ray cluster answers at the address; `ray.init` would wait for minutes."""
-    if address == "auto":
-        reason, advice = "", "none runs on this machine: give --ray.address host:port, or set RAY_ADDRESS"
+        reason, advice = "", "give --ray.address host:port, or start a cluster on this machine with `ray start --head`"
     else:
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
             raise ConfigError(f"ray.address must be host:port, such as 10.0.0.1:6379, or auto, got {address!r}")
         reason = _connect(host.strip("[]"), int(port))
         advice = "check that the head node runs, that the port is the one `ray start --head` printed, and the firewall"
-    if not reason and not _has_status(address):
-        reason = "no Ray of this version"
+    reason = reason or _try_to_connect(address)
     if reason:
         raise ConnectionError(f"the Ray cluster at {address} does not answer ({reason}): {advice}")
 
@@ -349,32 +391,24 @@ def _require_answer(address: str) -> None:
 def _connect(host: str, port: int) -> str:
     """Return why no connection can be made; empty if it can."""
     try:
-        socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+        socket.create_connection((host, port), timeout=_OPEN_SECONDS).close()
     except (OSError, OverflowError) as error:
         return str(error)
     return ""
 
 
-def _has_status(address: str) -> bool:
-    command = (sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address)
+def _try_to_connect(address: str) -> str:
+    """Return why another process cannot connect to the cluster; empty if it can."""
+    program = "import ray, sys; ray.init(sys.argv[1], log_to_driver=False)"
+    command = (sys.executable, "-c", program, address)
     try:
-        return subprocess.run(command, capture_output=True, timeout=_STATUS_SECONDS, check=False).returncode == 0
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=_CONNECT_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return False
-
-
-@contextlib.contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """Restore the handler of SIGTERM that `ray.init` replaces; instead of none, leave one that exits normally."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        # Ending without `ray.shutdown` would leave processes for a while.
-        signal.signal(signal.SIGTERM, before if callable(before) else lambda number, frame: sys.exit(128 + number))
+        return f"no answer in {_CONNECT_SECONDS:g} s"
+    if tried.returncode == 0:
+        return ""
+    raised = [*re.finditer(r"^[\w.]+(Error|Exception): ", tried.stderr, re.MULTILINE)]
+    return " ".join(tried.stderr[raised[-1].start() :].split()) if raised else f"exit status {tried.returncode}"
 
 
 @contextlib.contextmanager
@@ -403,7 +437,8 @@ def _checked_workers(options: RayOptions, writes_to: Path | None) -> Workers:
         if node["Alive"]
     }
     workers = plan_workers(options, list(found.values()))
-    _check_nodes({key: node.name for key, node in found.items() if node.workers(workers.cpus, workers.gpus)}, writes_to)
+    used = {key: node.name for key, node in found.items() if node.workers(workers.cpus, workers.gpus)}
+    check_nodes(_node_states(used, writes_to), _versions_and_probe(None)[0], writes_to)
     needed = {"CPU": workers.number * workers.cpus, "GPU": workers.number * workers.gpus}
     free = ray.available_resources()
     if busy := [name for name, amount in needed.items() if free.get(name, 0) < amount]:
@@ -416,44 +451,48 @@ def _checked_workers(options: RayOptions, writes_to: Path | None) -> Workers:
     return workers
 
 
-def _check_nodes(names: Mapping[str, str], writes_to: Path | None) -> None:
-    """Check versions, and that the nodes, given by id, share the output folder."""
+def _node_states(names: Mapping[str, str], writes_to: Path | None) -> list[NodeState]:
+    """Ask nodes, given as names by id, for their versions, and whether they see a file in `writes_to`."""
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    def describe(probe: str | None) -> tuple[dict[str, str], bool]:  # local, so that nodes without cribo can run it
-        import contextlib
-        import platform
-        from importlib.metadata import PackageNotFoundError, version
-        from pathlib import Path
-
-        found = {"Python": ".".join(platform.python_version_tuple()[:2])}
-        for name, package in packages.items():
-            with contextlib.suppress(PackageNotFoundError):
-                found[name] = version(package).partition("+")[0]  # builds for CPUs and GPUs may be mixed
-        return found, probe is None or Path(probe).exists()
-
-    packages = {"cribo": "cribo-ssl", "torch": "torch"}
     with contextlib.ExitStack() as stack:
         probe = None
         if writes_to is not None:
             folder = next(each for each in (writes_to.resolve(), *writes_to.resolve().parents) if each.is_dir())
             probe = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".cribo-probe-", dir=folder)).name
-        task = ray.remote(num_cpus=0, max_retries=3)(describe)
-        pending = {
-            name: task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(probe)
-            for node, name in names.items()
-        }
+        task: Any = ray.remote(_by_value(_versions_and_probe))
+        answers = [
+            task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(probe)
+            for node in names
+        ]
         try:
-            found = dict(zip(pending, ray.get(list(pending.values()), timeout=_CHECK_SECONDS), strict=True))
+            found = ray.get(answers, timeout=_CHECK_SECONDS)
         except RayError as error:
             raise ConnectionError(
                 f"a node of the Ray cluster does not run tasks ({type(error).__name__}): check `ray status`"
             ) from error
-    check_versions(describe(None)[0], {name: versions for name, (versions, _) in found.items()})
-    if missing := [name for name, (_, visible) in found.items() if not visible]:
-        raise ConfigError(
-            f"{writes_to} is not shared by all nodes of the cluster (node {missing[0]} lacks it): write to a shared "
-            "folder or a URL"
-        )
+    return [NodeState(name, *state) for name, state in zip(names.values(), found, strict=True)]
+
+
+def _versions_and_probe(probe: str | None) -> tuple[dict[str, str], bool]:
+    """Return the versions of this node, and whether a file exists there."""
+    # Imports only what nodes without cribo have.
+    import contextlib
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+    from pathlib import Path
+
+    found = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    for name, package in {"cribo": "cribo-ssl", "torch": "torch"}.items():
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(package).partition("+")[0]  # builds for CPUs and GPUs may be mixed
+    return found, probe is None or Path(probe).exists()
+
+
+def _by_value(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a copy of a function that is pickled with its code, not as a name in this package."""
+    copied = types.FunctionType(function.__code__, {"__builtins__": __builtins__}, function.__name__)
+    copied.__module__ = "__main__"
+    return copied

@@ -162,6 +162,9 @@ class _Part(NamedTuple):
     name: str
     images: ImageCollection
 
+    def __str__(self) -> str:
+        return self.name
+
     @property
     def names(self) -> list[str]:
         """Names of its images."""

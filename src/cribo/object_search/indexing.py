@@ -220,6 +220,9 @@ class _Part(NamedTuple):
     images: ImageCollection
     work: list[_Work]
 
+    def __str__(self) -> str:
+        return str(ImagePart(self.images))
+
 
 class _IndexedPart(NamedTuple):
     """Result of a part: its objects, written but not committed, and the rows of its images.

@@ -1,0 +1,155 @@
+"""The commands of the applications on a cluster of two worker processes."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from tests.cluster.toy import running_cluster
+
+from cribo.cluster.config import RayOptions
+from cribo.cluster.ray_engine import open_ray
+from cribo.embedding import EmbedConfig, Embedder, embed_images
+from cribo.models import build_backbone, save_backbone
+from cribo.object_search import ObjectExtractor
+from cribo.object_search.config import IndexConfig
+from cribo.object_search.run import index_collection
+from cribo.retrieval.source import BackboneSource
+from cribo.segmentation import Labeller
+from cribo.segmentation.config import SegmentConfig
+from cribo.segmentation.run import segment_images
+
+ray = pytest.importorskip("ray")
+
+pytestmark = pytest.mark.slow
+
+RAY = RayOptions(workers=2, cpus_per_worker=1)  # Ray gives each worker a thread for each of its CPUs
+IMAGES = 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """Connect to a cluster, which the commands then use."""
+    with running_cluster() as address, open_ray(RayOptions(address=address, workers=2), writes_to=None):
+        yield
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Compute here with as many threads as in a worker, since sums depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with `images`, `examples` and a `backbone`."""
+    folder = tmp_path_factory.mktemp("inputs")
+    random = np.random.default_rng(0)
+    for number in range(IMAGES):
+        path = folder / "images" / f"{number % 3}" / f"{number:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = random.integers(0, 256, (4 + number % 2, 6, 3), dtype=np.uint8).repeat(8, 0).repeat(8, 1)
+        Image.fromarray(pixels).save(path)
+        if number < 2:
+            (folder / "examples").mkdir(exist_ok=True)
+            Image.fromarray(pixels).save(folder / "examples" / f"{number}.bmp")
+            Image.fromarray((pixels[..., 0] > 127).astype(np.uint8)).save(folder / "examples" / f"{number}_labels.png")
+    (folder / "images" / "broken.jpg").write_bytes(b"no picture")
+    args = {"patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2}
+    save_backbone(build_backbone("vit_tiny_patch16_224", args=args, image_size=32), folder / "backbone")
+    return folder
+
+
+def source(folder: Path) -> BackboneSource:
+    return BackboneSource(str(folder / "backbone"))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_embed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)  # workers have another working folder
+    options = {"features": "patches", "batch_size": 2, "size": 32}
+    for name, engine in (("local", {}), ("ray", {"engine": "ray", "ray": RAY})):
+        config = EmbedConfig("images", BackboneSource("backbone"), **options, **engine)
+        done = embed_images(config, out=tmp_path / name)
+        assert (done.images, [*done.skipped]) == (IMAGES, ["broken.jpg"])
+    names = [sorted(path.name for path in (tmp_path / each / "features").iterdir()) for each in ("local", "ray")]
+    assert names[0] == names[1]
+    assert len(names[0]) == 11
+    for name in names[0]:
+        assert pq.read_table(tmp_path / "local/features" / name) == pq.read_table(tmp_path / "ray/features" / name)
+    again = EmbedConfig(str(folder / "images"), source(folder), **options, engine="ray", ray=RAY)
+    assert embed_images(again, out=tmp_path / "ray", resume=True).reused == IMAGES
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_index(folder: Path, tmp_path: Path) -> None:
+    found = []
+    for name, engine in (("local", {}), ("ray", {"engine": "ray", "ray": RAY})):
+        config = IndexConfig(
+            str(tmp_path / name), str(folder / "images"), backbone=source(folder), size=32, batch_size=2, **engine
+        )
+        summary, database, _ = index_collection(config)
+        assert (summary.new, [path for path, _ in summary.unreadable]) == (IMAGES, ["broken.jpg"])
+        found.append(database)
+    local, spread = found
+    assert [image._replace(entry=0) for image in local.images()] == [
+        image._replace(entry=0) for image in spread.images()
+    ]
+    assert len(local) == len(spread) == spread.num_rows
+    for image in local.images():
+        for one, other in zip(local.objects_of(image.path), spread.objects_of(image.path), strict=True):
+            assert (one.mask, one.box, one.area) == (other.mask, other.box, other.area)
+            np.testing.assert_array_equal(one.vector, other.vector)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_segment(folder: Path, tmp_path: Path) -> None:
+    for name, engine in (("local", {}), ("ray", {"engine": "ray", "ray": RAY})):
+        config = SegmentConfig(
+            source(folder), str(folder / "images"), examples=str(folder / "examples"), batch_size=2, **engine
+        )
+        done = segment_images(config, out=tmp_path / name, pictures=0)
+        assert (done.images, [*done.skipped]) == (IMAGES, ["broken.jpg"])
+    files = sorted(path.relative_to(tmp_path / "local") for path in (tmp_path / "local").rglob("*.png"))
+    assert len(files) == 2 * IMAGES
+    for file in [*files, Path("summary.csv")]:
+        assert (tmp_path / "local" / file).read_bytes() == (tmp_path / "ray" / file).read_bytes()
+
+
+def test_units_of_work_in_ray_data(folder: Path, tmp_path: Path) -> None:
+    """Rows of Parquet with the bytes of files, as a user's own pipeline reads them."""
+    paths = sorted(path for path in (folder / "images").rglob("*") if path.is_file())
+    table = pa.table({"image": [path.name for path in paths], "bytes": [path.read_bytes() for path in paths]})
+    pq.write_table(table, tmp_path / "images.parquet", row_group_size=8)
+    config = SegmentConfig(
+        source(folder), str(folder / "images"), examples=str(folder / "examples"), memory=str(tmp_path / "memory")
+    )
+    segment_images(config, out=tmp_path / "out", pictures=0)
+    units = {
+        "embedding": (Embedder, (source(folder),), {"features": "patches"}),
+        "vector": (ObjectExtractor, (source(folder),), {}),
+        "labels": (Labeller, (tmp_path / "memory", source(folder)), {}),
+    }
+    for column, (unit, args, options) in units.items():
+        rows = (
+            ray.data.read_parquet(str(tmp_path / "images.parquet"))
+            .map_batches(unit, fn_constructor_args=args, fn_constructor_kwargs=options, batch_size=8, concurrency=1)
+            .to_pandas()
+        )
+        whole = unit(*args, **options)({"image": np.array([str(path) for path in paths])})
+        whole["image"] = np.array([os.path.basename(name) for name in whole["image"]])  # noqa: PTH119
+        rows = rows.sort_values("image", kind="stable")
+        order = np.argsort(whole["image"], kind="stable")
+        assert rows["image"].tolist() == whole["image"][order].tolist()
+        assert rows["error"].tolist() == whole["error"][order].tolist()
+        assert {image for image, error in zip(rows["image"], rows["error"], strict=True) if error} == {"broken.jpg"}
+        if column != "labels":
+            np.testing.assert_allclose(np.stack(rows[column].tolist()), whole[column][order], atol=1e-5)
