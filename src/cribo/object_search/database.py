@@ -770,7 +770,7 @@ class ObjectDatabase:
 
 
 _REQUESTS = 16  # concurrent requests to object storage
-_BATCH_BYTES, _READ_AHEAD = 8 << 20, 4  # of vectors that are copied
+_BATCH_BYTES, _READ_AHEAD = 8 << 20, 8  # of vectors that are copied; Lance would read 2 GiB ahead
 _IMAGES_PER_BATCH = 8192
 
 # Average number of objects per partition of the index, and number of partitions compared with a query.
@@ -923,7 +923,7 @@ def _rows_of(objects: Any, entries: Int[np.ndarray, " n"], dim: int) -> Iterator
 
     known = np.append(np.sort(entries), np.iinfo(np.int64).max)
     rows = max(1, _BATCH_BYTES // (4 * dim))
-    for batch in objects.to_batches(batch_size=rows, batch_readahead=_READ_AHEAD):
+    for batch in objects.to_batches(batch_size=rows, io_buffer_size=_READ_AHEAD * _BATCH_BYTES):
         own = batch["entry"].to_numpy()
         yield batch.filter(pa.array(known[np.searchsorted(known, own)] == own))
 
