@@ -21,6 +21,7 @@ CASES = {
     "segment": ("--backbone mean-colour --images I --memory M --out O", "neighbours", 7, 9, "wondow", "window"),
     "embed": ("IMAGES --backbone mean-colour --out O", "num_objects", 7, 9, "formats", "format"),
     "index": ("--db D --images I", "backbone", "mean-colour", "resnet18", "num_object", "num_objects"),
+    "merge": ("PART", "out", "here", "there", "overwrit", "overwrite"),
     "search": ("--db D --image I", "k", 7, 9, "points", "point"),
     "explore": ("--run R", "limit", 7, 9, "hosts", "host"),
     "figures": ("", "run", ["a", "b"], ["c"], "querys", "queries"),

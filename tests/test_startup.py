@@ -34,6 +34,7 @@ REFUSED = {
     "segment": ["--backbone", "x", "--examples", "x", "--images", "x", "--out", "x", "--batch_size", "0"],
     "embed": ["x", "--backbone", "x", "--out", "x", "--batch_size", "0"],
     "index": ["--db", "x", "--batch_size", "0"],
+    "merge": ["x"],
     "search": ["--db", "x", "--image", "x", "--k", "0"],
     "explore": [],
     "figures": ["--run", "x", "--only", "x"],

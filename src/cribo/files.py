@@ -68,6 +68,18 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     sync(path.parent)
 
 
+def link_or_copy(source: Path, target: Path) -> None:
+    """Create a hard link to a file that is never modified in place, or a copy where links are impossible.
+
+    Raises:
+        OSError: the file cannot be read, or the target cannot be written.
+    """
+    try:
+        target.hardlink_to(source)
+    except OSError:  # another file system, one without links, or the file of another user
+        shutil.copyfile(source, target)
+
+
 def write_beside(path: Path, write: Callable[[Path], object]) -> Path:
     """Write and sync a file under a temporary name in the folder of `path`; remove it on failure.
 
@@ -112,6 +124,8 @@ def write_folder_whole(folder: Path, write: Callable[[Path], object], *, replace
         write(part)
         for path in sorted(part.rglob("*")):
             if path.is_file():
+                if path.stat().st_nlink > 1:  # by `link_or_copy`: complete, and its mode is that of the other name
+                    continue
                 path.chmod(mode)
             sync(path)
         sync(part)

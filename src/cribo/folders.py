@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ class ResultFolder:
             if numbered:
                 return
             _require_outside(path, inputs)
-            found = _kind_in(path)
+            found = result_kind(path)
             legacy = found is None and known_by is not None and (path / known_by).is_file()
             self.resumes = resume and (found == kind or legacy)
             if not self.resumes:
@@ -141,6 +142,12 @@ def lock_writer(folder: Path, name: str = ".lock", *, command: str, advice: str)
         raise FolderError(f"cannot write to {folder}: {error.strerror or error}; {advice}") from error
 
 
+def lock_replaced(target: ResultFolder, *, command: str) -> AbstractContextManager[object]:
+    """Lock results that a `ResultFolder` replaces, until the end of a `with` statement; see `lock_writer`."""
+    advice = "choose another --out"
+    return lock_writer(target.path, command=command, advice=advice) if target.replaces else contextlib.nullcontext()
+
+
 def require_same(
     file: Path,
     find_changes: Callable[[], Iterable[str]],
@@ -192,8 +199,33 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return result
 
 
-def _kind_in(folder: Path) -> str | None:
-    """Return the kind of the results in a folder, or None if it was not written by cribo."""
+def read_finished(folder: Path, kind: str, about: str) -> dict[str, Any]:
+    """Read the description of finished results.
+
+    Args:
+        folder: the folder of the results.
+        kind: of the results.
+        about: name of the file that describes them.
+
+    Raises:
+        FolderError: the folder contains other results, they are not finished, or the file is damaged.
+    """
+    if (found := result_kind(folder)) != kind:
+        contains = "no results of cribo" if found is None else f"{found} results"
+        raise FolderError(f"{folder} contains {contains}, not {kind} results: give results of one kind")
+    try:
+        path = folder / about
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"finished": False}
+        finished = content["finished"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FolderError(f"{folder / about} is damaged: repeat the command of {folder} with --overwrite") from error
+    if not finished:
+        raise FolderError(f"{folder} is not finished: repeat its command with --resume")
+    return content
+
+
+def result_kind(folder: Path) -> str | None:
+    """Return the kind of the results in a folder, or None if there are none that cribo wrote with a marker."""
     try:
         content = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         return content["kind"] if content["made_by"] == "cribo" else None

@@ -461,7 +461,7 @@ def test_places_that_hold_no_database(tmp_path: Path, encoder: PatchEncoder) -> 
 
 def test_foreign_tables_are_unchanged(tmp_path: Path, encoder: PatchEncoder) -> None:
     theirs = lance.write_dataset(pa.table({"name": ["chair"]}), tmp_path / "theirs" / "objects.lance")
-    with pytest.raises(DatabaseError, match="'objects' that cribo did not create"):
+    with pytest.raises(DatabaseError, match="contains a table 'objects', but no database"):
         ObjectDatabase.create(tmp_path / "theirs", info_of(encoder, tmp_path))
     assert lance.dataset(theirs.uri).count_rows() == 1
     lance.write_dataset(pa.table({"name": ["chair"]}), tmp_path / "other" / "about.lance")

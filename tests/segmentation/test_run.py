@@ -17,7 +17,8 @@ import cribo.segmentation.run as run
 from cribo.arguments import ConfigError
 from cribo.cli import main
 from cribo.data.coco import CocoLabels
-from cribo.data.images import DataError, MissingData
+from cribo.data.collection import names_hash
+from cribo.data.images import DataError, MissingData, open_images
 from cribo.files import FolderError
 from cribo.models import build_backbone, save_backbone
 from cribo.retrieval import BackboneSource
@@ -106,7 +107,9 @@ def test_written_files(folder: Path) -> None:
     assert about["memory"]["examples"] == ["a.bmp", "b.bmp"]
     assert about["settings"]["neighbours"] == 1
     counts = {"found": 3, "segmented": 3, "reused": 0, "earlier": 0, "skipped": 0}
-    assert about["images"] == {"folder": str(folder / "images"), "part": "1/1", **counts}
+    collection = names_hash(open_images(folder / "images"))
+    place = {"folder": str(folder / "images"), "part": "1/1", "collection": collection}
+    assert about["images"] == {**place, **counts}
     assert about["confidence"] == "255 times the probability, 0 to 1, that the label is right"
     assert not list(out.rglob("*.part"))
 

@@ -22,6 +22,7 @@ commands:
   segment     label the pixels of many images given a few labelled examples, without training
   embed       write the features of a folder of images to Parquet, NumPy or safetensors
   index       find the objects of a folder of images and store them in a database
+  merge       join the results of embed, index or segment on shares of the images, such as those of a job array
   search      find the objects in a database that are most similar to a given one
   explore     open a web page to inspect a run and a collection's objects
   figures     draw the figures of a paper from a run: matches, clusters, bootstrapping ratio, features
@@ -50,6 +51,7 @@ COMMANDS = (
     "segment",
     "embed",
     "index",
+    "merge",
     "search",
     "explore",
     "figures",

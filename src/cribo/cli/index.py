@@ -63,10 +63,7 @@ def run(words: list[str], console: Console) -> None:
         + ("" if size is None else f", {size / 1e6:.1f} MB"),
     )
     if quality is not None:
-        console.print(
-            f"the vector index finds {quality.recall:.1%} of the {quality.k} nearest objects in "
-            f"{quality.milliseconds:.0f} ms; exact search takes {quality.exact_milliseconds:.0f} ms"
-        )
+        console.print(quality.text)
     print_places(
         console, {"database": database.uri, "to search": f"cribo search --db {database.uri} --image IMAGE --point x,y"}
     )

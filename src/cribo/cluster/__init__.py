@@ -7,6 +7,6 @@ from cribo.lazy import lazy_names
 if TYPE_CHECKING:
     from cribo.cluster.config import EngineOptions, RayOptions
     from cribo.cluster.engines import Engine, LocalEngine, Work, open_engine
-    from cribo.cluster.shares import Share
+    from cribo.cluster.shares import Share, order_shares, require_mergeable
 
 __getattr__, __all__ = lazy_names(__name__)

@@ -278,6 +278,14 @@ def fingerprint(collection: ImageCollection) -> str:
     return digest.hexdigest()
 
 
+def names_hash(collection: ImageCollection) -> str:
+    """Return the number of images, and a hash of their names; unlike `fingerprint`, it reads no storage."""
+    digest = hashlib.sha256()
+    for index in range(len(collection)):
+        digest.update(os.fsencode(collection.name(index)) + b"\n")
+    return f"{len(collection)} {digest.hexdigest()}"
+
+
 def read_named(source: str | os.PathLike[str], name: str, column: str | None = None) -> EncodedImage:
     """Read one image of a source of `open_collection` by its name, without listing the images.
 

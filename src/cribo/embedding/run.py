@@ -29,11 +29,15 @@ from cribo.prefetching import BUDGET
 from cribo.retrieval.object_extraction import MAX_PATCHES
 from cribo.retrieval.object_settings import ObjectSettings
 from cribo.versions import versions
+from cribo.wording import counted
 
 ABOUT, SKIPPED = "about.json", "skipped.jsonl"
+FORMAT = 2
+"""Version of the results."""
+SKIPPED_IN_PARTS = ".skipped"
+"""Folder with a list for each part that has unreadable images."""
 
 _MOST_IMAGES = 512  # limit per part; an interrupted part is encoded again
-_SKIPPED_IN_PARTS = ".skipped"  # folder with a list for each part that has unreadable images
 _ADVICE = "choose another --out, continue it with --resume, or replace it with --overwrite"
 
 
@@ -116,7 +120,9 @@ def embed_images(
     about = _about(config, here, plan, command)
     with open_engine(config, writes_to=out) as engine, Phases(console) as progress:
         if target.resumes:
-            require_same(out / ABOUT, lambda: _changes(out / ABOUT, about))
+            require_same(
+                out / ABOUT, lambda: changes_between(json.loads((out / ABOUT).read_text(encoding="utf-8")), about)
+            )
         else:
             target.create(lambda part: write_json(part / ABOUT, about))
         with lock_writer(out, command="cribo embed", advice="choose another --out"):
@@ -133,11 +139,8 @@ def embed_images(
                     for count in results:
                         done += count
                         progress("images", reused + done, total)
-            skipped = _skipped(out, plan)
-            if skipped:
-                lines = ({"image": name, "reason": reason} for name, reason in skipped.items())
-                write_text(out / SKIPPED, _json_lines(lines))
-            if len(skipped) == total:  # although one could be read at first
+            skipped = write_skipped(out, [part.name for part in plan.parts])
+            if len(skipped) == plan.images:  # although one could be read at first
                 raise Stopped(f"the images can no longer be read: see {SKIPPED} in {out}")
             features = complete_parts(out, config.format)
             write_json(out / ABOUT, {**about, "finished": True, "skipped": len(skipped)})
@@ -186,7 +189,8 @@ class _Plan:
         self.count, self.images = len(parts), len(images)
         self.fingerprint = hashlib.sha256("".join(digests).encode()).hexdigest()
         self.parts = [
-            _Part(f"part-{number:05d}-{digests[number][:8]}", parts[number]) for number in share.of(range(len(parts)))
+            _Part(f"part-{number:05d}-{digests[number][:8]}", parts[number])
+            for number in share.of(range(len(parts)), f"parts of {counted(size, 'image')}")
         ]
 
 
@@ -200,7 +204,7 @@ def _images_in_part(config: EmbedConfig, embedder: Embedder, images: int) -> int
 def _about(config: EmbedConfig, embedder: Embedder, plan: _Plan, command: str) -> dict[str, Any]:
     network = embedder.network
     return {
-        "format": 2,
+        "format": FORMAT,
         "command": command,
         "finished": False,
         "same": {
@@ -222,9 +226,8 @@ def _about(config: EmbedConfig, embedder: Embedder, plan: _Plan, command: str) -
     }
 
 
-def _changes(file: Path, now: dict[str, Any]) -> Iterator[str]:
-    """Yield what has changed since `file` was written: the images, the backbone or settings."""
-    before = json.loads(file.read_text(encoding="utf-8"))
+def changes_between(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """Yield what differs between two descriptions of results: the images, the backbone or settings."""
     if before["format"] != now["format"]:
         yield "it was written by another version of cribo"
         return
@@ -249,17 +252,21 @@ class _EmbedParts:
         with closing(found):
             for part, features in zip(second, found, strict=True):
                 if features.errors:  # before the part, so that a complete part has its list
-                    (self.folder / _SKIPPED_IN_PARTS).mkdir(exist_ok=True)
+                    (self.folder / SKIPPED_IN_PARTS).mkdir(exist_ok=True)
                     lines = ({"image": features.names[i], "reason": why} for i, why in features.errors.items())
-                    write_text(self.folder / _SKIPPED_IN_PARTS / f"{part.name}.jsonl", _json_lines(lines))
+                    write_text(self.folder / SKIPPED_IN_PARTS / f"{part.name}.jsonl", _json_lines(lines))
                 write_part(self.folder, part.name, self.kind, features)
                 yield len(part.images)
 
 
-def _skipped(folder: Path, plan: _Plan) -> dict[str, str]:
-    """Return the reasons why images of the parts could not be read, by name."""
-    lists = (read_json_lines(folder / _SKIPPED_IN_PARTS / f"{part.name}.jsonl") for part in plan.parts)
-    return {entry["image"]: entry["reason"] for entries in lists for entry in entries}
+def write_skipped(folder: Path, parts: Iterable[str]) -> dict[str, str]:
+    """Join the lists of the parts, given by name; return the reasons why images could not be read, by name."""
+    lists = (read_json_lines(folder / SKIPPED_IN_PARTS / f"{part}.jsonl") for part in parts)
+    skipped = {entry["image"]: entry["reason"] for entries in lists for entry in entries}
+    if skipped:
+        lines = ({"image": name, "reason": reason} for name, reason in skipped.items())
+        write_text(folder / SKIPPED, _json_lines(lines))
+    return skipped
 
 
 def _json_lines(entries: Iterable[dict[str, str]]) -> str:

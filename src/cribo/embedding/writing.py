@@ -60,6 +60,12 @@ def _commit_fragments(folder: Path) -> None:
     lance.LanceDataset.commit(str(folder / DATASET), lance.LanceOperation.Overwrite(schema, fragments))
 
 
+def _fragment_files(folder: Path, path: Path) -> list[Path]:
+    """Return the files of the dataset with the rows of a part."""
+    fragments = json.loads(path.read_text())["fragments"]
+    return [folder / DATASET / "data" / file["path"] for fragment in fragments for file in fragment["files"]]
+
+
 def _write_numpy(path: Path, rows: Features) -> None:
     def write(part: Path) -> None:
         with part.open("wb") as file:  # for a path, NumPy would append .npz
@@ -82,20 +88,37 @@ def _write_safetensors(path: Path, rows: Features) -> None:
 
 
 class _Writer(NamedTuple):
-    """A format: the suffix of a part, and the function that writes it; what completes the parts, and what to show."""
+    """A format: the suffix of a part, and the function that writes it; what completes the parts, and what to show.
+
+    `others` returns the further files of a part, given the folder of the results and the file of the part.
+    """
 
     suffix: str
     write: Callable[[Path, Features], None]
     complete: Callable[[Path], None] = lambda folder: None
     result: str = PARTS
+    others: Callable[[Path, Path], list[Path]] = lambda folder, path: []
 
 
 _WRITERS: Mapping[Format, _Writer] = {
     "parquet": _Writer(".parquet", _write_parquet),
-    "lance": _Writer(".json", _write_fragment, _commit_fragments, DATASET),
+    "lance": _Writer(".json", _write_fragment, _commit_fragments, DATASET, _fragment_files),
     "numpy": _Writer(".npz", _write_numpy),
     "safetensors": _Writer(".safetensors", _write_safetensors),
 }
+
+
+def part_files(folder: Path, kind: Format) -> dict[str, list[Path]]:
+    """Return the files of each part in the folder of the results, by the name of the part, in order.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    suffix = _WRITERS[kind].suffix
+    return {
+        path.name.removesuffix(suffix): [path, *_WRITERS[kind].others(folder, path)]
+        for path in sorted((folder / PARTS).glob(f"part-*{suffix}"))
+    }
 
 
 def require_writer(kind: Format) -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from cribo.arguments import ConfigError
 from cribo.console import Progress
@@ -72,6 +72,8 @@ class DatabaseInfo:
         column: of Parquet files, the column of the images, if it was given.
         part: share of the images that is indexed, as in --part.
         collection: number of images and hash of the names of all shares.
+        unread: number of images that could not be read, perhaps temporarily, and the name of the first; None until all
+            images are indexed.
     """
 
     identity: str
@@ -86,6 +88,7 @@ class DatabaseInfo:
     column: str | None = None
     part: str = "1/1"
     collection: str = ""
+    unread: tuple[int, str] | None = None
 
     @classmethod
     def of(
@@ -262,8 +265,18 @@ class ObjectDatabase:
         return cls(place, info, Path(images or info.root))
 
     @classmethod
-    def create(cls, uri: str | os.PathLike[str], info: DatabaseInfo) -> "ObjectDatabase":
-        """Create an empty database.
+    def create(
+        cls,
+        uri: str | os.PathLike[str],
+        info: DatabaseInfo,
+        fill: Callable[["ObjectDatabase"], object] = lambda database: None,
+    ) -> "ObjectDatabase":
+        """Create a database.
+
+        Args:
+            uri: an empty folder, or a URL.
+            info: backbone, images and settings.
+            fill: called with the empty database before it is complete: until then, it cannot be opened.
 
         Raises:
             DatabaseError: the place already contains a database or other files.
@@ -278,11 +291,17 @@ class ObjectDatabase:
         for name in tables:
             table = _opened(place, name)
             if table is not None and table.count_rows():
-                raise DatabaseError(f"{place} contains a table {name!r} that cribo did not create: use another --db")
+                raise DatabaseError(
+                    f"{place} contains a table {name!r}, but no database: an interrupted cribo merge left it, or cribo "
+                    "did not create it. Delete it, or use another place"
+                )
         for name, schema in tables.items():
             _overwrite(place, name, schema.empty_table())
-        _write_info(place, info)
-        return cls(place, info, Path(info.root))
+        database = cls(place, info, Path(info.root))
+        fill(database)
+        with _writing(place):
+            _write_info(place, info)
+        return database
 
     def require_encoder(self, encoder: "PatchEncoder", name: str) -> None:
         """Check that an encoder is the one with which the database was built.
@@ -323,9 +342,13 @@ class ObjectDatabase:
         counts = self._read(lambda: self._images.to_table(columns=["objects"]))["objects"]
         return sum(counts.to_pylist())
 
-    def count_images(self) -> int:
-        """Return the number of images, without unreadable files."""
-        return self._read(lambda: self._images.count_rows("error = ''"))
+    def count_images(self, *, unreadable: bool = False) -> int:
+        """Return the number of images, optionally with unreadable files."""
+        return self._read(lambda: self._images.count_rows(None if unreadable else "error = ''"))
+
+    def paths(self) -> Any:
+        """Return the paths of all images, including unreadable ones, as an Arrow array."""
+        return self._read(lambda: self._images.to_table(columns=["path"]))["path"]
 
     @property
     def num_rows(self) -> int:
@@ -536,6 +559,51 @@ class ObjectDatabase:
                 merge.execute(_images_table(images))
         self._drop(_OBJECTS, replaced)
 
+    def add_all(self, databases: Sequence["ObjectDatabase"], progress: Progress | None = None) -> None:
+        """Add all images and objects of other databases, all objects in one commit, in bounded memory.
+
+        Args:
+            databases: of other images, with vectors of the same dimension.
+            progress: called with the number of objects.
+
+        Raises:
+            DatabaseError: a database lacks objects of its images.
+            OSError: this database is not writable, or the disk is full.
+        """
+        import pyarrow as pa
+
+        # Open tables keep their versions, while other processes may write.
+        tables = [(database.uri, database._images, database._objects) for database in databases]
+        counts = [images.to_table(["entry", "objects"]) for _, images, _ in tables]
+        expected = [int(each["objects"].to_numpy().sum()) for each in counts]
+        found = [0] * len(tables)
+
+        def objects() -> Iterator[Any]:
+            for number, (_, _, table) in enumerate(tables):
+                for batch in _rows_of(table, counts[number]["entry"].to_numpy(), self.info.dim):
+                    yield batch
+                    found[number] += len(batch)
+                    if progress is not None:
+                        progress("objects", sum(found), sum(expected))
+
+        table = self._objects
+        if sum(expected):
+            rows = pa.RecordBatchReader.from_batches(table.schema, objects())
+            with _writing(self.uri):
+                fragments = _lance().fragment.write_fragments(rows, table, mode="append")
+            for (uri, _, _), one, other in zip(tables, found, expected, strict=True):
+                if one != other:
+                    raise DatabaseError(
+                        f"{uri} contains {one} of the {other} objects of its images: rebuild it with cribo index"
+                    )
+            with _writing(self.uri):
+                append = _lance().LanceOperation.Append(fragments)
+                _lance().LanceDataset.commit(table, append, read_version=table.version)
+        for _, images, _ in tables:
+            with _writing(self.uri):
+                read = images.scanner(batch_size=_IMAGES_PER_BATCH).to_reader()
+                _lance().write_dataset(read, _path(self.uri, _IMAGES), mode="append")
+
     def _append(self, fragments: Sequence[str], entries: set[int]) -> None:
         """Add those fragments to the table of objects that are not part of it."""
         table = self._objects
@@ -702,6 +770,8 @@ class ObjectDatabase:
 
 
 _REQUESTS = 16  # concurrent requests to object storage
+_BATCH_BYTES, _READ_AHEAD = 8 << 20, 8  # of vectors that are copied; Lance would read 2 GiB ahead
+_IMAGES_PER_BATCH = 8192
 
 # Average number of objects per partition of the index, and number of partitions compared with a query.
 _PARTITION, _PROBES, _REFINE = 4096, 40, 10
@@ -815,7 +885,9 @@ def _read_info(place: str, about: Any) -> DatabaseInfo:
         names = [field.name for field in dataclasses.fields(DatabaseInfo)]
         values = {name: content[name] for name in names if name in content}
         blocks = None if content.get("blocks") is None else tuple(content["blocks"])
-        return DatabaseInfo(**{**values, "blocks": blocks, "settings": ObjectSettings(**content["settings"])})
+        unread = None if content.get("unread") is None else (content["unread"][0], content["unread"][1])
+        changed = {"blocks": blocks, "unread": unread, "settings": ObjectSettings(**content["settings"])}
+        return DatabaseInfo(**{**values, **changed})
     except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
         foreign = f"{place} contains a table {_ABOUT!r} that cribo did not create: use another --db"
         raise DatabaseError(foreign) from error
@@ -843,6 +915,17 @@ def _quoted(text: str) -> str:
 
 
 # ------------------------------------------------------------------ rows
+
+
+def _rows_of(objects: Any, entries: Int[np.ndarray, " n"], dim: int) -> Iterator[Any]:
+    """Yield the objects of the images with some entries, in batches."""
+    import pyarrow as pa
+
+    known = np.append(np.sort(entries), np.iinfo(np.int64).max)
+    rows = max(1, _BATCH_BYTES // (4 * dim))
+    for batch in objects.to_batches(batch_size=rows, io_buffer_size=_READ_AHEAD * _BATCH_BYTES):
+        own = batch["entry"].to_numpy()
+        yield batch.filter(pa.array(known[np.searchsorted(known, own)] == own))
 
 
 def _objects_schema(dim: int) -> Any:

@@ -345,6 +345,14 @@ class IndexQuality:
     milliseconds: float
     exact_milliseconds: float
 
+    @property
+    def text(self) -> str:
+        """Recall and speed, as text."""
+        return (
+            f"the vector index finds {self.recall:.1%} of the {self.k} nearest objects in {self.milliseconds:.0f} ms; "
+            f"exact search takes {self.exact_milliseconds:.0f} ms"
+        )
+
 
 def index_vectors(
     database: ObjectDatabase,

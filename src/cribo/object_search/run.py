@@ -1,7 +1,6 @@
 """Implementation of `cribo index`."""
 
 import dataclasses
-import hashlib
 import logging
 import os
 from pathlib import Path
@@ -12,7 +11,7 @@ from rich.console import Console
 from cribo.arguments import ConfigError
 from cribo.cluster.engines import open_engine
 from cribo.console import Phases
-from cribo.data.collection import ImageCollection, open_collection
+from cribo.data.collection import ImageCollection, names_hash, open_collection, without_repeats
 from cribo.data.images import ImageFiles, is_url, require_readable
 from cribo.data.limits import MAX_PIXELS
 from cribo.errors import if_interrupted
@@ -58,6 +57,7 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
     place = as_uri(config.db)
     known = ObjectDatabase.open(place).info if holds_database(place) else None
     images, source = _open_images(config, known)
+    own = images.part(config.share.of(range(len(images))))
     settings = config.settings(ObjectSettings() if known is None else known.settings)
     backbone = config.backbone or _known_backbone(known)
     if known is None:
@@ -75,7 +75,7 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
         "files": isinstance(images, ImageFiles),
         "column": config.column,
         "part": str(config.share),
-        "collection": _names_hash(images),
+        "collection": names_hash(images),
     }
     kept = "indexed images are kept; to continue, repeat the command"
     shared_folder = None if is_remote(place) else Path(place)
@@ -93,18 +93,22 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
             database.require_encoder(encoder, about["name"])
             database.require_settings(settings)
             if any(getattr(known, name) != value for name, value in of_images.items()):
-                database.describe(**of_images)
+                database.describe(**of_images, unread=None)
         summary = index_images(
             database,
             network,
-            images.part(config.share.of(range(len(images)))),
+            own,
             prune=config.prune,
             batch_size=config.batch_size,
             workers=config.workers,
             engine=engine,
             progress=progress,
         )
-        return Indexed(summary, database, index_vectors(database, progress=progress))
+        indexed = Indexed(summary, database, index_vectors(database, progress=progress))
+        unread = len(summary.unread), summary.unread[0][0] if summary.unread else ""
+        if database.info.unread != unread:
+            database.describe(unread=unread)
+        return indexed
 
 
 def _open_images(config: IndexConfig, known: DatabaseInfo | None) -> tuple[ImageCollection, str]:
@@ -115,15 +119,8 @@ def _open_images(config: IndexConfig, known: DatabaseInfo | None) -> tuple[Image
     column = config.column or (None if known is None else known.column)
     images = open_collection(source, column=column, max_pixels=config.max_pixels or MAX_PIXELS)
     require_readable(images, source)
+    images = without_repeats(images)  # otherwise an image could be in two shares
     return images, source if is_url(source) else _absolute(Path(source).expanduser())
-
-
-def _names_hash(images: ImageCollection) -> str:
-    """Return the number of images, and a hash of their names."""
-    digest = hashlib.sha256()
-    for index in range(len(images)):
-        digest.update(os.fsencode(images.name(index)) + b"\n")
-    return f"{len(images)} {digest.hexdigest()}"
 
 
 def _known_backbone(known: DatabaseInfo | None) -> BackboneSource:

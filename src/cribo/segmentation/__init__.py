@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from cribo.probes.encoding import probe_encoder
     from cribo.segmentation.labeller import Labeller
     from cribo.segmentation.memory import Example, Segmentation, SegmentationMemory
+    from cribo.segmentation.merging import merge_segmentations
     from cribo.segmentation.settings import SegmentationSettings
 
 __getattr__, __all__ = lazy_names(__name__)

@@ -1,13 +1,10 @@
 """Implementation of `cribo segment`: add examples, label images and write the results."""
 
-import csv
-import io
 import json
 import logging
-import math
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,7 +23,7 @@ from cribo.colours import Colour
 from cribo.console import Phases, duration
 from cribo.data.coco import BACKGROUND
 from cribo.data.coco_writing import outline, write_coco
-from cribo.data.collection import ImageCollection
+from cribo.data.collection import ImageCollection, names_hash
 from cribo.data.images import DataError, ImageFiles, is_url, require, require_readable
 from cribo.data.label_maps import IGNORE_INDEX
 from cribo.data.limits import spread
@@ -37,37 +34,44 @@ from cribo.errors import InputError, Stopped, if_interrupted
 from cribo.files import (
     FolderError,
     append_json,
-    read_json_lines,
     remove_parts,
     write_json,
     write_text,
     write_whole,
 )
-from cribo.folders import ResultFolder, describe_changes, lock_writer, require_same
+from cribo.folders import ResultFolder, lock_writer, require_same
 from cribo.prefetching import prefetch
-from cribo.probes.fitting import Choice
 from cribo.segmentation.config import SegmentConfig
 from cribo.segmentation.examples import Examples, find_examples, open_targets, result_name
 from cribo.segmentation.labeller import LabelledImage, Labeller
 from cribo.segmentation.memory import SegmentationMemory
 from cribo.segmentation.pictures import SegmentedPanel, draw_overview, overlay
 from cribo.segmentation.pixels import write_confidence, write_labels
+from cribo.segmentation.results import (
+    ABOUT,
+    DONE,
+    FOLDERS,
+    SUMMARY,
+    Record,
+    changes_between,
+    class_shares,
+    files_of,
+    read_records,
+    write_finished,
+    write_summary,
+)
 from cribo.segmentation.settings import SegmentationSettings
 from cribo.segmentation.storage import memory_lock
 from cribo.segmentation.suggesting import suggest
 from cribo.versions import versions
-from cribo.wording import counted, enumerated
+from cribo.wording import counted
 
 log = logging.getLogger("cribo")
 
-ABOUT = "about.json"
-"""File in the output folder that describes the results."""
-
-SUMMARY, OVERVIEW = "summary.csv", "contact.png"
+OVERVIEW = "contact.png"
 COCO = "coco.json"
 SUGGESTED, SUGGESTED_PICTURE = "suggested.txt", "suggested.png"
 
-_DONE = "segmented.jsonl"  # a line for each image whose files are complete
 _MEMORY = "memory.safetensors"  # in the output folder, for workers in other processes
 _MOST_IMAGES = 256  # limit per part; an interrupted part is labelled again
 _JPEG_QUALITY = 90
@@ -165,10 +169,11 @@ def segment_images(
     )
     settings = SegmentationSettings(**config.settings)
     images = open_targets(config.images, column=config.column, apart_from=out)
+    require_readable(images, config.images)
+    collection = names_hash(images)
     images = images.part(config.share.of(range(len(images))))
     if not 0 <= suggestions <= len(images):
         raise InputError(f"--suggest must be from 0 to {len(images)}, the number of images, got {suggestions}")
-    require_readable(images, config.images)
     file = None if config.memory is None else Path(config.memory).expanduser()
     if file is not None:
         _check_memory_file(file, may_be_new=config.examples is not None)
@@ -178,7 +183,7 @@ def segment_images(
             _require_two_classes(memory)
             memory.fit(progress)
             describe_memory(memory, console)
-            results = _Results(out, images, memory, config, command)
+            results = _Results(out, images, collection, memory, config, command)
             if target.resumes:
                 require_same(out / ABOUT, results.changes)
             else:
@@ -188,12 +193,12 @@ def segment_images(
         with lock_writer(out, command="cribo segment", advice="choose another --out"):
             with if_interrupted(results.kept):
                 segmented = _segment_all(results, config, engine, progress)
-                if pictures:
+                if pictures and results.records:
                     shown = [*results.records]
                     results.draw([shown[place] for place in spread(len(shown), pictures)], OVERVIEW)
                 if coco:
                     results.write_coco(progress)
-                if suggestions:
+                if suggestions and results.records:
                     _suggest(results, suggestions, progress)
             return replace(segmented, seconds=time.perf_counter() - started)
 
@@ -316,20 +321,9 @@ def _named(name: str) -> str:
 # -------------------------------------------------------------------------------------------------------- images
 
 
-@dataclass(frozen=True)
-class _Record:
-    """Row of `summary.csv` for an image, with the hash of the image file."""
-
-    name: str
-    content: str
-    size: tuple[int, int]
-    shares: Mapping[str, float]
-    confidence: float
-
-
 def _segment_all(results: "_Results", config: SegmentConfig, engine: Engine, progress: Phases) -> Segmented:
     """Label all images that are not labelled yet, and write the summary."""
-    images, done = results.images, results.done()
+    images, done = results.images, read_records(results.folder)
     stems = {result_name(name) for name in results.names}
     results.earlier = {name: record for name, record in done.items() if result_name(name) not in stems}
     results.begin()
@@ -356,7 +350,7 @@ def _segment_all(results: "_Results", config: SegmentConfig, engine: Engine, pro
         raise
     seconds = time.perf_counter() - begun
     results.sum_up(seconds, reused)
-    if not results.records:  # although one could be read at first
+    if len(results.skipped) == len(images) and config.share.shares == 1:  # although one could be read at first
         raise Stopped(f"the images can no longer be read: see {SUMMARY} in {results.folder}")
     return Segmented(
         results.folder,
@@ -388,7 +382,7 @@ def _suggest(results: "_Results", count: int, progress: Phases) -> None:
 class _LabelledPart(NamedTuple):
     """Result of a part: records of newly labelled images, names of known ones, and reasons for unreadable ones."""
 
-    records: list[_Record]
+    records: list[Record]
     known: list[str]
     skipped: dict[str, str]
 
@@ -416,7 +410,7 @@ class _LabelParts:
         )
         with closing(written):
             for each in written:
-                if isinstance(each, _Record):
+                if isinstance(each, Record):
                     part.records.append(each)
                 elif each.known:
                     part.known.append(each.name)
@@ -439,21 +433,12 @@ class _Writer(NamedTuple):
     folder: Path
     palette: list[Colour]
 
-    def targets(self, name: str) -> tuple[Path, Path, Path]:
-        """Return the paths of label map, overlay and confidence of an image."""
-        stem = result_name(name)
-        return (
-            self.folder / "labels" / f"{stem}.png",
-            self.folder / "overlays" / f"{stem}.jpg",
-            self.folder / "confidence" / f"{stem}.png",
-        )
-
-    def write(self, labelled: LabelledImage) -> _Record:
+    def write(self, labelled: LabelledImage) -> Record:
         """Write the files of an image, each atomically."""
         image, found = labelled.image, labelled.found
         assert image is not None
         assert found is not None
-        labels, painted, confidence = self.targets(labelled.name)
+        labels, painted, confidence = files_of(self.folder, labelled.name)
         for path in (labels, painted, confidence):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(labels, lambda part: write_labels(found.labels, self.palette, part))
@@ -461,11 +446,14 @@ class _Writer(NamedTuple):
         write_whole(painted, lambda part: drawn.save(part, "JPEG", quality=_JPEG_QUALITY))
         write_whole(confidence, lambda part: write_confidence(found.confidence, part))
         size = (found.labels.shape[0], found.labels.shape[1])
-        return _Record(labelled.name, labelled.sha256, size, found.shares, float(found.confidence.mean()))
+        return Record(labelled.name, labelled.sha256, size, found.shares, float(found.confidence.mean()))
 
 
 class _Results:
     """The output folder.
+
+    Args:
+        collection: `names_hash` of the images of all shares.
 
     Attributes:
         images: the images to label.
@@ -475,12 +463,18 @@ class _Results:
     """
 
     def __init__(
-        self, folder: Path, images: ImageCollection, memory: SegmentationMemory, config: SegmentConfig, command: str
+        self,
+        folder: Path,
+        images: ImageCollection,
+        collection: str,
+        memory: SegmentationMemory,
+        config: SegmentConfig,
+        command: str,
     ) -> None:
         self.folder, self.images, self.memory = folder, images, memory
         self.names = {images.name(place): place for place in range(len(images))}
-        self.records: dict[str, _Record] = {}
-        self.earlier: dict[str, _Record] = {}
+        self.records: dict[str, Record] = {}
+        self.earlier: dict[str, Record] = {}
         self.skipped: dict[str, str] = {}
         self.classes, self.palette = memory.classes, memory.palette
         self.writer = _Writer(folder.absolute(), memory.palette)
@@ -489,7 +483,11 @@ class _Results:
             "format": 1,
             "command": command,
             "finished": False,
-            "images": {"folder": source if is_url(source) else os.path.realpath(source), "part": str(config.share)},
+            "images": {
+                "folder": source if is_url(source) else os.path.realpath(source),
+                "part": str(config.share),
+                "collection": collection,
+            },
             "memory": {
                 "fingerprint": memory.fingerprint,
                 "file": config.memory,
@@ -529,26 +527,8 @@ class _Results:
 
     def changes(self) -> Iterator[str]:
         """Yield what has changed since the results in the folder were created: images, memory or settings."""
-        both = json.loads((self.folder / ABOUT).read_text(encoding="utf-8")), self._about
-
-        def changed(values: Callable[[dict[str, Any]], dict[str, Any]]) -> list[str]:
-            return list(describe_changes(*map(values, both)))
-
-        def of_features(about: dict[str, Any]) -> dict[str, Any]:
-            backbone = {f"{name} of the backbone": value for name, value in about["backbone"].items()}
-            return {**about["settings"], **backbone, "the list of classes": ", ".join(about["classes"])}
-
-        if all(about["images"].get("folder") for about in both):  # earlier versions did not record it
-            yield from changed(lambda about: {"the folder of the images": about["images"]["folder"]})
-        yield from changed(lambda about: {"part": about["images"].get("part", "1/1")})
-        if len({about["memory"]["fingerprint"] for about in both}) == 1:
-            yield from changed(lambda about: {"the probe": Choice.from_json(about["choice"]).probe})
-            return
-        yield from (
-            changed(of_features)
-            or changed(lambda about: {"the list of examples": enumerated(about["memory"]["examples"])})
-            or ["the images or labels of the examples have changed"]
-        )
+        before = json.loads((self.folder / ABOUT).read_text(encoding="utf-8"))
+        return changes_between(before, self._about)
 
     def begin(self) -> None:
         """Create the folders and write the description of the results.
@@ -556,67 +536,35 @@ class _Results:
         Raises:
             OSError: the folder is not writable.
         """
-        for part in ("labels", "overlays", "confidence"):
+        for part in FOLDERS:
             (self.folder / part).mkdir(exist_ok=True)
         found = {**self._about["images"], "found": len(self.images)}
         write_json(self.folder / ABOUT, {**self._about, "images": found})
 
-    def add(self, records: Iterable[_Record]) -> None:
+    def add(self, records: Iterable[Record]) -> None:
         """Record images whose files are complete."""
         for record in records:
-            append_json(self.folder / _DONE, asdict(record))
+            append_json(self.folder / DONE, asdict(record))
             self.records[record.name] = record
-
-    def done(self) -> dict[str, _Record]:
-        """Return the records of images whose files are complete, by name."""
-        records: dict[str, _Record] = {}
-        for values in read_json_lines(self.folder / _DONE):
-            record = _Record(**{**values, "size": tuple(values["size"])})
-            if all(target.is_file() for target in self.writer.targets(record.name)):
-                # Images that differ only in the extension share files; keep the last one.
-                records[result_name(record.name)] = record
-        return {record.name: record for record in records.values()}
 
     def shares(self) -> dict[str, float]:
         """Return the share of each class in the pixels of all images, in descending order."""
-        pixels = dict.fromkeys(self.classes, 0.0)
-        records = [*self.records.values(), *self.earlier.values()]
-        for record in records:
-            for name, share in record.shares.items():
-                pixels[name] += share * math.prod(record.size)
-        total = sum(math.prod(record.size) for record in records)
-        return {name: count / total for name, count in sorted(pixels.items(), key=lambda pair: -pair[1])}
+        return class_shares([*self.records.values(), *self.earlier.values()], self.classes)
 
     def sum_up(self, seconds: float, reused: int) -> None:
         """Write the summary and the final description of the results."""
         self.records = {name: self.records[name] for name in self.names if name in self.records}  # in their order
-        text = io.StringIO()
-        table = csv.writer(text, lineterminator="\n")
-        table.writerow(["image", "width", "height", "confidence", *self.classes, "error"])
-        for name in (*self.names, *self.earlier):
-            if name in self.skipped:
-                table.writerow([name, *[""] * (3 + len(self.classes)), self.skipped[name]])
-                continue
-            record = self.records.get(name) or self.earlier[name]
-            shares = [f"{record.shares.get(c, 0):.6f}" for c in self.classes]
-            table.writerow([name, *reversed(record.size), f"{record.confidence:.4f}", *shares, ""])
-        write_text(self.folder / SUMMARY, text.getvalue())
-        fresh = len(self.records) - reused
-        about = {
-            **self._about,
-            "finished": True,
-            "images": {
-                **self._about["images"],
-                "found": len(self.images),
-                "segmented": fresh,
-                "reused": reused,
-                "earlier": len(self.earlier),
-                "skipped": len(self.skipped),
-            },
-            "seconds": round(seconds, 3),
-            "seconds_per_image": round(seconds / fresh, 4) if fresh else None,
-        }
-        write_json(self.folder / ABOUT, about)
+        write_summary(self.folder, self.names, self.records, self.earlier, self.skipped, self.classes)
+        write_finished(
+            self.folder,
+            self._about,
+            seconds=seconds,
+            found=len(self.images),
+            segmented=len(self.records) - reused,
+            reused=reused,
+            earlier=len(self.earlier),
+            skipped=len(self.skipped),
+        )
         for path in (self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())):
             remove_parts(path)
 
@@ -627,7 +575,7 @@ class _Results:
 
         def annotations() -> Iterator[dict[str, Any]]:
             for number, name in enumerate(sizes, start=1):
-                labels = _read_grey(self.writer.targets(name)[0]).numpy()
+                labels = _read_grey(files_of(self.folder, name)[0]).numpy()
                 present = set(np.unique(labels).tolist())
                 for category, label in enumerate(things, start=1):
                     if label in present:
@@ -641,7 +589,7 @@ class _Results:
         """Draw some images with their labels and confidence."""
         panels = []
         for name in names:
-            labels, _, confidence = self.writer.targets(name)
+            labels, _, confidence = files_of(self.folder, name)
             image = self.load(name)
             step = max(1, -(-max(image.shape[1:]) // _OVERVIEW_SIDE))
             grey = _read_grey(confidence)[::step, ::step].float() / 255

@@ -1,0 +1,120 @@
+"""`cribo merge`: join the results of jobs on shares of the images."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from cribo.cli.running import print_places, print_unreadable
+from cribo.console import importing
+from cribo.wording import counted
+
+HELP = """\
+Join the results of cribo embed, index or segment on the shares of a collection, as one command would have written them.
+Files are linked, not copied, where possible; objects are copied into a new database.
+
+  cribo merge features-1 features-2 features-3 --out features
+  cribo merge objects-*.db --out s3://bucket/objects
+
+A job array of SLURM, which works on eight shares and joins them when all have succeeded:
+
+  #SBATCH --array=1-8
+  cribo embed IMAGES --backbone SOURCE --part $SLURM_ARRAY_TASK_ID/8 --out features-$SLURM_ARRAY_TASK_ID
+  sbatch --dependency=afterok:JOB --wrap 'cribo merge features-* --out features'
+"""
+
+LESS_MEMORY = "merge on a machine with more memory"
+
+
+def run(words: list[str], console: Console) -> None:
+    """Run the command."""
+    from cribo.arguments import Parser
+
+    parser = Parser(prog="cribo merge", description=HELP, usage="cribo merge PART [PART ...] --out FOLDER [options]")
+    parser.add_argument(
+        "parts", nargs="+", type=str, help="results of all shares: folders; for databases, folders or URLs"
+    )
+    parser.add_argument("--out", type=str, required=True, help="place of the joined results; it must be new")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing results in --out; not a database")
+    parsed = parser.parse_args(words)
+    command = shlex.join(["cribo", "merge", *words])
+    kind = _kind(parsed.parts[0], console)
+    if kind == "embedding":
+        _merge_embeddings(parsed.parts, Path(parsed.out), parsed.overwrite, command, console)
+    elif kind == "segmentation":
+        _merge_segmentations(parsed.parts, Path(parsed.out), parsed.overwrite, command, console)
+    else:
+        _merge_databases(parsed.parts, parsed.out, parsed.overwrite, console)
+
+
+def _kind(place: str, console: Console) -> str:
+    """Return the kind of results in a folder or at a URL: embedding, segmentation or database."""
+    from cribo.errors import DataError
+    from cribo.folders import result_kind
+
+    kind = None if "://" in place else result_kind(Path(place).expanduser())
+    if kind in ("embedding", "segmentation"):
+        return kind
+    if kind is not None:
+        raise DataError(f"{place} contains {kind} results: give results of cribo embed, index or segment")
+    with importing(console):
+        from cribo.data.images import require
+        from cribo.object_search.database import holds_database
+    if "://" not in place:
+        require(Path(place).expanduser())
+    if not holds_database(place):
+        raise DataError(f"{place} contains no results of cribo embed, index or segment: give results of --part i/n")
+    return "database"
+
+
+def _merge_embeddings(parts: Sequence[str], out: Path, overwrite: bool, command: str, console: Console) -> None:
+    with importing(console):
+        from cribo.embedding.merging import merge_embeddings
+        from cribo.embedding.run import ABOUT, SKIPPED
+
+    merged = merge_embeddings(parts, out=out, overwrite=overwrite, command=command)
+    console.print(f"{counted(merged.images, 'image')} of {counted(len(parts), 'part')}")
+    print_unreadable(console, [*merged.skipped.items()], SKIPPED)
+    print_places(console, {"features": merged.features, "about": merged.folder / ABOUT})
+
+
+def _merge_segmentations(parts: Sequence[str], out: Path, overwrite: bool, command: str, console: Console) -> None:
+    with importing(console):
+        from cribo.segmentation.merging import merge_segmentations
+        from cribo.segmentation.results import FOLDERS, SUMMARY
+
+    merged = merge_segmentations(parts, out=out, overwrite=overwrite, command=command)
+    console.print(f"{counted(merged.images, 'image')} of {counted(len(parts), 'part')}")
+    print_unreadable(console, [*merged.skipped.items()], SUMMARY)
+    print_places(console, {**{name: merged.folder / name for name in FOLDERS}, "numbers": merged.folder / SUMMARY})
+
+
+def _merge_databases(parts: Sequence[str], out: str, overwrite: bool, console: Console) -> None:
+    from cribo.arguments import ConfigError
+
+    if overwrite:
+        raise ConfigError(f"--overwrite cannot replace a database: delete {out}, or choose another --out")
+    with importing(console):
+        from cribo.object_search.merging import merge_databases
+
+    merged = merge_databases(parts, out=out, console=console)
+    database = merged.database
+    console.print(
+        f"{counted(len(database), 'object')} of {counted(database.count_images(), 'image')} of "
+        f"{counted(len(parts), 'part')}"
+    )
+    if merged.unreadable:
+        console.print(f"{counted(merged.unreadable, 'image')} could not be read")
+    number, first = merged.unread
+    if number:
+        first = first.encode("utf-8", "backslashreplace").decode()  # a file name may not be valid UTF-8
+        console.print(
+            f"warning: {counted(number, 'image')} could not be read by the jobs and may be missing, such as {first}: "
+            f"cribo index --db {database.uri} tries again"
+        )
+    if merged.quality is not None:
+        console.print(merged.quality.text)
+    print_places(
+        console, {"database": database.uri, "to search": f"cribo search --db {database.uri} --image IMAGE --point x,y"}
+    )
