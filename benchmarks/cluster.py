@@ -6,8 +6,8 @@
 
 Both commands run alternately, as a user would start them: start-up, opening of the backbone and, with Ray, the start of
 the cluster and of its workers are included. One process has as many threads as the machine has cores; each worker, its
-share of them. The results are compared. For the workers, the largest resident memory of each in the second and in the
-last third of its life shows whether memory grows.
+share of them. The results are compared. CPU seconds, of all processes, depend less on other work of the
+machine. The largest resident memory in the second and in the last third of a process shows whether it grows.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import psutil
@@ -30,24 +31,34 @@ WORKER = "_Worker"  # part of the title of a worker process
 SECONDS = 1.0  # between samples of the workers' memory
 
 
-def command(arguments: argparse.Namespace, images: Path, out: Path, engine: str) -> tuple[float, dict[int, list[int]]]:
-    """Run a command; return its duration and the resident memory of each worker over time."""
+class Run(NamedTuple):
+    """A command: seconds, CPU seconds of all of its processes, and the resident memory of those that compute."""
+
+    seconds: float
+    cpu_seconds: float
+    memory: list[list[int]]
+
+
+def command(arguments: argparse.Namespace, images: Path, out: Path, engine: str) -> Run:
+    """Run a command, and watch its processes."""
     words = [sys.executable, "-m", "cribo", "embed", str(images), "--backbone", *arguments.network, "--out", str(out)]
     words += ["--size", str(arguments.size), "--features", arguments.features]
     if engine == "ray":
         words += ["--engine", "ray", "--ray.workers", str(arguments.workers)]
     memory: dict[int, list[int]] = defaultdict(list)
+    cpu: dict[int, float] = {}
     begun = time.perf_counter()
     process = psutil.Popen(words, stdout=subprocess.DEVNULL)
     while process.poll() is None:
-        for child in process.children(recursive=True):
+        for each in (process, *process.children(recursive=True)):
             with contextlib.suppress(psutil.Error):  # it ended meanwhile
-                if WORKER in " ".join(child.cmdline()):
-                    memory[child.pid].append(child.memory_info().rss)
+                cpu[each.pid] = sum(each.cpu_times()[:2])
+                if engine == "local" or WORKER in " ".join(each.cmdline()):
+                    memory[each.pid].append(each.memory_info().rss)
         time.sleep(SECONDS)
     if process.returncode:
         raise SystemExit(f"{' '.join(words)} ended with status {process.returncode}")
-    return time.perf_counter() - begun, memory
+    return Run(time.perf_counter() - begun, sum(cpu.values()), [*memory.values()])
 
 
 def rows(out: Path) -> tuple[list[str], np.ndarray]:
@@ -76,28 +87,25 @@ def main() -> None:
         if images is None:
             images = Path(place) / "images"
             synthetic_images(images, 64 if arguments.small else 3539)
-        seconds: dict[str, list[float]] = defaultdict(list)
-        memory: dict[int, list[int]] = {}
+        runs: dict[str, list[Run]] = defaultdict(list)
         for number in range(1 if arguments.small else arguments.rounds):
             for engine in ("local", "ray"):
-                out = Path(place) / f"{engine}{number}"
-                duration, used = command(arguments, images, out, engine)
-                seconds[engine].append(duration)
-                memory |= used
-                print(f"{engine:<6} {duration:7.1f} s", flush=True)
+                run = command(arguments, images, Path(place) / f"{engine}{number}", engine)
+                runs[engine].append(run)
+                print(f"{engine:<6} {run.seconds:7.1f} s, {run.cpu_seconds:7.1f} CPU s", flush=True)
+                for samples in run.memory:
+                    middle, last = np.array_split(samples, 3)[1:]
+                    sizes = f"{max(middle) / MIB:.0f} MiB in the second third, {max(last) / MIB:.0f} in the last"
+                    print(f"       a process has at most {sizes}", flush=True)
         (names, local), (others, spread) = rows(Path(place) / "local0"), rows(Path(place) / "ray0")
         assert names == others
         print(
             f"{len(names)} rows, of which {(local == spread).all(axis=1).mean():.1%} are equal bit for bit; "
             f"largest difference {np.abs(local - spread).max():.1e}, relative to {np.abs(local).max():.1f}"
         )
-        one, other = (statistics.median(seconds[engine]) for engine in ("local", "ray"))
-        print(
-            f"median {one:.1f} s in one process, {other:.1f} s with {arguments.workers} workers: {other / one - 1:+.1%}"
-        )
-        for samples in memory.values():
-            middle, last = np.array_split(samples, 3)[1:]
-            print(f"worker: at most {max(middle) / MIB:.0f} MiB in the second third, {max(last) / MIB:.0f} in the last")
+        for name in ("seconds", "cpu_seconds"):
+            one, other = (statistics.median(getattr(run, name) for run in runs[engine]) for engine in ("local", "ray"))
+            print(f"median {name}: {one:.1f} in one process, {other:.1f} on Ray: {other / one - 1:+.1%}")
 
 
 def synthetic_images(folder: Path, number: int) -> None:
