@@ -25,8 +25,9 @@ BENCHMARKS = {
     "search": "exact search of dense retrieval against faiss",
     "segmentation": "segmentation from a few examples: time per image of each part",
     "object_search": "indexing of images and search among their objects, Lance against faiss",
+    "database": "object database: writers in several processes, the vector index, recall and latency",
 }
-WITHOUT_DEVICE = ("startup", "loading", "object_search", "step")
+WITHOUT_DEVICE = ("startup", "loading", "object_search", "database", "step")
 
 
 def main() -> int:

@@ -406,7 +406,6 @@ def test_a_search_does_not_download_the_database(
         traffic.requests = traffic.sent = 0
         [found] = ObjectDatabase.open(url).search(query, 10)
         searched = traffic.sent
-        print(traffic.requests, searched)
         assert found[0].image == "7.png"
         ObjectDatabase.open(url).search(query, 10, exact=True)
         vectors = 3 * 4000 * 256 * 4

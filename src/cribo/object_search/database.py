@@ -679,8 +679,9 @@ class ObjectDatabase:
 
 _REQUESTS = 16  # concurrent requests to object storage
 
-# Average number of objects per partition of the index, and number of partitions compared with a query.
-_PARTITION, _PROBES, _REFINE = 4096, 40, 10
+# Average number of objects per partition of the index, number of partitions compared with a query, and number of
+# objects compared exactly, relative to those returned; chosen by benchmarks/database.py.
+_PARTITION, _PROBES, _REFINE = 4096, 80, 10
 # Stages of building the index, of several seconds for a million objects.
 _STAGES = {
     "train_ivf": "vector index: clustering",
