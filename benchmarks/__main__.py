@@ -26,7 +26,7 @@ BENCHMARKS = {
     "segmentation": "segmentation from a few examples: time per image of each part",
     "object_search": "indexing of images and search among their objects, Lance against faiss",
     "cluster": "embedding of images on a Ray cluster of this machine against one process",
-    "database": "a database of a million objects by four writers: index against exact search",
+    "database": "object database: writers in several processes, the vector index, recall and latency",
 }
 WITHOUT_DEVICE = ("startup", "loading", "object_search", "step", "cluster", "database")
 
