@@ -50,7 +50,11 @@ def assert_equal_databases(one: ObjectDatabase, other: ObjectDatabase) -> None:
 
 def assert_equal_labels(one: Path, other: Path, images: int) -> None:
     """Assert that two results of `cribo segment` have the same label maps, confidences and summary, byte for byte."""
-    files, others = (sorted(path.relative_to(each) for path in each.rglob("*.png")) for each in (one, other))
+    kinds = ("labels", "confidence")
+    files, others = (
+        sorted(path.relative_to(each) for kind in kinds for path in (each / kind).rglob("*.png"))
+        for each in (one, other)
+    )
     assert files == others
     assert len(files) == 2 * images
     for file in [*files, Path("summary.csv")]:
