@@ -1,11 +1,20 @@
 """Every example runs as documented in its docstring."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
+import yaml
+from PIL import Image
 from tests.commands import Commands
 
+from cribo.cli import main
+
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+CLUSTER = Path(__file__).parents[1] / "examples" / "cluster"
 SCRIPT = """
 import runpy
 del sys.argv[0]
@@ -31,3 +40,37 @@ def test_an_example_runs(example: Path, tmp_path: Path, commands: Commands) -> N
     if words:
         header = next(tmp_path.glob("*/metrics.csv")).read_text().splitlines()[0]
         assert f"loss_{TRAINING[example.stem]}" in header
+
+
+def test_a_job_array_runs(tmp_path: Path) -> None:
+    script = CLUSTER / "slurm.sbatch"
+    (tmp_path / "images").mkdir()
+    for number in range(20):
+        Image.new("RGB", (48, 32), (12 * number, 80, 160)).save(tmp_path / "images" / f"{number:02d}.png")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "srun").write_text('#!/bin/sh\nexec "$@"\n')
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    for number in ("1", "2"):
+        array = {"SLURM_ARRAY_TASK_ID": number, "SLURM_ARRAY_TASK_COUNT": "2", "PATH": path}
+        words = ["bash", script, tmp_path / "images", "mean-colour", tmp_path / "out"]
+        subprocess.run(words, env=os.environ | array, check=True, capture_output=True)
+    assert (
+        main(["merge", *map(str, (tmp_path / "out" / "parts").iterdir()), "--out", str(tmp_path / "out" / "all")]) == 0
+    )
+    names = pyarrow.parquet.read_table(tmp_path / "out" / "all" / "features")["image"].to_pylist()
+    assert names == [f"{number:02d}.png" for number in range(20)]
+
+
+def test_the_job_on_kubernetes_has_a_worker_for_each_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    job = yaml.safe_load((CLUSTER / "kuberay.yaml").read_text())["spec"]
+    [group] = job["rayClusterSpec"]["workerGroupSpecs"]
+    name, *words = job["entrypoint"].split()
+    assert name == "cribo"
+    with pytest.raises(SystemExit, match="0"):
+        main([*words, "--print_config"])
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert config["engine"] == "ray"
+    assert config["ray"]["workers"] == group["replicas"] == group["minReplicas"]
+    [container] = group["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
