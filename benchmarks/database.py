@@ -169,7 +169,7 @@ def searches(database: ObjectDatabase, settings: list[tuple[int, int]], queries:
         table.add_row(*row)
 
     chosen = implementation._PROBES, implementation._REFINE
-    for probes, refine in [chosen, *settings]:
+    for probes, refine in [chosen, *(each for each in settings if each != chosen)]:
         implementation._PROBES, implementation._REFINE = probes, refine
         default = "default: " if (probes, refine) == chosen else ""
         add(f"{default}{probes} probes, refine factor {refine}", measure(search, vectors, least))

@@ -55,10 +55,9 @@ def test_a_job_array_runs(tmp_path: Path) -> None:
         array = {"SLURM_ARRAY_TASK_ID": number, "SLURM_ARRAY_TASK_COUNT": "2", "PATH": path}
         words = ["bash", script, tmp_path / "images", "mean-colour", tmp_path / "out"]
         subprocess.run(words, env=os.environ | array, check=True, capture_output=True)
-    assert (
-        main(["merge", *map(str, (tmp_path / "out" / "parts").iterdir()), "--out", str(tmp_path / "out" / "all")]) == 0
-    )
-    names = pyarrow.parquet.read_table(tmp_path / "out" / "all" / "features")["image"].to_pylist()
+    parts, merged = tmp_path / "out" / "parts", tmp_path / "out" / "all"
+    assert main(["merge", *map(str, parts.iterdir()), "--out", str(merged)]) == 0
+    names = pyarrow.parquet.read_table(merged / "features")["image"].to_pylist()
     assert names == [f"{number:02d}.png" for number in range(20)]
 
 

@@ -14,7 +14,6 @@ import lance
 import numpy as np
 import pyarrow as pa
 import pytest
-from werkzeug.serving import make_server
 
 import cribo.object_search.database as database_module
 from cribo.arguments import ConfigError
@@ -104,7 +103,7 @@ def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[s
     """Run a local server of object storage; yield a new URL in it, and its traffic."""
     boto3, server = pytest.importorskip("boto3"), pytest.importorskip("moto.server")
     traffic = Traffic(server.DomainDispatcherApplication(server.create_backend_app))
-    http = make_server("127.0.0.1", 0, traffic, threaded=True)
+    http = pytest.importorskip("werkzeug.serving").make_server("127.0.0.1", 0, traffic, threaded=True)
     thread = threading.Thread(target=http.serve_forever)
     thread.start()
     keys = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
@@ -357,6 +356,28 @@ def test_the_similarity_of_the_kth_object(encoder: PatchEncoder, tmp_path: Path)
         [found] = database.search(vector[None], 4, exclude_image=image.path)
         assert found[-1].similarity == pytest.approx(similarity, abs=1e-6)
         assert vector.tolist() in [each.vector.tolist() for each in database.objects_of(image.path)]
+
+
+def test_the_recall_of_an_index_leaves_out_the_image_of_the_query(
+    encoder: PatchEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = large(str(tmp_path / "some.db"), encoder, tmp_path)
+    for name, value in {"_PARTITION": 64, "_PROBES": 1, "_REFINE": 1}.items():
+        monkeypatch.setattr(database_module, name, value)
+    database.build_index()
+    quality = index_vectors(database, least=1, queries=20, k=5)
+    assert quality is not None
+    shares = []
+    for image, vector in database.sample_objects(20):
+        names = [
+            {(one.image, one.object.number) for one in found}
+            for exact in (False, True)
+            for found in database.search(vector[None], 5, exclude_image=image.path, exact=exact)
+        ]
+        assert image.path not in {path for path, _ in names[1]}
+        shares.append(len(names[0] & names[1]) / 5)
+    assert 0.1 < quality.recall < 0.99
+    assert quality.recall == pytest.approx(np.mean(shares))
 
 
 def test_the_former_index_is_used(encoder: PatchEncoder, tmp_path: Path) -> None:

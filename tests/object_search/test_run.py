@@ -337,19 +337,6 @@ def test_a_large_database_gets_an_index_whose_recall_is_measured(indexed: Path) 
     assert database.search(vector[None], 1)[0][0].image == "a/1.png"
 
 
-def test_the_recall_of_an_index_is_zero_if_it_finds_nothing(indexed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    search = ObjectDatabase.search
-
-    def nothing(self: ObjectDatabase, vectors, k: int = 10, *, exact: bool = False, **others):
-        found = search(self, vectors, k, exact=exact, **others)
-        return found if exact else [[] for _ in found]
-
-    monkeypatch.setattr(ObjectDatabase, "search", nothing)
-    quality = index_vectors(ObjectDatabase.open(indexed), least=1, queries=8, k=3)
-    assert quality is not None
-    assert quality.recall == 0
-
-
 def test_the_same_class_is_found_on_camvid(camvid: Path, tmp_path: Path, cribo: Run) -> None:
     """The nearest object by mean colour in other images has the same class more often than a random object."""
     folder = tmp_path / "some"

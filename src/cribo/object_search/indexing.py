@@ -395,4 +395,6 @@ def index_vectors(
     times, found = zip(*(search(number) for number in range(len(images))), strict=True)
     exact = [search(number, exact=True)[0] for number in range(min(_EXACT_SEARCHES, len(images)))]
     shares = [sum(one >= similar - 1e-6 for one in several) / k for several, similar in zip(found, last, strict=True)]
-    return IndexQuality(statistics.mean(shares), k, len(images), statistics.median(times), statistics.median(exact))
+    return IndexQuality(
+        float(statistics.mean(shares)), k, len(images), statistics.median(times), statistics.median(exact)
+    )
