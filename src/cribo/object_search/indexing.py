@@ -24,7 +24,6 @@ from cribo.folders import lock_writer
 from cribo.object_search.database import (
     IndexedImage,
     ObjectDatabase,
-    ObjectWriter,
     is_remote,
     new_entry,
 )
@@ -246,7 +245,7 @@ class _IndexParts:
     """Work of an engine: extracts the objects of each part, and writes them to files of the database."""
 
     def __init__(self, extractor: ObjectExtractor, database: ObjectDatabase) -> None:
-        self.extractor, self.writer = extractor, ObjectWriter(database.uri, database.info.dim)
+        self.extractor, self.writer = extractor, database.writer()
 
     def __call__(self, parts: Iterable[_Part]) -> Generator[_IndexedPart, None, None]:
         first, second = tee(parts)
