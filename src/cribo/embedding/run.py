@@ -145,7 +145,8 @@ def embed_images(
             features = complete_parts(out, config.format)
             write_json(out / ABOUT, {**about, "finished": True, "skipped": len(skipped)})
             remove_parts(out / PARTS)
-            reused -= sum(name in skipped for part in plan.parts if part not in missing for name in part.names)
+            new = {part.name for part in missing}
+            reused -= sum(name in skipped for part in plan.parts if part.name not in new for name in part.names)
             return Embedded(out, features, total - len(skipped), reused, skipped, time.perf_counter() - started)
 
 
