@@ -1,13 +1,14 @@
 """Default devices and numbers of worker processes, and the processor's support for bfloat16."""
 
-import os
 import platform
+import sys
 from collections.abc import Sequence
 
 import torch
 
 from cribo.allocator import keep_freed_memory
 from cribo.arguments import ConfigError
+from cribo.processes import available_cores
 
 _MAX_WORKERS = 16
 _THREADS_PER_WORKER = 2  # one core for the worker, one for the network
@@ -52,16 +53,16 @@ def resolve_workers(number: int | None) -> int:
     """Return the number of data loading workers: `number`, by default half of the cores and at most 16."""
     if number is not None:
         return number
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_MAX_WORKERS, cores // _THREADS_PER_WORKER)
+    return min(_MAX_WORKERS, available_cores() // _THREADS_PER_WORKER)
 
 
 def resolve_threads(number: int | None) -> int:
-    """Return the number of threads that read images: `number`, by default half of the cores of this process.
-
-    Ray gives a worker fewer cores than the machine has, and torch as many threads.
-    """
-    return max(1, min(resolve_workers(None), torch.get_num_threads()) if number is None else number)
+    """Return the number of threads that read images: `number`, by default half of the cores of this process."""
+    if number is None:
+        number = resolve_workers(None)
+        if "ray" in sys.modules:  # a worker of Ray has fewer cores than the machine, and torch as many threads
+            number = min(number, torch.get_num_threads())
+    return max(1, number)
 
 
 def multiplies_bfloat16() -> bool:

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -65,6 +66,8 @@ class ResultFolder:
         inputs: Iterable[str | os.PathLike[str] | None] = (),
         advice: str = "choose another --out, or replace it with --overwrite",
     ) -> None:
+        if path.parts and re.fullmatch(r"\w{2,}:", path.parts[0]):
+            raise FolderError(f"--out {path} is a URL: results are written to a folder; copy them afterwards")
         path = path.expanduser()
         self.path = path.resolve() if ".." in path.parts else path  # the last part must be a name
         self.kind, self.numbered = kind, numbered

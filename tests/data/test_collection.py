@@ -19,7 +19,8 @@ from cribo.data.collection import (
     rows_of,
     without_repeats,
 )
-from cribo.data.images import DataError, MissingData, open_images
+from cribo.data.images import DataError, ImageFiles, MissingData, open_images
+from cribo.data.parquet import ParquetImages
 from cribo.data.reading import UnreadableImage, read_image
 from cribo.data.remote import RemoteImages
 from cribo.data.storage import ShardError
@@ -277,14 +278,19 @@ def test_batches_with_other_columns_are_refused() -> None:
 
 
 def test_folders_of_several_kinds_are_refused(tmp_path: Path, memory: MemoryFileSystem) -> None:
-    parquet_bytes(folder(tmp_path / "images", memory), memory)
     parquet_bytes(shards(tmp_path / "shards", memory), memory)
+    with pytest.raises(DataError, match=r"contains both Parquet and tar files: give the path of .*\.parquet"):
+        open_collection(tmp_path / "shards")
+
+
+def test_parquet_files_beside_images_are_their_metadata(tmp_path: Path, memory: MemoryFileSystem) -> None:
+    parquet_bytes(folder(tmp_path / "images", memory), memory)
+    assert isinstance(open_collection(tmp_path / "images"), ImageFiles)
+    for place, column in (("images/train.parquet", None), ("images", "image")):
+        assert isinstance(open_collection(tmp_path / place, column=column), ParquetImages)
     remote(tmp_path, memory)
     memory.pipe_file("/pictures/x.parquet", b"")
-    for root, other in ((tmp_path / "images", "image"), (tmp_path / "shards", "tar"), ("memory://pictures", "image")):
-        with pytest.raises(DataError, match=rf"contains both Parquet and {other} files: give the path of .*\.parquet"):
-            open_collection(root)
-    assert len(open_collection(tmp_path / "images" / "train.parquet")) == len(PHOTOGRAPHS)
+    assert isinstance(open_collection("memory://pictures"), RemoteImages)
 
 
 def test_columns_need_parquet(tmp_path: Path, memory: MemoryFileSystem) -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from cribo.data.collection import ImageCollection
 
 _LEAST_PARTS = 64
+_LEAST_IMAGES = 16
 
 
 class ImagePart(NamedTuple):
@@ -13,12 +14,12 @@ class ImagePart(NamedTuple):
 
     Attributes:
         images: the images.
-        known: SHA-256 of the content of each image for which there are results, or "": an image with this content needs
-            no work. Empty if there are no results.
+        stored: SHA-256 of the content of each image for which there are results, or "": an image with this content
+            needs no work. Empty if there are no results.
     """
 
     images: ImageCollection
-    known: Sequence[str] = ()
+    stored: Sequence[str] = ()
 
     def __len__(self) -> int:
         return len(self.images)
@@ -26,24 +27,24 @@ class ImagePart(NamedTuple):
     def __str__(self) -> str:
         return f"the images {self.images.name(0)} to {self.images.name(len(self) - 1)}"
 
-    def is_known(self, index: int, sha256: str) -> bool:
+    def is_unchanged(self, index: int, sha256: str) -> bool:
         """Whether there are results for an image with this content."""
-        return bool(self.known) and self.known[index] == sha256
+        return bool(self.stored) and self.stored[index] == sha256
 
 
-def part_size(images: int, *, least: int, most: int) -> int:
+def part_size(images: int, *, most: int) -> int:
     """Return the number of images per part.
 
     An interruption loses a part, so parts are small; each costs a file and a message, so they are not smaller than a
-    64th of the collection. The size is the same for any number of workers, so that work can be continued with another.
+    64th of the collection, or than 16 images. The size does not depend on workers and batches, so that work can be
+    continued with others.
 
     Args:
         images: size of the collection.
-        least: minimum, such as a batch.
         most: maximum.
 
     Example:
-        >>> [part_size(images, least=16, most=512) for images in (100, 3539, 10**6)]
+        >>> [part_size(images, most=512) for images in (100, 3539, 10**6)]
         [16, 55, 512]
     """
-    return min(most, max(least, images // _LEAST_PARTS))
+    return min(most, max(_LEAST_IMAGES, images // _LEAST_PARTS))

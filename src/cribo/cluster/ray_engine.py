@@ -158,7 +158,7 @@ def check_nodes(nodes: Sequence[NodeState], versions: Mapping[str, str], writes_
         if not node.has_probe:
             raise ConfigError(
                 f"{writes_to} is not shared by all nodes of the cluster (node {node.name} lacks it): write to a "
-                "shared folder or a URL"
+                "folder that all nodes share; cribo index can write to a URL"
             )
 
 

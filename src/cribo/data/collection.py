@@ -88,8 +88,9 @@ def open_collection(
     """Open image files, a list of them, tar shards or Parquet files, in a folder or below a URL.
 
     A folder is read as shards if it contains `INDEX`, or tar files and no image at any depth; as Parquet if it contains
-    Parquet files; else as images. A URL that fsspec understands, such as s3://bucket/prefix, is read as shards or
-    Parquet if such files are directly below it, else as images of any depth. A .txt list may contain paths and URLs.
+    Parquet files and no image, or `column` is given; else as images. A URL that fsspec understands, such as
+    s3://bucket/prefix, is read as shards or Parquet if such files are directly below it, else as images of any depth. A
+    .txt list may contain paths and URLs.
 
     Args:
         root: a folder, a .txt, .tar or .parquet file, or a URL of a folder or a .parquet file.
@@ -110,7 +111,7 @@ def open_collection(
     >>> open_collection("photographs"), open_collection("s3://pictures/street")  # doctest: +SKIP
     """
     place = _joined(root, images)
-    kind = _kind_of_url(place) if is_url(place) else _kind_of_path(Path(place))
+    kind = (_kind_of_url if is_url(place) else _kind_of_path)(place, column)
     if column is not None and kind != "parquet":
         raise DataError(f"column {column!r} requires Parquet files: {place} contains {kind}")
     if kind == "parquet":
@@ -134,22 +135,24 @@ def _joined(root: str | os.PathLike[str], images: str) -> str:
     return str(Path(root).expanduser() / images)
 
 
-def _kind_of_path(path: Path) -> str:
+def _kind_of_path(place: str, column: str | None) -> str:
     """Return the kind of a folder or file: images, shards or parquet; raises DataError for a mixed folder."""
+    path = Path(place)
     require(path)
     if path.is_file():
         return {SUFFIX: "shards", PARQUET: "parquet"}.get(path.suffix.lower(), "images")
     if (path / INDEX).is_file():
         return "shards"
     parquet, tars = list_parquet(path), list_tars(path)
-    if parquet and (tars or has_images(path)):
-        raise DataError(_mixed(path, "tar" if tars else "image", parquet[0].name))
-    if parquet:
-        return "parquet"
-    return "shards" if tars and not has_images(path) else "images"
+    # Parquet files beside images contain their metadata, unless a column is given.
+    if not (parquet or tars) or (not (parquet and column) and has_images(path)):
+        return "images"
+    if parquet and tars:
+        raise DataError(_mixed(path, parquet[0].name))
+    return "parquet" if parquet else "shards"
 
 
-def _kind_of_url(url: str) -> str:
+def _kind_of_url(url: str, column: str | None) -> str:
     """Return the kind of the files directly below a URL; raises as `open_collection` does."""
     require_answer(url)
     suffix = posixpath.splitext(url)[1].lower()
@@ -160,13 +163,14 @@ def _kind_of_url(url: str) -> str:
         raise DataError(f"{url} is a file: give the URL of its folder, or a .txt list of URLs on this machine")
     parquet = [name for name in files if name.endswith(PARQUET)]
     tars = any(name.endswith(SUFFIX) for name in files)
-    if parquet and (tars or any(name.lower().endswith(EXTENSIONS) for name in files)):
-        raise DataError(_mixed(url, "tar" if tars else "image", parquet[0]))
-    return "parquet" if parquet else "shards" if tars else "images"
+    if parquet and tars:
+        raise DataError(_mixed(url, parquet[0]))
+    beside_images = not column and any(name.lower().endswith(EXTENSIONS) for name in files)
+    return "parquet" if parquet and not beside_images else "shards" if tars else "images"
 
 
-def _mixed(place: object, others: str, parquet: str) -> str:
-    return f"{place} contains both Parquet and {others} files: give the path of {parquet}, or of a folder of one kind"
+def _mixed(place: object, parquet: str) -> str:
+    return f"{place} contains both Parquet and tar files: give the path of {parquet}, or of a folder of one kind"
 
 
 # ------------------------------------------------------------------------------------------------------- batches

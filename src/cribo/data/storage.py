@@ -224,14 +224,24 @@ def file_state(location: str) -> FileState:
     return state_of(_existing(location, lambda: system.info(path)))
 
 
+_TEMPORARY = (408, 429)  # a timeout, too many requests
+
+
 def _existing(location: str, request: Callable[[], T]) -> T:
     """Retry a request to the storage, but not for a file that is missing or forbidden."""
 
     def attempt() -> T | OSError:
         try:
             return request()
-        except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+        except FileNotFoundError:
+            return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), location)  # fsspec's have no reason
+        except (PermissionError, IsADirectoryError) as error:
             return error
+        except Exception as error:
+            status = getattr(error, "status", None)  # of an HTTP client
+            if isinstance(status, int) and 400 <= status < 500 and status not in _TEMPORARY:
+                return PermissionError(errno.EACCES, f"the server answers with status {status}", location)
+            raise
 
     answer = retry(location, attempt)
     if isinstance(answer, OSError):

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from itertools import islice
 from typing import NamedTuple
 
@@ -145,15 +146,16 @@ class Embedder:
             ahead=4 * self.batch_size,
             nbytes=lambda image: getattr(image, "nbytes", 0),
         )
-        for part, images in read:
-            found: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by the index in the part
-            errors: dict[int, str] = {}
-            own = enumerate(images)
-            while batch := list(islice(own, self.batch_size)):
-                errors |= {index: image.reason for index, image in batch if isinstance(image, UnreadableImage)}
-                readable = {index: image for index, image in batch if isinstance(image, PreparedImage)}
-                found.update(zip(readable, encode([*readable.values()]), strict=True))
-            yield self._joined([part.name(index) for index in range(len(part))], found, errors)
+        with closing(read):
+            for part, images in read:
+                found: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by the index in the part
+                errors: dict[int, str] = {}
+                own = enumerate(images)
+                while batch := list(islice(own, self.batch_size)):
+                    errors |= {index: image.reason for index, image in batch if isinstance(image, UnreadableImage)}
+                    readable = {index: image for index, image in batch if isinstance(image, PreparedImage)}
+                    found.update(zip(readable, encode([*readable.values()]), strict=True))
+                yield self._joined([part.name(index) for index in range(len(part))], found, errors)
 
     def _read(self, part: ImageCollection, index: int) -> PreparedImage | UnreadableImage:
         try:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import tee
@@ -24,7 +24,7 @@ from cribo.embedding.embedder import Embedder
 from cribo.embedding.writing import PARTS, complete_parts, part_path, require_writer, write_part
 from cribo.errors import InputError, Stopped, if_interrupted
 from cribo.files import read_json_lines, remove_parts, write_json, write_text
-from cribo.folders import ResultFolder, describe_changes, lock_writer, require_same
+from cribo.folders import ResultFolder, describe_changes, lock_replaced, lock_writer, require_same
 from cribo.prefetching import BUDGET
 from cribo.retrieval.object_extraction import MAX_PATCHES
 from cribo.retrieval.object_settings import ObjectSettings
@@ -116,15 +116,17 @@ def embed_images(
     # Workers open the backbone on their own devices; here it is only described.
     here = embedder if config.engine == "local" else embedder.on("cpu")
     embedder.network.expect(here.network.encoder.identity)
-    plan = _Plan(images, config.share, _images_in_part(config, here, len(images)))
-    about = _about(config, here, plan, command)
+    options = _options(config, here)
+    plan = _Plan(images, config.share, _images_in_part(config, here, len(images)), options)
+    about = _about(config, here, plan, options, command)
     with open_engine(config, writes_to=out) as engine, Phases(console) as progress:
         if target.resumes:
             require_same(
                 out / ABOUT, lambda: changes_between(json.loads((out / ABOUT).read_text(encoding="utf-8")), about)
             )
         else:
-            target.create(lambda part: write_json(part / ABOUT, about))
+            with lock_replaced(target, command="cribo embed"):
+                target.create(lambda part: write_json(part / ABOUT, about))
         with lock_writer(out, command="cribo embed", advice="choose another --out"):
             (out / PARTS).mkdir(exist_ok=True)
             started = time.perf_counter()
@@ -158,7 +160,7 @@ def _settings(config: EmbedConfig) -> ObjectSettings | None:
 
 
 class _Part(NamedTuple):
-    """A part of the collection, named by its number and a hash of its contents."""
+    """A part of the collection, named by its number and a hash of its images and the options."""
 
     name: str
     images: ImageCollection
@@ -182,13 +184,14 @@ class _Plan:
         fingerprint: hash of the names and sizes of all images.
     """
 
-    def __init__(self, images: ImageCollection, share: Share, size: int) -> None:
+    def __init__(self, images: ImageCollection, share: Share, size: int, options: Mapping[str, Any]) -> None:
         images = without_repeats(images)
         every = range(len(images))
         parts = [images.part(every[start : start + size]) for start in every[::size]]
-        digests = [fingerprint(part) for part in parts]
+        contents = [fingerprint(part) for part in parts]
+        digests = [hashlib.sha256(f"{content} {json.dumps(options)}".encode()).hexdigest() for content in contents]
         self.count, self.images = len(parts), len(images)
-        self.fingerprint = hashlib.sha256("".join(digests).encode()).hexdigest()
+        self.fingerprint = hashlib.sha256("".join(contents).encode()).hexdigest()
         self.parts = [
             _Part(f"part-{number:05d}-{digests[number][:8]}", parts[number])
             for number in share.of(range(len(parts)), f"parts of {counted(size, 'image')}")
@@ -198,26 +201,35 @@ class _Plan:
 def _images_in_part(config: EmbedConfig, embedder: Embedder, images: int) -> int:
     """Return the number of images per part; independent of workers and image sizes, so equal in resumed runs."""
     rows = {"global": 1, "patches": MAX_PATCHES, "objects": embedder.settings.num_objects}[config.features]
-    wanted = part_size(images, least=config.batch_size, most=_MOST_IMAGES)
+    wanted = part_size(images, most=_MOST_IMAGES)
     return min(wanted, max(1, BUDGET // (rows * embedder.dim * 4)))
 
 
-def _about(config: EmbedConfig, embedder: Embedder, plan: _Plan, command: str) -> dict[str, Any]:
+def _options(config: EmbedConfig, embedder: Embedder) -> dict[str, Any]:
+    """Return the options on which the features depend."""
+    return {
+        "encoder": embedder.network.encoder.identity,
+        "features": config.features,
+        "format": config.format,
+        "precision": config.precision,
+        **json.loads(json.dumps(asdict(embedder.settings))),
+    }
+
+
+def _about(
+    config: EmbedConfig, embedder: Embedder, plan: _Plan, options: Mapping[str, Any], command: str
+) -> dict[str, Any]:
     network = embedder.network
     return {
         "format": FORMAT,
         "command": command,
         "finished": False,
         "same": {
-            "encoder": network.encoder.identity,
-            "features": config.features,
-            "format": config.format,
-            "precision": config.precision,
+            **options,
             "images": plan.images,
             "files": plan.fingerprint,
             "parts": plan.count,
             "part": str(config.share),
-            **json.loads(json.dumps(asdict(embedder.settings))),
         },
         "images": config.images if is_url(config.images) else os.path.realpath(config.images),
         "backbone": network.about,
@@ -233,8 +245,11 @@ def changes_between(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str
         yield "it was written by another version of cribo"
         return
     settings = {name: value for name, value in now["same"].items() if name not in ("files", "parts")}
-    yield from describe_changes({name: before["same"][name] for name in settings}, settings)
-    if before["same"]["files"] != now["same"]["files"]:  # hashes
+    changes = [*describe_changes({name: before["same"][name] for name in settings}, settings)]
+    yield from changes
+    # The hash depends on the division into parts, and that on the options.
+    divided_alike = not changes or before["same"]["parts"] == now["same"]["parts"]
+    if divided_alike and before["same"]["files"] != now["same"]["files"]:
         place, folder = "the place of the images", before["images"]
         moved = list(describe_changes({place: folder}, {place: now["images"]}))
         yield from moved or [f"images of {folder} were added, removed or changed"]
@@ -252,10 +267,12 @@ class _EmbedParts:
         found = self.embedder.stream(part.images for part in first)
         with closing(found):
             for part, features in zip(second, found, strict=True):
+                skipped = self.folder / SKIPPED_IN_PARTS / f"{part.name}.jsonl"
+                skipped.unlink(missing_ok=True)  # of an attempt that was killed
                 if features.errors:  # before the part, so that a complete part has its list
                     (self.folder / SKIPPED_IN_PARTS).mkdir(exist_ok=True)
                     lines = ({"image": features.names[i], "reason": why} for i, why in features.errors.items())
-                    write_text(self.folder / SKIPPED_IN_PARTS / f"{part.name}.jsonl", _json_lines(lines))
+                    write_text(skipped, _json_lines(lines))
                 write_part(self.folder, part.name, self.kind, features)
                 yield len(part.images)
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -15,14 +16,14 @@ from cribo.data.reading import EncodedImage, TooManyPixels, UnreadableImage
 from cribo.devices import resolve_threads
 from cribo.object_search.database import SIDES
 from cribo.prefetching import prefetch_parts
-from cribo.retrieval.encoders import batches_by_size
+from cribo.retrieval.encoders import map_by_size
 from cribo.retrieval.lazy_network import LazyNetwork, OpenEncoder
 from cribo.retrieval.object_extraction import PreparedImage, extract_prepared, read_prepared
 from cribo.retrieval.object_settings import ObjectSettings
 from cribo.retrieval.objects import ImageObject
 from cribo.retrieval.source import BackboneSource
 
-_READ_AHEAD = 4  # batches; images of equal size among them are encoded together
+READ_AHEAD = 4  # batches; images of equal size among them are encoded together
 _PLACES = (*SIDES, "area")
 
 
@@ -33,11 +34,11 @@ class ExtractedImage:
     Attributes:
         name: name of the image.
         sha256: hash of its content; "" if it could not be read.
-        size: (height, width) in pixels; (0, 0) for an unreadable or known image.
+        size: (height, width) in pixels; (0, 0) for an unreadable or unchanged image.
         objects: its objects, in descending order of area.
         error: reason why it is unreadable; "" if it is readable.
         passing: whether the error may be temporary.
-        known: whether the content is the known one, so that it was not extracted.
+        unchanged: whether the content is that of the stored results, so that it was not extracted.
     """
 
     name: str
@@ -46,7 +47,7 @@ class ExtractedImage:
     objects: tuple[ImageObject, ...] = ()
     error: str = ""
     passing: bool = False
-    known: bool = False
+    unchanged: bool = False
 
 
 class _Read(NamedTuple):
@@ -134,30 +135,35 @@ class ObjectExtractor:
 
     def stream(self, parts: Iterable[ImagePart]) -> Generator[list[ExtractedImage], None, None]:
         """Yield the images of each part, in order, with their objects; read images of the next parts meanwhile."""
-        encoder, device, size = self.network.encoder, self.network.device, self.batch_size
+        self.network.encoder  # noqa: B018 (opens it before the threads use it)
         read = prefetch_parts(
             self._read,
             parts,
             threads=resolve_threads(self.workers),
-            ahead=_READ_AHEAD * size,
+            ahead=READ_AHEAD * self.batch_size,
             nbytes=lambda one: getattr(one.prepared, "nbytes", 0),
         )
-        for _, images in read:
-            results: list[ExtractedImage] = []
-            while several := list(islice(images, _READ_AHEAD * size)):
-                found: dict[int, ExtractedImage] = {}
-                for batch in batches_by_size(several, lambda one: one.size, lambda _: size):
-                    own = [several[index] for index in batch]
-                    prepared = [one.prepared for one in own if one.prepared is not None]
-                    objects = extract_prepared(encoder, prepared, self.settings, device=device) or [None] * len(own)
-                    for index, one, each in zip(batch, own, objects, strict=True):
-                        if each is None:
-                            assert one.result is not None
-                            found[index] = one.result
-                        else:  # without the features of the patches, which are large
-                            found[index] = ExtractedImage(one.name, one.sha256, (each.height, each.width), each.objects)
-                results += [found[index] for index in range(len(several))]
-            yield results
+        with closing(read):
+            for _, images in read:
+                results: list[ExtractedImage] = []
+                while group := list(islice(images, READ_AHEAD * self.batch_size)):
+                    results += self._extract(group)
+                yield results
+
+    def _extract(self, group: Sequence[_Read]) -> list[ExtractedImage]:
+        """Return the objects of images that were read, without the features of their patches, which are large."""
+
+        def extract(batch: list[_Read]) -> Iterable[ExtractedImage]:
+            if batch[0].result is not None:  # they have no pixels
+                return [image.result for image in batch if image.result is not None]
+            prepared = [image.prepared for image in batch if image.prepared is not None]
+            found = extract_prepared(self.network.encoder, prepared, self.settings, device=self.network.device)
+            return [
+                ExtractedImage(image.name, image.sha256, (objects.height, objects.width), objects.objects)
+                for image, objects in zip(batch, found, strict=True)
+            ]
+
+        return map_by_size(extract, group, lambda image: image.size, lambda _: self.batch_size)
 
     def _read(self, part: ImagePart, index: int) -> _Read:
         name = part.images.name(index)
@@ -168,8 +174,8 @@ class ObjectExtractor:
         except OSError as error:
             return _not_extracted(ExtractedImage(name, "", error=error.strerror or str(error), passing=True))
         sha256 = hashlib.sha256(content).hexdigest()
-        if part.is_known(index, sha256):
-            return _not_extracted(ExtractedImage(name, sha256, known=True))
+        if part.is_unchanged(index, sha256):
+            return _not_extracted(ExtractedImage(name, sha256, unchanged=True))
         try:
             image = EncodedImage(name, content)
             prepared = read_prepared(image, self.network.encoder, self.settings, max_pixels=self.max_pixels)

@@ -27,7 +27,7 @@ from cribo.object_search.database import (
     is_remote,
     new_entry,
 )
-from cribo.object_search.extractor import ExtractedImage, ObjectExtractor
+from cribo.object_search.extractor import READ_AHEAD, ExtractedImage, ObjectExtractor
 from cribo.retrieval.encoders import PatchEncoder
 from cribo.retrieval.lazy_network import LazyNetwork, OpenEncoder
 from cribo.retrieval.objects import ImageObject
@@ -143,20 +143,24 @@ def index_images(
     extractor = ObjectExtractor(
         network, settings=database.info.settings, max_pixels=files.max_pixels, batch_size=batch_size, workers=workers
     )
-    size = part_size(len(work), least=batch_size, most=_MOST_IMAGES)
+    engine = engine or LocalEngine()
+    # In this process, a small part loses less when it is interrupted, and costs little.
+    size = READ_AHEAD * batch_size if isinstance(engine, LocalEngine) else part_size(len(work), most=_MOST_IMAGES)
     parts = [
         _Part(files.part([one.place for one in several]), several)
         for several in (work[start : start + size] for start in range(0, len(work), size))
     ]
     commits = _Commits(database, summary)
     done = 0
-    with closing((engine or LocalEngine()).run(_IndexParts(extractor, database), parts)) as results:
-        for part in results:
-            commits.add(part)
-            done += part.images
-            if progress is not None:
-                progress("objects", done, len(work))
-    commits.write()
+    try:
+        with closing(engine.run(_IndexParts(extractor, database), parts)) as results:
+            for part in results:
+                commits.add(part)
+                done += part.images
+                if progress is not None:
+                    progress("objects", done, len(work))
+    finally:  # also what was done before an interruption
+        commits.write()
     if work or gone:
         database.compact(drop_versions=bool(prune))
     summary.seconds = time.perf_counter() - started
@@ -194,7 +198,7 @@ def _compare(
         if path in seen:  # a list may name an image twice
             continue
         seen.add(path)
-        known = before.pop(path, None)
+        row = before.pop(path, None)
         try:
             path.encode()
             state = files.state(index)
@@ -204,10 +208,10 @@ def _compare(
         except OSError as error:
             summary.unread.append((path, error.strerror or str(error)))
             continue
-        if known is not None and (known.size_bytes, known.mtime_ns) == state:
-            _count_unchanged(known, summary)
+        if row is not None and (row.size_bytes, row.mtime_ns) == state:
+            _count_unchanged(row, summary)
         else:
-            work.append(_Work(index, path, state, known))
+            work.append(_Work(index, path, state, row))
         if progress is not None:
             progress("files compared", index + 1, len(files))
     return work, list(before.values())
@@ -249,11 +253,11 @@ class _IndexParts:
 
     def __call__(self, parts: Iterable[_Part]) -> Generator[_IndexedPart, None, None]:
         first, second = tee(parts)
-        known = (
+        hashed = (
             ImagePart(part.images, ["" if one.before is None else one.before.sha256 for one in part.work])
             for part in first
         )
-        with closing(self.extractor.stream(known)) as extracted:
+        with closing(self.extractor.stream(hashed)) as extracted:
             for part, images in zip(second, extracted, strict=True):
                 yield self._written(part, images)
 
@@ -263,7 +267,7 @@ class _IndexParts:
         for work, image in zip(part.work, images, strict=True):
             if image.passing:
                 continue
-            if image.known and work.before is not None:  # its objects are kept
+            if image.unchanged and work.before is not None:  # its objects are kept
                 rows.append(work.before._replace(size_bytes=work.state.size_bytes, mtime_ns=work.state.mtime_ns))
             else:
                 file = (work.path, new_entry(), work.state.size_bytes, work.state.mtime_ns, image.sha256)

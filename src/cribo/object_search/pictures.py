@@ -16,7 +16,9 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, ImageDraw, ImageFont
 
+from cribo.data.images import DataError
 from cribo.data.reading import EncodedImage, UnreadableImage, open_header, upright_rgb
+from cribo.data.storage import ShardError
 from cribo.files import write_whole
 from cribo.object_search.database import FoundObject
 from cribo.object_search.queries import Query
@@ -213,7 +215,7 @@ def _load(name: str, locate: Locate, room: tuple[int, int]) -> tuple[Pixels | No
         return None, _DELETED
     except UnreadableImage as error:
         return None, _DELETED if isinstance(error.__cause__, FileNotFoundError) else "unreadable"
-    except OSError:
+    except (OSError, DataError, ShardError):
         return None, "unreadable"
 
 

@@ -104,7 +104,9 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
             engine=engine,
             progress=progress,
         )
-        indexed = Indexed(summary, database, index_vectors(database, progress=progress))
+        # Measuring the vector index reads all vectors several times.
+        changed = summary.new + summary.changed + summary.removed > 0 or not database.has_index()
+        indexed = Indexed(summary, database, index_vectors(database, progress=progress) if changed else None)
         unread = len(summary.unread), summary.unread[0][0] if summary.unread else ""
         if database.info.unread != unread:
             database.describe(unread=unread)

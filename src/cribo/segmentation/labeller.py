@@ -4,6 +4,7 @@ import hashlib
 import io
 import os
 from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,6 +17,7 @@ from cribo.cluster.parts import ImagePart
 from cribo.data.collection import rows_of
 from cribo.data.reading import UnreadableImage, read_image
 from cribo.devices import resolve_device, resolve_threads
+from cribo.errors import InputError
 from cribo.prefetching import BUDGET, prefetch_parts
 from cribo.retrieval.source import BackboneSource, portable_source
 from cribo.segmentation.memory import Segmentation, SegmentationMemory
@@ -30,9 +32,9 @@ class LabelledImage:
         name: name of the image.
         sha256: hash of its content; "" if it could not be read.
         image: its pixels.
-        found: its labels and their confidence; None if it is unreadable or known.
+        found: its labels and their confidence; None if it is unreadable or unchanged.
         error: reason why it is unreadable; "" if it is readable.
-        known: whether the content is the known one, so that it was not labelled.
+        unchanged: whether the content is that of the stored results, so that it was not labelled.
     """
 
     name: str
@@ -40,7 +42,7 @@ class LabelledImage:
     image: UInt8[Tensor, "3 h w"] | None = None
     found: Segmentation | None = None
     error: str = ""
-    known: bool = False
+    unchanged: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +63,9 @@ class Labeller:
         workers: number of threads that read images. [half of the cores]
         device: such as cuda:0. [the first GPU of the process, else the CPU]
 
+    Raises:
+        InputError: a memory file is given without its backbone.
+
     Example:
         >>> label = Labeller("mine.safetensors", "runs/mine")  # doctest: +SKIP
         >>> dataset.map_batches(label, batch_size=64)  # Ray Data  # doctest: +SKIP
@@ -79,20 +84,26 @@ class Labeller:
         device: str | None = None,
     ) -> None:
         self.batch_size, self.workers = batch_size, workers
+        self._file: str | None = None
         if isinstance(memory, SegmentationMemory):
             self.memory = memory
-        else:
-            self._file = os.path.abspath(memory)  # noqa: PTH100 (also for the working folder of another process)
-            self._backbone = None if backbone is None else portable_source(backbone)
-            self._changes, self._device = dict(changes or {}), device
+            return
+        if backbone is None:
+            raise InputError(f"a memory file requires its backbone: give the one with which {memory!s} was created")
+        self._file = os.path.abspath(memory)  # noqa: PTH100 (also for the working folder of another process)
+        self._backbone = portable_source(backbone)
+        self._changes, self._device = dict(changes or {}), device
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._file is None:
+            raise InputError("a memory stays in its process: save it, and give the Labeller its file")
         return {name: value for name, value in vars(self).items() if name != "memory"}
 
     @cached_property
     def memory(self) -> SegmentationMemory:
         """The memory, with its backbone; raises the errors of `SegmentationMemory.load`."""
         options = {"device": resolve_device(self._device), "batch_size": self.batch_size}
+        assert self._file is not None
         return SegmentationMemory.load(self._file, self._backbone, changes=self._changes, **options)
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -137,8 +148,9 @@ class Labeller:
             ahead=2 * (threads + self.batch_size),
             nbytes=lambda each: each.nbytes,
         )
-        for part, images in read:
-            yield part, _label(memory, images, self.batch_size)
+        with closing(read):
+            for part, images in read:
+                yield part, _label(memory, images, self.batch_size)
 
 
 _KINDS = {
@@ -157,8 +169,8 @@ def _read(part: ImagePart, index: int) -> LabelledImage:
     try:
         file = part.images.read(index)
         sha256 = hashlib.sha256(file.content).hexdigest()
-        if part.is_known(index, sha256):
-            return LabelledImage(name, sha256, known=True)
+        if part.is_unchanged(index, sha256):
+            return LabelledImage(name, sha256, unchanged=True)
         return LabelledImage(name, sha256, read_image(file))
     except UnreadableImage as error:
         return LabelledImage(name, error=error.reason)

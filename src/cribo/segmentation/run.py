@@ -7,6 +7,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
+from itertools import islice, tee
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ from cribo.files import (
     write_text,
     write_whole,
 )
-from cribo.folders import ResultFolder, lock_writer, require_same
+from cribo.folders import ResultFolder, lock_replaced, lock_writer, require_same
 from cribo.prefetching import prefetch
 from cribo.segmentation.config import SegmentConfig
 from cribo.segmentation.examples import Examples, find_examples, open_targets, result_name
@@ -187,7 +188,8 @@ def segment_images(
             if target.resumes:
                 require_same(out / ABOUT, results.changes)
             else:
-                target.create()
+                with lock_replaced(target, command="cribo segment"):
+                    target.create()
             if file is not None and has_new:  # after all checks, so that a failed command leaves the file unchanged
                 memory.save(file)
         with lock_writer(out, command="cribo segment", advice="choose another --out"):
@@ -327,7 +329,8 @@ def _segment_all(results: "_Results", config: SegmentConfig, engine: Engine, pro
     stems = {result_name(name) for name in results.names}
     results.earlier = {name: record for name, record in done.items() if result_name(name) not in stems}
     results.begin()
-    size = part_size(len(images), least=config.batch_size, most=_MOST_IMAGES)
+    # In this process, a small part loses less when it is interrupted, and costs nothing.
+    size = config.batch_size if config.engine == "local" else part_size(len(images), most=_MOST_IMAGES)
     parts = []
     for start in range(0, len(images), size):
         part = images.part(range(start, min(start + size, len(images))))
@@ -341,9 +344,9 @@ def _segment_all(results: "_Results", config: SegmentConfig, engine: Engine, pro
         with closing(engine.run(work, parts)) as found:
             for part in found:
                 results.skipped |= part.skipped
-                results.records |= {name: done[name] for name in part.known}
+                results.records |= {name: done[name] for name in part.unchanged}
                 results.add(part.records)
-                reused += len(part.known)
+                reused += len(part.unchanged)
                 progress("images", len(results.records) + len(results.skipped), len(images))
     except Exception:
         log.warning(results.kept())
@@ -380,10 +383,10 @@ def _suggest(results: "_Results", count: int, progress: Phases) -> None:
 
 
 class _LabelledPart(NamedTuple):
-    """Result of a part: records of newly labelled images, names of known ones, and reasons for unreadable ones."""
+    """Result of a part: records of newly labelled images, names of unchanged ones, and reasons for unreadable ones."""
 
     records: list[Record]
-    known: list[str]
+    unchanged: list[str]
     skipped: dict[str, str]
 
 
@@ -394,28 +397,31 @@ class _LabelParts:
         self.labeller, self.writer, self.workers = labeller, writer, workers
 
     def __call__(self, parts: Iterable[ImagePart]) -> Generator[_LabelledPart, None, None]:
-        with closing(self.labeller.stream(parts)) as labelled:
-            for _, images in labelled:
-                yield self._written(images)
-
-    def _written(self, images: Iterator[LabelledImage]) -> _LabelledPart:
-        part = _LabelledPart([], [], {})
+        labelled_next, written_next = tee(parts)
         threads = resolve_threads(self.workers)
-        written = prefetch(
-            lambda each: each if each.found is None else self.writer.write(each),
-            images,
-            threads=threads,
-            ahead=2 * threads + self.labeller.batch_size,
-            nbytes=lambda each, _: each.nbytes,
-        )
-        with closing(written):
-            for each in written:
-                if isinstance(each, Record):
-                    part.records.append(each)
-                elif each.known:
-                    part.known.append(each.name)
-                else:
-                    part.skipped[each.name] = each.error
+        with closing(self.labeller.stream(labelled_next)) as labelled:
+            written = prefetch(
+                lambda each: each if each.found is None else self.writer.write(each),
+                (each for _, images in labelled for each in images),
+                threads=threads,
+                ahead=2 * threads + self.labeller.batch_size,
+                nbytes=lambda each, _: each.nbytes,
+            )
+            with closing(written):
+                for part in written_next:
+                    yield self._account(islice(written, len(part)))
+
+    @staticmethod
+    def _account(written: Iterable[Record | LabelledImage]) -> _LabelledPart:
+        """Sort the images of a part: newly labelled, unchanged, or unreadable."""
+        part = _LabelledPart([], [], {})
+        for each in written:
+            if isinstance(each, Record):
+                part.records.append(each)
+            elif each.unchanged:
+                part.unchanged.append(each.name)
+            else:
+                part.skipped[each.name] = each.error
         return part
 
 
