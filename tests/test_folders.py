@@ -151,3 +151,8 @@ def test_results_are_resumed_only_with_the_same_inputs(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(FolderError, match=r"about\.json is damaged"):
         resume({"size": 448})
+
+
+def test_results_are_not_written_to_a_url() -> None:
+    with pytest.raises(FolderError, match=r"--out s3:/bucket/out is a URL: results are written to a folder"):
+        ResultFolder(Path("s3://bucket/out"), "embedding")

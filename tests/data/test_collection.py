@@ -2,7 +2,9 @@ import pickle
 import socket
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -360,3 +362,24 @@ def test_an_address_without_a_server_is_reported(bucket: Any, monkeypatch: pytes
     type(bucket).clear_instance_cache()
     with pytest.raises(ConnectionError, match=r"cannot open s3://pictures: .*check the address, the network"):
         open_collection("s3://pictures")
+
+
+def test_images_that_a_server_forbids_or_lacks_are_not_requested_again() -> None:
+    pytest.importorskip("aiohttp")
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(403 if "forbidden" in self.path else 404)
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 (the name of the base class)
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        images = rows_of({"image": np.array([f"{url}/forbidden.jpg", f"{url}/gone.jpg"])})
+        with pytest.raises(PermissionError, match="the server answers with status 403"):
+            images.read(0)
+        with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*gone\.jpg"):
+            images.read(1)
+        server.shutdown()

@@ -17,6 +17,7 @@ from cribo.data.reading import read_image
 from cribo.embedding.config import EmbedConfig
 from cribo.embedding.run import Embedded, embed_images
 from cribo.files import FolderError
+from cribo.folders import lock_writer
 from cribo.models import build_backbone, load_backbone, save_backbone
 from cribo.models.backbone import normalise
 from cribo.object_search import ObjectSettings, extract_objects
@@ -212,3 +213,38 @@ def test_the_command(images: Path, backbone: Path, capsys: pytest.CaptureFixture
     assert main(words) == 2
     assert main([*words, "--resume"]) == 0
     assert "0 images in 0:00, 5 already encoded" in capsys.readouterr().out
+
+
+def test_other_batches_are_resumed(images: Path) -> None:
+    embed(images, "mean-colour", batch_size=4)
+    assert embed(images, "mean-colour", batch_size=1, resume=True).reused == 5
+
+
+def test_results_of_a_running_command_are_not_replaced(images: Path) -> None:
+    embed(images, "mean-colour")
+    out = images.parent / "out"
+    config = EmbedConfig(str(images), BackboneSource("mean-colour"), size=64, device="cpu", format="numpy")
+    with (
+        lock_writer(out, command="cribo embed", advice=""),
+        pytest.raises(FolderError, match=r"another cribo embed is writing to .*out: wait until"),
+    ):
+        embed_images(config, out=out, overwrite=True)
+    assert json.loads((out / "about.json").read_text())["same"]["size"] is None
+    before = {path.name for path in (out / "features").iterdir()}
+    embed_images(config, out=out, overwrite=True)
+    assert before.isdisjoint(path.name for path in (out / "features").iterdir())  # names depend on the options
+
+
+def test_an_image_that_can_be_read_again_is_not_listed(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = (images / "a" / "0.png").read_bytes()
+    (images / "a" / "0.png").write_bytes(b"x" * len(content))  # of the same size, so that the part keeps its name
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "write_part", killed)
+        with pytest.raises(KeyboardInterrupt):
+            embed(images, "mean-colour")
+    (images / "a" / "0.png").write_bytes(content)
+    assert embed(images, "mean-colour", resume=True).skipped == {}

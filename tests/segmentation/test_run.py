@@ -1,5 +1,7 @@
 import csv
+import io
 import json
+import pickle
 import re
 import shutil
 from dataclasses import fields
@@ -19,9 +21,11 @@ from cribo.cli import main
 from cribo.data.coco import CocoLabels
 from cribo.data.collection import names_hash
 from cribo.data.images import DataError, MissingData, open_images
+from cribo.errors import InputError
 from cribo.files import FolderError
 from cribo.models import build_backbone, save_backbone
 from cribo.retrieval import BackboneSource
+from cribo.segmentation import Labeller
 from cribo.segmentation.config import SegmentConfig
 from cribo.segmentation.memory import SegmentationMemory
 from cribo.segmentation.run import Segmented, segment_images
@@ -564,3 +568,16 @@ def _listed(folder: Path, step: int, place: Path) -> Path:
         (place / image.name).symlink_to(image)
     (place / "list.txt").write_text("".join(f"{image.name}\n" for image in chosen))
     return place / "list.txt"
+
+
+def test_a_labeller_for_other_processes_needs_files(folder: Path) -> None:
+    segment(folder, memory=str(folder / "m.safetensors"))
+    with pytest.raises(InputError, match=r"requires its backbone: give the one with which .* was created"):
+        Labeller(folder / "m.safetensors")
+    label = pickle.loads(pickle.dumps(Labeller(folder / "m.safetensors", "mean-colour", device="cpu")))
+    rows = label({"image": np.array([str(folder / "images" / "1.bmp"), str(folder / "gone.bmp")])})
+    with Image.open(folder / "out" / "labels" / "1.png") as labels, Image.open(io.BytesIO(rows["labels"][0])) as found:
+        np.testing.assert_array_equal(np.array(labels), np.array(found))
+    assert [*rows["error"]] == ["", "No such file or directory"]
+    with pytest.raises(InputError, match="a memory stays in its process: save it"):
+        pickle.dumps(Labeller(label.memory))

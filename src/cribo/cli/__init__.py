@@ -20,7 +20,7 @@ commands:
   evaluate    evaluate a backbone on labelled images
   benchmark   evaluate a backbone by every protocol on every dataset of a folder, and write a card
   segment     label the pixels of many images given a few labelled examples, without training
-  embed       write the features of a folder of images to Parquet, NumPy or safetensors
+  embed       write the features of many images to Parquet, Lance, NumPy or safetensors
   index       find the objects of a folder of images and store them in a database
   merge       join the results of embed, index or segment on shares of the images, such as those of a job array
   search      find the objects in a database that are most similar to a given one

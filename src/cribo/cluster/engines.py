@@ -1,4 +1,4 @@
-"""Engines, which apply the work of a command to the parts of a collection."""
+"""Engines, which run the work of a command on the parts of a collection."""
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +26,7 @@ class Work(Protocol[Part_contra, Result_co]):
 
 
 class Engine(Protocol):
-    """Applies work to parts."""
+    """Runs work on parts."""
 
     def run(self, work: Work[Part, Result], parts: Sequence[Part]) -> Generator[Result, None, None]:
         """Yield the result of each part once, in any order, as soon as it is complete."""
@@ -34,7 +34,7 @@ class Engine(Protocol):
 
 
 class LocalEngine:
-    """Works in this process, on one part after another."""
+    """Runs work in this process, part by part."""
 
     def run(self, work: Work[Part, Result], parts: Sequence[Part]) -> Generator[Result, None, None]:
         """Yield the result of each part, in order."""

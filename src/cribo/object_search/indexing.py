@@ -367,8 +367,8 @@ def index_vectors(
 ) -> IndexQuality | None:
     """Build the vector index of a large database if it has none, and measure it.
 
-    The queries are stored objects, but all objects of their image are left out: this is a search for objects that are
-    not in the database, except that they took part in placing the centres of the index.
+    The queries are stored objects, without the objects of their image among the results. Unlike new objects, they have
+    influenced the centres of the index.
 
     Args:
         database: the database; `compact` adds new objects to an existing index.

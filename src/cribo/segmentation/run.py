@@ -525,7 +525,7 @@ class _Results:
         return self.images.load(self.names[name])
 
     def kept(self) -> str:
-        """Say what an interruption leaves, and how to continue."""
+        """Return the message for an interruption: what is kept, and how to continue."""
         return (
             f"{len(self.records)} of {len(self.images)} images are done in {self.folder}; to continue, repeat the "
             "command with --resume"
