@@ -9,6 +9,8 @@ from pathlib import Path
 from threading import Thread
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from faster_coco_eval.core import mask as coco_mask
@@ -581,3 +583,16 @@ def test_a_labeller_for_other_processes_needs_files(folder: Path) -> None:
     assert [*rows["error"]] == ["", "No such file or directory"]
     with pytest.raises(InputError, match="a memory stays in its process: save it"):
         pickle.dumps(Labeller(label.memory))
+
+
+def test_results_of_images_elsewhere_stay_in_the_output_folder(folder: Path) -> None:
+    (folder / "table").mkdir()
+    paths = [str(folder / "images" / "1.bmp"), "../images/sub/2.bmp"]
+    pyarrow.parquet.write_table(pyarrow.table({"path": paths}), folder / "table" / "images.parquet")
+    before = files(folder / "images")
+    done = segment(folder, images=str(folder / "table"))
+    assert (done.images, done.skipped) == (2, {})
+    assert files(folder / "images") == before
+    labels = folder / "out" / "labels"
+    names = {path.relative_to(labels).with_suffix("") for path in labels.rglob("*.png")}
+    assert names == {(folder / "images" / "1").relative_to("/"), Path("images/sub/2")}

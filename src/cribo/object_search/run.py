@@ -73,7 +73,7 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
         "root": _root(images, source),
         "images": source,
         "files": isinstance(images, ImageFiles),
-        "column": config.column,
+        "column": config.column or (None if known is None else known.column),
         "part": str(config.share),
         "collection": names_hash(images),
     }

@@ -241,8 +241,16 @@ def open_targets(source: str, *, column: str | None = None, apart_from: Path | N
 
 
 def result_name(image: str) -> str:
-    """Return the name of an image without its extension, as in the names of its results."""
-    return posixpath.splitext(image)[0]
+    """Return the name of an image without its extension, as in the names of its results.
+
+    It is a path below the output folder, also for images that are named by URLs, absolute paths or paths with `..`.
+
+    Example:
+        >>> [result_name(name) for name in ("a/1.jpg", "/data/1.jpg", "s3://bucket/1.jpg", "0.tar/../../1.jpg")]
+        ['a/1', 'data/1', 's3/bucket/1', '0.tar/1']
+    """
+    first, *others = posixpath.splitext(image)[0].split("/")
+    return "/".join(part for part in (first.removesuffix(":"), *others) if part not in ("", ".", ".."))
 
 
 def _of_glob(pattern: Path) -> tuple[Path, list[str]]:
