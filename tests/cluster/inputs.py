@@ -38,7 +38,7 @@ def assert_equal_features(one: Path, other: Path, *, parts: int) -> None:
 
 
 def assert_equal_databases(one: ObjectDatabase, other: ObjectDatabase) -> None:
-    """Assert that two databases contain the same images and objects, bit for bit, and nothing else."""
+    """Assert that two databases contain exactly the same images and objects, bit for bit."""
     rows, others = ([image._replace(entry=0) for image in each.images()] for each in (one, other))
     assert rows == others
     assert len(one) == len(other) == other.num_rows

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from faster_coco_eval.core import mask as coco_mask
@@ -411,3 +413,13 @@ def test_an_index_uses_the_blocks_of_an_adapted_backbone(
     cribo("index", "--db", "blocks.db", "--blocks", "1,2", *words)
     vector = ObjectDatabase.open(tmp_path / "blocks.db").objects_of("a/1.png")[0].vector
     assert vector.shape == (64,)
+
+
+def test_an_update_reads_the_same_column_of_parquet_files(pictures: Path, tmp_path: Path, cribo: Run) -> None:
+    images = [path.read_bytes() for path in sorted(pictures.rglob("*.png"))]
+    table = pyarrow.table({"thumbnail": images[::-1], "photograph": images})
+    pyarrow.parquet.write_table(table, tmp_path / "images.parquet")
+    words = ("--images", "images.parquet", "--column", "photograph")
+    cribo("index", "--backbone", "mean-colour", *words, "--db", "columns.db")
+    assert "6 unchanged" in cribo("index", "--db", "columns.db")
+    assert ObjectDatabase.open("columns.db").info.column == "photograph"

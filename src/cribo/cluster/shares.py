@@ -63,7 +63,7 @@ def order_shares(places: Sequence[str], parts: Sequence[str]) -> list[int]:
     """Return the indices of results in the order of their shares, which must be all shares of one division.
 
     Args:
-        places: where the results are, for messages.
+        places: places of the results, for messages.
         parts: share of each, as i/n.
 
     Raises:
@@ -101,9 +101,9 @@ def require_mergeable(first: str, other: str, changes: Sequence[str]) -> None:
     """Raise ConfigError if two parts differ in more than their share.
 
     Args:
-        first: where the results of one part are.
-        other: those of another part.
-        changes: what differs, as text.
+        first: place of the results of one part.
+        other: place of the results of another part.
+        changes: the differences, as text.
     """
     if changes:
         raise ConfigError(

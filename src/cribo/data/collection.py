@@ -57,14 +57,14 @@ class ImageCollection(ImageSource, Protocol):
         """Read the bytes of an image.
 
         Raises:
-            OSError: the file is gone or cannot be read; it may be temporary.
+            OSError: the file is missing or cannot be read; the error may be temporary.
             UnreadableImage: there are no bytes to read.
             ShardError: a shard cannot be read, or object storage failed repeatedly.
         """
         ...
 
     def state(self, index: int) -> FileState:
-        """Return size and modification time, which change with the image; raises OSError if the file is gone."""
+        """Return size and modification time, by which changes are detected; raises OSError if the file is missing."""
         ...
 
     def part(self, indices: Sequence[int]) -> ImageCollection:
@@ -85,7 +85,7 @@ def open_collection(
     cache_dir: str | os.PathLike[str] = CACHE_DIR,
     cache_gib: float = CACHE_GIB,
 ) -> ImageCollection:
-    """Open image files, a list of them, tar shards or Parquet files, in a folder or below a URL.
+    """Open a collection of images: files, a list, tar shards or Parquet files, local or below a URL.
 
     A folder is read as shards if it contains `INDEX`, or tar files and no image at any depth; as Parquet if it contains
     Parquet files and no image, or `column` is given; else as images. A URL that fsspec understands, such as
@@ -177,7 +177,7 @@ def _mixed(place: object, parquet: str) -> str:
 
 
 class RowImages(EncodedImages):
-    """Images of a batch in memory as an ImageCollection; created by `rows_of`."""
+    """The images of a batch of rows, as an ImageCollection; created by `rows_of`."""
 
     def __init__(self, names: np.ndarray, contents: np.ndarray | None, *, max_pixels: int = MAX_PIXELS) -> None:
         super().__init__(max_pixels)
@@ -225,7 +225,7 @@ def rows_of(batch: Mapping[str, np.ndarray], *, max_pixels: int = MAX_PIXELS) ->
         max_pixels: as for `read_image`.
 
     Raises:
-        DataError: there is no column `image`, or it contains other things than text.
+        DataError: there is no column `image`, or it does not contain text.
 
     >>> images = rows_of({"image": np.array(["a.jpg", "b.jpg"])})
     >>> len(images), images.name(1)
@@ -271,7 +271,7 @@ def fingerprint(collection: ImageCollection) -> str:
     def size(index: int) -> int:
         try:
             return collection.state(index).size_bytes
-        except OSError:  # it is gone
+        except OSError:  # missing
             return -1
 
     with ThreadPoolExecutor(_STATE_READERS) as pool:
@@ -283,7 +283,7 @@ def fingerprint(collection: ImageCollection) -> str:
 
 
 def names_hash(collection: ImageCollection) -> str:
-    """Return the number of images, and a hash of their names; unlike `fingerprint`, it reads no storage."""
+    """Return the number of images and a hash of their names; unlike `fingerprint`, it does not access the files."""
     digest = hashlib.sha256()
     for index in range(len(collection)):
         digest.update(os.fsencode(collection.name(index)) + b"\n")
@@ -299,7 +299,7 @@ def read_named(source: str | os.PathLike[str], name: str, column: str | None = N
         column: column of images in Parquet files.
 
     Raises:
-        OSError: the image is gone or cannot be read.
+        OSError: the image is missing or cannot be read.
         UnreadableImage: there are no bytes to read.
         DataError: the source is broken.
         ShardError: a shard cannot be read, or object storage failed repeatedly.

@@ -49,7 +49,13 @@ _OPENERS = 8  # files opened in parallel, since object storage has a high latenc
 
 
 class ParquetFile(NamedTuple):
-    """A Parquet file: its path or URL, its name in the names of images, and its state when it was opened."""
+    """A Parquet file.
+
+    Attributes:
+        location: path or URL.
+        name: name of the file in the names of its images.
+        state: size and modification time when it was opened.
+    """
 
     location: str
     name: str
@@ -64,7 +70,7 @@ class Column(NamedTuple):
 
 
 class ParquetImages(EncodedImages):
-    """The rows of Parquet files as an ImageCollection; created by `open_parquet`.
+    """The images in the rows of Parquet files, as an ImageCollection; created by `open_parquet`.
 
     Rows are read in batches of limited size, of which the last ones are cached, so that reading in order is fast. This
     takes about twice the memory of a page, which pyarrow writes for every 1024 rows, and for each row group. Reading
@@ -116,7 +122,7 @@ class ParquetImages(EncodedImages):
 
         Raises:
             UnreadableImage: the row has no bytes and no path, or the Parquet file is broken.
-            OSError: a file is gone or cannot be read.
+            OSError: a file is missing or cannot be read.
             ShardError: the storage of a URL failed repeatedly.
         """
         file, name = self._file(index), self.name(index)

@@ -148,7 +148,7 @@ class Embedder:
         )
         with closing(read):
             for part, images in read:
-                found: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by the index in the part
+                found: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by index in the part
                 errors: dict[int, str] = {}
                 own = enumerate(images)
                 while batch := list(islice(own, self.batch_size)):

@@ -114,11 +114,11 @@ def embed_images(
         device=config.device,
     )
     # Workers open the backbone on their own devices; here it is only described.
-    here = embedder if config.engine == "local" else embedder.on("cpu")
-    embedder.network.expect(here.network.encoder.identity)
-    options = _options(config, here)
-    plan = _Plan(images, config.share, _images_in_part(config, here, len(images)), options)
-    about = _about(config, here, plan, options, command)
+    described = embedder if config.engine == "local" else embedder.on("cpu")
+    embedder.network.expect(described.network.encoder.identity)
+    options = _options(config, described)
+    plan = _Plan(images, config.share, _images_in_part(config, described, len(images)), options)
+    about = _about(config, described, plan, options, command)
     with open_engine(config, writes_to=out) as engine, Phases(console) as progress:
         if target.resumes:
             require_same(
@@ -199,7 +199,7 @@ class _Plan:
 
 
 def _images_in_part(config: EmbedConfig, embedder: Embedder, images: int) -> int:
-    """Return the number of images per part; independent of workers and image sizes, so equal in resumed runs."""
+    """Return the number of images per part, which does not depend on the workers or the sizes of the images."""
     rows = {"global": 1, "patches": MAX_PATCHES, "objects": embedder.settings.num_objects}[config.features]
     wanted = part_size(images, most=_MOST_IMAGES)
     return min(wanted, max(1, BUDGET // (rows * embedder.dim * 4)))
@@ -240,7 +240,7 @@ def _about(
 
 
 def changes_between(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """Yield what differs between two descriptions of results: the images, the backbone or settings."""
+    """Yield the differences between two descriptions of results: images, backbone or settings."""
     if before["format"] != now["format"]:
         yield "it was written by another version of cribo"
         return
@@ -256,7 +256,7 @@ def changes_between(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str
 
 
 class _EmbedParts:
-    """Work of an engine: writes the features of each part, and yields its number of images."""
+    """Writes the features of each part and yields its number of images; run by an engine."""
 
     def __init__(self, embedder: Embedder, folder: Path, kind: Format) -> None:
         self.embedder, self.folder = embedder, folder.absolute()

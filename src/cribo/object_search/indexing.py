@@ -246,7 +246,7 @@ class _IndexedPart(NamedTuple):
 
 
 class _IndexParts:
-    """Work of an engine: extracts the objects of each part, and writes them to files of the database."""
+    """Extracts the objects of each part and writes them to files of the database; run by an engine."""
 
     def __init__(self, extractor: ObjectExtractor, database: ObjectDatabase) -> None:
         self.extractor, self.writer = extractor, database.writer()
@@ -283,7 +283,7 @@ class _IndexParts:
 
 
 class _Commits:
-    """Collects the results of parts, and commits them from time to time: each commit costs a manifest of all files."""
+    """Collects results of parts and commits them periodically, since each commit writes a manifest of all files."""
 
     def __init__(self, database: ObjectDatabase, summary: IndexSummary) -> None:
         self.database, self.summary = database, summary

@@ -121,7 +121,7 @@ def _open(place: str) -> ObjectDatabase:
 
 
 def _changes(before: DatabaseInfo, now: DatabaseInfo) -> Iterator[str]:
-    """Yield what differs between two databases: backbone, settings or images."""
+    """Yield the differences between two databases: backbone, settings or images."""
 
     def options(info: DatabaseInfo) -> dict[str, Any]:
         blocks = "the last" if info.blocks is None else ",".join(map(str, info.blocks))

@@ -41,7 +41,7 @@ class Indexed(NamedTuple):
 
 
 def index_collection(config: IndexConfig, *, console: Console | None = None) -> Indexed:
-    """Create a database of the objects of a collection of images, or update an existing one.
+    """Create or update a database of the objects in a collection of images.
 
     Can be interrupted at any time; the next call resumes.
 
@@ -67,8 +67,8 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
         config = dataclasses.replace(config, blocks=config.blocks or known.blocks)
     network = LazyNetwork(backbone, blocks=config.blocks, device=config.device)
     # Workers open the backbone on their own devices; here it is only described.
-    here = network if config.engine == "local" else network.on("cpu")
-    encoder, about = here.encoder, here.about
+    described = network if config.engine == "local" else network.on("cpu")
+    encoder, about = described.encoder, described.about
     of_images = {
         "root": _root(images, source),
         "images": source,
@@ -86,7 +86,7 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
         Phases(console) as progress,
     ):
         if known is None:
-            info = DatabaseInfo.of(encoder, here.device, about, backbone, settings, source, blocks=config.blocks)
+            info = DatabaseInfo.of(encoder, described.device, about, backbone, settings, source, blocks=config.blocks)
             database = ObjectDatabase.create(place, dataclasses.replace(info, **of_images))
         else:
             database = ObjectDatabase.open(place)

@@ -46,7 +46,7 @@ class LabelledImage:
 
     @property
     def nbytes(self) -> int:
-        """Size of pixels and labels in bytes."""
+        """Size of the pixels and labels in bytes."""
         found = () if self.found is None else (self.found.labels, self.found.confidence)
         return sum(part.nbytes for part in (self.image, *found) if part is not None)
 

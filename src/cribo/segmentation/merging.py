@@ -101,7 +101,7 @@ def _of_all_images(about: dict[str, Any]) -> dict[str, Any]:
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return what differs between two descriptions, as text."""
+    """Return the differences between two descriptions, as text."""
     changes = [*changes_between(before, now)]
     first, second = (about["images"]["collection"] for about in (before, now))
     if not changes and first != second:

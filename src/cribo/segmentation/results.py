@@ -66,7 +66,7 @@ def read_records(folder: Path) -> dict[str, Record]:
 
 
 def changes_between(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """Yield what differs between two descriptions of results: the folder of the images, share, memory or settings."""
+    """Yield the differences between two descriptions of results: image folder, share, memory or settings."""
     both = before, now
 
     def changed(values: Callable[[dict[str, Any]], dict[str, Any]]) -> list[str]:

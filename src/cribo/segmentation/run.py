@@ -391,7 +391,7 @@ class _LabelledPart(NamedTuple):
 
 
 class _LabelParts:
-    """Work of an engine: labels the images of each part, and writes their files."""
+    """Labels the images of each part and writes their files; run by an engine."""
 
     def __init__(self, labeller: Labeller, writer: "_Writer", workers: int | None) -> None:
         self.labeller, self.writer, self.workers = labeller, writer, workers
