@@ -42,7 +42,7 @@ import numpy, onnxruntime
 session = onnxruntime.InferenceSession("{{folder}}/{file}")
 pixels = numpy.asarray(picture.convert("RGB").resize(({width}, {height}), 3), "float32")  # 3: bicubic
 images = (pixels / 255).transpose(2, 0, 1)[None]  # RGB in 0-1
-tokens, global_token = session.run(["tokens", "global_token"], {{{{"images": images}}}})"""
+tokens, global_token = session.run(["tokens", "global_token"], {{"images": images}})"""
 
 _METADATA = "cribo"
 

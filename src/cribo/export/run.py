@@ -14,12 +14,13 @@ from torch import Tensor
 
 from cribo.data.randomness import keyed_generator
 from cribo.errors import InputError, Stopped
-from cribo.export.card import CARD, model_card
 from cribo.export.options import TARGETS, ExportOptions, Target, require_target
 from cribo.export.target import Encode, Exporter, data_type
 from cribo.files import write_json, write_text
 from cribo.folders import ResultFolder
 from cribo.models import Backbone, describe, normalise
+from cribo.models.card import CARD, model_card
+from cribo.models.hub import source_name
 from cribo.retrieval.choices import FeaturePrecision
 
 ABOUT = "export.json"
@@ -39,6 +40,12 @@ _EXPORTERS: Mapping[Target, tuple[str, str]] = {
 }
 _LIBRARIES = ("cribo-ssl", "torch", "timm", "transformers", "onnx", "onnxruntime", "onnxscript")
 _OPSETS = range(18, 24)  # the first with antialiased resizing is 18
+_CARD_LIBRARIES: Mapping[Target, str] = {
+    "timm": "timm",
+    "transformers": "transformers",
+    "onnx": "onnx",
+    "torch-export": "pytorch",
+}
 _IMAGES = 0x6578706F7274  # key that separates the draws of the check from others
 
 
@@ -134,16 +141,33 @@ def export_backbone(
         except DifferentFeatures as error:
             raise DifferentFeatures(f"{to}: {error}; the export was removed{_others(plain, to)}") from error
         report = ExportReport(
-            to, out, {}, difference, checked, written.how_to_load.format(folder=out.as_posix()), written.notes
+            to, out, {}, difference, checked, written.how_to_load.replace("{folder}", out.as_posix()), written.notes
         )
-        write_json(folder / ABOUT, _describe(report, plain, chosen))
-        card = model_card(plain, to, chosen, difference=difference, how_to_load=report.how_to_load)
+        # Files that are moved or published contain no local paths.
+        in_folder = written.how_to_load.replace("{folder}", ".")
+        write_json(folder / ABOUT, _describe(report, plain, chosen, in_folder))
+        card = model_card(
+            plain,
+            library=_CARD_LIBRARIES[to],
+            how_to_load=f"# in the folder of this file\n{in_folder}",
+            written_by=f"`cribo export --to {to}`",
+            precision=chosen.precision,
+            sections=(check_section(difference),),
+        )
         write_text(folder / CARD, card)
         files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
         reports.append(replace(report, files=files))
 
     target.create(write)
     return reports[0]
+
+
+def check_section(difference: float) -> str:
+    """Return the section of a model card about the verification; `difference` is relative to the largest feature."""
+    return (
+        "## Check\n\nLoaded back, features differ from those of the backbone in float32 by at most "
+        f"{difference:.1e} of the largest."
+    )
 
 
 @torch.no_grad()
@@ -256,17 +280,18 @@ def _plain(backbone: Backbone) -> Backbone:
     return plain
 
 
-def _describe(report: ExportReport, backbone: Backbone, options: ExportOptions) -> dict[str, Any]:
+def _describe(report: ExportReport, backbone: Backbone, options: ExportOptions, how_to_load: str) -> dict[str, Any]:
     installed = {name: list(importlib.metadata.distributions(name=name)) for name in _LIBRARIES}
     return {
         "target": report.target,
         "backbone": describe(backbone),
         "fingerprint": backbone.fingerprint(),
-        "source": None if backbone.loaded is None else backbone.loaded.source,
+        "source": None if backbone.loaded is None else source_name(backbone.loaded.source),
+        "revision": None if backbone.loaded is None else backbone.loaded.revision,
         "options": asdict(options),
         "difference": report.difference,
         "checked": [list(size) for size in report.checked],
-        "how_to_load": report.how_to_load.splitlines(),
+        "how_to_load": how_to_load.splitlines(),
         "notes": list(report.notes),
         "versions": {name: found[0].version for name, found in installed.items() if found},
     }

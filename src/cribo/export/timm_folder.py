@@ -4,7 +4,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import timm
 import torch
 from jaxtyping import Float
@@ -12,67 +11,19 @@ from timm.data.config import resolve_data_config
 from torch import Tensor, nn
 
 from cribo.export.options import ExportOptions
-from cribo.export.target import Encode, Exporter, Written, data_type, in_precision
-from cribo.files import write_json
+from cribo.export.target import Encode, Exporter, Written, data_type
 from cribo.models import Backbone, normalise
 from cribo.models.numerics import Numerics
-from cribo.models.saving import TIMM_TAG, how_to_read_out, late_norm
+from cribo.models.saving import late_norm
+from cribo.models.timm_layout import how_to_load, not_of_timm, write_timm_layout
 
-_LOAD = """\
-import timm
-model = timm.create_model("local-dir:{folder}", pretrained=True).eval(){half}
-transform = timm.data.create_transform(**timm.data.resolve_data_config({{}}, model=model))
-"""
-_TOKENS = "tokens = model.forward_features(transform(picture)[None]{half})[:, {prefix}:]"
-_MAP = "feature_map = model.forward_features(transform(picture)[None]{half})"
 _READOUT = "the readout layer is stored as timm's classifier; the code below applies it"
 
 
 def write(backbone: Backbone, folder: Path, options: ExportOptions) -> Written:
     """Write `model.safetensors` and `config.json` in the layout of timm's own weights on the hub."""
-    state = {key: value.detach().contiguous().clone() for key, value in backbone.model.state_dict().items()}
-    state = {key: value.to(data_type(options)) if value.is_floating_point() else value for key, value in state.items()}
-    safetensors.torch.save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    write_json(folder / "config.json", timm_config(backbone))
-    return Written(in_precision(_LOAD + how_to_encode(backbone, _MAP, _TOKENS), options), _notes(backbone))
-
-
-def how_to_encode(backbone: Backbone, feature_map: str, tokens: str) -> str:
-    """Return the line of Python that encodes a picture as feature map or tokens, including the readout."""
-    prefix = getattr(backbone.model, "num_prefix_tokens", None)
-    line = feature_map if prefix is None else tokens.replace("{prefix}", str(prefix))
-    if backbone.readout is None:
-        return line
-    name, _, features = line.partition(" = ")
-    return f"{name} = {how_to_read_out(backbone, features)}"
-
-
-def timm_config(backbone: Backbone) -> dict[str, Any]:
-    """Return the content of timm's `config.json`, with the readout, if any, as classifier."""
-    about = backbone.model.pretrained_cfg
-    size = backbone.image_size
-    width = 0 if backbone.readout is None else backbone.embed_dim
-    return {
-        "architecture": backbone.name,
-        "num_classes": width,
-        "num_features": backbone.model.num_features,
-        "model_args": {key: value for key, value in backbone.arguments.items() if key != "num_classes"},
-        "pretrained_cfg": {
-            "tag": TIMM_TAG,
-            "custom_load": False,
-            "input_size": [3, size, size],
-            "fixed_input_size": not backbone.takes_any_size,
-            "interpolation": "bicubic",
-            "crop_pct": 1.0,
-            "crop_mode": "squash",  # resize without cropping, as transformers does
-            "mean": list(backbone.mean),
-            "std": list(backbone.std),
-            "num_classes": width,
-            "pool_size": None,
-            "first_conv": about.get("first_conv"),
-            "classifier": about.get("classifier"),
-        },
-    }
+    write_timm_layout(backbone, folder, data_type(options))
+    return Written(how_to_load(backbone, "local-dir:{folder}", data_type(options)), _notes(backbone))
 
 
 def load(folder: Path, options: ExportOptions) -> Encode:
@@ -129,4 +80,4 @@ def _notes(backbone: Backbone) -> tuple[str, ...]:
     return tuple(notes)
 
 
-TIMM = Exporter(write, load, lambda backbone, options: None)
+TIMM = Exporter(write, load, lambda backbone, options: not_of_timm(backbone))

@@ -27,6 +27,7 @@ from cribo.models.formats.reading import read_json
 from cribo.models.formats.table import NAMINGS
 from cribo.models.inverse import write_as
 from cribo.models.saving import late_norm
+from cribo.models.timm_layout import how_to_encode, not_of_timm
 
 _LOAD = """\
 from transformers import AutoImageProcessor, AutoModel
@@ -70,9 +71,9 @@ def write(backbone: Backbone, folder: Path, options: ExportOptions) -> Written:
         return Written(encode, (f"transformers loads it as {type(model).__name__}",))
     notes = timm_folder.write(backbone, folder, options).notes
     if backbone.readout is None:
-        encode, name = _LOAD + timm_folder.how_to_encode(backbone, _MAP, _TOKENS), "TimmWrapperModel"
+        encode, name = _LOAD + how_to_encode(backbone, _MAP, _TOKENS), "TimmWrapperModel"
     else:
-        encode = _LOAD_READOUT + timm_folder.how_to_encode(backbone, _TIMM_MAP, _TIMM_TOKENS)
+        encode = _LOAD_READOUT + how_to_encode(backbone, _TIMM_MAP, _TIMM_TOKENS)
         name = "TimmWrapperForImageClassification"
     return Written(in_precision(encode, options), (*notes, _BY_WRAPPER.format(name=name)))
 
@@ -102,7 +103,9 @@ def load(folder: Path, options: ExportOptions) -> Encode:
 
 
 def unsupported_reason(backbone: Backbone, options: ExportOptions) -> str | None:
-    """Return an error message for networks whose tokens transformers would return without the final norm."""
+    """Return an error message for networks that transformers cannot load, or would load without the final norm."""
+    if (reason := not_of_timm(backbone)) is not None:
+        return reason
     if backbone.readout is None and late_norm(backbone.model) is not None:
         return f"the final norm of {backbone.name} follows its pooling and is not applied to tokens"
     return None

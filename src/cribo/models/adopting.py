@@ -18,10 +18,12 @@ from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, Backbone
 from cribo.models.building import build_network, is_import_path
 from cribo.models.formats.architecture import Architecture, project_of_fixed_positions
 from cribo.models.formats.recognising import NetworkName, Recognised, first_keys, required_keys
+from cribo.models.licences import Licence, licences_text
 from cribo.models.numerics import Numerics
 from cribo.models.positions import Resizing, resize_positions, resize_relative_positions
 
 _logger = logging.getLogger(__name__)
+_COMMIT = 7  # shown digits
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class LoadedWeights:
     """Origin of a backbone's weights, key by key.
 
     Attributes:
-        source: the file or the timm name.
+        source: the file, the timm name, or the name on the Hugging Face hub.
         format: the recognised format, such as `MoCo v3`.
         network: `teacher` or `student`; None if the source contains one network.
         part: the prefix of the network's keys in the file, such as `teacher/module.backbone.`; may be empty.
@@ -37,6 +39,7 @@ class LoadedWeights:
         dropped: keys that were ignored, by group (head, decoder, student, ...).
         resampled: parameters that were resized to the backbone's patch or image size.
         notes: notes for the user, such as a position embedding that the original resizes in another way.
+        revision: commit of the files on the Hugging Face hub; None for other sources.
     """
 
     source: str
@@ -47,6 +50,7 @@ class LoadedWeights:
     dropped: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     resampled: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    revision: str | None = None
 
     def __str__(self) -> str:
         """Summary in one line."""
@@ -56,7 +60,8 @@ class LoadedWeights:
         left_out = f"; ignored {left_out}" if left_out else ""
         resampled = f"; resized {', '.join(self.resampled)}" if self.resampled else ""
         notes = "".join(f"; {note}" for note in self.notes)
-        return f"{self.source}: {self.format}{network}{part}, {len(self.used)} keys used{left_out}{resampled}{notes}"
+        commit = f" ({self.revision[:_COMMIT]})" if self.revision else ""
+        return f"{self.source}{commit}: {self.format}{network}{part}, {len(self.used)} keys used{left_out}{resampled}{notes}"
 
 
 def build(
@@ -91,8 +96,10 @@ def adopt(
     notes: tuple[str, ...] = (),
     *,
     positions: Resizing | None = None,
+    licences: tuple[Licence, ...] = (),
+    revision: str | None = None,
 ) -> LoadedWeights:
-    """Load recognised weights, and set the normalisation, numerics and `loaded` of the backbone accordingly."""
+    """Load recognised weights, and set the normalisation, numerics, licences and `loaded` of the backbone."""
     expected, original = recognised.expected, _original_resizing(recognised)
     numerics = recognised.numerics or Numerics(
         norm_eps=expected.norm_eps,
@@ -130,11 +137,13 @@ def adopt(
         dropped=recognised.dropped,
         resampled=resampled,
         notes=(*notes, *recognised.notes, *resized, *readout),
+        revision=revision,
     )
+    backbone.licences = licences
     shown = backbone.loaded
     if resized == (_UNKNOWN_RESIZING,) and not _is_new(source):
         shown = replace(shown, notes=tuple(note for note in shown.notes if note != _UNKNOWN_RESIZING))
-    _logger.info("%s", shown)
+    _logger.info("%s%s", shown, f"; {licences_text(licences)}" if licences else "")
     return backbone.loaded
 
 

@@ -29,6 +29,7 @@ from cribo.models.positions import RelativePositions, RelativeResizing
 
 if TYPE_CHECKING:
     from cribo.models.adopting import LoadedWeights
+    from cribo.models.licences import Licence
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
@@ -141,6 +142,7 @@ class Backbone(nn.Module):
         numerics: numerics that the weights expect, such as epsilon (`set_numerics`).
         checkpointing: activations that blocks save for the backward pass (`set_checkpointing`).
         loaded: origin of the weights; None for random ones.
+        licences: licences of the weights from which the backbone was made; empty for random ones.
     """
 
     def __init__(self, model: nn.Module, name: str, arguments: Mapping[str, Any], image_size: int) -> None:
@@ -155,6 +157,7 @@ class Backbone(nn.Module):
         self._own_epsilons = norm_epsilons(model)
         self._positions: RelativePositions | None = None
         self.loaded: LoadedWeights | None = None
+        self.licences: tuple[Licence, ...] = ()
         self._is_transformer = isinstance(model, VisionTransformer | Eva | Beit)
         self.takes_any_size = (
             "img_size" not in arguments or isinstance(model, Xcit) or _has_argument(model, "dynamic_img_size")

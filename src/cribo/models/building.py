@@ -112,7 +112,7 @@ def _build_again(backbone: Backbone, changes: Mapping[str, Any], **options: Any)
 def _changed(backbone: Backbone, **changes: Any) -> Backbone:
     """Build the same network with some arguments changed, without weights."""
     changed = _build_again(backbone, changes, initialise=False)
-    changed.loaded = backbone.loaded
+    changed.loaded, changed.licences = backbone.loaded, backbone.licences
     return changed.to(next(backbone.parameters()))
 
 

@@ -21,11 +21,15 @@ from cribo.models.formats.architecture import Architecture
 from cribo.models.formats.reading import flatten, read_json, read_weights
 from cribo.models.formats.recognising import Recognised, recognise
 from cribo.models.formats.table import Expected
+from cribo.models.licences import describe_licences, licences_of
 from cribo.models.numerics import Numerics
 from cribo.models.positions import Resizing
 
 WEIGHTS_FILE = "backbone.safetensors"
 DESCRIPTION_FILE = "backbone.json"
+DESCRIBED = "cribo"
+"""Entry of `config.json` files in timm's layout with the description of the backbone (`describe`)."""
+
 TIMM_TAG = "cribo"
 """Tag of timm `config.json` files written by this package."""
 _HOW_TO_LOAD = (
@@ -113,6 +117,7 @@ def describe(backbone: Backbone) -> dict[str, Any]:
         "mean": list(backbone.mean),
         "std": list(backbone.std),
         **asdict(backbone.numerics),
+        "licences": describe_licences(backbone.licences),
     }
 
 
@@ -155,7 +160,14 @@ def is_saved(path: Path) -> bool:
 
 
 def load_saved(
-    path: Path, *, image_size: int | None, positions: Resizing | None, drop_path: float, trust: bool
+    path: Path,
+    source: str,
+    *,
+    image_size: int | None,
+    positions: Resizing | None,
+    drop_path: float,
+    trust: bool,
+    revision: str | None,
 ) -> Backbone:
     """Load a file written by `save_backbone`."""
     description = path.with_name(DESCRIPTION_FILE)
@@ -172,7 +184,8 @@ def load_saved(
     reserve_readout(backbone, about["args"].get("num_classes", 0))
     recognised = recognise(flatten(read_weights(path)), str(path), backbone=backbone)
     described = replace(apply_description(recognised, about), format="cribo backbone")
-    adopt(backbone, described, str(path), positions=positions)
+    licences = licences_of(about, source)
+    adopt(backbone, described, source, positions=positions, licences=licences, revision=revision)
     return backbone
 
 

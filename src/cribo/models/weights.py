@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import timm
 import torch
@@ -30,8 +30,11 @@ from cribo.models.formats.training_configs import (
     named_stride,
     with_expected,
 )
+from cribo.models.hub import WEIGHT_SUFFIXES, WEIGHTS, download, hub_name
+from cribo.models.licences import README, Licence, licences_of, read_licence, timm_licence
 from cribo.models.positions import Resizing
 from cribo.models.saving import (
+    DESCRIBED,
     DESCRIPTION_FILE,
     TIMM_TAG,
     WEIGHTS_FILE,
@@ -42,11 +45,10 @@ from cribo.models.saving import (
     reserve_readout,
 )
 
-_FILE_SUFFIXES = (".safetensors", ".pth", ".pt", ".ckpt", ".bin", ".tar", ".npz", ".msgpack")
 _HUB_FILE = "pytorch_model.bin"  # timm prefers the model.safetensors beside it
 
 # Files in folders of the Hugging Face hub, and in the folder of an interrupted run.
-_HUB_WEIGHTS, _HUB_IMAGES = ("model.safetensors", _HUB_FILE), "preprocessor_config.json"
+_HUB_IMAGES = "preprocessor_config.json"
 _CHECKPOINTS = "checkpoints/step=*.ckpt"
 
 
@@ -110,8 +112,9 @@ def load_backbone(
 
     Args:
         source: a run folder or its `backbone.safetensors`; a timm name, with or without a tag, for its pretrained
-            weights; a checkpoint of one of the projects in `cribo.models.formats`; or a folder as on the Hugging
-            Face hub (`config.json` beside `model.safetensors`). Files are recognised by their content.
+            weights; a checkpoint of one of the projects in `cribo.models.formats`; a folder as on the Hugging
+            Face hub (`config.json` beside `model.safetensors`); or a repository there, `hf://owner/name`,
+            `hf://owner/name@revision` or `hf://owner/name/path`. Files are recognised by their content.
         name: timm's name of a file's architecture, if its weights do not show it (any but ViT, DINOv3, ResNet).
         args: arguments of timm's constructor that a file's weights do not show, such as `num_heads`.
         pretrained: if False, build the network of a timm name or file with random weights.
@@ -128,8 +131,9 @@ def load_backbone(
     Raises:
         FileNotFoundError: the file, or one file of a pair, does not exist.
         ValueError: the file is damaged, of unknown format or of another architecture; it has unexpected keys; the timm
-            name is unknown or has no weights; or arguments cannot be combined.
-        ConnectionError: timm's weights are not cached and cannot be downloaded.
+            name is unknown or has no weights; arguments cannot be combined; or the repository does not exist, is
+            private or gated, or contains no weights.
+        ConnectionError: weights are not cached and cannot be downloaded.
         ImportError: the file is a Flax checkpoint and msgpack is not installed.
 
     Example:
@@ -137,24 +141,32 @@ def load_backbone(
         >>> backbone.embed_dim, backbone.image_size, backbone.loaded
         (192, 64, None)
     """
-    path = _as_path(source)
-    if path is None:
+    place = _locate(source)
+    if place is None:
         if name is not None:
             raise InputError(f"name={name!r} applies to files, but {str(source)!r} is a timm name: remove it")
         return _build_from_timm(
             str(source), args, pretrained=pretrained, image_size=image_size, drop_path=drop_path, seed=seed
         )
-    path, notes = _file_of(path)
-    if is_saved(path):
+    if is_saved(place.path):
         for option, value in (("name", name), ("args", args)):
             if value:
-                raise InputError(f"{option}={value!r} cannot be combined with {path}, which specifies its network")
-        loaded = load_saved(path, image_size=image_size, positions=positions, drop_path=drop_path, trust=trust)
+                raise InputError(
+                    f"{option}={value!r} cannot be combined with {place.source}, which specifies its network"
+                )
+        loaded = load_saved(
+            place.path,
+            place.source,
+            image_size=image_size,
+            positions=positions,
+            drop_path=drop_path,
+            trust=trust,
+            revision=place.revision,
+        )
     else:
-        with _naming(path):
+        with _naming(place):
             loaded = _load_foreign(
-                path,
-                notes,
+                place,
                 name=name,
                 args=args,
                 image_size=image_size,
@@ -168,8 +180,7 @@ def load_backbone(
 
 
 def _load_foreign(
-    path: Path,
-    notes: tuple[str, ...],
+    place: "_Place",
     *,
     name: str | None,
     args: Mapping[str, Any] | None,
@@ -180,6 +191,7 @@ def _load_foreign(
     trust: bool,
     drop_path: float,
 ) -> Backbone:
+    path, notes = place.path, place.notes
     content = read_weights(path, trust=trust)
     architecture = _declared_architecture(content, path, name, args)
     backbone = None
@@ -204,7 +216,15 @@ def _load_foreign(
     else:
         _check_hidden_arguments(backbone, recognised, path)
     try:
-        adopt(backbone, recognised, str(path), notes, positions=positions)
+        adopt(
+            backbone,
+            recognised,
+            place.source,
+            notes,
+            positions=positions,
+            licences=_licences(place, content),
+            revision=place.revision,
+        )
     except ValueError as error:
         raise InputError(f"{error}{_nearer_name(content, path, backbone, network)}") from error
     return backbone
@@ -224,13 +244,14 @@ def _nearer_name(content: Mapping[str, Any], path: Path, backbone: Backbone, net
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Add the path to errors, and to errors about shards the path of a whole network, if found nearby."""
+def _naming(place: "_Place") -> Iterator[None]:
+    """Add the source to errors, and to errors about shards the path of a whole network, if found nearby."""
     try:
         yield
     except ValueError as error:
-        message = str(error) if str(path) in str(error) else f"{path}: {error}"
-        if SHARD in message and (whole := find_whole_network(path)):
+        message = str(error).replace(str(place.path), place.source)
+        message = message if place.source in message else f"{place.source}: {message}"
+        if SHARD in message and (whole := find_whole_network(place.path)):
             message += f"; {whole} may be the whole network"
         if message == str(error):
             raise
@@ -261,24 +282,32 @@ def load_pretrained(
     Raises:
         FileNotFoundError: the file does not exist.
         ValueError: the file is damaged, of unknown format or of another architecture, or the timm name is unknown.
-        ConnectionError: timm's weights are not cached and cannot be downloaded.
+        ConnectionError: weights are not cached and cannot be downloaded.
     """
-    path = None if str(source) == "timm" else _as_path(source)
-    if path is None:
+    place = None if str(source) == "timm" else _locate(source)
+    if place is None:
         return _load_from_timm(backbone, backbone.name if str(source) == "timm" else str(source))
-    path, notes = _file_of(path)
-    with _naming(path):
+    path = place.path
+    with _naming(place):
         content = read_weights(path, trust=trust)
     description = path.with_name(DESCRIPTION_FILE)
     about = read_description(description) if is_saved(path) and description.is_file() else None
     width = about["args"].get("num_classes", 0) if about is not None else _readout_width(content, path)
     with _readout_of_weights(backbone, width):
-        with _naming(path):
+        with _naming(place):
             recognised = _recognise(content, path, network=network, backbone=backbone, ignore=ignore)
         _check_hidden_arguments(backbone, recognised, path)
         if about is not None:
             recognised = apply_description(recognised, about)
-        return adopt(backbone, recognised, str(path), notes, positions=positions)
+        return adopt(
+            backbone,
+            recognised,
+            place.source,
+            place.notes,
+            positions=positions,
+            licences=_licences(place, content) if about is None else licences_of(about, place.source),
+            revision=place.revision,
+        )
 
 
 @contextlib.contextmanager
@@ -298,10 +327,32 @@ def _readout_of_weights(backbone: Backbone, width: int) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------ finding the file
 
 
+class _Place(NamedTuple):
+    """A file or folder of weights; `source` is the name to show, `revision` and `readme` those of a repository."""
+
+    path: Path
+    source: str
+    notes: tuple[str, ...] = ()
+    revision: str | None = None
+    readme: Path | None = None
+
+
+def _locate(source: str | Path) -> _Place | None:
+    """Find the file of a source, and download it if it is on the hub; None if it can only be a timm name."""
+    if (name := hub_name(source)) is not None:
+        found = download(name)
+        return _Place(found.path, str(name), revision=found.commit, readme=found.readme)
+    path = _as_path(source)
+    if path is None:
+        return None
+    file, notes = _file_of(path)
+    return _Place(file, str(file), notes)
+
+
 def _as_path(source: str | Path) -> Path | None:
     """Return `source` as a path; None if it can only be a timm name."""
     path = Path(source)
-    is_path = isinstance(source, Path) or path.exists() or path.suffix in _FILE_SUFFIXES or len(path.parts) > 1
+    is_path = isinstance(source, Path) or path.exists() or path.suffix in WEIGHT_SUFFIXES or len(path.parts) > 1
     return path if is_path else None
 
 
@@ -311,9 +362,7 @@ def _file_of(path: Path) -> tuple[Path, tuple[str, ...]]:
         if not path.exists():
             raise FileNotFoundError(f"no weights at {path}: give a file, a run folder, or a timm name without slashes")
         return path, ()
-    if (path / WEIGHTS_FILE).is_file():
-        return path / WEIGHTS_FILE, ()
-    for name in _HUB_WEIGHTS:
+    for name in WEIGHTS:
         if (path / name).is_file():
             return path / name, ()
     if _is_read_whole(path):
@@ -333,7 +382,7 @@ def _file_of(path: Path) -> tuple[Path, tuple[str, ...]]:
     raise FileNotFoundError(
         f"no backbone at {path}{''.join(f' ({reason})' for reason in damaged)}: give a folder with "
         f"{WEIGHTS_FILE} (a run), or config.json and "
-        f"{_HUB_WEIGHTS[0]} (the Hugging Face hub), or .metadata (torch.distributed.checkpoint), or give a file"
+        f"{WEIGHTS[1]} (the Hugging Face hub), or .metadata (torch.distributed.checkpoint), or give a file"
     )
 
 
@@ -380,6 +429,19 @@ def _is_named_after_its_network(content: Mapping[str, Any], path: Path) -> bool:
     return own == {key for key in content if key.partition(".")[0] not in classifier or key in own}
 
 
+def _licences(place: _Place, content: Mapping[str, Any]) -> tuple[Licence, ...]:
+    """Return the licences of weights: as described by this package, else as in the header of a README.md nearby."""
+    if isinstance(run := content.get("cribo"), Mapping):
+        if "licences" in run.get("backbone", {}):
+            return licences_of(run["backbone"], place.source)
+        if "config" in run and not run["config"]["backbone"].get("pretrained"):
+            return ()
+    elif isinstance(about := read_beside(place.path, HUB_CONFIG).get(DESCRIBED), Mapping):
+        return licences_of(about, place.source)
+    readmes = filter(None, (place.path.with_name(README), place.readme))
+    return (read_licence(readmes, place.source),)
+
+
 def _readout_width(content: Mapping[str, Any], path: Path) -> int:
     """Return the channels of the layer after the features in this package's checkpoints or timm folders; 0 if none.
 
@@ -420,6 +482,8 @@ def _recognise(
     if recognised.format in ("DINOv2 or DINOv3 training", "DINOv2", "DINOv3"):
         return apply_dino_config(recognised, path)
     config, images = hub_config(path), read_beside(path, _HUB_IMAGES)
+    if isinstance(about := config.get(DESCRIBED), Mapping):
+        return apply_description(recognised, about)
     images = {**config.get("pretrained_cfg", {}), **images}
     mean, std = images.get("image_mean", images.get("mean")), images.get("image_std", images.get("std"))
     notes = recognised.notes
@@ -565,4 +629,4 @@ def _load_from_timm(backbone: Backbone, name: str) -> LoadedWeights:
     # Weights from timm expect timm's own network, including epsilon and activation.
     expected = Expected(mean=tuple(config.mean), std=tuple(config.std))
     recognised = replace(recognised, format="timm", expected=expected, notes=())
-    return adopt(backbone, recognised, source)
+    return adopt(backbone, recognised, source, licences=(timm_licence(source, config.license),))

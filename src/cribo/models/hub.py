@@ -1,0 +1,320 @@
+"""Weights on the Hugging Face hub, named `hf://owner/name`, `hf://owner/name@revision` or `hf://owner/name/path`."""
+
+import contextlib
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from cribo.errors import InputError
+
+_SCHEME = "hf://"
+_NAME = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[^/@]+))?(/(?P<path>[^@]+?))?/?")
+
+WEIGHTS = ("backbone.safetensors", "model.safetensors", "pytorch_model.bin")
+"""Names of weights in a folder, the first that exists is used."""
+
+_README, _CONFIG, _DESCRIPTION = "README.md", "config.json", "backbone.json"
+_BESIDE = (
+    _README,
+    _CONFIG,
+    _DESCRIPTION,
+    "cribo.json",
+    "preprocessor_config.json",
+    "open_clip_config.json",
+    "config.yaml",
+    "variant.yml",
+)
+WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".ckpt", ".bin", ".tar", ".npz", ".msgpack")
+_LISTED = 5
+
+LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+
+
+class HubName(NamedTuple):
+    """A repository on the hub, or a file or folder in it; `revision` is a branch, tag or commit."""
+
+    repo: str
+    revision: str | None = None
+    path: str = ""
+
+    def __str__(self) -> str:
+        """The name, such as hf://owner/name@revision/path."""
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"{_SCHEME}{self.repo}{revision}{'/' if self.path else ''}{self.path}"
+
+
+class Download(NamedTuple):
+    """Downloaded weights: their file in the hub's cache, the commit, and the README.md of the repository."""
+
+    path: Path
+    commit: str
+    readme: Path
+
+
+def hub_name(source: str | Path) -> HubName | None:
+    """Parse the name of weights on the hub; None for other sources.
+
+    Raises:
+        InputError: the name starts with `hf:` but is malformed.
+
+    Example:
+        >>> hub_name("hf://owner/name@v1/encoder/model.safetensors")
+        HubName(repo='owner/name', revision='v1', path='encoder/model.safetensors')
+        >>> hub_name("runs/camvid") is None
+        True
+    """
+    text = str(source)
+    if isinstance(source, Path):  # a Path merges the slashes
+        text = re.sub(r"^hf:/+", _SCHEME, source.as_posix())
+    if not re.match(r"hf:", text):
+        return None
+    found = _NAME.fullmatch(text)
+    if found is None or {"", ".", ".."} & {*(found["path"] or "-").split("/")}:
+        raise InputError(
+            f"{text!r} is not a name on the Hugging Face hub: write hf://owner/name, hf://owner/name@revision or "
+            "hf://owner/name/file"
+        )
+    return HubName(found["repo"], found["revision"], found["path"] or "")
+
+
+def source_name(source: str) -> str:
+    """Return a name of weights without local paths: a timm name, the name on the hub, or that of the file or run.
+
+    Example:
+        >>> source_name("hf://owner/name@main"), source_name("runs/camvid/backbone.safetensors")
+        ('hf://owner/name@main', 'camvid')
+    """
+    if source.startswith(_SCHEME):
+        return source
+    path = Path(source)
+    if path.name in WEIGHTS and len(path.parts) > 1:
+        return path.parent.name or path.name
+    return path.name
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def download(
+    name: HubName,
+    *,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    force: bool = False,
+    local: bool = False,
+) -> Download:
+    """Download the weights of a repository and the small files that describe them, into the hub's cache.
+
+    Without a connection, or with HF_HUB_OFFLINE=1, a cached copy is used.
+
+    Args:
+        name: the repository, or a file or folder in it.
+        token: token of the hub; by default that of `hf auth login` or HF_TOKEN.
+        cache_dir: cache to use instead of the hub's own.
+        force: download again.
+        local: use the cache only.
+
+    Raises:
+        InputError: the repository, revision or file does not exist, is private or gated, or contains no weights.
+        ConnectionError: the hub cannot be reached, and the weights are not cached.
+    """
+    from huggingface_hub import HfApi, hf_hub_download
+
+    where = None if cache_dir is None else str(cache_dir)
+    with explained_errors(name):
+        try:
+            if local:
+                raise ConnectionError("only the cache is used")
+            found = HfApi(token=token).model_info(name.repo, revision=name.revision)
+        except Exception as error:
+            if not _is_connection_error(error):
+                raise
+            if (cached := _cached(name, where)) is not None:
+                return cached
+            raise ConnectionError(_not_cached(name, error)) from error
+        weights, others = choose_files([file.rfilename for file in found.siblings or ()], name)
+        path, revision = Path(), name.revision
+        # Weights are last, so that cached weights imply that the other files are cached, too.
+        for file in (*others, weights):
+            path = Path(
+                hf_hub_download(name.repo, file, revision=revision, token=token, cache_dir=where, force_download=force)
+            )
+            revision = _as_download(path, file).commit  # all files are of one commit
+        return _as_download(path, weights)
+
+
+def choose_files(files: Sequence[str], name: HubName) -> tuple[str, list[str]]:
+    """Choose the weights among the files of a repository, and the small files beside them.
+
+    Raises:
+        InputError: the file does not exist, or the choice is not clear.
+
+    Example:
+        >>> choose_files(["README.md", "config.json", "model.safetensors", "tf_model.h5"], HubName("owner/name"))
+        ('model.safetensors', ['README.md', 'config.json'])
+    """
+    if name.path in files:
+        weights = name.path
+    else:
+        folder = f"{name.path}/" if name.path else ""
+        here = [file.removeprefix(folder) for file in files if file.startswith(folder)]
+        if not here and name.path:
+            near = difflib.get_close_matches(name.path, files, n=1) or [file for file in files if is_weights(file)]
+            raise InputError(
+                f"{name.repo} has no file or folder {name.path!r}"
+                + (f": it has {', '.join(near[:_LISTED])}" if near else f": {_see(name)}")
+            )
+        weights = folder + _only_weights([file for file in here if "/" not in file], files, name)
+    folder = weights.rpartition("/")[0]
+    beside = [file for file in (f"{folder}/{small}" if folder else small for small in _BESIDE) if file in files]
+    readme = [_README] if folder and _README in files else []
+    return weights, [*readme, *(file for file in beside if file != weights)]
+
+
+def is_weights(file: str) -> bool:
+    """Whether a file has the suffix of weights."""
+    return file.endswith(WEIGHT_SUFFIXES)
+
+
+def _only_weights(here: Sequence[str], files: Sequence[str], name: HubName) -> str:
+    for known in WEIGHTS:
+        if known in here:
+            return known
+    shards = [file for file in here if re.search(r"-\d+-of-\d+\.", file)]
+    if shards:
+        raise InputError(
+            f"the weights of {name} are split into {len(shards)} files: load it with its own library, and save its "
+            "state dict as one file"
+        )
+    candidates = [file for file in here if is_weights(file)]
+    if len(candidates) == 1:
+        return candidates[0]
+    elsewhere = candidates or [file for file in files if is_weights(file)]
+    if elsewhere:
+        listed = ", ".join(elsewhere[:_LISTED]) + (", ..." if len(elsewhere) > _LISTED else "")
+        raise InputError(f"{name} has several weights ({listed}): name one, such as hf://{name.repo}/{elsewhere[0]}")
+    raise InputError(
+        f"{name} has no weights that cribo can read (of {', '.join(WEIGHT_SUFFIXES)}): {_see(name)} shows its files"
+    )
+
+
+def _cached(name: HubName, cache_dir: str | None) -> Download | None:
+    """Find the weights in the cache; None if they, or the configuration beside them, are not there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        # No file matches the pattern: the cache need not contain all files of the repository.
+        root = Path(
+            snapshot_download(
+                name.repo, revision=name.revision, cache_dir=cache_dir, local_files_only=True, allow_patterns=[]
+            )
+        )
+        files = [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()]
+        weights, others = choose_files(files, name)
+    except (LocalEntryNotFoundError, InputError):
+        return None
+    is_described = any(PurePosixPath(file).name in (_CONFIG, _DESCRIPTION) for file in others)
+    if not is_described and PurePosixPath(weights).name in WEIGHTS and weights != name.path:
+        return None  # another program has downloaded the weights only
+    return _as_download(root / weights, weights)
+
+
+def _as_download(path: Path, file: str) -> Download:
+    """Describe a file of a cached commit, whose folder in the cache has the name of the commit."""
+    root = path.parents[file.count("/")]
+    return Download(path, root.name, root / _README)
+
+
+def _not_cached(name: HubName, error: Exception) -> str:
+    from huggingface_hub import constants
+
+    is_offline = constants.HF_HUB_OFFLINE
+    why = "HF_HUB_OFFLINE=1 is set" if is_offline else _first_line(error) or type(error).__name__
+    files = f"{name.path}" if is_weights(name.path) else "config.json, README.md and the weights (model.safetensors)"
+    return (
+        f"cannot download {name} ({why}), and {constants.HF_HUB_CACHE} does not contain it. Without a network: "
+        f"download {files} from {_see(name)} on another machine into one folder, and pass its path"
+    )
+
+
+def _see(name: HubName) -> str:
+    return f"{address(name.repo)}/tree/{name.revision or 'main'}"
+
+
+def address(repo: str) -> str:
+    """Return the address of a repository."""
+    from huggingface_hub import constants
+
+    return f"{constants.ENDPOINT}/{repo}"
+
+
+# ---------------------------------------------------------------------------------------------------------- errors
+
+
+@contextlib.contextmanager
+def explained_errors(name: HubName) -> Iterator[None]:
+    """Convert errors of the hub's client to one line that says what to do."""
+    from huggingface_hub import errors
+
+    repo = name.repo
+    try:
+        yield
+    except errors.HFValidationError as error:
+        raise InputError(f"{repo!r} is not a name on the Hugging Face hub: {_first_line(error)}") from error
+    except errors.GatedRepoError as error:
+        raise InputError(
+            f"{name} is gated: accept its terms at {address(repo)} with your account, then {LOG_IN}"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise InputError(
+            f"{repo} has no revision {name.revision!r}: omit it, or choose a branch, tag or commit of {address(repo)}"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise InputError(
+            f"the repository {repo} does not exist on {address('').rstrip('/')}, or is private: check the name, and if "
+            f"it is private, {LOG_IN}{_of_reader()}"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise ConnectionError(_not_cached(name, error)) from error
+    except errors.EntryNotFoundError as error:
+        raise InputError(f"{repo} has no such file: {_see(name)} shows its files") from error
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        if status == 401:
+            raise InputError(
+                f"the Hugging Face hub does not accept your token: create one at {address('settings/tokens')}, then "
+                f"{LOG_IN}"
+            ) from error
+        raise ConnectionError(
+            f"the Hugging Face hub failed at {name}: {_first_line(error)}: try again later"
+        ) from error
+    except Exception as error:
+        if isinstance(error, InputError | ConnectionError) or not _is_connection_error(error):
+            raise
+        raise ConnectionError(
+            f"the connection to the Hugging Face hub failed at {name} ({_first_line(error)}): try again"
+        ) from error
+
+
+def _of_reader() -> str:
+    from huggingface_hub import get_token
+
+    return " with an account that may read it" if get_token() else ""
+
+
+def _is_connection_error(error: Exception) -> bool:
+    """Whether the hub could not be reached, as opposed to an answer that it does not have the files."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code >= 500 or error.response.status_code == 429
+    # The client's own errors have no base class that all its versions share.
+    is_client = type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "requests")
+    return is_client or isinstance(error, ConnectionError | TimeoutError)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")

@@ -1,0 +1,132 @@
+"""Licences of weights: read beside them, stored with every backbone made from them, and shown to users."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from cribo.models.hub import source_name
+
+README = "README.md"
+"""The file in whose header the Hugging Face hub stores the licence."""
+
+Commercial = Literal["yes", "no", "own terms", "unknown"]
+"""Whether a licence allows commercial use; `own terms` for licences with conditions of their own."""
+
+_COMMERCIAL: Mapping[str, Commercial] = {
+    **dict.fromkeys(("apache-2.0", "mit", "bsd-2-clause", "bsd-3-clause", "isc", "unlicense", "cc0-1.0"), "yes"),
+    **dict.fromkeys(("cc-by-4.0", "cc-by-sa-4.0", "cc-by-3.0", "cc-by-2.0"), "yes"),
+    **dict.fromkeys((f"cc-by-nc{more}-4.0" for more in ("", "-sa", "-nd")), "no"),
+    **dict.fromkeys(("cc-by-nc-3.0", "cc-by-nc-2.0", "fair-noncommercial-research-license", "apple-amlr"), "no"),
+    **dict.fromkeys(("dinov3-license", "gemma", "nvidia-open-model-license", "apple-ascl", "openrail"), "own terms"),
+}
+"""Known licences, by their SPDX identifier or the name that the Hugging Face hub or timm uses."""
+
+
+@dataclass(frozen=True)
+class Licence:
+    """Licence of the weights from which a backbone was made.
+
+    Attributes:
+        source: public name of the weights: a timm name, hf://owner/name, or the name of a file or run.
+        name: SPDX identifier, or name on the Hugging Face hub; None if it is not recorded.
+        link: address of its text, if recorded.
+        role: `weights`, or `teacher` for a network whose features were learnt.
+    """
+
+    source: str
+    name: str | None = None
+    link: str | None = None
+    role: Literal["weights", "teacher"] = "weights"
+
+    @property
+    def commercial(self) -> Commercial:
+        """Whether the licence allows commercial use."""
+        return "unknown" if self.name is None else _COMMERCIAL.get(self.name, "unknown")
+
+    def __str__(self) -> str:
+        """The licence, with what it means for commercial use.
+
+        Example:
+            >>> print(Licence("mae.pth", "cc-by-nc-4.0"))
+            licence cc-by-nc-4.0 (non-commercial)
+            >>> print(Licence("vits16.pth"))
+            licence not recorded, look it up at the source of the weights
+        """
+        if self.name is None:
+            return "licence not recorded, look it up at the source of the weights"
+        notes = {
+            "yes": "",
+            "no": "non-commercial",
+            "own terms": "own terms, read them before commercial use",
+            "unknown": "not known to cribo, read its terms",
+        }
+        details = ", ".join(filter(None, (notes[self.commercial], self.link)))
+        return f"licence {self.name}" + (f" ({details})" if details else "")
+
+
+def licences_text(licences: Sequence[Licence]) -> str:
+    """Return the licences of a backbone as text; empty for random weights.
+
+    Example:
+        >>> licences_text([Licence("a", "mit"), Licence("b", "cc-by-nc-4.0", role="teacher")])
+        'licence mit; of the teacher b: licence cc-by-nc-4.0 (non-commercial)'
+    """
+    return "; ".join(
+        str(each) if each.role == "weights" else f"of the {each.role} {each.source}: {each}" for each in licences
+    )
+
+
+def with_teacher(licences: Iterable[Licence], teacher: Iterable[Licence]) -> tuple[Licence, ...]:
+    """Return the licences of a student, with those of its teacher."""
+    return tuple(dict.fromkeys((*licences, *(replace(each, role="teacher") for each in teacher))))
+
+
+def describe_licences(licences: Iterable[Licence]) -> list[dict[str, Any]]:
+    """Return licences as JSON types, for `licences_of`."""
+    return [asdict(licence) for licence in licences]
+
+
+def licences_of(about: Mapping[str, Any], source: str) -> tuple[Licence, ...]:
+    """Return the licences in a description of a backbone; descriptions of earlier versions have none recorded."""
+    if "licences" not in about:
+        return (Licence(source_name(source)),)
+    return tuple(Licence(**entry) for entry in about["licences"])
+
+
+def timm_licence(name: str, licence: str | None) -> Licence:
+    """Return the licence of timm's weights, as named in its registry."""
+    return Licence(name, None if licence in (None, "unknown", "other") else licence)
+
+
+def read_licence(readmes: Iterable[Path], source: str) -> Licence:
+    """Read the licence in the header of the first of these README.md files that has one."""
+    for path in readmes:
+        header = read_header(path)
+        names = header.get("license") or []
+        name = names if isinstance(names, str) else ", ".join(map(str, names))
+        if name == "other":
+            name = str(header.get("license_name") or "")
+        if name and name != "unknown":
+            link = header.get("license_link")
+            return Licence(source_name(source), name, str(link) if link else None)
+    return Licence(source_name(source))
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Read the YAML between `---` at the start of a Markdown file; empty without a valid one."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    start, _, rest = text.lstrip().partition("---\n")
+    header, end, _ = rest.partition("\n---")
+    if start or not end:
+        return {}
+    try:
+        content = yaml.safe_load(header)
+    except yaml.YAMLError:
+        return {}
+    return content if isinstance(content, dict) else {}
