@@ -11,6 +11,7 @@ from cribo.adaptation.encoding import encode, readable
 from cribo.data import ImageSource
 from cribo.data.limits import spread
 from cribo.models import Backbone
+from cribo.models.licences import with_teacher
 from cribo.objectives.distill import at_common_grid
 from cribo.retrieval.whitening import Moments
 
@@ -48,6 +49,7 @@ def predict_teacher(
     copies = [copy.deepcopy(student) for student in students]
     for plain in copies:
         plain.remove_readout()
+        plain.licences = with_teacher(plain.licences, teacher.licences)
     moments = [[Moments(plain.embed_dim + teacher.embed_dim) for _ in range(2)] for plain in copies]
     indices = spread(len(images), _IMAGES)
     for done, (_, pixels) in enumerate(readable(images, indices), start=1):

@@ -1,11 +1,19 @@
 """`cribo export`: write a backbone for other libraries."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from cribo.cli.running import BACKBONE_SHORT, NETWORK, print_places
 from cribo.console import Phases, importing
+
+if TYPE_CHECKING:
+    from jsonargparse import Namespace
+
+    from cribo.export import ExportReport
+    from cribo.export.options import ExportOptions
+    from cribo.retrieval.source import BackboneSource
 
 HELP = """\
 Write a backbone for other libraries. The export is loaded back by the other library, and kept only if its features
@@ -15,29 +23,39 @@ agree with those of the backbone to 1e-4 of the largest (1e-2 in float16), at se
   cribo export --backbone runs/camvid --to transformers   AutoModel.from_pretrained
   cribo export --backbone runs/camvid --to onnx           RGB images in 0-1 to tokens and global token, any size
   cribo export --backbone runs/camvid --to torch-export   the same, for PyTorch
+  cribo export --backbone runs/camvid --to hub --repo owner/name   publish on the Hugging Face hub, for timm and cribo
 
 Any backbone that can be evaluated can be exported: a run, a checkpoint of another project, a timm name. Choose timm or
-transformers to continue training or to publish weights, and onnx for other runtimes.
+transformers to continue training, hub to publish weights, and onnx for other runtimes. Publishing requires a token of the
+hub (`hf auth login`); all files are uploaded in one commit. The model card states the licence of the source weights.
 """
 
+_HUB = "hub"
 LESS_MEMORY = "use --to timm, which needs the least memory"
 
 
 def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    from cribo.arguments import Parser
+    from cribo.arguments import ConfigError, Parser
     from cribo.export.options import TARGETS, ExportOptions, require_target
     from cribo.retrieval.source import BackboneSource, backbone_name
 
     parser = Parser(
         prog="cribo export",
         description=HELP,
-        usage="cribo export --backbone SOURCE --to TARGET [--out FOLDER] [options]",
+        usage="cribo export --backbone SOURCE --to TARGET [--out FOLDER | --repo OWNER/NAME] [options]",
         short=BACKBONE_SHORT,
     )
-    parser.add_argument("--to", required=True, choices=TARGETS, help="format to write")
+    parser.add_argument("--to", required=True, choices=(*TARGETS, _HUB), help="format to write")
     parser.add_argument("--out", type=Path, help="output folder; by default exports/BACKBONE-TARGET")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing export in --out")
+    parser.add_argument("--repo", type=str, help="repository on the hub, owner/name; created if it does not exist")
+    parser.add_argument("--private", action="store_true", help="create a private --repo")
+    parser.add_argument("--card", type=Path, help="folder of cribo benchmark, to add its scores to the model card")
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace an existing export in --out, or files of the same names in --repo in a new commit",
+    )
     parser.add_argument(
         "--image_size",
         type=int,
@@ -50,6 +68,15 @@ def run(words: list[str], console: Console) -> None:
     parsed = parser.parse_args(words)
     config = parser.instantiate(parsed)["backbone"]
     options = parser.build(ExportOptions, parsed, layers=config.layers)
+    if parsed.to == _HUB:
+        if parsed.out is not None:
+            raise ConfigError(f"--to hub writes to --repo, got --out {parsed.out}: for a folder, use --to timm")
+        if parsed.repo is None:
+            raise ConfigError("--to hub requires --repo OWNER/NAME, the repository to write")
+        _publish(parsed, config, options, console)
+        return
+    if given := [f"--{name}" for name in ("repo", "private", "card") if getattr(parsed, name)]:
+        raise ConfigError(f"{given[0]} applies to --to hub only, got --to {parsed.to}")
     require_target(parsed.to)
     out = parsed.out or Path("exports") / f"{backbone_name(config)}-{parsed.to}"
     with importing(console):
@@ -66,14 +93,45 @@ def run(words: list[str], console: Console) -> None:
             progress=progress,
             **vars(options),
         )
-    sizes = ", ".join(f"{batch}x3x{height}x{width}" for batch, height, width in report.checked)
-    console.print(
-        f"loaded back in {parsed.precision}: features differ by at most {report.difference:.1e} of the largest from "
-        f"those of the backbone in float32 (images of {sizes})",
-    )
-    for note in report.notes:
-        console.print(f"note: {note}")
+    _print_check(report, parsed.precision, console)
     print_places(console, {"written": f"{report.folder}, {report.size_bytes / 1e6:.1f} MB"})
     console.print("  to load it:")
     for line in report.how_to_load.splitlines():
         console.print(f"    {line}")
+
+
+def _publish(parsed: "Namespace", config: "BackboneSource", options: "ExportOptions", console: Console) -> None:
+    """Check the repository, then load the backbone and upload it."""
+    from cribo.models.publishing import require_publishable
+
+    private, overwrite = parsed.private, parsed.overwrite
+    with importing(console):
+        from cribo.export.publishing import publish_backbone, require_card
+        from cribo.retrieval.encoders import open_backbone
+    if parsed.card is not None:
+        require_card(parsed.card)
+    require_publishable(parsed.repo, overwrite=overwrite, private=private)
+    backbone = open_backbone(config, image_size=parsed.image_size)
+    with Phases(console) as progress:
+        published = publish_backbone(
+            backbone,
+            parsed.repo,
+            card=parsed.card,
+            private=private,
+            overwrite=overwrite,
+            progress=progress,
+            **vars(options),
+        )
+    _print_check(published.report, parsed.precision, console)
+    print_places(console, {"published": published.address, "commit": published.commit})
+    console.print(f"  to load it: --backbone hf://{parsed.repo}, or timm.create_model with hf-hub:{parsed.repo}")
+
+
+def _print_check(report: "ExportReport", precision: str, console: Console) -> None:
+    sizes = ", ".join(f"{batch}x3x{height}x{width}" for batch, height, width in report.checked)
+    console.print(
+        f"loaded back in {precision}: features differ by at most {report.difference:.1e} of the largest from "
+        f"those of the backbone in float32 (images of {sizes})",
+    )
+    for note in report.notes:
+        console.print(f"note: {note}")

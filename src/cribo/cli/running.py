@@ -29,8 +29,9 @@ BACKBONE_SHORT = {
 }
 
 NETWORK = (
-    "a run folder or backbone.safetensors of cribo; a timm name (vit_small_patch16_224.dino); or a checkpoint of "
-    "another project (CrOC, DINO, iBOT, MAE, MoCo v3, DINOv2, TimeT, SlotCon, ...)"
+    "a run folder or backbone.safetensors of cribo; a timm name (vit_small_patch16_224.dino); a checkpoint of "
+    "another project (CrOC, DINO, iBOT, MAE, MoCo v3, DINOv2, TimeT, SlotCon, ...); or weights on the Hugging Face hub "
+    "(hf://owner/name, hf://owner/name@revision, hf://owner/name/file)"
 )
 """Help of `--backbone` for commands that refuse the baseline mean-colour."""
 

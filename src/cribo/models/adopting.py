@@ -61,7 +61,8 @@ class LoadedWeights:
         resampled = f"; resized {', '.join(self.resampled)}" if self.resampled else ""
         notes = "".join(f"; {note}" for note in self.notes)
         commit = f" ({self.revision[:_COMMIT]})" if self.revision else ""
-        return f"{self.source}{commit}: {self.format}{network}{part}, {len(self.used)} keys used{left_out}{resampled}{notes}"
+        used = f"{len(self.used)} keys used"
+        return f"{self.source}{commit}: {self.format}{network}{part}, {used}{left_out}{resampled}{notes}"
 
 
 def build(

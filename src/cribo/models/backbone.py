@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from huggingface_hub import ModelCard, ModelHubMixin
 from jaxtyping import Float
 from timm.layers.attention import Attention
 from timm.layers.drop import DropPath
@@ -19,6 +21,7 @@ from timm.models.vision_transformer import ResPostBlock
 from torch import Tensor, nn
 
 from cribo.errors import InputError
+from cribo.folders import ResultFolder
 from cribo.models import networks
 from cribo.models.checkpointing import DropPathNoise, set_checkpointing
 from cribo.models.linear import use_onednn
@@ -118,7 +121,7 @@ class KeyedDropPath(nn.Module):
         return f"rate={self.rate:.3f}, site={self.site}"
 
 
-class Backbone(nn.Module):
+class Backbone(nn.Module, ModelHubMixin):
     """Timm network as a dense feature extractor; use `build_backbone` to create one by name.
 
     Vision transformers return [CLS] and their patch tokens after the final norm. Without a [CLS] token, and for
@@ -442,6 +445,107 @@ class Backbone(nn.Module):
         if self._replays and not torch.is_grad_enabled():
             return Features(features.global_token.clone(), features.tokens.clone(), features.grid)
         return features
+
+    # ------------------------------------------------------------------------------------------ Hugging Face hub
+    # `cribo.models` is imported in the methods, because its other modules build on this one.
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *,
+        force_download: bool = False,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        revision: str | None = None,
+        **model_kwargs: Any,
+    ) -> "Backbone":
+        """Load a backbone from the Hugging Face hub or a folder, in evaluation mode.
+
+        Args:
+            pretrained_model_name_or_path: owner/name, a name such as hf://owner/name, or any source of `load_backbone`.
+            force_download: download again.
+            token: token of the hub; by default that of `hf auth login` or HF_TOKEN.
+            cache_dir: cache to use instead of the hub's own.
+            local_files_only: use the cache only.
+            revision: branch, tag or commit.
+            **model_kwargs: further arguments of `load_backbone`.
+
+        Raises:
+            errors of `load_backbone`.
+        """
+        from cribo import models
+
+        source = pretrained_model_name_or_path
+        name = models.hub_name(source)
+        if name is None and isinstance(source, str) and source.count("/") == 1 and not Path(source).exists():
+            name = models.hub_name(f"hf://{source}")
+        if name is None:
+            return models.load_backbone(source, **model_kwargs).eval()
+        name = name._replace(revision=revision or name.revision)
+        found = models.download(name, token=token, cache_dir=cache_dir, force=force_download, local=local_files_only)
+        return models.load_backbone(found, **model_kwargs).eval()
+
+    def save_pretrained(self, save_directory: str | Path, *, overwrite: bool = False, **options: Any) -> str | None:
+        """Save weights, configuration and model card in timm's layout, as `cribo export --to timm` without its check.
+
+        Args:
+            save_directory: folder to write, as a whole.
+            overwrite: replace an export in this folder.
+            **options: as in `huggingface_hub.ModelHubMixin`, such as `push_to_hub=True`.
+
+        Raises:
+            FolderError: the folder contains files, and `overwrite` is not set or they are no export.
+            InputError: the network is not timm's.
+        """
+        folder = Path(save_directory)
+        if options.pop("push_to_hub", False):
+            self.save_pretrained(folder, overwrite=overwrite)
+            return self.push_to_hub(options.pop("repo_id", None) or folder.name, overwrite=overwrite, **options)
+        advice = "choose another folder, or replace it with overwrite=True"
+        write = super().save_pretrained
+        ResultFolder(folder, "export", overwrite=overwrite, advice=advice).create(
+            lambda part: write(part, config=options.get("config"), model_card_kwargs=options.get("model_card_kwargs"))
+        )
+        return None
+
+    def push_to_hub(self, repo_id: str, *, overwrite: bool = False, **options: Any) -> str:
+        """Upload the files of `save_pretrained` to the Hugging Face hub in one commit; return its address.
+
+        Args:
+            repo_id: owner/name; created if it does not exist.
+            overwrite: replace files of the same names in a new commit; earlier commits are kept.
+            **options: as in `huggingface_hub.ModelHubMixin`, such as `private=True` or `token`.
+
+        Raises:
+            InputError: the token is missing or may not write, or the repository contains files and `overwrite` is not
+                set.
+            ConnectionError: the hub cannot be reached; nothing was committed.
+        """
+        from cribo import models
+
+        options = {"commit_message": f"{self.name} by cribo", "model_card_kwargs": {"repo_id": repo_id}, **options}
+        with models.publishing_to(
+            repo_id, overwrite=overwrite, private=options.get("private"), token=options.get("token")
+        ):
+            return super().push_to_hub(repo_id, **options)
+
+    def generate_model_card(self, *args: Any, repo_id: str | None = None, **kwargs: Any) -> ModelCard:
+        """Return the model card; `repo_id` is the repository from which its code loads the backbone."""
+        from cribo import models
+
+        code = models.how_to_load(self, "local-dir:." if repo_id is None else f"hf-hub:{repo_id}")
+        return ModelCard(
+            models.model_card(self, library="timm", how_to_load=code, written_by="`Backbone.save_pretrained`")
+        )
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        from cribo import models
+
+        models.write_timm_layout(self, save_directory)
+
+    # ---------------------------------------------------------------------------------------------------- encoding
 
     def _encode_tokens(self, images: Tensor, layers: int, normalised_layers: NormalisedLayers) -> Features:
         model = self.model

@@ -39,6 +39,15 @@ class HubName(NamedTuple):
     revision: str | None = None
     path: str = ""
 
+    @property
+    def short(self) -> str:
+        """Name of the repository, or of the file or folder in it, for tables and folders."""
+        path = PurePosixPath(self.path)
+        if path.name in WEIGHTS:
+            path = path.parent
+        named = path.name.removesuffix(path.suffix) if path.suffix in WEIGHT_SUFFIXES else path.name
+        return named or self.repo.rpartition("/")[2]
+
     def __str__(self) -> str:
         """The name, such as hf://owner/name@revision/path."""
         revision = f"@{self.revision}" if self.revision else ""
@@ -46,8 +55,9 @@ class HubName(NamedTuple):
 
 
 class Download(NamedTuple):
-    """Downloaded weights: their file in the hub's cache, the commit, and the README.md of the repository."""
+    """Downloaded weights: their name, their file in the hub's cache, its commit, and README.md of the repository."""
 
+    name: HubName
     path: Path
     commit: str
     readme: Path
@@ -141,8 +151,8 @@ def download(
             path = Path(
                 hf_hub_download(name.repo, file, revision=revision, token=token, cache_dir=where, force_download=force)
             )
-            revision = _as_download(path, file).commit  # all files are of one commit
-        return _as_download(path, weights)
+            revision = _as_download(name, path, file).commit  # all files are of one commit
+        return _as_download(name, path, weights)
 
 
 def choose_files(files: Sequence[str], name: HubName) -> tuple[str, list[str]]:
@@ -219,13 +229,13 @@ def _cached(name: HubName, cache_dir: str | None) -> Download | None:
     is_described = any(PurePosixPath(file).name in (_CONFIG, _DESCRIPTION) for file in others)
     if not is_described and PurePosixPath(weights).name in WEIGHTS and weights != name.path:
         return None  # another program has downloaded the weights only
-    return _as_download(root / weights, weights)
+    return _as_download(name, root / weights, weights)
 
 
-def _as_download(path: Path, file: str) -> Download:
+def _as_download(name: HubName, path: Path, file: str) -> Download:
     """Describe a file of a cached commit, whose folder in the cache has the name of the commit."""
     root = path.parents[file.count("/")]
-    return Download(path, root.name, root / _README)
+    return Download(name, path, root.name, root / _README)
 
 
 def _not_cached(name: HubName, error: Exception) -> str:
@@ -288,9 +298,7 @@ def explained_errors(name: HubName) -> Iterator[None]:
                 f"the Hugging Face hub does not accept your token: create one at {address('settings/tokens')}, then "
                 f"{LOG_IN}"
             ) from error
-        raise ConnectionError(
-            f"the Hugging Face hub failed at {name}: {_first_line(error)}: try again later"
-        ) from error
+        raise ConnectionError(f"the Hugging Face hub failed at {name} ({_first_line(error)}): try later") from error
     except Exception as error:
         if isinstance(error, InputError | ConnectionError) or not _is_connection_error(error):
             raise

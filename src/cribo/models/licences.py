@@ -118,15 +118,21 @@ def read_licence(readmes: Iterable[Path], source: str) -> Licence:
 def read_header(path: Path) -> dict[str, Any]:
     """Read the YAML between `---` at the start of a Markdown file; empty without a valid one."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        header = yaml.safe_load(split_header(path.read_text(encoding="utf-8", errors="replace"))[0])
+    except (OSError, yaml.YAMLError):
         return {}
-    start, _, rest = text.lstrip().partition("---\n")
-    header, end, _ = rest.partition("\n---")
-    if start or not end:
-        return {}
-    try:
-        content = yaml.safe_load(header)
-    except yaml.YAMLError:
-        return {}
-    return content if isinstance(content, dict) else {}
+    return header if isinstance(header, dict) else {}
+
+
+def split_header(text: str) -> tuple[str, str]:
+    """Split Markdown into the header between `---` at its start, which may be empty, and the text after it.
+
+    Example:
+        >>> split_header("---\\nlicense: mit\\n---\\n# Title")
+        ('license: mit', '# Title')
+    """
+    lines = text.replace("\r\n", "\n").lstrip("\ufeff\n").split("\n")
+    if lines[0].rstrip() != "---" or "---" not in (rest := [line.rstrip() for line in lines[1:]]):
+        return "", text
+    end = rest.index("---")
+    return "\n".join(lines[1 : end + 1]), "\n".join(lines[end + 2 :])

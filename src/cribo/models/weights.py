@@ -30,7 +30,7 @@ from cribo.models.formats.training_configs import (
     named_stride,
     with_expected,
 )
-from cribo.models.hub import WEIGHT_SUFFIXES, WEIGHTS, download, hub_name
+from cribo.models.hub import WEIGHT_SUFFIXES, WEIGHTS, Download, download, hub_name
 from cribo.models.licences import README, Licence, licences_of, read_licence, timm_licence
 from cribo.models.positions import Resizing
 from cribo.models.saving import (
@@ -95,7 +95,7 @@ def build_backbone(
 
 
 def load_backbone(
-    source: str | Path,
+    source: str | Path | Download,
     *,
     name: str | None = None,
     args: Mapping[str, Any] | None = None,
@@ -114,7 +114,8 @@ def load_backbone(
         source: a run folder or its `backbone.safetensors`; a timm name, with or without a tag, for its pretrained
             weights; a checkpoint of one of the projects in `cribo.models.formats`; a folder as on the Hugging
             Face hub (`config.json` beside `model.safetensors`); or a repository there, `hf://owner/name`,
-            `hf://owner/name@revision` or `hf://owner/name/path`. Files are recognised by their content.
+            `hf://owner/name@revision` or `hf://owner/name/path` (or its `cribo.models.hub.Download`). Files are
+            recognised by their content.
         name: timm's name of a file's architecture, if its weights do not show it (any but ViT, DINOv3, ResNet).
         args: arguments of timm's constructor that a file's weights do not show, such as `num_heads`.
         pretrained: if False, build the network of a timm name or file with random weights.
@@ -337,11 +338,13 @@ class _Place(NamedTuple):
     readme: Path | None = None
 
 
-def _locate(source: str | Path) -> _Place | None:
+def _locate(source: str | Path | Download) -> _Place | None:
     """Find the file of a source, and download it if it is on the hub; None if it can only be a timm name."""
-    if (name := hub_name(source)) is not None:
-        found = download(name)
-        return _Place(found.path, str(name), revision=found.commit, readme=found.readme)
+    if not isinstance(source, Download):
+        name = hub_name(source)
+        source = source if name is None else download(name)
+    if isinstance(source, Download):
+        return _Place(source.path, str(source.name), revision=source.commit, readme=source.readme)
     path = _as_path(source)
     if path is None:
         return None

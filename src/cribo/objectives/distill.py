@@ -16,6 +16,7 @@ from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch
 from cribo.method.precision import at_least_float32, in_float32
 from cribo.models import Backbone, Features, load_backbone, normalise
+from cribo.models.licences import with_teacher
 from cribo.models.modes import CompileMode
 from cribo.objectives.base import Columns, Objective, Output, Setting, Step, check_weights, sum_over_ranks
 from cribo.objectives.views import ViewPairs, drop_path_noise
@@ -44,7 +45,8 @@ class Distill(Objective):
 
     Args:
         setting: the run.
-        teacher: source of the teacher: a run, a file, an adapted network, or a timm name (`load_backbone`).
+        teacher: source of the teacher: a run, a file, an adapted network, a timm name, or
+            hf://owner/name (`load_backbone`).
         global_token: weight of the loss on the global token.
         patches: weight of the loss on the patches.
         cosine: weight of the cosine distance in both.
@@ -95,6 +97,8 @@ class Distill(Objective):
         self._teacher = [loaded.eval().requires_grad_(False)]
         self._fingerprint = loaded.fingerprint()  # before its conversion to the student's precision
         self.student = nn.ModuleDict({"backbone": setting.build_backbone()})
+        student = self.exported()
+        student.licences = with_teacher(student.licences, loaded.licences)
         rows = setting.options.views.size // self.exported().patch_size
         self.teacher_size = loaded.fixed_size or rows * loaded.patch_size
         with torch.random.fork_rng(devices=[]):

@@ -20,7 +20,7 @@ class BackboneConfig:
         name: timm model: a vision transformer, or a network whose last features are a map.
         args: further arguments of timm's model, such as {depth: 6}.
         pretrained: initial weights: a file (.safetensors, .pth), a timm name with its tag, such as
-            vit_small_patch16_224.dino, or `timm` for the default weights of the model.
+            vit_small_patch16_224.dino, hf://owner/name, or `timm` for the default weights of the model.
         drop_path: rate of stochastic depth in the last block, in the student; in LOCA, also in the teacher.
         train_blocks: number of last blocks to train, with the final norm, or of last stages of a convolutional network;
             all by default. In timm's VisionTransformer, student and teacher share the frozen blocks.

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from cribo.models.hub import hub_name
+
 MEAN_COLOUR = "mean-colour"
 """Name of the baseline without a network."""
 
@@ -14,8 +16,8 @@ class BackboneSource:
 
     Attributes:
         source: a run folder or backbone.safetensors of cribo; a timm name (vit_small_patch16_224.dino); a
-            checkpoint of another project (CrOC, DINO, iBOT, MAE, MoCo v3, DINOv2, TimeT, SlotCon, ...); or
-            mean-colour, a baseline whose features are the mean colours of patches of 16 pixels.
+            checkpoint of another project (CrOC, DINO, iBOT, MAE, MoCo v3, DINOv2, TimeT, SlotCon, ...); weights on the
+            Hugging Face hub (hf://owner/name, hf://owner/name@revision, hf://owner/name/file); or mean-colour, a baseline whose features are the mean colours of patches of 16 pixels.
         pretrained: load the weights, for a timm name from timm's cache or the network; false for the same network with
             random weights.
         network: for a checkpoint with two networks, the teacher (momentum network) or the student.
@@ -46,14 +48,19 @@ class BackboneSource:
 
 
 def backbone_name(config: BackboneSource) -> str:
-    """Return a short name for tables and folders: that of the run, file or timm model, with `-random` if untrained.
+    """Return a short name for tables and folders: of the run, file, timm model or repository; `-random` if untrained.
 
     Example:
         >>> backbone_name(BackboneSource("runs/camvid/backbone.safetensors"))
         'camvid'
         >>> backbone_name(BackboneSource("vit_small_patch16_224", pretrained=False))
         'vit_small_patch16_224-random'
+        >>> backbone_name(BackboneSource("hf://owner/name@v1")), backbone_name(BackboneSource("hf://owner/a/b.pth"))
+        ('name', 'b')
     """
+    if (hub := hub_name(config.source)) is not None:
+        name = hub.short
+        return name if config.pretrained else f"{name}-random"
     path = Path(config.source)
     if path.name == "backbone.safetensors":
         path = path.absolute().parent

@@ -1,0 +1,145 @@
+"""Publication of a backbone on the Hugging Face hub: the verified export to timm, its model card and its benchmark."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from cribo.errors import InputError
+from cribo.evaluation.results import RESULTS
+from cribo.export.options import ExportOptions
+from cribo.export.run import ExportReport, check_section, export_backbone
+from cribo.export.target import data_type
+from cribo.files import write_text
+from cribo.models import Backbone, how_to_load, model_card, publishing_to
+from cribo.models.card import CARD
+from cribo.models.hub import address
+
+BENCHMARK_CARD = "card.md"
+"""The text of a card of `cribo benchmark`, beside its `results.json`."""
+
+_PICTURES = "evaluation"  # folder of the repository
+_LOCAL = ("- Backbone:", "- Command:", "- The folder of each")  # lines of the card with local paths
+_PATH = re.compile(r"(?<![\w:/.~\]])(?:~|[A-Za-z]:)?[/\\](?:[^\s`|()/\\]+[/\\])*([^\s`|()/\\]+)")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published backbone.
+
+    Attributes:
+        address: address of the repository.
+        commit: address of the commit.
+        report: the verified export.
+    """
+
+    address: str
+    commit: str
+    report: ExportReport
+
+
+def publish_backbone(
+    backbone: Backbone,
+    repo: str,
+    *,
+    card: str | Path | None = None,
+    private: bool = False,
+    overwrite: bool = False,
+    token: str | None = None,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    **options: Any,
+) -> Published:
+    """Export a backbone to timm, verify it, and upload it with its model card to the Hugging Face hub in one commit.
+
+    `timm.create_model("hf-hub:owner/name", pretrained=True)`, `cribo.load_backbone("hf://owner/name")` and
+    `Backbone.from_pretrained("owner/name")` load it.
+
+    Args:
+        backbone: the backbone, on any device; it is not changed.
+        repo: owner/name; created if it does not exist.
+        card: folder of `cribo benchmark`, whose scores and pictures are added to the model card.
+        private: create a private repository.
+        overwrite: replace files of the same names in a new commit; earlier commits are kept.
+        token: token of the hub; by default that of `hf auth login` or HF_TOKEN.
+        progress: called with the phase, the number of processed items and their total.
+        **options: fields of `ExportOptions`, such as `precision="float16"`.
+
+    Raises:
+        InputError: the token is missing or may not write; the repository contains files, and `overwrite` is not set; the
+            card is of another backbone; or timm does not have the network.
+        DifferentFeatures: the verification failed.
+        ConnectionError: the hub cannot be reached; nothing was committed.
+    """
+    from huggingface_hub import HfApi
+
+    name = repo.rpartition("/")[2]
+    chosen = ExportOptions(**options)
+    sections = [] if card is None else [read_card(Path(card), backbone)]
+    with publishing_to(repo, overwrite=overwrite, private=private, token=token), TemporaryDirectory() as temporary:
+        folder = Path(temporary) / name
+        report = export_backbone(backbone, "timm", folder, progress=progress, **options)
+        code = how_to_load(backbone, f"hf-hub:{repo}", data_type(chosen))
+        text = model_card(
+            backbone,
+            library="timm",
+            how_to_load=f'{code}\n\nimport cribo\nbackbone = cribo.load_backbone("hf://{repo}")',
+            written_by="`cribo export --to hub`",
+            precision=chosen.precision,
+            sections=(*sections, check_section(report.difference)),
+        )
+        write_text(folder / CARD, text)
+        if card is not None:
+            for picture in Path(card).glob("*.png"):
+                (folder / _PICTURES).mkdir(exist_ok=True)
+                shutil.copyfile(picture, folder / _PICTURES / picture.name)
+        progress("uploading", 0, 1)
+        api = HfApi(token=token)
+        api.create_repo(repo, private=private or None, exist_ok=True)
+        commit = api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"{backbone.name} by cribo")
+        progress("uploading", 1, 1)
+    return Published(address(repo), commit.commit_url, report)
+
+
+def require_card(folder: Path) -> dict[str, Any]:
+    """Return the record of a card of `cribo benchmark`.
+
+    Raises:
+        InputError: the folder contains none.
+    """
+    try:
+        record = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
+        is_card = record["kind"] == "card" and (folder / BENCHMARK_CARD).is_file()
+    except (OSError, ValueError, KeyError, TypeError):
+        is_card = False
+    if not is_card:
+        raise InputError(f"--card {folder} is not the folder of a finished cribo benchmark: it has no {BENCHMARK_CARD}")
+    return record
+
+
+def read_card(folder: Path, backbone: Backbone) -> str:
+    """Return the section of a model card with the scores of a benchmark, without local paths.
+
+    Raises:
+        InputError: the folder contains no card, or that of another backbone.
+    """
+    about = require_card(folder)["backbone"]
+    if about.get("fingerprint") != backbone.fingerprint():
+        raise InputError(
+            f"--card {folder} has scores of another backbone, {about.get('name')}: run cribo benchmark with the backbone "
+            "to publish, without --image_size"
+        )
+    lines = (folder / BENCHMARK_CARD).read_text(encoding="utf-8").splitlines()
+    kept = [line for line in lines[1:] if not line.startswith(_LOCAL)]
+    text = "\n".join(_public(line, folder) for line in kept).strip()
+    return f"## Evaluation\n\nBy `cribo benchmark`. {text}"
+
+
+def _public(line: str, folder: Path) -> str:
+    """Return a line of a card one level deeper, with pictures in the repository and names instead of paths."""
+    if picture := re.fullmatch(r"!\[(.*)\]\(([^/)]+)\)", line):
+        return f"![{picture[1]}]({_PICTURES}/{picture[2]})" if (folder / picture[2]).is_file() else ""
+    return ("#" if line.startswith("##") else "") + _PATH.sub(r"\1", line)
