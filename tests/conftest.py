@@ -18,6 +18,8 @@ from hypothesis import settings
 from tests.commands import Commands
 
 if TYPE_CHECKING:
+    from tests.hub_server import Hub
+
     from cribo.pretraining import PretrainConfig
 
 REPOSITORY = Path(__file__).parents[1]
@@ -70,6 +72,7 @@ def camvid() -> Path:
 @pytest.fixture(scope="session")
 def tiny() -> "Callable[..., PretrainConfig]":
     """Create the configuration of a run of 12 steps that takes a few seconds, with changed options."""
+
     from cribo.pretraining import PretrainConfig
 
     values: dict[str, Any] = {
@@ -108,3 +111,12 @@ def _replaced(config: Any, values: Mapping[str, Any]) -> Any:
         inner = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{part}.")}
         own[part] = _replaced(getattr(config, part), inner)
     return dataclasses.replace(config, **own)
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> "Iterator[Hub]":
+    """A stand-in for the Hugging Face hub, which the client in this process uses with an empty cache and no token."""
+    from tests.hub_server import client_of, serve_hub
+
+    with serve_hub() as served, client_of(served, tmp_path / "hub-cache"):
+        yield served

@@ -69,8 +69,8 @@ def publish_backbone(
         **options: fields of `ExportOptions`, such as `precision="float16"`.
 
     Raises:
-        InputError: the token is missing or may not write; the repository contains files, and `overwrite` is not set; the
-            card is of another backbone; or timm does not have the network.
+        InputError: the token is missing or may not write; the repository contains files, and `overwrite` is not set;
+            the card is of another backbone; or timm does not have the network.
         DifferentFeatures: the verification failed.
         ConnectionError: the hub cannot be reached; nothing was committed.
     """
@@ -129,8 +129,8 @@ def read_card(folder: Path, backbone: Backbone) -> str:
     about = require_card(folder)["backbone"]
     if about.get("fingerprint") != backbone.fingerprint():
         raise InputError(
-            f"--card {folder} has scores of another backbone, {about.get('name')}: run cribo benchmark with the backbone "
-            "to publish, without --image_size"
+            f"--card {folder} has scores of another backbone, {about.get('name')}: run cribo benchmark with the "
+            "backbone to publish, without --image_size"
         )
     lines = (folder / BENCHMARK_CARD).read_text(encoding="utf-8").splitlines()
     kept = [line for line in lines[1:] if not line.startswith(_LOCAL)]

@@ -1,4 +1,4 @@
-"""Repositories on the Hugging Face hub to which backbones are published: checked before any work, never half-written."""
+"""Repositories on the Hugging Face hub for backbones: checked before any work, and written in one commit."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +29,8 @@ def publishing_to(
             yield
     except ConnectionError as error:
         raise ConnectionError(
-            f"{error}. The files of {address(repo)} are unchanged, as all files are committed at once: repeat the command"
+            f"{error}. The files of {address(repo)} are unchanged, because all are committed at once: repeat the "
+            "command"
         ) from error
 
 
@@ -102,9 +103,8 @@ def _require_writer(repo: str, user: Mapping[str, Any]) -> None:
         )
     organisations = [each.get("name") for each in user.get("orgs", ())]
     if owner not in (own, *organisations):
-        raise InputError(
-            f"the token is of {own}, who cannot create {repo}: the owner must be {' or '.join([str(own), *organisations])}"
-        )
+        owners = " or ".join([str(own), *organisations])
+        raise InputError(f"the token is of {own}, who cannot write to {repo}: the owner must be {owners}")
 
 
 def _require_empty(repo: str, files: Sequence[str], token: str | bool | None) -> None:
@@ -117,8 +117,8 @@ def _require_empty(repo: str, files: Sequence[str], token: str | bool | None) ->
     listed = ", ".join(others[:_LISTED]) + (", ..." if len(others) > _LISTED else "")
     what = "an earlier export" if MARKER in files else "other files"
     raise InputError(
-        f"{address(repo)} contains {what} ({listed}): choose another --repo, or set --overwrite, which replaces files of "
-        "the same names in a new commit (earlier commits are kept)"
+        f"{address(repo)} contains {what} ({listed}): choose another --repo, or set --overwrite, which replaces files "
+        "of the same names in a new commit (earlier commits are kept)"
     )
 
 

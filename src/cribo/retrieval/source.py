@@ -17,7 +17,8 @@ class BackboneSource:
     Attributes:
         source: a run folder or backbone.safetensors of cribo; a timm name (vit_small_patch16_224.dino); a
             checkpoint of another project (CrOC, DINO, iBOT, MAE, MoCo v3, DINOv2, TimeT, SlotCon, ...); weights on the
-            Hugging Face hub (hf://owner/name, hf://owner/name@revision, hf://owner/name/file); or mean-colour, a baseline whose features are the mean colours of patches of 16 pixels.
+            Hugging Face hub (hf://owner/name, hf://owner/name@revision, hf://owner/name/file); or mean-colour,
+            a baseline whose features are the mean colours of patches of 16 pixels.
         pretrained: load the weights, for a timm name from timm's cache or the network; false for the same network with
             random weights.
         network: for a checkpoint with two networks, the teacher (momentum network) or the student.
