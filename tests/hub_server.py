@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub: the parts of its HTTP API that uploads and downloads use, with files in memory."""
+"""A stand-in for the Hugging Face hub: the HTTP API of uploads and downloads, with files in memory."""
 
 import base64
 import hashlib
@@ -131,7 +131,8 @@ class _Handler(BaseHTTPRequestHandler):
         about = {"url": f"{self.hub.address}/{repo}", "name": repo}
         if repo in self.hub.repositories:
             return self._send(409, about)
-        self.hub.add(repo, {}, private=bool(asked.get("private")))
+        private = bool(asked.get("private")) or asked.get("visibility") == "private"
+        self.hub.add(repo, {}, private=private)
         return self._send(200, about)
 
     def info(self, content: bytes, repo: str, revision: str = "main") -> None:

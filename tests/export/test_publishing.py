@@ -1,0 +1,118 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import yaml
+from tests.hub_server import TOKEN, Hub
+
+from cribo import load_backbone
+from cribo.benchmark.card import CARD
+from cribo.cli import main
+from cribo.errors import InputError
+from cribo.export import publish_backbone
+from cribo.export.publishing import BENCHMARK_CARD
+from cribo.models import Backbone, save_backbone
+from cribo.models.licences import Licence, split_header
+
+Network = Callable[[str], Backbone]
+
+
+@pytest.fixture(autouse=True)
+def logged_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+
+
+def benchmark(folder: Path, backbone: Backbone) -> Path:
+    """Write the files of a card of `cribo benchmark` that matter here."""
+    folder.mkdir()
+    text = (
+        "# camvid: ViT-Ti/16, 0.1 million parameters\n\nScores in %.\n\n![Scores](card.png)\n\n| set | score |\n"
+        "|---|---|\n| /data/sets/camvid | 12.3 |\n\n## Conditions\n\n- Machine: 2 cores.\n"
+        "- Backbone: `/home/me/runs/camvid`, vit.\n- Command: `cribo benchmark --data /data/sets`\n"
+    )
+    (folder / CARD).write_text(text)
+    (folder / "card.png").write_bytes(b"\x89PNG")
+    about = {"kind": "card", "backbone": {"name": "camvid", "fingerprint": backbone.fingerprint()}}
+    (folder / "results.json").write_text(json.dumps(about))
+    return folder
+
+
+def test_a_published_backbone_is_the_same_for_cribo_and_timm(
+    network: Network, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backbone = network("registers")
+    backbone.licences = (Licence("vit_small_patch14_dinov2.lvd142m", "apache-2.0"),)
+    save_backbone(backbone, tmp_path / "camvid")
+    card = benchmark(tmp_path / "card", backbone)
+    words = ["export", "--backbone", str(tmp_path / "camvid"), "--to", "hub", "--repo", "owner/camvid"]
+    assert main([*words, "--card", str(card)]) == 0
+    assert f"{hub.address}/owner/camvid" in capsys.readouterr().out
+    repository = hub.repositories["owner/camvid"]
+    assert len(repository.commits) == 2  # that of the hub, and one with all files
+    assert set(repository.files) == {
+        *(".gitattributes", "README.md", "config.json", "cribo.json", "export.json", "model.safetensors"),
+        "evaluation/card.png",
+    }
+    assert load_backbone("hf://owner/camvid").fingerprint() == backbone.fingerprint()
+    assert Backbone.from_pretrained("owner/camvid").licences == backbone.licences
+    model = timm.create_model("hf-hub:owner/camvid", pretrained=True).eval()
+    image = torch.rand(1, 3, 56, 56)
+    with torch.no_grad():
+        features = model.forward_features(image)[:, model.num_prefix_tokens :]  # pyright: ignore[reportCallIssue, reportArgumentType]
+        torch.testing.assert_close(features, backbone.encode(image).tokens)
+    files = [repository.files[name].decode() for name in ("README.md", "export.json", "config.json")]
+    assert not any(str(place) in text for text in files for place in (tmp_path, "/home/me", "/data/sets"))
+    header, text = split_header(files[0])
+    about = yaml.safe_load(header)
+    assert (about["license"], about["library_name"], about["base_model"]) == (
+        *("apache-2.0", "timm"),
+        "timm/vit_small_patch14_dinov2.lvd142m",
+    )
+    assert 'timm.create_model("hf-hub:owner/camvid", pretrained=True)' in text
+    assert "![Scores](evaluation/card.png)" in text
+    assert "| camvid | 12.3 |" in text
+    assert "| weights | `camvid` |" in text
+    assert main(words) == 2
+    assert "contains an earlier export" in capsys.readouterr().err
+    assert main([*words, "--overwrite"]) == 0
+    assert len(repository.commits) == 3
+
+
+def test_a_failed_upload_leaves_the_files_as_they_were(network: Network, hub: Hub) -> None:
+    publish_backbone(network("vit"), "owner/tiny")
+    before = dict(hub.repositories["owner/tiny"].files)
+    for step in ("/lfs/", "/preupload/", "/commit/"):
+        hub.failing = (step,)
+        with pytest.raises((ConnectionError, RuntimeError), match="repeat the command"):
+            publish_backbone(network("resnet"), "owner/tiny", overwrite=True)
+        assert hub.repositories["owner/tiny"].files == before
+
+
+def test_the_card_must_be_of_the_backbone(network: Network, hub: Hub, tmp_path: Path) -> None:
+    card = benchmark(tmp_path / "card", network("vit"))
+    assert BENCHMARK_CARD == CARD
+    with pytest.raises(InputError, match="has scores of another backbone, camvid"):
+        publish_backbone(network("resnet"), "owner/tiny", card=card)
+    with pytest.raises(InputError, match="is not the folder of a finished cribo benchmark"):
+        publish_backbone(network("vit"), "owner/tiny", card=tmp_path)
+    assert not hub.repositories
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--to", "hub"], "--to hub requires --repo"),
+        (["--to", "hub", "--repo", "owner/x", "--out", "x"], "--to hub writes to --repo, got --out x"),
+        (["--to", "timm", "--repo", "owner/x"], "--repo applies to --to hub only"),
+        (["--to", "hub", "--repo", "other/x"], "cannot write to other/x"),
+        (["--to", "hub", "--repo", "owner/x", "--card", "none"], "--card none is not the folder"),
+    ],
+)
+def test_options_are_checked_before_the_backbone_is_loaded(
+    words: list[str], message: str, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", "--backbone", "no_such_file.pth", *words]) == 2
+    assert message in capsys.readouterr().err
