@@ -46,7 +46,7 @@ class Repository:
 
 @dataclass
 class Hub:
-    """The state of the server; `failing` are beginnings of paths that are answered with status 500."""
+    """The state of the server; `failing` are parts of requests that are answered with status 403."""
 
     address: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
@@ -79,8 +79,8 @@ class _Handler(BaseHTTPRequestHandler):
         content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
-        if any(part in path for part in self.hub.failing):
-            return self._send(500, {"error": "internal error"})
+        if any(part in f"{self.command} {path}" for part in self.hub.failing):
+            return self._send(403, {"error": "no storage left"})
         for method, pattern, name in _ROUTES:
             if method in (self.command, "*") and (found := re.fullmatch(pattern, path)):
                 return getattr(self, name)(content, **found.groupdict())

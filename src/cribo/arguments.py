@@ -51,6 +51,7 @@ class Parser(ArgumentParser):
 
     Args:
         short: short names of options, such as `--data` for `--data.name`.
+        suggestions: what to pass, by name of a required option, for the error if it is missing.
         kwargs: passed to jsonargparse's parser.
     """
 
@@ -61,10 +62,12 @@ class Parser(ArgumentParser):
         self,
         *,
         short: Mapping[str, str] | None = None,
+        suggestions: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
         self._short = dict(short or {})
+        self._suggestions = dict(suggestions or {})
         self.add_argument("--config", action="config", help=self.config_help)
 
     def parse_args(self, args: Sequence[str] | None = None, **kwargs: Any) -> Namespace:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -285,7 +288,8 @@ class Parser(ArgumentParser):
         if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
             names = [self._as_typed(name) for name in missing[1].split(", ")]
             usage = "" if self.usage is None else f"; usage: {str(self.usage).splitlines()[0]}"
-            return f"{joined(names, 'and')} {'is' if len(names) == 1 else 'are'} required{usage}"
+            advice = "".join(f": {self._suggestions[name]}" for name in names if name in self._suggestions)
+            return f"{joined(names, 'and')} {'is' if len(names) == 1 else 'are'} required{advice}{usage}"
         kinds = (
             r"Parser key \"([\w.]+)\":\s+(?:Expected a .*?Got value|Does not validate .*Given value): (.*)",
             r"Parser key \"([\w.]+)\":\s+Unable to load config '(.*?)'\n",

@@ -2,10 +2,10 @@
 
 from rich.console import Console
 
-from cribo.cli.running import BACKBONE_SHORT, NETWORK, add_named_results, print_places
+from cribo.cli.running import BACKBONE_SHORT, NETWORK, SUGGESTED, SUGGESTION, add_named_results, print_places
 from cribo.console import importing
 
-HELP = """\
+HELP = f"""\
 Adapt a pretrained backbone to your images: without labels, in a quarter of an hour on a laptop.
 
   cribo adapt IMAGES --backbone SOURCE
@@ -18,6 +18,8 @@ same place the same features in two views. At the end, the command reports wheth
 by segmentation on labelled images (at least ten), or without labels by neighbour agreement across views. It exports the
 best network, which evaluate, segment, index and export take as --backbone. To continue after an interruption, repeat
 the command with --name NAME --resume.
+
+Without a backbone of your own, start with --backbone {SUGGESTED} (licence apache-2.0).
 """
 
 LESS_MEMORY = """set --training '{"optim.micro_batches": 2}'"""
@@ -33,6 +35,7 @@ def run(words: list[str], console: Console) -> None:
         description=HELP,
         usage="cribo adapt IMAGES --backbone SOURCE [options]",
         short=BACKBONE_SHORT,
+        suggestions={"--backbone": SUGGESTION},
     )
     parser.add_argument("images", type=str, help="a folder of images, or a text file that lists images")
     add_named_results(parser, "adaptation", "adapted", "backbone")

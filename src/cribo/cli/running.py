@@ -35,6 +35,12 @@ NETWORK = (
 )
 """Help of `--backbone` for commands that refuse the baseline mean-colour."""
 
+SUGGESTED = "vit_small_patch14_dinov2.lvd142m"
+"""Backbone for a start: small, with good dense features, public, and with a licence for commercial use."""
+
+SUGGESTION = f"for a start, {SUGGESTED} (22 M parameters, licence apache-2.0; docs/backbones.md lists others)"
+"""What to pass as a missing `--backbone`."""
+
 _LISTED = 5  # unreadable images
 
 

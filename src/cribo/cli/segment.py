@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cribo.cli.running import BACKBONE_SHORT, print_places, print_unreadable
+from cribo.cli.running import BACKBONE_SHORT, SUGGESTED, SUGGESTION, print_places, print_unreadable
 from cribo.console import importing
 
-HELP = """\
+HELP = f"""\
 Label the pixels of many images given a few labelled examples; two are enough to start. The backbone is not trained. Its
 blocks, whitening, and the head (nearest neighbours, ridge regression or both) are chosen by cross-validation over the
 examples. The command prints the choice and the expected mIoU.
@@ -28,6 +28,8 @@ contains label maps, overlays, confidences, summary.csv and contact.png. To cont
 command with --resume. If classes are confused, add examples of them; --suggest 5 lists images with uncertain labels. If
 small objects are missed in large images, use --scale 1 --window 448. If it is too slow, use --size 384, or --engine ray
 for several GPUs or machines.
+
+Without a backbone of your own, start with --backbone {SUGGESTED} (licence apache-2.0).
 """
 
 LESS_MEMORY = "lower --batch_size or --size, or use --window"
@@ -47,6 +49,7 @@ def run(words: list[str], console: Console) -> None:
         description=HELP,
         usage="cribo segment --backbone SOURCE --examples DIR --images DIR --out DIR [options]",
         short=BACKBONE_SHORT,
+        suggestions={"--backbone": SUGGESTION},
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the results; it must be new")
     parser.add_argument("--resume", action="store_true", help="continue the interrupted command that wrote to --out")

@@ -299,6 +299,10 @@ def explained_errors(name: HubName) -> Iterator[None]:
                 f"{LOG_IN}"
             ) from error
         raise ConnectionError(f"the Hugging Face hub failed at {name} ({_first_line(error)}): try later") from error
+    except RuntimeError as error:
+        if not isinstance(error.__cause__, errors.HfHubHTTPError):
+            raise
+        raise ConnectionError(f"the Hugging Face hub failed at {name} ({_first_line(error)})") from error
     except Exception as error:
         if isinstance(error, InputError | ConnectionError) or not _is_connection_error(error):
             raise
