@@ -32,7 +32,6 @@ NAMES = (
     "vit_base_patch8_224.dino",
     "vit_base_patch16_siglip_224.v2_webli",
     "vit_large_patch16_siglip_256.v2_webli",
-    "vit_base_patch16_clip_224.openai",
     "convnext_tiny.in12k",
     "resnet50.a1_in1k",
     "vit_small_patch16_dinov3.lvd1689m",
@@ -42,7 +41,6 @@ NAMES = (
     "vit_base_patch16_224.mae",
     "vit_large_patch16_224.mae",
     "convnextv2_tiny.fcmae",
-    "hiera_base_224.mae",
 )
 """Names of timm, whose repositories on the hub, timm/NAME, are public."""
 
