@@ -1,4 +1,4 @@
-from benchmarks.backbones import BEGIN, END, PAGE, rows, table
+from benchmarks.backbones import BEGIN, END, GATED, PAGE, row, table
 
 from cribo.cli import main
 from cribo.cli.running import SUGGESTED
@@ -11,8 +11,8 @@ def test_the_table_of_public_backbones_is_current() -> None:
 
 
 def test_the_suggested_backbone_is_public_and_for_commercial_use(capsys) -> None:
-    [row] = [row for row in rows() if SUGGESTED in row.name]
-    assert (row.licence, row.commercial, row.gated) == ("apache-2.0", "yes", "no")
+    about = row(SUGGESTED, SUGGESTED, gated=SUGGESTED in GATED)
+    assert (about.parameters, about.licence, about.commercial, about.gated) == ("22 M", "apache-2.0", "yes", "no")
     assert main(["adapt", "images"]) == 2
     assert f"--backbone is required: for a start, {SUGGESTED} (22 M parameters, licence" in capsys.readouterr().err
 
