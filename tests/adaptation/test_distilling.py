@@ -13,7 +13,7 @@ from cribo.adaptation.encoding import encode
 from cribo.adaptation.regression import predict_teacher
 from cribo.cli import main
 from cribo.data import open_images
-from cribo.models import build_backbone, load_backbone, save_backbone
+from cribo.models import Licence, build_backbone, load_backbone, save_backbone
 from cribo.retrieval.source import BackboneSource
 
 TEACHER_ARGS = {"depth": 2, "embed_dim": 24, "num_heads": 2, "patch_size": 12}
@@ -110,10 +110,12 @@ def test_the_linear_layer_predicts_a_linear_teacher(scenes: Path, networks: Path
     teacher = copy.deepcopy(student)
     generator = torch.Generator().manual_seed(0)
     teacher.set_readout(torch.randn(4, student.embed_dim, generator=generator), torch.ones(4))
+    teacher.licences = (Licence("teacher.pth", "mit"),)
     [(found, share)] = predict_teacher([student], teacher, open_images(scenes / "images"))
     assert student.readout is None
     assert share > 0.99
     image = open_images(scenes / "images").load(3)
+    assert found.licences == (Licence("teacher.pth", "mit", role="teacher"),)
     predicted, wanted = encode(found, image).tokens, encode(teacher, image).tokens
     assert (predicted - wanted).square().mean() < 0.02 * wanted.var()
 

@@ -61,7 +61,7 @@ def test_a_published_backbone_is_the_same_for_cribo_and_timm(
     model = timm.create_model("hf-hub:owner/camvid", pretrained=True).eval()
     image = torch.rand(1, 3, 56, 56)
     with torch.no_grad():
-        features = model.forward_features(image)[:, model.num_prefix_tokens :]  # pyright: ignore[reportCallIssue, reportArgumentType]
+        features = model.forward_features(image)[:, model.num_prefix_tokens :]  # pyright: ignore[reportCallIssue]
         torch.testing.assert_close(features, backbone.encode(image).tokens)
     files = [repository.files[name].decode() for name in ("README.md", "export.json", "config.json")]
     assert not any(str(place) in text for text in files for place in (tmp_path, "/home/me", "/data/sets"))

@@ -13,7 +13,7 @@ from torch import Tensor
 from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
-from cribo.models import Backbone, Features, build_backbone, save_backbone
+from cribo.models import Backbone, Features, Licence, build_backbone, load_backbone, save_backbone
 from cribo.objectives import Setting, Step
 from cribo.objectives.distill import Distill, at_common_grid, resample
 from cribo.pretraining import PretrainConfig, pretrain, resume
@@ -59,6 +59,14 @@ def test_a_student_of_another_architecture_learns_the_teachers_features(tiny: Ti
     assert losses[-1] < 0.5 * losses[1]
     assert objective.teacher.training is False
     assert not any(name.startswith("_teacher") or "teacher." in name for name in objective.state_dict())
+
+
+def test_the_licence_of_the_teacher_is_recorded_with_the_student(tiny: Tiny, tmp_path: Path) -> None:
+    teacher = saved(tmp_path)
+    teacher.licences = (Licence("teacher.pth", "cc-by-nc-4.0"),)
+    save_backbone(teacher, tmp_path)
+    save_backbone(make(tiny, tmp_path, CNN).exported(), tmp_path / "student")
+    assert load_backbone(tmp_path / "student").licences == (Licence("teacher.pth", "cc-by-nc-4.0", role="teacher"),)
 
 
 def test_the_losses_are_those_of_standardised_features(tiny: Tiny, tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def require_card(folder: Path) -> dict[str, Any]:
     Raises:
         InputError: the folder contains none.
     """
+    record: dict[str, Any] = {}
     try:
         record = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
         is_card = record["kind"] == "card" and (folder / BENCHMARK_CARD).is_file()
