@@ -288,8 +288,8 @@ class Parser(ArgumentParser):
         if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
             names = [self._as_typed(name) for name in missing[1].split(", ")]
             usage = "" if self.usage is None else f"; usage: {str(self.usage).splitlines()[0]}"
-            advice = "".join(f": {self._suggestions[name]}" for name in names if name in self._suggestions)
-            return f"{joined(names, 'and')} {'is' if len(names) == 1 else 'are'} required{advice}{usage}"
+            advice = "".join(f"; {name}: {self._suggestions[name]}" for name in names if name in self._suggestions)
+            return f"{joined(names, 'and')} {'is' if len(names) == 1 else 'are'} required{usage}{advice}"
         kinds = (
             r"Parser key \"([\w.]+)\":\s+(?:Expected a .*?Got value|Does not validate .*Given value): (.*)",
             r"Parser key \"([\w.]+)\":\s+Unable to load config '(.*?)'\n",

@@ -14,7 +14,7 @@ def test_the_suggested_backbone_is_public_and_for_commercial_use(capsys) -> None
     about = row(SUGGESTED, SUGGESTED, gated=SUGGESTED in GATED)
     assert (about.parameters, about.licence, about.commercial, about.gated) == ("22 M", "apache-2.0", "yes", "no")
     assert main(["adapt", "images"]) == 2
-    assert f"--backbone is required: for a start, {SUGGESTED} (22 M parameters, licence" in capsys.readouterr().err
+    assert f"; --backbone: for a start, {SUGGESTED} (22 M parameters, licence apache-2.0" in capsys.readouterr().err
 
 
 def test_the_licence_of_a_teacher_is_kept_apart() -> None:
