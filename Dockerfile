@@ -7,7 +7,7 @@ FROM python:3.12-slim-trixie
 # Build of PyTorch: cpu, or the CUDA version that the driver supports, such as cu130 or cu126.
 ARG TORCH=cpu
 # Extras of the package, separated by spaces; pyproject.toml lists them.
-ARG EXTRAS="cluster export search stream"
+ARG EXTRAS="cluster explore export search stream"
 
 LABEL org.opencontainers.image.title="cribo" \
       org.opencontainers.image.description="Dense visual representations from unlabelled images" \
