@@ -29,7 +29,7 @@ def release_notes(tag: str, repository: Path) -> str:
         re.MULTILINE | re.DOTALL,
     )
     if section is None or not section["text"].strip():
-        raise ValueError(f"CHANGELOG.md has no section `## [{version}] - YYYY-MM-DD` with text: write it before the tag")
+        raise ValueError(f"CHANGELOG.md has no section `## [{version}] - YYYY-MM-DD` with text: add it")
 
     citation = (repository / "CITATION.cff").read_text(encoding="utf-8")
     for key, expected in (("version", version), ("date-released", section["date"])):
