@@ -1,4 +1,4 @@
-"""The workflows, the scripts of releases and the Dockerfile, as far as they can be checked without GitHub and Docker."""
+"""The workflows, the scripts of releases and the Dockerfile, without GitHub and Docker."""
 
 import fnmatch
 import re
