@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def release_notes(tag: str, repository: Path) -> str:
-    """Return the section of CHANGELOG.md for a tag.
+    """Return the section of CHANGELOG.md for a tag, with one line per entry.
 
     Raises:
         ValueError: the tag and the files disagree.
@@ -36,7 +36,8 @@ def release_notes(tag: str, repository: Path) -> str:
         found = re.search(rf"""^{key}: ["']?(.*?)["']?$""", citation, re.MULTILINE)
         if found is None or found[1] != expected:
             raise ValueError(f"{key} in CITATION.cff is {found[1] if found else 'missing'}, expected {expected}")
-    return section["text"].strip() + "\n"
+    # GitHub shows line breaks of a release's text: join the lines of each entry.
+    return re.sub(r"\n +(?![-*] )(?=\S)", " ", section["text"].strip()) + "\n"
 
 
 if __name__ == "__main__":

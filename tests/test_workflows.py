@@ -56,7 +56,9 @@ CHANGELOG = """# Changelog
 ## [1.2.0] - 2027-03-01
 
 ### Added
-- A feature.
+- A feature with
+  two lines.
+  - A detail.
 
 ## [1.1.0] - 2027-01-01
 
@@ -75,7 +77,7 @@ def repository(tmp_path: Path) -> Path:
 
 
 def test_release_notes_are_the_section_of_the_tag(repository: Path) -> None:
-    assert release_notes("v1.2.0", repository) == "### Added\n- A feature.\n"
+    assert release_notes("v1.2.0", repository) == "### Added\n- A feature with two lines.\n  - A detail.\n"
 
 
 def test_the_last_section_ends_before_the_links(repository: Path) -> None:
@@ -92,7 +94,13 @@ def test_the_last_section_ends_before_the_links(repository: Path) -> None:
         ("1.2.0", "", "", "", r"tag v1\.2\.0"),
         ("v1.2.0", "CHANGELOG.md", "## [1.2.0] - 2027-03-01", "", r"no section `## \[1\.2\.0\]"),
         ("v1.2.0", "CHANGELOG.md", " - 2027-03-01", "", r"no section `## \[1\.2\.0\]"),
-        ("v1.2.0", "CHANGELOG.md", "### Added\n- A feature.\n", "", r"no section `## \[1\.2\.0\].* with text"),
+        (
+            "v1.2.0",
+            "CHANGELOG.md",
+            CHANGELOG[CHANGELOG.index("### Added") : CHANGELOG.index("## [1.1.0]")],
+            "",
+            r"no section `## \[1\.2\.0\].* with text",
+        ),
         (
             "v1.2.0",
             "CITATION.cff",
