@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet
 import pytest
@@ -58,6 +59,39 @@ def test_a_job_array_runs(tmp_path: Path) -> None:
     parts, merged = tmp_path / "out" / "parts", tmp_path / "out" / "all"
     assert main(["merge", *map(str, parts.iterdir()), "--out", str(merged)]) == 0
     names = pyarrow.parquet.read_table(merged / "features")["image"].to_pylist()
+    assert names == [f"{number:02d}.png" for number in range(20)]
+
+
+def test_an_indexed_job_on_kubernetes_runs(tmp_path: Path) -> None:
+    embed, merge = yaml.safe_load_all((CLUSTER / "kubernetes.yaml").read_text())
+    [container] = embed["spec"]["template"]["spec"]["containers"]
+    environment = {variable["name"]: variable["value"] for variable in container["env"]}
+    assert environment == {"SHARES": str(embed["spec"]["completions"])}
+    assert merge["spec"]["suspend"]
+
+    images = tmp_path / "photographs"
+    images.mkdir()
+    for number in range(20):
+        Image.new("RGB", (48, 32), (12 * number, 80, 160)).save(images / f"{number:02d}.png")
+    (tmp_path / "cribo").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "cribo").chmod(0o755)
+
+    def run(job: dict[str, Any], **environment: str) -> None:
+        """Run the command of a job, with paths in this folder."""
+        [container] = job["spec"]["template"]["spec"]["containers"]
+        [script] = container["args"]
+        for mount in container["volumeMounts"]:
+            script = script.replace(mount["mountPath"], f"{tmp_path}{mount['mountPath']}")
+        script = script.replace("vit_small_patch16_224.dino", "mean-colour")  # without a download
+        path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+        words = [*container["command"], script]
+        printed = subprocess.check_output(words, env={"PATH": path, **environment}, text=True)
+        assert main(printed.splitlines()) == 0
+
+    for index in ("0", "1"):
+        run(embed, JOB_COMPLETION_INDEX=index, SHARES="2")
+    run(merge)
+    names = pyarrow.parquet.read_table(tmp_path / "features" / "all" / "features")["image"].to_pylist()
     assert names == [f"{number:02d}.png" for number in range(20)]
 
 
