@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -136,8 +137,10 @@ class Session:
         # Lightning would convert the weights only after restoring a checkpoint, which would round them.
         return module.double() if self.config.runtime.precision == "64-true" else module
 
-    def trainer(self, folder: Path | None, callbacks: Sequence[Callback], max_steps: int) -> L.Trainer:
-        """Create a trainer that stops after `max_steps`; it logs to `folder`, if given."""
+    def trainer(
+        self, folder: Path | None, callbacks: Sequence[Callback], max_steps: int, loggers: Sequence[Logger] = ()
+    ) -> L.Trainer:
+        """Create a trainer that stops after `max_steps`, for a run folder or for timing."""
         runtime = self.config.runtime
         double = runtime.precision == "64-true"
         return make_trainer(
@@ -146,6 +149,7 @@ class Session:
             max_steps,
             accelerator=self._accelerator(),
             threads=runtime.threads,
+            loggers=loggers,
             devices=runtime.devices,
             num_nodes=runtime.num_nodes,
             strategy=self._strategy(),

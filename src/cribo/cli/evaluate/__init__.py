@@ -38,7 +38,7 @@ An evaluation may also be the import path of a custom protocol (docs/extending.m
 EVALUATIONS = (*PROTOCOLS, "compare")
 
 _RUN_OPTIONS = ("out", "overwrite", "resume", "pictures")
-_SHORT = ("data.limit", "runtime.cache", "runtime.devices", "runtime.accelerator")
+_SHORT = ("data.limit", "runtime.cache", "runtime.devices", "runtime.accelerator", "runtime.logger")
 
 
 def main(words: list[str]) -> int:
