@@ -48,7 +48,7 @@ class Service(ABC):
     @abstractmethod
     def __init__(self, folder: Path, name: str, run_id: str | None, settings: Mapping[str, Any]) -> None: ...
 
-    @classmethod
+    @classmethod  # noqa: B027 (most services need none)
     def require_login(cls) -> None:
         """Check that the service can be used without a prompt.
 
@@ -78,7 +78,7 @@ class Wandb(Service):
     def __init__(self, folder: Path, name: str, run_id: str | None, settings: Mapping[str, Any]) -> None:
         import wandb
 
-        limits = {} if "WANDB_FINISH_TIMEOUT" in os.environ else {"finish_timeout": _UPLOAD_SECONDS}
+        limits: dict[str, Any] = {} if "WANDB_FINISH_TIMEOUT" in os.environ else {"finish_timeout": _UPLOAD_SECONDS}
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=os.environ.get("WANDB_NAME", name),
