@@ -40,7 +40,7 @@ from cribo.training.events import open_loggers
 from cribo.training.folder import claim, open_on_all_ranks
 from cribo.training.interruption import Interruption, interrupted_by_signals
 from cribo.training.lightning import interruptible, quiet_lightning
-from cribo.training.loggers import require_loggers, require_logins
+from cribo.training.loggers import require_logins
 
 log = logging.getLogger("cribo")
 
@@ -225,7 +225,6 @@ def _run(
             _require_same(folder, config)
             log.info("%s is already finished: nothing to resume", folder)
             return Run(folder, json.loads((folder / SUMMARY).read_text(encoding="utf-8")))
-    require_loggers(config.runtime.logger)
     session = Session(config)
     if minutes is not None:
         plan(session, minutes)

@@ -31,6 +31,7 @@ from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.score import open_score_data
 from cribo.training.lightning import make_trainer, require_launched
+from cribo.training.loggers import require_loggers
 
 # Rendering a scene takes longer than cropping it; each worker caches this many bytes.
 _SCENE_CACHE_BYTES = 256 * 2**20
@@ -57,11 +58,13 @@ class Session:
 
     Raises:
         ValueError: the configuration, the data or the backbone cannot be used.
+        MissingPackage: the package of a logger is not installed.
     """
 
     def __init__(self, config: PretrainConfig) -> None:
         self.config = config
         require_launched(config.runtime.devices, config.runtime.num_nodes)
+        require_loggers(config.runtime.logger)
         on_cpu = self._accelerator() == "cpu"
         _require_precision(config.runtime.precision, on_cpu=on_cpu)
         self.score_data = open_score_data(config)

@@ -1,5 +1,6 @@
 """Services that record trainings beside TensorBoard. Their packages are imported on use only."""
 
+import logging
 import os
 import re
 import time
@@ -11,6 +12,8 @@ from typing import Any, ClassVar, Literal
 from cribo.arguments import ConfigError
 from cribo.checks import require_distinct, require_packages
 from cribo.folders import result_kind
+
+log = logging.getLogger("cribo")
 
 PROJECT = "cribo"
 """Name of the project or experiment, unless an environment variable of the service names another."""
@@ -138,6 +141,7 @@ class MLflow(Service):
         uri = os.environ.get("MLFLOW_TRACKING_URI") or database
         self._is_local = uri == database
         self._client = MlflowClient(uri)
+        log.info("mlflow: recording %s in %s", name, without_secrets(uri))
         if run_id is not None:
             self._client.update_run(run_id, status="RUNNING")
             self.id = run_id
@@ -168,7 +172,8 @@ class MLflow(Service):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self._client.log_batch(self.id, metrics=[Metric(name, value, now, step) for name, value in metrics.items()])
+        allowed = {re.sub(r"[^\w\-./: ]", "_", name): value for name, value in metrics.items()}
+        self._client.log_batch(self.id, metrics=[Metric(name, value, now, step) for name, value in allowed.items()])
 
     def log_picture(self, path: Path, step: int) -> None:
         """Upload a picture of the report; no-op for a database beside the report."""
