@@ -199,6 +199,8 @@ OTHER_NAMES = {
     *("YolosForObjectDetection.from_pretrained", "AutoImageProcessor.from_pretrained", "ViTModel"),  # transformers
     *("interpolate_pos_encoding", "forward_features", "--hypothesis-profile", "AWS_ACCESS_KEY_ID", "AWS_ENDPOINT_URL"),
     "labelme2voc.py",  # LabelMe
+    *("WANDB_ENTITY", "WANDB_TAGS", "WANDB_RUN_GROUP"),
+    *("TRACKIO_DIR", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"),
     *("my_set", "loss_image", "cribo.json"),  # a placeholder, a key with the name of a loss, a file
 }
 """Names in the text that the code of this project does not contain."""

@@ -190,7 +190,10 @@ def _open_services(names: Sequence[str], folder: Path, settings: Mapping[str, An
             service = SERVICES[name](folder, run_name(folder), ids.get(name), shown)
         except Exception as error:  # each service has its own types
             if name not in ids:
-                raise ConfigError(f"--logger {name}: {_on_one_line(error)}") from error
+                raise ConfigError(
+                    f"--logger {name}: could not create a run: {_on_one_line(error)}. Check the service, or resume "
+                    f"{folder} with another --logger"
+                ) from error
             log.error("%s: could not continue run %s: %s; training continues", name, ids[name], _on_one_line(error))
             continue
         ids[name] = service.id
