@@ -24,6 +24,7 @@ from cribo.adaptation.planning import load_recipe
 from cribo.arguments import ConfigError
 from cribo.cli import main
 from cribo.errors import MissingPackage
+from cribo.files import FolderError
 from cribo.folders import ResultFolder
 from cribo.pretraining import PretrainConfig, load_config, pretrain, resume
 from cribo.pretraining.monitoring import read_metrics
@@ -336,9 +337,19 @@ def test_a_new_run_that_cannot_be_created_is_an_error(tracking: Tracking, tmp_pa
 
 @needs("mlflow")
 def test_settings_are_sent_without_passwords(tracking: Tracking, tmp_path: Path) -> None:
-    settings = {"data": {"root": "https://me:secret@host/shards"}, "seed": 3}
+    settings = {"data": {"root": "https://me:secret@host/shards"}, "urls": ["s3://me:secret@host"], "seed": 3}
     with open_loggers(["mlflow"], tmp_path, settings=settings):
-        assert tracking.params == {"data.root": "https://***@host/shards", "seed": "3"}
+        assert tracking.params == {
+            "data.root": "https://***@host/shards",
+            "urls": "['s3://***@host']",
+            "seed": "3",
+        }
+
+
+def test_a_damaged_file_of_identities_is_refused(tmp_path: Path) -> None:
+    (tmp_path / RUN_IDS).write_text("{")
+    with pytest.raises(FolderError, match=f"{RUN_IDS} is damaged: remove it"):
+        open_loggers(["mlflow"], tmp_path, settings={}).__enter__()
 
 
 def test_other_ranks_have_no_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

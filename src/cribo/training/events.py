@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 from cribo.arguments import ConfigError
-from cribo.files import write_json
+from cribo.files import FolderError, write_json
 from cribo.folders import flat
 from cribo.processes import is_first_process
 from cribo.training.interruption import Interrupted
@@ -158,6 +158,7 @@ def open_loggers(
 
     Raises:
         ConfigError: a new run could not be created. If a run cannot be continued, this is logged instead.
+        FolderError: the file of identities is damaged.
     """
     services: list[ServiceLogger] = []
     status: Status = "failed"
@@ -179,10 +180,12 @@ def open_loggers(
 
 def _open_services(names: Sequence[str], folder: Path, settings: Mapping[str, Any]) -> Iterator[ServiceLogger]:
     path = folder / RUN_IDS
-    ids: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    shown = {
-        name: without_secrets(value) if isinstance(value, str) else value for name, value in flat(settings).items()
-    }
+    try:
+        ids: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise FolderError(f"{path} is damaged: remove it to record the training in new runs") from error
+    # As JSON, whose strings include those in lists.
+    shown = json.loads(without_secrets(json.dumps(flat(settings), default=str)))
     for name in names:
         if name not in SERVICES:
             continue
@@ -196,8 +199,9 @@ def _open_services(names: Sequence[str], folder: Path, settings: Mapping[str, An
                 ) from error
             log.error("%s: could not continue run %s: %s; training continues", name, ids[name], _on_one_line(error))
             continue
-        ids[name] = service.id
-        write_json(path, ids)
+        if name not in ids:
+            ids[name] = service.id
+            write_json(path, ids)
         yield ServiceLogger(name, service)
 
 

@@ -24,7 +24,7 @@ Status = Literal["finished", "failed", "interrupted"]
 
 _UPLOAD_SECONDS = 600  # limit for the upload of buffered data at the end
 _MLFLOW_PARAMS = 100  # maximum per request
-_SECRETS = re.compile(r"(?<=://)[^/@\s]+(?=@)|(?<=[?&])((?:\w*_)?(?:token|key|secret|password)=)[^&\s'\"]+", re.I)
+_SECRETS = re.compile(r"(?<=://)[^/@\s\"]+(?=@)|(?<=[?&])((?:\w*_)?(?:token|key|secret|password)=)[^&\s'\"]+", re.I)
 
 
 class Service(ABC):
@@ -225,7 +225,7 @@ class Trackio(Service):
         trackio.finish()
 
 
-SERVICES: Mapping[str, type[Service]] = {"wandb": Wandb, "mlflow": MLflow, "trackio": Trackio}
+SERVICES: dict[str, type[Service]] = {"wandb": Wandb, "mlflow": MLflow, "trackio": Trackio}
 """Services by the names of their loggers."""
 
 LOGGERS = (TENSORBOARD, *SERVICES)
