@@ -201,6 +201,8 @@ OTHER_NAMES = {
     "labelme2voc.py",  # LabelMe
     *("--build-arg", "--gpus", "--init", "--read-only", "--rm", "--shm-size", "--tmpfs", "--user"),  # Docker
     "HF_TOKEN",  # Hugging Face
+    *("WANDB_ENTITY", "WANDB_TAGS", "WANDB_RUN_GROUP"),
+    *("TRACKIO_DIR", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"),
     *("my_set", "loss_image", "cribo.json"),  # a placeholder, a key with the name of a loss, a file
 }
 """Names in the text that the code of this project does not contain."""

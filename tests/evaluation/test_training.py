@@ -2,7 +2,8 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from cribo.arguments import ConfigError
 from cribo.data import UnreadableImage
 from cribo.data.randomness import keyed_generator
 from cribo.evaluation.runtime import TrainingRuntime
-from cribo.evaluation.training import KeyStream, evaluation_folder, fit
+from cribo.evaluation.training import SETTINGS, KeyStream, evaluation_folder, fit
 from cribo.files import FolderError
 from cribo.training.checkpoints import checkpoint_files
 from cribo.training.folder import run_lock
 from cribo.training.interruption import Interrupted
+from cribo.training.loggers import SERVICES, Service, Status
 from cribo.training.module import NonFiniteLoss, ResumableModule
 
 STEPS = 12
@@ -228,6 +230,47 @@ def test_logged_values_are_in_tensorboard(tmp_path: Path) -> None:
     events.Reload()
     assert [event.step for event in events.Scalars("loss")] == [3, 7, 11]
     assert events.Scalars("error")[-1].value == pytest.approx(module.scores[-1][1])
+
+
+def test_a_service_has_the_settings_of_the_evaluation_and_its_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Memory(Service):
+        packages = ()
+        extra = ""
+
+        def __init__(self, folder: Path, name: str, run_id: str | None, settings: Mapping[str, Any]) -> None:
+            self.id = "a"
+            self.steps: dict[str, list[int]] = defaultdict(list)
+            opened.append((name, run_id, settings, self.steps))
+
+        def log(self, metrics: Mapping[str, float], step: int) -> None:
+            for name in metrics:
+                self.steps[name].append(step)
+
+        def log_picture(self, path: Path, step: int) -> None: ...
+
+        def finish(self, status: Status) -> None:
+            ended.append(status)
+
+    opened: list[Any] = []
+    ended: list[Status] = []
+    monkeypatch.setitem(SERVICES, "trackio", Memory)
+    (tmp_path / "lr=0.1").mkdir()
+    for name, content in {"cribo.json": {"made_by": "cribo", "kind": "x"}, SETTINGS: {"data": {"name": "voc"}}}.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    runtime = {"logger": ("trackio",)}
+    with pytest.raises(Interrupted):
+        run(tmp_path / "lr=0.1", runtime=runtime, callbacks=[Stop(5)])
+    run(tmp_path / "lr=0.1", runtime=runtime)
+    (first, second) = opened
+    assert first[:3] == (f"{tmp_path.name}/lr=0.1", None, {"data.name": "voc"})
+    assert first[3]["loss"] == [3]
+    assert second[1] == "a"
+    assert second[3]["loss"] == [7, 11]
+    assert second[3]["error"] == [12]
+    assert ended == ["interrupted", "finished"]
+    assert not (tmp_path / "lr=0.1" / "tensorboard").exists()
 
 
 def test_a_line_shows_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

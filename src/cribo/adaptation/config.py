@@ -39,6 +39,8 @@ class AdaptConfig:
             trained weights; lower values reduce forgetting.
         recipe: a preset or YAML file of `cribo pretrain`.
         training: values that override the recipe, such as {"optim.lr": 1e-3, "backbone.train_blocks": 2}.
+        logger: where the training logs its numbers: tensorboard, wandb, mlflow, trackio, or several of them, such as
+            tensorboard,wandb (docs/logging.md). [tensorboard]
         workers: number of data loading workers during training. [depends on the number of cores]
         device: device, such as cuda:0 or cpu. [a GPU if available]
 
@@ -60,6 +62,7 @@ class AdaptConfig:
     trained_share: float = 0.75
     recipe: str = "adapt"
     training: dict[str, Any] = field(default_factory=dict)
+    logger: tuple[str, ...] | None = None
     workers: int | None = None
     device: str | None = None
 
@@ -101,6 +104,8 @@ class DistillConfig:
             neither, or `trained` for the last one in any case.
         recipe: a preset or YAML file of `cribo pretrain`, with the objective `distill`.
         training: values that override the recipe, such as {"optim.lr": 1e-3, "views.size": 320}.
+        logger: where the training logs its numbers: tensorboard, wandb, mlflow, trackio, or several of them, such as
+            tensorboard,wandb (docs/logging.md). [tensorboard]
         workers: number of data loading workers during training. [depends on the number of cores]
         device: device, such as cuda:0 or cpu. [a GPU if available]
 
@@ -117,6 +122,7 @@ class DistillConfig:
     keep: Literal["better", "trained"] = "better"
     recipe: str = "distill"
     training: dict[str, Any] = field(default_factory=dict)
+    logger: tuple[str, ...] | None = None
     workers: int | None = None
     device: str | None = None
 

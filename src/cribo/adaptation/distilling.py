@@ -21,6 +21,7 @@ from cribo.adaptation.planning import (
     VERDICT,
     Exported,
     fast_precision,
+    load_recipe,
     plan_training,
     record_options,
     result_folder,
@@ -38,7 +39,6 @@ from cribo.files import write_json
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.models.saving import DESCRIPTION_FILE, reserve_readout
 from cribo.pretraining.config import PretrainConfig
-from cribo.pretraining.presets import load_config
 from cribo.retrieval.encoders import open_backbone
 from cribo.retrieval.source import backbone_name
 from cribo.training.folder import claim
@@ -104,6 +104,7 @@ def distill(
 
     Raises:
         ValueError: images, networks, options or folder are invalid; raised before computation whenever possible.
+        MissingPackage: the package of a logger is not installed.
         FileNotFoundError: a file of a network or the images does not exist.
         Interrupted: SIGTERM or SIGUSR1 was received during training, which can be resumed.
     """
@@ -121,7 +122,7 @@ def distill(
     images = open_images(config.images)
     labelled = None if config.labelled is None else open_labelled(config.labelled)
     device = resolve_devices(None if config.device is None else [config.device], "device")[0]
-    recipe = load_config(config.recipe, config.training)
+    recipe = load_recipe(config)
     teacher, student = (open_backbone(source).to(device) for source in (config.teacher, config.backbone))
     reserve_readout(copy.deepcopy(student), teacher.embed_dim)  # raises an error if the network does not support it
     with TemporaryDirectory() as copied:
@@ -138,7 +139,9 @@ def distill(
         with Phases(console) as progress:
             start, before = _closed_form(student, teacher, images, folder, progress)
         plan = partial(_planned_training, config, recipe, start, images, folder)
-        run = train(plan, folder, minutes=config.minutes, started=started, console=console)
+        run = train(
+            plan, folder, minutes=config.minutes, started=started, logger=recipe.runtime.logger, console=console
+        )
         trained = run.backbone().to(device)
         with Phases(console) as progress:
             again = partial(progress, "closed forms of the averaged and the trained student")

@@ -28,6 +28,7 @@ from cribo.pretraining.planning import seconds_per_step, with_epochs
 from cribo.pretraining.presets import load_config
 from cribo.pretraining.run import Run, pretrain
 from cribo.pretraining.session import Session, open_source
+from cribo.training.loggers import require_loggers, require_logins
 
 log = logging.getLogger("cribo")
 
@@ -91,7 +92,7 @@ def record_options(path: Path, config: AdaptConfig | DistillConfig) -> None:
     options = json.loads(json.dumps(asdict(config)))
     if path.is_file():
         before = json.loads(path.read_text(encoding="utf-8"))
-        free = {"workers", "device"}
+        free = {"logger", "workers", "device"}
         if not any((path.parent / made).exists() for made in (_TRAINING, VERDICT)):
             free |= {"minutes", "steps"}
         changed = [name for name in options if before.get(name) != options[name] and name not in free]
@@ -103,8 +104,28 @@ def record_options(path: Path, config: AdaptConfig | DistillConfig) -> None:
     write_json(path, options)
 
 
+def load_recipe(config: AdaptConfig | DistillConfig) -> PretrainConfig:
+    """Load the recipe of the training with the values that override it, and check its loggers.
+
+    Raises:
+        ConfigError: an invalid name or value; not logged in to the service of a logger.
+        MissingPackage: the package of a logger is not installed.
+    """
+    logger = {} if config.logger is None else {"runtime.logger": list(config.logger)}
+    recipe = load_config(config.recipe, config.training | logger)
+    require_loggers(recipe.runtime.logger)
+    require_logins(recipe.runtime.logger)
+    return recipe
+
+
 def train(
-    plan: Callable[[float], PretrainConfig], folder: Path, *, minutes: float, started: float, console: Console
+    plan: Callable[[float], PretrainConfig],
+    folder: Path,
+    *,
+    minutes: float,
+    started: float,
+    logger: tuple[str, ...],
+    console: Console,
 ) -> Run:
     """Train in a run folder inside `folder`, or resume this run.
 
@@ -113,10 +134,11 @@ def train(
         folder: the result folder.
         minutes: total time.
         started: start of the command, by `time.perf_counter`. As much time as has passed is left for the verdict.
+        logger: names of the loggers.
         console: console for progress.
     """
     if (folder / _TRAINING / CONFIG).is_file():
-        planned = load_config(folder / _TRAINING)
+        planned = load_config(folder / _TRAINING, {"runtime.logger": list(logger)})
     else:
         planned = plan(60 * minutes - 2 * (time.perf_counter() - started))
     return pretrain(planned, out=folder, name=_TRAINING, continue_run=True, advice=to_continue(folder), console=console)

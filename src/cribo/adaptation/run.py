@@ -22,6 +22,7 @@ from cribo.adaptation.planning import (
     VERDICT,
     Exported,
     fast_precision,
+    load_recipe,
     plan_training,
     record_options,
     result_folder,
@@ -90,6 +91,7 @@ def adapt(
 
     Raises:
         ValueError: images, backbone, options or folder are invalid; raised before computation whenever possible.
+        MissingPackage: the package of a logger is not installed.
         FileNotFoundError: a file of the backbone or the images does not exist.
         Interrupted: SIGTERM or SIGUSR1 was received during training, which can be resumed.
     """
@@ -107,7 +109,7 @@ def adapt(
     images = open_images(config.images)
     sets = [None if folder is None else open_labelled(folder) for folder in (config.labelled, config.second)]
     device = resolve_devices(None if config.device is None else [config.device], "device")[0]
-    recipe = load_config(config.recipe, config.training)
+    recipe = load_recipe(config)
     original = open_backbone(config.backbone).to(device)
     _check_network(config, original)
     if config.trains:
@@ -122,7 +124,9 @@ def adapt(
         candidates = [Candidate("starting weights", original), Candidate("closed form", start)]
         if config.trains:
             plan = partial(planned_training, config, recipe, start, images, folder)
-            run = train(plan, folder, minutes=config.minutes, started=started, console=console)
+            run = train(
+                plan, folder, minutes=config.minutes, started=started, logger=recipe.runtime.logger, console=console
+            )
             trained = _with_start(run, start, config.trained_share).to(device)
             if choice.power is not None:
                 with Phases(console) as progress:

@@ -5,6 +5,7 @@ from typing import Literal
 
 from cribo.arguments import ConfigError
 from cribo.checks import require_least, require_positive
+from cribo.training.loggers import TENSORBOARD, require_known
 
 TrainerPrecision = Literal["32-true", "bf16-mixed", "16-mixed"]
 
@@ -47,7 +48,9 @@ class TrainingRuntime:
         precision: 32-true, or on GPUs bf16-mixed (16-mixed on older GPUs), about twice as fast with half the memory.
         workers: number of worker processes that read images, per device. [half of the cores]
         threads: number of CPU threads of torch. [torch's default]
-        log_every: number of steps between two entries in TensorBoard.
+        logger: where numbers are logged: tensorboard, wandb, mlflow, trackio, or several of them, such as
+            tensorboard,wandb (docs/logging.md).
+        log_every: number of steps between two logged entries.
         checkpoint_every: number of steps between two checkpoints; one is also written at the end.
         evaluate_every: number of steps between two validations; 0 validates only at the end.
     """
@@ -58,6 +61,7 @@ class TrainingRuntime:
     precision: TrainerPrecision = "32-true"
     workers: int | None = None
     threads: int | None = None
+    logger: tuple[str, ...] = (TENSORBOARD,)
     log_every: int = 50
     checkpoint_every: int = 1000
     evaluate_every: int = 0
@@ -65,6 +69,7 @@ class TrainingRuntime:
     def __post_init__(self) -> None:
         least = {"num_nodes": 1, "threads": 1, "log_every": 1, "checkpoint_every": 1, "workers": 0, "evaluate_every": 0}
         require_least(self, least, "runtime.")
+        require_known(self.logger)
         if not (self.devices == "auto" or (str(self.devices).isdecimal() and int(self.devices) > 0)):
             raise ConfigError(f"runtime.devices must be auto or a number >= 1, got {self.devices!r}")
 

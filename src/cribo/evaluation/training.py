@@ -12,6 +12,7 @@ from typing import Any, cast
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
 from torch.utils.data import Dataset, Sampler, default_collate
@@ -27,9 +28,11 @@ from cribo.files import remove_parts, write_json
 from cribo.folders import MARKER, ResultFolder, describe_changes, flat, require_same
 from cribo.processes import end_with_launcher, is_first_process
 from cribo.training.checkpoints import Checkpoints, checkpoint_files, resume_point
+from cribo.training.events import open_loggers
 from cribo.training.folder import RUN_LOCK, claim, open_on_all_ranks
 from cribo.training.interruption import Interruption
 from cribo.training.lightning import interruptible, make_trainer, quiet_lightning, require_launched
+from cribo.training.loggers import require_loggers, require_logins
 from cribo.training.module import ResumableModule
 from cribo.training.progress import StepProgress
 
@@ -133,7 +136,8 @@ def fit(
         The trainer, after validation.
 
     Raises:
-        ConfigError: devices do not exist, cannot share a batch evenly, or outnumber the validation samples.
+        ConfigError: devices do not exist, cannot share a batch evenly, or outnumber the validation samples; or a
+            logger cannot be opened.
         Interrupted: SIGTERM or SIGUSR1 was received; a checkpoint was written. (Ctrl-C raises KeyboardInterrupt.)
         NonFiniteLoss: weights are not finite.
         Stopped: a data loader worker was killed.
@@ -148,8 +152,8 @@ def fit(
     progress = StepProgress(console, label, every_steps=min(runtime.log_every, 10))
     advice = "resume with the same command and --resume"
     interruption = Interruption(lambda trainer: checkpoints.on_train_end(trainer, module), advice=advice)
-    with quiet_lightning():
-        trainer = _trainer(runtime, folder, [progress, *callbacks, checkpoints, interruption], steps)
+    with quiet_lightning(), open_loggers(runtime.logger, folder, settings=_settings_of(folder)) as loggers:
+        trainer = _trainer(runtime, folder, [progress, *callbacks, checkpoints, interruption], steps, loggers)
         loading = {"workers": resolve_workers(runtime.workers), "pin_memory": runtime.on_gpu}
         rank, processes = trainer.global_rank, trainer.world_size
         keys = KeyStream(
@@ -208,18 +212,23 @@ def evaluation_folder(
 
     Raises:
         FolderError: the folder exists and neither flag is set, is in use, or has other settings.
-        ConfigError: devices do not exist, `resume` is set with `overwrite`, or without `out`.
+        ConfigError: devices do not exist, `resume` is set with `overwrite`, or without `out`; not logged in to the
+            service of a logger.
+        MissingPackage: the package of a logger is not installed.
     """
     if resume and (overwrite or out is None):
         raise ConfigError("--resume cannot be combined with --overwrite" if overwrite else "--resume requires --out")
     end_with_launcher()
     require_launched(runtime.devices, runtime.num_nodes)
+    require_loggers(runtime.logger)
     settings = json.loads(json.dumps(settings))
     with (
         ExitStack() as last,
         open_on_all_ranks(
             _trainer(runtime, None, [], 1),
-            lambda held: _open(held, out, name, settings, inputs, overwrite=overwrite, resume=resume),
+            lambda held: _open(
+                held, out, name, settings, inputs, loggers=runtime.logger, overwrite=overwrite, resume=resume
+            ),
         ) as folder,
     ):
         try:
@@ -247,6 +256,12 @@ def is_evaluation_of(folder: Path, settings: dict[str, Any]) -> bool:
     return begun == json.loads(json.dumps(settings)) and not (folder / RESULTS).exists()
 
 
+def _settings_of(folder: Path) -> dict[str, Any]:
+    """Read the settings of the evaluation that a training in this folder, or in the one above, is part of."""
+    found = next((parent for parent in (folder, folder.parent) if (parent / SETTINGS).is_file()), None)
+    return {} if found is None else _read_settings(found)
+
+
 def _read_settings(folder: Path) -> dict[str, Any]:
     return json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
 
@@ -267,9 +282,11 @@ def _open(
     settings: dict[str, Any],
     inputs: Sequence[str | os.PathLike[str] | None],
     *,
+    loggers: Sequence[str],
     overwrite: bool,
     resume: bool,
 ) -> Path:
+    require_logins(loggers)
     folder = claim(
         held,
         ResultFolder(
@@ -295,8 +312,14 @@ def _open(
     return folder
 
 
-def _trainer(runtime: TrainingRuntime, folder: Path | None, callbacks: Sequence[Callback], steps: int) -> L.Trainer:
-    """Return a trainer that stops after `steps`, and logs to `folder` unless it is None."""
+def _trainer(
+    runtime: TrainingRuntime,
+    folder: Path | None,
+    callbacks: Sequence[Callback],
+    steps: int,
+    loggers: Sequence[Logger] = (),
+) -> L.Trainer:
+    """Return a trainer that stops after `steps`."""
     every, devices = runtime.evaluate_every or None, runtime.devices
     if runtime.num_nodes > 1 or devices != "auto":
         is_shared = runtime.num_nodes > 1 or int(devices) > 1
@@ -308,6 +331,7 @@ def _trainer(runtime: TrainingRuntime, folder: Path | None, callbacks: Sequence[
         steps,
         accelerator=runtime.accelerator,
         threads=runtime.threads,
+        loggers=loggers,
         devices=devices,
         num_nodes=runtime.num_nodes,
         strategy=DDPStrategy(broadcast_buffers=False) if is_shared else "auto",

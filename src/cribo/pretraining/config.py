@@ -10,6 +10,7 @@ from cribo.data.sets import HELD_OUT_SCENES
 from cribo.errors import InputError
 from cribo.models.modes import CUDA_GRAPH_MODES, CompileMode
 from cribo.objectives.options import ObjectiveOptions
+from cribo.training.loggers import TENSORBOARD, require_known
 
 Compile = Literal["none"] | CompileMode
 Precision = Literal["64-true", "32-true", "bf16-mixed", "16-mixed"]
@@ -142,6 +143,8 @@ class RuntimeConfig:
             than their launch; `max-autotune` also tunes the kernels of products; `max-autotune-no-cudagraphs` does so
             without CUDA graphs. `none` disables compilation; true and false mean default and none.
         threads: number of PyTorch's CPU threads; by default one on a GPU, otherwise PyTorch's default.
+        logger: where numbers are logged besides metrics.csv: tensorboard, wandb, mlflow, trackio, or several of them,
+            such as tensorboard,wandb (docs/logging.md).
         log_every: steps between logged rows.
         checkpoint_every: steps between checkpoints; another is written at the end of the run.
         keep_checkpoints: number of the latest checkpoints to keep.
@@ -153,6 +156,7 @@ class RuntimeConfig:
     precision: Precision = "bf16-mixed"
     compile: Compile | bool = "none"
     threads: int | None = None
+    logger: tuple[str, ...] = (TENSORBOARD,)
     log_every: int = 10
     checkpoint_every: int = 1000
     keep_checkpoints: int = 2
@@ -287,6 +291,7 @@ def _check_ranges(config: PretrainConfig) -> None:
 
 def _check_combinations(config: PretrainConfig) -> None:
     optim = config.optim
+    require_known(config.runtime.logger)
     if not re.fullmatch(r"auto|-1|\d+(,\d+)*,?", str(config.runtime.devices)):
         raise InputError(
             f"runtime.devices must be a number >= 1, auto, or a list such as 0,2, got {config.runtime.devices!r}"

@@ -113,15 +113,16 @@ class Metrics(L.Callback):
     def add(self, trainer: L.Trainer, module: PretrainingModule, values: Row) -> Row:
         """Append one row, pass it to the loggers, and return it."""
         step = trainer.global_step
-        row = {"step": float(step), "epoch": step / module.schedules.steps_per_epoch, "seconds": self.seconds, **values}
+        row = {"epoch": step / module.schedules.steps_per_epoch, "seconds": self.seconds, **values}
+        numbers = {name: value for name, value in row.items() if not math.isnan(value)}
         with log_write_errors("the logs"):
             for logger in trainer.loggers:
-                logger.log_metrics(values, step=step)
+                logger.log_metrics(numbers, step=step)
         if trainer.is_global_zero:
-            self._unwritten.append({name: value for name, value in row.items() if not math.isnan(value)})
+            self._unwritten.append({"step": float(step), **numbers})
             with log_write_errors(self.path):
                 self._write()
-        return row
+        return {"step": float(step), **row}
 
     def _write(self) -> None:
         if len(self._unwritten) > 1 or not self._unwritten[0].keys() <= set(self._columns):

@@ -28,6 +28,7 @@ _REMOVED = {"runtime": ("bank", "tf32", "strategy", "on_nonfinite")}
 
 
 SHORT = {
+    "--logger": "--runtime.logger",
     "--objective": "--objective.name",
     "--objective.class_path": "--objective.name",
     "--objective.init_args": "--objective.args",
@@ -168,6 +169,6 @@ def dump_config(config: PretrainConfig) -> str:
 
 
 def _config_parser() -> ConfigParser:
-    parser = ConfigParser(short={short: long for short, long in SHORT.items() if "." in short})
+    parser = ConfigParser(short={short: long for short, long in SHORT.items() if short != "--objective"})
     parser.add_class_arguments(PretrainConfig)
     return parser

@@ -5,7 +5,7 @@ import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import lightning as L
 import torch
 import yaml
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
 from rich.console import Console
 
 from cribo.arguments import ConfigError
@@ -35,9 +36,11 @@ from cribo.pretraining.session import Session
 from cribo.pretraining.stages import RunStages
 from cribo.processes import end_with_launcher
 from cribo.training.checkpoints import Checkpoints, checkpoint_files, resume_point
+from cribo.training.events import open_loggers
 from cribo.training.folder import claim, open_on_all_ranks
 from cribo.training.interruption import Interruption, interrupted_by_signals
 from cribo.training.lightning import interruptible, quiet_lightning
+from cribo.training.loggers import require_logins
 
 log = logging.getLogger("cribo")
 
@@ -105,6 +108,7 @@ def pretrain(
         ValueError: the configuration, the data, the backbone or the run folder cannot be used.
         NonFiniteLoss: training diverged; the last checkpoint is valid.
         Interrupted: SIGTERM or SIGUSR1 was received; a checkpoint was written. (Ctrl-C is a KeyboardInterrupt.)
+        MissingPackage: the package of a logger is not installed.
         TooManyUnreadable: too many images cannot be read.
         WorkersFailed: worker processes died or hung too often.
 
@@ -226,6 +230,7 @@ def _run(
         plan(session, minutes)
 
     def open_folder(held: ExitStack) -> Path:
+        require_logins(config.runtime.logger)
         choose = f"choose another --name, resume it with --resume {out / (name or '')} or --continue, or --overwrite it"
         target = ResultFolder(
             out / (name or default_name),
@@ -271,8 +276,8 @@ def _find_checkpoint(folder: Path) -> None:
 
 
 def _train(session: Session, folder: Path, callbacks: Sequence[Callback], advice: str, console: Console) -> Run:
-    config, module, runtime = session.config, session.module, session.config.runtime
-    checkpoint = next(iter(checkpoint_files(folder)), None)
+    """Run the objective's earlier stages, then train."""
+    config, module = session.config, session.module
     train = partial(_train, callbacks=(), advice=advice, console=console)
     stages = RunStages(session, folder, console, open_folder=_begin, train=train)
     with interrupted_by_signals(advice):
@@ -282,6 +287,22 @@ def _train(session: Session, folder: Path, callbacks: Sequence[Callback], advice
         module.to(session.probe.strategy.root_device)
         with Phases(console) as progress:
             session.cache_trunk(folder / TRUNK_CACHE, partial(progress, "frozen blocks"))
+    with open_loggers(config.runtime.logger, folder, settings=asdict(config), pictures=folder / REPORT) as loggers:
+        return _fit(session, folder, stages.seconds, loggers, callbacks, advice, console)
+
+
+def _fit(
+    session: Session,
+    folder: Path,
+    seconds_of_stages: Mapping[str, float],
+    loggers: Sequence[Logger],
+    callbacks: Sequence[Callback],
+    advice: str,
+    console: Console,
+) -> Run:
+    """Train, and write what the run leaves."""
+    config, module, runtime = session.config, session.module, session.config.runtime
+    checkpoint = next(iter(checkpoint_files(folder)), None)
     metrics = Metrics(folder, every_steps=runtime.log_every, batch_size=config.optim.batch_size)
     faults = LoadingFaults(
         folder,
@@ -306,6 +327,7 @@ def _train(session: Session, folder: Path, callbacks: Sequence[Callback], advice
             *(checkpoints, interruption),
         ],
         module.schedules.total_steps,
+        loggers,
     )
     with quiet_lightning(), interruptible(trainer, advice=advice), closing(session.loader(trainer)) as loader:
         faults.loader = loader
@@ -317,7 +339,7 @@ def _train(session: Session, folder: Path, callbacks: Sequence[Callback], advice
     rows = metrics.rows
     summary: dict[str, Any] = {
         "seconds": round(seconds, 2),
-        **({"stages": {**stages.seconds, "training": round(seconds, 2)}} if stages.seconds else {}),
+        **({"stages": {**seconds_of_stages, "training": round(seconds, 2)}} if seconds_of_stages else {}),
         "peak_rss_bytes": peak_rss_bytes(),
         "steps": trainer.global_step,
         "epochs": config.optim.epochs,

@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -30,6 +31,7 @@ from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.score import open_score_data
 from cribo.training.lightning import make_trainer, require_launched
+from cribo.training.loggers import require_loggers
 
 # Rendering a scene takes longer than cropping it; each worker caches this many bytes.
 _SCENE_CACHE_BYTES = 256 * 2**20
@@ -56,11 +58,13 @@ class Session:
 
     Raises:
         ValueError: the configuration, the data or the backbone cannot be used.
+        MissingPackage: the package of a logger is not installed.
     """
 
     def __init__(self, config: PretrainConfig) -> None:
         self.config = config
         require_launched(config.runtime.devices, config.runtime.num_nodes)
+        require_loggers(config.runtime.logger)
         on_cpu = self._accelerator() == "cpu"
         _require_precision(config.runtime.precision, on_cpu=on_cpu)
         self.score_data = open_score_data(config)
@@ -136,8 +140,10 @@ class Session:
         # Lightning would convert the weights only after restoring a checkpoint, which would round them.
         return module.double() if self.config.runtime.precision == "64-true" else module
 
-    def trainer(self, folder: Path | None, callbacks: Sequence[Callback], max_steps: int) -> L.Trainer:
-        """Create a trainer that stops after `max_steps`; it logs to `folder`, if given."""
+    def trainer(
+        self, folder: Path | None, callbacks: Sequence[Callback], max_steps: int, loggers: Sequence[Logger] = ()
+    ) -> L.Trainer:
+        """Create a trainer that stops after `max_steps`, for a run folder or for timing."""
         runtime = self.config.runtime
         double = runtime.precision == "64-true"
         return make_trainer(
@@ -146,6 +152,7 @@ class Session:
             max_steps,
             accelerator=self._accelerator(),
             threads=runtime.threads,
+            loggers=loggers,
             devices=runtime.devices,
             num_nodes=runtime.num_nodes,
             strategy=self._strategy(),

@@ -12,6 +12,7 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import LayerSync
 from timm.layers.norm_act import convert_sync_batchnorm
 from torch.nn import Module
@@ -19,7 +20,6 @@ from torch.nn import Module
 from cribo.allocator import keep_freed_memory
 from cribo.arguments import ConfigError
 from cribo.training.checkpoints import AtomicCheckpointIO
-from cribo.training.events import Events
 
 log = logging.getLogger("cribo")
 
@@ -31,17 +31,19 @@ def make_trainer(
     *,
     accelerator: str,
     threads: int | None,
+    loggers: Sequence[Logger] = (),
     plugins: Sequence[Any] = (),
     **options: Any,
 ) -> L.Trainer:
     """Create a trainer that stops after `steps`, with atomic checkpoints and without Lightning's displays.
 
     Args:
-        folder: folder of TensorBoard's log; None disables the log.
+        folder: folder of the training, if it has one.
         callbacks: callbacks of the trainer.
         steps: number of optimiser steps.
         accelerator: auto, cpu, gpu, ...
         threads: number of PyTorch's CPU threads; None for one while a GPU trains, otherwise PyTorch's default.
+        loggers: loggers of numbers.
         plugins: additional plugins.
         options: passed to `lightning.Trainer`.
 
@@ -60,7 +62,7 @@ def make_trainer(
                 max_steps=steps,
                 max_epochs=-1,
                 callbacks=[*callbacks, *([_OneThread()] if on_gpu and threads is None else [])],
-                logger=Events(folder, name="", version="tensorboard") if folder else False,
+                logger=[*loggers],
                 enable_progress_bar=False,
                 enable_model_summary=False,
                 enable_checkpointing=False,

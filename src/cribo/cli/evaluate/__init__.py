@@ -14,6 +14,7 @@ from cribo.cli.running import BACKBONE_SHORT, dispatch, print_places, run_comman
 from cribo.console import importing
 from cribo.evaluation.protocol import PROTOCOLS
 from cribo.processes import is_first_process
+from cribo.training.loggers import TENSORBOARD
 
 USAGE = """\
 usage: cribo evaluate <evaluation> [options]
@@ -38,7 +39,7 @@ An evaluation may also be the import path of a custom protocol (docs/extending.m
 EVALUATIONS = (*PROTOCOLS, "compare")
 
 _RUN_OPTIONS = ("out", "overwrite", "resume", "pictures")
-_SHORT = ("data.limit", "runtime.cache", "runtime.devices", "runtime.accelerator")
+_SHORT = ("data.limit", "runtime.cache", "runtime.devices", "runtime.accelerator", "runtime.logger")
 
 
 def main(words: list[str]) -> int:
@@ -82,8 +83,10 @@ def _run(name: str, protocol: type[Any], words: list[str], console: Console) -> 
         return
     for part in (*result_tables(result), *settings.report(result)):
         console.print(part)
-    places = {"numbers": folder / "results.json", "pictures": folder / "*.png"}
-    print_places(console, {**places, **settings.places(folder)})
+    places = {"numbers": folder / "results.json", "pictures": folder / "*.png", **settings.places(folder)}
+    if TENSORBOARD not in getattr(made.runtime, "logger", ()):
+        places.pop("curves", None)
+    print_places(console, places)
 
 
 def evaluation_parser(name: str, protocol: type[Any]) -> Parser:
