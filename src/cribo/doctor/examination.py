@@ -14,13 +14,13 @@ _SECTIONS: dict[str, Callable[[Section], None]] = {
     "Devices": examine_devices,
     "Processor": examine_processor,
     "Memory and disk": examine_storage,
-    "Optional packages": examine_packages,
     "Environment": examine_environment,
+    "Optional packages": examine_packages,  # takes longest
 }
 
 
 def examine() -> Iterator[Section]:
-    """Examine software, devices, processor, memory, disk, optional packages and environment of this process.
+    """Examine software, devices, processor, memory, disk, environment and optional packages.
 
     Nothing is written. What cannot be read is a fact of its section, not an error.
 
@@ -29,7 +29,7 @@ def examine() -> Iterator[Section]:
 
     Example:
         >>> [section.title for section in examine()]  # doctest: +SKIP
-        ['Software', 'Devices', 'Processor', 'Memory and disk', 'Optional packages', 'Environment']
+        ['Software', 'Devices', 'Processor', 'Memory and disk', 'Environment', 'Optional packages']
     """
     for title, fill in _SECTIONS.items():
         section = Section(title)
