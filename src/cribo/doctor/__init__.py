@@ -1,4 +1,4 @@
-"""Examination of a machine and an installation: software, devices, limits, optional packages, speed (docs/doctor.md)."""
+"""Examination of a machine and its installation: versions, devices, limits, packages, speed (docs/doctor.md)."""
 
 from typing import TYPE_CHECKING
 

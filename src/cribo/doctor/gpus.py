@@ -104,7 +104,9 @@ def _unusable(installed: list[str]) -> str | None:
 
     name = installed[0].partition(",")[0]
     if not torch.version.cuda:
-        return f"torch is a {build()}, so {name} is not used: install a CUDA build of torch and torchvision ({_GET_TORCH})"
+        return (
+            f"torch is a {build()}, so {name} is not used: install a CUDA build of torch and torchvision ({_GET_TORCH})"
+        )
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return f"CUDA_VISIBLE_DEVICES={visible!r} hides {name}: unset it to use the GPU"
     try:
