@@ -84,5 +84,5 @@ def test_small_networks_are_measured_and_a_failure_does_not_end_the_test(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_device_that_does_not_exist_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="'cuda' cannot be used .*: use cpu"):
+    with pytest.raises(ConfigError, match=r"'cuda' cannot be used .*: use cpu"):
         measure_speed("cuda")

@@ -113,7 +113,7 @@ def _unusable(installed: list[str]) -> str | None:
         torch.cuda.init()
     except Exception as error:
         return (
-            f"torch cannot use {name} ({described(error)}): update its driver, or install a build of torch for an older "
-            f"CUDA ({_GET_TORCH})"
+            f"torch cannot use {name} ({described(error)}): update its driver, or install a build of torch for "
+            f"an older CUDA ({_GET_TORCH})"
         )
     return None
