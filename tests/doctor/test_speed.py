@@ -58,13 +58,14 @@ def test_small_networks_are_measured_and_a_failure_does_not_end_the_test(
     """The test itself, with smaller networks and images."""
     monkeypatch.chdir(tmp_path)
     vit = {"patch_size": 16, "depth": 12, "embed_dim": 16, "num_heads": 1}
-    small = {"backbone.name": "vit_tiny_patch16_224", "backbone.args": vit, "views.size": 64, "head.prototypes": 64}
-
-    def load(name: str, changes: dict[str, object] | None = None) -> object:
-        values = (changes or {}) | {option: value for option, value in small.items() if name != "adapt" or changes}
-        return load_config(name, values)
-
-    monkeypatch.setattr(speed, "load_config", load)
+    small = {
+        "backbone.name": "vit_tiny_patch16_224",
+        "backbone.args": vit,
+        "views.size": 64,
+        "head.prototypes": 64,
+        "objects.num_objects": 16,
+    }
+    monkeypatch.setattr(speed, "load_config", lambda name, changes=None: load_config(name, (changes or {}) | small))
     monkeypatch.setattr(speed, "ADAPTED", "vit_tiny_patch16_224")
     monkeypatch.setattr(speed, "IMAGE", (64, 96))
     monkeypatch.setattr(speed, "_SMALL_BANK", 100)

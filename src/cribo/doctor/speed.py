@@ -167,16 +167,18 @@ def measure_speed(device: Literal["cpu", "cuda"] | None = None, progress: Progre
 def _time_pretraining(speed: Speed) -> None:
     """Time steps of the preset with fewer images and, unless the GPU is large, a smaller bank."""
     preset = load_config(PRETRAINED)
+    full_bank = preset.objects.bank_images
+    assert full_bank is not None
     on_gpu = speed.device != "cpu"
     is_large = on_gpu and torch.cuda.get_device_properties(0).total_memory >= _LARGE_GPU
-    bank = preset.objects.bank_images if is_large else _SMALL_BANK
+    bank = full_bank if is_large else _SMALL_BANK
     batch = 64 if is_large else 16 if on_gpu else 4
     changes = {"optim.batch_size": batch, "objects.group_size": min(batch, preset.objects.group_size)}
     config = load_config(PRETRAINED, _in_memory(speed, batch) | changes | {"objects.bank_images": bank})
     steps = 5 if on_gpu else 2
     parts = profile(config, kept=[OBJECTS], steps=steps, warmup=2, loader_seconds=0).steps[0].parts
     of_images = sum(seconds for part, seconds in parts.items() if part not in (*_PER_STEP, "waiting for data"))
-    of_images += parts["retrieval"] * (preset.objects.bank_images / bank - 1)
+    of_images += parts["retrieval"] * (full_bank / bank - 1)
     speed.pretrain_batch = preset.optim.batch_size
     speed.pretrain_update = sum(parts[part] for part in _PER_STEP)
     speed.pretrain_image = of_images / batch
@@ -198,7 +200,7 @@ def _time_adaptation(speed: Speed) -> None:
 def _time_segmentation(speed: Speed) -> None:
     """Time the labelling of an image by two examples."""
     backbone: Backbone = build_backbone(ADAPTED, image_size=224).to(speed.device).eval()
-    settings = SegmentationSettings(blocks=(9, 10, 11, 12), whiten=False, head="both")
+    settings = SegmentationSettings(blocks=(9, 10, 11, 12), whiten=False, head="ridge")
     memory = SegmentationMemory(backbone, classes=["left", "right"], settings=settings)
     labels = (torch.arange(IMAGE[1]) >= IMAGE[1] // 2).expand(IMAGE)
     examples = torch.randint(256, (3, 3, *IMAGE), dtype=torch.uint8)
