@@ -11,7 +11,7 @@ import torch
 
 from cribo.doctor import Section, examine
 from cribo.doctor.gpus import examine_devices
-from cribo.doctor.processor import examine_processor
+from cribo.doctor.processor import busy, examine_processor
 from cribo.doctor.software import examine_environment, examine_software
 from cribo.doctor.storage import examine_storage, little_shared_memory
 
@@ -116,7 +116,6 @@ def test_a_driver_that_fails_is_a_problem(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_threads_beyond_the_cores_of_a_container_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cribo.doctor.processor.core_limit", lambda: 0.5)
-    monkeypatch.setattr("cribo.doctor.processor.busy", lambda: None)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -125,6 +124,13 @@ def test_threads_beyond_the_cores_of_a_container_are_a_problem(monkeypatch: pyte
         torch.set_num_threads(before)
     assert section.facts["cores"].endswith("control group limits them to 0.5")
     assert any("torch uses 2 threads" in each and "OMP_NUM_THREADS=1" in each for each in section.problems)
+
+
+def test_other_programs_are_a_problem_for_the_measured_speed() -> None:
+    assert busy(0.1) is None
+    problem = busy(0.93)
+    assert problem is not None
+    assert problem.startswith("other programs use 93% of the processor")
 
 
 def test_missing_instructions_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

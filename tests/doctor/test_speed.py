@@ -33,6 +33,7 @@ def test_an_adaptation_trains_at_most_500_steps_within_its_time() -> None:
     assert fast.steps == 500
     assert fast.closed_form == pytest.approx(300 * 0.1 + 64 * 0.1 * 512 / 432 + 36 * 0.3)
     assert fast.training == pytest.approx(516 * 0.6)
+    assert fast.verdict == pytest.approx(500 * 0.1 + 3 * (64 * 0.1 * (1 + 512 / 432) + 0.3))
     slow = measured(adapt_step=6.0).adaptation()
     assert slow is not None
     assert slow.steps == math.floor((900 - 2 * slow.closed_form) / 6)

@@ -1,8 +1,9 @@
-"""The processor: instructions that cribo uses, cores, threads and load."""
+"""The processor: instructions that cribo uses, cores, threads and other programs."""
 
 import os
 import platform
 from contextlib import suppress
+from functools import cache
 
 from cribo.control_groups import core_limit
 from cribo.doctor.findings import Section
@@ -17,15 +18,16 @@ _INSTRUCTIONS = {
 }
 """Instructions of x86 processors, and the functions of `torch.cpu` that detect them."""
 
-_BUSY = 0.5  # load per core by other programs from which measured speeds are too low
+_BUSY = 0.25  # share of the processor in use by other programs from which measured speeds are too low
+_SECONDS = 0.5  # over which this share is measured
 
 
 def examine_processor(section: Section) -> None:
-    """Add the model, the instructions and what they are used for, cores, threads and load."""
+    """Add the model, the instructions and what they are used for, cores, threads and other programs."""
     section.note("model", processor_name)
     section.note("cores", _cores)
-    section.note("load", lambda: f"{load():.1f} (mean number of running threads in the last minute)")
-    section.check(busy)
+    section.note("other programs", lambda: f"use {_share_in_use():.0%} of the processor now")
+    section.check(lambda: busy(_share_in_use()))
     section.note("instructions", lambda: ", ".join(name for name, has in _instructions().items() if has) or "basic")
     section.note("bfloat16", _bfloat16)
     section.note("threads", _threads)
@@ -39,19 +41,21 @@ def usable_cores() -> float:
     return min(available_cores(), core_limit() or float("inf"))
 
 
-def load() -> float:
-    """Return the mean number of running threads on this machine in the last minute."""
-    return os.getloadavg()[0]
+@cache
+def _share_in_use() -> float:
+    """Measure the share of the processor that other programs use; this process sleeps meanwhile."""
+    import psutil
+
+    return psutil.cpu_percent(interval=_SECONDS) / 100
 
 
-def busy() -> str | None:
-    """Return the problem of other programs that use the processor; call it before measuring."""
-    cores = os.cpu_count() or 1
-    if load() < max(1.0, _BUSY * cores):
+def busy(share: float) -> str | None:
+    """Return the problem of other programs that use a share of the processor."""
+    if share < _BUSY:
         return None
     return (
-        f"other programs use the processor (load {load():.1f} on {cores} cores): the measured speed is lower than "
-        "that of the idle machine; end them and repeat the command"
+        f"other programs use {share:.0%} of the processor, so the measured speed is lower than that of the idle "
+        "machine: end them and repeat the command"
     )
 
 

@@ -23,6 +23,7 @@ from cribo.adaptation.closed_form import POWERS, STATISTICS_IMAGES
 from cribo.adaptation.config import AdaptConfig
 from cribo.adaptation.encoding import PATCHES, encode
 from cribo.adaptation.indicators import INDICATOR_IMAGES, neighbour_agreement
+from cribo.adaptation.pictures import PICTURED_IMAGES
 from cribo.adaptation.run import MOST_STEPS
 from cribo.console import Progress, no_progress
 from cribo.devices import multiplies_bfloat16, resolve_device
@@ -107,7 +108,7 @@ class Speed:
             steps=steps,
             closed_form=closed_form,
             training=(steps + 2 * TIMED_STEPS) * self.adapt_step,
-            verdict=statistics_seconds + 3 * indicators,
+            verdict=statistics_seconds + 3 * indicators + 2 * PICTURED_IMAGES * self.adapt_encode,
         )
 
 
