@@ -1,4 +1,4 @@
-"""A speed test of about ten seconds, and what it lets expect of pretrain, adapt and segment.
+"""A speed test of ten to twenty seconds, and what it lets expect of pretrain, adapt and segment.
 
 A few steps and images of the real commands are timed, with random weights and images in memory. Reading and writing of
 files are not included. The model of each expectation is a sum of measured times (docs/doctor.md):
