@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from cribo.doctor import Section, examine
+from cribo.doctor import Section, examine, processor
 from cribo.doctor.gpus import examine_devices
 from cribo.doctor.processor import busy, examine_processor
 from cribo.doctor.software import examine_environment, examine_software
@@ -48,6 +48,25 @@ def test_all_sections_have_facts_and_nothing_is_unknown(monkeypatch: pytest.Monk
     assert software["numpy"] == numpy.__version__
     assert software["torch"].startswith(torch.__version__.partition("+")[0])
     assert f"{os.cpu_count()}" in sections["Processor"].facts["cores"]
+
+
+def test_a_system_without_the_expected_files_and_functions_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object, **__: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory", "/proc/stat")
+
+    monkeypatch.setattr("psutil.cpu_percent", missing)
+    monkeypatch.setattr("psutil.virtual_memory", missing)
+    monkeypatch.setattr("shutil.disk_usage", missing)
+    monkeypatch.setattr("shutil.which", missing)
+    monkeypatch.setattr("cribo.doctor.packages.find_extras", missing)
+    processor._share_in_use.cache_clear()
+    sections = {section.title: section for section in examine()}
+    error = "FileNotFoundError: [Errno 2] No such file or directory: '/proc/stat'"
+    assert sections["Processor"].facts["other programs"] == f"unknown ({error})"
+    assert sections["Memory and disk"].facts["memory"] == f"unknown ({error})"
+    assert sections["Memory and disk"].facts["this folder"] == f"unknown ({error})"
+    assert sections["Devices"].facts["error"] == error
+    assert sections["Optional packages"].facts["error"] == error
 
 
 def test_a_library_that_cannot_be_imported_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,8 +39,8 @@ def rough(seconds: float) -> str:
     """Format a duration with at most two digits, in the largest unit of which there are at least two.
 
     Example:
-        >>> rough(2.34), rough(312), rough(5_800), rough(330_000), rough(4.2e7)
-        ('2.3 seconds', '5.2 minutes', '97 minutes', '92 hours', '490 days')
+        >>> rough(2.34), rough(312), rough(5_800), rough(100_000), rough(4.2e7)
+        ('2.3 seconds', '5.2 minutes', '97 minutes', '28 hours', '490 days')
     """
     unit, length = next((unit for unit in _UNITS if seconds >= 2 * unit[1]), _UNITS[-1])
     number = float(f"{seconds / length:.2g}")
