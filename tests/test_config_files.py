@@ -27,6 +27,7 @@ CASES = {
     "figures": ("", "run", ["a", "b"], ["c"], "querys", "queries"),
     "export": ("--backbone mean-colour", "to", "timm", "onnx", "opsets", "opset"),
     "shard": ("IMAGES OUT", "shard_mb", 7.0, 9.0, "sise", "size"),
+    "doctor": ("", "device", "cpu", "cuda", "no_sped", "no_speed"),
     "evaluate dense-nn": ("--data voc --data.root R --backbone mean-colour", "ratios", "1,8", [1, 64], "vot", "vote"),
     "evaluate linear": ("--data voc --data.root R", "backbone", "mean-colour", "resnet18", "trustt", "trust"),
     "evaluate compare": ("RESULTS", "out", "here", "there", "sweep", "sweeps"),

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback
 import cribo
 from cribo.data import apply_photometric, sample_photometric
 from cribo.data.scenes import Scenes
+from cribo.doctor import examine, measure_speed
 from cribo.evaluation import DenseNN, Machine, dense_nn
 from cribo.evaluation.dense_neighbours.settings import Variant
 from cribo.method import MemoryBank, SelfDistillation, cluster_tokens, cross_view_loss, match_objects, pool_objects
@@ -180,3 +181,13 @@ def test_a_step_synchronises_only_for_data_dependent_shapes(tmp_path: Path):
     # For the objects, the valid neighbours, and the bank; the last step is logged.
     assert max(map(len, waits.places[2:-1])) <= 3, "\n".join(map(" ".join, waits.places))
     assert (waits.threads, torch.get_num_threads()) == ({1}, threads)
+
+
+def test_the_doctor_describes_and_measures_a_gpu():
+    devices = next(section for section in examine() if section.title == "Devices")
+    assert torch.cuda.get_device_name(0) in devices.facts["cuda:0"]
+    assert devices.facts["default"] == "cuda:0"
+    speed = measure_speed()
+    assert speed.failures == {}
+    assert speed.pretrain_rate is not None
+    assert speed.pretrain_rate > 0

@@ -15,7 +15,7 @@ HOUSE = """
     __main__
     cli
     __init__
-    explorer  studies
+    explorer  studies  doctor
     segmentation  object_search  embedding  adaptation  export  figures  benchmark
     probes
     pretraining

@@ -12,6 +12,7 @@ from cribo.cli.running import run_command
 from cribo.data.images import require
 from cribo.folders import ResultFolder
 from cribo.retrieval import PCAColours
+from cribo.versions import project_url
 
 
 def run(command: Callable[[], object], *words: str) -> int:
@@ -64,7 +65,24 @@ def of_a_users_own_code() -> None:
 def test_internal_errors_keep_their_traceback_and_ask_for_a_report(command: Callable[[], object]) -> None:
     with pytest.raises(ValueError) as raised:  # noqa: PT011
         run(command)
-    assert any("please report it" in note for note in raised.value.__notes__)
+    (note,) = raised.value.__notes__
+    assert "please report it" in note
+    assert note.endswith("the output of cribo doctor")
+
+
+def test_a_request_for_a_report_gives_the_projects_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = tmp_path / "cribo_ssl-9.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(
+        "Metadata-Version: 2.4\nName: cribo-ssl\nVersion: 9.0\n"
+        "Project-URL: Homepage, https://project.example\nProject-URL: Issues, https://project.example/issues\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert project_url("Issues") == "https://project.example/issues"
+    assert project_url("Funding") is None
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        run(of_a_users_own_code)
+    assert "please report it at https://project.example/issues with" in raised.value.__notes__[0]
 
 
 def too_large_for_the_processor() -> None:

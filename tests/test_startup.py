@@ -40,6 +40,7 @@ REFUSED = {
     "figures": ["--run", "x", "--only", "x"],
     "export": ["--backbone", "x", "--to", "x"],
     "shard": ["x", "y", "--size", "x"],
+    "doctor": ["--device", "x"],
 }
 """A wrong value, or none where one is needed, of each command."""
 

@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-_PACKAGES = {"cribo": "cribo-ssl", **{name: name for name in ("torch", "torchvision", "timm", "numpy")}}
+PACKAGE = "cribo-ssl"
+"""Name of this package's distribution."""
+
+_PACKAGES = {"cribo": PACKAGE, **{name: name for name in ("torch", "torchvision", "timm", "numpy")}}
+
+
+def project_url(label: str) -> str | None:
+    """Return an address of the project, such as `Issues`, from the package's metadata; None if it has none."""
+    for entry in importlib.metadata.metadata(PACKAGE).get_all("Project-URL") or ():
+        name, _, address = entry.partition(",")
+        if name.strip() == label:
+            return address.strip()
+    return None
 
 
 def versions(device: "torch.device | str" = "cpu") -> dict[str, str]:
@@ -27,11 +39,12 @@ def versions(device: "torch.device | str" = "cpu") -> dict[str, str]:
         hardware = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
     else:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        hardware = f"{'' if device.type == 'cpu' else f'{device.type}, '}{_processor()}, {cores} cores"
+        hardware = f"{'' if device.type == 'cpu' else f'{device.type}, '}{processor_name()}, {cores} cores"
     return {**packages, "python": platform.python_version(), "hardware": hardware}
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """Return the model of the processor, or its architecture if the model is unknown."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
     name = re.search(r"^model name\s*: (.+)", text, re.MULTILINE)

@@ -20,7 +20,7 @@ from cribo.retrieval.whitening import Moments, partial_whitening
 POWERS = (None, 0.3, 0.6, 0.8, 1.0)
 """Candidate powers of the partial whitening; None disables it, which is best for some networks."""
 
-_IMAGES = 300
+STATISTICS_IMAGES = 300
 _NEARLY_AS_GOOD = 0.95  # at similar agreement, later blocks are more semantic
 
 
@@ -134,7 +134,7 @@ def gather_moments(
 ) -> list[Moments]:
     """Compute mean and covariance of the patch features after each of the last blocks."""
     moments = [Moments(backbone.embed_dim) for _ in range(layers)]
-    indices = spread(len(images), _IMAGES)
+    indices = spread(len(images), STATISTICS_IMAGES)
     for done, (_, pixels) in enumerate(readable(images, indices), start=1):
         tokens: Tensor = encode(backbone, pixels, layers=layers).tokens[0].cpu()
         for own, part in zip(moments, tokens.chunk(layers, dim=-1), strict=True):

@@ -19,7 +19,7 @@ from cribo.models import Backbone
 from cribo.objectives.points import overlap_points, sample_tokens
 from cribo.retrieval.whitening import Moments
 
-_IMAGES = 64
+INDICATOR_IMAGES = 64
 _POINTS = 8
 _NEIGHBOURS = 20
 
@@ -60,7 +60,7 @@ def measure_indicators(
     """
     points = view_points(backbone, images, recipe, progress=progress)
     moments, features, places = Moments(backbone.embed_dim), [], []
-    for _, pixels in readable(images, spread(len(images), _IMAGES)):
+    for _, pixels in readable(images, spread(len(images), INDICATOR_IMAGES)):
         whole = encode(backbone, pixels)
         features.append(whole.tokens[0].cpu())
         places.append(_place_terms(whole.grid))
@@ -92,7 +92,7 @@ def view_points(
         ValueError: fewer than two images have overlapping views.
         DataError: no image can be read.
     """
-    indices = spread(len(images), _IMAGES)
+    indices = spread(len(images), INDICATOR_IMAGES)
     size = backbone.fixed_size or recipe.size // backbone.patch_size * backbone.patch_size
     grid = (size // backbone.patch_size, size // backbone.patch_size)
     points: list[Tensor] = []

@@ -20,7 +20,7 @@ from cribo.painting import MARK
 from cribo.retrieval.grid import encoding_size
 from cribo.retrieval.patches import resize_image
 
-_IMAGES = 100
+PICTURED_IMAGES = 100
 _QUERIES = 6
 _NEIGHBOURS = 3
 _REACH = 4  # patches drawn on each side of a patch
@@ -36,7 +36,7 @@ def draw_neighbours(
     """Draw patches of some images with their nearest neighbours in other images, for both networks."""
     found: list[tuple[list[Tensor], list[tuple[int, int]]]] = [([], []), ([], [])]
     pictures = []
-    indices = spread(len(images), _IMAGES)
+    indices = spread(len(images), PICTURED_IMAGES)
     for done, (_, pixels) in enumerate(readable(images, indices), start=1):
         for candidate, (features, grids) in zip((before, after), found, strict=True):
             encoded = encode(candidate.backbone, pixels)

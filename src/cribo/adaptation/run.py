@@ -55,7 +55,7 @@ _CHOICE = "choice.json"
 
 _TRAIN_BLOCKS = "backbone.train_blocks"
 _PRECISION = "runtime.precision"
-_MOST_STEPS = 500  # more steps improve results on these images but degrade them on others (docs/adapting.md)
+MOST_STEPS = 500  # more steps improve results on these images but degrade them on others (docs/adapting.md)
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def planned_training(
     """
     adjusted = _for_network(config, recipe, start, images)
     otherwise = "--minutes 1 for the closed form only"
-    return plan_training(adjusted, config, images, folder, seconds, otherwise=otherwise, most=_MOST_STEPS)
+    return plan_training(adjusted, config, images, folder, seconds, otherwise=otherwise, most=MOST_STEPS)
 
 
 def _for_network(config: AdaptConfig, recipe: PretrainConfig, start: Backbone, images: ImageFiles) -> PretrainConfig:

@@ -98,9 +98,21 @@ def run_command(
         if _is_out_of_memory(error):
             reason = str(error).partition(". ")[0] or "out of memory"
             return _failed(name, f"{reason}: {less_memory}", 1)
-        error.add_note(f"{name}: this is a bug in cribo or one of its libraries: please report it with the lines above")
+        error.add_note(f"{name}: {_request_for_report()}")
         raise
     return 0
+
+
+def _request_for_report() -> str:
+    """Return the request to report an error that is not the user's."""
+    from cribo.versions import project_url
+
+    address = project_url("Issues")
+    where = "" if address is None else f" at {address}"
+    return (
+        f"this is a bug in cribo or one of its libraries: please report it{where} with the lines above and the output "
+        "of cribo doctor"
+    )
 
 
 def _failed(name: str, error: object, status: int) -> int:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from cribo.errors import Stopped
 
-_PREFETCHED = 4  # batches per worker
+PREFETCHED = 4  # batches per worker
 
 
 class Batches:
@@ -41,7 +41,7 @@ class Batches:
             _ErrorsAsValues(dataset, collate),
             collate_fn=unchanged,
             num_workers=workers,
-            prefetch_factor=_PREFETCHED if workers else None,
+            prefetch_factor=PREFETCHED if workers else None,
             worker_init_fn=_begin_worker,
             **options,
         )

@@ -19,7 +19,7 @@ from cribo.training.lightning import interruptible, quiet_lightning
 
 log = logging.getLogger("cribo")
 
-_TIMED_STEPS = 8  # after the same number of warm-up steps
+TIMED_STEPS = 8  # after the same number of warm-up steps
 
 
 def plan(session: Session, minutes: float) -> None:
@@ -37,12 +37,15 @@ def plan(session: Session, minutes: float) -> None:
     session.module = session.make_module()
 
 
-def seconds_per_step(session: Session, clock: Callable[[], float] = time.perf_counter) -> float:
+def seconds_per_step(
+    session: Session, clock: Callable[[], float] = time.perf_counter, *, steps: int = TIMED_STEPS
+) -> float:
     """Time some steps. They train the session's module, which must be created again afterwards.
 
     Args:
         session: the run.
         clock: returns the time in seconds, such as `time.process_time`.
+        steps: number of timed steps, and of warm-up steps before them.
 
     Raises:
         ConfigError: there are several devices.
@@ -52,10 +55,10 @@ def seconds_per_step(session: Session, clock: Callable[[], float] = time.perf_co
     times: list[float] = []
     timer = LambdaCallback(on_train_batch_end=lambda *_: times.append(clock()))
     with quiet_lightning():
-        trainer = session.trainer(None, [timer], 2 * _TIMED_STEPS)
+        trainer = session.trainer(None, [timer], 2 * steps)
         with interruptible(trainer), closing(session.loader(trainer)) as loader:
             trainer.fit(session.module, Forever(loader))
-    return (times[-1] - times[_TIMED_STEPS - 1]) / _TIMED_STEPS
+    return (times[-1] - times[steps - 1]) / steps
 
 
 class TimeEstimate(Callback):
@@ -81,10 +84,10 @@ class TimeEstimate(Callback):
     ) -> None:
         """Log the estimate once, after warm-up steps and timed steps."""
         done = trainer.global_step - self._first
-        if done == _TIMED_STEPS:
+        if done == TIMED_STEPS:
             self._marked = time.perf_counter()
-        elif done == 2 * _TIMED_STEPS:
-            per_step = (time.perf_counter() - self._marked) / _TIMED_STEPS
+        elif done == 2 * TIMED_STEPS:
+            per_step = (time.perf_counter() - self._marked) / TIMED_STEPS
             left = trainer.max_steps - self._first
             text = f"{left} steps take about {duration(left * per_step)} on this machine"
             epochs, needed = self.config.optim.epochs, epochs_to_judge(self.config)

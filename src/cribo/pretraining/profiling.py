@@ -125,6 +125,7 @@ def profile(
     steps: int = 10,
     warmup: int = 3,
     trace: Path | None = None,
+    loader_seconds: float = _LOADER_SECONDS,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Profile:
     """Profile the training step of a configuration on this machine, as on one of the run's devices.
@@ -138,6 +139,7 @@ def profile(
         steps: number of steps to time.
         warmup: number of steps before them.
         trace: file for a torch.profiler trace of further steps, with the last number of objects.
+        loader_seconds: time to measure the loader only.
         progress: called with the phase, the number of steps done and their total.
 
     Raises:
@@ -164,7 +166,7 @@ def profile(
         trainer = session.trainer(None, [], 1)
     device = trainer.strategy.root_device
     progress("loader only", 0, 1)
-    loader_rate = _loader_rate(session, trainer)
+    loader_rate = _loader_rate(session, trainer, loader_seconds)
     progress("loader only", 1, 1)
     measured = []
     for number, objects in enumerate(kept or (None,), start=1):
@@ -220,13 +222,13 @@ def _check_kept(kept: Sequence[int], config: PretrainConfig, *, patches: int) ->
             )
 
 
-def _loader_rate(session: Session, trainer: L.Trainer) -> float:
+def _loader_rate(session: Session, trainer: L.Trainer, seconds: float) -> float:
     """Return the images per second of the loader only, after its workers have started."""
     with closing(session.loader(trainer)) as loader:
         batches = iter(Forever(loader))
         next(batches)
         begun, images = time.perf_counter(), 0
-        while time.perf_counter() - begun < _LOADER_SECONDS:
+        while not images or time.perf_counter() - begun < seconds:
             images += len(next(batches))
         return images / (time.perf_counter() - begun)
 

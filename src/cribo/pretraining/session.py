@@ -69,7 +69,7 @@ class Session:
         _require_precision(config.runtime.precision, on_cpu=on_cpu)
         self.score_data = open_score_data(config)
         self.source = open_source(config)
-        self.workers = _workers(config)
+        self.workers = loading_workers(config)
         if isinstance(self.source, Clips) and len(self.source) < config.optim.batch_size:
             raise DataError(
                 f"the videos of data.root have {len(self.source)} clips of up to {self.source.most} frames, fewer than "
@@ -247,7 +247,8 @@ def _require_shareable(config: PretrainConfig, images_per_group: int, devices: i
         )
 
 
-def _workers(config: PretrainConfig) -> int:
+def loading_workers(config: PretrainConfig) -> int:
+    """Return the number of data loading workers of each process: `data.workers`, by default one less than its cores."""
     if config.data.workers is not None:
         return config.data.workers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

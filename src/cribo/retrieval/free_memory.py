@@ -5,6 +5,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from cribo.control_groups import MOUNT, PROC, group_folders
+
 
 def available_memory(device: torch.device | str) -> int:
     """Return the free memory of a device in bytes, on the CPU within the limits of control groups.
@@ -19,24 +21,18 @@ def available_memory(device: torch.device | str) -> int:
     return min((psutil.virtual_memory().available, *_free_in_groups()))
 
 
-def _free_in_groups(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> list[int]:
+def _free_in_groups(proc: Path = PROC, mount: Path = MOUNT) -> list[int]:
     """Return the free bytes in each control group (v1 or v2) of this process; psutil ignores these limits."""
     free = []
-    for line in proc.read_text(encoding="utf-8").splitlines() if proc.is_file() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+    for folder, version in group_folders("memory", proc, mount):
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
+        try:
+            limit, usage = (int((folder / name).read_text(encoding="ascii")) for name in names)
+            statistics = (folder / "memory.stat").read_text(encoding="ascii").split()
+        except (OSError, ValueError):  # not visible in this container, above the mount, or unlimited ("max")
             continue
-        root = mount / "memory" if controllers else mount
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
-        group = root / path.lstrip("/")
-        for folder in (group, *group.parents):
-            try:
-                limit, usage = (int((folder / name).read_text(encoding="ascii")) for name in names)
-                statistics = (folder / "memory.stat").read_text(encoding="ascii").split()
-            except (OSError, ValueError):  # not visible in this container, above the mount, or unlimited ("max")
-                continue
-            # The reclaimable page cache; in v1, total_inactive_file includes child groups.
-            counts = dict(zip(statistics[::2], map(int, statistics[1::2]), strict=True))
-            cached = max(counts.get("inactive_file", 0), counts.get("total_inactive_file", 0))
-            free.append(max(0, limit - usage + cached))
+        # The reclaimable page cache; in v1, total_inactive_file includes child groups.
+        counts = dict(zip(statistics[::2], map(int, statistics[1::2]), strict=True))
+        cached = max(counts.get("inactive_file", 0), counts.get("total_inactive_file", 0))
+        free.append(max(0, limit - usage + cached))
     return free
