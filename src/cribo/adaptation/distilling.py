@@ -39,6 +39,7 @@ from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.models.saving import DESCRIPTION_FILE, reserve_readout
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.presets import load_config
+from cribo.pretraining.session import check_packages
 from cribo.retrieval.encoders import open_backbone
 from cribo.retrieval.source import backbone_name
 from cribo.training.folder import claim
@@ -122,6 +123,7 @@ def distill(
     labelled = None if config.labelled is None else open_labelled(config.labelled)
     device = resolve_devices(None if config.device is None else [config.device], "device")[0]
     recipe = load_config(config.recipe, config.training)
+    check_packages(recipe)
     teacher, student = (open_backbone(source).to(device) for source in (config.teacher, config.backbone))
     reserve_readout(copy.deepcopy(student), teacher.embed_dim)  # raises an error if the network does not support it
     with TemporaryDirectory() as copied:

@@ -42,6 +42,7 @@ from cribo.models.building import with_stride
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.presets import load_config
 from cribo.pretraining.run import Run
+from cribo.pretraining.session import check_packages
 from cribo.retrieval.encoders import open_backbone
 from cribo.retrieval.source import backbone_name
 from cribo.training.folder import claim
@@ -108,6 +109,7 @@ def adapt(
     sets = [None if folder is None else open_labelled(folder) for folder in (config.labelled, config.second)]
     device = resolve_devices(None if config.device is None else [config.device], "device")[0]
     recipe = load_config(config.recipe, config.training)
+    check_packages(recipe)
     original = open_backbone(config.backbone).to(device)
     _check_network(config, original)
     if config.trains:

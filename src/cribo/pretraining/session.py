@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cribo.arguments import ConfigError
+from cribo.checks import require_packages
 from cribo.data import ImageSource, open_collection
 from cribo.data.cache import CachedImages
 from cribo.data.clips import Clips
@@ -39,6 +40,18 @@ _IMAGES_TRIED = 100
 log = logging.getLogger("cribo")
 
 
+def check_packages(config: PretrainConfig) -> None:
+    """Check that the optional packages of a configuration are installed.
+
+    Raises:
+        ConfigError: the objective does not exist.
+        MissingPackage: a package is not installed.
+    """
+    objective_class(config.objective.name).check_packages()
+    if config.backbone.lora is not None:
+        require_packages("backbone.lora", "peft", extra="lora", otherwise=", or remove backbone.lora")
+
+
 class Session:
     """Images, network and trainer of a configuration; checks the configuration before training.
 
@@ -56,10 +69,12 @@ class Session:
 
     Raises:
         ValueError: the configuration, the data or the backbone cannot be used.
+        MissingPackage: an optional package of the objective, LoRA or the data is not installed.
     """
 
     def __init__(self, config: PretrainConfig) -> None:
         self.config = config
+        check_packages(config)
         require_launched(config.runtime.devices, config.runtime.num_nodes)
         on_cpu = self._accelerator() == "cpu"
         _require_precision(config.runtime.precision, on_cpu=on_cpu)
