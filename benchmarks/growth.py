@@ -143,7 +143,7 @@ def words(options: dict[str, Any]) -> list[str]:
 def measure(options: dict[str, Any]) -> Point:
     """Run a profile in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "cribo.cli", "profile", *words(options), f"--out={folder}"]
+        command = [sys.executable, "-m", "cribo", "profile", *words(options), f"--out={folder}"]
         subprocess.run(command, check=True, capture_output=True)
         (found,) = Path(folder).glob("*/profile.json")
         step = json.loads(found.read_text())["steps"][0]
@@ -162,7 +162,7 @@ def measure_processes(options: dict[str, Any], processes: int, images: int) -> P
         "losses.cross_image_from_epoch": 0,
     }
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "cribo.cli", "pretrain", *words(shared), f"--out={folder}", "--name=run"]
+        command = [sys.executable, "-m", "cribo", "pretrain", *words(shared), f"--out={folder}", "--name=run"]
         subprocess.run(command, check=True, capture_output=True)
         rows = (Path(folder) / "run" / "metrics.csv").read_text().splitlines()
         summary = json.loads((Path(folder) / "run" / "summary.json").read_text())

@@ -28,7 +28,7 @@ from cribo.data.scenes import Scenes
 GOALS = {"search by entry": 0.5, "segment, first image": 2.0, **{f"{name} --help": 0.3 for name in COMMANDS}}
 """Relative to `import torch`."""
 
-CRIBO = (sys.executable, "-m", "cribo.cli")
+CRIBO = (sys.executable, "-m", "cribo")
 SCENES = Scenes(12, size=224)
 
 

@@ -4,7 +4,7 @@
 
 Configurations and the command line refer to them by import path:
 
-    cd examples && uv run cribo pretrain --objects.clustering own_clustering.stripes \\
+    cd examples && cribo pretrain --objects.clustering own_clustering.stripes \\
         --objects.criterion own_clustering.close_enough
 
 They are used in training, in the report, and in `cribo explore` and `cribo figures`.

@@ -4,7 +4,7 @@
 
 The command line refers to it by import path, with its arguments:
 
-    cd examples && uv run cribo pretrain --objective own_objective.DenseSimSiam --objective.args.width 128
+    cd examples && cribo pretrain --objective own_objective.DenseSimSiam --objective.args.width 128
 
 The trainer provides data loading, optimiser, schedules, precision, devices, checkpoints, progress, metrics.csv,
 TensorBoard, score and report, with the names of losses and metrics defined here.

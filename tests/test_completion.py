@@ -25,5 +25,5 @@ def test_words_are_completed(line: str, expected: set[str], tmp_path: Path) -> N
     answer = tmp_path / "answer"
     asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
     point = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
-    subprocess.run([sys.executable, "-m", "cribo.cli"], cwd=tmp_path, env=os.environ | asked | point, check=True)
+    subprocess.run([sys.executable, "-m", "cribo"], cwd=tmp_path, env=os.environ | asked | point, check=True)
     assert set(answer.read_text().split("\n")) == expected

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from cribo.arguments import ConfigError
 from cribo.errors import MissingPackage
+from cribo.installation import install_command
 
 
 def require_least(settings: object, least: Mapping[str, int], prefix: str = "") -> None:
@@ -79,4 +80,4 @@ def require_packages(purpose: str, *packages: str, extra: str, otherwise: str = 
         MissingPackage: a package is not installed.
     """
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
-        raise MissingPackage(f'{purpose} needs {" and ".join(missing)}: pip install "cribo-ssl[{extra}]"{otherwise}')
+        raise MissingPackage(f"{purpose} needs {' and '.join(missing)}: {install_command(extra)}{otherwise}")

@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 from cribo.errors import MissingPackage
+from cribo.installation import install_command
 
 
 def load_lance(purpose: str) -> Any:
@@ -16,5 +17,5 @@ def load_lance(purpose: str) -> Any:
     try:
         import lance
     except ImportError as error:
-        raise MissingPackage(f'{purpose} needs Lance: pip install "cribo-ssl[search]"') from error
+        raise MissingPackage(f"{purpose} needs Lance: {install_command('search')}") from error
     return lance

@@ -12,7 +12,8 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], list[str]]:
     """Return `__getattr__` and `__all__` of a package whose names are imported on first use (PEP 562).
 
     The names are those that the package's source imports under `if TYPE_CHECKING:`, where type checkers and the
-    documentation find them, too.
+    documentation find them, too. `import name as name` marks them as public (PEP 484), and the call is in the `else`
+    branch: type checkers would accept every name in a module with `__getattr__`.
 
     Example:
         >>> import cribo.figures

@@ -7,11 +7,10 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cribo.installation import PACKAGE
+
 if TYPE_CHECKING:
     import torch
-
-PACKAGE = "cribo-ssl"
-"""Name of this package's distribution."""
 
 _PACKAGES = {"cribo": PACKAGE, **{name: name for name in ("torch", "torchvision", "timm", "numpy")}}
 

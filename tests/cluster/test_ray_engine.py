@@ -39,6 +39,7 @@ from cribo.cluster.ray_engine import (
     plan_workers,
 )
 from cribo.errors import MissingPackage, Stopped
+from cribo.installation import install_command
 
 if TYPE_CHECKING:
     from cribo.cluster.engines import Engine
@@ -210,7 +211,7 @@ def test_addresses_without_a_cluster(address: str, kind: type[Exception], messag
 def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with (
-        pytest.raises(MissingPackage, match=r'pip install "cribo-ssl\[cluster\]", or use --engine local'),
+        pytest.raises(MissingPackage, match=re.escape(f"{install_command('cluster')}, or use --engine local")),
         open_ray(RayOptions(), writes_to=None),
     ):
         pass

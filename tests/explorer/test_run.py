@@ -8,7 +8,6 @@ import pytest
 from rich.console import Console
 
 pytest.importorskip("gradio")
-from cribo.errors import MissingPackage
 from cribo.explorer import run
 from cribo.explorer.config import ExploreConfig, Limits
 from cribo.retrieval.source import BackboneSource
@@ -31,10 +30,3 @@ def test_the_page_is_imported_while_loading_is_shown(monkeypatch: pytest.MonkeyP
     run.explore(config, host="127.0.0.1", port=0, limits=Limits(), console=console)
     assert seen == [False, True]
     assert "Open http://127.0.0.1:" in console.export_text()
-
-
-def test_a_missing_gradio_is_reported_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gradio", None)
-    config = ExploreConfig(backbone=BackboneSource("mean-colour"))
-    with pytest.raises(MissingPackage, match=r"pip install \"cribo-ssl\[explore\]\""):
-        run.explore(config, host="127.0.0.1", port=0, limits=Limits(), console=Console(quiet=True))

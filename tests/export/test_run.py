@@ -319,16 +319,6 @@ def test_networks_with_window_attention_are_supported_by_timm_and_transformers(t
         export_backbone(backbone, "onnx", tmp_path / "graph")
 
 
-def test_a_missing_package_is_reported_before_the_backbone_is_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "onnxscript", None)
-    assert main(["export", "--backbone", "no_such_file.pth", "--to", "onnx"]) == 2
-    assert '--to onnx needs onnxscript: pip install "cribo-ssl[export]"' in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 def test_invalid_options_are_refused_before_any_work(network: Network, tmp_path: Path) -> None:
     backbone = network("vit")
     with pytest.raises(ValueError, match="one of timm, transformers, onnx, torch-export, got 'caffe'"):

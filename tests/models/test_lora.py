@@ -118,5 +118,5 @@ def test_the_rank_has_a_range(rank: int) -> None:
 
 def test_without_peft_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ImportError, match=r"LoRA requires peft .*pip install 'cribo-ssl\[lora\]'"):
+    with pytest.raises(ImportError, match=r"LoRA requires peft .*pip install .*\[lora\]"):
         add_adapters(make(), 4)

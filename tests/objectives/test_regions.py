@@ -1,5 +1,6 @@
 """Regions of ORL, against the released code and their definitions."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torchvision.ops import box_iou
 
 from cribo.data.scenes import Scenes
 from cribo.errors import DataError, MissingPackage
+from cribo.installation import install_command
 from cribo.objectives.region_pairs import nearest_images
 from cribo.objectives.regions import jitter_box, pair_regions, select_regions, selective_search
 
@@ -98,7 +100,7 @@ def test_regions_of_a_reduced_image_lie_inside_it() -> None:
 
 def test_an_image_without_opencv_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cv2", None)
-    with pytest.raises(MissingPackage, match=r"pip install 'cribo-ssl\[regions\]'"):
+    with pytest.raises(MissingPackage, match=re.escape(install_command("regions"))):
         selective_search(torch.zeros(3, 8, 8, dtype=torch.uint8), generator=torch.Generator())
 
 

@@ -368,7 +368,7 @@ def test_two_machines(torchrun: bool, runs: Runs, commands: Commands, tmp_path: 
         launcher = ("torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *meeting)
         spread = ("--runtime.devices", "1", "--runtime.num_nodes", "2")
         started = [
-            commands.run(*launcher, "--local-addr", f"127.0.0.{machine}", "-m", "cribo.cli", *pretrain, *spread)
+            commands.run(*launcher, "--local-addr", f"127.0.0.{machine}", "-m", "cribo", *pretrain, *spread)
             for machine in (1, 2)
         ]
     else:

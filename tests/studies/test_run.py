@@ -3,7 +3,9 @@
 import csv
 import json
 import os
+import shlex
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -325,6 +327,7 @@ def test_the_plan_and_the_job_file_name_cells_and_parts(study: Written, capsys: 
     assert main(["study", str(path), "--slurm", "3"]) == 0
     job = Path("studies/mine/job.sbatch").read_text()
     assert "#SBATCH --array=1-3\n" in job
-    assert job.endswith(f'srun cribo study {path} --out studies --name mine --part "$SLURM_ARRAY_TASK_ID/3"\n')
+    program = f"{shlex.quote(sys.executable)} -m cribo"
+    assert job.endswith(f'srun {program} study {path} --out studies --name mine --part "$SLURM_ARRAY_TASK_ID/3"\n')
     assert main(["study", str(path), "--slurm", "0"]) == 2
     assert "--slurm must be a number of parts >= 1, got 0" in capsys.readouterr().err

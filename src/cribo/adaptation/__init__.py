@@ -5,10 +5,14 @@ from typing import TYPE_CHECKING
 from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from cribo.adaptation.closed_form import choose_closed_form, refit_whitening
-    from cribo.adaptation.config import AdaptConfig, DistillConfig
-    from cribo.adaptation.distilling import Distilled, distill
-    from cribo.adaptation.indicators import neighbour_agreement
-    from cribo.adaptation.run import Adapted, adapt
-
-__getattr__, __all__ = lazy_names(__name__)
+    from cribo.adaptation.closed_form import choose_closed_form as choose_closed_form
+    from cribo.adaptation.closed_form import refit_whitening as refit_whitening
+    from cribo.adaptation.config import AdaptConfig as AdaptConfig
+    from cribo.adaptation.config import DistillConfig as DistillConfig
+    from cribo.adaptation.distilling import Distilled as Distilled
+    from cribo.adaptation.distilling import distill as distill
+    from cribo.adaptation.indicators import neighbour_agreement as neighbour_agreement
+    from cribo.adaptation.run import Adapted as Adapted
+    from cribo.adaptation.run import adapt as adapt
+else:
+    __getattr__, __all__ = lazy_names(__name__)

@@ -27,8 +27,8 @@ from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.planning import seconds_per_step, with_epochs
 from cribo.pretraining.presets import load_config
 from cribo.pretraining.run import Run, pretrain
-from cribo.pretraining.session import Session, open_source
-from cribo.training.loggers import require_loggers, require_logins
+from cribo.pretraining.session import Session, check_packages, open_source
+from cribo.training.loggers import require_logins
 
 log = logging.getLogger("cribo")
 
@@ -105,15 +105,15 @@ def record_options(path: Path, config: AdaptConfig | DistillConfig) -> None:
 
 
 def load_recipe(config: AdaptConfig | DistillConfig) -> PretrainConfig:
-    """Load the recipe of the training with the values that override it, and check its loggers.
+    """Load the recipe of the training with the values that override it, and check its optional packages and loggers.
 
     Raises:
         ConfigError: an invalid name or value; not logged in to the service of a logger.
-        MissingPackage: the package of a logger is not installed.
+        MissingPackage: an optional package is not installed.
     """
     logger = {} if config.logger is None else {"runtime.logger": list(config.logger)}
     recipe = load_config(config.recipe, config.training | logger)
-    require_loggers(recipe.runtime.logger)
+    check_packages(recipe)
     require_logins(recipe.runtime.logger)
     return recipe
 

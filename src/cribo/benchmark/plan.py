@@ -11,7 +11,7 @@ from rich.text import Text
 from cribo.arguments import ConfigError
 from cribo.benchmark.config import BenchmarkConfig
 from cribo.data.images import require
-from cribo.errors import DataError
+from cribo.errors import DataError, MissingPackage
 from cribo.evaluation.protocol import PROTOCOLS, Protocol, find_protocol
 
 _CONTAINERS = frozenset({"VOCdevkit"})
@@ -119,8 +119,9 @@ def _obstacle(protocol: type[Protocol], config: BenchmarkConfig) -> str:
     if config.quick and protocol.trains():
         return "--quick excludes protocols that train"
     try:
+        protocol().check_packages()
         protocol().check_backbone(config.backbone)
-    except ConfigError as error:
+    except (ConfigError, MissingPackage) as error:
         return str(error)
     return ""
 

@@ -36,7 +36,8 @@ examples:
   cribo segment --backbone vit_small_patch14_dinov2.lvd142m --examples EXAMPLES --images PHOTOGRAPHS --out RESULT
 
 `cribo <command> --help` lists the options of a command, with examples; `cribo --version` prints the version. With
-`--debug`, every command shows the traceback of an error.
+`--debug`, every command shows the traceback of an error. `python -m cribo` is the same command, for environments whose
+scripts are not on PATH.
 
 Documentation: README.md and docs/start.md of the source code; a page for each command in docs/.
 """

@@ -1,6 +1,7 @@
 """`cribo study`: train a table of configurations with several seeds, score them, and compare their means."""
 
 import shlex
+import sys
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -143,7 +144,9 @@ def _write_job(study: "Study", parsed: "Namespace", name: str, console: Console)
     from cribo.files import write_text
 
     study.start()
-    command = shlex.join(["cribo", "study", parsed.study, "--out", str(parsed.out), "--name", name])
+    # The job's PATH may lack `cribo`, such as after `uv run`.
+    program = [sys.executable, "-m", "cribo"]
+    command = shlex.join([*program, "study", parsed.study, "--out", str(parsed.out), "--name", name])
     path = study.folder / "job.sbatch"
     write_text(path, _SLURM.format(name=name, parts=parsed.slurm, folder=study.folder, command=command))
     print_places(console, {"job": path, "to start it": f"sbatch {path}"})

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cribo.arguments import ConfigError
-from cribo.checks import require_least
+from cribo.checks import require_least, require_packages
 from cribo.cluster.shares import Share
 
 
@@ -35,7 +35,7 @@ class EngineOptions:
     """Options of commands whose work can be spread.
 
     Attributes:
-        engine: local works in this process, ray on a Ray cluster (pip install "cribo-ssl[cluster]").
+        engine: local works in this process, ray on a Ray cluster; requires the extra `cluster`.
         ray: options of --engine ray.
         part: i/n works on the i-th of n equal shares of the images, for example in a job array; cribo merge joins the
             results. [all images]
@@ -55,8 +55,16 @@ class EngineOptions:
 
         Raises:
             ConfigError: `part` is malformed or out of range, or options of Ray are given without --engine ray.
+            MissingPackage: Ray is not installed, and the engine is ray.
         """
+        if self.engine == "ray":
+            require_ray()
         assert self.share
         given = [name for name, value in vars(self.ray).items() if value is not None]
         if given and self.engine != "ray":
             raise ConfigError(f"--ray.{given[0]} requires --engine ray")
+
+
+def require_ray() -> None:
+    """Raise MissingPackage if Ray is not installed."""
+    require_packages("--engine ray", "ray", extra="cluster", otherwise=", or use --engine local")

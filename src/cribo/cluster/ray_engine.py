@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from cribo.arguments import ConfigError
-from cribo.checks import require_packages
-from cribo.cluster.config import RayOptions
+from cribo.cluster.config import RayOptions, require_ray
 from cribo.errors import Stopped
 from cribo.processes import available_cores
 from cribo.wording import counted
@@ -178,9 +177,7 @@ def open_ray(options: RayOptions, *, writes_to: Path | None) -> "Iterator[Engine
         ConnectionError: the cluster does not answer.
         MissingPackage: Ray is not installed.
     """
-    require_packages(
-        "--engine ray", "ray", "pyarrow", extra="cluster", otherwise=", or use --engine local, which does not need it"
-    )
+    require_ray()
     _set_environment(temporary=options.address is None)
     import ray
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from cribo.checks import require_packages
 from cribo.data.images import (
     EXTENSIONS,
     DataError,
@@ -281,12 +280,10 @@ def open_parquet(
         DataError: there are no Parquet files, rows or images in the column, or a file is not a Parquet file.
         MissingData: the file, folder or URL does not exist.
         ConnectionError: the storage of a URL does not answer.
-        ImportError: pyarrow is not installed.
         ShardError: the storage failed repeatedly.
 
     >>> images = open_parquet("s3://pictures/train", column="photograph")  # doctest: +SKIP
     """
-    require_packages("reading Parquet files", "pyarrow", extra="search")
     files = _files_of(os.fspath(root))
     found = column_of(files[0].location, column)
     with ThreadPoolExecutor(_OPENERS) as pool:
@@ -307,7 +304,6 @@ def open_parquet(
 
 def open_row(location: str, row: int, *, column: str | None = None) -> ParquetImages:
     """Open one row of a Parquet file, without reading others; raises as `open_parquet` does."""
-    require_packages("reading Parquet files", "pyarrow", extra="search")
     found = column_of(location, column)
     if found.holds == "paths":
         raise DataError(f"column {found.name!r} of {location} contains paths: its images are named by them, not by row")

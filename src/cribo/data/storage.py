@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 from cribo.data.images import DataError, MissingData, is_url
 from cribo.data.reading import FileState
 from cribo.errors import MissingPackage, Stopped
+from cribo.installation import install_command
 
 log = logging.getLogger("cribo")
 T = TypeVar("T")
@@ -87,7 +88,7 @@ def file_system(url: str) -> tuple[Any, str]:
     try:
         return url_to_fs(url)
     except ImportError as error:
-        raise MissingPackage(f"{url}: {error}; install cribo-ssl[stream] for s3://") from error
+        raise MissingPackage(f"{url}: {error}; for s3:// and https://: {install_command('stream')}") from error
     except ValueError as error:
         raise DataError(f"{url}: {error}") from error
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cribo.doctor.findings import Section, described
-from cribo.versions import PACKAGE
+from cribo.installation import PACKAGE, install_command
 
 DEVELOPMENT = "dev"
 """The extra for work on this package, which is not examined."""
@@ -74,7 +74,7 @@ def examine_packages(section: Section) -> None:
     complete = [name for name, extra in extras.items() if extra == Extra()]
     section.facts["complete"] = ", ".join(complete) or "none"
     for name, extra in extras.items():
-        install = f'pip install "{PACKAGE}[{name}]"'
+        install = install_command(name)
         states = {"missing": extra.missing, "not the required version": extra.outdated, "broken": extra.broken}
         found = "; ".join(f"{state}: {', '.join(packages)}" for state, packages in states.items() if packages)
         if found:

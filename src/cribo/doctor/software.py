@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from cribo.doctor.findings import Section, described, short
-from cribo.versions import PACKAGE
+from cribo.installation import PACKAGE
 
 _LIBRARIES = ("torch", "torchvision", "timm", "lightning", "numpy")
 

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from cribo.embedding.config import EmbedConfig
-    from cribo.embedding.embedder import Embedder
-    from cribo.embedding.merging import merge_embeddings
-    from cribo.embedding.run import Embedded, embed_images
-
-__getattr__, __all__ = lazy_names(__name__)
+    from cribo.embedding.config import EmbedConfig as EmbedConfig
+    from cribo.embedding.embedder import Embedder as Embedder
+    from cribo.embedding.merging import merge_embeddings as merge_embeddings
+    from cribo.embedding.run import Embedded as Embedded
+    from cribo.embedding.run import embed_images as embed_images
+else:
+    __getattr__, __all__ = lazy_names(__name__)

@@ -123,8 +123,8 @@ def part_files(folder: Path, kind: Format) -> dict[str, list[Path]]:
 
 def require_writer(kind: Format) -> None:
     """Raise MissingPackage if the library of a format is not installed."""
-    packages = {"parquet": ["pyarrow"], "lance": ["lance", "pyarrow"]}.get(kind, [])
-    require_packages(f"--format {kind}", *packages, extra="search", otherwise=", or use --format numpy")
+    if kind == "lance":
+        require_packages("--format lance", "lance", extra="search", otherwise=", or use --format parquet")
 
 
 def part_path(folder: Path, name: str, kind: Format) -> Path:

@@ -141,6 +141,13 @@ class Protocol(Settings, ABC):
         """
         return cls()
 
+    def check_packages(self) -> None:
+        """Check that the optional packages of these settings are installed; called before anything is opened.
+
+        Raises:
+            MissingPackage: a package is not installed.
+        """
+
     def check_backbone(self, source: BackboneSource) -> None:
         """Validate the source of a backbone before it is opened.
 

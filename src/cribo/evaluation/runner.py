@@ -219,6 +219,7 @@ def open_run(
     if pictures < 0:
         raise InputError(f"pictures must be >= 0, got {pictures}")
     source = BackboneSource(backbone) if isinstance(backbone, str) else backbone
+    protocol.check_packages()
     protocol.check_backbone(source)
     runtime = protocol.runtime_type(**protocol.runtime_defaults) if runtime is None else runtime
     started = time.perf_counter()

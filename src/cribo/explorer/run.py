@@ -35,7 +35,7 @@ def explore(
         ImportError: Gradio is not installed.
         KeyboardInterrupt: on Ctrl-C, after the server has stopped.
     """
-    require_packages("the page", "gradio", extra="explore")
+    require_packages("the page", "gradio", "lance", extra="explore")
     with (
         _exit_on_sigterm(),
         listening(host, port) as (listener, address),

@@ -5,8 +5,12 @@ from typing import TYPE_CHECKING
 from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from cribo.export.options import TARGETS, Target
-    from cribo.export.publishing import Published, publish_backbone
-    from cribo.export.run import DifferentFeatures, ExportReport, export_backbone
-
-__getattr__, __all__ = lazy_names(__name__)
+    from cribo.export.options import TARGETS as TARGETS
+    from cribo.export.options import Target as Target
+    from cribo.export.publishing import Published as Published
+    from cribo.export.publishing import publish_backbone as publish_backbone
+    from cribo.export.run import DifferentFeatures as DifferentFeatures
+    from cribo.export.run import ExportReport as ExportReport
+    from cribo.export.run import export_backbone as export_backbone
+else:
+    __getattr__, __all__ = lazy_names(__name__)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cribo.errors import InputError, MissingPackage
+from cribo.installation import install_command
 from cribo.models.backbone import Backbone
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -47,7 +48,7 @@ def add_adapters(backbone: Backbone, rank: int, *, first_block: int = 0, seed: i
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise MissingPackage(f"LoRA requires peft ({error}): pip install 'cribo-ssl[lora]'") from error
+        raise MissingPackage(f"LoRA requires peft ({error}): {install_command('lora')}") from error
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         config = LoraConfig(r=rank, lora_alpha=rank, target_modules="|".join(map(re.escape, layers)))

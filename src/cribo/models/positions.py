@@ -14,7 +14,7 @@ from timm.models.beit import gen_relative_position_index
 from timm.models.swin_transformer import window_partition, window_reverse
 from torch import Tensor
 
-from cribo.errors import InputError, MissingPackage
+from cribo.errors import InputError
 
 Resizing = Literal["timm", "bicubic", "bicubic_offset", "bilinear", "bilinear_antialiased", "bilinear_corners"]
 """`timm`: bicubic, antialiased (also DINOv2 with registers, open_clip). `bicubic`: without antialiasing (Hugging Face,
@@ -86,9 +86,6 @@ def resize_relative_positions(
         old_grid: (h, w) of the table.
         new_grid: (h', w') of the result.
         how: see `RelativeResizing`.
-
-    Raises:
-        ImportError: `how` is the spline and scipy is not installed.
     """
     if tuple(old_grid) == tuple(new_grid):
         return table
@@ -102,13 +99,8 @@ def resize_relative_positions(
 
 
 def _resize_by_spline(grid: Float[Tensor, "heads h w"], new_h: int, new_w: int) -> Float[Tensor, "heads h2 w2"]:
-    try:
-        from scipy.interpolate import RectBivariateSpline
-    except ImportError as error:
-        raise MissingPackage(
-            "resizing BEiT's position biases requires scipy, which is not installed: pip install scipy, or "
-            "remove image_size"
-        ) from error
+    from scipy.interpolate import RectBivariateSpline
+
     old_h, old_w = grid.shape[1:]
     down, across = _geometric_distances(old_h, new_h), _geometric_distances(old_w, new_w)
     new_down, new_across = (torch.arange(side) - side // 2 for side in (new_h, new_w))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from cribo.arguments import ConfigError
+from cribo.checks import require_packages
 from cribo.cluster.engines import open_engine
 from cribo.console import Phases
 from cribo.data.collection import ImageCollection, names_hash, open_collection, without_repeats
@@ -53,6 +54,7 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
         ImportError: Lance is not installed.
         OSError: the database is not writable.
     """
+    require_packages("object search", "lance", extra="search")
     console = console or Console(quiet=True)
     place = as_uri(config.db)
     known = ObjectDatabase.open(place).info if holds_database(place) else None

@@ -289,6 +289,14 @@ class Objective(nn.Module):
     clip_frames = 0
     uses_all_parameters = False
 
+    @classmethod
+    def check_packages(cls) -> None:
+        """Check that the optional packages of the objective are installed; called before anything is opened.
+
+        Raises:
+            MissingPackage: a package is not installed.
+        """
+
     def __init__(self, setting: Setting) -> None:
         super().__init__()
         self.setting = setting

@@ -110,7 +110,6 @@ class ORL(BYOL):
 
     Raises:
         ConfigError: a value out of range, too few images, or `backbone.cache_trunk`.
-        MissingPackage: OpenCV with its contributed modules is not installed.
     """
 
     columns = Columns(
@@ -118,6 +117,11 @@ class ORL(BYOL):
         progress={"feature_std": "spread {:.2f}"},
     )
     levels: Sequence[str] = ("image", "region", "pair")
+
+    @classmethod
+    def check_packages(cls) -> None:
+        """Check that OpenCV with its contributed modules is installed."""
+        require_selective_search()
 
     def __init__(
         self,
@@ -131,7 +135,6 @@ class ORL(BYOL):
         patch_size: int = 96,
     ) -> None:
         super().__init__(setting, batch_norm=batch_norm)
-        require_selective_search()
         options = {"neighbours": neighbours, "min_side": min_side, "max_regions": max_regions}
         for name, value in {**options, **({} if image_epochs is None else {"image_epochs": image_epochs})}.items():
             if value < 1:

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from cribo.errors import MissingPackage
+from cribo.installation import install_command
 
 SEARCH_SIDE = 512
 """Longest side in pixels of the image that selective search reads; larger images are reduced."""
@@ -65,7 +66,7 @@ def _segmentation() -> Any:
         return cv2.ximgproc.segmentation
     except (ImportError, AttributeError) as error:
         raise MissingPackage(
-            f"the regions of ORL need OpenCV with its contributed modules ({error}): pip install 'cribo-ssl[regions]'"
+            f"the regions of ORL need OpenCV with its contributed modules ({error}): {install_command('regions')}"
         ) from error
 
 

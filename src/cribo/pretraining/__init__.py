@@ -5,12 +5,16 @@ from typing import TYPE_CHECKING
 from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from cribo.arguments import ConfigError
-    from cribo.pretraining.config import PretrainConfig
-    from cribo.pretraining.module import NonFiniteLoss, PretrainingModule
-    from cribo.pretraining.monitoring import TooManyUnreadable
-    from cribo.pretraining.presets import load_config
-    from cribo.pretraining.profiling import Profile, profile
-    from cribo.pretraining.run import Run, pretrain, resume
-
-__getattr__, __all__ = lazy_names(__name__)
+    from cribo.arguments import ConfigError as ConfigError
+    from cribo.pretraining.config import PretrainConfig as PretrainConfig
+    from cribo.pretraining.module import NonFiniteLoss as NonFiniteLoss
+    from cribo.pretraining.module import PretrainingModule as PretrainingModule
+    from cribo.pretraining.monitoring import TooManyUnreadable as TooManyUnreadable
+    from cribo.pretraining.presets import load_config as load_config
+    from cribo.pretraining.profiling import Profile as Profile
+    from cribo.pretraining.profiling import profile as profile
+    from cribo.pretraining.run import Run as Run
+    from cribo.pretraining.run import pretrain as pretrain
+    from cribo.pretraining.run import resume as resume
+else:
+    __getattr__, __all__ = lazy_names(__name__)

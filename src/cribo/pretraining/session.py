@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cribo.arguments import ConfigError
+from cribo.checks import require_packages
 from cribo.data import ImageSource, open_collection
 from cribo.data.cache import CachedImages
 from cribo.data.clips import Clips
@@ -41,6 +42,19 @@ _IMAGES_TRIED = 100
 log = logging.getLogger("cribo")
 
 
+def check_packages(config: PretrainConfig) -> None:
+    """Check that the optional packages of a configuration are installed.
+
+    Raises:
+        ConfigError: the objective does not exist.
+        MissingPackage: a package is not installed.
+    """
+    objective_class(config.objective.name).check_packages()
+    if config.backbone.lora is not None:
+        require_packages("backbone.lora", "peft", extra="lora", otherwise=", or remove backbone.lora")
+    require_loggers(config.runtime.logger)
+
+
 class Session:
     """Images, network and trainer of a configuration; checks the configuration before training.
 
@@ -58,13 +72,13 @@ class Session:
 
     Raises:
         ValueError: the configuration, the data or the backbone cannot be used.
-        MissingPackage: the package of a logger is not installed.
+        MissingPackage: an optional package of the objective, LoRA, the data or a logger is not installed.
     """
 
     def __init__(self, config: PretrainConfig) -> None:
         self.config = config
+        check_packages(config)
         require_launched(config.runtime.devices, config.runtime.num_nodes)
-        require_loggers(config.runtime.logger)
         on_cpu = self._accelerator() == "cpu"
         _require_precision(config.runtime.precision, on_cpu=on_cpu)
         self.score_data = open_score_data(config)

@@ -5,16 +5,18 @@ from typing import TYPE_CHECKING
 from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from cribo.retrieval.encoders import (
-        PatchEncoder,
-        backbone_encoder,
-        mean_colour_encoder,
-        open_backbone,
-        open_encoder,
-    )
-    from cribo.retrieval.pca import PCAColours, pca_colours
-    from cribo.retrieval.search import Neighbours, nearest
-    from cribo.retrieval.source import BackboneSource, backbone_name
-    from cribo.retrieval.whitening import Moments, partial_whitening
-
-__getattr__, __all__ = lazy_names(__name__)
+    from cribo.retrieval.encoders import PatchEncoder as PatchEncoder
+    from cribo.retrieval.encoders import backbone_encoder as backbone_encoder
+    from cribo.retrieval.encoders import mean_colour_encoder as mean_colour_encoder
+    from cribo.retrieval.encoders import open_backbone as open_backbone
+    from cribo.retrieval.encoders import open_encoder as open_encoder
+    from cribo.retrieval.pca import PCAColours as PCAColours
+    from cribo.retrieval.pca import pca_colours as pca_colours
+    from cribo.retrieval.search import Neighbours as Neighbours
+    from cribo.retrieval.search import nearest as nearest
+    from cribo.retrieval.source import BackboneSource as BackboneSource
+    from cribo.retrieval.source import backbone_name as backbone_name
+    from cribo.retrieval.whitening import Moments as Moments
+    from cribo.retrieval.whitening import partial_whitening as partial_whitening
+else:
+    __getattr__, __all__ = lazy_names(__name__)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cribo.devices import multiplies_bfloat16
 from cribo.errors import InputError, MissingPackage
+from cribo.installation import install_command
 from cribo.models.linear import linear
 from cribo.retrieval.free_memory import available_memory
 
@@ -316,7 +317,7 @@ class ApproximateIndex:
         try:
             import faiss
         except ImportError as error:
-            raise MissingPackage("approximate search needs faiss: pip install 'cribo-ssl[search]'") from error
+            raise MissingPackage(f"approximate search needs faiss: {install_command('search')}") from error
         if not (rows := len(keys)):
             raise InputError("keys must contain at least one row, got 0")
         lists = max(1, min(round(math.sqrt(rows)), rows // 40))  # at least 40 keys for each centre

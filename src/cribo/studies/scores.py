@@ -80,6 +80,7 @@ def _open(name: str, given: dict[str, Any]) -> Score:
         backbone, runtime = made.backbone, made.runtime
         if backbone.source != _CELL:
             raise ConfigError(f"backbone.source is the trained network of each cell, got {backbone.source}: remove it")
+        protocol.check_packages()
         protocol.check_backbone(backbone)
         runtime = _on_one_device(runtime)
         return Score(name, protocol, made.data, made.data.open(), runtime, backbone)

@@ -366,13 +366,6 @@ def test_explicit_settings_override_the_variant() -> None:
     assert DenseNN().for_data(16, ["road"]).size is None
 
 
-def test_matching_needs_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="mean=matched needs scipy: pip install"):
-        DenseNN(variant="hummingbird").for_data(16, ["road"])
-    assert DenseNN(variant="hummingbird", mean="present").for_data(16, ["road"]).mean == "present"
-
-
 def test_pixels_without_class_are_the_first_class_except_in_ade20k() -> None:
     def unlabelled(variant: Any, classes: list[str]) -> str:
         return DenseNN(variant=variant).for_data(16, classes).unlabelled

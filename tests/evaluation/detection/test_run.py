@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from cribo.data import read_image
 from cribo.data.detection import open_detection
 from cribo.evaluation import read_result
 from cribo.evaluation.detection.detector import Detector
-from cribo.evaluation.detection.model import build_yolos, require_transformers
+from cribo.evaluation.detection.model import build_yolos
 from cribo.evaluation.detection.protocol import DetectionData
 from cribo.evaluation.detection.views import Collate, Sample, Sizes, WholeViews
 from cribo.evaluation.runtime import TrainingRuntime
@@ -281,16 +280,6 @@ def test_broken_images_are_named(words: list[str], rectangles: Path, capsys: pyt
     said = capsys.readouterr().err
     assert "2.png" in said
     assert "Traceback" not in said
-
-
-def test_missing_transformers_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r'pip install "cribo-ssl\[detection\]"'):
-        require_transformers()
-    monkeypatch.undo()
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(ImportError, match=r'pip install "cribo-ssl\[detection\]"'):
-        require_transformers()
 
 
 def test_help_gives_advice(capsys: pytest.CaptureFixture[str]) -> None:

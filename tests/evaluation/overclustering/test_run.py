@@ -57,14 +57,6 @@ def test_invalid_settings_are_refused_before_any_work(
     assert sorted(path.name for path in Path().iterdir()) == ["set"]
 
 
-def test_missing_packages_are_named(
-    data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "faiss", None)
-    assert main(words()) == 2
-    assert 'pip install "cribo-ssl[evaluation]"' in " ".join(capsys.readouterr().err.split())
-
-
 def decided(**settings: object) -> Callable[..., Overclustering]:
     return Overclustering(**settings).for_data  # pyright: ignore[reportArgumentType]
 

@@ -72,6 +72,7 @@ def _run(name: str, protocol: type[Any], words: list[str], console: Console) -> 
     parsed = parser.parse_args(words)
     made = parser.instantiate(parsed)
     settings = protocol(**{field.name: made[field.name] for field in fields(protocol)})
+    settings.check_packages()
     settings.check_backbone(made.backbone)
     how = {option: parsed[option] for option in _RUN_OPTIONS if option in parsed}
     with importing(console):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from cribo.checks import require_packages
 from cribo.evaluation.dense_neighbours.settings import DenseNNSettings
 from cribo.evaluation.protocol import Outcome, Protocol
 from cribo.evaluation.settings import QUICK_SIDE, square
@@ -43,6 +44,11 @@ disk and reused by further evaluations of the same backbone and images. For a qu
     def quick(cls, patch_size: int, image_size: int | None) -> Self:
         """Return the protocol with the full memory and small images."""
         return cls(ratios=(1,), size=square(image_size or QUICK_SIDE, patch_size))
+
+    def check_packages(self) -> None:
+        """Check that faiss is installed if it searches."""
+        if self.search == "faiss":
+            require_packages("--search faiss", "faiss", extra="search", otherwise=", or use --search exact")
 
     def prepare(self, run: "Run") -> Self:
         """Set all settings that are None."""

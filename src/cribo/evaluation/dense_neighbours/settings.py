@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
-from cribo.checks import require_least, require_packages, require_positive
+from cribo.checks import require_least, require_positive
 from cribo.data.sets import SEGMENTATION_SETS
 from cribo.errors import InputError
 from cribo.evaluation.settings import UNDECIDED, Decided, Settings, require_whole_patches, square
@@ -98,7 +98,6 @@ class DenseNNSettings(Settings):
 
         Raises:
             ValueError: the size is not a multiple of the patch size.
-            ImportError: `mean` is matched and scipy is not installed.
 
         Example:
             >>> DenseNNSettings(variant="hummingbird", neighbours=20).for_data(14, ["road", "sky"]).size
@@ -107,8 +106,6 @@ class DenseNNSettings(Settings):
         settings = self.decided(_defaults(self.variant, patch_size, classes))
         if settings.size is not None:
             require_whole_patches(settings.size, patch_size)
-        if settings.mean == "matched":
-            require_packages("mean=matched", "scipy", extra="evaluation", otherwise=", or choose mean=present")
         return settings
 
     def effective(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from cribo.arguments import ConfigError
 from cribo.errors import MissingPackage
 from cribo.evaluation.detection.settings import ADVICE
+from cribo.installation import install_command
 from cribo.models import Backbone
 from cribo.models.formats.naming import State
 from cribo.models.formats.table import NAMINGS
@@ -85,19 +86,16 @@ def build_yolos(
 
 
 def require_transformers() -> Any:
-    """Import and return transformers, and check that scipy is installed.
+    """Import and return transformers.
 
     Raises:
-        ImportError: transformers or scipy is not installed.
+        ImportError: transformers is not installed.
     """
     try:
-        import scipy.optimize  # noqa: F401 (used by transformers to match boxes)
         import transformers
         from transformers import YolosForObjectDetection  # noqa: F401
     except ImportError as error:
-        raise MissingPackage(
-            f'detection needs transformers and scipy ({error}): pip install "cribo-ssl[detection]"'
-        ) from error
+        raise MissingPackage(f"detection needs transformers ({error}): {install_command('detection')}") from error
     return transformers
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from cribo.arguments import ConfigError
-from cribo.checks import require_least
+from cribo.checks import require_least, require_packages
 from cribo.data.limits import spread
 from cribo.evaluation.data import Splits, about_splits
 from cribo.evaluation.detection.settings import (
@@ -106,8 +106,12 @@ the boxes predicted for the validation images are scored (AP, AP50, AP75).
 
 The backbone must be a vision transformer with a [CLS] token. The paper's schedule takes days on a GPU for COCO; to
 resume after an interruption, use --out FOLDER --resume. For a quick trial: --schedule short --limit 20 --epochs 2
-Requires: pip install "cribo-ssl[detection]"
+Requires the extra detection (README.md, Install).
 """
+
+    def check_packages(self) -> None:
+        """Check that transformers is installed."""
+        require_packages("detection", "transformers", extra="detection")
 
     def check_backbone(self, source: BackboneSource) -> None:
         """Raise ConfigError for backbones that cannot be finetuned as a detector."""

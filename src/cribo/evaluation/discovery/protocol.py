@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from cribo.arguments import ConfigError
-from cribo.checks import require_least, require_packages
+from cribo.checks import require_least
 from cribo.data.limits import spread
 from cribo.errors import DataError, InputError
 from cribo.evaluation.data import Splits, absolute, described
@@ -104,7 +104,6 @@ images with a correctly found object is scored (CorLoc: IoU with any box >= 0.5)
   cribo evaluate discovery --backbone runs/mine --data.annotations boxes.json --data.images images/
 
 For a quick trial: --limit 50 --size 320
-Requires: pip install "cribo-ssl[evaluation]"
 """
 
     @classmethod
@@ -118,8 +117,7 @@ Requires: pip install "cribo-ssl[evaluation]"
             raise ConfigError(f"layers must be 1, the last block, got {source.layers}")
 
     def prepare(self, run: "Run") -> Self:
-        """Set the features, and check that scipy is installed."""
-        require_packages("object discovery", "scipy", extra="evaluation")
+        """Set the features."""
         if self.size is not None and not run.backbone.takes_any_size:
             side = run.backbone.image_size
             raise InputError(

@@ -29,7 +29,7 @@ classes, and the result is scored as a segmentation (mIoU). Nothing is trained; 
   cribo evaluate overclustering --backbone runs/mine --data VOCdevkit/VOC2012 --foreground
 
 Features are cached on disk. For a quick trial: --limit 50 --clusters 50 --draws 2
-Requires: pip install "cribo-ssl[evaluation]"
+Requires the extra evaluation (README.md, Install).
 """
 
     @classmethod
@@ -37,9 +37,12 @@ Requires: pip install "cribo-ssl[evaluation]"
         """Return the protocol with one draw and small images."""
         return cls(draws=1, restarts=1, size=square(image_size or QUICK_SIDE, patch_size))
 
+    def check_packages(self) -> None:
+        """Check that faiss is installed."""
+        require_packages("overclustering", "faiss", extra="evaluation")
+
     def prepare(self, run: "Run") -> Self:
-        """Set all settings that are None, and check that the packages are installed."""
-        require_packages("overclustering", "faiss", "scipy", extra="evaluation")
+        """Set all settings that are None."""
         backbone, val = run.backbone, run.data.val
         image_size = backbone.fixed_size
         return self.for_data(backbone.patch_size, val.classes, len(val), image_size)

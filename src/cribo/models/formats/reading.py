@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from cribo.errors import InputError, MissingPackage
+from cribo.installation import install_command
 from cribo.models.formats.distributed import METADATA, read_distributed
 from cribo.models.formats.plain_pickle import ForbiddenName, PlainUnpickler, as_pickle_module, forbidden_names
 from cribo.models.formats.table import SHARD
@@ -271,7 +272,8 @@ def _read_flax(path: Path) -> Any:
         import msgpack
     except ImportError as error:
         raise MissingPackage(
-            f"{path} is a checkpoint of Flax, which needs msgpack: pip install msgpack, or save its parameters as .npz"
+            f"{path} is a checkpoint of Flax, which needs msgpack: {install_command('jax')}, or save its parameters as "
+            ".npz"
         ) from error
     return msgpack.unpackb(path.read_bytes(), ext_hook=_flax_array, raw=False, strict_map_key=False)
 

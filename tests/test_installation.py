@@ -1,0 +1,54 @@
+"""The command that installs an extra, for every way to install the package."""
+
+import json
+from importlib.metadata import Distribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cribo.installation import command_for
+
+REPOSITORY = "https://host.example/cribo"
+
+
+@pytest.mark.parametrize(
+    ("installer", "source", "expected"),
+    [
+        ("pip", None, 'pip install "cribo-ssl[search]"'),
+        ("uv", None, 'uv pip install "cribo-ssl[search]"'),
+        (
+            "uv",
+            {"url": "file:///home/me/my%20code/cribo", "dir_info": {"editable": True}},
+            'uv pip install -e "/home/me/my code/cribo[search]"',
+        ),
+        (
+            "pip",
+            {"url": "file:///home/me/cribo", "dir_info": {}},
+            'pip install "cribo-ssl[search] @ file:///home/me/cribo"',
+        ),
+        (
+            "pip",
+            {"url": REPOSITORY, "vcs_info": {"vcs": "git", "commit_id": "0a1b2c", "requested_revision": "v0.2.0"}},
+            f'pip install "cribo-ssl[search] @ git+{REPOSITORY}@v0.2.0"',
+        ),
+        (
+            "pip",
+            {"url": REPOSITORY, "vcs_info": {"vcs": "git", "commit_id": "0a1b2c"}, "subdirectory": "python"},
+            f'pip install "cribo-ssl[search] @ git+{REPOSITORY}@0a1b2c#subdirectory=python"',
+        ),
+        (
+            "pip",
+            {"url": "https://host.example/cribo_ssl-0.2.0-py3-none-any.whl", "archive_info": {}},
+            'pip install "cribo-ssl[search] @ https://host.example/cribo_ssl-0.2.0-py3-none-any.whl"',
+        ),
+    ],
+)
+def test_extras_come_from_where_the_package_came(
+    installer: str, source: dict[str, Any] | None, expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / "METADATA").write_text("Metadata-Version: 2.1\nName: cribo-ssl\nVersion: 0.2.0\n")
+    (tmp_path / "INSTALLER").write_text(f"{installer}\n")
+    if source is not None:
+        (tmp_path / "direct_url.json").write_text(json.dumps(source))
+    assert command_for(Distribution.at(tmp_path), "search") == expected

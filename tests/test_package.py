@@ -1,0 +1,91 @@
+"""The package as people install it: contents of the wheel and the source distribution, and its page on an index."""
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+PLACES = (
+    "https://github.com/cribo-ssl/cribo/blob/v0.2.0/",
+    "https://raw.githubusercontent.com/cribo-ssl/cribo/v0.2.0/",
+)
+
+
+def build(source: Path, out: Path, target: str) -> Path:
+    """Build a wheel or an sdist, and return its path."""
+    command = (sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(out))
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    (built,) = out.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+    with zipfile.ZipFile(build(REPOSITORY, tmp_path_factory.mktemp("wheel"), "wheel")) as archive:
+        yield archive
+
+
+def source_files() -> set[str]:
+    files = (path for path in (REPOSITORY / "src").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(REPOSITORY / "src").as_posix() for path in files}
+
+
+def test_the_wheel_contains_the_package_alone(wheel: zipfile.ZipFile) -> None:
+    about = f"cribo_ssl-{Parser().parsestr(metadata(wheel))['Version']}.dist-info"
+    extra = {f"{about}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
+    assert {*wheel.namelist()} == source_files() | extra
+    assert {"cribo/py.typed", "cribo/presets/quickstart.yaml", "cribo/explorer/painter/painter.js"} <= source_files()
+
+
+def test_the_source_distribution_builds_the_same_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    with tarfile.open(build(REPOSITORY, tmp_path / "sdist", "sdist")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.glob("cribo_ssl-*")
+    assert not [name for name in ("tests", "docs", "benchmarks") if (unpacked / name).exists()]
+    with zipfile.ZipFile(build(unpacked, tmp_path / "rebuilt", "wheel")) as rebuilt:
+        assert {name: rebuilt.read(name) for name in rebuilt.namelist()} == {
+            name: wheel.read(name) for name in wheel.namelist()
+        }
+
+
+def test_the_installed_command_runs_from_an_empty_folder(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    wheel.extractall(tmp_path / "installed")
+    (tmp_path / "empty").mkdir()
+
+    def cribo(*words: str) -> str:
+        environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed")}
+        command = (sys.executable, "-m", "cribo", *words)
+        done = subprocess.run(
+            command, cwd=tmp_path / "empty", env=environment, check=True, capture_output=True, text=True
+        )
+        return done.stdout
+
+    assert cribo("--version") == f"{Parser().parsestr(metadata(wheel))['Version']}\n"
+    assert "vit_small_patch16_224" in cribo("pretrain", "--config", "coco_vits16", "--print_config")
+    assert not [*(tmp_path / "empty").iterdir()]
+
+
+def test_the_page_on_an_index_has_only_links_that_work_there(wheel: zipfile.ZipFile) -> None:
+    about = Parser().parsestr(metadata(wheel))
+    page, tag = str(about.get_payload()), f"v{about['Version']}"
+    pictures = f"https://raw.githubusercontent.com/cribo-ssl/cribo/{tag}/"
+    places = (f"https://github.com/cribo-ssl/cribo/blob/{tag}/", pictures)
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    assert [link for link in links if not re.match(r"https://|#", link)] == []
+    own = [link.removeprefix(place).partition("#")[0] for link in links for place in places if link.startswith(place)]
+    assert len(own) > 10
+    assert [name for name in own if not (REPOSITORY / name).exists()] == []
+    assert [link for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page) if not link.startswith(pictures)] == []
+
+
+def metadata(wheel: zipfile.ZipFile) -> str:
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    return wheel.read(name).decode()
