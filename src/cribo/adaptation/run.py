@@ -43,7 +43,6 @@ from cribo.models.building import with_stride
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.presets import load_config
 from cribo.pretraining.run import Run
-from cribo.pretraining.session import check_packages
 from cribo.retrieval.encoders import open_backbone
 from cribo.retrieval.source import backbone_name
 from cribo.training.folder import claim
