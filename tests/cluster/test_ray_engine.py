@@ -2,6 +2,7 @@ import errno
 import logging
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
