@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 import yaml
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
@@ -38,6 +37,7 @@ from cribo.training.checkpoints import Checkpoints, checkpoint_files, resume_poi
 from cribo.training.folder import claim, open_on_all_ranks
 from cribo.training.interruption import Interruption, interrupted_by_signals
 from cribo.training.lightning import interruptible, quiet_lightning
+from cribo.versions import versions
 
 log = logging.getLogger("cribo")
 
@@ -335,7 +335,7 @@ def _train(session: Session, folder: Path, callbacks: Sequence[Callback], advice
         "retried_reads": faults.retried,
         "worker_restarts": faults.restarts,
         "warnings": [{"step": step, "text": text} for step, text in watch.warnings],
-        "versions": {"torch": torch.__version__, "lightning": L.__version__},
+        "versions": {**versions(trainer.strategy.root_device), "lightning": L.__version__},
     }
     baselines = {}
     if score is not None:
