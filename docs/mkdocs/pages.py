@@ -101,4 +101,5 @@ def _file(path: Path, config: MkDocsConfig) -> File:
     if path in _targets(REFERENCE):
         return File.generated(config, _address(path), content=f"# {_module(place)}\n\n::: {_module(place)}\n")
     code = path.read_text(encoding="utf-8")
-    return File.generated(config, _address(path), content=f"# {place}\n\n````python\n{code}````\n")
+    hidden = "---\nsearch: {exclude: true}\n---\n"  # searches should find the documentation, not its code
+    return File.generated(config, _address(path), content=f"{hidden}# {place}\n\n````python\n{code}````\n")
