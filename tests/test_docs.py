@@ -211,6 +211,19 @@ PAGE_OF = {
 """The page of each command, in docs/; a command without an entry has a page of its own name."""
 
 
+PROTOCOL_PAGES = {"segmenter": "linear.md", "compare": "comparing.md"}
+"""The page of an evaluation, in docs/evaluation/, if it has not the name of the evaluation."""
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_pages_of_evaluations_have_the_same_order(name: str) -> None:
+    """What it measures and an example, the section Files, and then all others."""
+    text = (REPOSITORY / "docs/evaluation" / PROTOCOL_PAGES.get(name, f"{name}.md")).read_text(encoding="utf-8")
+    introduction, *sections = re.split(r"^## ", text, flags=re.M)
+    assert f"cribo evaluate {name} " in "".join(block["code"] for block in BLOCK.finditer(introduction))
+    assert sections[0].startswith("Files\n")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_pages_of_commands_have_the_same_order(command: str) -> None:
     """What the command does, an example, and the sections Options, Files and Problems, before all others."""
