@@ -463,7 +463,9 @@ def publish(picture: Path | Image.Image, target: Path) -> None:
     width = min(image.width, _WIDTH, round(_DPI * inches))
     image = image.convert("RGB").resize((width, round(image.height * width / image.width)), Image.Resampling.LANCZOS)
     # Median cut loses the colours of small areas, such as those of a legend.
-    image.quantize(_COLOURS, Image.Quantize.MAXCOVERAGE, kmeans=2).save(target, optimize=True)
+    palette = image.quantize(_COLOURS, Image.Quantize.MAXCOVERAGE, kmeans=2)
+    # Without dithering, smooth colours such as those of features would have steps.
+    image.quantize(palette=palette, dither=Image.Dither.FLOYDSTEINBERG).save(target, optimize=True)
 
 
 def make(names: Sequence[str], out: Path, work: Path, *, quick: bool) -> dict[str, str]:
