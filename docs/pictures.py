@@ -114,7 +114,9 @@ class Inputs:
             painted = torch.full_like(labels, 255)
             for label, (x, y, radius) in region_places(labels.numpy()).items():
                 if radius > 0.04 * labels.shape[1]:
-                    rows, columns = (slice(round(c - r), round(c + r)) for c, r in ((y, radius / 3), (x, radius)))
+                    rows, columns = (
+                        slice(max(0, round(c - r)), round(c + r)) for c, r in ((y, radius / 3), (x, radius))
+                    )
                     own = labels[rows, columns]
                     painted[rows, columns] = torch.where(own == label, own, 255)
             to_pil_image(painted).save(file)
