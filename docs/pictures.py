@@ -289,7 +289,7 @@ def detection(inputs: Inputs) -> Path:
     """A tiny detector on the images that it was trained on."""
     words = ("evaluate detection --backbone", inputs.tiny_network, "--data", inputs.rectangles)
     more = "--schedule short --batch_size 4 --size 48 --tokens 6 --pictures 2 --runtime.workers 0 --resume"
-    full = "--epochs 400 --learning_rate 1e-3"
+    full = "--epochs 2000 --learning_rate 1e-3"
     return inputs.run("detection", *words, more, full=full, quick="--epochs 1") / "predictions.png"
 
 
