@@ -114,7 +114,9 @@ class Inputs:
             painted = torch.full_like(labels, 255)
             for label, (x, y, radius) in region_places(labels.numpy()).items():
                 if radius > 0.04 * labels.shape[1]:
-                    rows, columns = (slice(round(c - r), round(c + r)) for c, r in ((y, radius / 3), (x, radius)))
+                    rows, columns = (
+                        slice(max(0, round(c - r)), round(c + r)) for c, r in ((y, radius / 3), (x, radius))
+                    )
                     own = labels[rows, columns]
                     painted[rows, columns] = torch.where(own == label, own, 255)
             to_pil_image(painted).save(file)
@@ -287,7 +289,7 @@ def detection(inputs: Inputs) -> Path:
     """A tiny detector on the images that it was trained on."""
     words = ("evaluate detection --backbone", inputs.tiny_network, "--data", inputs.rectangles)
     more = "--schedule short --batch_size 4 --size 48 --tokens 6 --pictures 2 --runtime.workers 0 --resume"
-    full = "--epochs 400 --learning_rate 1e-3"
+    full = "--epochs 2000 --learning_rate 1e-3"
     return inputs.run("detection", *words, more, full=full, quick="--epochs 1") / "predictions.png"
 
 
@@ -463,7 +465,9 @@ def publish(picture: Path | Image.Image, target: Path) -> None:
     width = min(image.width, _WIDTH, round(_DPI * inches))
     image = image.convert("RGB").resize((width, round(image.height * width / image.width)), Image.Resampling.LANCZOS)
     # Median cut loses the colours of small areas, such as those of a legend.
-    image.quantize(_COLOURS, Image.Quantize.MAXCOVERAGE, kmeans=2).save(target, optimize=True)
+    palette = image.quantize(_COLOURS, Image.Quantize.MAXCOVERAGE, kmeans=2)
+    # Without dithering, smooth colours such as those of features would have steps.
+    image.quantize(palette=palette, dither=Image.Dither.FLOYDSTEINBERG).save(target, optimize=True)
 
 
 def make(names: Sequence[str], out: Path, work: Path, *, quick: bool) -> dict[str, str]:

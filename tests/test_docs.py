@@ -188,6 +188,54 @@ def test_blocks_run(page: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> 
             exec(code, names)
 
 
+# ------------------------------------------------------------------ pages of commands
+
+PAGE_OF = {
+    "pretrain": "pretraining.md",
+    "adapt": "adapting.md",
+    "distill": "distilling.md",
+    "study": "studies.md",
+    "profile": "speed.md",
+    "evaluate": "evaluation.md",
+    "benchmark": "evaluation/card.md",
+    "segment": "segmentation.md",
+    "embed": "embedding.md",
+    "index": "object-search.md",
+    "merge": "scale.md",
+    "search": "object-search.md",
+    "explore": "explorer.md",
+    "figures": "figures.md",
+    "export": "export.md",
+    "shard": "sharding.md",
+}
+"""The page of each command, in docs/; a command without an entry has a page of its own name."""
+
+
+PROTOCOL_PAGES = {"segmenter": "linear.md", "compare": "comparing.md"}
+"""The page of an evaluation, in docs/evaluation/, if it has not the name of the evaluation."""
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_pages_of_evaluations_have_the_same_order(name: str) -> None:
+    """What it measures and an example, the section Files, and then all others."""
+    text = (REPOSITORY / "docs/evaluation" / PROTOCOL_PAGES.get(name, f"{name}.md")).read_text(encoding="utf-8")
+    introduction, *sections = re.split(r"^## ", text, flags=re.M)
+    assert f"cribo evaluate {name} " in "".join(block["code"] for block in BLOCK.finditer(introduction))
+    assert sections[0].startswith("Files\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_pages_of_commands_have_the_same_order(command: str) -> None:
+    """What the command does, an example, and the sections Options, Files and Problems, before all others."""
+    text = (REPOSITORY / "docs" / PAGE_OF.get(command, f"{command}.md")).read_text(encoding="utf-8")
+    introduction, *sections = re.split(r"^## ", text, flags=re.M)
+    assert f"`cribo {command}`" in introduction
+    examples = [block["code"] for block in BLOCK.finditer(introduction) if block["language"] == "bash"]
+    assert any(re.search(rf"\bcribo {command}\b", example) for example in examples)
+    assert [section.partition("\n")[0] for section in sections[:3]] == ["Options", "Files", "Problems"]
+    assert "| what to do |" in sections[2]
+
+
 # ------------------------------------------------------------------ names in the text
 
 NAMED = re.compile(r"`([^`]+)`")

@@ -6,6 +6,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import docs.pictures
 import pytest
 from docs.pictures import IMAGES, PICTURES, Inputs, Unavailable, main, publish
 from matplotlib.axes import Axes
@@ -14,6 +15,12 @@ from matplotlib.text import Text
 from PIL import Image
 
 REPOSITORY = Path(__file__).parents[1]
+GALLERY = re.findall(
+    r"^!\[[^\]]*\]\(images/([\w-]+)\.png\)\n\n.*?\n```bash\n(.*?)^```",
+    (REPOSITORY / "docs/gallery.md").read_text(),
+    re.M | re.S,
+)
+"""The pictures of the gallery, in order, and their commands."""
 SHOWN = 800  # width of a picture in the documentation, in pixels
 SMALLEST = 9.5  # height of text at that width, in pixels
 
@@ -23,6 +30,15 @@ def test_all_pictures_of_the_documentation_are_made_and_used() -> None:
     pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")]
     used = {name for page in pages for name in re.findall(r"images/([\w-]+)\.png\)", page.read_text())}
     assert used == set(PICTURES)
+
+
+def test_the_gallery_shows_each_picture_once_with_one_sentence() -> None:
+    assert sorted(name for name, _ in GALLERY) == sorted(PICTURES)
+    parts = (REPOSITORY / "docs/gallery.md").read_text().split("\n![")[1:]
+    for part in parts:
+        _, sentence, command, *_ = part.split("\n\n")
+        assert re.fullmatch(r"[^.]+(?: [^.]+)*\(\[[\w\s]+\]\([\w/.#-]+\)\)\.", sentence), sentence
+        assert command.startswith("```bash\ncribo ")
 
 
 @pytest.mark.slow
@@ -37,6 +53,14 @@ def test_all_pictures_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             faults.extend(f"{Path(path).name}: {fault}" for fault in unreadable(self))
 
     monkeypatch.setattr(Figure, "savefig", checked)
+    commands: list[str] = []
+
+    def recorded(*words: str | Path) -> None:
+        commands.append(str(words[0]))
+        call(*words)
+
+    call = docs.pictures._call
+    monkeypatch.setattr("docs.pictures._call", recorded)
     inputs, out = Inputs(tmp_path / "work", quick=True), tmp_path / "out"
     skipped: dict[str, str] = {}
     out.mkdir()
@@ -49,6 +73,10 @@ def test_all_pictures_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 continue
             with Image.open(out / f"{name}.png") as picture:
                 assert 300 < picture.width <= 1000, name
+            made_by = (
+                "explore" if name.startswith("explorer") else " ".join(commands[-1].split()[:2]).partition(" --")[0]
+            )
+            assert dict(GALLERY)[name].splitlines()[-1].startswith(f"cribo {made_by}"), name
     assert all(name.startswith("explorer") and "apt-get install chromium" in why for name, why in skipped.items())
     assert not faults, "\n".join(faults)
 

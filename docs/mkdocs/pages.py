@@ -1,10 +1,12 @@
 """Pages of the documentation site that lie outside docs/: everything that a page links to (a hook of MkDocs).
 
 The Markdown files are written for a code host, where links such as `../examples/plain_loop.py` work. On the site, a
-linked Markdown file or picture is included, a Python file becomes a page with its source, and the `__init__.py` of a
-package becomes the reference of this package, which mkdocstrings writes.
+linked Markdown file or picture is included, a Python file becomes a page with its source, and the modules that
+docs/reference.md lists become pages of the reference, which mkdocstrings writes.
 """
 
+import ast
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -16,8 +18,11 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / "README.md"
+REFERENCE = ROOT / "docs" / "reference.md"
 ENTRANCES = (HOME, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
+
+log = logging.getLogger("mkdocs.hooks.reference")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -47,6 +52,23 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return LINK.sub(link, markdown)
 
 
+def on_page_content(html: str, page: Page, **kwargs: object) -> None:
+    """Warn of public names that a page of the reference lacks: those without a docstring."""
+    if page.file.src_uri.startswith("reference/"):
+        module = page.file.src_uri.removeprefix("reference/").removesuffix(".md")
+        for name in _exports(ROOT / "src" / module.replace(".", "/") / "__init__.py"):
+            if f'id="{module}.{name}"' not in html:
+                log.warning("%s has no entry for %s.%s: write its docstring", page.file.src_uri, module, name)
+
+
+def _exports(package: Path) -> Iterator[str]:
+    """Yield the names that a package exports: those imported under `TYPE_CHECKING` (cribo/lazy.py)."""
+    for block in ast.parse(package.read_text(encoding="utf-8")).body if package.is_file() else ():
+        if isinstance(block, ast.If):
+            for node in block.body:
+                yield from (alias.name for alias in node.names) if isinstance(node, ast.ImportFrom) else ()
+
+
 def _targets(path: Path) -> Iterator[Path]:
     for target in LINK.findall(path.read_text(encoding="utf-8")):
         linked = (path.parent / target).resolve()
@@ -61,20 +83,23 @@ def _address(path: Path) -> str:
     place = PurePosixPath(path.relative_to(ROOT))
     if place.parts[0] == "docs":
         return str(place.relative_to("docs"))
-    if place.name == "__init__.py":
+    if path in _targets(REFERENCE):
         return f"reference/{_module(place)}.md"
     return str(place.with_suffix(".md") if place.suffix == ".py" else place)
 
 
 def _module(place: PurePosixPath) -> str:
-    return ".".join(place.relative_to("src").parent.parts)
+    return ".".join(place.relative_to("src").with_suffix("").parts).removesuffix(".__init__")
 
 
 def _file(path: Path, config: MkDocsConfig) -> File:
     place = PurePosixPath(path.relative_to(ROOT))
     if path.suffix != ".py":
-        return File.generated(config, _address(path), abs_src_path=str(path))
-    if place.name == "__init__.py":
+        file = File.generated(config, _address(path), abs_src_path=str(path))
+        file.edit_uri = f"../{place}"  # relative to docs/
+        return file
+    if path in _targets(REFERENCE):
         return File.generated(config, _address(path), content=f"# {_module(place)}\n\n::: {_module(place)}\n")
     code = path.read_text(encoding="utf-8")
-    return File.generated(config, _address(path), content=f"# {place}\n\n````python\n{code}````\n")
+    hidden = "---\nsearch: {exclude: true}\n---\n"  # searches should find the documentation, not its code
+    return File.generated(config, _address(path), content=f"{hidden}# {place}\n\n````python\n{code}````\n")

@@ -543,6 +543,14 @@ def test_folders_with_other_images_are_other_data() -> None:
     assert "NOT comparable" in group.verdict
 
 
+def test_results_of_different_versions_are_named() -> None:
+    old, new = (a_result(version, versions={"cribo": version}) for version in ("0.1.0", "0.2.0"))
+    assert "Evaluated with different versions of cribo: 0.1.0 by 0.1.0 and 0.2.0 by 0.2.0" in printed(
+        compare([old, new])
+    )
+    assert "different versions" not in printed(compare([new, a_result("other", versions=new.versions)]))
+
+
 def test_other_evaluations_and_data_have_separate_tables() -> None:
     results = [
         a_result("one"),

@@ -70,6 +70,7 @@ def test_the_configuration_reproduces_the_run(
 def test_the_summary(whole_run: tuple[PretrainConfig, Any]) -> None:
     _, run = whole_run
     summary = json.loads((run.folder / "summary.json").read_text())
+    assert {"cribo", "torch", "timm", "lightning", "hardware"} <= set(summary["versions"])
     assert summary == run.summary
     assert summary["seconds"] > 0
     assert summary["peak_rss_bytes"] > 100 * 2**20

@@ -65,7 +65,8 @@ def benchmark(
         The card and its folder.
 
     Raises:
-        errors of `make_plan` and `open_network`.
+        DataError: the folder has no known data set, or lacks one of `data.sets`.
+        ConfigError: a protocol does not exist, or does not support the backbone.
         FolderError: the folder of the card cannot be created.
         InputError: all rows failed.
         Interrupted: SIGTERM or SIGUSR1 was received; repeat the call to resume. (Ctrl-C raises KeyboardInterrupt.)

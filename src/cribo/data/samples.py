@@ -334,7 +334,8 @@ class StepBatchSampler(Sampler[list[tuple[int, int]]]):
         batch_size: number of images per optimiser step, over all devices.
         seed: seed of the run.
         position: returns the next optimiser step; called when an epoch starts.
-        rank, world_size: rank of this process and number of processes, which share each batch.
+        rank: rank of this process.
+        world_size: number of processes, which share each batch.
 
     Raises:
         ValueError: fewer images than one batch, or a batch size that is not a multiple of `world_size`.

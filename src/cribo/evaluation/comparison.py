@@ -354,6 +354,10 @@ def _notes(group: Group) -> Iterator[str]:
         yield f"Best {varied_title(first.varies)}: {', '.join(text)}."
     if group.verdict:
         yield group.verdict
+    used = {name: result.versions.get("cribo", "an unknown version") for name, result in group.results.items()}
+    if len(set(used.values())) > 1:
+        listed = _listed([f"{name} by {version}" for name, version in used.items()])
+        yield f"Evaluated with different versions of cribo: {listed} (docs/versions.md)."
     if group.published:
         comparable = [name for name in group.results if name not in group.apart]
         only = f" Comparable with {_listed(comparable)} only." if group.apart else ""

@@ -57,7 +57,8 @@ class KeyStream(Sampler[list[tuple[int, int]]]):
         steps: total number of training steps.
         seed: seed of the permutations.
         position: callback that returns the next step.
-        rank, world_size: rank of this process, which gets its share of each batch, and number of ranks.
+        rank: rank of this process, which gets its share of each batch.
+        world_size: number of ranks.
 
     Raises:
         ConfigError: the batch size is not a multiple of the number of ranks.
@@ -141,7 +142,7 @@ def fit(
         Interrupted: SIGTERM or SIGUSR1 was received; a checkpoint was written. (Ctrl-C raises KeyboardInterrupt.)
         NonFiniteLoss: weights are not finite.
         Stopped: a data loader worker was killed.
-        errors of reading samples.
+        DataError: a sample cannot be read.
     """
     checkpoint = resume_point(folder) if is_first_process() else next(iter(checkpoint_files(folder)), None)
     if checkpoint is not None:

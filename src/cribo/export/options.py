@@ -7,7 +7,10 @@ from cribo.checks import require_packages
 from cribo.retrieval.choices import FeaturePrecision
 
 Target = Literal["timm", "transformers", "onnx", "torch-export"]
+"""Name of a format that a backbone is exported to."""
+
 TARGETS: tuple[Target, ...] = get_args(Target)
+"""Names of all formats."""
 
 _PACKAGES = {"transformers": ("transformers",), "onnx": ("onnx", "onnxscript", "onnxruntime")}
 

@@ -6,6 +6,8 @@ from cribo.arguments import ConfigError
 from cribo.checks import require_least
 
 FIGURES = ("matches", "clusters", "bootstrapping", "features", "losses", "schedules")
+"""Names of the figures of a run."""
+
 FIGURE_FORMATS = ("pdf", "png")
 
 

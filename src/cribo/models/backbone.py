@@ -141,7 +141,8 @@ class Backbone(nn.Module, ModelHubMixin):
         depth: number of blocks whose tokens can be requested (`layers` of `encode`); 1 for a feature map.
         num_drop_path_sites: number of residual branches that can be dropped.
         drop_path_rates: drop probability of each of these branches.
-        mean, std: RGB normalisation (of values in 0-1) that the weights expect.
+        mean: RGB means (of values in 0-1) that the weights expect.
+        std: RGB standard deviations that the weights expect.
         numerics: numerics that the weights expect, such as epsilon (`set_numerics`).
         checkpointing: activations that blocks save for the backward pass (`set_checkpointing`).
         loaded: origin of the weights; None for random ones.

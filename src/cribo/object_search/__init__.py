@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from cribo.object_search.config import IndexConfig as IndexConfig
     from cribo.object_search.database import DatabaseError as DatabaseError
     from cribo.object_search.database import DatabaseInfo as DatabaseInfo
     from cribo.object_search.database import FoundObject as FoundObject
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from cribo.object_search.indexing import index_vectors as index_vectors
     from cribo.object_search.merging import MergedDatabase as MergedDatabase
     from cribo.object_search.merging import merge_databases as merge_databases
+    from cribo.object_search.run import index_collection as index_collection
     from cribo.retrieval.object_extraction import ImageObjects as ImageObjects
     from cribo.retrieval.object_extraction import extract_objects as extract_objects
     from cribo.retrieval.object_settings import ObjectSettings as ObjectSettings

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 import yaml
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
@@ -41,6 +40,7 @@ from cribo.training.folder import claim, open_on_all_ranks
 from cribo.training.interruption import Interruption, interrupted_by_signals
 from cribo.training.lightning import interruptible, quiet_lightning
 from cribo.training.loggers import require_logins
+from cribo.versions import versions
 
 log = logging.getLogger("cribo")
 
@@ -357,7 +357,7 @@ def _fit(
         "retried_reads": faults.retried,
         "worker_restarts": faults.restarts,
         "warnings": [{"step": step, "text": text} for step, text in watch.warnings],
-        "versions": {"torch": torch.__version__, "lightning": L.__version__},
+        "versions": {**versions(trainer.strategy.root_device), "lightning": L.__version__},
     }
     baselines = {}
     if score is not None:

@@ -47,7 +47,8 @@ class DenseRetrieval:
             single draw), `per_class`, `draws`, `memory_patches`, `recall` of an approximate search, and `confusion`,
             summed over the draws.
         panels: images, labels and predictions of some queries, with the memory of the first ratio.
-        memory_patches, query_patches: number of encoded patches.
+        memory_patches: number of encoded patches of the memory.
+        query_patches: number of encoded patches of the queries.
         image_counts: `intervals.image_counts` of each draw and query, by ratio; empty if predictions are matched with
             the classes.
     """

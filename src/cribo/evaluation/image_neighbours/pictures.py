@@ -16,7 +16,7 @@ from cribo.evaluation.pages import write_pages
 from cribo.evaluation.pictures import RIGHT, WRONG
 
 _NEIGHBOURS = 5  # maximum number of neighbours per image
-_CAPTION = 0.2  # height of a caption in inches
+_CAPTION = 0.32  # height of a caption of two lines in inches
 _LETTERS = 20  # maximum characters per line of a caption
 
 
