@@ -6,6 +6,7 @@ import pytest
 
 from cribo.doctor.findings import Section
 from cribo.doctor.packages import DEVELOPMENT, USES, broken_modules, examine_packages
+from cribo.installation import install_command
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -53,7 +54,7 @@ def test_missing_outdated_and_broken_packages_are_found(monkeypatch: pytest.Monk
     section = Section("Optional packages")
     examine_packages(section)
     assert section.facts["evaluation"] == (
-        f'missing: faiss-cpu\nfor {USES["evaluation"]}\npip install "cribo-ssl[evaluation]"'
+        f'missing: faiss-cpu\nfor {USES["evaluation"]}\n{install_command("evaluation")}'
     )
     assert "search" in section.facts  # needs faiss, too
     assert section.facts["lora"].startswith("not the required version: peft<1,>=0.14 is required, 0.1 is installed")
