@@ -467,7 +467,15 @@ def publish(picture: Path | Image.Image, target: Path) -> None:
     # Median cut loses the colours of small areas, such as those of a legend.
     palette = image.quantize(_COLOURS, Image.Quantize.MAXCOVERAGE, kmeans=2)
     # Without dithering, smooth colours such as those of features would have steps.
-    image.quantize(palette=palette, dither=Image.Dither.FLOYDSTEINBERG).save(target, optimize=True)
+    dithered = image.quantize(palette=palette, dither=Image.Dither.FLOYDSTEINBERG)
+    # Pillow's search for the nearest colour is approximate, and would make white backgrounds grey.
+    colours = np.array(dithered.getpalette()).reshape(-1, 3)
+    brightest = colours.sum(axis=1).argmax()
+    colours[brightest] = 255
+    exact = np.where((np.asarray(image) == 255).all(axis=-1), brightest, np.asarray(dithered)).astype(np.uint8)
+    written = Image.fromarray(exact)
+    written.putpalette(colours.flatten().tolist())
+    written.save(target, optimize=True)
 
 
 def make(names: Sequence[str], out: Path, work: Path, *, quick: bool) -> dict[str, str]:
