@@ -1,6 +1,6 @@
 """Dense retrieval with a custom model on custom images.
 
-    uv run python examples/evaluate_own_model.py
+    python examples/evaluate_own_model.py
 
 Any function that maps images to patch features can be evaluated, on any collection of labelled images.
 """

@@ -1,6 +1,6 @@
 """Segmentation of new images from a few labelled ones, without training the network.
 
-    uv run python examples/label_images.py [BACKBONE]
+    python examples/label_images.py [BACKBONE]
 
 BACKBONE is a run folder, a checkpoint or a timm name; the default is a baseline, the mean colour of each patch.
 """

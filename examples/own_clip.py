@@ -1,6 +1,6 @@
 """A custom objective whose samples are clips: the features of a frame must predict those of a later one.
 
-    uv run python examples/own_clip.py
+    python examples/own_clip.py
 
 With `clip_frames`, the items of an epoch are clips, and `image.frames` are the frames of one in temporal order, each
 decoded when it is read. `data.root` is a folder with a folder of numbered frames for each video, tar shards of these,

@@ -1,6 +1,6 @@
 """CrIBo with a custom clustering and a custom matching criterion.
 
-    uv run python examples/own_clustering.py
+    python examples/own_clustering.py
 
 Configurations and the command line refer to them by import path:
 

@@ -1,6 +1,6 @@
 """A custom objective that needs the whole batch: MoCo v3 (Chen et al. 2021) without its projector, trained with LARS.
 
-    uv run python examples/own_contrast.py
+    python examples/own_contrast.py
 
 It shows what the interface offers besides the losses of single images:
 

@@ -1,6 +1,6 @@
 """A custom objective whose samples have two images: a mixture must be similar to both of its images.
 
-    uv run python examples/own_mixture.py
+    python examples/own_mixture.py
 
 `image.other(index)` is another image of the collection, by its index. It is decoded when it is read, as the image
 itself; if it cannot be read, the whole sample is replaced, and the report names the image.

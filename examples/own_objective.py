@@ -1,6 +1,6 @@
 """A custom objective: SimSiam (Chen and He 2021) on patches.
 
-    uv run python examples/own_objective.py
+    python examples/own_objective.py
 
 The command line refers to it by import path, with its arguments:
 

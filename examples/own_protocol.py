@@ -1,6 +1,6 @@
 """A custom evaluation protocol: each patch is assigned the class with the most similar mean feature.
 
-    uv run python examples/own_protocol.py
+    python examples/own_protocol.py
 
 or, in the folder of this file, on the command line with all options, pictures and tables:
 

@@ -1,6 +1,6 @@
 """CrIBo in a plain PyTorch loop with the functions of `cribo.method`, without the trainer.
 
-    uv run python examples/plain_loop.py
+    python examples/plain_loop.py
 
 Trains twenty steps on synthetic scenes and prints the losses. The loop contains all parts of the method: two views,
 clustering of the teacher's tokens, objects, matches in the memory bank, the three losses, and the moving average.
