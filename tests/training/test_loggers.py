@@ -4,6 +4,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from cribo.cli import main
 from cribo.errors import MissingPackage
 from cribo.files import FolderError
 from cribo.folders import ResultFolder
+from cribo.installation import install_command
 from cribo.pretraining import PretrainConfig, load_config, pretrain, resume
 from cribo.pretraining.monitoring import read_metrics
 from cribo.retrieval.source import BackboneSource
@@ -171,6 +173,7 @@ def trained(tiny: Callable[..., PretrainConfig], tmp_path_factory: pytest.TempPa
     folder = tmp_path_factory.mktemp("out") / "mine"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cribo.pretraining.run.write_report", picture)
+        patch.setattr("sys.argv", ["cribo", f"https://host/shards?token={KEY}"])
         with pytest.raises(RuntimeError, match="power failure"):
             pretrain(tiny({**values, **scored}), out=folder.parent, name="mine", callbacks=[FailAt(6)])
         ids = json.loads((folder / RUN_IDS).read_text())
@@ -219,12 +222,14 @@ class Tracking(HTTPServer):
 
     Attributes:
         status: status of its replies; they are errors unless it is 200.
+        fails: a call that fails at any status.
         steps: the steps of the numbers that it received.
         params: the hyperparameters that it received.
         ended: the last status of the run.
     """
 
     status = 200
+    fails = ""
     ended = ""
 
     def __init__(self) -> None:
@@ -256,8 +261,9 @@ class _Request(BaseHTTPRequestHandler):
     def answer(self) -> None:
         content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         call = self.path.partition("?")[0].partition("/mlflow/")[2]
-        found = self.server.reply(call, json.loads(content or "{}")) if self.server.status == 200 else {}
-        self.send_response(self.server.status)
+        status = 500 if call == self.server.fails else self.server.status
+        found = self.server.reply(call, json.loads(content or "{}")) if status == 200 else {}
+        self.send_response(status)
         self.end_headers()
         self.wfile.write(json.dumps(found).encode())
 
@@ -336,12 +342,24 @@ def test_a_new_run_that_cannot_be_created_is_an_error(tracking: Tracking, tmp_pa
 
 
 @needs("mlflow")
+def test_a_new_run_without_its_settings_is_ended(tracking: Tracking, tmp_path: Path) -> None:
+    tracking.fails = "runs/log-batch"
+    with pytest.raises(ConfigError, match="could not create a run"):
+        open_loggers(["mlflow"], tmp_path, settings={"seed": 3}).__enter__()
+    assert tracking.ended == "FAILED"
+
+
+@needs("mlflow")
 def test_settings_are_sent_without_passwords(tracking: Tracking, tmp_path: Path) -> None:
-    settings = {"data": {"root": "https://me:secret@host/shards"}, "urls": ["s3://me:secret@host"], "seed": 3}
+    settings = {
+        "data": {"root": "https://me:secret@host/shards"},
+        "urls": ["s3://me:secr@t@host", 'https://host?X-Amz-Signature=secret"d'],
+        "seed": 3,
+    }
     with open_loggers(["mlflow"], tmp_path, settings=settings):
         assert tracking.params == {
             "data.root": "https://***@host/shards",
-            "urls": "['s3://***@host']",
+            "urls": "['s3://***@host', 'https://host?X-Amz-Signature=***\"d']",
             "seed": "3",
         }
 
@@ -387,9 +405,7 @@ def test_a_missing_package_is_an_error_before_any_work(
     tiny: Callable[..., PretrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SERVICES["trackio"], "packages", ("no_such_package",))
-    with pytest.raises(
-        MissingPackage, match=r'--logger trackio needs no_such_package: pip install "cribo-ssl\[trackio\]"'
-    ):
+    with pytest.raises(MissingPackage, match=re.escape(f"needs no_such_package: {install_command('trackio')}")):
         pretrain(tiny({"runtime.logger": ("trackio",)}), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

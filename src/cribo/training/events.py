@@ -16,7 +16,7 @@ from cribo.files import FolderError, write_json
 from cribo.folders import flat
 from cribo.processes import is_first_process
 from cribo.training.interruption import Interrupted
-from cribo.training.loggers import SERVICES, TENSORBOARD, Service, Status, run_name, without_secrets
+from cribo.training.loggers import SERVICES, TENSORBOARD, Service, Status, plain_settings, run_name, without_secrets
 
 log = logging.getLogger("cribo")
 
@@ -184,8 +184,7 @@ def _open_services(names: Sequence[str], folder: Path, settings: Mapping[str, An
         ids: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
         raise FolderError(f"{path} is damaged: remove it to record the training in new runs") from error
-    # As JSON, whose strings include those in lists.
-    shown = json.loads(without_secrets(json.dumps(flat(settings), default=str)))
+    shown = plain_settings(flat(settings))
     for name in names:
         if name not in SERVICES:
             continue

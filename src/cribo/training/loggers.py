@@ -3,9 +3,11 @@
 import logging
 import os
 import re
+import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -24,7 +26,9 @@ Status = Literal["finished", "failed", "interrupted"]
 
 _UPLOAD_SECONDS = 600  # limit for the upload of buffered data at the end
 _MLFLOW_PARAMS = 100  # maximum per request
-_SECRETS = re.compile(r"(?<=://)[^/@\s\"]+(?=@)|(?<=[?&])((?:\w*_)?(?:token|key|secret|password)=)[^&\s'\"]+", re.I)
+_SECRETS = re.compile(
+    r"(?<=://)[^/\s\"]+(?=@)|(?<=[?&])([\w-]*(?:token|key|secret|password|credential|sig|signature)=)[^&\s'\"]+", re.I
+)
 
 
 class Service(ABC):
@@ -82,16 +86,17 @@ class Wandb(Service):
         import wandb
 
         limits: dict[str, Any] = {} if "WANDB_FINISH_TIMEOUT" in os.environ else {"finish_timeout": _UPLOAD_SECONDS}
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=os.environ.get("WANDB_NAME", name),
-            dir=folder,
-            id=run_id,
-            resume="allow",
-            reinit="create_new",  # a caller's own run stays untouched
-            config=dict(settings),
-            settings=wandb.Settings(**limits),
-        )
+        with _masked_command_line():
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", PROJECT),
+                name=os.environ.get("WANDB_NAME", name),
+                dir=folder,
+                id=run_id,
+                resume="allow",
+                reinit="create_new",  # a caller's own run stays untouched
+                config=dict(settings),
+                settings=wandb.Settings(**limits),
+            )
         # The service's own steps only increase, but a resumed training repeats those after its checkpoint.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -133,12 +138,10 @@ class MLflow(Service):
         # MLflow's defaults would block the training for minutes if its server fails.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-        from mlflow import MlflowClient
-        from mlflow.entities import Param
-        from mlflow.tracking.context.registry import resolve_tags
+        from mlflow import MlflowClient, get_tracking_uri, is_tracking_uri_set
 
         database = f"sqlite:///{folder.absolute() / 'mlflow.db'}"
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or database
+        uri = get_tracking_uri() if is_tracking_uri_set() else database
         self._is_local = uri == database
         self._client = MlflowClient(uri)
         log.info("mlflow: recording %s in %s", name, without_secrets(uri))
@@ -146,16 +149,31 @@ class MLflow(Service):
             self._client.update_run(run_id, status="RUNNING")
             self.id = run_id
             return
-        experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT), folder)
-        self.id = self._client.create_run(experiment, run_name=name, tags=resolve_tags()).info.run_id
-        params = [Param(name, str(value)) for name, value in settings.items()]
+        self.id = self._create_run(name, folder)
+        try:
+            self._log_settings(settings)
+        except Exception:
+            self.finish("failed")
+            raise
+
+    def _create_run(self, name: str, folder: Path) -> str:
+        from mlflow.tracking.context.registry import resolve_tags
+
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_ID") or self._experiment(folder)
+        return self._client.create_run(experiment, run_name=name, tags=resolve_tags()).info.run_id
+
+    def _log_settings(self, settings: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        params = [Param(_mlflow_name(name), str(value)) for name, value in settings.items()]
         for first in range(0, len(params), _MLFLOW_PARAMS):
             self._client.log_batch(self.id, params=params[first : first + _MLFLOW_PARAMS])
 
-    def _experiment(self, name: str, folder: Path) -> str:
-        """Return the identity of an experiment, which is created if it does not exist."""
+    def _experiment(self, folder: Path) -> str:
+        """Return the identity of the experiment, which is created if it does not exist."""
         from mlflow.exceptions import MlflowException
 
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         place = (folder.absolute() / "mlflow").as_uri() if self._is_local else None
         if self._client.get_experiment_by_name(name) is None:
             try:
@@ -172,8 +190,8 @@ class MLflow(Service):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        allowed = {re.sub(r"[^\w\-./: ]", "_", name): value for name, value in metrics.items()}
-        self._client.log_batch(self.id, metrics=[Metric(name, value, now, step) for name, value in allowed.items()])
+        numbers = [Metric(_mlflow_name(name), value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self.id, metrics=numbers)
 
     def log_picture(self, path: Path, step: int) -> None:
         """Upload a picture of the report; no-op for a database beside the report."""
@@ -223,6 +241,22 @@ class Trackio(Service):
         if status != "finished":
             self._run.alert(f"training {status}", level=trackio.AlertLevel.ERROR)
         trackio.finish()
+
+
+def _mlflow_name(name: str) -> str:
+    """Replace the characters that MLflow refuses in names."""
+    return re.sub(r"[^\w\-./: ]", "_", name)
+
+
+@contextmanager
+def _masked_command_line() -> Iterator[None]:
+    """Mask secrets in the command line, which wandb records."""
+    words = sys.argv
+    sys.argv = [without_secrets(word) for word in words]
+    try:
+        yield
+    finally:
+        sys.argv = words
 
 
 SERVICES: dict[str, type[Service]] = {"wandb": Wandb, "mlflow": MLflow, "trackio": Trackio}
@@ -280,10 +314,24 @@ def run_name(folder: Path) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Mask user names, passwords and tokens in URLs.
+    """Mask user names, passwords, tokens and signatures in URLs.
 
     Example:
         >>> without_secrets("https://me:secret@host/api?write_token=secret&run=1")
         'https://***@host/api?write_token=***&run=1'
     """
     return _SECRETS.sub(lambda found: f"{found[1] or ''}***", text)
+
+
+def plain_settings(value: Any) -> Any:
+    """Return settings as JSON types, without secrets in strings.
+
+    Example:
+        >>> plain_settings({"roots": ("s3://me:secret@host", Path("here")), "seed": 3})
+        {'roots': ['s3://***@host', 'here'], 'seed': 3}
+    """
+    if isinstance(value, Mapping):
+        return {str(name): plain_settings(each) for name, each in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [plain_settings(each) for each in value]
+    return value if isinstance(value, bool | int | float | None) else without_secrets(str(value))
