@@ -1,6 +1,7 @@
 """The command that installs an extra, for every way to install the package."""
 
 import json
+import sys
 from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,29 @@ REPOSITORY = "https://host.example/cribo"
     ],
 )
 def test_extras_come_from_where_the_package_came(
-    installer: str, source: dict[str, Any] | None, expected: str, tmp_path: Path
+    installer: str, source: dict[str, Any] | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "METADATA").write_text("Metadata-Version: 2.1\nName: cribo-ssl\nVersion: 0.2.0\n")
     (tmp_path / "INSTALLER").write_text(f"{installer}\n")
     if source is not None:
         (tmp_path / "direct_url.json").write_text(json.dumps(source))
+    monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr(Path, "exists", lambda path: True)
     assert command_for(Distribution.at(tmp_path), "search") == expected
+
+
+def test_uv_is_told_the_environment_unless_it_is_active(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "INSTALLER").write_text("uv")
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
+    command = command_for(Distribution.at(tmp_path), "search")
+    assert command == f'uv pip install --python {sys.executable} "cribo-ssl[search]"'
+
+
+def test_extras_of_an_image_come_from_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The image has neither uv nor the source that it was built from."""
+    (tmp_path / "INSTALLER").write_text("uv")
+    (tmp_path / "direct_url.json").write_text(json.dumps({"url": "file:///no/such/source", "dir_info": {}}))
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert command_for(Distribution.at(tmp_path), "search") == 'pip install "cribo-ssl[search]"'

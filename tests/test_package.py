@@ -13,10 +13,6 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-PLACES = (
-    "https://github.com/cribo-ssl/cribo/blob/v0.2.0/",
-    "https://raw.githubusercontent.com/cribo-ssl/cribo/v0.2.0/",
-)
 
 
 def build(source: Path, out: Path, target: str) -> Path:

@@ -80,4 +80,4 @@ def require_packages(purpose: str, *packages: str, extra: str, otherwise: str = 
         MissingPackage: a package is not installed.
     """
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
-        raise MissingPackage(f"{purpose} needs {' and '.join(missing)}: {install_command(extra)}{otherwise}")
+        raise MissingPackage(f"{purpose} needs {', '.join(missing)}: {install_command(extra)}{otherwise}")

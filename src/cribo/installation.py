@@ -1,7 +1,10 @@
 """How this package was installed, and the command that adds its optional packages."""
 
 import json
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+import os
+import shutil
+import sys
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -20,22 +23,19 @@ def install_command(extra: str) -> str:
         >>> install_command("search").endswith('[search]"')  # from a package index, or from this clone
         True
     """
-    try:
-        installed = distribution(PACKAGE)
-    except PackageNotFoundError:  # the source code on PYTHONPATH
-        return f'pip install "{PACKAGE}[{extra}]"'
-    return command_for(installed, extra)
+    return command_for(distribution(PACKAGE), extra)
 
 
 def command_for(installed: Distribution, extra: str) -> str:
     """Return the command that installs an extra of a distribution, according to its metadata (PEP 610)."""
     installer = (installed.read_text("INSTALLER") or "").strip()
-    pip = "uv pip install" if installer == "uv" else "pip install"
+    pip = _uv() if installer == "uv" and shutil.which("uv") else "pip install"
     wanted = f"{PACKAGE}[{extra}]"
     source = json.loads(installed.read_text("direct_url.json") or "{}")
-    if not source:  # from a package index
+    url = source.get("url", "")
+    is_gone = url.startswith("file:") and not _path(url).exists()  # such as in a container
+    if not source or is_gone:  # from a package index
         return f'{pip} "{wanted}"'
-    url = source["url"]
     if source.get("dir_info", {}).get("editable"):
         return f'{pip} -e "{_path(url)}[{extra}]"'
     if about := source.get("vcs_info"):
@@ -43,6 +43,12 @@ def command_for(installed: Distribution, extra: str) -> str:
     if folder := source.get("subdirectory"):
         url += f"#subdirectory={folder}"
     return f'{pip} "{wanted} @ {url}"'
+
+
+def _uv() -> str:
+    """Return the command of uv, which finds the environment of this process only if it is activated."""
+    is_active = os.environ.get("VIRTUAL_ENV") == sys.prefix
+    return "uv pip install" if is_active else f"uv pip install --python {sys.executable}"
 
 
 def _path(url: str) -> Path:

@@ -4,6 +4,8 @@ import os
 import threading
 import time
 
+from cribo.control_groups import core_limit
+
 LAUNCHER = "CRIBO_LAUNCHER"
 """Environment variable with the process id of the launcher, set for the processes of further devices."""
 
@@ -11,8 +13,10 @@ _POLL_SECONDS = 1.0
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of cores that this process may use, by its affinity and the limits of its control groups."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = core_limit()
+    return cores if limit is None else max(1, min(cores, int(limit)))
 
 
 def is_first_process() -> bool:

@@ -267,6 +267,16 @@ def test_the_backbone_is_not_changed(network: Network, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["onnx", "torch-export"])
+def test_graphs_contain_no_places_of_this_machine(target: str, network: Network, tmp_path: Path) -> None:
+    report = export_backbone(network("registers"), target, tmp_path / "out")  # pyright: ignore[reportArgumentType]
+    for name in report.files:
+        content = (tmp_path / "out" / name).read_bytes()
+        assert str(tmp_path).encode() not in content
+        assert b"/cribo/export/" not in content
+        assert b"site-packages" not in content
+
+
+@pytest.mark.parametrize("target", ["onnx", "torch-export"])
 def test_a_graph_of_fixed_shapes_takes_one_image_of_its_size(target: str, network: Network, tmp_path: Path) -> None:
     backbone = network("registers")
     report = export_backbone(backbone, target, tmp_path / "out", fixed_size=(42, 70))  # pyright: ignore[reportArgumentType]

@@ -39,7 +39,7 @@ examples:
 `--debug`, every command shows the traceback of an error. `python -m cribo` is the same command, for environments whose
 scripts are not on PATH.
 
-Documentation: README.md and docs/start.md of the source code; a page for each command in docs/.
+Documentation: https://cribo-ssl.github.io/cribo/, with a page for each command; docs/start.md is its page start.
 """
 
 COMMANDS = (

@@ -9,6 +9,7 @@ from rich.table import Table
 from cribo.cli.running import print_places
 from cribo.console import duration, importing
 from cribo.errors import InputError
+from cribo.wording import counted
 
 if TYPE_CHECKING:
     from cribo.pretraining.run import Run
@@ -121,7 +122,8 @@ def _print_summary(run: "Run", console: Console) -> None:
     if epochs < needed:
         whole = duration(summary["seconds"] * needed / epochs)
         console.print(
-            f"{epochs} epochs are too few to judge: `cribo pretrain` trains {needed}, in about {whole} on this machine"
+            f"{counted(epochs, 'epoch')} {'is' if epochs == 1 else 'are'} too few to judge: `cribo pretrain` trains "
+            f"{needed}, in about {whole} on this machine"
         )
     console.print(
         f"{summary['steps']} steps in {duration(summary['seconds'])}, "

@@ -22,6 +22,7 @@ from timm.models import Eva, VisionTransformer
 from torch import Tensor, nn
 from torch._export.serde.serialize import SerializeError
 from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule
 
 from cribo.errors import InputError
 from cribo.export.options import ExportOptions
@@ -78,12 +79,20 @@ def trace(backbone: Backbone, options: ExportOptions) -> ExportedProgram:
     try:
         with _free_sizes(backbone.model):
             graph = _Graph(backbone, options.layers).eval()
-            return torch.export.export(graph, (example,), dynamic_shapes=shapes)
+            return _without_places(torch.export.export(graph, (example,), dynamic_shapes=shapes))
     except Exception as error:  # torch.export raises various errors
         reason = str(error).partition("\n")[0]
         raise InputError(
             f"{backbone.name} cannot be traced ({type(error).__name__}: {reason}): use --to timm or --to transformers"
         ) from error
+
+
+def _without_places(program: ExportedProgram) -> ExportedProgram:
+    """Remove the places in source files on this machine, which each node of a graph records."""
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            node.meta.pop("stack_trace", None)
+    return program
 
 
 @contextlib.contextmanager
