@@ -1,8 +1,20 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 from benchmarks.backbones import BEGIN, END, GATED, PAGE, row, table
+from tests.hub_server import Hub
 
 from cribo.cli import main
 from cribo.cli.running import SUGGESTED
+from cribo.models import Backbone, build_backbone, load_backbone, load_pretrained, save_backbone
 from cribo.models.licences import Licence, licences_of, with_teacher
+
+TINY = {"embed_dim": 32, "depth": 1, "num_heads": 2}
+
+
+def tiny(seed: int = 0) -> Backbone:
+    return build_backbone("vit_tiny_patch16_224", args=TINY, image_size=32, seed=seed)
 
 
 def test_the_table_of_public_backbones_is_current() -> None:
@@ -20,4 +32,19 @@ def test_the_suggested_backbone_is_public_and_for_commercial_use(capsys) -> None
 def test_the_licence_of_a_teacher_is_kept_apart() -> None:
     own, teacher = Licence("a", "mit"), Licence("b", "cc-by-nc-4.0")
     assert [each.role for each in with_teacher([own], [teacher, teacher])] == ["weights", "teacher"]
-    assert licences_of({"licences": []}, "run") == ()
+    assert licences_of({"licences": []}, Licence("run")) == ()
+
+
+@pytest.mark.parametrize("save", [save_backbone, Backbone.save_pretrained])
+def test_a_licence_stated_by_the_publisher_is_added(
+    save: Callable[[Backbone, Path], object], hub: Hub, tmp_path: Path
+) -> None:
+    save(tiny(), tmp_path / "scratch")
+    hub.add_folder("owner/scratch", tmp_path / "scratch").commit({"README.md": b"---\nlicense: cc-by-nc-4.0\n---\n"})
+    loaded, other = load_backbone("hf://owner/scratch"), tiny()
+    load_pretrained(other, "hf://owner/scratch")
+    assert [(each.source, each.name) for each in loaded.licences] == [("hf://owner/scratch", "cc-by-nc-4.0")]
+    assert other.licences == loaded.licences
+    loaded.licences += (Licence("mine", "mit"),)  # the header of its card names both as `see-model-card`
+    loaded.save_pretrained(tmp_path / "again")
+    assert load_backbone(tmp_path / "again").licences == loaded.licences

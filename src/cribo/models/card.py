@@ -8,7 +8,7 @@ import yaml
 
 from cribo.models.backbone import Backbone
 from cribo.models.hub import hub_name, source_name
-from cribo.models.licences import Licence
+from cribo.models.licences import SEE_CARD, Licence
 
 CARD = "README.md"
 """The name by which the Hugging Face hub finds a model card."""
@@ -97,7 +97,7 @@ def _licence_header(licences: Sequence[Licence]) -> dict[str, str]:
     """Return the licence in the hub's terms: empty if the weights are from nowhere else, or it is not recorded."""
     names = {each.name for each in licences}
     if len(names) != 1:
-        return {"license": "other", "license_name": "see-model-card"} if names else {}
+        return {"license": "other", "license_name": SEE_CARD} if names else {}
     [name] = names
     if name is None:
         return {}

@@ -12,6 +12,9 @@ from cribo.models.hub import source_name
 README = "README.md"
 """The file in whose header the Hugging Face hub stores the licence."""
 
+SEE_CARD = "see-model-card"
+"""Name in the header of model cards that list several licences."""
+
 Commercial = Literal["yes", "no", "own terms", "unknown"]
 """Whether a licence allows commercial use; `own terms` for licences with conditions of their own."""
 
@@ -89,11 +92,18 @@ def describe_licences(licences: Iterable[Licence]) -> list[dict[str, Any]]:
     return [asdict(licence) for licence in licences]
 
 
-def licences_of(about: Mapping[str, Any], source: str) -> tuple[Licence, ...]:
-    """Return the licences in a description of a backbone; descriptions of earlier versions have none recorded."""
+def licences_of(about: Mapping[str, Any], stated: Licence) -> tuple[Licence, ...]:
+    """Return the licences in a description of a backbone, and the stated one if the description lacks it.
+
+    Args:
+        about: the description; those of earlier versions have no licences recorded.
+        stated: licence in the header of the README.md beside the description (`read_licence`).
+    """
     if "licences" not in about:
-        return (Licence(source_name(source)),)
-    return tuple(Licence(**entry) for entry in about["licences"])
+        return (stated,)
+    described = tuple(Licence(**entry) for entry in about["licences"])
+    is_new = stated.name not in (None, SEE_CARD, *(each.name for each in described))
+    return (*described, stated) if is_new else described
 
 
 def timm_licence(name: str, licence: str | None) -> Licence:
