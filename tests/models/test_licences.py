@@ -2,6 +2,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from benchmarks.backbones import BEGIN, END, GATED, PAGE, row, table
 from tests.hub_server import Hub
 
@@ -48,3 +49,15 @@ def test_a_licence_stated_by_the_publisher_is_added(
     loaded.licences += (Licence("mine", "mit"),)  # the header of its card names both as `see-model-card`
     loaded.save_pretrained(tmp_path / "again")
     assert load_backbone(tmp_path / "again").licences == loaded.licences
+
+
+@pytest.mark.parametrize("name", ["resnet18.pth", "vit_small_patch16_224.mine"])
+def test_the_name_of_a_file_is_not_an_origin(name: str, tmp_path: Path) -> None:
+    torch.save(tiny().model.state_dict(), tmp_path / name)
+    loaded = load_backbone(tmp_path / name, args={"num_heads": 2})
+    loaded.save_pretrained(tmp_path / "saved")
+    assert "base_model" not in (tmp_path / "saved/README.md").read_text()
+
+
+def test_descriptions_without_an_origin_are_read() -> None:
+    assert licences_of({"licences": [{"source": "vit", "name": "mit"}]}, Licence("run")) == (Licence("vit", "mit"),)

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-import timm
 import yaml
 
 from cribo.models.backbone import Backbone
-from cribo.models.hub import hub_name, source_name
+from cribo.models.hub import source_name
 from cribo.models.licences import SEE_CARD, Licence
 
 CARD = "README.md"
@@ -109,14 +108,7 @@ def _licence_header(licences: Sequence[Licence]) -> dict[str, str]:
 
 def base_models(licences: Sequence[Licence]) -> list[str]:
     """Return the names on the hub of the weights from which a backbone was made."""
-    found = []
-    for each in licences:
-        if (name := hub_name(each.source)) is not None:
-            found.append(name.repo)
-        elif timm.is_model(each.source.partition(".")[0]):
-            config = timm.get_pretrained_cfg(each.source)
-            found += [config.hf_hub_id] if config is not None and config.hf_hub_id else []
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(each.hub for each in licences if each.hub))
 
 
 def _licence_section(backbone: Backbone) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import yaml
 
-from cribo.models.hub import source_name
+from cribo.models.hub import hub_name, source_name
 
 README = "README.md"
 """The file in whose header the Hugging Face hub stores the licence."""
@@ -37,12 +37,14 @@ class Licence:
         name: SPDX identifier, or name on the Hugging Face hub; None if it is not recorded.
         link: address of its text, if recorded.
         role: `weights`, or `teacher` for a network whose features were learnt.
+        hub: owner/name of the weights on the Hugging Face hub, if they were loaded from there.
     """
 
     source: str
     name: str | None = None
     link: str | None = None
     role: Literal["weights", "teacher"] = "weights"
+    hub: str | None = None
 
     @property
     def commercial(self) -> Commercial:
@@ -106,13 +108,15 @@ def licences_of(about: Mapping[str, Any], stated: Licence) -> tuple[Licence, ...
     return (*described, stated) if is_new else described
 
 
-def timm_licence(name: str, licence: str | None) -> Licence:
-    """Return the licence of timm's weights, as named in its registry."""
-    return Licence(name, None if licence in (None, "unknown", "other") else licence)
+def timm_licence(name: str, licence: str | None, hub: str | None = None) -> Licence:
+    """Return the licence of timm's weights, as named in its registry; `hub` is their repository."""
+    return Licence(name, None if licence in (None, "unknown", "other") else licence, hub=hub)
 
 
 def read_licence(readmes: Iterable[Path], source: str) -> Licence:
     """Read the licence in the header of the first of these README.md files that has one."""
+    repository = hub_name(source)
+    found = Licence(source_name(source), hub=None if repository is None else repository.repo)
     for path in readmes:
         header = read_header(path)
         names = header.get("license") or []
@@ -121,8 +125,8 @@ def read_licence(readmes: Iterable[Path], source: str) -> Licence:
             name = str(header.get("license_name") or "")
         if name and name != "unknown":
             link = header.get("license_link")
-            return Licence(source_name(source), name, str(link) if link else None)
-    return Licence(source_name(source))
+            return replace(found, name=name, link=str(link) if link else None)
+    return found
 
 
 def read_header(path: Path) -> dict[str, Any]:

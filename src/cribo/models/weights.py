@@ -637,4 +637,4 @@ def _load_from_timm(backbone: Backbone, name: str) -> LoadedWeights:
     # Weights from timm expect timm's own network, including epsilon and activation.
     expected = Expected(mean=tuple(config.mean), std=tuple(config.std))
     recognised = replace(recognised, format="timm", expected=expected, notes=())
-    return adopt(backbone, recognised, source, licences=(timm_licence(source, config.license),))
+    return adopt(backbone, recognised, source, licences=(timm_licence(source, config.license, config.hf_hub_id),))
