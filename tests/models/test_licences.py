@@ -9,7 +9,7 @@ from tests.hub_server import Hub
 from cribo.cli import main
 from cribo.cli.running import SUGGESTED
 from cribo.models import Backbone, build_backbone, load_backbone, load_pretrained, save_backbone
-from cribo.models.licences import Licence, licences_of, with_teacher
+from cribo.models.licences import Licence, licences_of, read_header, with_teacher
 
 TINY = {"embed_dim": 32, "depth": 1, "num_heads": 2}
 
@@ -61,3 +61,15 @@ def test_the_name_of_a_file_is_not_an_origin(name: str, tmp_path: Path) -> None:
 
 def test_descriptions_without_an_origin_are_read() -> None:
     assert licences_of({"licences": [{"source": "vit", "name": "mit"}]}, Licence("run")) == (Licence("vit", "mit"),)
+
+
+def test_the_repository_from_which_a_network_was_made_is_its_base_model(hub: Hub, tmp_path: Path) -> None:
+    parent = tiny()
+    parent.licences = (Licence("vit.dino", "apache-2.0", hub="timm/vit.dino"),)
+    parent.save_pretrained(tmp_path / "parent")
+    hub.add_folder("owner/parent", tmp_path / "parent")
+    save_backbone(load_backbone("hf://owner/parent"), tmp_path / "run")
+    load_backbone(tmp_path / "run").save_pretrained(tmp_path / "child")
+    header = read_header(tmp_path / "child/README.md")
+    assert header["base_model"] == ["owner/parent", "timm/vit.dino"]
+    assert header["license"] == "apache-2.0"

@@ -87,7 +87,7 @@ def _header(backbone: Backbone, library: str) -> dict[str, Any]:
         "pipeline_tag": "image-feature-extraction",
         "tags": ["image-feature-extraction", "cribo"],
     }
-    if bases := base_models(backbone.licences):
+    if bases := base_models(backbone):
         header["base_model"] = bases if len(bases) > 1 else bases[0]
     return header
 
@@ -106,9 +106,10 @@ def _licence_header(licences: Sequence[Licence]) -> dict[str, str]:
     return {"license": "other", "license_name": name, **({"license_link": link} if link else {})}
 
 
-def base_models(licences: Sequence[Licence]) -> list[str]:
-    """Return the names on the hub of the weights from which a backbone was made."""
-    return list(dict.fromkeys(each.hub for each in licences if each.hub))
+def base_models(backbone: Backbone) -> list[str]:
+    """Return the names on the hub of the weights from which a backbone was made, the direct parent first."""
+    parent = None if backbone.loaded is None else backbone.loaded.parent
+    return list(dict.fromkeys(filter(None, (parent, *(each.hub for each in backbone.licences)))))
 
 
 def _licence_section(backbone: Backbone) -> str:

@@ -117,6 +117,7 @@ def describe(backbone: Backbone) -> dict[str, Any]:
         "mean": list(backbone.mean),
         "std": list(backbone.std),
         **asdict(backbone.numerics),
+        "parent": None if backbone.loaded is None else backbone.loaded.parent,
         "licences": describe_licences(backbone.licences),
     }
 
@@ -198,9 +199,9 @@ def reserve_readout(backbone: Backbone, width: int) -> None:
 
 
 def apply_description(recognised: Recognised, about: Mapping[str, Any]) -> Recognised:
-    """Apply the expected numerics and images of a description."""
+    """Apply the expected numerics, images and parent of a description."""
     expected = Expected(mean=tuple(about["mean"]), std=tuple(about["std"]))
-    return replace(recognised, expected=expected, numerics=numerics_of(about), notes=())
+    return replace(recognised, expected=expected, numerics=numerics_of(about), notes=(), parent=about.get("parent"))
 
 
 def numerics_of(about: Mapping[str, Any]) -> Numerics:
