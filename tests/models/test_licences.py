@@ -73,3 +73,19 @@ def test_the_repository_from_which_a_network_was_made_is_its_base_model(hub: Hub
     header = read_header(tmp_path / "child/README.md")
     assert header["base_model"] == ["owner/parent", "timm/vit.dino"]
     assert header["license"] == "apache-2.0"
+
+
+@pytest.mark.parametrize("folder", ["", "run/"])
+def test_a_link_to_a_licence_is_complete_elsewhere(folder: str, hub: Hub, tmp_path: Path) -> None:
+    save_backbone(tiny(), tmp_path / "run")
+    files = {f"{folder}{path.name}": path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    files[f"{folder}README.md"] = b"---\nlicense: other\nlicense_link: LICENSE.md\n---\n"
+    commit = hub.add("owner/net", files).commit({})
+    [licence] = load_backbone(f"hf://owner/net/{folder}").licences
+    assert (licence.name, licence.link) == ("other", f"{hub.address}/owner/net/blob/{commit}/{folder}LICENSE.md")
+    made = tiny()
+    made.licences = (licence,)
+    made.save_pretrained(tmp_path / "made")
+    header = read_header(tmp_path / "made/README.md")
+    assert (header["license"], header["license_link"]) == ("other", licence.link)
+    assert "license_name" not in header

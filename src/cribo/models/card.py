@@ -103,7 +103,8 @@ def _licence_header(licences: Sequence[Licence]) -> dict[str, str]:
     link = next((each.link for each in licences if each.link), None)
     if licences[0].commercial != "unknown" and name not in _OWN_NAMES:
         return {"license": name}
-    return {"license": "other", "license_name": name, **({"license_link": link} if link else {})}
+    named = {} if name == "other" else {"license_name": name}
+    return {"license": "other", **named, **({"license_link": link} if link and "://" in link else {})}
 
 
 def base_models(backbone: Backbone) -> list[str]:

@@ -4,10 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urljoin
 
 import yaml
 
-from cribo.models.hub import hub_name, source_name
+from cribo.models.hub import address, hub_name, source_name
 
 README = "README.md"
 """The file in whose header the Hugging Face hub stores the licence."""
@@ -113,19 +114,28 @@ def timm_licence(name: str, licence: str | None, hub: str | None = None) -> Lice
     return Licence(name, None if licence in (None, "unknown", "other") else licence, hub=hub)
 
 
-def read_licence(readmes: Iterable[Path], source: str) -> Licence:
-    """Read the licence in the header of the first of these README.md files that has one."""
+def read_licence(readmes: Iterable[Path], source: str, commit: str | None = None) -> Licence:
+    """Read the licence in the header of the first of these README.md files that has one.
+
+    Args:
+        readmes: the files; those of a repository are in a folder with the name of its commit, as in the hub's cache.
+        source: name of the weights.
+        commit: commit of the repository, for complete links to the text of the licence.
+    """
     repository = hub_name(source)
     found = Licence(source_name(source), hub=None if repository is None else repository.repo)
     for path in readmes:
         header = read_header(path)
         names = header.get("license") or []
         name = names if isinstance(names, str) else ", ".join(map(str, names))
+        link = str(header.get("license_link") or "")
         if name == "other":
-            name = str(header.get("license_name") or "")
+            name = str(header.get("license_name") or (name if link else ""))
         if name and name != "unknown":
-            link = header.get("license_link")
-            return replace(found, name=name, link=str(link) if link else None)
+            if link and commit and repository is not None:
+                folder = path.parts[path.parts.index(commit) : -1]
+                link = urljoin(f"{address(repository.repo)}/blob/{'/'.join(folder)}/", link)
+            return replace(found, name=name, link=link or None)
     return found
 
 

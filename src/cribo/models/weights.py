@@ -447,7 +447,7 @@ def _licences(place: _Place, content: Mapping[str, Any]) -> tuple[Licence, ...]:
 
 def _stated_licence(place: _Place) -> Licence:
     """Return the licence in the README.md of the folder or repository."""
-    return read_licence(filter(None, (place.path.with_name(README), place.readme)), place.source)
+    return read_licence(filter(None, (place.path.with_name(README), place.readme)), place.source, place.revision)
 
 
 def _readout_width(content: Mapping[str, Any], path: Path) -> int:
