@@ -9,7 +9,7 @@ from tests.hub_server import Hub
 from cribo.cli import main
 from cribo.cli.running import SUGGESTED
 from cribo.models import Backbone, build_backbone, load_backbone, load_pretrained, save_backbone
-from cribo.models.licences import Licence, licences_of, read_header, with_teacher
+from cribo.models.licences import Licence, describe_licences, licences_of, read_header, read_licence, with_teacher
 
 TINY = {"embed_dim": 32, "depth": 1, "num_heads": 2}
 
@@ -89,3 +89,26 @@ def test_a_link_to_a_licence_is_complete_elsewhere(folder: str, hub: Hub, tmp_pa
     header = read_header(tmp_path / "made/README.md")
     assert (header["license"], header["license_link"]) == ("other", licence.link)
     assert "license_name" not in header
+
+
+@pytest.mark.parametrize(
+    ("header", "card", "commercial"),
+    [
+        ("license: MIT", {"license": "mit"}, "yes"),
+        ("license: cc-by-nc-sa-3.0", {"license": "cc-by-nc-sa-3.0"}, "no"),
+        ("license: llama3", {"license": "llama3"}, "own terms"),
+        ("license: ecl-2.0", {"license": "ecl-2.0"}, "unknown"),
+        ("license: other\nlicense_name: Lab", {"license": "other", "license_name": "lab"}, "unknown"),
+    ],
+)
+def test_names_that_the_hub_lists_are_kept(
+    header: str, card: dict[str, str], commercial: str, hub: Hub, tmp_path: Path
+) -> None:
+    (tmp_path / "README.md").write_text(f"---\n{header}\n---\n")
+    licence = read_licence([tmp_path / "README.md"], "hf://owner/net")
+    assert licence.commercial == commercial
+    made = tiny()
+    made.licences = licences_of({"licences": describe_licences([licence])}, Licence("run"))
+    made.save_pretrained(tmp_path / "made")
+    written = read_header(tmp_path / "made/README.md")
+    assert {key: written[key] for key in ("license", "license_name") if key in written} == card

@@ -101,7 +101,8 @@ def _licence_header(licences: Sequence[Licence]) -> dict[str, str]:
     if name is None:
         return {}
     link = next((each.link for each in licences if each.link), None)
-    if licences[0].commercial != "unknown" and name not in _OWN_NAMES:
+    is_known = licences[0].commercial != "unknown" and name not in _OWN_NAMES
+    if is_known or any(each.listed for each in licences):
         return {"license": name}
     named = {} if name == "other" else {"license_name": name}
     return {"license": "other", **named, **({"license_link": link} if link and "://" in link else {})}

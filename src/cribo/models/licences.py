@@ -22,9 +22,10 @@ Commercial = Literal["yes", "no", "own terms", "unknown"]
 _COMMERCIAL: Mapping[str, Commercial] = {
     **dict.fromkeys(("apache-2.0", "mit", "bsd-2-clause", "bsd-3-clause", "isc", "unlicense", "cc0-1.0"), "yes"),
     **dict.fromkeys(("cc-by-4.0", "cc-by-sa-4.0", "cc-by-3.0", "cc-by-2.0"), "yes"),
-    **dict.fromkeys((f"cc-by-nc{more}-4.0" for more in ("", "-sa", "-nd")), "no"),
-    **dict.fromkeys(("cc-by-nc-3.0", "cc-by-nc-2.0", "fair-noncommercial-research-license", "apple-amlr"), "no"),
+    **dict.fromkeys(("gpl-2.0", "gpl-3.0", "agpl-3.0", "lgpl-2.1", "lgpl-3.0", "mpl-2.0"), "yes"),
+    **dict.fromkeys(("fair-noncommercial-research-license", "apple-amlr"), "no"),
     **dict.fromkeys(("dinov3-license", "gemma", "nvidia-open-model-license", "apple-ascl", "openrail"), "own terms"),
+    **dict.fromkeys(("llama2", "llama3", "llama3.1", "llama3.2", "llama3.3", "creativeml-openrail-m"), "own terms"),
 }
 """Known licences, by their SPDX identifier or the name that the Hugging Face hub or timm uses."""
 
@@ -39,6 +40,7 @@ class Licence:
         link: address of its text, if recorded.
         role: `weights`, or `teacher` for a network whose features were learnt.
         hub: owner/name of the weights on the Hugging Face hub, if they were loaded from there.
+        listed: whether a repository on the hub has the name as its `license`, which may only be one that the hub lists.
     """
 
     source: str
@@ -46,11 +48,13 @@ class Licence:
     link: str | None = None
     role: Literal["weights", "teacher"] = "weights"
     hub: str | None = None
+    listed: bool = False
 
     @property
     def commercial(self) -> Commercial:
         """Whether the licence allows commercial use."""
-        return "unknown" if self.name is None else _COMMERCIAL.get(self.name, "unknown")
+        name = self.name or ""
+        return "no" if name.startswith("cc-") and "-nc" in name else _COMMERCIAL.get(name, "unknown")
 
     def __str__(self) -> str:
         """The licence, with what it means for commercial use.
@@ -111,7 +115,7 @@ def licences_of(about: Mapping[str, Any], stated: Licence) -> tuple[Licence, ...
 
 def timm_licence(name: str, licence: str | None, hub: str | None = None) -> Licence:
     """Return the licence of timm's weights, as named in its registry; `hub` is their repository."""
-    return Licence(name, None if licence in (None, "unknown", "other") else licence, hub=hub)
+    return Licence(name, None if licence in (None, "unknown", "other") else licence.lower(), hub=hub)
 
 
 def read_licence(readmes: Iterable[Path], source: str, commit: str | None = None) -> Licence:
@@ -127,15 +131,16 @@ def read_licence(readmes: Iterable[Path], source: str, commit: str | None = None
     for path in readmes:
         header = read_header(path)
         names = header.get("license") or []
-        name = names if isinstance(names, str) else ", ".join(map(str, names))
+        name = (names if isinstance(names, str) else ", ".join(map(str, names))).lower()
         link = str(header.get("license_link") or "")
+        is_listed = isinstance(names, str) and name != "other" and repository is not None
         if name == "other":
-            name = str(header.get("license_name") or (name if link else ""))
+            name = str(header.get("license_name") or (name if link else "")).lower()
         if name and name != "unknown":
             if link and commit and repository is not None:
                 folder = path.parts[path.parts.index(commit) : -1]
                 link = urljoin(f"{address(repository.repo)}/blob/{'/'.join(folder)}/", link)
-            return replace(found, name=name, link=link or None)
+            return replace(found, name=name, link=link or None, listed=is_listed)
     return found
 
 
