@@ -1,3 +1,4 @@
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from tests.hub_server import Hub
 
 from cribo.cli import main
 from cribo.cli.running import SUGGESTED
+from cribo.errors import InputError
 from cribo.models import Backbone, build_backbone, load_backbone, load_pretrained, save_backbone
 from cribo.models.licences import Licence, describe_licences, licences_of, read_header, read_licence, with_teacher
 
@@ -33,7 +35,7 @@ def test_the_suggested_backbone_is_public_and_for_commercial_use(capsys) -> None
 def test_the_licence_of_a_teacher_is_kept_apart() -> None:
     own, teacher = Licence("a", "mit"), Licence("b", "cc-by-nc-4.0")
     assert [each.role for each in with_teacher([own], [teacher, teacher])] == ["weights", "teacher"]
-    assert licences_of({"licences": []}, Licence("run")) == ()
+    assert licences_of({"licences": []}, Licence("run"), Path()) == ()
 
 
 @pytest.mark.parametrize("save", [save_backbone, Backbone.save_pretrained])
@@ -60,7 +62,8 @@ def test_the_name_of_a_file_is_not_an_origin(name: str, tmp_path: Path) -> None:
 
 
 def test_descriptions_without_an_origin_are_read() -> None:
-    assert licences_of({"licences": [{"source": "vit", "name": "mit"}]}, Licence("run")) == (Licence("vit", "mit"),)
+    about = {"licences": [{"source": "vit", "name": "mit"}]}
+    assert licences_of(about, Licence("run"), Path()) == (Licence("vit", "mit"),)
 
 
 def test_the_repository_from_which_a_network_was_made_is_its_base_model(hub: Hub, tmp_path: Path) -> None:
@@ -108,7 +111,21 @@ def test_names_that_the_hub_lists_are_kept(
     licence = read_licence([tmp_path / "README.md"], "hf://owner/net")
     assert licence.commercial == commercial
     made = tiny()
-    made.licences = licences_of({"licences": describe_licences([licence])}, Licence("run"))
+    made.licences = licences_of({"licences": describe_licences([licence])}, Licence("run"), Path())
     made.save_pretrained(tmp_path / "made")
     written = read_header(tmp_path / "made/README.md")
     assert {key: written[key] for key in ("license", "license_name") if key in written} == card
+
+
+def test_licences_of_later_versions_are_read_and_malformed_ones_refused(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path / "net")
+    config = tmp_path / "net/config.json"
+    about = json.loads(config.read_text())
+    about["cribo"]["licences"] = [{"source": "a", "name": "mit", "added_later": 1}]
+    config.write_text(json.dumps(about))
+    assert load_backbone(tmp_path / "net").licences == (Licence("a", "mit"),)
+    for malformed in ({"a": 1}, [{"name": "mit"}], [{"source": "a", "name": ["mit"]}], ["mit"]):
+        about["cribo"]["licences"] = malformed
+        config.write_text(json.dumps(about))
+        with pytest.raises(InputError, match=r"config\.json has malformed licences"):
+            load_backbone(tmp_path / "net")

@@ -1,13 +1,14 @@
 """Licences of weights: read beside them, stored with every backbone made from them, and shown to users."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urljoin
 
 import yaml
 
+from cribo.errors import InputError
 from cribo.models.hub import address, hub_name, source_name
 
 README = "README.md"
@@ -99,18 +100,40 @@ def describe_licences(licences: Iterable[Licence]) -> list[dict[str, Any]]:
     return [asdict(licence) for licence in licences]
 
 
-def licences_of(about: Mapping[str, Any], stated: Licence) -> tuple[Licence, ...]:
+def licences_of(about: Mapping[str, Any], stated: Licence, file: Path) -> tuple[Licence, ...]:
     """Return the licences in a description of a backbone, and the stated one if the description lacks it.
 
     Args:
         about: the description; those of earlier versions have no licences recorded.
         stated: licence in the header of the README.md beside the description (`read_licence`).
+        file: the file with the description.
+
+    Raises:
+        InputError: the licences are malformed; unknown entries of later versions are ignored.
     """
     if "licences" not in about:
         return (stated,)
-    described = tuple(Licence(**entry) for entry in about["licences"])
+    entries = about["licences"]
+    if not isinstance(entries, list | tuple) or not all(map(_is_licence, entries)):
+        raise InputError(
+            f"{file} has malformed licences, {entries!s:.200}: each must have a source, a name and a link; copy the "
+            "file again"
+        )
+    known = [field.name for field in fields(Licence)]
+    described = tuple(Licence(**{key: entry[key] for key in known if key in entry}) for entry in entries)
     is_new = stated.name not in (None, SEE_CARD, *(each.name for each in described))
     return (*described, stated) if is_new else described
+
+
+def _is_licence(entry: Any) -> bool:
+    """Whether an entry of a description has the types of a licence."""
+    return (
+        isinstance(entry, Mapping)
+        and isinstance(entry.get("source"), str)
+        and all(isinstance(entry.get(key), str | None) for key in ("name", "link", "hub"))
+        and entry.get("role", "weights") in ("weights", "teacher")
+        and isinstance(entry.get("listed", False), bool)
+    )
 
 
 def timm_licence(name: str, licence: str | None, hub: str | None = None) -> Licence:

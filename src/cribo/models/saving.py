@@ -186,7 +186,7 @@ def load_saved(
     reserve_readout(backbone, about["args"].get("num_classes", 0))
     recognised = recognise(flatten(read_weights(path)), str(path), backbone=backbone)
     described = replace(apply_description(recognised, about), format="cribo backbone")
-    licences = licences_of(about, stated)
+    licences = licences_of(about, stated, description)
     adopt(backbone, described, source, positions=positions, licences=licences, revision=revision)
     return backbone
 

@@ -295,6 +295,10 @@ def load_pretrained(
     description = path.with_name(DESCRIPTION_FILE)
     about = read_description(description) if is_saved(path) and description.is_file() else None
     width = about["args"].get("num_classes", 0) if about is not None else _readout_width(content, path)
+    if about is None:
+        licences = _licences(place, content)
+    else:
+        licences = licences_of(about, _stated_licence(place), description)
     with _readout_of_weights(backbone, width):
         with _naming(place):
             recognised = _recognise(content, path, network=network, backbone=backbone, ignore=ignore)
@@ -307,7 +311,7 @@ def load_pretrained(
             place.source,
             place.notes,
             positions=positions,
-            licences=_licences(place, content) if about is None else licences_of(about, _stated_licence(place)),
+            licences=licences,
             revision=place.revision,
         )
 
@@ -440,9 +444,9 @@ def _licences(place: _Place, content: Mapping[str, Any]) -> tuple[Licence, ...]:
         about = run.get("backbone", {})
         if "licences" not in about and "config" in run and not run["config"]["backbone"].get("pretrained"):
             about = {"licences": ()}  # random weights
-        return licences_of(about, stated)
+        return licences_of(about, stated, place.path)
     about = read_beside(place.path, HUB_CONFIG).get(DESCRIBED)
-    return licences_of(about if isinstance(about, Mapping) else {}, stated)
+    return licences_of(about if isinstance(about, Mapping) else {}, stated, place.path.with_name(HUB_CONFIG))
 
 
 def _stated_licence(place: _Place) -> Licence:
