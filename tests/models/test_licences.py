@@ -11,6 +11,7 @@ from cribo.cli import main
 from cribo.cli.running import SUGGESTED
 from cribo.errors import InputError
 from cribo.models import Backbone, build_backbone, load_backbone, load_pretrained, save_backbone
+from cribo.models.hub import source_name
 from cribo.models.licences import Licence, describe_licences, licences_of, read_header, read_licence, with_teacher
 
 TINY = {"embed_dim": 32, "depth": 1, "num_heads": 2}
@@ -129,3 +130,9 @@ def test_licences_of_later_versions_are_read_and_malformed_ones_refused(tmp_path
         config.write_text(json.dumps(about))
         with pytest.raises(InputError, match=r"config\.json has malformed licences"):
             load_backbone(tmp_path / "net")
+
+
+@pytest.mark.parametrize("folder", ["/home/alice", "/Users/alice", "/", str(Path.home())])
+def test_names_of_sources_are_not_those_of_users(folder: str) -> None:
+    assert source_name(str(Path(folder) / "backbone.safetensors")) == "backbone.safetensors"
+    assert source_name(str(Path(folder) / "camvid/backbone.safetensors")) == "camvid"
