@@ -193,6 +193,8 @@ def _fit(
     state: dict[str, Tensor], backbone: Backbone, source: str, numerics: Numerics
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Resize the position embedding, then apply the checkpoint filter of timm's model family, if it has one."""
+    # Files of transformers store registers even if there are none.
+    state = {key: value for key, value in state.items() if key != "reg_token" or value.numel()}
     shapes = {key: value.shape for key, value in state.items()}
     state = _with_resized_positions(state, backbone, numerics.positions)
     if numerics.relative_positions != "timm" and isinstance(backbone.model, Beit):
