@@ -136,3 +136,12 @@ def test_licences_of_later_versions_are_read_and_malformed_ones_refused(tmp_path
 def test_names_of_sources_are_not_those_of_users(folder: str) -> None:
     assert source_name(str(Path(folder) / "backbone.safetensors")) == "backbone.safetensors"
     assert source_name(str(Path(folder) / "camvid/backbone.safetensors")) == "camvid"
+
+
+def test_a_published_network_without_a_licence_is_not_free(hub: Hub, tmp_path: Path) -> None:
+    save_backbone(tiny(), tmp_path / "scratch")
+    hub.add_folder("owner/scratch", tmp_path / "scratch")
+    load_backbone("hf://owner/scratch").save_pretrained(tmp_path / "made")
+    text = (tmp_path / "made/README.md").read_text()
+    assert "`hf://owner/scratch`: licence not recorded" in text
+    assert "chooses the licence" not in text

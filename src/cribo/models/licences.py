@@ -105,7 +105,8 @@ def licences_of(about: Mapping[str, Any], stated: Licence, file: Path) -> tuple[
 
     Args:
         about: the description; those of earlier versions have no licences recorded.
-        stated: licence in the header of the README.md beside the description (`read_licence`).
+        stated: licence in the header of the README.md beside the description (`read_licence`); without a name, it is
+            added to an empty description if the weights are on the hub.
         file: the file with the description.
 
     Raises:
@@ -122,7 +123,9 @@ def licences_of(about: Mapping[str, Any], stated: Licence, file: Path) -> tuple[
     known = [field.name for field in fields(Licence)]
     described = tuple(Licence(**{key: entry[key] for key in known if key in entry}) for entry in entries)
     is_new = stated.name not in (None, SEE_CARD, *(each.name for each in described))
-    return (*described, stated) if is_new else described
+    # Weights on the hub have a publisher, who decides on their licence even if none is stated.
+    is_unstated = not described and stated.hub is not None
+    return (*described, stated) if is_new or is_unstated else described
 
 
 def _is_licence(entry: Any) -> bool:
