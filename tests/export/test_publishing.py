@@ -44,7 +44,8 @@ def test_a_published_backbone_is_the_same_for_cribo_and_timm(
     network: Network, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backbone = network("registers")
-    backbone.licences = (Licence("vit_small_patch14_dinov2.lvd142m", "apache-2.0"),)
+    timm_name = "vit_small_patch14_dinov2.lvd142m"
+    backbone.licences = (Licence(timm_name, "apache-2.0", hub=f"timm/{timm_name}"),)
     save_backbone(backbone, tmp_path / "camvid")
     card = benchmark(tmp_path / "card", backbone)
     words = ["export", "--backbone", str(tmp_path / "camvid"), "--to", "hub", "--repo", "owner/camvid"]

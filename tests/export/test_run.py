@@ -94,8 +94,9 @@ def test_transformers_returns_the_same_features_at_every_size(
     assert grey.shape[-2:] == (backbone.image_size, backbone.image_size)
 
 
-def test_an_export_to_transformers_can_be_loaded_again(network: Network, tmp_path: Path) -> None:
-    backbone = network("registers")
+@pytest.mark.parametrize("kind", ["vit", "registers"])
+def test_an_export_to_transformers_can_be_loaded_again(kind: str, network: Network, tmp_path: Path) -> None:
+    backbone = network(kind)
     export_backbone(backbone, "transformers", tmp_path / "out")
     again = load_backbone(tmp_path / "out").eval()
     assert (again.mean, again.std) == (backbone.mean, backbone.std)

@@ -147,7 +147,7 @@ def test_the_licence_of_a_repository_is_carried_along(
     with caplog.at_level("INFO", "cribo"):
         loaded = load_backbone("hf://owner/plain", args={"num_heads": 2})
     assert "licence cc-by-nc-4.0 (non-commercial)" in caplog.text
-    licence = Licence("hf://owner/plain", "cc-by-nc-4.0")
+    licence = Licence("hf://owner/plain", "cc-by-nc-4.0", hub="owner/plain", listed=True)
     assert loaded.licences == (licence,)
     save_backbone(loaded, tmp_path / "run")
     assert load_backbone(tmp_path / "run").licences == (licence,)

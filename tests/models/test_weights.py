@@ -364,6 +364,7 @@ def test_weights_of_timm_come_from_its_cache(tmp_path: Path, monkeypatch: pytest
         backbone = vit(seed=3)
         loaded = load_pretrained(backbone, name)
         assert (loaded.source, loaded.format) == (tag, "timm")
+        assert backbone.licences[0].hub == f"timm/{tag}"
         assert set(loaded.dropped["head"]) == {"head.weight", "head.bias"}
         assert torch.equal(backbone.model.cls_token, source.model.cls_token)
         assert backbone.model.pos_embed.shape == (1, 17, 64)

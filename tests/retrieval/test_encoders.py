@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.hub_server import Hub
 
 from cribo.arguments import ConfigError
 from cribo.models import build_backbone, normalise, save_backbone
@@ -69,6 +70,15 @@ def test_each_device_has_its_own_copy_of_the_network(tmp_path: Path) -> None:
     images = torch.rand(1, 3, 32, 32)
     assert torch.equal(encoders[0].encode(images), encoders[1].encode(images))
     assert about["fingerprint"] in str(encoders[0].identity)
+
+
+def test_results_record_the_commit_and_licences_of_weights(hub: Hub, tmp_path: Path) -> None:
+    args = {"depth": 1, "embed_dim": 32, "num_heads": 2}
+    save_backbone(build_backbone("vit_tiny_patch16_224", args=args, image_size=32), tmp_path)
+    repository = hub.add_folder("owner/net", tmp_path)
+    commit = repository.commit({"README.md": b"---\nlicense: mit\n---\n"})
+    about = open_network(BackboneSource("hf://owner/net"))[1]
+    assert (about["revision"], about["licences"][0]["name"]) == (commit, "mit")
 
 
 def test_unsupported_image_sizes_are_refused(tmp_path: Path) -> None:

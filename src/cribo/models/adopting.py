@@ -18,6 +18,7 @@ from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, Backbone
 from cribo.models.building import build_network, is_import_path
 from cribo.models.formats.architecture import Architecture, project_of_fixed_positions
 from cribo.models.formats.recognising import NetworkName, Recognised, first_keys, required_keys
+from cribo.models.hub import hub_name
 from cribo.models.licences import Licence, licences_text
 from cribo.models.numerics import Numerics
 from cribo.models.positions import Resizing, resize_positions, resize_relative_positions
@@ -40,6 +41,7 @@ class LoadedWeights:
         resampled: parameters that were resized to the backbone's patch or image size.
         notes: notes for the user, such as a position embedding that the original resizes in another way.
         revision: commit of the files on the Hugging Face hub; None for other sources.
+        parent: owner/name on the hub of the weights, or of those from which the weights of a file or run were made.
     """
 
     source: str
@@ -51,6 +53,7 @@ class LoadedWeights:
     resampled: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     revision: str | None = None
+    parent: str | None = None
 
     def __str__(self) -> str:
         """Summary in one line."""
@@ -129,6 +132,7 @@ def adopt(
             resized = (f"positions are resized to other sizes as the original does ({numerics.positions})",)
         elif original is None:
             resized = (_UNKNOWN_RESIZING,)
+    repository = hub_name(source)
     backbone.loaded = LoadedWeights(
         source,
         format=recognised.format,
@@ -139,6 +143,7 @@ def adopt(
         resampled=resampled,
         notes=(*notes, *recognised.notes, *resized, *readout),
         revision=revision,
+        parent=recognised.parent if repository is None else repository.repo,
     )
     backbone.licences = licences
     shown = backbone.loaded
@@ -188,6 +193,8 @@ def _fit(
     state: dict[str, Tensor], backbone: Backbone, source: str, numerics: Numerics
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Resize the position embedding, then apply the checkpoint filter of timm's model family, if it has one."""
+    # Files of transformers store registers even if there are none.
+    state = {key: value for key, value in state.items() if key != "reg_token" or value.numel()}
     shapes = {key: value.shape for key, value in state.items()}
     state = _with_resized_positions(state, backbone, numerics.positions)
     if numerics.relative_positions != "timm" and isinstance(backbone.model, Beit):

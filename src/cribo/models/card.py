@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-import timm
 import yaml
 
 from cribo.models.backbone import Backbone
-from cribo.models.hub import hub_name, source_name
-from cribo.models.licences import Licence
+from cribo.models.hub import source_name
+from cribo.models.licences import SEE_CARD, Licence
 
 CARD = "README.md"
 """The name by which the Hugging Face hub finds a model card."""
@@ -88,7 +87,7 @@ def _header(backbone: Backbone, library: str) -> dict[str, Any]:
         "pipeline_tag": "image-feature-extraction",
         "tags": ["image-feature-extraction", "cribo"],
     }
-    if bases := base_models(backbone.licences):
+    if bases := base_models(backbone):
         header["base_model"] = bases if len(bases) > 1 else bases[0]
     return header
 
@@ -97,26 +96,22 @@ def _licence_header(licences: Sequence[Licence]) -> dict[str, str]:
     """Return the licence in the hub's terms: empty if the weights are from nowhere else, or it is not recorded."""
     names = {each.name for each in licences}
     if len(names) != 1:
-        return {"license": "other", "license_name": "see-model-card"} if names else {}
+        return {"license": "other", "license_name": SEE_CARD} if names else {}
     [name] = names
     if name is None:
         return {}
     link = next((each.link for each in licences if each.link), None)
-    if licences[0].commercial != "unknown" and name not in _OWN_NAMES:
+    is_known = licences[0].commercial != "unknown" and name not in _OWN_NAMES
+    if is_known or any(each.listed for each in licences):
         return {"license": name}
-    return {"license": "other", "license_name": name, **({"license_link": link} if link else {})}
+    named = {} if name == "other" else {"license_name": name}
+    return {"license": "other", **named, **({"license_link": link} if link and "://" in link else {})}
 
 
-def base_models(licences: Sequence[Licence]) -> list[str]:
-    """Return the names on the hub of the weights from which a backbone was made."""
-    found = []
-    for each in licences:
-        if (name := hub_name(each.source)) is not None:
-            found.append(name.repo)
-        elif timm.is_model(each.source.partition(".")[0]):
-            config = timm.get_pretrained_cfg(each.source)
-            found += [config.hf_hub_id] if config is not None and config.hf_hub_id else []
-    return list(dict.fromkeys(found))
+def base_models(backbone: Backbone) -> list[str]:
+    """Return the names on the hub of the weights from which a backbone was made, the direct parent first."""
+    parent = None if backbone.loaded is None else backbone.loaded.parent
+    return list(dict.fromkeys(filter(None, (parent, *(each.hub for each in backbone.licences)))))
 
 
 def _licence_section(backbone: Backbone) -> str:

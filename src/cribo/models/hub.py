@@ -99,7 +99,8 @@ def source_name(source: str) -> str:
     if source.startswith(_SCHEME):
         return source
     path = Path(source)
-    if path.name in WEIGHTS and len(path.parts) > 1:
+    is_home = path.parent.absolute().parent.name in ("home", "Users")  # its name is that of a user
+    if path.name in WEIGHTS and len(path.parts) > 1 and not is_home and path.parent.absolute() != Path.home():
         return path.parent.name or path.name
     return path.name
 

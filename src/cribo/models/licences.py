@@ -1,16 +1,21 @@
 """Licences of weights: read beside them, stored with every backbone made from them, and shown to users."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urljoin
 
 import yaml
 
-from cribo.models.hub import source_name
+from cribo.errors import InputError
+from cribo.models.hub import address, hub_name, source_name
 
 README = "README.md"
 """The file in whose header the Hugging Face hub stores the licence."""
+
+SEE_CARD = "see-model-card"
+"""Name in the header of model cards that list several licences."""
 
 Commercial = Literal["yes", "no", "own terms", "unknown"]
 """Whether a licence allows commercial use; `own terms` for licences with conditions of their own."""
@@ -18,9 +23,10 @@ Commercial = Literal["yes", "no", "own terms", "unknown"]
 _COMMERCIAL: Mapping[str, Commercial] = {
     **dict.fromkeys(("apache-2.0", "mit", "bsd-2-clause", "bsd-3-clause", "isc", "unlicense", "cc0-1.0"), "yes"),
     **dict.fromkeys(("cc-by-4.0", "cc-by-sa-4.0", "cc-by-3.0", "cc-by-2.0"), "yes"),
-    **dict.fromkeys((f"cc-by-nc{more}-4.0" for more in ("", "-sa", "-nd")), "no"),
-    **dict.fromkeys(("cc-by-nc-3.0", "cc-by-nc-2.0", "fair-noncommercial-research-license", "apple-amlr"), "no"),
+    **dict.fromkeys(("gpl-2.0", "gpl-3.0", "agpl-3.0", "lgpl-2.1", "lgpl-3.0", "mpl-2.0"), "yes"),
+    **dict.fromkeys(("fair-noncommercial-research-license", "apple-amlr"), "no"),
     **dict.fromkeys(("dinov3-license", "gemma", "nvidia-open-model-license", "apple-ascl", "openrail"), "own terms"),
+    **dict.fromkeys(("llama2", "llama3", "llama3.1", "llama3.2", "llama3.3", "creativeml-openrail-m"), "own terms"),
 }
 """Known licences, by their SPDX identifier or the name that the Hugging Face hub or timm uses."""
 
@@ -34,17 +40,22 @@ class Licence:
         name: SPDX identifier, or name on the Hugging Face hub; None if it is not recorded.
         link: address of its text, if recorded.
         role: `weights`, or `teacher` for a network whose features were learnt.
+        hub: owner/name of the weights on the Hugging Face hub, if they were loaded from there.
+        listed: whether a repository on the hub has the name as its `license`, which may only be one that the hub lists.
     """
 
     source: str
     name: str | None = None
     link: str | None = None
     role: Literal["weights", "teacher"] = "weights"
+    hub: str | None = None
+    listed: bool = False
 
     @property
     def commercial(self) -> Commercial:
         """Whether the licence allows commercial use."""
-        return "unknown" if self.name is None else _COMMERCIAL.get(self.name, "unknown")
+        name = self.name or ""
+        return "no" if name.startswith("cc-") and "-nc" in name else _COMMERCIAL.get(name, "unknown")
 
     def __str__(self) -> str:
         """The licence, with what it means for commercial use.
@@ -89,30 +100,74 @@ def describe_licences(licences: Iterable[Licence]) -> list[dict[str, Any]]:
     return [asdict(licence) for licence in licences]
 
 
-def licences_of(about: Mapping[str, Any], source: str) -> tuple[Licence, ...]:
-    """Return the licences in a description of a backbone; descriptions of earlier versions have none recorded."""
+def licences_of(about: Mapping[str, Any], stated: Licence, file: Path) -> tuple[Licence, ...]:
+    """Return the licences in a description of a backbone, and the stated one if the description lacks it.
+
+    Args:
+        about: the description; those of earlier versions have no licences recorded.
+        stated: licence in the header of the README.md beside the description (`read_licence`); without a name, it is
+            added to an empty description if the weights are on the hub.
+        file: the file with the description.
+
+    Raises:
+        InputError: the licences are malformed; unknown entries of later versions are ignored.
+    """
     if "licences" not in about:
-        return (Licence(source_name(source)),)
-    return tuple(Licence(**entry) for entry in about["licences"])
+        return (stated,)
+    entries = about["licences"]
+    if not isinstance(entries, list | tuple) or not all(map(_is_licence, entries)):
+        raise InputError(
+            f"{file} has malformed licences, {entries!s:.200}: each must have a source, a name and a link; copy the "
+            "file again"
+        )
+    known = [field.name for field in fields(Licence)]
+    described = tuple(Licence(**{key: entry[key] for key in known if key in entry}) for entry in entries)
+    is_new = stated.name not in (None, SEE_CARD, *(each.name for each in described))
+    # Weights on the hub have a publisher, who decides on their licence even if none is stated.
+    is_unstated = not described and stated.hub is not None
+    return (*described, stated) if is_new or is_unstated else described
 
 
-def timm_licence(name: str, licence: str | None) -> Licence:
-    """Return the licence of timm's weights, as named in its registry."""
-    return Licence(name, None if licence in (None, "unknown", "other") else licence)
+def _is_licence(entry: Any) -> bool:
+    """Whether an entry of a description has the types of a licence."""
+    return (
+        isinstance(entry, Mapping)
+        and isinstance(entry.get("source"), str)
+        and all(isinstance(entry.get(key), str | None) for key in ("name", "link", "hub"))
+        and entry.get("role", "weights") in ("weights", "teacher")
+        and isinstance(entry.get("listed", False), bool)
+    )
 
 
-def read_licence(readmes: Iterable[Path], source: str) -> Licence:
-    """Read the licence in the header of the first of these README.md files that has one."""
+def timm_licence(name: str, licence: str | None, hub: str | None = None) -> Licence:
+    """Return the licence of timm's weights, as named in its registry; `hub` is their repository."""
+    return Licence(name, None if licence in (None, "unknown", "other") else licence.lower(), hub=hub)
+
+
+def read_licence(readmes: Iterable[Path], source: str, commit: str | None = None) -> Licence:
+    """Read the licence in the header of the first of these README.md files that has one.
+
+    Args:
+        readmes: the files; those of a repository are in a folder with the name of its commit, as in the hub's cache.
+        source: name of the weights.
+        commit: commit of the repository, for complete links to the text of the licence.
+    """
+    repository = hub_name(source)
+    found = Licence(source_name(source), hub=None if repository is None else repository.repo)
     for path in readmes:
         header = read_header(path)
         names = header.get("license") or []
-        name = names if isinstance(names, str) else ", ".join(map(str, names))
+        name = (names if isinstance(names, str) else ", ".join(map(str, names))).lower()
+        link = str(header.get("license_link") or "")
+        is_listed = isinstance(names, str) and name != "other" and repository is not None
         if name == "other":
-            name = str(header.get("license_name") or "")
+            name = str(header.get("license_name") or (name if link else "")).lower()
         if name and name != "unknown":
-            link = header.get("license_link")
-            return Licence(source_name(source), name, str(link) if link else None)
-    return Licence(source_name(source))
+            if link and commit and repository is not None:
+                folder = path.parts[path.parts.index(commit) : -1]
+                link = urljoin(f"{address(repository.repo)}/blob/{'/'.join(folder)}/", link)
+            return replace(found, name=name, link=link or None, listed=is_listed)
+    return found
 
 
 def read_header(path: Path) -> dict[str, Any]:

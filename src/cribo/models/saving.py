@@ -21,7 +21,7 @@ from cribo.models.formats.architecture import Architecture
 from cribo.models.formats.reading import flatten, read_json, read_weights
 from cribo.models.formats.recognising import Recognised, recognise
 from cribo.models.formats.table import Expected
-from cribo.models.licences import describe_licences, licences_of
+from cribo.models.licences import Licence, describe_licences, licences_of
 from cribo.models.numerics import Numerics
 from cribo.models.positions import Resizing
 
@@ -117,6 +117,7 @@ def describe(backbone: Backbone) -> dict[str, Any]:
         "mean": list(backbone.mean),
         "std": list(backbone.std),
         **asdict(backbone.numerics),
+        "parent": None if backbone.loaded is None else backbone.loaded.parent,
         "licences": describe_licences(backbone.licences),
     }
 
@@ -168,8 +169,9 @@ def load_saved(
     drop_path: float,
     trust: bool,
     revision: str | None,
+    stated: Licence,
 ) -> Backbone:
-    """Load a file written by `save_backbone`."""
+    """Load a file written by `save_backbone`; `stated` is the licence in the README.md beside it."""
     description = path.with_name(DESCRIPTION_FILE)
     if not description.is_file():
         raise FileNotFoundError(
@@ -184,7 +186,7 @@ def load_saved(
     reserve_readout(backbone, about["args"].get("num_classes", 0))
     recognised = recognise(flatten(read_weights(path)), str(path), backbone=backbone)
     described = replace(apply_description(recognised, about), format="cribo backbone")
-    licences = licences_of(about, source)
+    licences = licences_of(about, stated, description)
     adopt(backbone, described, source, positions=positions, licences=licences, revision=revision)
     return backbone
 
@@ -197,9 +199,9 @@ def reserve_readout(backbone: Backbone, width: int) -> None:
 
 
 def apply_description(recognised: Recognised, about: Mapping[str, Any]) -> Recognised:
-    """Apply the expected numerics and images of a description."""
+    """Apply the expected numerics, images and parent of a description."""
     expected = Expected(mean=tuple(about["mean"]), std=tuple(about["std"]))
-    return replace(recognised, expected=expected, numerics=numerics_of(about), notes=())
+    return replace(recognised, expected=expected, numerics=numerics_of(about), notes=(), parent=about.get("parent"))
 
 
 def numerics_of(about: Mapping[str, Any]) -> Numerics:

@@ -163,6 +163,7 @@ def load_backbone(
             drop_path=drop_path,
             trust=trust,
             revision=place.revision,
+            stated=_stated_licence(place),
         )
     else:
         with _naming(place):
@@ -294,6 +295,10 @@ def load_pretrained(
     description = path.with_name(DESCRIPTION_FILE)
     about = read_description(description) if is_saved(path) and description.is_file() else None
     width = about["args"].get("num_classes", 0) if about is not None else _readout_width(content, path)
+    if about is None:
+        licences = _licences(place, content)
+    else:
+        licences = licences_of(about, _stated_licence(place), description)
     with _readout_of_weights(backbone, width):
         with _naming(place):
             recognised = _recognise(content, path, network=network, backbone=backbone, ignore=ignore)
@@ -306,7 +311,7 @@ def load_pretrained(
             place.source,
             place.notes,
             positions=positions,
-            licences=_licences(place, content) if about is None else licences_of(about, place.source),
+            licences=licences,
             revision=place.revision,
         )
 
@@ -433,16 +438,20 @@ def _is_named_after_its_network(content: Mapping[str, Any], path: Path) -> bool:
 
 
 def _licences(place: _Place, content: Mapping[str, Any]) -> tuple[Licence, ...]:
-    """Return the licences of weights: as described by this package, else as in the header of a README.md nearby."""
+    """Return the licences of weights: as described by this package, and as in the header of a README.md nearby."""
+    stated = _stated_licence(place)
     if isinstance(run := content.get("cribo"), Mapping):
-        if "licences" in run.get("backbone", {}):
-            return licences_of(run["backbone"], place.source)
-        if "config" in run and not run["config"]["backbone"].get("pretrained"):
-            return ()
-    elif isinstance(about := read_beside(place.path, HUB_CONFIG).get(DESCRIBED), Mapping):
-        return licences_of(about, place.source)
-    readmes = filter(None, (place.path.with_name(README), place.readme))
-    return (read_licence(readmes, place.source),)
+        about = run.get("backbone", {})
+        if "licences" not in about and "config" in run and not run["config"]["backbone"].get("pretrained"):
+            about = {"licences": ()}  # random weights
+        return licences_of(about, stated, place.path)
+    about = read_beside(place.path, HUB_CONFIG).get(DESCRIBED)
+    return licences_of(about if isinstance(about, Mapping) else {}, stated, place.path.with_name(HUB_CONFIG))
+
+
+def _stated_licence(place: _Place) -> Licence:
+    """Return the licence in the README.md of the folder or repository."""
+    return read_licence(filter(None, (place.path.with_name(README), place.readme)), place.source, place.revision)
 
 
 def _readout_width(content: Mapping[str, Any], path: Path) -> int:
@@ -632,4 +641,4 @@ def _load_from_timm(backbone: Backbone, name: str) -> LoadedWeights:
     # Weights from timm expect timm's own network, including epsilon and activation.
     expected = Expected(mean=tuple(config.mean), std=tuple(config.std))
     recognised = replace(recognised, format="timm", expected=expected, notes=())
-    return adopt(backbone, recognised, source, licences=(timm_licence(source, config.license),))
+    return adopt(backbone, recognised, source, licences=(timm_licence(source, config.license, config.hf_hub_id),))

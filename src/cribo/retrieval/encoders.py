@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from cribo.arguments import ConfigError
 from cribo.errors import InputError
 from cribo.models import Backbone, evaluation_mode, load_backbone, normalise
+from cribo.models.licences import describe_licences
 from cribo.retrieval.grid import encoding_size
 from cribo.retrieval.patches import resize_image
 from cribo.retrieval.source import MEAN_COLOUR, BackboneSource, backbone_name
@@ -314,9 +315,11 @@ def about_backbone(config: BackboneSource, backbone: Backbone) -> dict[str, Any]
         "patch_size": backbone.patch_size,
         "parameters": sum(parameter.numel() for parameter in backbone.parameters()),
         "fingerprint": backbone.fingerprint(),
+        "licences": describe_licences(backbone.licences),
     }
     if backbone.loaded is not None:
         about["format"], about["notes"] = backbone.loaded.format, list(backbone.loaded.notes)
+        about["revision"] = backbone.loaded.revision
     return about
 
 

@@ -73,7 +73,11 @@ def changes_between(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str
         return list(describe_changes(*map(values, both)))
 
     def of_features(about: dict[str, Any]) -> dict[str, Any]:
-        backbone = {f"{name} of the backbone": value for name, value in about["backbone"].items()}
+        backbone = {
+            f"{name} of the backbone": value
+            for name, value in about["backbone"].items()
+            if name not in ("revision", "licences")  # they do not change features
+        }
         return {**about["settings"], **backbone, "the list of classes": ", ".join(about["classes"])}
 
     if all(about["images"].get("folder") for about in both):  # earlier versions did not record it

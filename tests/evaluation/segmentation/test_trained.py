@@ -19,6 +19,7 @@ from cribo.evaluation.segmentation.trained import (
     save_segmenter,
 )
 from cribo.models import build_backbone
+from cribo.models.licences import Licence
 from cribo.models.numerics import Numerics
 
 from .squares import Squares, tiny_vit, train
@@ -55,15 +56,17 @@ def test_predictions_equal_those_of_the_evaluation(tmp_path: Path) -> None:
     assert len(torch.stack(labels).unique()) > 1
 
 
-def test_the_epsilon_of_layer_norms_is_stored(tmp_path: Path) -> None:
+def test_the_epsilon_of_layer_norms_and_licences_are_stored(tmp_path: Path) -> None:
     backbone = build_backbone("vit_tiny_patch16_224", args={"depth": 1, "embed_dim": 32, "num_heads": 2})
     backbone.set_numerics(Numerics(norm_eps=0.5))
+    backbone.licences = (Licence("vit.dino", "apache-2.0", hub="timm/vit.dino"),)
     network = Segmenter(backbone, MaskTransformer(32, 3, width=64, heads=4)).eval()
     save_segmenter(TrainedSegmenter(network, ("a", "b", "c"), (), None, Inference()), tmp_path / "mine.safetensors")
     images = torch.randn(1, 3, 32, 48, generator=torch.Generator().manual_seed(0))
     again = load_segmenter(tmp_path / "mine.safetensors").network
     assert torch.equal(again(images), network(images))
     assert again.decoder.heads == 4
+    assert again.backbone.licences == backbone.licences
 
 
 @pytest.mark.parametrize(

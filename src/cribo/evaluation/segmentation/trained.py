@@ -23,6 +23,8 @@ from cribo.evaluation.segmentation.segmenter import Segmenter
 from cribo.files import write_whole
 from cribo.models import build_backbone, describe
 from cribo.models.backbone import RESERVED_ARGS
+from cribo.models.hub import source_name
+from cribo.models.licences import Licence, licences_of
 from cribo.models.saving import numerics_of
 
 SEGMENTER_FILE = "segmenter.safetensors"
@@ -128,6 +130,7 @@ def load_segmenter(path: str | os.PathLike[str], device: torch.device | str = "c
             f"{file} has format {about['format']}, this version of cribo reads up to {_FORMAT}: update cribo"
         )
     network = _build(about["backbone"], about["decoder"])
+    network.backbone.licences = licences_of(about["backbone"], Licence(source_name(str(path))), file)
     network.load_state_dict(state)
     return TrainedSegmenter(
         network.eval().to(device),

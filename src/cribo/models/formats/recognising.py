@@ -58,6 +58,7 @@ class Recognised:
         output_stride: output stride of a ResNet, if known from its training: 8, 16 or 32.
         numerics: complete numerics, if in the weights' description.
         notes: notes for the user.
+        parent: repository on the hub, if in the weights' description (`LoadedWeights`).
     """
 
     format: str
@@ -73,6 +74,7 @@ class Recognised:
     positions: Resizing | None = None
     output_stride: int | None = None
     numerics: Numerics | None = None
+    parent: str | None = None
 
 
 def recognise(
