@@ -79,6 +79,7 @@ def test_a_published_backbone_is_the_same_for_cribo_and_timm(
     assert "contains an earlier export" in capsys.readouterr().err
     assert main([*words, "--overwrite"]) == 0
     assert len(repository.commits) == 3
+    assert {"export.json", "model.safetensors"} <= set(repository.files)
 
 
 def test_a_failed_upload_leaves_the_files_as_they_were(network: Network, hub: Hub) -> None:

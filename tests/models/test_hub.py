@@ -212,6 +212,19 @@ def test_timm_and_from_pretrained_read_what_push_to_hub_writes(
     backbone.push_to_hub("owner/pushed", overwrite=True)
 
 
+def test_overwriting_leaves_no_file_of_the_former_weights(
+    backbone: Backbone, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    save_backbone(build_backbone("vit_tiny_patch16_224", args=TINY, image_size=32, seed=5), tmp_path / "run")
+    others = {"evaluation/card.png": b"", "preprocessor_config.json": b"{}", "thesis.tex": b"years of work"}
+    hub.add_folder("owner/run", tmp_path / "run").commit(others)
+    backbone.push_to_hub("owner/run", overwrite=True)
+    own = {".gitattributes", "README.md", "config.json", "cribo.json", "model.safetensors"}
+    assert set(hub.repositories["owner/run"].files) == own | {"thesis.tex"}
+    assert load_backbone("hf://owner/run").fingerprint() == backbone.fingerprint()
+
+
 def test_save_pretrained_replaces_nothing_of_the_user(backbone: Backbone, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/config.json").write_text("{}")

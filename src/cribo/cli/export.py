@@ -54,7 +54,8 @@ def run(words: list[str], console: Console) -> None:
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace an existing export in --out, or files of the same names in --repo in a new commit",
+        help="replace an existing export in --out, or, in a new commit, the weights in --repo and the files that "
+        "describe them",
     )
     parser.add_argument(
         "--image_size",

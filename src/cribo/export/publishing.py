@@ -18,6 +18,7 @@ from cribo.files import write_text
 from cribo.models import Backbone, how_to_load, model_card, publishing_to
 from cribo.models.card import CARD
 from cribo.models.hub import address
+from cribo.models.publishing import OUTDATED
 
 BENCHMARK_CARD = "card.md"
 """The text of a card of `cribo benchmark`, beside its `results.json`."""
@@ -63,7 +64,8 @@ def publish_backbone(
         repo: owner/name; created if it does not exist.
         card: folder of `cribo benchmark`, whose scores and pictures are added to the model card.
         private: create a private repository.
-        overwrite: replace files of the same names in a new commit; earlier commits are kept.
+        overwrite: replace the weights in the repository, and the files that describe them, in a new commit; earlier
+            commits are kept.
         token: token of the hub; by default that of `hf auth login` or HF_TOKEN.
         progress: called with the phase, the number of processed items and their total.
         **options: fields of `ExportOptions`, such as `precision="float16"`.
@@ -99,7 +101,12 @@ def publish_backbone(
         progress("uploading", 0, 1)
         api = HfApi(token=token)
         api.create_repo(repo, private=private or None, exist_ok=True)
-        commit = api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"{backbone.name} by cribo")
+        commit = api.upload_folder(
+            repo_id=repo,
+            folder_path=folder,
+            commit_message=f"{backbone.name} by cribo",
+            delete_patterns=list(OUTDATED) if overwrite else None,
+        )
         progress("uploading", 1, 1)
     return Published(address(repo), commit.commit_url, report)
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cribo.models.hub import download as download
     from cribo.models.hub import hub_name as hub_name
     from cribo.models.licences import Licence as Licence
+    from cribo.models.publishing import OUTDATED as OUTDATED
     from cribo.models.publishing import publishing_to as publishing_to
     from cribo.models.saving import describe as describe
     from cribo.models.saving import save_backbone as save_backbone

@@ -516,7 +516,8 @@ class Backbone(nn.Module, ModelHubMixin):
 
         Args:
             repo_id: owner/name; created if it does not exist.
-            overwrite: replace files of the same names in a new commit; earlier commits are kept.
+            overwrite: replace the weights in the repository, and the files that describe them, in a new commit; earlier
+                commits are kept.
             **options: as in `huggingface_hub.ModelHubMixin`, such as `private=True` or `token`.
 
         Raises:
@@ -527,6 +528,8 @@ class Backbone(nn.Module, ModelHubMixin):
         from cribo import models
 
         options = {"commit_message": f"{self.name} by cribo", "model_card_kwargs": {"repo_id": repo_id}, **options}
+        if overwrite:
+            options.setdefault("delete_patterns", list(models.OUTDATED))
         with models.publishing_to(
             repo_id, overwrite=overwrite, private=options.get("private"), token=options.get("token")
         ):

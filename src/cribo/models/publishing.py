@@ -7,8 +7,22 @@ from typing import Any
 
 from cribo.errors import InputError
 from cribo.folders import MARKER
-from cribo.models.hub import LOG_IN, HubName, address, explained_errors, hub_name
+from cribo.models.hub import LOG_IN, WEIGHTS, HubName, address, explained_errors, hub_name
 from cribo.models.licences import README, split_header
+from cribo.models.saving import DESCRIPTION_FILE
+from cribo.models.timm_layout import WEIGHTS_FILE
+
+OUTDATED = (
+    *(file for file in WEIGHTS if file != WEIGHTS_FILE),
+    DESCRIPTION_FILE,
+    *("model-*-of-*.safetensors", "pytorch_model-*-of-*.bin", "*.index.json", "tf_model.h5", "flax_model.msgpack"),
+    *("preprocessor_config.json", "open_clip_config.json", "config.yaml", "variant.yml"),
+    *("export.json", "evaluation/*"),
+)
+"""Patterns of files that describe the former weights of a repository, or that readers would prefer to the new ones.
+
+Files that are uploaded in the same commit are kept.
+"""
 
 _HUBS_OWN = ".gitattributes"
 _LISTED = 4
@@ -117,8 +131,8 @@ def _require_empty(repo: str, files: Sequence[str], token: str | bool | None) ->
     listed = ", ".join(others[:_LISTED]) + (", ..." if len(others) > _LISTED else "")
     what = "an earlier export" if MARKER in files else "other files"
     raise InputError(
-        f"{address(repo)} contains {what} ({listed}): choose another --repo, or set --overwrite, which replaces files "
-        "of the same names in a new commit (earlier commits are kept)"
+        f"{address(repo)} contains {what} ({listed}): choose another --repo, or set --overwrite, which replaces the "
+        "weights and their description in a new commit (earlier commits are kept)"
     )
 
 
