@@ -2,11 +2,14 @@ import copy
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
+import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from tests.hub_server import OWNER, READ_TOKEN, TOKEN, Hub
 
 from cribo.errors import InputError
@@ -234,6 +237,34 @@ def test_save_pretrained_replaces_nothing_of_the_user(backbone: Backbone, tmp_pa
     with pytest.raises(FolderError, match="replace it with overwrite=True"):
         backbone.save_pretrained(tmp_path / "saved")
     assert Backbone.from_pretrained(tmp_path / "saved").fingerprint() == backbone.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "numerics", "note"),
+    [
+        ("vit_tiny_patch16_224", TINY, Numerics(norm_eps=1e-2), "norm_eps 0.01"),
+        ("vit_base_patch16_224", {**TINY, "global_pool": "avg"}, Numerics(), "model.fc_norm"),
+        ("convnext_atto", {"depths": (1, 1, 1, 1), "dims": (8, 8, 8, 8)}, Numerics(), "model.head.norm"),
+    ],
+)
+def test_a_card_says_what_timm_does_differently(
+    name: str, args: dict[str, Any], numerics: Numerics, note: str, tmp_path: Path
+) -> None:
+    backbone = build_backbone(name, args=args, image_size=64).eval()
+    backbone.set_numerics(numerics)
+    norm = backbone.model.get_submodule(note.removeprefix("model.")) if "model" in note else backbone.model.norm
+    norm.weight.data.uniform_(1, 2)
+    backbone.save_pretrained(tmp_path / "saved")
+    card = (tmp_path / "saved/README.md").read_text()
+    assert note in card.partition("- Note: ")[2]
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
+    names: dict[str, Any] = {"picture": picture}
+    code = card.partition("```python\n")[2].partition("```")[0]
+    with torch.no_grad():
+        exec(code.replace("local-dir:.", f"local-dir:{tmp_path / 'saved'}"), names)
+        expected = backbone.encode(names["transform"](picture)[None]).tokens
+    found = names["tokens"] if "tokens" in names else names["feature_map"].flatten(2).mT
+    assert torch.allclose(found, expected, atol=1e-4) == (numerics == Numerics())
 
 
 def test_backbones_can_be_copied_pickled_and_trained() -> None:

@@ -91,6 +91,7 @@ def publish_backbone(
             how_to_load=f'{code}\n\nimport cribo\nbackbone = cribo.load_backbone("hf://{repo}")',
             written_by="`cribo export --to hub`",
             precision=chosen.precision,
+            notes=report.notes,
             sections=(*sections, check_section(report.difference)),
         )
         write_text(folder / CARD, text)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cribo.models.saving import describe as describe
     from cribo.models.saving import save_backbone as save_backbone
     from cribo.models.timm_layout import how_to_load as how_to_load
+    from cribo.models.timm_layout import notes_on as notes_on
     from cribo.models.timm_layout import write_timm_layout as write_timm_layout
     from cribo.models.weights import build_backbone as build_backbone
     from cribo.models.weights import load_backbone as load_backbone

@@ -541,7 +541,13 @@ class Backbone(nn.Module, ModelHubMixin):
 
         code = models.how_to_load(self, "local-dir:." if repo_id is None else f"hf-hub:{repo_id}")
         return ModelCard(
-            models.model_card(self, library="timm", how_to_load=code, written_by="`Backbone.save_pretrained`")
+            models.model_card(
+                self,
+                library="timm",
+                how_to_load=code,
+                written_by="`Backbone.save_pretrained`",
+                notes=models.notes_on(self),
+            )
         )
 
     def _save_pretrained(self, save_directory: Path) -> None:
