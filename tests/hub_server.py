@@ -48,13 +48,18 @@ class Repository:
 
 @dataclass
 class Hub:
-    """The state of the server; `failing` are parts of requests that are answered with status 403."""
+    """The state of the server.
+
+    Parts of requests in `failing` are answered with status 403; a silent server accepts requests and never answers.
+    """
 
     address: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     failing: tuple[str, ...] = ()
+    is_silent: bool = False
+    closing: threading.Event = field(default_factory=threading.Event)
 
     def add(self, repo: str, files: dict[str, bytes], **options: Any) -> Repository:
         made = self.repositories[repo] = Repository(**options)
@@ -78,6 +83,9 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
 
     def _answer(self) -> None:
+        if self.hub.is_silent:
+            self.hub.closing.wait()
+            return None
         content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
@@ -228,6 +236,7 @@ def serve_hub() -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        hub.closing.set()
         server.shutdown()
         server.server_close()
         thread.join()

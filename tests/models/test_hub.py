@@ -92,6 +92,17 @@ def test_a_cached_copy_is_used_without_a_network(
         load_backbone("hf://owner/tiny@v2")
 
 
+def test_a_hub_that_does_not_answer_does_not_hang(
+    published: Backbone, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_backbone("hf://owner/tiny")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_ETAG_TIMEOUT", 0.1)
+    hub.is_silent = True
+    assert load_backbone("hf://owner/tiny").fingerprint() == published.fingerprint()
+    with pytest.raises(ConnectionError, match="cannot download hf://owner/other"):
+        load_backbone("hf://owner/other")
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

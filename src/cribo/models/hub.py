@@ -130,14 +130,15 @@ def download(
         InputError: the repository, revision or file does not exist, is private or gated, or contains no weights.
         ConnectionError: the hub cannot be reached, and the weights are not cached.
     """
-    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub import HfApi, constants, hf_hub_download
 
     where = None if cache_dir is None else str(cache_dir)
     with explained_errors(name):
         try:
             if local:
                 raise ConnectionError("only the cache is used")
-            found = HfApi(token=token).model_info(name.repo, revision=name.revision)
+            timeout = constants.HF_HUB_ETAG_TIMEOUT
+            found = HfApi(token=token).model_info(name.repo, revision=name.revision, timeout=timeout)
         except Exception as error:
             if not _is_connection_error(error):
                 raise

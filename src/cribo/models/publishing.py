@@ -79,7 +79,7 @@ def require_publishable(
     with explained_errors(name):
         _require_writer(repo, api.whoami())
         try:
-            found = api.model_info(repo)
+            found = api.model_info(repo, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         except GatedRepoError:
             raise
         except RepositoryNotFoundError:
