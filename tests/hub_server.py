@@ -50,7 +50,7 @@ class Repository:
 class Hub:
     """The state of the server.
 
-    Parts of requests in `failing` are answered with status 403; a silent server accepts requests and never answers.
+    Requests that contain a part in `failing` are answered with `status`; a silent server never answers.
     """
 
     address: str = ""
@@ -58,6 +58,7 @@ class Hub:
     objects: dict[str, bytes] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     failing: tuple[str, ...] = ()
+    status: int = 409
     is_silent: bool = False
     closing: threading.Event = field(default_factory=threading.Event)
 
@@ -90,7 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
         if any(part in f"{self.command} {path}" for part in self.hub.failing):
-            return self._send(403, {"error": "no storage left"})
+            return self._send(self.hub.status, {"error": "no storage left"})
         for method, pattern, name in _ROUTES:
             if method in (self.command, "*") and (found := re.fullmatch(pattern, path)):
                 return getattr(self, name)(content, **found.groupdict())

@@ -90,6 +90,13 @@ def test_a_failed_upload_leaves_the_files_as_they_were(network: Network, hub: Hu
         with pytest.raises(ConnectionError, match="repeat the command"):
             publish_backbone(network("resnet"), "owner/tiny", overwrite=True)
         assert hub.repositories["owner/tiny"].files == before
+    hub.status = 403
+    for step in ("PUT /lfs/", "/commit/"):
+        hub.failing = (step,)
+        with pytest.raises(InputError, match=r"token may not write to owner/tiny .*: give it write access at http"):
+            publish_backbone(network("resnet"), "owner/tiny", overwrite=True)
+    with pytest.raises(InputError, match=r"repository http.*/owner/new remains and is empty: repeat the command"):
+        publish_backbone(network("vit"), "owner/new")
 
 
 def test_the_card_must_be_of_the_backbone(network: Network, hub: Hub, tmp_path: Path) -> None:

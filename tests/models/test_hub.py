@@ -132,9 +132,16 @@ def test_errors_name_the_repository_and_say_what_to_do(
     assert "\n" not in str(raised.value)
 
 
-def test_a_failing_hub_is_a_connection_error(published: Backbone, hub: Hub) -> None:
-    hub.failing = ("/resolve/",)
+@pytest.mark.parametrize("part", ["/resolve/", "/api/models"])
+def test_only_temporary_failures_are_connection_errors(part: str, published: Backbone, hub: Hub) -> None:
+    hub.failing = (part,)
     with pytest.raises(ConnectionError, match="hf://owner/tiny"):
+        load_backbone("hf://owner/tiny")
+    hub.status = 403
+    with pytest.raises(InputError, match=r"access to hf://owner/tiny is denied .*that your account may read it"):
+        load_backbone("hf://owner/tiny")
+    hub.status = 400
+    with pytest.raises(InputError, match="refuses the request for hf://owner/tiny"):
         load_backbone("hf://owner/tiny")
 
 

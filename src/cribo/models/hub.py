@@ -5,9 +5,12 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from cribo.errors import InputError
+
+if TYPE_CHECKING:
+    from huggingface_hub.errors import HfHubHTTPError
 
 _SCHEME = "hf://"
 _NAME = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[^/@]+))?(/(?P<path>[^@]+?))?/?")
@@ -266,7 +269,7 @@ def address(repo: str) -> str:
 
 
 @contextlib.contextmanager
-def explained_errors(name: HubName) -> Iterator[None]:
+def explained_errors(name: HubName, *, writing: bool = False) -> Iterator[None]:
     """Convert errors of the hub's client to one line that says what to do."""
     from huggingface_hub import errors
 
@@ -289,20 +292,20 @@ def explained_errors(name: HubName) -> Iterator[None]:
             f"it is private, {LOG_IN}{_of_reader()}"
         ) from error
     except errors.LocalEntryNotFoundError as error:
+        if isinstance(error.__cause__, errors.HfHubHTTPError) and not _is_temporary(error.__cause__):
+            raise _refusal(name, error.__cause__, writing=writing) from error
         raise ConnectionError(_not_cached(name, error)) from error
     except errors.EntryNotFoundError as error:
         raise InputError(f"{repo} has no such file: {_see(name)} shows its files") from error
     except errors.HfHubHTTPError as error:
-        status = error.response.status_code
-        if status == 401:
-            raise InputError(
-                f"the Hugging Face hub does not accept your token: create one at {address('settings/tokens')}, then "
-                f"{LOG_IN}"
-            ) from error
+        if not _is_temporary(error):
+            raise _refusal(name, error, writing=writing) from error
         raise ConnectionError(f"the Hugging Face hub failed at {name} ({_first_line(error)}): try later") from error
     except RuntimeError as error:
         if not isinstance(error.__cause__, errors.HfHubHTTPError):
             raise
+        if not _is_temporary(error.__cause__):
+            raise _refusal(name, error.__cause__, writing=writing) from error
         raise ConnectionError(f"the Hugging Face hub failed at {name} ({_first_line(error)})") from error
     except Exception as error:
         if isinstance(error, InputError | ConnectionError) or not _is_connection_error(error):
@@ -310,6 +313,27 @@ def explained_errors(name: HubName) -> Iterator[None]:
         raise ConnectionError(
             f"the connection to the Hugging Face hub failed at {name} ({_first_line(error)}): try again"
         ) from error
+
+
+def _refusal(name: HubName, error: "HfHubHTTPError", *, writing: bool) -> InputError:
+    """Return the error for a request that the hub will not accept when it is repeated."""
+    status, tokens = error.response.status_code, address("settings/tokens")
+    if status == 401:
+        return InputError(f"the Hugging Face hub does not accept your token: create one at {tokens}, then {LOG_IN}")
+    reason = _first_line(error)
+    if status == 403 and writing:
+        return InputError(f"the token may not write to {name.repo} ({reason}): give it write access at {tokens}")
+    if status == 403:
+        return InputError(
+            f"access to {name} is denied ({reason}): check at {address(name.repo)} that your account may read it, and "
+            f"at {tokens} that your token may"
+        )
+    return InputError(f"the Hugging Face hub refuses the request for {name}: {reason}")
+
+
+def _is_temporary(error: "HfHubHTTPError") -> bool:
+    """Whether a request may succeed when it is repeated: time-outs, conflicts, limits and failures of the server."""
+    return error.response.status_code in (408, 409, 412, 429) or error.response.status_code >= 500
 
 
 def _of_reader() -> str:
@@ -323,7 +347,7 @@ def _is_connection_error(error: Exception) -> bool:
     from huggingface_hub.errors import HfHubHTTPError
 
     if isinstance(error, HfHubHTTPError):
-        return error.response.status_code >= 500 or error.response.status_code == 429
+        return _is_temporary(error)
     # The client's own errors have no base class that all its versions share.
     is_client = type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "requests")
     return is_client or isinstance(error, ConnectionError | TimeoutError)

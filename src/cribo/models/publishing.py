@@ -35,13 +35,21 @@ def publishing_to(
     """Check a repository, then run the upload in this context, whose errors say what remains and what to do.
 
     Raises:
-        errors of `require_publishable`; ConnectionError: the upload failed, and nothing was committed.
+        errors of `require_publishable`; InputError: the hub refuses the upload; ConnectionError: the upload failed. In
+            both cases nothing was committed.
     """
-    require_publishable(repo, overwrite=overwrite, private=private, token=token)
+    is_new = not require_publishable(repo, overwrite=overwrite, private=private, token=token)
     try:
-        with explained_errors(HubName(repo)):
+        with explained_errors(HubName(repo), writing=True):
             yield
-    except ConnectionError as error:
+    except (ConnectionError, InputError) as error:
+        if is_new and _exists(repo, token):
+            raise type(error)(
+                f"{error}. The new repository {address(repo)} remains and is empty: repeat the command, which uses it, "
+                "or delete it in its settings"
+            ) from error
+        if isinstance(error, InputError):
+            raise
         raise ConnectionError(
             f"{error}. The files of {address(repo)} are unchanged, because all are committed at once: repeat the "
             "command"
@@ -50,8 +58,8 @@ def publishing_to(
 
 def require_publishable(
     repo: str, *, overwrite: bool = False, private: bool | None = None, token: str | bool | None = None
-) -> None:
-    """Check that a backbone can be published in a repository, which need not exist.
+) -> bool:
+    """Check that a backbone can be published in a repository; return whether the repository exists.
 
     Args:
         repo: owner/name.
@@ -76,14 +84,14 @@ def require_publishable(
             f"{address('settings/tokens')}, then {LOG_IN}"
         )
     api = HfApi(token=token)
-    with explained_errors(name):
+    with explained_errors(name, writing=True):
         _require_writer(repo, api.whoami())
         try:
             found = api.model_info(repo, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         except GatedRepoError:
             raise
         except RepositoryNotFoundError:
-            return
+            return False
         if private and not found.private:
             raise InputError(
                 f"{address(repo)} exists and is public: make it private in its settings, or omit --private"
@@ -91,6 +99,18 @@ def require_publishable(
         files = [file.rfilename for file in found.siblings or ()]
         if not overwrite:
             _require_empty(repo, files, token)
+    return True
+
+
+def _exists(repo: str, token: str | bool | None) -> bool:
+    """Whether a repository exists; False if the hub does not answer."""
+    from huggingface_hub import HfApi, constants
+
+    try:
+        HfApi(token=token).model_info(repo, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception:  # the client's errors have no common base; the first error is the one to report
+        return False
+    return True
 
 
 def _repository(repo: str) -> HubName:
