@@ -92,6 +92,21 @@ def test_a_cached_copy_is_used_without_a_network(
         load_backbone("hf://owner/tiny@v2")
 
 
+def test_an_interrupted_update_does_not_hide_the_cached_version(
+    published: Backbone, hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = load_backbone("hf://owner/tiny").loaded
+    assert first is not None
+    second = hub.repositories["owner/tiny"].commit({"model.safetensors": b"new", "config.json": b"{}"})
+    hub.failing = ("model.safetensors",)
+    with pytest.raises(ConnectionError):
+        load_backbone("hf://owner/tiny")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    loaded = load_backbone("hf://owner/tiny")
+    assert loaded.fingerprint() == published.fingerprint()
+    assert f"{second} of hf://owner/tiny is not complete: using the cached commit {first.revision}" in caplog.text
+
+
 def test_a_hub_that_does_not_answer_does_not_hang(
     published: Backbone, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

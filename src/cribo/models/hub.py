@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -11,6 +12,8 @@ from cribo.errors import InputError
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
+
+_logger = logging.getLogger(__name__)
 
 _SCHEME = "hf://"
 _NAME = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[^/@]+))?(/(?P<path>[^@]+?))?/?")
@@ -215,8 +218,11 @@ def _only_weights(here: Sequence[str], files: Sequence[str], name: HubName) -> s
 
 
 def _cached(name: HubName, cache_dir: str | None) -> Download | None:
-    """Find the weights in the cache; None if they, or the configuration beside them, are not there."""
-    from huggingface_hub import snapshot_download
+    """Find the weights in the cache; None if they, or the configuration beside them, are not there.
+
+    An interrupted update leaves its commit without weights: then an earlier commit of the main branch is used.
+    """
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
@@ -226,9 +232,26 @@ def _cached(name: HubName, cache_dir: str | None) -> Download | None:
                 name.repo, revision=name.revision, cache_dir=cache_dir, local_files_only=True, allow_patterns=[]
             )
         )
-        files = [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()]
-        weights, others = choose_files(files, name)
-    except (LocalEntryNotFoundError, InputError):
+    except LocalEntryNotFoundError:
+        return None
+    if (found := _in_snapshot(name, root)) is not None or name.revision not in (None, constants.DEFAULT_REVISION):
+        return found
+    others = sorted(root.parent.iterdir(), key=lambda folder: folder.stat().st_mtime_ns, reverse=True)
+    found = next(filter(None, (_in_snapshot(name, folder) for folder in others)), None)
+    if found is not None:
+        _logger.warning(
+            f"the download of commit {root.name} of {name} is not complete: using the cached commit {found.commit}"
+        )
+    return found
+
+
+def _in_snapshot(name: HubName, root: Path) -> Download | None:
+    """Find the weights in the cached files of a commit."""
+    try:
+        weights, others = choose_files(
+            [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()], name
+        )
+    except InputError:
         return None
     is_described = any(PurePosixPath(file).name in (_CONFIG, _DESCRIPTION) for file in others)
     if not is_described and PurePosixPath(weights).name in WEIGHTS and weights != name.path:
