@@ -131,6 +131,7 @@ def test_a_hub_that_does_not_answer_does_not_hang(
         ("hf://owner/shards", "split into 2 files"),
         ("hf://owner", "'hf://owner' is not a name on the Hugging Face hub: write hf://owner/name"),
         ("hf://owner/name/../../etc", "is not a name on the Hugging Face hub"),
+        ("hf://owner/name@refs/x/1", "is not a name on the Hugging Face hub"),
         ("hf:owner/name", "is not a name on the Hugging Face hub"),
     ],
 )
@@ -162,6 +163,7 @@ def test_only_temporary_failures_are_connection_errors(part: str, published: Bac
 
 def test_names_do_not_depend_on_the_file_system(tmp_path: Path) -> None:
     assert hub_name("hf://a/b@v1/c/d.pth") == HubName("a", "v1", "c/d.pth")._replace(repo="a/b")
+    assert hub_name("hf://a/b@refs/pr/1/c.pth") == HubName("a/b", "refs/pr/1", "c.pth")
     assert backbone_name(BackboneSource("hf://a/b/model.safetensors")) == "b"
     assert backbone_name(BackboneSource("hf://a/b@v1", pretrained=False)) == "b-random"
     assert portable_source("hf://a/b").source == "hf://a/b"
@@ -169,6 +171,25 @@ def test_names_do_not_depend_on_the_file_system(tmp_path: Path) -> None:
         "x/pytorch_model.bin",
         ["README.md", "x/config.json"],
     )
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("facebook/dinov2-small", "hf://facebook/dinov2-small"),
+        ("hf-hub:owner/name@v1", "hf://owner/name@v1"),
+        ("https://huggingface.co/owner/name", "hf://owner/name"),
+        ("https://huggingface.co/owner/name/blob/main/a/b.pth", "hf://owner/name/a/b.pth"),
+    ],
+)
+def test_other_spellings_are_answered_with_the_name_to_write(source: str, name: str) -> None:
+    with pytest.raises(FileNotFoundError, match=f"for the Hugging Face hub, write {name}$"):
+        load_backbone(source)
+
+
+def test_a_missing_folder_is_named_where_a_repository_is_missing(hub: Hub) -> None:
+    with pytest.raises(InputError, match=r"runs/camvd does not exist on .*The local folder runs/camvd does not exist"):
+        Backbone.from_pretrained("runs/camvd")
 
 
 # Licences

@@ -485,7 +485,14 @@ class Backbone(nn.Module, ModelHubMixin):
         if name is None:
             return models.load_backbone(source, **model_kwargs).eval()
         name = name._replace(revision=revision or name.revision)
-        found = models.download(name, token=token, cache_dir=cache_dir, force=force_download, local=local_files_only)
+        try:
+            found = models.download(
+                name, token=token, cache_dir=cache_dir, force=force_download, local=local_files_only
+            )
+        except (InputError, ConnectionError) as error:
+            if str(source).startswith("hf:"):
+                raise
+            raise type(error)(f"{error}. The local folder {source} does not exist") from error
         return models.load_backbone(found, **model_kwargs).eval()
 
     def save_pretrained(self, save_directory: str | Path, *, overwrite: bool = False, **options: Any) -> str | None:

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 _SCHEME = "hf://"
-_NAME = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[^/@]+))?(/(?P<path>[^@]+?))?/?")
+_ADDRESS = re.compile(
+    r"(?:hf-hub:|https?:/+(?:www\.)?(?:huggingface\.co|hf\.co)/)?(?P<repo>[\w-][\w.-]*/[\w.-]+?)(?:@(?P<version>[^/@]+))?"
+    r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/]+)(?P<path>/.+?)?)?/?"
+)
+_NAME = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>refs/pr/\d+|(?!refs/)[^/@]+))?(/(?P<path>[^@]+?))?/?")
 
 WEIGHTS = ("backbone.safetensors", "model.safetensors", "pytorch_model.bin")
 """Names of weights in a folder, the first that exists is used."""
@@ -89,10 +93,27 @@ def hub_name(source: str | Path) -> HubName | None:
     found = _NAME.fullmatch(text)
     if found is None or {"", ".", ".."} & {*(found["path"] or "-").split("/")}:
         raise InputError(
-            f"{text!r} is not a name on the Hugging Face hub: write hf://owner/name, hf://owner/name@revision or "
+            f"{text!r} is not a name on the Hugging Face hub: write hf://owner/name, hf://owner/name@revision (a "
+            "branch or tag without slashes, a commit, or refs/pr/N) or "
             "hf://owner/name/file"
         )
     return HubName(found["repo"], found["revision"], found["path"] or "")
+
+
+def suggested_name(source: str | Path) -> HubName | None:
+    """Return the repository that is probably meant by a source that is no local file; None if there is none.
+
+    Example:
+        >>> print(suggested_name("hf-hub:owner/name"), suggested_name("https://huggingface.co/owner/name/tree/v1/run"))
+        hf://owner/name hf://owner/name@v1/run
+        >>> suggested_name("runs/a/b") is suggested_name("/data") is None
+        True
+    """
+    found = _ADDRESS.fullmatch(source.as_posix() if isinstance(source, Path) else source)
+    if found is None or found["repo"].endswith(WEIGHT_SUFFIXES):
+        return None
+    revision = found["version"] or found["revision"]
+    return HubName(found["repo"], None if revision == "main" else revision, (found["path"] or "").strip("/"))
 
 
 def source_name(source: str) -> str:
