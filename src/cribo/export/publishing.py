@@ -15,10 +15,11 @@ from cribo.export.options import ExportOptions
 from cribo.export.run import ExportReport, check_section, export_backbone
 from cribo.export.target import data_type
 from cribo.files import write_text
-from cribo.models import Backbone, how_to_load, model_card, publishing_to
-from cribo.models.card import CARD
+from cribo.models import Backbone
+from cribo.models.card import CARD, model_card
 from cribo.models.hub import address
-from cribo.models.publishing import OUTDATED
+from cribo.models.publishing import OUTDATED, publishing_to
+from cribo.models.timm_layout import how_to_load
 
 BENCHMARK_CARD = "card.md"
 """The text of a card of `cribo benchmark`, beside its `results.json`."""

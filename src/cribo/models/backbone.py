@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -448,7 +449,6 @@ class Backbone(nn.Module, ModelHubMixin):
         return features
 
     # ------------------------------------------------------------------------------------------ Hugging Face hub
-    # `cribo.models` is imported in the methods, because its other modules build on this one.
 
     @classmethod
     def from_pretrained(
@@ -476,24 +476,15 @@ class Backbone(nn.Module, ModelHubMixin):
         Raises:
             errors of `load_backbone`.
         """
-        from cribo import models
-
-        source = pretrained_model_name_or_path
-        name = models.hub_name(source)
-        if name is None and isinstance(source, str) and source.count("/") == 1 and not Path(source).exists():
-            name = models.hub_name(f"hf://{source}")
-        if name is None:
-            return models.load_backbone(source, **model_kwargs).eval()
-        name = name._replace(revision=revision or name.revision)
-        try:
-            found = models.download(
-                name, token=token, cache_dir=cache_dir, force=force_download, local=local_files_only
-            )
-        except (InputError, ConnectionError) as error:
-            if str(source).startswith("hf:"):
-                raise
-            raise type(error)(f"{error}. The local folder {source} does not exist") from error
-        return models.load_backbone(found, **model_kwargs).eval()
+        return _hub_methods().load(
+            pretrained_model_name_or_path,
+            model_kwargs,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            force=force_download,
+            local=local_files_only,
+        )
 
     def save_pretrained(self, save_directory: str | Path, *, overwrite: bool = False, **options: Any) -> str | None:
         """Save weights, configuration and model card in timm's layout, as `cribo export --to timm` without its check.
@@ -532,35 +523,14 @@ class Backbone(nn.Module, ModelHubMixin):
                 set.
             ConnectionError: the hub cannot be reached; nothing was committed.
         """
-        from cribo import models
-
-        options = {"commit_message": f"{self.name} by cribo", "model_card_kwargs": {"repo_id": repo_id}, **options}
-        if overwrite:
-            options.setdefault("delete_patterns", list(models.OUTDATED))
-        with models.publishing_to(
-            repo_id, overwrite=overwrite, private=options.get("private"), token=options.get("token")
-        ):
-            return super().push_to_hub(repo_id, **options)
+        return _hub_methods().push(self, repo_id, super().push_to_hub, overwrite=overwrite, options=options)
 
     def generate_model_card(self, *args: Any, repo_id: str | None = None, **kwargs: Any) -> ModelCard:
         """Return the model card; `repo_id` is the repository from which its code loads the backbone."""
-        from cribo import models
-
-        code = models.how_to_load(self, "local-dir:." if repo_id is None else f"hf-hub:{repo_id}")
-        return ModelCard(
-            models.model_card(
-                self,
-                library="timm",
-                how_to_load=code,
-                written_by="`Backbone.save_pretrained`",
-                notes=models.notes_on(self),
-            )
-        )
+        return _hub_methods().card(self, repo_id)
 
     def _save_pretrained(self, save_directory: Path) -> None:
-        from cribo import models
-
-        models.write_timm_layout(self, save_directory)
+        _hub_methods().write_timm_layout(self, save_directory)
 
     # ---------------------------------------------------------------------------------------------------- encoding
 
@@ -730,6 +700,11 @@ class Backbone(nn.Module, ModelHubMixin):
         used = {id(leaf) for leaf in _leaves(features.global_token) | _leaves(features.tokens)}
         unused = (name for name, parameter in self.model.named_parameters() if id(parameter) not in used)
         return features.tokens.shape[-1], frozenset(unused)
+
+
+def _hub_methods() -> Any:
+    """Return the module with the methods for the hub, which builds on this one: it cannot be imported before."""
+    return import_module("cribo.models.hub_methods")
 
 
 def _has_argument(model: nn.Module, argument: str) -> bool:

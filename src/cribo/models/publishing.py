@@ -9,12 +9,10 @@ from cribo.errors import InputError
 from cribo.folders import MARKER
 from cribo.models.hub import LOG_IN, WEIGHTS, HubName, address, explained_errors, hub_name
 from cribo.models.licences import README, split_header
-from cribo.models.saving import DESCRIPTION_FILE
-from cribo.models.timm_layout import WEIGHTS_FILE
 
 OUTDATED = (
-    *(file for file in WEIGHTS if file != WEIGHTS_FILE),
-    DESCRIPTION_FILE,
+    *(file for file in WEIGHTS if file != "model.safetensors"),
+    "backbone.json",
     *("model-*-of-*.safetensors", "pytorch_model-*-of-*.bin", "*.index.json", "tf_model.h5", "flax_model.msgpack"),
     *("preprocessor_config.json", "open_clip_config.json", "config.yaml", "variant.yml"),
     *("export.json", "evaluation/*"),
