@@ -128,6 +128,7 @@ def test_a_hub_that_does_not_answer_does_not_hang(
         ("hf://owner/tiny/modle.safetensors", "no file or folder 'modle.safetensors': it has model.safetensors"),
         ("hf://owner/text", "hf://owner/text has no weights that cribo can read"),
         ("hf://owner/many", r"has several weights \(a.pth, b.pth\): name one, such as hf://owner/many/a.pth"),
+        ("hf://owner/deep", r"has its weights elsewhere \(unet/a.pth\): name one, such as hf://owner/deep/unet/a.pth"),
         ("hf://owner/shards", "split into 2 files"),
         ("hf://owner", "'hf://owner' is not a name on the Hugging Face hub: write hf://owner/name"),
         ("hf://owner/name/../../etc", "is not a name on the Hugging Face hub"),
@@ -142,6 +143,7 @@ def test_errors_name_the_repository_and_say_what_to_do(
     hub.add("owner/secret", {"model.safetensors": b""}, private=True)
     hub.add("owner/text", {"README.md": b"# Text"})
     hub.add("owner/many", {"a.pth": b"", "b.pth": b""})
+    hub.add("owner/deep", {"unet/a.pth": b""})
     hub.add("owner/shards", {f"model-0000{number}-of-00002.safetensors": b"" for number in (1, 2)})
     with pytest.raises(InputError, match=message) as raised:
         load_backbone(source)
@@ -263,7 +265,7 @@ def test_timm_and_from_pretrained_read_what_push_to_hub_writes(
     model = timm.create_model("hf-hub:owner/pushed", pretrained=True)
     assert torch.equal(model.state_dict()["pos_embed"], backbone.model.pos_embed)
     with pytest.raises(
-        InputError, match=r"contains an earlier export \(.*\): choose another --repo, or set --overwrite"
+        InputError, match=r"contains an earlier export \(.*\): choose another repository, or set --overwrite"
     ):
         backbone.push_to_hub("owner/pushed")
     backbone.push_to_hub("owner/pushed", overwrite=True)
@@ -280,6 +282,21 @@ def test_overwriting_leaves_no_file_of_the_former_weights(
     own = {".gitattributes", "README.md", "config.json", "cribo.json", "model.safetensors"}
     assert set(hub.repositories["owner/run"].files) == own | {"thesis.tex"}
     assert load_backbone("hf://owner/run").fingerprint() == backbone.fingerprint()
+
+
+def test_the_repository_and_the_branch_are_checked_before_files_are_written(
+    backbone: Backbone, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    for options, message in (({}, "requires repo_id, owner/name"), ({"repo_id": "tiny"}, r"\(repo_id\) must be owner")):
+        with pytest.raises(InputError, match=message):
+            backbone.save_pretrained(tmp_path / "saved", push_to_hub=True, **options)
+    assert not (tmp_path / "saved").exists()
+    hub.add("owner/tiny", {})
+    with pytest.raises(InputError, match="owner/tiny has no branch 'dev': create it at http"):
+        backbone.push_to_hub("owner/tiny", branch="dev")
+    backbone.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="owner/tiny")
+    assert "model.safetensors" in hub.repositories["owner/tiny"].files
 
 
 def test_save_pretrained_replaces_nothing_of_the_user(backbone: Backbone, tmp_path: Path) -> None:
@@ -335,8 +352,8 @@ def test_backbones_can_be_copied_pickled_and_trained() -> None:
 @pytest.mark.parametrize(
     ("repo", "token", "message"),
     [
-        ("tiny", TOKEN, "--repo must be owner/name"),
-        ("owner/tiny@v1", TOKEN, "--repo must be owner/name"),
+        ("tiny", TOKEN, r"--repo \(repo_id\) must be owner/name"),
+        ("owner/tiny@v1", TOKEN, r"--repo \(repo_id\) must be owner/name"),
         ("owner/new", None, "no token for the Hugging Face hub: create one .*`hf auth login`, or set HF_TOKEN"),
         ("owner/new", "hf_wrong", "does not accept your token"),
         ("owner/new", READ_TOKEN, "the token 'laptop' may only read"),

@@ -492,16 +492,22 @@ class Backbone(nn.Module, ModelHubMixin):
         Args:
             save_directory: folder to write, as a whole.
             overwrite: replace an export in this folder.
-            **options: as in `huggingface_hub.ModelHubMixin`, such as `push_to_hub=True`.
+            **options: as in `huggingface_hub.ModelHubMixin`, such as `push_to_hub=True` and `repo_id`.
 
         Raises:
             FolderError: the folder contains files, and `overwrite` is not set or they are no export.
-            InputError: the network is not timm's.
+            InputError: the network is not timm's; or, with `push_to_hub=True`, `repo_id` is missing or cannot be
+                written.
         """
         folder = Path(save_directory)
         if options.pop("push_to_hub", False):
+            repo = options.pop("repo_id", None)
+            if repo is None:
+                raise InputError("push_to_hub=True requires repo_id, owner/name; nothing was written")
+            checked = {name: options.get(name) for name in ("private", "token")}
+            _hub_methods().require_publishable(repo, overwrite=overwrite, **checked)
             self.save_pretrained(folder, overwrite=overwrite)
-            return self.push_to_hub(options.pop("repo_id", None) or folder.name, overwrite=overwrite, **options)
+            return self.push_to_hub(repo, overwrite=overwrite, **options)
         advice = "choose another folder, or replace it with overwrite=True"
         write = super().save_pretrained
         ResultFolder(folder, "export", overwrite=overwrite, advice=advice).create(

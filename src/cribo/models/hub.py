@@ -232,7 +232,8 @@ def _only_weights(here: Sequence[str], files: Sequence[str], name: HubName) -> s
     elsewhere = candidates or [file for file in files if is_weights(file)]
     if elsewhere:
         listed = ", ".join(elsewhere[:_LISTED]) + (", ..." if len(elsewhere) > _LISTED else "")
-        raise InputError(f"{name} has several weights ({listed}): name one, such as hf://{name.repo}/{elsewhere[0]}")
+        where = "several weights" if len(elsewhere) > 1 else "its weights elsewhere"
+        raise InputError(f"{name} has {where} ({listed}): name one, such as hf://{name.repo}/{elsewhere[0]}")
     raise InputError(
         f"{name} has no weights that cribo can read (of {', '.join(WEIGHT_SUFFIXES)}): {_see(name)} shows its files"
     )
@@ -328,7 +329,10 @@ def explained_errors(name: HubName, *, writing: bool = False) -> Iterator[None]:
         ) from error
     except errors.RevisionNotFoundError as error:
         raise InputError(
-            f"{repo} has no revision {name.revision!r}: omit it, or choose a branch, tag or commit of {address(repo)}"
+            f"{repo} has no branch {name.revision!r}: create it at {address(repo)}, or omit it"
+            if writing
+            else f"{repo} has no revision {name.revision!r}: omit it, or choose a branch, tag or commit of "
+            f"{address(repo)}"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise InputError(

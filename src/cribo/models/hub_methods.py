@@ -11,6 +11,7 @@ from cribo.models.backbone import Backbone
 from cribo.models.card import model_card
 from cribo.models.hub import download, hub_name
 from cribo.models.publishing import OUTDATED, publishing_to
+from cribo.models.publishing import require_publishable as require_publishable
 from cribo.models.timm_layout import how_to_load, notes_on
 from cribo.models.timm_layout import write_timm_layout as write_timm_layout
 from cribo.models.weights import load_backbone
@@ -39,7 +40,8 @@ def push(
     options = {"commit_message": f"{backbone.name} by cribo", "model_card_kwargs": {"repo_id": repo}, **options}
     if overwrite:
         options.setdefault("delete_patterns", list(OUTDATED))
-    with publishing_to(repo, overwrite=overwrite, private=options.get("private"), token=options.get("token")):
+    where = {name: options.get(name) for name in ("private", "token", "branch")}
+    with publishing_to(repo, overwrite=overwrite, **where):
         return upload(repo, **options)
 
 

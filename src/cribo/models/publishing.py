@@ -28,9 +28,14 @@ _LISTED = 4
 
 @contextlib.contextmanager
 def publishing_to(
-    repo: str, *, overwrite: bool = False, private: bool | None = None, token: str | bool | None = None
+    repo: str,
+    *,
+    overwrite: bool = False,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    branch: str | None = None,
 ) -> Iterator[None]:
-    """Check a repository, then run the upload in this context, whose errors say what remains and what to do.
+    """Check a repository, then run the upload to a branch in this context; errors say what remains and what to do.
 
     Raises:
         errors of `require_publishable`; InputError: the hub refuses the upload; ConnectionError: the upload failed. In
@@ -38,7 +43,7 @@ def publishing_to(
     """
     is_new = not require_publishable(repo, overwrite=overwrite, private=private, token=token)
     try:
-        with explained_errors(HubName(repo), writing=True):
+        with explained_errors(HubName(repo, branch), writing=True):
             yield
     except (ConnectionError, InputError) as error:
         if is_new and _exists(repo, token):
@@ -113,7 +118,7 @@ def _exists(repo: str, token: str | bool | None) -> bool:
 
 def _repository(repo: str) -> HubName:
     """Parse owner/name."""
-    malformed = f"--repo must be owner/name, the name of a repository on the Hugging Face hub, got {repo!r}"
+    malformed = f"--repo (repo_id) must be owner/name, the name of a repository on the Hugging Face hub, got {repo!r}"
     if repo.startswith("hf:"):
         raise InputError(malformed)
     try:
@@ -149,8 +154,8 @@ def _require_empty(repo: str, files: Sequence[str], token: str | bool | None) ->
     listed = ", ".join(others[:_LISTED]) + (", ..." if len(others) > _LISTED else "")
     what = "an earlier export" if MARKER in files else "other files"
     raise InputError(
-        f"{address(repo)} contains {what} ({listed}): choose another --repo, or set --overwrite, which replaces the "
-        "weights and their description in a new commit (earlier commits are kept)"
+        f"{address(repo)} contains {what} ({listed}): choose another repository, or set --overwrite (overwrite=True), "
+        "which replaces the weights and their description in a new commit (earlier commits are kept)"
     )
 
 
