@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,8 +27,10 @@ class Repository:
     gated: bool = False
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
 
-    def commit(self, changes: dict[str, bytes]) -> str:
-        files = {**(list(self.commits.values())[-1] if self.commits else {}), **changes}
+    def commit(self, changes: Mapping[str, bytes | None]) -> str:
+        """Add a commit; None deletes a file."""
+        merged = {**(self.files if self.commits else {}), **changes}
+        files = {path: content for path, content in merged.items() if content is not None}
         name = hashlib.sha1(repr((len(self.commits), sorted(files))).encode()).hexdigest()
         self.commits[name] = files
         return name
@@ -46,13 +48,19 @@ class Repository:
 
 @dataclass
 class Hub:
-    """The state of the server; `failing` are parts of requests that are answered with status 403."""
+    """The state of the server.
+
+    Requests that contain a part in `failing` are answered with `status`; a silent server never answers.
+    """
 
     address: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     failing: tuple[str, ...] = ()
+    status: int = 409
+    is_silent: bool = False
+    closing: threading.Event = field(default_factory=threading.Event)
 
     def add(self, repo: str, files: dict[str, bytes], **options: Any) -> Repository:
         made = self.repositories[repo] = Repository(**options)
@@ -76,11 +84,14 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
 
     def _answer(self) -> None:
+        if self.hub.is_silent:
+            self.hub.closing.wait()
+            return None
         content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
         if any(part in f"{self.command} {path}" for part in self.hub.failing):
-            return self._send(403, {"error": "no storage left"})
+            return self._send(self.hub.status, {"error": "no storage left"})
         for method, pattern, name in _ROUTES:
             if method in (self.command, "*") and (found := re.fullmatch(pattern, path)):
                 return getattr(self, name)(content, **found.groupdict())
@@ -126,12 +137,12 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, {"errors": [], "warnings": []})
 
     def create(self, content: bytes) -> None:
-        asked = json.loads(content)
-        repo = f"{asked.get('organization') or OWNER}/{asked['name']}"
+        wanted = json.loads(content)
+        repo = f"{wanted.get('organization') or OWNER}/{wanted['name']}"
         about = {"url": f"{self.hub.address}/{repo}", "name": repo}
         if repo in self.hub.repositories:
             return self._send(409, about)
-        private = bool(asked.get("private")) or asked.get("visibility") == "private"
+        private = bool(wanted.get("private")) or wanted.get("visibility") == "private"
         self.hub.add(repo, {}, private=private)
         return self._send(200, about)
 
@@ -182,13 +193,15 @@ class _Handler(BaseHTTPRequestHandler):
     def commit(self, content: bytes, repo: str, revision: str) -> None:
         if (found := self._repository(repo, revision, content=False)) is None:
             return
-        changes = {}
+        changes: dict[str, bytes | None] = {}
         for line in map(json.loads, content.splitlines()):
             value = line["value"]
             if line["key"] == "file":
                 changes[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 changes[value["path"]] = self.hub.objects[value["oid"]]
+            elif line["key"] == "deletedFile":
+                changes[value["path"]] = None
         oid = found[0].commit(changes)
         self._send(200, {"success": True, "commitOid": oid, "commitUrl": f"{self.hub.address}/{repo}/commit/{oid}"})
 
@@ -224,6 +237,7 @@ def serve_hub() -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        hub.closing.set()
         server.shutdown()
         server.server_close()
         thread.join()

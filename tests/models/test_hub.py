@@ -2,11 +2,14 @@ import copy
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
+import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from tests.hub_server import OWNER, READ_TOKEN, TOKEN, Hub
 
 from cribo.errors import InputError
@@ -89,6 +92,32 @@ def test_a_cached_copy_is_used_without_a_network(
         load_backbone("hf://owner/tiny@v2")
 
 
+def test_an_interrupted_update_does_not_hide_the_cached_version(
+    published: Backbone, hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = load_backbone("hf://owner/tiny").loaded
+    assert first is not None
+    second = hub.repositories["owner/tiny"].commit({"model.safetensors": b"new", "config.json": b"{}"})
+    hub.failing = ("model.safetensors",)
+    with pytest.raises(ConnectionError):
+        load_backbone("hf://owner/tiny")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    loaded = load_backbone("hf://owner/tiny")
+    assert loaded.fingerprint() == published.fingerprint()
+    assert f"{second} of hf://owner/tiny is not complete: using the cached commit {first.revision}" in caplog.text
+
+
+def test_a_hub_that_does_not_answer_does_not_hang(
+    published: Backbone, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_backbone("hf://owner/tiny")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_ETAG_TIMEOUT", 0.1)
+    hub.is_silent = True
+    assert load_backbone("hf://owner/tiny").fingerprint() == published.fingerprint()
+    with pytest.raises(ConnectionError, match="cannot download hf://owner/other"):
+        load_backbone("hf://owner/other")
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -99,9 +128,11 @@ def test_a_cached_copy_is_used_without_a_network(
         ("hf://owner/tiny/modle.safetensors", "no file or folder 'modle.safetensors': it has model.safetensors"),
         ("hf://owner/text", "hf://owner/text has no weights that cribo can read"),
         ("hf://owner/many", r"has several weights \(a.pth, b.pth\): name one, such as hf://owner/many/a.pth"),
+        ("hf://owner/deep", r"has its weights elsewhere \(unet/a.pth\): name one, such as hf://owner/deep/unet/a.pth"),
         ("hf://owner/shards", "split into 2 files"),
         ("hf://owner", "'hf://owner' is not a name on the Hugging Face hub: write hf://owner/name"),
         ("hf://owner/name/../../etc", "is not a name on the Hugging Face hub"),
+        ("hf://owner/name@refs/x/1", "is not a name on the Hugging Face hub"),
         ("hf:owner/name", "is not a name on the Hugging Face hub"),
     ],
 )
@@ -112,20 +143,29 @@ def test_errors_name_the_repository_and_say_what_to_do(
     hub.add("owner/secret", {"model.safetensors": b""}, private=True)
     hub.add("owner/text", {"README.md": b"# Text"})
     hub.add("owner/many", {"a.pth": b"", "b.pth": b""})
+    hub.add("owner/deep", {"unet/a.pth": b""})
     hub.add("owner/shards", {f"model-0000{number}-of-00002.safetensors": b"" for number in (1, 2)})
     with pytest.raises(InputError, match=message) as raised:
         load_backbone(source)
     assert "\n" not in str(raised.value)
 
 
-def test_a_failing_hub_is_a_connection_error(published: Backbone, hub: Hub) -> None:
-    hub.failing = ("/resolve/",)
+@pytest.mark.parametrize("part", ["/resolve/", "/api/models"])
+def test_only_temporary_failures_are_connection_errors(part: str, published: Backbone, hub: Hub) -> None:
+    hub.failing = (part,)
     with pytest.raises(ConnectionError, match="hf://owner/tiny"):
+        load_backbone("hf://owner/tiny")
+    hub.status = 403
+    with pytest.raises(InputError, match=r"access to hf://owner/tiny is denied .*that your account may read it"):
+        load_backbone("hf://owner/tiny")
+    hub.status = 400
+    with pytest.raises(InputError, match="refuses the request for hf://owner/tiny"):
         load_backbone("hf://owner/tiny")
 
 
 def test_names_do_not_depend_on_the_file_system(tmp_path: Path) -> None:
     assert hub_name("hf://a/b@v1/c/d.pth") == HubName("a", "v1", "c/d.pth")._replace(repo="a/b")
+    assert hub_name("hf://a/b@refs/pr/1/c.pth") == HubName("a/b", "refs/pr/1", "c.pth")
     assert backbone_name(BackboneSource("hf://a/b/model.safetensors")) == "b"
     assert backbone_name(BackboneSource("hf://a/b@v1", pretrained=False)) == "b-random"
     assert portable_source("hf://a/b").source == "hf://a/b"
@@ -133,6 +173,25 @@ def test_names_do_not_depend_on_the_file_system(tmp_path: Path) -> None:
         "x/pytorch_model.bin",
         ["README.md", "x/config.json"],
     )
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("facebook/dinov2-small", "hf://facebook/dinov2-small"),
+        ("hf-hub:owner/name@v1", "hf://owner/name@v1"),
+        ("https://huggingface.co/owner/name", "hf://owner/name"),
+        ("https://huggingface.co/owner/name/blob/main/a/b.pth", "hf://owner/name/a/b.pth"),
+    ],
+)
+def test_other_spellings_are_answered_with_the_name_to_write(source: str, name: str) -> None:
+    with pytest.raises(FileNotFoundError, match=f"for the Hugging Face hub, write {name}$"):
+        load_backbone(source)
+
+
+def test_a_missing_folder_is_named_where_a_repository_is_missing(hub: Hub) -> None:
+    with pytest.raises(InputError, match=r"runs/camvd does not exist on .*The local folder runs/camvd does not exist"):
+        Backbone.from_pretrained("runs/camvd")
 
 
 # Licences
@@ -206,10 +265,39 @@ def test_timm_and_from_pretrained_read_what_push_to_hub_writes(
     model = timm.create_model("hf-hub:owner/pushed", pretrained=True)
     assert torch.equal(model.state_dict()["pos_embed"], backbone.model.pos_embed)
     with pytest.raises(
-        InputError, match=r"contains an earlier export \(.*\): choose another --repo, or set --overwrite"
+        InputError, match=r"contains an earlier export \(.*\): choose another repository, or set --overwrite"
     ):
         backbone.push_to_hub("owner/pushed")
     backbone.push_to_hub("owner/pushed", overwrite=True)
+
+
+def test_overwriting_leaves_no_file_of_the_former_weights(
+    backbone: Backbone, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    save_backbone(build_backbone("vit_tiny_patch16_224", args=TINY, image_size=32, seed=5), tmp_path / "run")
+    others = {"evaluation/card.png": b"", "preprocessor_config.json": b"{}", "thesis.tex": b"years of work"}
+    hub.add_folder("owner/run", tmp_path / "run").commit(others)
+    backbone.push_to_hub("owner/run", overwrite=True)
+    own = {".gitattributes", "README.md", "config.json", "cribo.json", "model.safetensors"}
+    assert set(hub.repositories["owner/run"].files) == own | {"thesis.tex"}
+    assert load_backbone("hf://owner/run").fingerprint() == backbone.fingerprint()
+
+
+def test_the_repository_and_the_branch_are_checked_before_files_are_written(
+    backbone: Backbone, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with pytest.raises(InputError, match="requires repo_id, owner/name"):
+        backbone.save_pretrained(tmp_path / "saved", push_to_hub=True)
+    with pytest.raises(InputError, match=r"\(repo_id\) must be owner/name"):
+        backbone.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="tiny")
+    assert not (tmp_path / "saved").exists()
+    hub.add("owner/tiny", {})
+    with pytest.raises(InputError, match="owner/tiny has no branch 'dev': create it at http"):
+        backbone.push_to_hub("owner/tiny", branch="dev")
+    backbone.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="owner/tiny")
+    assert "model.safetensors" in hub.repositories["owner/tiny"].files
 
 
 def test_save_pretrained_replaces_nothing_of_the_user(backbone: Backbone, tmp_path: Path) -> None:
@@ -221,6 +309,34 @@ def test_save_pretrained_replaces_nothing_of_the_user(backbone: Backbone, tmp_pa
     with pytest.raises(FolderError, match="replace it with overwrite=True"):
         backbone.save_pretrained(tmp_path / "saved")
     assert Backbone.from_pretrained(tmp_path / "saved").fingerprint() == backbone.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "numerics", "note"),
+    [
+        ("vit_tiny_patch16_224", TINY, Numerics(norm_eps=1e-2), "norm_eps 0.01"),
+        ("vit_base_patch16_224", {**TINY, "global_pool": "avg"}, Numerics(), "model.fc_norm"),
+        ("convnext_atto", {"depths": (1, 1, 1, 1), "dims": (8, 8, 8, 8)}, Numerics(), "model.head.norm"),
+    ],
+)
+def test_a_card_says_what_timm_does_differently(
+    name: str, args: dict[str, Any], numerics: Numerics, note: str, tmp_path: Path
+) -> None:
+    backbone = build_backbone(name, args=args, image_size=64).eval()
+    backbone.set_numerics(numerics)
+    norm = backbone.model.get_submodule(note.removeprefix("model.")) if "model" in note else backbone.model.norm
+    norm.weight.data.uniform_(1, 2)
+    backbone.save_pretrained(tmp_path / "saved")
+    card = (tmp_path / "saved/README.md").read_text()
+    assert note in card.partition("- Note: ")[2]
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
+    names: dict[str, Any] = {"picture": picture}
+    code = card.partition("```python\n")[2].partition("```")[0]
+    with torch.no_grad():
+        exec(code.replace("local-dir:.", f"local-dir:{tmp_path / 'saved'}"), names)
+        expected = backbone.encode(names["transform"](picture)[None]).tokens
+    found = names["tokens"] if "tokens" in names else names["feature_map"].flatten(2).mT
+    assert torch.allclose(found, expected, atol=1e-4) == (numerics == Numerics())
 
 
 def test_backbones_can_be_copied_pickled_and_trained() -> None:
@@ -237,8 +353,8 @@ def test_backbones_can_be_copied_pickled_and_trained() -> None:
 @pytest.mark.parametrize(
     ("repo", "token", "message"),
     [
-        ("tiny", TOKEN, "--repo must be owner/name"),
-        ("owner/tiny@v1", TOKEN, "--repo must be owner/name"),
+        ("tiny", TOKEN, r"--repo \(repo_id\) must be owner/name"),
+        ("owner/tiny@v1", TOKEN, r"--repo \(repo_id\) must be owner/name"),
         ("owner/new", None, "no token for the Hugging Face hub: create one .*`hf auth login`, or set HF_TOKEN"),
         ("owner/new", "hf_wrong", "does not accept your token"),
         ("owner/new", READ_TOKEN, "the token 'laptop' may only read"),

@@ -25,9 +25,10 @@ agree with those of the backbone to 1e-4 of the largest (1e-2 in float16), at se
   cribo export --backbone runs/camvid --to torch-export   the same, for PyTorch
   cribo export --backbone runs/camvid --to hub --repo owner/name   publish on the Hugging Face hub, for timm and cribo
 
-Any backbone that can be evaluated can be exported: a run, a checkpoint of another project, a timm name. Choose timm or
-transformers to continue training, hub to publish weights, and onnx for other runtimes. Publishing requires a token of
-the hub (`hf auth login`); all files are uploaded in one commit. The model card states the licence of the weights.
+Any backbone that can be evaluated can be exported: a run, a checkpoint of another project, a timm name, or
+hf://owner/name. Choose timm or transformers to continue training, hub to publish weights, and onnx for other runtimes.
+Publishing requires a token of the hub (`hf auth login`); all files are uploaded in one commit. The model card states
+the licence of the weights.
 """
 
 _HUB = "hub"
@@ -54,7 +55,8 @@ def run(words: list[str], console: Console) -> None:
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace an existing export in --out, or files of the same names in --repo in a new commit",
+        help="replace an existing export in --out, or, in a new commit, the weights in --repo and the files that "
+        "describe them",
     )
     parser.add_argument(
         "--image_size",

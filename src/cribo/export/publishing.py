@@ -1,30 +1,30 @@
 """Publication of a backbone on the Hugging Face hub: the verified export to timm, its model card and its benchmark."""
 
 import json
-import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.parse import quote
 
 from cribo.errors import InputError
-from cribo.evaluation.results import RESULTS
+from cribo.evaluation.results import RESULTS, metric_title, percent, varied_title, varied_value
 from cribo.export.options import ExportOptions
 from cribo.export.run import ExportReport, check_section, export_backbone
 from cribo.export.target import data_type
 from cribo.files import write_text
-from cribo.models import Backbone, how_to_load, model_card, publishing_to
-from cribo.models.card import CARD
+from cribo.models import Backbone
+from cribo.models.card import CARD, model_card
 from cribo.models.hub import address
+from cribo.models.publishing import OUTDATED, publishing_to
+from cribo.models.timm_layout import how_to_load
 
 BENCHMARK_CARD = "card.md"
 """The text of a card of `cribo benchmark`, beside its `results.json`."""
 
 _PICTURES = "evaluation"  # folder of the repository
-_LOCAL = ("- Backbone:", "- Command:", "- The folder of each")  # lines of the card with local paths
-_PATH = re.compile(r"(?<![\w:/.~\]])(?:~|[A-Za-z]:)?[/\\](?:[^\s`|()/\\]+[/\\])*([^\s`|()/\\]+)")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ def publish_backbone(
         repo: owner/name; created if it does not exist.
         card: folder of `cribo benchmark`, whose scores and pictures are added to the model card.
         private: create a private repository.
-        overwrite: replace files of the same names in a new commit; earlier commits are kept.
+        overwrite: replace the weights in the repository, and the files that describe them, in a new commit; earlier
+            commits are kept.
         token: token of the hub; by default that of `hf auth login` or HF_TOKEN.
         progress: called with the phase, the number of processed items and their total.
         **options: fields of `ExportOptions`, such as `precision="float16"`.
@@ -89,17 +90,23 @@ def publish_backbone(
             how_to_load=f'{code}\n\nimport cribo\nbackbone = cribo.load_backbone("hf://{repo}")',
             written_by="`cribo export --to hub`",
             precision=chosen.precision,
+            notes=report.notes,
             sections=(*sections, check_section(report.difference)),
         )
         write_text(folder / CARD, text)
         if card is not None:
-            for picture in Path(card).glob("*.png"):
+            for picture in _pictures(require_card(Path(card)), Path(card)):
                 (folder / _PICTURES).mkdir(exist_ok=True)
-                shutil.copyfile(picture, folder / _PICTURES / picture.name)
+                shutil.copyfile(Path(card) / picture, folder / _PICTURES / picture)
         progress("uploading", 0, 1)
         api = HfApi(token=token)
         api.create_repo(repo, private=private or None, exist_ok=True)
-        commit = api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"{backbone.name} by cribo")
+        commit = api.upload_folder(
+            repo_id=repo,
+            folder_path=folder,
+            commit_message=f"{backbone.name} by cribo",
+            delete_patterns=list(OUTDATED) if overwrite else None,
+        )
         progress("uploading", 1, 1)
     return Published(address(repo), commit.commit_url, report)
 
@@ -127,20 +134,56 @@ def read_card(folder: Path, backbone: Backbone) -> str:
     Raises:
         InputError: the folder contains no card, or that of another backbone.
     """
-    about = require_card(folder)["backbone"]
+    record = require_card(folder)
+    about = record["backbone"]
     if about.get("fingerprint") != backbone.fingerprint():
         raise InputError(
             f"--card {folder} has scores of another backbone, {about.get('name')}: run cribo benchmark with the "
             "backbone to publish, without --image_size"
         )
-    lines = (folder / BENCHMARK_CARD).read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines[1:] if not line.startswith(_LOCAL)]
-    text = "\n".join(_public(line, folder) for line in kept).strip()
-    return f"## Evaluation\n\nBy `cribo benchmark`. {text}"
+    return _evaluation_section(record, folder)
 
 
-def _public(line: str, folder: Path) -> str:
-    """Return a line of a card one level deeper, with pictures in the repository and names instead of paths."""
-    if picture := re.fullmatch(r"!\[(.*)\]\(([^/)]+)\)", line):
-        return f"![{picture[1]}]({_PICTURES}/{picture[2]})" if (folder / picture[2]).is_file() else ""
-    return ("#" if line.startswith("##") else "") + _PATH.sub(r"\1", line)
+def _evaluation_section(record: Mapping[str, Any], folder: Path) -> str:
+    """Return the scores and conditions of a benchmark, from fields that contain names and numbers only."""
+    rows = record["rows"]
+    own = record["backbone"]["fingerprint"]
+    scores = [
+        {
+            "backbone" if result["backbone"]["fingerprint"] == own else result["name"]: result["figures"]
+            for result in row["comparison"]["results"]
+        }
+        for row in rows
+    ]
+    networks = list(dict.fromkeys(name for row in scores for name in row))
+    table = [["evaluation", "set", "score [%]", *networks], [":--"] * 3 + ["--:"] * len(networks)]
+    for row, figures in zip(rows, scores, strict=True):
+        varies, metric = row["comparison"]["varies"], row["comparison"]["metrics"][0]
+        for value in dict.fromkeys(figure[varies] for figures_of in figures.values() for figure in figures_of):
+            of = {name: next((f for f in found if f[varies] == value), {}) for name, found in figures.items()}
+            at = f"best {varied_title(varies)}"
+            if value is not None:
+                at = f"{varied_title(varies)} {varied_value(varies, value)}"
+            cells = [percent(of.get(name, {}).get(metric), of.get(name, {}).get(f"{metric}_std")) for name in networks]
+            table.append([row["evaluation"], Path(row["set"]).name, f"{metric_title(metric)}, {at}", *cells])
+    lines = ["| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |" for cells in table]
+    conditions = [f"- Features: of the last {_blocks(record['backbone']['layers'])}."]
+    if record["quick"]:
+        conditions.append("- Quick benchmark: few, small images; not comparable with published scores.")
+    versions = {(name, value): None for row in rows for name, value in row["versions"].items()}
+    conditions.append(f"- Computed with {', '.join(f'{name} {value}' for name, value in versions)}.")
+    if missing := record["not_measured"]:
+        conditions.append(f"- Not measured: {', '.join(missing)}.")
+    pictures = [f"![{Path(file).stem}]({_PICTURES}/{quote(file)})" for file in _pictures(record, folder)]
+    parts = ["\n".join(lines), "\n".join(conditions), *pictures]
+    return "## Evaluation\n\nBy `cribo benchmark`.\n\n" + "\n\n".join(parts)
+
+
+def _blocks(layers: int) -> str:
+    return "block" if layers == 1 else f"{layers} blocks"
+
+
+def _pictures(record: Mapping[str, Any], folder: Path) -> list[str]:
+    """Return the names of the pictures that the benchmark has written to its folder."""
+    names = ["card.png", *(f"{row['evaluation']}-{row['set']}.png" for row in record["rows"])]
+    return [name for name in names if (folder / name).is_file()]

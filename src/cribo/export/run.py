@@ -152,6 +152,7 @@ def export_backbone(
             how_to_load=f"# in the folder of this file\n{in_folder}",
             written_by=f"`cribo export --to {to}`",
             precision=chosen.precision,
+            notes=written.notes,
             sections=(check_section(difference),),
         )
         write_text(folder / CARD, card)

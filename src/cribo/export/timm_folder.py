@@ -1,6 +1,5 @@
 """Export to timm: a folder with weights and configuration in the layout of the Hugging Face hub."""
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,14 @@ from torch import Tensor, nn
 from cribo.export.options import ExportOptions
 from cribo.export.target import Encode, Exporter, Written, data_type
 from cribo.models import Backbone, normalise
-from cribo.models.numerics import Numerics
 from cribo.models.saving import late_norm
-from cribo.models.timm_layout import how_to_load, not_of_timm, write_timm_layout
-
-_READOUT = "the readout layer is stored as timm's classifier; the code below applies it"
+from cribo.models.timm_layout import how_to_load, not_of_timm, notes_on, write_timm_layout
 
 
 def write(backbone: Backbone, folder: Path, options: ExportOptions) -> Written:
     """Write `model.safetensors` and `config.json` in the layout of timm's own weights on the hub."""
     write_timm_layout(backbone, folder, data_type(options))
-    return Written(how_to_load(backbone, "local-dir:{folder}", data_type(options)), _notes(backbone))
+    return Written(how_to_load(backbone, "local-dir:{folder}", data_type(options)), notes_on(backbone))
 
 
 def load(folder: Path, options: ExportOptions) -> Encode:
@@ -57,27 +53,6 @@ def split(model: Any, features: Tensor) -> tuple[Float[Tensor, "b n d"], Float[T
         has_global = model.cls_token is not None and name is None
         global_token = features[:, 0] if has_global else norm(patches.mean(dim=1))
     return readout(tokens), readout(global_token)
-
-
-def _notes(backbone: Backbone) -> tuple[str, ...]:
-    notes = []
-    if backbone.numerics != Numerics():
-        what = ", ".join(
-            f"{field.name} {getattr(backbone.numerics, field.name)}"
-            for field in fields(Numerics)
-            if getattr(backbone.numerics, field.name) != field.default
-        )
-        notes.append(
-            f"timm's configuration cannot store the numerics of these weights ({what}): the difference below is "
-            "measured with timm's defaults"
-        )
-    if backbone.readout is not None:
-        notes.append(_READOUT)
-    elif norm := late_norm(backbone.model):
-        notes.append(
-            f"the final norm follows the pooling: model.{norm}(features) returns the tokens that were compared"
-        )
-    return tuple(notes)
 
 
 TIMM = Exporter(write, load, lambda backbone, options: not_of_timm(backbone))

@@ -10,16 +10,11 @@ if TYPE_CHECKING:
     from cribo.models.backbone import Features as Features
     from cribo.models.backbone import evaluation_mode as evaluation_mode
     from cribo.models.backbone import normalise as normalise
-    from cribo.models.card import model_card as model_card
     from cribo.models.hub import HubName as HubName
-    from cribo.models.hub import download as download
     from cribo.models.hub import hub_name as hub_name
     from cribo.models.licences import Licence as Licence
-    from cribo.models.publishing import publishing_to as publishing_to
     from cribo.models.saving import describe as describe
     from cribo.models.saving import save_backbone as save_backbone
-    from cribo.models.timm_layout import how_to_load as how_to_load
-    from cribo.models.timm_layout import write_timm_layout as write_timm_layout
     from cribo.models.weights import build_backbone as build_backbone
     from cribo.models.weights import load_backbone as load_backbone
     from cribo.models.weights import load_pretrained as load_pretrained

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -448,7 +449,6 @@ class Backbone(nn.Module, ModelHubMixin):
         return features
 
     # ------------------------------------------------------------------------------------------ Hugging Face hub
-    # `cribo.models` is imported in the methods, because its other modules build on this one.
 
     @classmethod
     def from_pretrained(
@@ -476,17 +476,15 @@ class Backbone(nn.Module, ModelHubMixin):
         Raises:
             errors of `load_backbone`.
         """
-        from cribo import models
-
-        source = pretrained_model_name_or_path
-        name = models.hub_name(source)
-        if name is None and isinstance(source, str) and source.count("/") == 1 and not Path(source).exists():
-            name = models.hub_name(f"hf://{source}")
-        if name is None:
-            return models.load_backbone(source, **model_kwargs).eval()
-        name = name._replace(revision=revision or name.revision)
-        found = models.download(name, token=token, cache_dir=cache_dir, force=force_download, local=local_files_only)
-        return models.load_backbone(found, **model_kwargs).eval()
+        return _hub_methods().load(
+            pretrained_model_name_or_path,
+            model_kwargs,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            force=force_download,
+            local=local_files_only,
+        )
 
     def save_pretrained(self, save_directory: str | Path, *, overwrite: bool = False, **options: Any) -> str | None:
         """Save weights, configuration and model card in timm's layout, as `cribo export --to timm` without its check.
@@ -494,16 +492,22 @@ class Backbone(nn.Module, ModelHubMixin):
         Args:
             save_directory: folder to write, as a whole.
             overwrite: replace an export in this folder.
-            **options: as in `huggingface_hub.ModelHubMixin`, such as `push_to_hub=True`.
+            **options: as in `huggingface_hub.ModelHubMixin`, such as `push_to_hub=True` and `repo_id`.
 
         Raises:
             FolderError: the folder contains files, and `overwrite` is not set or they are no export.
-            InputError: the network is not timm's.
+            InputError: the network is not timm's; or, with `push_to_hub=True`, `repo_id` is missing or cannot be
+                written.
         """
         folder = Path(save_directory)
         if options.pop("push_to_hub", False):
+            repo = options.pop("repo_id", None)
+            if repo is None:
+                raise InputError("push_to_hub=True requires repo_id, owner/name; nothing was written")
+            checked = {name: options.get(name) for name in ("private", "token")}
+            _hub_methods().require_publishable(repo, overwrite=overwrite, **checked)
             self.save_pretrained(folder, overwrite=overwrite)
-            return self.push_to_hub(options.pop("repo_id", None) or folder.name, overwrite=overwrite, **options)
+            return self.push_to_hub(repo, overwrite=overwrite, **options)
         advice = "choose another folder, or replace it with overwrite=True"
         write = super().save_pretrained
         ResultFolder(folder, "export", overwrite=overwrite, advice=advice).create(
@@ -516,7 +520,8 @@ class Backbone(nn.Module, ModelHubMixin):
 
         Args:
             repo_id: owner/name; created if it does not exist.
-            overwrite: replace files of the same names in a new commit; earlier commits are kept.
+            overwrite: replace the weights in the repository, and the files that describe them, in a new commit; earlier
+                commits are kept.
             **options: as in `huggingface_hub.ModelHubMixin`, such as `private=True` or `token`.
 
         Raises:
@@ -524,27 +529,14 @@ class Backbone(nn.Module, ModelHubMixin):
                 set.
             ConnectionError: the hub cannot be reached; nothing was committed.
         """
-        from cribo import models
-
-        options = {"commit_message": f"{self.name} by cribo", "model_card_kwargs": {"repo_id": repo_id}, **options}
-        with models.publishing_to(
-            repo_id, overwrite=overwrite, private=options.get("private"), token=options.get("token")
-        ):
-            return super().push_to_hub(repo_id, **options)
+        return _hub_methods().push(self, repo_id, super().push_to_hub, overwrite=overwrite, options=options)
 
     def generate_model_card(self, *args: Any, repo_id: str | None = None, **kwargs: Any) -> ModelCard:
         """Return the model card; `repo_id` is the repository from which its code loads the backbone."""
-        from cribo import models
-
-        code = models.how_to_load(self, "local-dir:." if repo_id is None else f"hf-hub:{repo_id}")
-        return ModelCard(
-            models.model_card(self, library="timm", how_to_load=code, written_by="`Backbone.save_pretrained`")
-        )
+        return _hub_methods().card(self, repo_id)
 
     def _save_pretrained(self, save_directory: Path) -> None:
-        from cribo import models
-
-        models.write_timm_layout(self, save_directory)
+        _hub_methods().write_timm_layout(self, save_directory)
 
     # ---------------------------------------------------------------------------------------------------- encoding
 
@@ -714,6 +706,11 @@ class Backbone(nn.Module, ModelHubMixin):
         used = {id(leaf) for leaf in _leaves(features.global_token) | _leaves(features.tokens)}
         unused = (name for name, parameter in self.model.named_parameters() if id(parameter) not in used)
         return features.tokens.shape[-1], frozenset(unused)
+
+
+def _hub_methods() -> Any:
+    """Return the module with the methods for the hub, which builds on this one: it cannot be imported before."""
+    return import_module("cribo.models.hub_methods")
 
 
 def _has_argument(model: nn.Module, argument: str) -> bool:

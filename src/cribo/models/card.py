@@ -46,6 +46,7 @@ def model_card(
     how_to_load: str,
     written_by: str,
     precision: str = "float32",
+    notes: Sequence[str] = (),
     sections: Sequence[str] = (),
 ) -> str:
     """Describe saved weights in Markdown; the text contains no local paths.
@@ -56,6 +57,7 @@ def model_card(
         how_to_load: Python code that loads them.
         written_by: name of the command or function that wrote them.
         precision: data type of the weights.
+        notes: notes for users of the code.
         sections: further sections, before the licence.
     """
     source = "trained from random weights"
@@ -77,6 +79,7 @@ def model_card(
         how_to_load=how_to_load,
     )
     header = yaml.safe_dump(_header(backbone, library), sort_keys=False)
+    text += "".join(f"\n- Note: {note}.\n" for note in notes)
     return "\n".join([f"---\n{header}---", text, *(f"{section}\n" for section in sections), _licence_section(backbone)])
 
 

@@ -2,15 +2,25 @@
 
 import contextlib
 import difflib
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from cribo.errors import InputError
 
+if TYPE_CHECKING:
+    from huggingface_hub.errors import HfHubHTTPError
+
+_logger = logging.getLogger(__name__)
+
 _SCHEME = "hf://"
-_NAME = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[^/@]+))?(/(?P<path>[^@]+?))?/?")
+_ADDRESS = re.compile(
+    r"(?:hf-hub:|https?:/+(?:www\.)?(?:huggingface\.co|hf\.co)/)?(?P<repo>[\w-][\w.-]*/[\w.-]+?)(?:@(?P<version>[^/@]+))?"
+    r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/]+)(?P<path>/.+?)?)?/?"
+)
+_NAME = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>refs/pr/\d+|(?!refs/)[^/@]+))?(/(?P<path>[^@]+?))?/?")
 
 WEIGHTS = ("backbone.safetensors", "model.safetensors", "pytorch_model.bin")
 """Names of weights in a folder, the first that exists is used."""
@@ -83,10 +93,27 @@ def hub_name(source: str | Path) -> HubName | None:
     found = _NAME.fullmatch(text)
     if found is None or {"", ".", ".."} & {*(found["path"] or "-").split("/")}:
         raise InputError(
-            f"{text!r} is not a name on the Hugging Face hub: write hf://owner/name, hf://owner/name@revision or "
+            f"{text!r} is not a name on the Hugging Face hub: write hf://owner/name, hf://owner/name@revision (a "
+            "branch or tag without slashes, a commit, or refs/pr/N) or "
             "hf://owner/name/file"
         )
     return HubName(found["repo"], found["revision"], found["path"] or "")
+
+
+def suggested_name(source: str | Path) -> HubName | None:
+    """Return the repository that is probably meant by a source that is no local file; None if there is none.
+
+    Example:
+        >>> print(suggested_name("hf-hub:owner/name"), suggested_name("https://huggingface.co/owner/name/tree/v1/run"))
+        hf://owner/name hf://owner/name@v1/run
+        >>> suggested_name("runs/a/b") is suggested_name("/data") is None
+        True
+    """
+    found = _ADDRESS.fullmatch(source.as_posix() if isinstance(source, Path) else source)
+    if found is None or found["repo"].endswith(WEIGHT_SUFFIXES):
+        return None
+    revision = found["version"] or found["revision"]
+    return HubName(found["repo"], None if revision == "main" else revision, (found["path"] or "").strip("/"))
 
 
 def source_name(source: str) -> str:
@@ -131,14 +158,15 @@ def download(
         InputError: the repository, revision or file does not exist, is private or gated, or contains no weights.
         ConnectionError: the hub cannot be reached, and the weights are not cached.
     """
-    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub import HfApi, constants, hf_hub_download
 
     where = None if cache_dir is None else str(cache_dir)
     with explained_errors(name):
         try:
             if local:
                 raise ConnectionError("only the cache is used")
-            found = HfApi(token=token).model_info(name.repo, revision=name.revision)
+            timeout = constants.HF_HUB_ETAG_TIMEOUT
+            found = HfApi(token=token).model_info(name.repo, revision=name.revision, timeout=timeout)
         except Exception as error:
             if not _is_connection_error(error):
                 raise
@@ -205,15 +233,19 @@ def _only_weights(here: Sequence[str], files: Sequence[str], name: HubName) -> s
     elsewhere = candidates or [file for file in files if is_weights(file)]
     if elsewhere:
         listed = ", ".join(elsewhere[:_LISTED]) + (", ..." if len(elsewhere) > _LISTED else "")
-        raise InputError(f"{name} has several weights ({listed}): name one, such as hf://{name.repo}/{elsewhere[0]}")
+        where = "several weights" if len(elsewhere) > 1 else "its weights elsewhere"
+        raise InputError(f"{name} has {where} ({listed}): name one, such as hf://{name.repo}/{elsewhere[0]}")
     raise InputError(
         f"{name} has no weights that cribo can read (of {', '.join(WEIGHT_SUFFIXES)}): {_see(name)} shows its files"
     )
 
 
 def _cached(name: HubName, cache_dir: str | None) -> Download | None:
-    """Find the weights in the cache; None if they, or the configuration beside them, are not there."""
-    from huggingface_hub import snapshot_download
+    """Find the weights in the cache; None if they, or the configuration beside them, are not there.
+
+    An interrupted update leaves its commit without weights: then an earlier commit of the main branch is used.
+    """
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
@@ -223,9 +255,26 @@ def _cached(name: HubName, cache_dir: str | None) -> Download | None:
                 name.repo, revision=name.revision, cache_dir=cache_dir, local_files_only=True, allow_patterns=[]
             )
         )
-        files = [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()]
-        weights, others = choose_files(files, name)
-    except (LocalEntryNotFoundError, InputError):
+    except LocalEntryNotFoundError:
+        return None
+    if (found := _in_snapshot(name, root)) is not None or name.revision not in (None, constants.DEFAULT_REVISION):
+        return found
+    others = sorted(root.parent.iterdir(), key=lambda folder: folder.stat().st_mtime_ns, reverse=True)
+    found = next(filter(None, (_in_snapshot(name, folder) for folder in others)), None)
+    if found is not None:
+        _logger.warning(
+            f"the download of commit {root.name} of {name} is not complete: using the cached commit {found.commit}"
+        )
+    return found
+
+
+def _in_snapshot(name: HubName, root: Path) -> Download | None:
+    """Find the weights in the cached files of a commit."""
+    try:
+        weights, others = choose_files(
+            [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()], name
+        )
+    except InputError:
         return None
     is_described = any(PurePosixPath(file).name in (_CONFIG, _DESCRIPTION) for file in others)
     if not is_described and PurePosixPath(weights).name in WEIGHTS and weights != name.path:
@@ -266,7 +315,7 @@ def address(repo: str) -> str:
 
 
 @contextlib.contextmanager
-def explained_errors(name: HubName) -> Iterator[None]:
+def explained_errors(name: HubName, *, writing: bool = False) -> Iterator[None]:
     """Convert errors of the hub's client to one line that says what to do."""
     from huggingface_hub import errors
 
@@ -281,7 +330,10 @@ def explained_errors(name: HubName) -> Iterator[None]:
         ) from error
     except errors.RevisionNotFoundError as error:
         raise InputError(
-            f"{repo} has no revision {name.revision!r}: omit it, or choose a branch, tag or commit of {address(repo)}"
+            f"{repo} has no branch {name.revision!r}: create it at {address(repo)}, or omit it"
+            if writing
+            else f"{repo} has no revision {name.revision!r}: omit it, or choose a branch, tag or commit of "
+            f"{address(repo)}"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise InputError(
@@ -289,20 +341,20 @@ def explained_errors(name: HubName) -> Iterator[None]:
             f"it is private, {LOG_IN}{_of_reader()}"
         ) from error
     except errors.LocalEntryNotFoundError as error:
+        if isinstance(error.__cause__, errors.HfHubHTTPError) and not _is_temporary(error.__cause__):
+            raise _refusal(name, error.__cause__, writing=writing) from error
         raise ConnectionError(_not_cached(name, error)) from error
     except errors.EntryNotFoundError as error:
         raise InputError(f"{repo} has no such file: {_see(name)} shows its files") from error
     except errors.HfHubHTTPError as error:
-        status = error.response.status_code
-        if status == 401:
-            raise InputError(
-                f"the Hugging Face hub does not accept your token: create one at {address('settings/tokens')}, then "
-                f"{LOG_IN}"
-            ) from error
+        if not _is_temporary(error):
+            raise _refusal(name, error, writing=writing) from error
         raise ConnectionError(f"the Hugging Face hub failed at {name} ({_first_line(error)}): try later") from error
     except RuntimeError as error:
         if not isinstance(error.__cause__, errors.HfHubHTTPError):
             raise
+        if not _is_temporary(error.__cause__):
+            raise _refusal(name, error.__cause__, writing=writing) from error
         raise ConnectionError(f"the Hugging Face hub failed at {name} ({_first_line(error)})") from error
     except Exception as error:
         if isinstance(error, InputError | ConnectionError) or not _is_connection_error(error):
@@ -310,6 +362,27 @@ def explained_errors(name: HubName) -> Iterator[None]:
         raise ConnectionError(
             f"the connection to the Hugging Face hub failed at {name} ({_first_line(error)}): try again"
         ) from error
+
+
+def _refusal(name: HubName, error: "HfHubHTTPError", *, writing: bool) -> InputError:
+    """Return the error for a request that the hub will not accept when it is repeated."""
+    status, tokens = error.response.status_code, address("settings/tokens")
+    if status == 401:
+        return InputError(f"the Hugging Face hub does not accept your token: create one at {tokens}, then {LOG_IN}")
+    reason = _first_line(error)
+    if status == 403 and writing:
+        return InputError(f"the token may not write to {name.repo} ({reason}): give it write access at {tokens}")
+    if status == 403:
+        return InputError(
+            f"access to {name} is denied ({reason}): check at {address(name.repo)} that your account may read it, and "
+            f"at {tokens} that your token may"
+        )
+    return InputError(f"the Hugging Face hub refuses the request for {name}: {reason}")
+
+
+def _is_temporary(error: "HfHubHTTPError") -> bool:
+    """Whether a request may succeed when it is repeated: time-outs, conflicts, limits and failures of the server."""
+    return error.response.status_code in (408, 409, 412, 429) or error.response.status_code >= 500
 
 
 def _of_reader() -> str:
@@ -323,7 +396,7 @@ def _is_connection_error(error: Exception) -> bool:
     from huggingface_hub.errors import HfHubHTTPError
 
     if isinstance(error, HfHubHTTPError):
-        return error.response.status_code >= 500 or error.response.status_code == 429
+        return _is_temporary(error)
     # The client's own errors have no base class that all its versions share.
     is_client = type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "requests")
     return is_client or isinstance(error, ConnectionError | TimeoutError)

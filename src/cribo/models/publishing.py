@@ -7,8 +7,20 @@ from typing import Any
 
 from cribo.errors import InputError
 from cribo.folders import MARKER
-from cribo.models.hub import LOG_IN, HubName, address, explained_errors, hub_name
+from cribo.models.hub import LOG_IN, WEIGHTS, HubName, address, explained_errors, hub_name
 from cribo.models.licences import README, split_header
+
+OUTDATED = (
+    *(file for file in WEIGHTS if file != "model.safetensors"),
+    "backbone.json",
+    *("model-*-of-*.safetensors", "pytorch_model-*-of-*.bin", "*.index.json", "tf_model.h5", "flax_model.msgpack"),
+    *("preprocessor_config.json", "open_clip_config.json", "config.yaml", "variant.yml"),
+    *("export.json", "evaluation/*"),
+)
+"""Patterns of files that describe the former weights of a repository, or that readers would prefer to the new ones.
+
+Files that are uploaded in the same commit are kept.
+"""
 
 _HUBS_OWN = ".gitattributes"
 _LISTED = 4
@@ -16,18 +28,31 @@ _LISTED = 4
 
 @contextlib.contextmanager
 def publishing_to(
-    repo: str, *, overwrite: bool = False, private: bool | None = None, token: str | bool | None = None
+    repo: str,
+    *,
+    overwrite: bool = False,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    branch: str | None = None,
 ) -> Iterator[None]:
-    """Check a repository, then run the upload in this context, whose errors say what remains and what to do.
+    """Check a repository, then run the upload to a branch in this context; errors say what remains and what to do.
 
     Raises:
-        errors of `require_publishable`; ConnectionError: the upload failed, and nothing was committed.
+        errors of `require_publishable`; InputError: the hub refuses the upload; ConnectionError: the upload failed. In
+            both cases nothing was committed.
     """
-    require_publishable(repo, overwrite=overwrite, private=private, token=token)
+    is_new = not require_publishable(repo, overwrite=overwrite, private=private, token=token)
     try:
-        with explained_errors(HubName(repo)):
+        with explained_errors(HubName(repo, branch), writing=True):
             yield
-    except ConnectionError as error:
+    except (ConnectionError, InputError) as error:
+        if is_new and _exists(repo, token):
+            raise type(error)(
+                f"{error}. The new repository {address(repo)} remains and is empty: repeat the command, which uses it, "
+                "or delete it in its settings"
+            ) from error
+        if isinstance(error, InputError):
+            raise
         raise ConnectionError(
             f"{error}. The files of {address(repo)} are unchanged, because all are committed at once: repeat the "
             "command"
@@ -36,8 +61,8 @@ def publishing_to(
 
 def require_publishable(
     repo: str, *, overwrite: bool = False, private: bool | None = None, token: str | bool | None = None
-) -> None:
-    """Check that a backbone can be published in a repository, which need not exist.
+) -> bool:
+    """Check that a backbone can be published in a repository; return whether the repository exists.
 
     Args:
         repo: owner/name.
@@ -62,14 +87,14 @@ def require_publishable(
             f"{address('settings/tokens')}, then {LOG_IN}"
         )
     api = HfApi(token=token)
-    with explained_errors(name):
+    with explained_errors(name, writing=True):
         _require_writer(repo, api.whoami())
         try:
-            found = api.model_info(repo)
+            found = api.model_info(repo, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         except GatedRepoError:
             raise
         except RepositoryNotFoundError:
-            return
+            return False
         if private and not found.private:
             raise InputError(
                 f"{address(repo)} exists and is public: make it private in its settings, or omit --private"
@@ -77,11 +102,23 @@ def require_publishable(
         files = [file.rfilename for file in found.siblings or ()]
         if not overwrite:
             _require_empty(repo, files, token)
+    return True
+
+
+def _exists(repo: str, token: str | bool | None) -> bool:
+    """Whether a repository exists; False if the hub does not answer."""
+    from huggingface_hub import HfApi, constants
+
+    try:
+        HfApi(token=token).model_info(repo, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception:  # the client's errors have no common base; the first error is the one to report
+        return False
+    return True
 
 
 def _repository(repo: str) -> HubName:
     """Parse owner/name."""
-    malformed = f"--repo must be owner/name, the name of a repository on the Hugging Face hub, got {repo!r}"
+    malformed = f"--repo (repo_id) must be owner/name, the name of a repository on the Hugging Face hub, got {repo!r}"
     if repo.startswith("hf:"):
         raise InputError(malformed)
     try:
@@ -117,8 +154,8 @@ def _require_empty(repo: str, files: Sequence[str], token: str | bool | None) ->
     listed = ", ".join(others[:_LISTED]) + (", ..." if len(others) > _LISTED else "")
     what = "an earlier export" if MARKER in files else "other files"
     raise InputError(
-        f"{address(repo)} contains {what} ({listed}): choose another --repo, or set --overwrite, which replaces files "
-        "of the same names in a new commit (earlier commits are kept)"
+        f"{address(repo)} contains {what} ({listed}): choose another repository, or set --overwrite (overwrite=True), "
+        "which replaces the weights and their description in a new commit (earlier commits are kept)"
     )
 
 

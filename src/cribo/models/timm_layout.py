@@ -1,5 +1,6 @@
 """Backbones in the layout of timm's weights on the Hugging Face hub, which this package, timm and transformers read."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ import torch
 from cribo.errors import InputError
 from cribo.files import write_json
 from cribo.models.backbone import Backbone
-from cribo.models.saving import DESCRIBED, TIMM_TAG, describe, how_to_read_out
+from cribo.models.numerics import Numerics
+from cribo.models.saving import DESCRIBED, TIMM_TAG, describe, how_to_read_out, late_norm
 
 WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"
+
+_READOUT = "the readout layer is stored as timm's classifier; the code that loads it applies it"
 
 _LOAD = """\
 import timm
@@ -84,10 +88,34 @@ def how_to_load(backbone: Backbone, place: str, dtype: torch.dtype = torch.float
 
 
 def how_to_encode(backbone: Backbone, feature_map: str, tokens: str) -> str:
-    """Return the line of Python that encodes a picture as feature map or tokens, including the readout."""
+    """Return the line of Python that encodes a picture as feature map or tokens, with last norm and readout."""
     prefix = getattr(backbone.model, "num_prefix_tokens", None)
     line = feature_map if prefix is None else tokens.replace("{prefix}", str(prefix))
-    if backbone.readout is None:
-        return line
     name, _, features = line.partition(" = ")
-    return f"{name} = {how_to_read_out(backbone, features)}"
+    if backbone.readout is not None:
+        return f"{name} = {how_to_read_out(backbone, features)}"
+    norm = late_norm(backbone.model)
+    return line if norm is None else f"{name} = model.{norm}({features})"
+
+
+def notes_on(backbone: Backbone) -> tuple[str, ...]:
+    """Return notes for users of the layout: what timm does differently."""
+    notes = []
+    if backbone.numerics != Numerics():
+        what = ", ".join(
+            f"{field.name} {getattr(backbone.numerics, field.name)}"
+            for field in fields(Numerics)
+            if getattr(backbone.numerics, field.name) != field.default
+        )
+        notes.append(
+            f"timm's configuration cannot store the numerics of these weights ({what}): timm computes features with "
+            "its defaults, and they differ from those of cribo.load_backbone, which applies these numerics"
+        )
+    if backbone.readout is not None:
+        notes.append(_READOUT)
+    elif norm := late_norm(backbone.model):
+        notes.append(
+            f"the final norm follows the pooling: tokens are model.{norm}(features), as in the code that loads it; "
+            "timm's forward_features does not apply this norm"
+        )
+    return tuple(notes)

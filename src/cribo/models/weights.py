@@ -30,7 +30,7 @@ from cribo.models.formats.training_configs import (
     named_stride,
     with_expected,
 )
-from cribo.models.hub import WEIGHT_SUFFIXES, WEIGHTS, Download, download, hub_name
+from cribo.models.hub import WEIGHT_SUFFIXES, WEIGHTS, Download, download, hub_name, suggested_name
 from cribo.models.licences import README, Licence, licences_of, read_licence, timm_licence
 from cribo.models.positions import Resizing
 from cribo.models.saving import (
@@ -368,7 +368,11 @@ def _file_of(path: Path) -> tuple[Path, tuple[str, ...]]:
     """Find the weights in a file or folder; also return notes on the choice for the user."""
     if not path.is_dir():
         if not path.exists():
-            raise FileNotFoundError(f"no weights at {path}: give a file, a run folder, or a timm name without slashes")
+            hub = suggested_name(path)
+            raise FileNotFoundError(
+                f"no weights at {path}: give a file, a run folder, or a timm name without slashes"
+                + (f"; for the Hugging Face hub, write {hub}" if hub is not None else "")
+            )
         return path, ()
     for name in WEIGHTS:
         if (path / name).is_file():
