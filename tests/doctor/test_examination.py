@@ -35,7 +35,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_sections_have_facts_and_nothing_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cribo.doctor.packages.broken_modules", lambda names: {})  # has its own tests; takes long
+    monkeypatch.setattr("cribo.doctor.packages.broken_modules", lambda names: ({}, []))  # has its own tests; takes long
     sections = {section.title: section for section in examine()}
     assert list(sections) == [
         *("Software", "Devices", "Processor", "Memory and disk", "Environment", "Optional packages"),
@@ -87,7 +87,7 @@ def test_the_command_works_without_a_usable_torch(tmp_path: Path) -> None:
     program = """
 from cribo.cli import main
 from cribo.doctor import packages
-packages.broken_modules = lambda names: {}  # takes long
+packages.broken_modules = lambda names: ({}, [])  # takes long
 raise SystemExit(main(["doctor"]))
 """
     done = subprocess.run(

@@ -99,6 +99,8 @@ def _print_section(section: "Section", console: Console) -> None:
     for name, value in section.facts.items():
         table.add_row(Text(name), Text(value))
     console.print(table)
+    if section.hint:
+        console.print(section.hint, soft_wrap=True)  # one line, to copy it
 
 
 def _print_speed(speed: "Speed", console: Console) -> None:
