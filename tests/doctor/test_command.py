@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from cribo.cli import main
 from cribo.doctor import Speed
@@ -42,6 +43,14 @@ def test_json_contains_the_same_facts(capsys: pytest.CaptureFixture[str], monkey
     assert isinstance(found["problems"], list)
     assert main(["doctor", "--json", "--no_speed"]) == 0
     assert json.loads(capsys.readouterr().out)["speed"] is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_device_that_cannot_be_used_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--device", "cuda", "--json"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "'cuda' cannot be used" in shown.err
 
 
 def test_a_missing_extra_is_printed_with_its_use_and_its_installation(

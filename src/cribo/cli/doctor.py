@@ -46,6 +46,8 @@ def run(words: list[str], console: Console) -> None:
     )
     parser.add_argument("--json", type=bool, default=False, help="print JSON instead of tables")
     parsed = parser.parse_args(words)
+    if parsed.device is not None:
+        _require_device(parsed.device, console)
     sections = []
     for section in _examine(console):
         sections.append(section)
@@ -63,6 +65,16 @@ def run(words: list[str], console: Console) -> None:
     if speed is not None:
         _print_speed(speed, console)
     _print_problems(problems, console)
+
+
+def _require_device(device: str, console: Console) -> None:
+    """Raise the error of a device that cannot be used; no-op if torch cannot be imported, which a section reports."""
+    try:
+        with importing(console):
+            from cribo.devices import resolve_device
+    except Exception:
+        return
+    resolve_device(device)
 
 
 def _examine(console: Console) -> "Iterator[Section]":
