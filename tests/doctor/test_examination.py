@@ -81,6 +81,18 @@ def test_a_library_that_cannot_be_imported_is_a_problem(tmp_path: Path, monkeypa
     ]
 
 
+def test_the_package_that_is_broken_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "timm")
+    (tmp_path / "timm.py").write_text("import draws")
+    for text in ("raise ValueError('numpy.dtype size changed')", "import draws.shapes", "from draws import shapes"):
+        (tmp_path / "draws.py").write_text(text)
+        (problem,) = filled(examine_software).problems
+        assert problem.startswith("timm cannot be imported (")
+        assert problem.endswith("): reinstall draws, pip install --force-reinstall draws")
+        sys.modules.pop("draws", None)
+
+
 def test_the_command_works_without_a_usable_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libtorch_cpu.so: cannot open shared object file')")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
@@ -95,6 +107,7 @@ raise SystemExit(main(["doctor"]))
     )
     assert done.returncode == 0, done.stderr
     assert "torch cannot be imported (OSError: libtorch_cpu.so: cannot open shared object file)" in done.stdout
+    assert "the speed cannot be measured (OSError: libtorch_cpu.so" in done.stdout
     assert "unknown (OSError" in done.stdout
     assert "Memory and disk" in done.stdout
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["torch.py"]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -9,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cribo.console import Phases, importing
+from cribo.console import Phases, importing, no_progress
 
 if TYPE_CHECKING:
     from cribo.doctor import Section, Speed
@@ -56,9 +57,19 @@ def run(words: list[str], console: Console) -> None:
     problems = [problem for section in sections for problem in section.problems]
     speed = None
     if not parsed.no_speed:
-        speed = _measure(parsed.device, console, quiet=parsed.json)
-        failures = {} if speed is None else speed.failures
-        problems += [f"the speed of {command} could not be measured: {error}" for command, error in failures.items()]
+        try:
+            with importing(console):
+                from cribo.doctor import measure_speed
+        except Exception as error:  # of a library
+            from cribo.doctor.findings import described
+            from cribo.doctor.software import reinstall
+
+            problems.append(f"the speed cannot be measured ({described(error)}): {reinstall(error, 'cribo-ssl')}")
+        else:
+            with nullcontext(no_progress) if parsed.json else Phases(console) as progress:
+                speed = measure_speed(parsed.device, progress)
+            failures = speed.failures.items()
+            problems += [f"the speed of {command} could not be measured: {error}" for command, error in failures]
     if parsed.json:
         console.print(json.dumps(_as_json(sections, problems, speed), indent=1))
         return
@@ -89,19 +100,6 @@ def _examine(console: Console) -> "Iterator[Section]":
         if section is None:
             return
         yield section
-
-
-def _measure(device: Literal["cpu", "cuda"] | None, console: Console, *, quiet: bool) -> "Speed | None":
-    """Run the speed test; return None if its libraries cannot be imported, which a section has reported."""
-    try:
-        with importing(console):
-            from cribo.doctor import measure_speed
-    except Exception:
-        return None
-    if quiet:
-        return measure_speed(device)
-    with Phases(console) as progress:
-        return measure_speed(device, progress)
 
 
 def _print_section(section: "Section", console: Console) -> None:
