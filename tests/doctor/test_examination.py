@@ -9,9 +9,9 @@ import numpy
 import pytest
 import torch
 
-from cribo.doctor import Section, examine, processor
+from cribo.doctor import Section, examine
 from cribo.doctor.gpus import examine_devices
-from cribo.doctor.processor import busy, examine_processor
+from cribo.doctor.processor import examine_processor
 from cribo.doctor.software import examine_environment, examine_software
 from cribo.doctor.storage import examine_storage, little_shared_memory
 
@@ -59,7 +59,6 @@ def test_a_system_without_the_expected_files_and_functions_is_described(monkeypa
     monkeypatch.setattr("shutil.disk_usage", missing)
     monkeypatch.setattr("shutil.which", missing)
     monkeypatch.setattr("cribo.doctor.packages.find_extras", missing)
-    processor._share_in_use.cache_clear()
     sections = {section.title: section for section in examine()}
     error = "FileNotFoundError: [Errno 2] No such file or directory: '/proc/stat'"
     assert sections["Processor"].facts["other programs"] == f"unknown ({error})"
@@ -158,11 +157,11 @@ def test_threads_beyond_the_cores_of_a_container_are_a_problem(monkeypatch: pyte
     assert any("torch uses 2 threads" in each and "OMP_NUM_THREADS=1" in each for each in section.problems)
 
 
-def test_other_programs_are_a_problem_for_the_measured_speed() -> None:
-    assert busy(0.1) is None
-    problem = busy(0.93)
-    assert problem is not None
-    assert problem.startswith("other programs use 93% of the processor")
+def test_other_programs_that_use_the_processor_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    for percent, is_problem in ((10.0, False), (93.0, True)):
+        monkeypatch.setattr("psutil.cpu_percent", lambda interval, percent=percent: percent)
+        problems = "\n".join(filled(examine_processor).problems)
+        assert (f"other programs use {percent:.0f}% of the processor" in problems) == is_problem
 
 
 def test_missing_instructions_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
