@@ -38,14 +38,14 @@ def run(words: list[str], console: Console) -> None:
     from cribo.arguments import Parser
 
     parser = Parser(prog="cribo doctor", description=HELP, usage="cribo doctor [options]")
-    parser.add_argument("--no_speed", type=bool, default=False, help="omit the speed test")
+    parser.add_argument("--no_speed", action="store_true", help="omit the speed test")
     parser.add_argument(
         "--device",
         type=Literal["cpu", "cuda"] | None,
         help="device of the speed test; by default the first GPU, else the CPU. For another GPU, set "
         "CUDA_VISIBLE_DEVICES",
     )
-    parser.add_argument("--json", type=bool, default=False, help="print JSON instead of tables")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parsed = parser.parse_args(words)
     if parsed.device is not None:
         _require_device(parsed.device, console)
