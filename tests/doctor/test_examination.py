@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -178,7 +179,7 @@ def test_little_memory_and_a_read_only_cache_are_problems(tmp_path: Path, monkey
     cache = tmp_path / "cache"
     cache.mkdir()
     monkeypatch.setenv("TORCH_HOME", str(cache))
-    monkeypatch.setattr("cribo.retrieval.free_memory._free_in_groups", lambda: [3 * 2**29])
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=3 * 2**29, total=2**34))
     monkeypatch.setattr("os.access", lambda path, mode: not Path(path).is_relative_to(cache))  # root may write anywhere
     section = filled(examine_storage)
     assert section.facts["memory"].startswith("1.5 GiB free of ")
