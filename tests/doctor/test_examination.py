@@ -171,7 +171,7 @@ def test_missing_instructions_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("cribo.devices.multiplies_bfloat16", lambda: False)
     section = filled(examine_processor)
     assert "AVX2" not in section.facts["instructions"].split(", ")
-    assert section.facts["bfloat16"].startswith("not multiplied by the processor: adapt trains in float32")
+    assert section.facts["bfloat16"].startswith("not native: adapt trains in float32")
     assert any("no AVX2" in problem for problem in section.problems)
 
 
@@ -185,7 +185,7 @@ def test_little_memory_and_a_read_only_cache_are_problems(tmp_path: Path, monkey
     assert section.facts["memory"].startswith("1.5 GiB free of ")
     assert section.facts["cache of torch"].endswith(f", {cache}/hub")
     problems = "\n".join(section.problems)
-    assert "only 1.5 GiB of memory are free" in problems
+    assert "only 1.5 GiB of memory is free" in problems
     assert f"cache of torch cannot be written ({cache}/hub)" in problems
     assert "set TORCH_HOME to another folder" in problems
     assert list(cache.iterdir()) == []

@@ -24,8 +24,8 @@ Show what cribo finds on this machine, and how fast it is: for your own planning
   cribo doctor --no_speed --json             the same facts as JSON
 
 The command prints versions, devices, instructions of the processor, cores, memory, disk space, environment variables
-(no tokens) and optional packages. A test of ten to twenty seconds measures what to expect of pretrain, adapt and
-segment. Problems are listed at the end, with what to do. Nothing is written.
+(no tokens) and optional packages. A speed test of about half a minute on two idle cores estimates the durations of
+pretrain, adapt and segment. Problems are listed at the end, with what to do. Nothing is written.
 """
 
 LESS_MEMORY = "use --no_speed"

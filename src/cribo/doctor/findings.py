@@ -1,4 +1,4 @@
-"""What the examination returns, and how it survives what it examines."""
+"""Facts and problems of the examination."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

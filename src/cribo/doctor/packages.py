@@ -1,4 +1,4 @@
-"""Optional packages: which are missing, too old or broken, and what needs them."""
+"""Optional packages that are missing, in the wrong version or broken, and the commands that need them."""
 
 import importlib.metadata
 import json

@@ -74,8 +74,8 @@ def _bfloat16() -> str:
     from cribo.devices import multiplies_bfloat16
 
     if multiplies_bfloat16():
-        return "multiplied by the processor: adapt trains vision transformers, and exact search multiplies, in bfloat16"
-    return "not multiplied by the processor: adapt trains in float32; bf16-mixed would be slower than 32-true"
+        return "native: used by adapt and exact search"
+    return "not native: adapt trains in float32; bf16-mixed would be slower than 32-true"
 
 
 def _threads() -> str:
@@ -97,7 +97,7 @@ def _too_many_threads() -> str | None:
     if threads <= max(1, round(cores)):
         return None
     return (
-        f"torch uses {threads} threads, but may use {cores:g} cores, so that threads wait for each other: set "
+        f"torch uses {threads} threads, but may use {cores:g} cores, so that threads compete for cores: set "
         f"OMP_NUM_THREADS={max(1, int(cores))}"
     )
 
