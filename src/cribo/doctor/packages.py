@@ -37,6 +37,9 @@ USES = {
 
 _SECONDS = 20.0  # for the import of optional packages; with all extras, it may take longer
 
+_ENDED = "the process ended with status"
+_COMPLETE = f"{_ENDED} 0"
+
 _IMPORT = """
 import contextlib, importlib, io, json, sys
 answers = sys.stdout
@@ -156,7 +159,7 @@ def broken_modules(names: Sequence[str], seconds: float = _SECONDS) -> tuple[dic
         command = [sys.executable, "-c", _IMPORT, *left]
         try:
             done = subprocess.run(command, stdout=subprocess.PIPE, timeout=until - time.monotonic())
-            printed, unfinished = done.stdout, f"the process ended with status {done.returncode}"
+            printed, unfinished = done.stdout, f"{_ENDED} {done.returncode}"
         except subprocess.TimeoutExpired as error:
             printed, unfinished = error.stdout or b"", None
         except OSError as error:
@@ -169,6 +172,6 @@ def broken_modules(names: Sequence[str], seconds: float = _SECONDS) -> tuple[dic
             left.remove(name)
             if answer:
                 errors[name] = answer
-        if unfinished is None or done.returncode == 0:
+        if unfinished in (None, _COMPLETE):
             break
     return errors, left
