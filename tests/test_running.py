@@ -70,6 +70,12 @@ def test_internal_errors_keep_their_traceback_and_ask_for_a_report(command: Call
     assert note.endswith("the output of cribo doctor")
 
 
+def test_a_crash_of_the_doctor_does_not_ask_for_its_output() -> None:
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        run_command("doctor", lambda *_: of_a_users_own_code(), [], less_memory="")
+    assert raised.value.__notes__[0].endswith("with the lines above")
+
+
 def test_a_request_for_a_report_gives_the_projects_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = tmp_path / "cribo_ssl-9.0.dist-info"
     installed.mkdir()

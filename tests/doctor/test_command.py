@@ -1,7 +1,9 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from cribo.cli import main
 from cribo.doctor import Speed
@@ -14,7 +16,7 @@ FAST = Speed("cpu", "32-true", 256, 0.5, 2.0, 0.6, 0.1, 0.3, 0.25, seconds=12.3)
 @pytest.fixture(autouse=True)
 def no_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Optional packages are not imported, which takes long; they have their own tests."""
-    monkeypatch.setattr("cribo.doctor.packages.broken_modules", lambda names: {})
+    monkeypatch.setattr("cribo.doctor.packages.broken_modules", lambda names: ({}, []))
     monkeypatch.chdir(tmp_path)
 
 
@@ -25,8 +27,8 @@ def test_facts_speed_and_problems_are_printed_in_eighty_columns(
     for speed in (FAST, slow):
         monkeypatch.setattr("cribo.doctor.speed.measure_speed", lambda *_, speed=speed: speed)
         assert main(["doctor"]) == 0
-        shown, _, problems = capsys.readouterr().out.partition("\nproblem")
-        assert max(map(len, shown.splitlines())) == 80
+        shown, problems = re.split(r"\n(?=problems:|no problems found)", capsys.readouterr().out)
+        assert max(len(line) for line in shown.splitlines() if not line.startswith("to install")) == 80
         assert ("could not be measured: MemoryError" in problems) == (speed is slow)
         for text in ("Software", "Optional packages", "4 images/s", "Speed on cpu, training in 32-true"):
             assert text in shown
@@ -44,12 +46,19 @@ def test_json_contains_the_same_facts(capsys: pytest.CaptureFixture[str], monkey
     assert json.loads(capsys.readouterr().out)["speed"] is None
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_device_that_cannot_be_used_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--device", "cuda", "--json"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "'cuda' cannot be used" in shown.err
+
+
 def test_a_missing_extra_is_printed_with_its_use_and_its_installation(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.metadata.requires", lambda package: ["no-such-package>=2; extra == 'lora'"])
     assert main(["doctor", "--no_speed"]) == 0
     shown = capsys.readouterr().out
-    assert "missing: no-such-package" in shown
-    assert f"for {USES['lora']}" in shown
-    assert "".join(install_command("lora").split()) in "".join(shown.replace("│", "").split())
+    assert f"missing: no-such-package; for {USES['lora']}" in " ".join(shown.replace("│", " ").split())
+    assert f"\nto install one of them: {install_command('NAME')}\n" in shown

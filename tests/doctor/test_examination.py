@@ -4,14 +4,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 
-from cribo.doctor import Section, examine, processor
+from cribo.doctor import Section, examine
 from cribo.doctor.gpus import examine_devices
-from cribo.doctor.processor import busy, examine_processor
+from cribo.doctor.processor import examine_processor
 from cribo.doctor.software import examine_environment, examine_software
 from cribo.doctor.storage import examine_storage, little_shared_memory
 
@@ -35,7 +36,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_sections_have_facts_and_nothing_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cribo.doctor.packages.broken_modules", lambda names: {})  # has its own tests; takes long
+    monkeypatch.setattr("cribo.doctor.packages.broken_modules", lambda names: ({}, []))  # has its own tests; takes long
     sections = {section.title: section for section in examine()}
     assert list(sections) == [
         *("Software", "Devices", "Processor", "Memory and disk", "Environment", "Optional packages"),
@@ -59,7 +60,6 @@ def test_a_system_without_the_expected_files_and_functions_is_described(monkeypa
     monkeypatch.setattr("shutil.disk_usage", missing)
     monkeypatch.setattr("shutil.which", missing)
     monkeypatch.setattr("cribo.doctor.packages.find_extras", missing)
-    processor._share_in_use.cache_clear()
     sections = {section.title: section for section in examine()}
     error = "FileNotFoundError: [Errno 2] No such file or directory: '/proc/stat'"
     assert sections["Processor"].facts["other programs"] == f"unknown ({error})"
@@ -81,13 +81,25 @@ def test_a_library_that_cannot_be_imported_is_a_problem(tmp_path: Path, monkeypa
     ]
 
 
+def test_the_package_that_is_broken_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "timm")
+    (tmp_path / "timm.py").write_text("import draws")
+    for text in ("raise ValueError('numpy.dtype size changed')", "import draws.shapes", "from draws import shapes"):
+        (tmp_path / "draws.py").write_text(text)
+        (problem,) = filled(examine_software).problems
+        assert problem.startswith("timm cannot be imported (")
+        assert problem.endswith("): reinstall draws, pip install --force-reinstall draws")
+        sys.modules.pop("draws", None)
+
+
 def test_the_command_works_without_a_usable_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libtorch_cpu.so: cannot open shared object file')")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     program = """
 from cribo.cli import main
 from cribo.doctor import packages
-packages.broken_modules = lambda names: {}  # takes long
+packages.broken_modules = lambda names: ({}, [])  # takes long
 raise SystemExit(main(["doctor"]))
 """
     done = subprocess.run(
@@ -95,6 +107,7 @@ raise SystemExit(main(["doctor"]))
     )
     assert done.returncode == 0, done.stderr
     assert "torch cannot be imported (OSError: libtorch_cpu.so: cannot open shared object file)" in done.stdout
+    assert "the speed cannot be measured (OSError: libtorch_cpu.so" in done.stdout
     assert "unknown (OSError" in done.stdout
     assert "Memory and disk" in done.stdout
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["torch.py"]
@@ -145,11 +158,11 @@ def test_threads_beyond_the_cores_of_a_container_are_a_problem(monkeypatch: pyte
     assert any("torch uses 2 threads" in each and "OMP_NUM_THREADS=1" in each for each in section.problems)
 
 
-def test_other_programs_are_a_problem_for_the_measured_speed() -> None:
-    assert busy(0.1) is None
-    problem = busy(0.93)
-    assert problem is not None
-    assert problem.startswith("other programs use 93% of the processor")
+def test_other_programs_that_use_the_processor_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    for percent, is_problem in ((10.0, False), (93.0, True)):
+        monkeypatch.setattr("psutil.cpu_percent", lambda interval, percent=percent: percent)
+        problems = "\n".join(filled(examine_processor).problems)
+        assert (f"other programs use {percent:.0f}% of the processor" in problems) == is_problem
 
 
 def test_missing_instructions_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +171,7 @@ def test_missing_instructions_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("cribo.devices.multiplies_bfloat16", lambda: False)
     section = filled(examine_processor)
     assert "AVX2" not in section.facts["instructions"].split(", ")
-    assert section.facts["bfloat16"].startswith("not multiplied by the processor: adapt trains in float32")
+    assert section.facts["bfloat16"].startswith("not native: adapt trains in float32")
     assert any("no AVX2" in problem for problem in section.problems)
 
 
@@ -166,13 +179,13 @@ def test_little_memory_and_a_read_only_cache_are_problems(tmp_path: Path, monkey
     cache = tmp_path / "cache"
     cache.mkdir()
     monkeypatch.setenv("TORCH_HOME", str(cache))
-    monkeypatch.setattr("cribo.retrieval.free_memory._free_in_groups", lambda: [3 * 2**29])
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=3 * 2**29, total=2**34))
     monkeypatch.setattr("os.access", lambda path, mode: not Path(path).is_relative_to(cache))  # root may write anywhere
     section = filled(examine_storage)
     assert section.facts["memory"].startswith("1.5 GiB free of ")
     assert section.facts["cache of torch"].endswith(f", {cache}/hub")
     problems = "\n".join(section.problems)
-    assert "only 1.5 GiB of memory are free" in problems
+    assert "only 1.5 GiB of memory is free" in problems
     assert f"cache of torch cannot be written ({cache}/hub)" in problems
     assert "set TORCH_HOME to another folder" in problems
     assert list(cache.iterdir()) == []

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -9,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cribo.console import Phases, importing
+from cribo.console import Phases, importing, no_progress
 
 if TYPE_CHECKING:
     from cribo.doctor import Section, Speed
@@ -23,8 +24,8 @@ Show what cribo finds on this machine, and how fast it is: for your own planning
   cribo doctor --no_speed --json             the same facts as JSON
 
 The command prints versions, devices, instructions of the processor, cores, memory, disk space, environment variables
-(no tokens) and optional packages. A test of ten to twenty seconds measures what to expect of pretrain, adapt and
-segment. Problems are listed at the end, with what to do. Nothing is written.
+(no tokens) and optional packages. A speed test of about half a minute on two idle cores estimates the durations of
+pretrain, adapt and segment. Problems are listed at the end, with what to do. Nothing is written.
 """
 
 LESS_MEMORY = "use --no_speed"
@@ -37,15 +38,17 @@ def run(words: list[str], console: Console) -> None:
     from cribo.arguments import Parser
 
     parser = Parser(prog="cribo doctor", description=HELP, usage="cribo doctor [options]")
-    parser.add_argument("--no_speed", type=bool, default=False, help="omit the speed test")
+    parser.add_argument("--no_speed", action="store_true", help="omit the speed test")
     parser.add_argument(
         "--device",
         type=Literal["cpu", "cuda"] | None,
         help="device of the speed test; by default the first GPU, else the CPU. For another GPU, set "
         "CUDA_VISIBLE_DEVICES",
     )
-    parser.add_argument("--json", type=bool, default=False, help="print JSON instead of tables")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parsed = parser.parse_args(words)
+    if parsed.device is not None:
+        _require_device(parsed.device, console)
     sections = []
     for section in _examine(console):
         sections.append(section)
@@ -54,15 +57,35 @@ def run(words: list[str], console: Console) -> None:
     problems = [problem for section in sections for problem in section.problems]
     speed = None
     if not parsed.no_speed:
-        speed = _measure(parsed.device, console, quiet=parsed.json)
-        failures = {} if speed is None else speed.failures
-        problems += [f"the speed of {command} could not be measured: {error}" for command, error in failures.items()]
+        try:
+            with importing(console):
+                from cribo.doctor import measure_speed
+        except Exception as error:  # of a library
+            from cribo.doctor.findings import described
+            from cribo.doctor.software import reinstall
+
+            problems.append(f"the speed cannot be measured ({described(error)}): {reinstall(error, 'cribo-ssl')}")
+        else:
+            with nullcontext(no_progress) if parsed.json else Phases(console) as progress:
+                speed = measure_speed(parsed.device, progress)
+            failures = speed.failures.items()
+            problems += [f"the speed of {command} could not be measured: {error}" for command, error in failures]
     if parsed.json:
         console.print(json.dumps(_as_json(sections, problems, speed), indent=1))
         return
     if speed is not None:
         _print_speed(speed, console)
     _print_problems(problems, console)
+
+
+def _require_device(device: str, console: Console) -> None:
+    """Raise the error of a device that cannot be used; no-op if torch cannot be imported, which a section reports."""
+    try:
+        with importing(console):
+            from cribo.devices import resolve_device
+    except Exception:
+        return
+    resolve_device(device)
 
 
 def _examine(console: Console) -> "Iterator[Section]":
@@ -79,19 +102,6 @@ def _examine(console: Console) -> "Iterator[Section]":
         yield section
 
 
-def _measure(device: Literal["cpu", "cuda"] | None, console: Console, *, quiet: bool) -> "Speed | None":
-    """Run the speed test; return None if its libraries cannot be imported, which a section has reported."""
-    try:
-        with importing(console):
-            from cribo.doctor import measure_speed
-    except Exception:
-        return None
-    if quiet:
-        return measure_speed(device)
-    with Phases(console) as progress:
-        return measure_speed(device, progress)
-
-
 def _print_section(section: "Section", console: Console) -> None:
     table = Table(title=section.title, title_justify="left", show_header=False, width=_WIDTH)
     table.add_column(no_wrap=True)
@@ -99,6 +109,8 @@ def _print_section(section: "Section", console: Console) -> None:
     for name, value in section.facts.items():
         table.add_row(Text(name), Text(value))
     console.print(table)
+    if section.hint:
+        console.print(section.hint, soft_wrap=True)  # one line, to copy it
 
 
 def _print_speed(speed: "Speed", console: Console) -> None:

@@ -98,21 +98,19 @@ def run_command(
         if _is_out_of_memory(error):
             reason = str(error).partition(". ")[0] or "out of memory"
             return _failed(name, f"{reason}: {less_memory}", 1)
-        error.add_note(f"{name}: {_request_for_report()}")
+        error.add_note(f"{name}: {_request_for_report(name)}")
         raise
     return 0
 
 
-def _request_for_report() -> str:
+def _request_for_report(name: str) -> str:
     """Return the request to report an error that is not the user's."""
     from cribo.versions import project_url
 
     address = project_url("Issues")
     where = "" if address is None else f" at {address}"
-    return (
-        f"this is a bug in cribo or one of its libraries: please report it{where} with the lines above and the output "
-        "of cribo doctor"
-    )
+    and_output = "" if name == "cribo doctor" else " and the output of cribo doctor"
+    return f"this is a bug in cribo or one of its libraries: please report it{where} with the lines above{and_output}"
 
 
 def _failed(name: str, error: object, status: int) -> int:

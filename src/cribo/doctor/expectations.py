@@ -1,4 +1,4 @@
-"""What the measured speed lets expect of commands, as text."""
+"""Expected durations of commands, as text."""
 
 from cribo.doctor.speed import ADAPTED, IMAGE, OBJECTS, PRETRAINED, Speed
 

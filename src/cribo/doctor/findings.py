@@ -1,4 +1,4 @@
-"""What the examination returns, and how it survives what it examines."""
+"""Facts and problems of the examination."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,11 +15,13 @@ class Section:
         title: the subject.
         facts: values by name.
         problems: one sentence each: what is wrong, and what to do.
+        hint: a line to print below the facts, or an empty string.
     """
 
     title: str
     facts: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    hint: str = ""
 
     def note(self, name: str, read: Callable[[], str]) -> None:
         """Add a fact; if reading it fails, the fact is the error."""

@@ -1,4 +1,4 @@
-"""Optional packages: which are missing, too old or broken, and what needs them."""
+"""Optional packages that are missing, in the wrong version or broken, and the commands that need them."""
 
 import importlib.metadata
 import json
@@ -37,6 +37,9 @@ USES = {
 
 _SECONDS = 20.0  # for the import of optional packages; with all extras, it may take longer
 
+_ENDED = "the process ended with status"
+_COMPLETE = f"{_ENDED} 0"
+
 _IMPORT = """
 import contextlib, importlib, io, json, sys
 answers = sys.stdout
@@ -61,26 +64,32 @@ class Extra:
         missing: requirements that are not installed.
         outdated: requirements that are installed in another version, with this version.
         broken: packages that cannot be imported, with the error.
+        unexamined: packages that were not imported in time.
     """
 
     missing: list[str] = field(default_factory=list)
     outdated: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
+    unexamined: list[str] = field(default_factory=list)
 
 
 def examine_packages(section: Section) -> None:
-    """Add the extras that are complete, and for the others what is missing, what needs it and how to install it."""
+    """Add the extras that are complete, and for the others what is missing and what needs it."""
     extras = find_extras()
     complete = [name for name, extra in extras.items() if extra == Extra()]
     section.facts["complete"] = ", ".join(complete) or "none"
+    unexamined = {package for extra in extras.values() for package in extra.unexamined}
+    if unexamined:
+        section.facts["not examined"] = f"{', '.join(sorted(unexamined))}: imports took longer than {_SECONDS:.0f} s"
     for name, extra in extras.items():
-        install = install_command(name)
         states = {"missing": extra.missing, "not the required version": extra.outdated, "broken": extra.broken}
         found = "; ".join(f"{state}: {', '.join(packages)}" for state, packages in states.items() if packages)
         if found:
-            section.facts[name] = f"{found}\nfor {USES.get(name, 'options that name it')}\n{install}"
+            section.facts[name] = f"{found}; for {USES.get(name, 'options that name it')}"
         section.problems += [f"optional package {one}: reinstall it, or uninstall it" for one in extra.broken]
-        section.problems += [f"optional package {one}: {install}" for one in extra.outdated]
+        section.problems += [f"optional package {one}: {install_command(name)}" for one in extra.outdated]
+    if any(extra.missing for extra in extras.values()):
+        section.hint = f"to install one of them: {install_command('NAME')}"
 
 
 def find_extras() -> dict[str, Extra]:
@@ -110,9 +119,13 @@ def find_extras() -> dict[str, Extra]:
                 required = f"{requirement.name}{requirement.specifier}"
                 extras[name].outdated.append(f"{required} is required, {version} is installed")
     names = {modules[package][0]: package for package in installed if package in modules}
-    for module, error in broken_modules([*names]).items():
+    errors, unexamined = broken_modules([*names])
+    for module, error in errors.items():
         for name in installed[names[module]]:
             extras[name].broken.append(f"{names[module]} cannot be imported ({error})")
+    for module in unexamined:
+        for name in installed[names[module]]:
+            extras[name].unexamined.append(names[module])
     return extras
 
 
@@ -130,30 +143,35 @@ def _normalised(package: str) -> str:
     return re.sub(r"[-_.]+", "-", package).lower()
 
 
-def broken_modules(names: Sequence[str], seconds: float = _SECONDS) -> dict[str, str]:
-    """Import modules in another process, which they may crash, and return the errors of those that fail.
+def broken_modules(names: Sequence[str], seconds: float = _SECONDS) -> tuple[dict[str, str], list[str]]:
+    """Import modules in another process, which they may crash.
 
     Args:
         names: names of the modules.
-        seconds: time for all imports; modules that are not imported by then are not examined.
+        seconds: time for all imports.
+
+    Returns:
+        The errors of the modules that cannot be imported, and the names of the modules that were not imported in time.
     """
     errors: dict[str, str] = {}
     left, until = list(names), time.monotonic() + seconds
     while left:
         command = [sys.executable, "-c", _IMPORT, *left]
         try:
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=until - time.monotonic())
+            done = subprocess.run(command, stdout=subprocess.PIPE, timeout=until - time.monotonic())
+            printed, unfinished = done.stdout, f"{_ENDED} {done.returncode}"
         except subprocess.TimeoutExpired as error:
-            lines = (error.stdout or b"").decode(errors="replace").splitlines()  # bytes, although text is set
-            finished = zip(lines[::2], lines[1::2], strict=False)
-            return errors | {name: message for name, answer in finished if (message := json.loads(answer))}
+            printed, unfinished = error.stdout or b"", None
         except OSError as error:
-            return errors | {left[0]: described(error)}
-        lines = iter(done.stdout.splitlines())
-        for name in lines:
+            return errors | {left[0]: described(error)}, left[1:]
+        lines = printed.decode(errors="replace").splitlines()
+        answers = [*map(json.loads, lines[1::2]), unfinished]  # the last one only if an import did not finish
+        for name, answer in zip(lines[::2], answers, strict=False):
+            if answer is None:
+                break
             left.remove(name)
-            if message := json.loads(next(lines, f'"the process ended with status {done.returncode}"')):
-                errors[name] = message
-        if done.returncode == 0:
+            if answer:
+                errors[name] = answer
+        if unfinished in (None, _COMPLETE):
             break
-    return errors
+    return errors, left

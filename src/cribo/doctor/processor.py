@@ -3,7 +3,6 @@
 import os
 import platform
 from contextlib import suppress
-from functools import cache
 
 from cribo.control_groups import core_limit
 from cribo.doctor.findings import Section
@@ -18,7 +17,7 @@ _INSTRUCTIONS = {
 }
 """Instructions of x86 processors, and the functions of `torch.cpu` that detect them."""
 
-_BUSY = 0.25  # share of the processor in use by other programs from which measured speeds are too low
+_BUSY = 0.25  # share of the processor in use by other programs from which it is a problem
 _SECONDS = 0.5  # over which this share is measured
 
 
@@ -26,8 +25,7 @@ def examine_processor(section: Section) -> None:
     """Add the model, the instructions and what they are used for, cores, threads and other programs."""
     section.note("model", processor_name)
     section.note("cores", _cores)
-    section.note("other programs", lambda: f"use {_share_in_use():.0%} of the processor now")
-    section.check(lambda: busy(_share_in_use()))
+    section.note("other programs", lambda: _other_programs(section))
     section.note("instructions", lambda: ", ".join(name for name, has in _instructions().items() if has) or "basic")
     section.note("bfloat16", _bfloat16)
     section.note("threads", _threads)
@@ -41,22 +39,17 @@ def usable_cores() -> float:
     return min(available_cores(), core_limit() or float("inf"))
 
 
-@cache
-def _share_in_use() -> float:
+def _other_programs(section: Section) -> str:
     """Measure the share of the processor that other programs use; this process sleeps meanwhile."""
     import psutil
 
-    return psutil.cpu_percent(interval=_SECONDS) / 100
-
-
-def busy(share: float) -> str | None:
-    """Return the problem of other programs that use a share of the processor."""
-    if share < _BUSY:
-        return None
-    return (
-        f"other programs use {share:.0%} of the processor, so the measured speed is lower than that of the idle "
-        "machine: end them and repeat the command"
-    )
+    share = psutil.cpu_percent(interval=_SECONDS) / 100
+    if share >= _BUSY:
+        section.problems.append(
+            f"other programs use {share:.0%} of the processor, so commands are slower than on an idle machine: end "
+            "them, or expect longer durations"
+        )
+    return f"use {share:.0%} of the processor now"
 
 
 def _cores() -> str:
@@ -81,8 +74,8 @@ def _bfloat16() -> str:
     from cribo.devices import multiplies_bfloat16
 
     if multiplies_bfloat16():
-        return "multiplied by the processor: adapt trains vision transformers, and exact search multiplies, in bfloat16"
-    return "not multiplied by the processor: adapt trains in float32; bf16-mixed would be slower than 32-true"
+        return "native: used by adapt and exact search"
+    return "not native: adapt trains in float32; bf16-mixed would be slower than 32-true"
 
 
 def _threads() -> str:
@@ -104,7 +97,7 @@ def _too_many_threads() -> str | None:
     if threads <= max(1, round(cores)):
         return None
     return (
-        f"torch uses {threads} threads, but may use {cores:g} cores, so that threads wait for each other: set "
+        f"torch uses {threads} threads, but may use {cores:g} cores, so that threads compete for cores: set "
         f"OMP_NUM_THREADS={max(1, int(cores))}"
     )
 

@@ -6,12 +6,15 @@ import os
 import platform
 import re
 import sys
+import traceback
 from pathlib import Path
 
 from cribo.doctor.findings import Section, described, short
 from cribo.installation import PACKAGE
 
 _LIBRARIES = ("torch", "torchvision", "timm", "lightning", "numpy")
+
+_NEVER_BROKEN = {"cribo", *sys.stdlib_module_names}
 
 _VARIABLES = (
     *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "TORCH_HOME", "XDG_CACHE_HOME"),
@@ -31,12 +34,26 @@ def examine_software(section: Section) -> None:
             failed = None
         except Exception as error:  # such as a shared library that is missing, or built for another torch
             failed = described(error)
+            section.problems.append(f"{name} cannot be imported ({failed}): {reinstall(error, name)}")
         section.note(name, lambda name=name, failed=failed: _version(name, failed))
-        if failed is not None:
-            together = "torch torchvision" if name in ("torch", "torchvision") else name
-            section.problems.append(
-                f"{name} cannot be imported ({failed}): reinstall it, pip install --force-reinstall {together}"
-            )
+
+
+def reinstall(error: Exception, imported: str) -> str:
+    """Return the advice to reinstall the package in which an import failed, which another package may need.
+
+    Args:
+        error: error of the import, with its traceback.
+        imported: package that was imported.
+    """
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, ImportError) and error.name:
+        modules.append(error.name)  # the module that is missing, or of which a part is
+    names = [module.partition(".")[0] for module in modules]
+    failed = next((name for name in reversed(names) if name not in _NEVER_BROKEN), imported)
+    package = importlib.metadata.packages_distributions().get(failed, [failed])[0]
+    what = "it" if failed == imported else package
+    together = "torch torchvision" if package in ("torch", "torchvision") else package
+    return f"reinstall {what}, pip install --force-reinstall {together}"
 
 
 def _version(name: str, failed: str | None) -> str:

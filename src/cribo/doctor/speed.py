@@ -1,7 +1,7 @@
-"""A speed test of ten to twenty seconds, and what it lets expect of pretrain, adapt and segment.
+"""Measured speed of this machine, and the expected durations of pretrain, adapt and segment.
 
 A few steps and images of the real commands are timed, with random weights and images in memory. Reading and writing of
-files are not included. The model of each expectation is a sum of measured times (docs/doctor.md):
+files are not included. Each expected duration is a sum of measured times (docs/doctor.md):
 
     pretrain   images / second = batch / (update + batch x image)
     adapt      encoded images x encode + agreements x agreement + steps x step

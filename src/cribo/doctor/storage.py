@@ -45,7 +45,7 @@ def _little_memory() -> str | None:
     if free >= _LEAST_MEMORY:
         return None
     return (
-        f"only {gib(free)} of memory are free: training of a ViT-S needs about {gib(_LEAST_MEMORY)}; end other "
+        f"only {gib(free)} of memory is free: training of a ViT-S needs about {gib(_LEAST_MEMORY)}; end other "
         "programs, raise the limit of the container, or use --optim.micro_batches and a smaller network"
     )
 
