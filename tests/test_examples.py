@@ -66,7 +66,8 @@ def test_an_indexed_job_on_kubernetes_runs(tmp_path: Path) -> None:
     embed, merge = yaml.safe_load_all((CLUSTER / "kubernetes.yaml").read_text())
     [container] = embed["spec"]["template"]["spec"]["containers"]
     environment = {variable["name"]: variable["value"] for variable in container["env"]}
-    assert environment == {"SHARES": str(embed["spec"]["completions"])}
+    cores = container["resources"]["limits"]["cpu"]
+    assert environment == {"SHARES": str(embed["spec"]["completions"]), "OMP_NUM_THREADS": cores}
     assert merge["spec"]["suspend"]
 
     images = tmp_path / "photographs"

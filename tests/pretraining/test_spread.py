@@ -347,7 +347,7 @@ def assert_one_whole_run(out: Path, name: str) -> None:
 def test_processes_started_by_the_command(runs: Runs, commands: Commands, tmp_path: Path) -> None:
     one = runs(1, **PRECISE)
     out = tmp_path / "runs"
-    pretrain = ("cribo.cli", "pretrain", "--config", one / "config.yaml", "--out", out, "--name", "run")
+    pretrain = ("cribo", "pretrain", "--config", one / "config.yaml", "--out", out, "--name", "run")
     said = assert_done([commands.run(*pretrain, "--runtime.devices", "2")])
     assert said.count("to repeat it") == 1  # logged by rank 0 only
     assert_one_whole_run(out, "run")
