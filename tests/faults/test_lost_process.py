@@ -33,7 +33,7 @@ def begin(launcher: str, commands: Commands, *words: object) -> list[RunningComm
         return commands.fork_all(2, *words, prelude=WITHOUT_PICTURES)
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     launched = torchrun if launcher == TORCHRUN else ()
-    return [commands.run(*launched, "cribo.cli", *words, "--runtime.devices", "2")]
+    return [commands.run(*launched, "cribo", *words, "--runtime.devices", "2")]
 
 
 def process_of(rank: int, begun: Sequence[RunningCommand]) -> int:
