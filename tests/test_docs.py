@@ -247,9 +247,9 @@ OTHER_NAMES = {
     *("YolosForObjectDetection.from_pretrained", "AutoImageProcessor.from_pretrained", "ViTModel"),  # transformers
     *("interpolate_pos_encoding", "forward_features", "--hypothesis-profile", "AWS_ACCESS_KEY_ID", "AWS_ENDPOINT_URL"),
     "labelme2voc.py",  # LabelMe
-    *("--build-arg", "--gpus", "--init", "--read-only", "--rm", "--shm-size", "--tmpfs", "--user"),  # Docker
+    *("--build-arg", "--cpus", "--gpus", "--init", "--read-only", "--rm", "--shm-size", "--tmpfs", "--user"),  # Docker
     "HF_TOKEN",  # Hugging Face
-    *("WANDB_ENTITY", "WANDB_TAGS", "WANDB_RUN_GROUP"),
+    *("MLFLOW_TRACKING_URI", "WANDB_ENTITY", "WANDB_TAGS", "WANDB_RUN_GROUP"),
     *("TRACKIO_DIR", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"),
     *("my_set", "loss_image", "cribo.json"),  # a placeholder, a key with the name of a loss, a file
 }

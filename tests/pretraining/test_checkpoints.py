@@ -467,7 +467,7 @@ def test_processes_resume_from_a_common_checkpoint_or_fail(run: Path, tmp_path: 
     shutil.rmtree(first_none / "0" / "checkpoints")
     for rank in ("0", "1"):
         shutil.rmtree(begin / rank / "checkpoints")
-    flip(path_of(damaged / "1", 6), 200_000)  # the second host's file differs from the first's
+    flip_in_a_tensor(path_of(damaged / "1", 6))  # the second host's file differs from the first's
     folders = (same, behind, none, first_none, begin, damaged)
     output = []
     for process in commands.fork_program_all(2, AGREE, *folders):
