@@ -34,6 +34,25 @@ def no_progress(what: str, done: int, total: int) -> None:
     """Show no progress."""
 
 
+@contextmanager
+def log_level(level: int, *names: str) -> Iterator[None]:
+    """Set the level of loggers, and restore their levels on exit.
+
+    Args:
+        level: level from which messages are shown, such as `logging.ERROR`.
+        names: names of the loggers.
+    """
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(level)
+        yield
+    finally:
+        for logger, before in zip(loggers, levels, strict=True):
+            logger.setLevel(before)
+
+
 _LINE_SECONDS = 30.0  # between progress lines without a terminal
 _BAR = 16  # characters
 

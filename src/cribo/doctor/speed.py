@@ -12,8 +12,7 @@ import logging
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,7 +24,7 @@ from cribo.adaptation.encoding import PATCHES, encode
 from cribo.adaptation.indicators import INDICATOR_IMAGES, neighbour_agreement
 from cribo.adaptation.pictures import PICTURED_IMAGES
 from cribo.adaptation.run import MOST_STEPS
-from cribo.console import Progress, no_progress
+from cribo.console import Progress, log_level, no_progress
 from cribo.devices import multiplies_bfloat16, resolve_device
 from cribo.doctor.findings import GIB, described
 from cribo.models import Backbone, build_backbone
@@ -155,7 +154,8 @@ def measure_speed(device: Literal["cpu", "cuda"] | None = None, progress: Progre
     }
     for done, (command, measure) in enumerate(measurements.items()):
         progress("speed test", done, len(measurements))
-        with _quiet():
+        # Warnings about the settings of the test are suppressed.
+        with log_level(logging.ERROR, "cribo"), warnings.catch_warnings(action="ignore"):
             try:
                 measure(speed)
             except Exception as error:  # such as out of memory; the others may succeed
@@ -238,17 +238,3 @@ def _seconds(function: Callable[[], object], device: str) -> float:
     while not times or sum(times) < min(_SECONDS, 10 * first):
         times.append(timed())
     return statistics.median(times)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress warnings about the settings of the test."""
-    log = logging.getLogger("cribo")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.setLevel(level)

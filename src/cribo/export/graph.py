@@ -24,6 +24,7 @@ from torch._export.serde.serialize import SerializeError
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
+from cribo.console import log_level
 from cribo.errors import InputError
 from cribo.export.options import ExportOptions
 from cribo.export.target import Encode, Exporter, Written, data_type
@@ -160,7 +161,8 @@ def load_torch(folder: Path, options: ExportOptions) -> Encode:
 def write_onnx(backbone: Backbone, folder: Path, options: ExportOptions) -> Written:
     """Write an ONNX file with named inputs and outputs, and a description of the network in its metadata."""
     program = trace(backbone, options)
-    with _quiet("torch.onnx", "onnxscript"):
+    # The exporters' messages are for their developers.
+    with log_level(logging.ERROR, "torch.onnx", "onnxscript"), warnings.catch_warnings(action="ignore"):
         exported = torch.onnx.export(
             program,
             dynamo=True,
@@ -197,22 +199,6 @@ def _name_sizes(value: Any, names: Sequence[str | None]) -> None:
     for place, name in enumerate(names):
         if name is not None:
             value.shape[place] = name
-
-
-@contextlib.contextmanager
-def _quiet(*names: str) -> Iterator[None]:
-    """Suppress log messages and warnings of the exporters, which are addressed to their developers."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _about(backbone: Backbone, options: ExportOptions) -> str:

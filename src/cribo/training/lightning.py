@@ -19,6 +19,7 @@ from torch.nn import Module
 
 from cribo.allocator import keep_freed_memory
 from cribo.arguments import ConfigError
+from cribo.console import log_level
 from cribo.training.checkpoints import AtomicCheckpointIO
 
 log = logging.getLogger("cribo")
@@ -117,28 +118,22 @@ def interruptible(trainer: L.Trainer, *, advice: str = "") -> Iterator[None]:
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
     """Suppress Lightning's warnings about intended settings."""
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            for text in (
-                ".*does not have many workers.*",
-                ".*GPU available but not used.*",
-                ".*tensorboardX.*",
-                ".*is smaller than the logging interval.*",
-                ".*in eval mode at the start of training.*",  # frozen parts
-                ".*You defined a `validation_step` but have no `val_dataloader`.*",  # validation runs after training
-                ".*your dataloader is not resumable.*",  # the order of the data depends only on the step
-                ".*sync_dist=True.*",  # logged values are already averaged, or intentionally of one rank
-                ".*torch.distributed.nn.functional.all_gather is deprecated.*",
-                ".*LeafSpec.*is deprecated.*",
-                ".*`broadcast_buffers` is deprecated.*",  # the replacement is not in all supported versions of torch
-            ):
-                warnings.filterwarnings("ignore", text)
-            yield
-    finally:
-        logger.setLevel(level)
+    with log_level(logging.WARNING, "lightning.pytorch"), warnings.catch_warnings():
+        for text in (
+            ".*does not have many workers.*",
+            ".*GPU available but not used.*",
+            ".*tensorboardX.*",
+            ".*is smaller than the logging interval.*",
+            ".*in eval mode at the start of training.*",  # frozen parts
+            ".*You defined a `validation_step` but have no `val_dataloader`.*",  # validation runs after training
+            ".*your dataloader is not resumable.*",  # the order of the data depends only on the step
+            ".*sync_dist=True.*",  # logged values are already averaged, or intentionally of one rank
+            ".*torch.distributed.nn.functional.all_gather is deprecated.*",
+            ".*LeafSpec.*is deprecated.*",
+            ".*`broadcast_buffers` is deprecated.*",  # the replacement is not in all supported versions of torch
+        ):
+            warnings.filterwarnings("ignore", text)
+        yield
 
 
 class _OneThread(Callback):

@@ -175,15 +175,15 @@ class MLflow(Service):
 
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         place = (folder.absolute() / "mlflow").as_uri() if self._is_local else None
-        if self._client.get_experiment_by_name(name) is None:
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
             try:
                 return self._client.create_experiment(name, artifact_location=place)
             except MlflowException:
-                if self._client.get_experiment_by_name(name) is None:  # not created by another process either
+                found = self._client.get_experiment_by_name(name)
+                if found is None:  # not created by another process either
                     raise
-        experiment = self._client.get_experiment_by_name(name)
-        assert experiment is not None
-        return experiment.experiment_id
+        return found.experiment_id
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record numbers of a step."""
