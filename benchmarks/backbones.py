@@ -1,8 +1,8 @@
-"""Write the table of public backbones in docs/backbones.md: size, licence, commercial use, access.
+"""Generate the table of public backbones in docs/backbones.md, with size, licence and access.
 
     uv run python -m benchmarks.backbones
 
-Sizes and licences are those of timm's registry. Whether a repository is gated is not in it: see GATED.
+Sizes and licences are those of timm's registry. The registry does not list gated repositories: GATED does.
 """
 
 from pathlib import Path
@@ -49,7 +49,7 @@ GATED = {
     "hf://facebook/dinov3-vitb16-pretrain-lvd1689m": "vit_base_patch16_dinov3.lvd1689m",
     "hf://facebook/dinov3-vitl16-pretrain-lvd1689m": "vit_large_patch16_dinov3.lvd1689m",
 }
-"""Repositories whose page requires an account and contact information, with timm's name of the same weights."""
+"""Gated repositories and timm's names of the same weights. Access requires an account and contact information."""
 
 
 class Row(NamedTuple):

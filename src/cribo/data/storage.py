@@ -235,7 +235,8 @@ def _existing(location: str, request: Callable[[], T]) -> T:
         try:
             return request()
         except FileNotFoundError:
-            return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), location)  # fsspec's have no reason
+            # fsspec raises this error without a reason.
+            return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), location)
         except (PermissionError, IsADirectoryError) as error:
             return error
         except Exception as error:

@@ -39,7 +39,7 @@ def examine_software(section: Section) -> None:
 
 
 def reinstall(error: Exception, imported: str) -> str:
-    """Return the advice to reinstall the package in which an import failed, which another package may need.
+    """Return advice to reinstall the package whose import failed, which may be a dependency of another one.
 
     Args:
         error: error of the import, with its traceback.

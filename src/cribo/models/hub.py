@@ -101,7 +101,7 @@ def hub_name(source: str | Path) -> HubName | None:
 
 
 def suggested_name(source: str | Path) -> HubName | None:
-    """Return the repository that is probably meant by a source that is no local file; None if there is none.
+    """Guess the repository that a source refers to, such as the address of its page; None if it refers to none.
 
     Example:
         >>> print(suggested_name("hf-hub:owner/name"), suggested_name("https://huggingface.co/owner/name/tree/v1/run"))
@@ -316,7 +316,7 @@ def address(repo: str) -> str:
 
 @contextlib.contextmanager
 def explained_errors(name: HubName, *, writing: bool = False) -> Iterator[None]:
-    """Convert errors of the hub's client to one line that says what to do."""
+    """Convert errors of huggingface_hub to one-line errors that say what to do."""
     from huggingface_hub import errors
 
     repo = name.repo

@@ -79,7 +79,7 @@ class Licence:
 
 
 def licences_text(licences: Sequence[Licence]) -> str:
-    """Return the licences of a backbone as text; empty for random weights.
+    """Format the licences of a backbone as text; an empty string for random weights.
 
     Example:
         >>> licences_text([Licence("a", "mit"), Licence("b", "cc-by-nc-4.0", role="teacher")])

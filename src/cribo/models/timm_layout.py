@@ -1,4 +1,7 @@
-"""Backbones in the layout of timm's weights on the Hugging Face hub, which this package, timm and transformers read."""
+"""Save backbones in the format of timm's models on the Hugging Face hub.
+
+This package, timm and transformers can load it.
+"""
 
 from dataclasses import fields
 from pathlib import Path

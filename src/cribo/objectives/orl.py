@@ -120,7 +120,7 @@ class ORL(BYOL):
 
     @classmethod
     def check_packages(cls) -> None:
-        """Check that OpenCV with its contributed modules is installed."""
+        """Check that OpenCV is installed with its contrib modules."""
         require_selective_search()
 
     def __init__(

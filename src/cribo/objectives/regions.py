@@ -35,7 +35,7 @@ def selective_search(
         side: longest side of the image to search, in pixels; larger images are reduced to it.
 
     Raises:
-        MissingPackage: OpenCV with its contributed modules is not installed.
+        MissingPackage: OpenCV is not installed with its contrib modules.
     """
     from torchvision.transforms.v2 import functional as TF
 
@@ -74,7 +74,7 @@ def require_selective_search() -> None:
     """Raise an error if selective search is not installed.
 
     Raises:
-        MissingPackage: OpenCV with its contributed modules is not installed.
+        MissingPackage: OpenCV is not installed with its contrib modules.
     """
     _segmentation()
 
