@@ -37,6 +37,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return the processes of `-n auto`: at most four, since each imports torch; tests of a file share its fixtures."""
+    if config.option.dist == "no":
+        config.option.dist = "loadfile"
+    return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("endurance") and not item.config.getoption("--endurance"):
         pytest.skip("only with --endurance")

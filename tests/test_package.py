@@ -69,17 +69,46 @@ def test_the_installed_command_runs_from_an_empty_folder(wheel: zipfile.ZipFile,
     assert not [*(tmp_path / "empty").iterdir()]
 
 
-def test_the_page_on_an_index_has_only_links_that_work_there(wheel: zipfile.ZipFile) -> None:
-    about = Parser().parsestr(metadata(wheel))
-    page, tag = str(about.get_payload()), f"v{about['Version']}"
-    pictures = f"https://raw.githubusercontent.com/cribo-ssl/cribo/{tag}/"
-    places = (f"https://github.com/cribo-ssl/cribo/blob/{tag}/", pictures)
-    links = re.findall(r"\]\(([^)]+)\)", page)
-    assert [link for link in links if not re.match(r"https://|#", link)] == []
-    own = [link.removeprefix(place).partition("#")[0] for link in links for place in places if link.startswith(place)]
-    assert len(own) > 10
-    assert [name for name in own if not (REPOSITORY / name).exists()] == []
-    assert [link for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page) if not link.startswith(pictures)] == []
+# A package index and a code host give such a name to whoever registers it first.
+FETCHES = (
+    r"(?:pip3? install|pipx (?:install|run)|uvx|uv tool (?:install|run)|uv add|poetry add|conda install)\b[^\n`&|;#]*"
+    r"[ \"']cribo(?:-ssl)?(?:\[[\w,]+\])?(?:[=<>~]=?[\d.]+)?[\"'`]?(?=\s|$)(?! @)",
+    r"(?:github\.com|raw\.githubusercontent\.com|gitlab\.com|huggingface\.co)/cribo",
+    r"cribo[\w-]*\.(?:github\.io|readthedocs|org|com|dev)\b",
+    r"pypi\.org/project/cribo",
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ("pip install cribo-ssl", True),
+        ('uv pip install "cribo-ssl[search,export]"', True),
+        ("pipx run --spec 'cribo' cribo", True),
+        ("uvx cribo", True),
+        ("git clone https://github.com/cribo-ssl/cribo", True),
+        ("https://cribo-ssl.github.io/cribo/", True),
+        ('pip install ".[search]"', False),
+        ('pip install "cribo-ssl[search] @ file:///home/me/cribo"', False),
+        ("pip install uv && uv run cribo pretrain", False),
+    ],
+)
+def test_fetches_are_recognised(text: str, is_found: bool) -> None:
+    assert any(re.search(pattern, text) for pattern in FETCHES) == is_found
+
+
+def test_nothing_fetches_cribo_by_a_name_that_anyone_can_register() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, check=True, capture_output=True).stdout
+    suffixes = {"", ".md", ".py", ".toml", ".yml", ".yaml", ".ipynb", ".cff", ".sbatch", ".html", ".js"}
+    places = [REPOSITORY / os.fsdecode(name) for name in listed.split(b"\0") if name]
+    found = [
+        f"{place.relative_to(REPOSITORY)}: {match[0]}"
+        for place in places
+        if place.suffix in suffixes and place.is_file() and "tests" not in place.parts
+        for pattern in FETCHES
+        for match in re.finditer(pattern, place.read_text(encoding="utf-8"))
+    ]
+    assert found == []
 
 
 def metadata(wheel: zipfile.ZipFile) -> str:

@@ -95,9 +95,7 @@ def _module(place: PurePosixPath) -> str:
 def _file(path: Path, config: MkDocsConfig) -> File:
     place = PurePosixPath(path.relative_to(ROOT))
     if path.suffix != ".py":
-        file = File.generated(config, _address(path), abs_src_path=str(path))
-        file.edit_uri = f"../{place}"  # relative to docs/
-        return file
+        return File.generated(config, _address(path), abs_src_path=str(path))
     if path in _targets(REFERENCE):
         return File.generated(config, _address(path), content=f"# {_module(place)}\n\n::: {_module(place)}\n")
     code = path.read_text(encoding="utf-8")

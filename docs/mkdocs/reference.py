@@ -1,4 +1,4 @@
-"""Extensions of griffe for the reference: lazily imported names, sections named `Example`, links to the source."""
+"""Extensions of griffe for the reference: lazily imported names, and sections named `Example`."""
 
 import re
 from typing import Any
@@ -22,17 +22,3 @@ class LazyNames(Extension):
         """Set the exports of a module that calls `lazy_names`."""
         if "lazy_names" in mod.members and mod.is_init_module:
             mod.exports = [name for name, member in mod.members.items() if member.is_alias and not member.runtime]
-
-
-class SourceLinks(Extension):
-    """Ends the docstrings of functions and classes with a link to their source."""
-
-    def __init__(self, address: str) -> None:
-        """Set the address of the root of the repository, such as https://github.com/owner/name/blob/main."""
-        self.address = address.rstrip("/")
-
-    def on_object(self, *, obj: Object, **kwargs: Any) -> None:
-        """Add the link to the docstring of a function or class of a module."""
-        if obj.docstring and obj.parent is not None and obj.parent.is_module and (obj.is_function or obj.is_class):
-            place = f"src/{obj.relative_package_filepath.as_posix()}#L{obj.lineno}"
-            obj.docstring.value += f"\n\n[Source]({self.address}/{place})"

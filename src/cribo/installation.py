@@ -9,6 +9,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from packaging.requirements import Requirement
+
 PACKAGE = "cribo-ssl"
 """Name of this package's distribution."""
 
@@ -20,29 +22,44 @@ def install_command(extra: str) -> str:
         extra: name of the extra, such as `search`.
 
     Example:
-        >>> install_command("search").endswith('[search]"')  # from a package index, or from this clone
+        >>> "pylance" in install_command("search") or "[search]" in install_command("search")
         True
     """
     return command_for(distribution(PACKAGE), extra)
 
 
 def command_for(installed: Distribution, extra: str) -> str:
-    """Return the command that installs an extra of a distribution, according to its metadata (PEP 610)."""
+    """Return the command that installs an extra of a distribution, according to its metadata (PEP 610).
+
+    The command never takes the distribution from a package index, where anyone could have registered its name: without
+    a record of a source that still exists, it installs the packages of the extra themselves.
+    """
     installer = (installed.read_text("INSTALLER") or "").strip()
     pip = _uv() if installer == "uv" and shutil.which("uv") else "pip install"
-    wanted = f"{PACKAGE}[{extra}]"
     source = json.loads(installed.read_text("direct_url.json") or "{}")
     url = source.get("url", "")
     is_gone = url.startswith("file:") and not _path(url).exists()  # such as in a container
-    if not source or is_gone:  # from a package index
-        return f'{pip} "{wanted}"'
+    if not source or is_gone:
+        return " ".join([pip, *(f'"{requirement}"' for requirement in _requirements(installed, extra))])
     if source.get("dir_info", {}).get("editable"):
         return f'{pip} -e "{_path(url)}[{extra}]"'
     if about := source.get("vcs_info"):
         url = f"{about['vcs']}+{url}@{about.get('requested_revision') or about['commit_id']}"
     if folder := source.get("subdirectory"):
         url += f"#subdirectory={folder}"
-    return f'{pip} "{wanted} @ {url}"'
+    return f'{pip} "{PACKAGE}[{extra}] @ {url}"'
+
+
+def _requirements(installed: Distribution, extra: str) -> list[str]:
+    """Return the requirements that an extra adds."""
+    requirements = map(Requirement, installed.requires or ())
+    return [
+        f"{requirement.name}{''.join(f'[{name}]' for name in requirement.extras)}{requirement.specifier}"
+        for requirement in requirements
+        if requirement.marker is not None
+        and requirement.marker.evaluate({"extra": extra})
+        and not requirement.marker.evaluate({"extra": ""})
+    ]
 
 
 def _uv() -> str:

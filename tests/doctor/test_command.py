@@ -61,4 +61,4 @@ def test_a_missing_extra_is_printed_with_its_use_and_its_installation(
     assert main(["doctor", "--no_speed"]) == 0
     shown = capsys.readouterr().out
     assert f"missing: no-such-package; for {USES['lora']}" in " ".join(shown.replace("│", " ").split())
-    assert f"\nto install one of them: {install_command('NAME')}\n" in shown
+    assert f"\nto install one of them, such as lora: {install_command('lora')}\n" in shown

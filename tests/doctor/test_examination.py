@@ -89,7 +89,7 @@ def test_the_package_that_is_broken_is_named(tmp_path: Path, monkeypatch: pytest
         (tmp_path / "draws.py").write_text(text)
         (problem,) = filled(examine_software).problems
         assert problem.startswith("timm cannot be imported (")
-        assert problem.endswith("): reinstall draws, pip install --force-reinstall draws")
+        assert problem.endswith("): reinstall draws")  # an index may have another package of this name
         sys.modules.pop("draws", None)
 
 

@@ -72,7 +72,7 @@ def test_missing_outdated_and_broken_packages_are_found(monkeypatch: pytest.Monk
     section = Section("Optional packages")
     examine_packages(section)
     assert section.facts["evaluation"] == f"missing: faiss-cpu; for {USES['evaluation']}"
-    assert section.hint == f"to install one of them: {install_command('NAME')}"
+    assert section.hint == f"to install one of them, such as evaluation: {install_command('evaluation')}"
     assert "search" in section.facts  # needs faiss, too
     assert section.facts["lora"].startswith("not the required version: peft<1,>=0.14 is required, 0.1 is installed")
     assert "broken: av cannot be imported" in section.facts["video"]

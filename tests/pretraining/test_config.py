@@ -253,3 +253,20 @@ def test_invalid_configurations_are_rejected() -> None:
             load_config("coco_vits16", overrides)
     with pytest.raises(ConfigError, match="did you mean coco_vits16"):
         load_config("coco_vit16")
+
+
+def test_the_subfolder_of_a_preset_is_read_where_it_exists(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "coco" / "train2017").mkdir(parents=True)
+    (tmp_path / "mine").mkdir()
+    assert load_config("coco_vits16", {"data.root": f"{tmp_path}/coco"}).data.images == "train2017"
+    assert not caplog.records
+    assert load_config("coco_vits16", {"data.root": f"{tmp_path}/mine"}).data.images == ""
+    assert "train2017" in caplog.text
+    assert load_config("coco_vits16").data.images == "train2017"  # the published data, which is not here
+
+
+def test_a_subfolder_of_the_user_must_exist(tmp_path: Path) -> None:
+    overrides = {"data.root": str(tmp_path), "data.images": "val"}
+    assert load_config("coco_vits16", overrides).data.images == "val"
+    (tmp_path / "mine.yaml").write_text(f"data: {{root: {tmp_path}, images: train2017}}\n")
+    assert load_config(tmp_path / "mine.yaml").data.images == "train2017"

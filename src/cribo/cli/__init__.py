@@ -39,7 +39,7 @@ examples:
 `--debug`, every command shows the traceback of an error. `python -m cribo` is the same command, for environments whose
 scripts are not on PATH.
 
-Documentation: https://cribo-ssl.github.io/cribo/, with a page for each command; docs/start.md is its page start.
+Documentation: the folder docs/ of the clone, with a page for each command; it begins with docs/start.md.
 """
 
 COMMANDS = (

@@ -64,7 +64,7 @@ def run(words: list[str], console: Console) -> None:
             from cribo.doctor.findings import described
             from cribo.doctor.software import reinstall
 
-            problems.append(f"the speed cannot be measured ({described(error)}): {reinstall(error, 'cribo-ssl')}")
+            problems.append(f"the speed cannot be measured ({described(error)}): {reinstall(error, 'cribo')}")
         else:
             with nullcontext(no_progress) if parsed.json else Phases(console) as progress:
                 speed = measure_speed(parsed.device, progress)

@@ -88,8 +88,8 @@ def examine_packages(section: Section) -> None:
             section.facts[name] = f"{found}; for {USES.get(name, 'options that name it')}"
         section.problems += [f"optional package {one}: reinstall it, or uninstall it" for one in extra.broken]
         section.problems += [f"optional package {one}: {install_command(name)}" for one in extra.outdated]
-    if any(extra.missing for extra in extras.values()):
-        section.hint = f"to install one of them: {install_command('NAME')}"
+    if missing := [name for name, extra in extras.items() if extra.missing]:
+        section.hint = f"to install one of them, such as {missing[0]}: {install_command(missing[0])}"
 
 
 def find_extras() -> dict[str, Extra]:

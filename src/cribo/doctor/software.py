@@ -50,7 +50,11 @@ def reinstall(error: Exception, imported: str) -> str:
         modules.append(error.name)  # the module that is missing, or of which a part is
     names = [module.partition(".")[0] for module in modules]
     failed = next((name for name in reversed(names) if name not in _NEVER_BROKEN), imported)
-    package = importlib.metadata.packages_distributions().get(failed, [failed])[0]
+    package = next(iter(importlib.metadata.packages_distributions().get(failed, ())), None)
+    if package == PACKAGE:
+        return "reinstall cribo from its clone or wheel"
+    if package is None:  # not installed as a package: an index may have another one of this name
+        return f"reinstall {failed}"
     what = "it" if failed == imported else package
     together = "torch torchvision" if package in ("torch", "torchvision") else package
     return f"reinstall {what}, pip install --force-reinstall {together}"

@@ -4,7 +4,7 @@ import difflib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import yaml
 from jsonargparse import Namespace
 
 from cribo.arguments import ConfigError, Parser
+from cribo.data.images import is_url
 from cribo.method import ViewRecipe
 from cribo.pretraining.config import PretrainConfig
 
@@ -40,6 +41,11 @@ def preset_names() -> list[str]:
     """Return the names of the presets."""
     folder = resources.files("cribo") / "presets"
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def find_preset(name: str) -> Path | None:
+    """Return the file of a preset; None if there is no preset of this name."""
+    return Path(str(resources.files("cribo") / "presets" / f"{name}.yaml")) if name in preset_names() else None
 
 
 class ConfigParser(Parser):
@@ -78,9 +84,8 @@ def find_config(name: str | Path) -> Path:
         ConfigError: no preset or file has this name; the message suggests the most similar preset.
     """
     path = Path(name)
-    names = preset_names()
-    if str(name) in names:
-        return Path(str(resources.files("cribo") / "presets" / f"{name}.yaml"))
+    if (preset := find_preset(str(name))) is not None:
+        return preset
     try:
         if path.is_file():
             return path
@@ -88,6 +93,7 @@ def find_config(name: str | Path) -> Path:
             return path / "config.yaml"
     except OSError as error:  # for example, the name is too long
         raise ConfigError(f"no preset or file named {str(name)[:80]}: {error.strerror}") from error
+    names = preset_names()
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     advice = f"did you mean {near[0]}? " if near else ""
     raise ConfigError(f"no preset or file named {name}: {advice}the presets are {', '.join(names)}")
@@ -124,7 +130,7 @@ def config_from(arguments: Namespace) -> PretrainConfig:
     only = Namespace(**{name: arguments[name] for name in names})
     try:
         made = _config_parser().instantiate(only)
-        return PretrainConfig(**{name: made[name] for name in names})
+        config = PretrainConfig(**{name: made[name] for name in names})
     except TypeError as error:  # the parser accepts a single value for a group
         wrong = next((name for name in names if name != "seed" and not isinstance(arguments[name], Namespace)), None)
         got = "" if wrong is None else f", got {arguments[wrong]!r} for {wrong}"
@@ -133,6 +139,21 @@ def config_from(arguments: Namespace) -> PretrainConfig:
         # ViewRecipe's own errors name its fields without the section.
         in_views = str(error).partition(" ")[0] in ViewRecipe.__dataclass_fields__
         raise ConfigError(f"views.{error}" if in_views else str(error)) from error
+    return _without_missing_subfolder(config, [str(name) for name in arguments.get("config") or ()])
+
+
+def _without_missing_subfolder(config: PretrainConfig, sources: Sequence[str]) -> PretrainConfig:
+    """Drop the sub-folder of a preset for published data, such as train2017, for another root that does not have it."""
+    data = config.data
+    presets = [Path(source) for source in sources if Path(source) == find_preset(Path(source).stem)]
+    own = (yaml.safe_load(path.read_text(encoding="utf-8")).get("data", {}) for path in presets)
+    if not any(values.get("images") == data.images != "" and values.get("root") != data.root for values in own):
+        return config
+    root = Path(data.root).expanduser()
+    if is_url(data.root) or not root.exists() or (root / data.images).exists():
+        return config
+    log.warning("%s has no sub-folder %s, which the preset reads: all its images are read", root, data.images)
+    return replace(config, data=replace(data, images=""))
 
 
 def load_config(config: str | Path = DEFAULT_PRESET, overrides: Mapping[str, Any] | None = None) -> PretrainConfig:
