@@ -15,8 +15,9 @@ import yaml
 REPOSITORY = Path(__file__).parents[1]
 WORKFLOWS = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
 DOCKERFILE = REPOSITORY / "Dockerfile"
-SCRIPTS = [REPOSITORY / ".ci" / name for name in ("run", "try_wheel", "deploy_docs")]
+SCRIPTS = [REPOSITORY / ".ci" / name for name in ("run", "try_wheel", "locked", "commit_docs")]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+GROUPS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
 release_notes = runpy.run_path(str(REPOSITORY / ".ci" / "release_notes.py"))["release_notes"]
 
 
@@ -42,9 +43,30 @@ def test_workflows_have_limits(path: Path) -> None:
     for name, job in workflow["jobs"].items():
         assert "uses" in job or job["timeout-minutes"] <= 60, name
         for step in job.get("steps", []):
-            assert re.search(r"@(v\d+(\.\d+)*|[0-9a-f]{40})$", step.get("uses", "@v1")), f"{step['uses']} is a branch"
-            for script in re.findall(r"\.ci/\w+(?:\.py)?", step.get("run", "")):
+            assert re.search(r"@[0-9a-f]{40}$", step.get("uses", f"@{40 * '0'}")), f"{step['uses']} can be moved"
+            for script in re.findall(r"\.ci/\w+(?:\.\w+)?", step.get("run", "")):
                 assert (REPOSITORY / script).is_file()
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_jobs_with_credentials_run_no_packages(path: Path) -> None:
+    """A package that is installed in a job could use its credentials."""
+    for name, job in yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"].items():
+        if "write" in job.get("permissions", {}).values() and "uses" not in job:
+            programs = {line.split()[0] for step in job["steps"] for line in step.get("run", "").splitlines()}
+            assert programs <= {"git", "gh"}, name
+            assert not any("setup-" in step.get("uses", "") for step in job["steps"]), name
+
+
+@pytest.mark.parametrize("group", ["build", "docs"])
+def test_what_is_published_is_built_by_locked_packages(group: str) -> None:
+    locked = (REPOSITORY / ".ci" / f"{group}.txt").read_text(encoding="utf-8")
+    names = re.findall(r"^([\w.-]+)(?:\[\w+\])?==", locked, re.M)
+    assert len(re.findall(r"^\S+==.* \\\n    --hash=sha256:", locked, re.M)) == len(names) > 0
+    assert "://" not in locked
+    assert not re.search(r"index|find-links", locked)
+    for requirement in GROUPS[group]:
+        assert re.match(r"[\w-]+", requirement)[0] in names  # pyright: ignore[reportOptionalSubscript]
 
 
 # ------------------------------------------------------------------ release notes
