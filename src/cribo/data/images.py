@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import posixpath
+import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -337,6 +338,14 @@ def require_readable(images: ImageSource, what: str, *, most: int | None = None)
 def has_images(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder contains an image file at any depth."""
     return next(list_files(folder, EXTENSIONS), None) is not None
+
+
+def composed(name: str) -> str:
+    """Return a name in Unicode's composed form (NFC), in which names are compared.
+
+    Archives from macOS contain é as e and an accent.
+    """
+    return unicodedata.normalize("NFC", name)
 
 
 def is_url(root: str | os.PathLike[str]) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cribo.colours import Colour
-from cribo.data.coco import CocoLabels, is_coco
+from cribo.data.coco import CocoLabels, find_coco
 from cribo.data.collection import ImageCollection, open_collection, without_repeats
 from cribo.data.images import (
     EXTENSIONS,
@@ -85,8 +85,8 @@ def find_examples(
             class.
 
     Raises:
-        DataError: there are no examples, images without labels, labels without images, or several annotation files; or
-            `classes` is given for annotations that define their own.
+        DataError: there are no examples, images without labels, labels without images, a damaged file or several files
+            of annotations; or `classes` is given for annotations that define their own.
     """
     folder = Path(source).expanduser()
     require(folder)
@@ -100,7 +100,9 @@ def find_examples(
         return _of_folders(folder, labels, classes, masks=masks)
     if not folder.is_dir():
         raise DataError(f"{folder} is a file: give the folder of its label maps with --labels, or give a folder")
-    annotations = [path for path in sorted(folder.glob("*.json")) if is_coco(path)]
+    annotations, damaged = find_coco(folder)
+    if annotations and damaged:
+        raise damaged[0]
     if len(annotations) > 1:
         names = ", ".join(path.name for path in annotations)
         raise DataError(f"{folder} contains several annotation files ({names}): choose one with --labels")
@@ -112,7 +114,12 @@ def find_examples(
     voc_labels = next((folder / name for name in _VOC_LABELS if (folder / name).is_dir()), None)
     if voc_labels is not None and (folder / _VOC_IMAGES).is_dir():
         return _of_voc(folder / _VOC_IMAGES, voc_labels, classes, masks=masks)
-    return _side_by_side(folder, classes, masks=masks)
+    try:
+        return _side_by_side(folder, classes, masks=masks)
+    except DataError as error:
+        if damaged:
+            raise damaged[0] from error
+        raise
 
 
 def _class_file(folder: Path) -> Path | None:
@@ -161,7 +168,7 @@ def _side_by_side(folder: Path, classes: str | Path | None, *, masks: bool) -> E
             images[stem] = name
     for stem, name in images.items():
         if stem not in maps:
-            instead = other_annotations(name, folder / f"{stem}.png")
+            instead = other_annotations(folder / name, folder / f"{stem}.png")
             raise DataError(
                 f"the image {name} has no labels: {folder} contains neither {stem}.png nor {stem}{_MARK}.png"
                 + (instead or f"; supported layouts: {_LAYOUTS}; or give the folder of the label maps with --labels")
