@@ -1,7 +1,6 @@
 """Annotation files in COCO's format: one reader for all commands, and label maps drawn from the outlines."""
 
 import logging
-import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from cribo.colours import class_colours
 from cribo.data.images import DataError, ImageFiles, MissingData, composed, require
 from cribo.data.label_maps import IGNORE_INDEX, read_classes
 from cribo.data.reading import image_size
+from cribo.data.run_lengths import decompressed, mask_of, require_counts
 from cribo.errors import InputError
 from cribo.files import read_json
 from cribo.wording import counted, enumerated
@@ -34,7 +34,6 @@ _POLYGON = 6  # numbers in the smallest polygon, a triangle
 _NORMALISED = 1.5  # outlines and boxes below this, in pixels, are shares of width and height
 _LONGEST = 4_000_000  # pixels along the border of an object: drawing takes about 100 bytes for each
 _LARGEST_ID = 2**53  # the integers that JSON's numbers represent exactly
-_CHARACTERS = 7  # of a number in compressed run lengths; 5 bits each
 
 
 @dataclass(frozen=True)
@@ -389,33 +388,13 @@ def _counts(given: Mapping[str, Any], height: int, width: int) -> Int64[np.ndarr
     if not isinstance(size, list) or [*map(_id, size)] != [height, width]:
         raise InputError(f"run lengths must have size {[height, width]} (height, width), got {_shown(size)}")
     if isinstance(counts, str):
-        found = _decompressed(counts)
+        found = decompressed(counts)
     elif isinstance(counts, list) and all(map(is_number, counts)):
         found = np.array([each if 0 <= each <= _LARGEST_ID and each == int(each) else -1 for each in counts], np.int64)
     else:
         raise InputError(f"counts of run lengths must be whole numbers or compressed text, got {_shown(counts)}")
-    # float64 does not overflow
-    if (found < 0).any() or found.sum(dtype=np.float64) != height * width:
-        raise InputError(
-            f"counts of run lengths must be numbers >= 0 whose sum is {height * width}, the pixels of the image, got a "
-            f"sum of {found.sum(dtype=np.float64):.0f}" + (f" and {found.min()}" if (found < 0).any() else "")
-        )
+    require_counts(found, (height, width))
     return found
-
-
-def _decompressed(text: str) -> Int64[np.ndarray, " n"]:
-    """Return the counts in COCO's compressed text: numbers of 5 bits per character, from the third as differences."""
-    codes = np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int64) - ord("0")
-    ends = np.flatnonzero(codes & 32 == 0)
-    starts = np.concatenate([[0], ends + 1])[:-1]
-    broken = len(codes) == 0 or codes.min() < 0 or codes.max() > 63 or not len(ends) or ends[-1] != len(codes) - 1
-    if broken or (ends - starts).max() >= _CHARACTERS:
-        raise InputError(f"counts of run lengths are not compressed text of COCO's format, got {_shown(text)}")
-    places = np.arange(len(codes)) - np.repeat(starts, ends + 1 - starts)
-    numbers = np.add.reduceat((codes & 31) << (5 * places), starts)
-    numbers -= np.where(codes[ends] & 16, np.int64(1) << (5 * (places[ends] + 1)), 0)
-    numbers[1::2], numbers[2::2] = numbers[1::2].cumsum(), numbers[2::2].cumsum()
-    return numbers
 
 
 def _drawn(outline: Any, height: int, width: int) -> tuple[int, Any]:
@@ -432,7 +411,7 @@ def _drawn(outline: Any, height: int, width: int) -> tuple[int, Any]:
 def _mask(runs: Any, height: int, width: int) -> Bool[np.ndarray, "h w"]:
     """Return the pixels of run lengths, which go down the columns."""
     if isinstance(runs, np.ndarray):
-        return np.repeat(np.arange(len(runs)) % 2 == 1, runs).reshape(height, width, order="F")
+        return mask_of(runs, (height, width))
     from faster_coco_eval.core import mask as coco
 
     return coco.decode(runs).astype(bool).reshape(height, width)
@@ -473,7 +452,7 @@ def _id(value: object) -> int | str | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if isinstance(value, float):
-        return int(value) if math.isfinite(value) and value == int(value) and abs(value) <= _LARGEST_ID else None
+        return int(value) if value.is_integer() and abs(value) <= _LARGEST_ID else None
     return value
 
 

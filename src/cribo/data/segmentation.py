@@ -307,18 +307,29 @@ def other_annotations(image: Path, labels: Path) -> str:
             f", but {labelme.name}, which is in labelme's format: convert it with labelme's labelme2voc.py, and use "
             "the folder that it writes (with JPEGImages and SegmentationClass)"
         )
-    marked = re.compile(rf"(?:{_MARK}[\W_]+)?{re.escape(stem)}(?:[\W_]+{_MARK})?", re.IGNORECASE)
-    found += [path for path in files if path not in found and marked.fullmatch(composed(path.stem))]
+    found += [path for path in files if path not in found and is_marked(path.stem, stem)]
     if not found:
         return ""
     names = enumerated([path.name for path in found])
+    is_beside = labels.is_file() and labels.samefile(image)
+    right = f"{stem}_labels.png" if is_beside else labels.name
     if any(path.suffix.lower() == ".png" for path in found):
-        return f", but {names}: give each label map the name of its image, {labels.name}"
+        return f", but {names}: give each label map the name of its image, {right}"
     if any(path.suffix.lower() in _LOSSY for path in found):
         return f", but {names}: label maps must be PNG, because JPEG changes their values; save masks as PNG, and " + (
-            f"threshold those that were JPEG at 128 ({labels.name})"
+            f"threshold those that were JPEG at 128 ({right})"
         )
-    return f", but {names}: convert the labels to PNG, {labels.name}"
+    return f", but {names}: convert the labels to PNG, {right}"
+
+
+def is_marked(stem: str, image: str) -> bool:
+    """Whether a name is that of an image with a mark for labels.
+
+    >>> [is_marked(stem, "a") for stem in ("a_mask", "gt-a", "a2_mask", "b")]
+    [True, True, False, False]
+    """
+    mark = rf"(?:{_MARK}[\W_]+)?{re.escape(composed(image))}(?:[\W_]+{_MARK})?"
+    return re.fullmatch(mark, composed(stem), re.IGNORECASE) is not None
 
 
 def _is_labelme(path: Path) -> bool:

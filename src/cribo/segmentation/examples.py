@@ -1,7 +1,7 @@
 """Labelled examples on disk: images and label maps in one or two folders, or a COCO file."""
 
 import posixpath
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +25,9 @@ from cribo.data.label_maps import (
     LabelValues,
     read_classes,
 )
-from cribo.data.segmentation import LabelledFiles, LabelledFolder, by_stem, other_annotations
+from cribo.data.segmentation import LabelledFiles, LabelledFolder, by_stem, is_marked, other_annotations
 from cribo.segmentation.memory import Example
+from cribo.wording import enumerated
 
 CLASSES_FILE = "classes.txt"
 
@@ -144,7 +145,8 @@ def _of_voc(images: Path, labels: Path, classes: str | Path | None, *, masks: bo
     """Find examples in the folders of Pascal VOC, in which most images have no labels."""
     maps, found = _maps_in(labels), by_stem(open_images(images).names, EXTENSIONS)
     if not maps:
-        raise DataError(f"no label maps (.png) in {labels}")
+        there = sorted(path.name for path in labels.iterdir())
+        raise DataError(f"no label maps in {labels}: they must be PNG, got {enumerated(there) or 'no files'}")
     _require_images(maps, found, labels, images)
     files = ImageFiles(images, (found[stem] for stem in maps))
     return _of_files(files, labels, [*maps.values()], classes, masks=masks)
@@ -185,11 +187,13 @@ def _maps_in(folder: Path) -> dict[str, str]:
     return by_stem(list_files(folder, [".png"]), [".png"])
 
 
-def _require_images(maps: Iterable[str], images: Container[str], labels: Path, folder: Path) -> None:
+def _require_images(maps: Iterable[str], images: Mapping[str, str], labels: Path, folder: Path) -> None:
     """Raise DataError for a label map without an image."""
     for stem in maps:
         if stem not in images:
-            raise DataError(f"the labels {labels / stem}.png have no image: {folder} does not contain {stem}")
+            near = next((image for image in images if is_marked(stem, image)), None)
+            advice = "" if near is None else f", but {images[near]}: give the label map its name, {near}.png"
+            raise DataError(f"the labels {labels / stem}.png have no image: {folder} does not contain {stem}{advice}")
 
 
 def _of_files(
