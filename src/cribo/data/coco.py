@@ -287,7 +287,7 @@ class CocoLabels(ImageFiles):
 
     def _read_outlines(self) -> list[list[tuple[Annotation, Any]]]:
         """Return the checked outlines of each image: a list of polygons, or the counts of run lengths."""
-        coco, skipped = self._coco, list[Annotation]()
+        coco, skipped = self._coco, list[str]()
         outlines: list[list[tuple[Annotation, Any]]] = [[] for _ in coco.images]
         extents: list[float] = []
         for index, each in enumerate(coco.annotations):
@@ -304,7 +304,7 @@ class CocoLabels(ImageFiles):
                 if outline is None or (
                     isinstance(outline, list) and not any(_is_inside(each, *size) for each in outline)
                 ):
-                    skipped.append(annotation)
+                    skipped.append(f"{annotation} of {self.name(index)}")
                 else:
                     outlines[index].append((annotation, outline))
         coco.require_pixels(extents)
