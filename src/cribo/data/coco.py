@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int64, UInt8
 from torch import Tensor
 
 from cribo.colours import class_colours
-from cribo.data.images import DataError, ImageFiles, MissingData, composed, require
+from cribo.data.images import DataError, FilesBelow, ImageFiles, MissingData, require
 from cribo.data.label_maps import IGNORE_INDEX, read_classes
 from cribo.data.reading import image_size
 from cribo.data.run_lengths import decompressed, mask_of, require_counts
@@ -171,8 +171,8 @@ class CocoFile:
         elif isinstance(folders, str | os.PathLike):
             folders = [Path(folders).expanduser()]
         names = [str(entry["file_name"]) for entry in self.images]
-        folder = next((folder for folder in folders if _FilesBelow(folder).find(names[0])), folders[0])
-        files = _FilesBelow(folder)
+        folder = next((folder for folder in folders if FilesBelow(folder).find(names[0])), folders[0])
+        files = FilesBelow(folder)
         found = [files.find(name) for name in names]
         missing = [name for name, file in zip(names, found, strict=True) if file is None]
         if missing:
@@ -223,32 +223,6 @@ def require_size(file: Path, name: str, listed: tuple[int, int] | None, size: tu
         raise DataError(
             f"{file}: {name} must have the size of its file, {size[1]} x {size[0]}, got {listed[1]} x {listed[0]}"
         )
-
-
-class _FilesBelow:
-    """Files below a folder by their names in annotation files."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._listed: dict[Path, dict[str, Path]] = {}
-
-    def find(self, name: str) -> str | None:
-        """Return the path of a file below the folder; None if there is no such file."""
-        for each in dict.fromkeys((name, name.replace("\\", "/"))):
-            for path in (self._folder / each, self._in_any_form(each)):
-                if os.path.isfile(path):  # noqa: PTH113 - not an error for names that no file system accepts
-                    return os.path.relpath(path, self._folder) if path != self._folder / each else each
-        return None
-
-    def _in_any_form(self, name: str) -> Path:
-        """Return the path with the names on disk, which may have another Unicode form."""
-        here = self._folder
-        for part in () if name.isascii() else name.split("/"):
-            if here not in self._listed:
-                there = here.iterdir() if os.path.isdir(here) else ()  # noqa: PTH112
-                self._listed[here] = {composed(path.name): path for path in there}
-            here = self._listed[here].get(composed(part), here / part)
-        return here
 
 
 class CocoLabels(ImageFiles):
