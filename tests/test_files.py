@@ -1,8 +1,10 @@
+import os
 from pathlib import Path
 
 import pytest
 
-from cribo.files import FolderError, write_folder_whole
+from cribo.errors import DataError, MissingData
+from cribo.files import FolderError, read_json, write_folder_whole
 
 
 def test_a_folder_is_written_atomically(tmp_path: Path) -> None:
@@ -30,3 +32,27 @@ def test_a_folder_is_written_atomically(tmp_path: Path) -> None:
     write_folder_whole(tmp_path / "out", lambda folder: (folder / "other").touch(), replaces=True)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["other"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+def test_json_of_users_is_read_in_any_encoding(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.json").write_text('{"é": [1, 2.5, null]}', encoding=encoding)
+    assert read_json(tmp_path / "a.json") == {"é": [1, 2.5, None]}
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b'{"a": [1, 2', b"\xff\xfe\xff", b"[" * 10**6, b'{"a":' * 10**6, b"1" * 10**5, b"[1]]"]
+)
+def test_damaged_json_is_an_error_with_its_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.json is"):
+        read_json(tmp_path / "a.json")
+
+
+def test_json_is_read_from_files_only(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    for path in (tmp_path / "pipe.json", tmp_path, Path("/dev/zero")):
+        with pytest.raises(DataError, match="is not a file"):
+            read_json(path)
+    with pytest.raises(MissingData, match="does not exist"):
+        read_json(tmp_path / "absent.json")

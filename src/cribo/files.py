@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cribo.errors import InputError
+from cribo.errors import DataError, InputError, MissingData
 
 # Temporary names of `write_beside`.
 _PART = re.compile(r"\..+\.[0-9a-f]{32}\.part")
@@ -37,6 +37,31 @@ def append_json(path: Path, content: dict[str, Any]) -> None:
     """Append a dictionary as one line of JSON."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(content) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file from a user: UTF-8, UTF-16 or UTF-32, also with a byte-order mark.
+
+    Numbers may be infinite or not a number, which is for callers to check.
+
+    Raises:
+        MissingData: the file does not exist.
+        DataError: it cannot be read, is not JSON or incomplete, or is nested too deeply.
+    """
+    if not path.exists():
+        raise MissingData(f"{path} does not exist")
+    if not path.is_file():  # reading a pipe or a device might never end
+        raise DataError(f"{path} is not a file: give a JSON file")
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except RecursionError as error:
+        raise DataError(f"{path} is damaged: its values are nested too deeply for a file of data") from error
+    except ValueError as error:
+        raise DataError(
+            f"{path} is not valid JSON ({error}): it may be incomplete; download or export it again"
+        ) from error
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

@@ -1,3 +1,4 @@
+import unicodedata
 from collections import Counter
 from pathlib import Path
 
@@ -71,6 +72,16 @@ def test_a_split_keeps_the_classes_of_the_training_images(tmp_path: Path) -> Non
     # An explicit folder takes precedence over the default names.
     folders(tmp_path / "later", "b", each=1)
     assert open_classification("folder", tmp_path, val="later").val_name == "later"
+
+
+def test_classes_of_both_splits_pair_in_any_unicode_form(tmp_path: Path) -> None:
+    composed, decomposed = (unicodedata.normalize(form, "é") for form in ("NFC", "NFD"))
+    folders(tmp_path / "train", "a", composed)
+    folders(tmp_path / "val", decomposed, "a", each=1)
+    train, val, *_ = open_classification("folder", tmp_path)
+    assert val is not None
+    assert train.classes == val.classes == ["a", composed]
+    assert val.labels.tolist() == [0, 1]
 
 
 def test_a_folder_without_split_is_one_set(tmp_path: Path) -> None:

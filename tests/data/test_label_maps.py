@@ -61,7 +61,9 @@ def test_lists_of_classes(tmp_path: Path) -> None:
     path = tmp_path / "classes.txt"
     path.write_text("traffic light\n\nroad 66\n")
     assert read_classes(path) == ClassList(["traffic light", "road 66"])
-    path.write_text("traffic light 255 0 0\nroad,0, 255,0\nignore #090909\n")
+    path.write_text("# two classes\ntraffic light\n # and\nroad 66\n")
+    assert read_classes(path) == ClassList(["traffic light", "road 66"])
+    path.write_text("# colours\ntraffic light 255 0 0\nroad,0, 255,0\nignore #090909\n")
     names = ("traffic light", "road")
     assert read_classes(path) == ClassList([*names], LabelColours(names, LISTED.classes, LISTED.ignored, str(path)))
 

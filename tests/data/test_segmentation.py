@@ -1,10 +1,13 @@
+import io
 import logging
+import re
+import unicodedata
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFilter
 
 from cribo.colours import distinct_colours
 from cribo.data.datasets import open_segmentation
@@ -12,6 +15,7 @@ from cribo.data.images import DataError, MissingData
 from cribo.data.reading import UnreadableImage
 from cribo.data.scenes import Scenes
 from cribo.data.segmentation import LabelledFolder, LabelledImages, LabelledSubset, by_stem
+from cribo.segmentation.inputs import open_labels
 
 LABELS = np.array([[0, 1, 2], [2, 255, 0]], dtype=np.uint8)
 
@@ -252,3 +256,88 @@ def test_camvid(camvid):
     labels = val.labels(0)
     assert labels.shape == val.load(0).shape[1:] == (360, 480)
     assert set(labels.unique().tolist()) == {*range(11), 255}
+
+
+def soften(mask: np.ndarray, kind: str) -> np.ndarray:
+    """Return a mask with edges as of a resized, smoothed or compressed picture."""
+    image = Image.fromarray(mask)
+    if kind == "jpeg":
+        file = io.BytesIO()
+        image.save(file, "JPEG", quality=90)
+        return np.array(Image.open(file))
+    if kind == "blurred":
+        return np.array(image.filter(ImageFilter.GaussianBlur(2)))
+    small = image.resize((image.width * 3 // 4, image.height * 3 // 4), Image.Resampling.BILINEAR)
+    return np.array(small.resize(image.size, Image.Resampling.BILINEAR))
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "blurred", "resized"])
+@pytest.mark.parametrize("classes", [None, ["background", "cell"]])
+def test_masks_with_soft_edges_are_refused(root, kind, classes):
+    mask = np.zeros((60, 80), dtype=np.uint8)
+    mask[11:38, 13:50] = 255
+    for name in ("a", "b"):
+        save_image(root / "images" / "val" / f"{name}.jpg", width=80, height=60)
+        save_labels(root / "labels" / "val" / f"{name}.png", soften(mask, kind))
+    data = LabelledFolder(root / "images" / "val", root / "labels" / "val", classes)
+    with pytest.raises(DataError, match="threshold it at 128"):
+        data.label_map(0)
+    with pytest.raises(DataError, match="threshold it at 128"):
+        open_labels(root / "labels" / "val" / "a.png")
+
+
+def test_class_indices_without_a_list_are_not_taken_for_soft_masks(root):
+    """Pascal VOC: most pixels are 0 or 255, and the others are classes up to 20."""
+    labels = np.zeros((60, 80), dtype=np.uint8)
+    labels[:5], labels[20:30, 20:30], labels[40:, 40:] = 255, np.arange(1, 11), 20
+    for name in ("a", "b"):
+        save_image(root / "images" / "val" / f"{name}.jpg", width=80, height=60)
+        save_labels(root / "labels" / "val" / f"{name}.png", labels)
+    data = LabelledFolder(root / "images" / "val", root / "labels" / "val")
+    np.testing.assert_array_equal(data.labels(0), labels)
+    assert len(data.classes) == 21
+
+
+def test_masks_whose_foreground_has_no_class_are_reported(root, caplog):
+    mask = np.array([[0, 255, 0], [255, 255, 0]], dtype=np.uint8)
+    for name in ("a", "b"):
+        save_labels(root / "labels" / "val" / f"{name}.png", mask)
+    logging.getLogger("cribo").propagate = True
+    with caplog.at_level(logging.WARNING, "cribo"):
+        LabelledFolder(root / "images" / "val", root / "labels" / "val", ["a", "b", "c"]).labels(0)
+    assert "255 is read as no class" in caplog.text
+
+
+def test_more_colours_than_classes_are_refused(root):
+    noise = np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8)
+    save_image(root / "images" / "val" / "a.jpg", width=80, height=60)
+    save_labels(root / "labels" / "val" / "a.png", noise)
+    with pytest.raises(DataError, match="have more colours than classes"):
+        open_segmentation("folder", root, "val").labels(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("b.jpg", "label maps must be PNG"),
+        ("b_mask.png", "name of its image, b.png"),
+        ("b-labels.PNG", "name of its image, b.png"),
+        ("gt_b.png", "name of its image, b.png"),
+        ("b_segmentation.tif", "convert the labels to PNG, b.png"),
+        ("b.npy", "convert the labels to PNG, b.png"),
+    ],
+)
+def test_labels_with_other_names_are_named(root, name, advice):
+    (root / "labels" / "val" / "b.png").rename(root / "labels" / "val" / name)
+    with pytest.raises(MissingData, match=rf"but {re.escape(name)}: .*{advice}"):
+        open_segmentation("folder", root, "val")
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_names_pair_in_any_unicode_form(root, form):
+    name = unicodedata.normalize("NFD" if form == "NFC" else "NFC", "café")
+    (root / "images" / "val" / "a.jpg").rename(root / "images" / "val" / f"{name}.jpg")
+    (root / "labels" / "val" / "a.png").rename(root / "labels" / "val" / f"{unicodedata.normalize(form, name)}.png")
+    data = open_segmentation("folder", root, "val")
+    assert [data.name(index) for index in range(len(data))] == ["b.jpg", f"{name}.jpg"]
+    np.testing.assert_array_equal(data.labels(1), LABELS)

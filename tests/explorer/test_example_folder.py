@@ -1,5 +1,6 @@
 import resource
 import shutil
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,18 @@ def test_another_image_of_the_same_name_gets_a_number(tmp_path: Path) -> None:
         folder.save(picture("a.png", shade), halves(0), ["road"], written)
     folder.save(picture("a.webp", 3), halves(0), ["road"], written)  # would share the labels of a.png
     assert names_in(folder) == ["a-2.png", "a-3.webp", "a.png"]
+
+
+def test_labels_pair_with_their_image_in_any_unicode_form(tmp_path: Path) -> None:
+    composed, decomposed = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
+    folder, written = ExampleFolder(tmp_path / "ex"), Written()
+    folder.save(picture(f"{composed}.png"), halves(0), ["road"], written)
+    (tmp_path / "ex" / "labels" / f"{composed}.png").rename(tmp_path / "ex" / "labels" / f"{decomposed}.png")
+    with pytest.raises(ExistingLabels):
+        folder.save(picture(f"{decomposed}.png"), halves(0, 1), ["road", "sky"], Written())
+    folder.save(picture(f"{decomposed}.png"), halves(0, 1), ["road", "sky"], Written(), replace=True)
+    assert names_in(folder) == [f"{composed}.png"]
+    assert torch.equal(labels_of(folder.path, f"{decomposed}.png"), halves(0, 1))
 
 
 def test_labels_are_enlarged_and_unchanged_pixels_keep_their_detail(tmp_path: Path) -> None:

@@ -162,6 +162,7 @@ def test_classes_have_different_names_and_keep_their_colours(session: Session) -
         (["a", " "], "must not be empty"),
         (["a", "bus #a0b1c2"], "must not end with a colour, got “bus #a0b1c2”"),
         (["a", "bus 1, 2 30"], "must not end with a colour"),
+        (["a", "# bus"], "must not start with #"),
         (["a"], "There must be 32 to 255 classes, got 1"),
         ([*session.classes, "  tile "], "There is a class “tile” already"),
         ([str(number) for number in range(256)], "got 256"),

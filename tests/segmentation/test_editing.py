@@ -1,3 +1,4 @@
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,15 @@ def test_removing_an_example_equals_never_adding_it(saved: Path, word: str) -> N
     image = image_of(blocks([3, 1], [2, 0]))
     assert torch.equal(read.segment(image).confidence, fresh.segment(image).confidence)
     assert read.extend(examples("b")) == 1  # same backbone, so examples can be added
+
+
+def test_examples_are_named_in_any_unicode_form(tmp_path: Path) -> None:
+    memory = SegmentationMemory(PERFECT, classes=["road", "sky", "car", "tree"], settings=EXACT, device="cpu")
+    composed, decomposed = (unicodedata.normalize(form, "é.bmp") for form in ("NFC", "NFD"))
+    memory.extend([*examples("ab"), Example(image_of(MAPS["c.bmp"]), MAPS["c.bmp"], decomposed)])
+    memory.fit()
+    memory.save(tmp_path / "m.safetensors")
+    assert remove_examples(tmp_path / "m.safetensors", [composed]).names == ["a.bmp", "b.bmp"]
 
 
 @pytest.mark.parametrize(

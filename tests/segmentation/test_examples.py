@@ -109,6 +109,35 @@ def test_an_image_without_labels(tmp_path: Path) -> None:
         find_examples(tmp_path / "two")
 
 
+@pytest.mark.parametrize("image", ["b.bmp", "b.png"])
+def test_labels_with_other_names_are_named(tmp_path: Path, image: str) -> None:
+    save_image(tmp_path / image, LABELS)
+    save_labels(tmp_path / "b_mask.png", LABELS)
+    right = r"b\.png" if image == "b.bmp" else r"b_labels\.png"
+    with pytest.raises(DataError, match=rf"but b_mask\.png: give each label map the name of its image, {right}"):
+        find_examples(tmp_path)
+    save_image(tmp_path / "voc" / "JPEGImages" / "b.bmp", LABELS)
+    save_image(tmp_path / "voc" / "SegmentationClass" / "b_mask.jpg", LABELS)
+    with pytest.raises(DataError, match=r"must be PNG, got b_mask\.jpg"):
+        find_examples(tmp_path / "voc")
+    save_labels(tmp_path / "voc" / "SegmentationClass" / "b_mask.png", LABELS)
+    with pytest.raises(DataError, match=r"but b\.bmp: give the label map its name, b\.png"):
+        find_examples(tmp_path / "voc")
+
+
+def test_a_damaged_annotation_file_is_not_absent(tmp_path: Path) -> None:
+    save_image(tmp_path / "a.bmp", LABELS)
+    (tmp_path / "a.json").write_text(json.dumps(COCO)[:-20])
+    with pytest.raises(DataError, match=r"a\.json is not valid JSON"):
+        find_examples(tmp_path)
+    (tmp_path / "b.json").write_text(json.dumps(COCO))
+    with pytest.raises(DataError, match=r"a\.json is not valid JSON"):
+        find_examples(tmp_path)
+    (tmp_path / "b.json").unlink()
+    save_labels(tmp_path / "a.png", LABELS)  # another layout, which is complete
+    assert [example.name for example in find_examples(tmp_path)] == ["a.bmp"]
+
+
 def test_labels_without_an_image(tmp_path: Path) -> None:
     save_example(tmp_path / "one", "a", LABELS)
     save_labels(tmp_path / "one" / "b_labels.png", LABELS)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int64
 
-from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, list_files, require
+from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, composed, list_files, require
 from cribo.errors import InputError
 from cribo.wording import enumerated
 
@@ -130,19 +130,19 @@ def open_class_folders(root: str | os.PathLike[str], *, classes: Sequence[str] |
         )
     if classes is None:
         classes = there
-    elif unknown := [name for name in there if name not in set(classes)]:
+    elif unknown := [name for name in there if composed(name) not in set(map(composed, classes))]:
         raise DataError(
             f"{root} has classes without training images, {enumerated(unknown)}: their images cannot be classified "
             "correctly; add training images of these classes, or remove them"
         )
     if len(classes) < 2:
         raise DataError(f"{root} has only one class, {classes[0]!r}: give a folder with at least two class folders")
-    number = {name: place for place, name in enumerate(classes)}
+    number = {composed(name): place for place, name in enumerate(classes)}
     names, labels, loose = [], array("q"), []
     for name in list_files(root, EXTENSIONS):
         if "/" in name:
             names.append(name)
-            labels.append(number[name.partition("/")[0]])
+            labels.append(number[composed(name.partition("/")[0])])
         else:
             loose.append(name)
     if loose:
@@ -152,7 +152,7 @@ def open_class_folders(root: str | os.PathLike[str], *, classes: Sequence[str] |
         )
     found = np.frombuffer(labels, dtype=np.int64)
     counts = np.bincount(found, minlength=len(classes))
-    if empty := [name for name in there if not counts[number[name]]]:
+    if empty := [name for name in there if not counts[number[composed(name)]]]:
         raise DataError(
             f"{root} has folders without images, {enumerated(empty)}: put images there, or remove the folders"
         )

@@ -1,6 +1,5 @@
 """Pairs of images with corresponding keypoints, in the format of SPair-71k."""
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from cribo.data.images import DataError, MissingData, require
 from cribo.data.limits import spread
 from cribo.data.reading import image_size
 from cribo.data.segmentation import UnlabelledFiles
+from cribo.files import read_json
 
 SPAIR_SIZES = {"trn": 53_340, "val": 5_384, "test": 12_234}
 """Pairs of each split of SPair-71k."""
@@ -131,10 +131,7 @@ def _read_pairs(files: Sequence[Path], images: Path, *, in_categories: bool) -> 
 
 
 def _read(file: Path) -> Mapping[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file} is not a JSON file ({error})") from error
+    content = read_json(file)
     missing = [key for key in _NEEDED if not isinstance(content, dict) or key not in content]
     if missing:
         raise DataError(f"{file} is not in the format of SPair-71k: missing {', '.join(missing)}")

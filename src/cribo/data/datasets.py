@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, list_files, require
+from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, composed, list_files, require
 from cribo.data.label_maps import class_indices, read_classes
 from cribo.data.limits import MAX_PIXELS
 from cribo.data.segmentation import LabelledFiles, LabelledFolder, by_stem, missing_labels
@@ -67,7 +67,7 @@ def open_segmentation(
             raise DataError(f"{chosen.title} {split} has no images in {place.images}; expected {expected}")
         for stem in stems:
             if stem not in maps:
-                raise missing_labels(images[stem], place.labels / f"{stem}{ending}")
+                raise missing_labels(images[stem], place.images, place.labels / f"{stem}{ending}")
     elif len(stems) != chosen.sizes[split] or no_image or no_labels:
         gaps = [place.images / f"{stem}{place.layout.image_endings[0]}" for stem in no_image]
         gaps += [place.labels / f"{stem}{ending}" for stem in no_labels]
@@ -189,7 +189,7 @@ def read_stems(path: Path) -> set[str]:
         raise DataError(f"{path} is not a list of images: it is not UTF-8 text") from error
     stems: set[str] = set()
     for number, line in enumerate(lines, start=1):
-        names = {PurePosixPath(part).stem for part in line.split()}
+        names = {composed(PurePosixPath(part).stem) for part in line.split()}
         if len(names) > 1:
             raise DataError(
                 f"{path}, line {number}: must be a name, or the paths of an image and its label map, got {line!r}"

@@ -4,20 +4,18 @@ import copy
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float64, Int64, UInt8
 from torch import Tensor
 
-from cribo.data.coco import CocoFile, annotation_name, is_number, require_listed_size
+from cribo.data.coco import FAR, Annotation, CocoFile, is_number, require_size
 from cribo.data.images import DataError, ImageFiles, MissingData, PackedNames, require
-from cribo.data.reading import image_size
 
 log = logging.getLogger("cribo")
 
@@ -91,7 +89,8 @@ class BoxedImages(ImageFiles):
         self.image_ids: list[int | str] = [entry["id"] for entry in coco.images]
         files = coco.image_files(images)
         super().__init__(files.folder, files.names)
-        sizes = [self._listed_size(entry, self.path(number)) for number, entry in enumerate(coco.images)]
+        coco.require_objects()
+        sizes = [coco.size(number, self) for number in range(len(self))]
         # Flat arrays, whose memory workers share.
         self._sizes: Int64[np.ndarray, "n 2"] = np.array(sizes)
         self._boxes, self._spans = self._read_boxes(coco, sizes)
@@ -109,7 +108,7 @@ class BoxedImages(ImageFiles):
             DataError: its size differs from the listed one, so boxes would be misplaced.
         """
         image = super().load(index)
-        require_listed_size(self.file, self.name(index), self.size(index), (image.shape[1], image.shape[2]))
+        require_size(self.file, self.name(index), self.size(index), (image.shape[1], image.shape[2]))
         return image
 
     def boxes(self, index: int) -> Boxes:
@@ -141,34 +140,25 @@ class BoxedImages(ImageFiles):
     def _box_counts(self) -> list[int]:
         return [int((~self.boxes(index).crowd).sum()) for index in range(len(self))]
 
-    def _listed_size(self, entry: Mapping[str, Any], path: str) -> tuple[int, int]:
-        size = entry.get("height"), entry.get("width")
-        if None in size:
-            return image_size(path)
-        if not all(isinstance(side, int) and side > 0 for side in size):
-            raise DataError(
-                f"{self.file}: width and height of {entry['file_name']} must be integers > 0, "
-                f"got {size[1]!r} and {size[0]!r}"
-            )
-        return cast(tuple[int, int], size)
-
     def _read_boxes(self, coco: CocoFile, sizes: Sequence[tuple[int, int]]) -> tuple[Boxes, Int64[np.ndarray, "n 2"]]:
         """Return the boxes of all images, and the start and end of each image's boxes."""
-        label = {category: number for number, category in enumerate(self.category_ids)}
         rows: list[tuple[float, ...]] = []
         spans: list[tuple[int, int]] = []
         left_out: list[str] = []
+        extents: list[float] = []
         for number, (height, width) in enumerate(sizes):
             start = len(rows)
-            for annotation in coco.annotations[self.image_ids[number]]:
-                x, y, w, h = self._box(annotation)
+            for annotation in coco.annotations[number]:
+                x, y, w, h = self._box(annotation, height, width)
+                extents.append(max(x + w, y + h))
                 left, top, right, bottom = max(0.0, x), max(0.0, y), min(x + w, width), min(y + h, height)
                 if right <= left or bottom <= top:
-                    left_out.append(f"{annotation_name(annotation)} of {self.name(number)}, {annotation['bbox']}")
+                    left_out.append(f"{annotation} of {self.name(number)}, {annotation.entry['bbox']}")
                     continue
-                crowd, area = bool(annotation.get("iscrowd")), self._area(annotation, w * h)
-                rows.append((left, top, right, bottom, label[annotation["category_id"]], crowd, area))
+                area = self._area(annotation, w * h)
+                rows.append((left, top, right, bottom, annotation.category, annotation.crowd, area))
             spans.append((start, len(rows)))
+        coco.require_pixels(extents)
         if left_out:
             log.warning(
                 "%s: dropped %d of %d boxes, which are empty or outside the image; the first is %s",
@@ -180,23 +170,28 @@ class BoxedImages(ImageFiles):
         boxes = Boxes(table[:, :4].clone(), table[:, 4].long(), table[:, 5].bool(), table[:, 6].clone())
         return boxes, np.array(spans)
 
-    def _box(self, annotation: Mapping[str, Any]) -> tuple[float, float, float, float]:
-        if "bbox" not in annotation:
-            raise DataError(f"{self.file}: {annotation_name(annotation)} has no bbox (left, top, width, height)")
-        box = annotation["bbox"]
+    def _box(self, annotation: Annotation, height: int, width: int) -> tuple[float, float, float, float]:
+        if annotation.entry.get("bbox") is None:
+            raise DataError(f"{self.file}: {annotation} has no bbox (left, top, width, height)")
+        box = annotation.entry["bbox"]
         if not isinstance(box, list) or len(box) != 4 or not all(map(is_number, box)) or min(box[2:]) < 0:
             raise DataError(
-                f"{self.file}: the bbox of {annotation_name(annotation)} must be left, top, width and height in "
-                f"pixels, with width and height >= 0, got {box!r}"
+                f"{self.file}: the bbox of {annotation} must be left, top, width and height in pixels, with width and "
+                f"height >= 0, got {box!r:.60}"
+            )
+        if max(map(abs, box)) > (limit := FAR * max(height, width)):
+            raise DataError(
+                f"{self.file}: the bbox of {annotation} must be in its image of {width} x {height} pixels or near it "
+                f"(at most {limit}), got {box!r:.60}"
             )
         return box[0], box[1], box[2], box[3]
 
-    def _area(self, annotation: Mapping[str, Any], area: float) -> float:
-        given = annotation.get("area", area)
+    def _area(self, annotation: Annotation, area: float) -> float:
+        given = annotation.entry.get("area")
+        if given is None:
+            return area
         if not is_number(given) or given < 0:
-            raise DataError(
-                f"{self.file}: the area of {annotation_name(annotation)} must be a number >= 0, got {given!r}"
-            )
+            raise DataError(f"{self.file}: the area of {annotation} must be a number >= 0, got {given!r:.60}")
         return given
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import posixpath
+import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -337,6 +338,40 @@ def require_readable(images: ImageSource, what: str, *, most: int | None = None)
 def has_images(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder contains an image file at any depth."""
     return next(list_files(folder, EXTENSIONS), None) is not None
+
+
+def composed(name: str) -> str:
+    """Return a name in Unicode's composed form (NFC), in which names are compared.
+
+    Archives from macOS contain é as e and an accent.
+    """
+    return unicodedata.normalize("NFC", name)
+
+
+class FilesBelow:
+    """Files below a folder by names from other systems: in any Unicode form, also with backslashes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._listed: dict[Path, dict[str, Path]] = {}
+
+    def find(self, name: str) -> str | None:
+        """Return the path of a file below the folder; None if there is no such file."""
+        for each in dict.fromkeys((name, name.replace("\\", "/"))):
+            for path in (self._folder / each, self._in_any_form(each)):
+                if os.path.isfile(path):
+                    return os.path.relpath(path, self._folder) if path != self._folder / each else each
+        return None
+
+    def _in_any_form(self, name: str) -> Path:
+        """Return the path with the names on disk, which may have another Unicode form."""
+        here = self._folder
+        for part in () if name.isascii() else name.split("/"):
+            if here not in self._listed:
+                there = here.iterdir() if os.path.isdir(here) else ()
+                self._listed[here] = {composed(path.name): path for path in there}
+            here = self._listed[here].get(composed(part), here / part)
+        return here
 
 
 def is_url(root: str | os.PathLike[str]) -> bool:

@@ -31,6 +31,8 @@ _IGNORED = "ignore"  # name of colours without a class in a list of colours
 _COLOURED_LINE = re.compile(r"(.+?)[\s,]+(?:#([0-9a-fA-F]{6})|(\d{1,3})[\s,]+(\d{1,3})[\s,]+(\d{1,3}))")
 _MOST_LISTED = 10  # colours in a message
 _MOST_SURVEYED = 100  # label maps whose colours are counted for a message
+_COMMENT = "#"  # first character of the lines of a list that are skipped
+_NEAR = 16  # values of a soft mask below this are background, and values as near to 255 foreground
 
 
 class LabelMap(NamedTuple):
@@ -73,7 +75,8 @@ class LabelValues:
         `what` is the name of the image in error messages.
 
         Raises:
-            DataError: the image has colours, or a value that is neither a class nor ignored.
+            DataError: the image has colours, a value that is neither a class nor ignored, or, without a list of
+                classes, the values of a mask with soft edges.
         """
         if image.mode == "F":
             raise DataError(f"{what}: labels must be integers, got 32-bit floats: save a grey or palette PNG")
@@ -86,6 +89,14 @@ class LabelValues:
         narrow = values.astype(np.uint8)  # maps may also have 1 or 16 bits per pixel
         labels = self.table.take(narrow)
         wrong = (labels < 0) | (narrow != values)
+        # With 255 classes, none are listed; with two, masks are usual.
+        may_be_mask = len(self.classes) == IGNORE_INDEX or (len(self.classes) == len(MASK_CLASSES) and wrong.any())
+        if may_be_mask and (soft := _soft_mask(values)):
+            raise DataError(
+                f"{what}: {soft}. This is a mask of 0 and 255 with soft edges, or one that was saved as JPEG: "
+                "threshold it at 128 and save it as PNG. If the values are class indices, list the classes in "
+                "classes.txt"
+            )
         if wrong.any():
             raise DataError(
                 f"{what}: labels must be {self}, got {int(values[wrong][0])} at {int(wrong.sum())} of {values.size} "
@@ -138,6 +149,22 @@ def _values(image: Image.Image) -> Integer[np.ndarray, "h w"] | None:
     pixels = np.array(image.convert("RGBA"))
     is_grey = (pixels[..., :3] == pixels[..., :1]).all() and (pixels[..., 3] == 255).all()
     return pixels[..., 0] if is_grey else None
+
+
+def _soft_mask(values: Integer[np.ndarray, "h w"]) -> str | None:
+    """Describe the values of a mask with soft edges; None for other values.
+
+    Most pixels are near 0 or near 255, and some lie between. Class indices of 128 and more that few pixels have would
+    look alike, so this is not applied to label maps whose classes are listed.
+    """
+    if values.dtype != np.uint8:
+        return None
+    counts = np.bincount(values.ravel(), minlength=256)
+    low, high = int(counts[:_NEAR].sum()), int(counts[-_NEAR:].sum())
+    if not (low and high and 2 * (low + high) > values.size and counts[128:IGNORE_INDEX].any()):
+        return None
+    different = np.count_nonzero(counts)
+    return f"{low + high} of {values.size} pixels are near 0 or 255, and there are {different} different values"
 
 
 def _ranges(values: Iterable[int]) -> str:
@@ -205,6 +232,12 @@ def unlisted_colours(what: str, label_maps: Iterable[Image.Image]) -> DataError:
     shares = [(_hex(_unpacked(colour)), count / counts.total()) for colour, count in counts.most_common()]
     found = enumerated([f"{colour} {share:.1%}" for colour, share in shares], _MOST_LISTED)
     lines = "".join(f"\n  NAME {colour}" for colour, _ in shares[:_MOST_LISTED])
+    if len(shares) > IGNORE_INDEX:
+        return DataError(
+            f"{what}: labels are {len(shares)} colours, but at most {IGNORE_INDEX} classes are possible. Colours "
+            f"found: {found}. Label maps with soft edges, or saved as JPEG, have more colours than classes: save "
+            "them as PNG without smoothing, or give the label maps instead of photographs"
+        )
     return DataError(
         f"{what}: labels are colours, but the colours of the classes are not listed. Colours found: {found}. Write the "
         f"name and colour of each class to classes.txt, with the name {_IGNORED} for pixels without a class:{lines}"
@@ -253,7 +286,8 @@ class ClassList(NamedTuple):
 def read_classes(classes: Sequence[str] | str | os.PathLike[str]) -> ClassList:
     """Return classes, given by their names or by a text file with a line for each: its name, or its name and colour.
 
-    A colour is `#rrggbb` or `r g b`. Colours with the name `ignore` mark pixels without a class.
+    A colour is `#rrggbb` or `r g b`. Colours with the name `ignore` mark pixels without a class. Blank lines and lines
+    that start with # are skipped.
 
     Raises:
         MissingData: the file does not exist.
@@ -264,9 +298,10 @@ def read_classes(classes: Sequence[str] | str | os.PathLike[str]) -> ClassList:
     path = Path(classes).expanduser()
     require(path)
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not a list of classes: it is not UTF-8 text") from error
+    lines = [line for line in lines if line and not line.startswith(_COMMENT)]
     matches = [_COLOURED_LINE.fullmatch(line) for line in lines]
     if not any(matches):
         return ClassList(_checked(lines, str(path)))
@@ -289,7 +324,10 @@ def read_classes(classes: Sequence[str] | str | os.PathLike[str]) -> ClassList:
 
 def _checked(names: list[str], origin: str) -> list[str]:
     if not 1 <= len(names) <= IGNORE_INDEX:
-        raise DataError(f"{origin} must name 1 to {IGNORE_INDEX} classes, got {len(names)}")
+        raise DataError(
+            f"{origin} must name 1 to {IGNORE_INDEX} classes, got {len(names)}"
+            + ("" if names else f": lines that start with {_COMMENT} are comments")
+        )
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise DataError(f"{origin} must name each class once, got {twice!r} {names.count(twice)} times")

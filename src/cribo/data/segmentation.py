@@ -1,9 +1,8 @@
 """Images with a class for each pixel, for dense evaluation and segmentation."""
 
-import glob
-import json
 import logging
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +18,7 @@ from cribo.data.images import (
     ImageFiles,
     ImageSource,
     MissingData,
+    composed,
     list_files,
     named_below_one_folder,
     open_images,
@@ -42,9 +42,13 @@ from cribo.data.label_maps import (
 )
 from cribo.data.limits import MAX_PIXELS
 from cribo.data.reading import image_size
+from cribo.files import read_json
 from cribo.wording import enumerated
 
 log = logging.getLogger("cribo")
+
+_MARK = r"(?:masks?|labels?|label_?ids|seg\w*|gt|ground_?truth|ann\w*|L)"  # in names of label maps of other tools
+_LOSSY = (".jpg", ".jpeg", ".jpe", ".jfif", ".webp")
 
 
 class LabelledImages(ImageSource, Protocol):
@@ -114,13 +118,21 @@ class LabelledFiles(ImageFiles):
         """Meaning of the values or colours in the label maps."""
         if self._coding is None:
             self._coding = class_indices(len(self._classes) or IGNORE_INDEX)
-            if self._may_be_masks and are_masks(map(open_label_map, self._label_paths())):
-                log.info(
-                    "the label maps in %s contain only 0 and 255, which are read as %s and %s. (255 means no class if "
-                    "a label map contains other values, or if more than two classes are listed.)",
-                    *(self._label_files.folder, *(self._classes or MASK_CLASSES)),
-                )
-                self._coding = MASKS
+            if are_masks(map(open_label_map, self._label_paths())):
+                if self._may_be_masks:
+                    log.info(
+                        "the label maps in %s contain only 0 and 255, which are read as %s and %s. (255 means no class "
+                        "if a label map contains other values, or if more than two classes are listed.)",
+                        *(self._label_files.folder, *(self._classes or MASK_CLASSES)),
+                    )
+                    self._coding = MASKS
+                elif len(self._classes) != 1:
+                    reason = f"{len(self._classes)} classes are listed" if self._classes else "the memory has others"
+                    log.warning(
+                        "the label maps in %s contain only 0 and 255, and 255 is read as no class, because masks have "
+                        "two classes and %s. If 255 is the foreground of masks, replace it with the index of its class",
+                        *(self._label_files.folder, reason),
+                    )
         return self._coding
 
     def _label_paths(self) -> list[str]:
@@ -199,7 +211,7 @@ class LabelledFolder(LabelledFiles):
         maps = by_stem(list_files(folder, [".png"]), [".png"])
         for stem, name in stems.items():
             if stem not in maps:
-                raise missing_labels(name, folder / f"{stem}.png")
+                raise missing_labels(name, images.folder, folder / f"{stem}.png")
         listed = ClassList([]) if classes is None else read_classes(classes)
         names = (maps[stem] for stem in stems)
         super().__init__(images, folder, names, classes=listed.names, coding=listed.colours, masks=masks)
@@ -257,7 +269,8 @@ class LabelledSubset:
 def by_stem(names: Iterable[str], endings: Sequence[str]) -> dict[str, str]:
     """Map the part of each name before its ending to the name; names with other endings are skipped.
 
-    The order is kept, and endings are case-insensitive. Raises DataError if two names share a stem.
+    The order is kept, and endings are case-insensitive. Parts are in the Unicode form of `composed`, so that names pair
+    across systems. Raises DataError if two names share a stem.
 
     >>> by_stem(["b/1.jpg", "b/2.JPG", "b/3.txt"], [".jpg", ".png"])
     {'b/1': 'b/1.jpg', 'b/2': 'b/2.JPG'}
@@ -268,36 +281,60 @@ def by_stem(names: Iterable[str], endings: Sequence[str]) -> dict[str, str]:
         lower = name.lower()
         if not lower.endswith(endings):
             continue
-        stem = name[: -max(len(ending) for ending in endings if lower.endswith(ending))]
+        stem = composed(name[: -max(len(ending) for ending in endings if lower.endswith(ending))])
         if stem in stems:
             raise DataError(f"the images {stems[stem]} and {name} share the labels {stem}.png: rename one")
         stems[stem] = name
     return stems
 
 
-def missing_labels(image: str, labels: Path) -> MissingData:
-    """Return the error for an image without a label map."""
-    instead = other_annotations(image, labels)
+def missing_labels(image: str, folder: str | os.PathLike[str], labels: Path) -> MissingData:
+    """Return the error for an image in a folder without a label map."""
+    instead = other_annotations(Path(folder, image), labels)
     return MissingData(f"the image {image} has no labels: there is no {labels.name} in {labels.parent}{instead}")
 
 
-def other_annotations(image: str, labels: Path) -> str:
-    """Describe files of other formats in place of a missing label map, as the end of a sentence; empty if none."""
-    files = sorted(labels.parent.glob(f"{glob.escape(labels.stem)}.*"))
-    found = [path for path in files if path.name != Path(image).name]
-    if not found:
-        return ""
+def other_annotations(image: Path, labels: Path) -> str:
+    """Describe files of other formats or names in place of a missing label map, as the end of a sentence.
+
+    Empty if there are none.
+    """
+    stem = composed(labels.stem)
+    files = sorted(path for path in labels.parent.glob("*") if path.is_file() and not path.samefile(image))
+    found = [path for path in files if composed(path.stem) == stem]
     if labelme := next(filter(_is_labelme, found), None):
         return (
             f", but {labelme.name}, which is in labelme's format: convert it with labelme's labelme2voc.py, and use "
             "the folder that it writes (with JPEGImages and SegmentationClass)"
         )
-    return f", but {enumerated([path.name for path in found])}: convert the labels to PNG"
+    found += [path for path in files if path not in found and is_marked(path.stem, stem)]
+    if not found:
+        return ""
+    names = enumerated([path.name for path in found])
+    is_beside = labels.is_file() and labels.samefile(image)
+    right = f"{stem}_labels.png" if is_beside else labels.name
+    if any(path.suffix.lower() == ".png" for path in found):
+        return f", but {names}: give each label map the name of its image, {right}"
+    if any(path.suffix.lower() in _LOSSY for path in found):
+        return f", but {names}: label maps must be PNG, because JPEG changes their values; save masks as PNG, and " + (
+            f"threshold those that were JPEG at 128 ({right})"
+        )
+    return f", but {names}: convert the labels to PNG, {right}"
+
+
+def is_marked(stem: str, image: str) -> bool:
+    """Whether a name is that of an image with a mark for labels.
+
+    >>> [is_marked(stem, "a") for stem in ("a_mask", "gt-a", "a2_mask", "b")]
+    [True, True, False, False]
+    """
+    mark = rf"(?:{_MARK}[\W_]+)?{re.escape(composed(image))}(?:[\W_]+{_MARK})?"
+    return re.fullmatch(mark, composed(stem), re.IGNORECASE) is not None
 
 
 def _is_labelme(path: Path) -> bool:
     try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else None
-    except (OSError, ValueError):
+        content = read_json(path) if path.suffix == ".json" else None
+    except DataError:
         return False
     return isinstance(content, dict) and {"shapes", "imagePath"} <= content.keys()

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from cribo.console import duration
 from cribo.data import SEGMENTATION_SETS
-from cribo.errors import InputError
-from cribo.files import FolderError, write_text
+from cribo.errors import DataError, InputError, MissingData
+from cribo.files import FolderError, read_json, write_text
 from cribo.folders import flat
 
 RESULTS = "results.json"
@@ -182,13 +182,11 @@ def read_result(path: str | os.PathLike[str]) -> EvaluationResult:
     path = Path(path).expanduser()
     file = path / RESULTS if path.is_dir() else path
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+        content = read_json(file)
+    except MissingData as error:
         raise ResultError(f"{file} does not exist: give the output folder of a finished evaluation") from error
-    except OSError as error:
-        raise ResultError(f"{file} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ResultError(f"{file} is not valid JSON ({error}): repeat the evaluation") from error
+    except DataError as error:
+        raise ResultError(f"{error}, or repeat the evaluation") from error
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
         raise ResultError(f"{file} is not a result of an evaluation: it has no 'format'")
     if content["format"] > RESULTS_FORMAT:

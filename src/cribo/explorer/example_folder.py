@@ -12,9 +12,9 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from cribo.colours import Colour, class_colours
-from cribo.data.coco import is_coco
+from cribo.data.coco import find_coco
 from cribo.data.crops import resize_labels
-from cribo.data.images import EXTENSIONS, has_images, list_files
+from cribo.data.images import EXTENSIONS, composed, has_images, list_files
 from cribo.data.label_maps import IGNORE_INDEX, MASKS, LabelMap, LabelValues, read_classes
 from cribo.data.segmentation import LabelledFiles
 from cribo.errors import InputError
@@ -63,7 +63,7 @@ class ExampleFolder:
         self._images, self._labels = self.path / "images", self.path / "labels"
         require_writable(self.path)
         if self.path.exists():
-            coco = any(is_coco(file) for file in self.path.glob("*.json"))
+            coco, _ = find_coco(self.path)
             if coco or (has_images(self.path) and not (self._images.is_dir() and self._labels.is_dir())):
                 raise InputError(
                     f"--examples {path} has a layout that the page cannot extend; it writes images/a.jpg, labels/a.png "
@@ -222,7 +222,7 @@ class ExampleFolder:
         for number in itertools.count(1):
             stem = path.stem if number == 1 else f"{path.stem}-{number}"
             folder = self._images / path.parent
-            there = [file for file in folder.glob("*") if file.stem == stem and file.suffix.lower() in EXTENSIONS]
+            there = [file for file in _named(folder, stem) if file.suffix.lower() in EXTENSIONS]
             same = [file for file in there if file.stat().st_size == len(content) and file.read_bytes() == content]
             if same:
                 return str(path.with_name(same[0].name))
@@ -232,12 +232,19 @@ class ExampleFolder:
 
     def _files(self, name: str) -> tuple[Path, Path]:
         """Return the files of the image and the labels of an example."""
-        return self._images / name, (self._labels / name).with_suffix(".png")
+        label_file = (self._labels / name).with_suffix(".png")
+        there = (file for file in _named(label_file.parent, label_file.stem) if file.suffix.lower() == ".png")
+        return self._images / name, next(there, label_file)
 
     def _is_own(self, name: str, written: Written) -> bool:
         """Whether the session wrote the labels of an image last."""
         file = self._files(name)[1]
         return file.is_file() and written.labels.get(name) == _hash(file.read_bytes())
+
+
+def _named(folder: Path, stem: str) -> list[Path]:
+    """Return the files in a folder with a stem, in any Unicode form."""
+    return [file for file in folder.glob("*") if composed(file.stem) == composed(stem)]
 
 
 def _enlarged(

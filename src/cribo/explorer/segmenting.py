@@ -266,6 +266,8 @@ class Session:
                 raise Refused("The name of a class must not be empty.")
             if coloured := next((name for name in names if _COLOUR.search(name)), None):
                 raise Refused(f"The name of a class must not end with a colour, got “{coloured}”.")
+            if comment := next((name for name in names if name.startswith("#")), None):
+                raise Refused(f"The name of a class must not start with #, got “{comment}”: it would be a comment.")
             if repeated := next((name for name in names if names.count(name) > 1), None):
                 raise Refused(f"There is a class “{repeated}” already: choose another name.")
             if not len(self.classes) <= len(names) <= IGNORE_INDEX:

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 import numpy as np
-from faster_coco_eval.core import mask as coco_mask
 from jaxtyping import Bool, Float
 
 from cribo.data.coco_writing import outline
+from cribo.data.run_lengths import decompressed, mask_of, require_counts
 from cribo.retrieval.grid import patch_of_pixel
 
 Box = tuple[int, int, int, int]
@@ -30,8 +30,14 @@ class GridMask:
     image: tuple[int, int]
 
     def patches(self) -> Bool[np.ndarray, "gh gw"]:
-        """Return the mask over patches."""
-        return coco_mask.decode({"size": list(self.grid), "counts": self.counts}).astype(bool)
+        """Return the mask over patches.
+
+        Raises:
+            InputError: the counts do not describe a mask of this grid, as in a damaged database.
+        """
+        counts = decompressed(self.counts)
+        require_counts(counts, self.grid)
+        return mask_of(counts, self.grid)
 
     def pixels(self, size: tuple[int, ...] | None = None) -> Bool[np.ndarray, "h w"]:
         """Return the mask over pixels of the image, resized to a (height, width) if given."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cribo.data.images import DataError
+from cribo.data.images import DataError, composed
 from cribo.segmentation.memory import SegmentationMemory
 from cribo.segmentation.storage import memory_lock
 
@@ -56,7 +56,7 @@ def remove_examples(path: str | Path, examples: Sequence[str]) -> SegmentationMe
 
 
 def _place(names: Sequence[str], example: str) -> int:
-    places = [place for place, name in enumerate(names) if name == example]
+    places = [place for place, name in enumerate(names) if composed(name) == composed(example)]
     if len(places) == 1:
         return places[0]
     if places:

@@ -1,12 +1,12 @@
 """Labelled examples on disk: images and label maps in one or two folders, or a COCO file."""
 
 import posixpath
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from cribo.colours import Colour
-from cribo.data.coco import CocoLabels, is_coco
+from cribo.data.coco import CocoLabels, find_coco
 from cribo.data.collection import ImageCollection, open_collection, without_repeats
 from cribo.data.images import (
     EXTENSIONS,
@@ -25,8 +25,9 @@ from cribo.data.label_maps import (
     LabelValues,
     read_classes,
 )
-from cribo.data.segmentation import LabelledFiles, LabelledFolder, by_stem, other_annotations
+from cribo.data.segmentation import LabelledFiles, LabelledFolder, by_stem, is_marked, other_annotations
 from cribo.segmentation.memory import Example
+from cribo.wording import enumerated
 
 CLASSES_FILE = "classes.txt"
 
@@ -85,8 +86,8 @@ def find_examples(
             class.
 
     Raises:
-        DataError: there are no examples, images without labels, labels without images, or several annotation files; or
-            `classes` is given for annotations that define their own.
+        DataError: there are no examples, images without labels, labels without images, a damaged file or several files
+            of annotations; or `classes` is given for annotations that define their own.
     """
     folder = Path(source).expanduser()
     require(folder)
@@ -100,7 +101,9 @@ def find_examples(
         return _of_folders(folder, labels, classes, masks=masks)
     if not folder.is_dir():
         raise DataError(f"{folder} is a file: give the folder of its label maps with --labels, or give a folder")
-    annotations = [path for path in sorted(folder.glob("*.json")) if is_coco(path)]
+    annotations, damaged = find_coco(folder)
+    if annotations and damaged:
+        raise damaged[0]
     if len(annotations) > 1:
         names = ", ".join(path.name for path in annotations)
         raise DataError(f"{folder} contains several annotation files ({names}): choose one with --labels")
@@ -112,7 +115,12 @@ def find_examples(
     voc_labels = next((folder / name for name in _VOC_LABELS if (folder / name).is_dir()), None)
     if voc_labels is not None and (folder / _VOC_IMAGES).is_dir():
         return _of_voc(folder / _VOC_IMAGES, voc_labels, classes, masks=masks)
-    return _side_by_side(folder, classes, masks=masks)
+    try:
+        return _side_by_side(folder, classes, masks=masks)
+    except DataError as error:
+        if damaged:
+            raise damaged[0] from error
+        raise
 
 
 def _class_file(folder: Path) -> Path | None:
@@ -137,7 +145,8 @@ def _of_voc(images: Path, labels: Path, classes: str | Path | None, *, masks: bo
     """Find examples in the folders of Pascal VOC, in which most images have no labels."""
     maps, found = _maps_in(labels), by_stem(open_images(images).names, EXTENSIONS)
     if not maps:
-        raise DataError(f"no label maps (.png) in {labels}")
+        there = sorted(path.name for path in labels.iterdir())
+        raise DataError(f"no label maps in {labels}: they must be PNG, got {enumerated(there) or 'no files'}")
     _require_images(maps, found, labels, images)
     files = ImageFiles(images, (found[stem] for stem in maps))
     return _of_files(files, labels, [*maps.values()], classes, masks=masks)
@@ -161,7 +170,7 @@ def _side_by_side(folder: Path, classes: str | Path | None, *, masks: bool) -> E
             images[stem] = name
     for stem, name in images.items():
         if stem not in maps:
-            instead = other_annotations(name, folder / f"{stem}.png")
+            instead = other_annotations(folder / name, folder / f"{stem}.png")
             raise DataError(
                 f"the image {name} has no labels: {folder} contains neither {stem}.png nor {stem}{_MARK}.png"
                 + (instead or f"; supported layouts: {_LAYOUTS}; or give the folder of the label maps with --labels")
@@ -178,11 +187,13 @@ def _maps_in(folder: Path) -> dict[str, str]:
     return by_stem(list_files(folder, [".png"]), [".png"])
 
 
-def _require_images(maps: Iterable[str], images: Container[str], labels: Path, folder: Path) -> None:
+def _require_images(maps: Iterable[str], images: Mapping[str, str], labels: Path, folder: Path) -> None:
     """Raise DataError for a label map without an image."""
     for stem in maps:
         if stem not in images:
-            raise DataError(f"the labels {labels / stem}.png have no image: {folder} does not contain {stem}")
+            near = next((image for image in images if is_marked(stem, image)), None)
+            advice = "" if near is None else f", but {images[near]}: give the label map its name, {near}.png"
+            raise DataError(f"the labels {labels / stem}.png have no image: {folder} does not contain {stem}{advice}")
 
 
 def _of_files(

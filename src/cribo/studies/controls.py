@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from lightning.pytorch.callbacks import Callback
@@ -13,7 +12,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from cribo.arguments import ConfigError
-from cribo.data.label_maps import open_label_map
+from cribo.data.images import FilesBelow
+from cribo.data.label_maps import IGNORE_INDEX, class_indices, open_label_map
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, LazyImage, Sample, SampleDataset
 from cribo.errors import DataError
@@ -66,6 +66,7 @@ class LabelledViewPairs(ViewPairs):
     def __init__(self, of: ViewPairs, folder: Path | None) -> None:
         super().__init__(of.recipe, grid=of.grid, num_objects=of.num_objects, drop_path_sites=of.drop_path_sites)
         self.folder = folder
+        self._files = None if folder is None else FilesBelow(folder)
 
     def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
         """Cut the views and read the classes of their patches."""
@@ -84,10 +85,14 @@ class LabelledViewPairs(ViewPairs):
 
     def _file(self, name: str) -> Path:
         assert self.folder is not None
-        path = (self.folder / name).with_suffix(".png")
-        if not path.is_file():
-            raise DataError(f"{path} does not exist: objective.args.labels must have a label map for each image")
-        return path
+        assert self._files is not None
+        label_map = PurePosixPath(name).with_suffix(".png")
+        found = self._files.find(str(label_map))
+        if found is None:
+            raise DataError(
+                f"{self.folder / label_map} does not exist: objective.args.labels must have a label map for each image"
+            )
+        return self.folder / found
 
 
 @dataclass
@@ -225,10 +230,7 @@ class RandomPairsCrIBo(CrIBo):
 
 
 def _read(path: Path) -> UInt8[Tensor, "h w"]:
-    labels = np.array(open_label_map(path))
-    if labels.ndim != 2 or labels.dtype != np.uint8:
-        raise DataError(f"{path} must have one channel of class indices in 8 bits, got {labels.dtype} {labels.shape}")
-    return torch.from_numpy(labels)
+    return class_indices(IGNORE_INDEX).read(open_label_map(path), str(path)).labels
 
 
 def _as_rows(objects: ClassifiedObjects) -> RowPairs:
