@@ -114,12 +114,13 @@ class Parser(ArgumentParser):
         """Read the YAML text of a configuration file.
 
         Raises:
-            ConfigError: the file is not a YAML mapping.
+            ConfigError: the file is not a YAML mapping, or has a key twice.
         """
         try:
             text = path.read_text(encoding="utf-8")
             values = yaml.safe_load(text)
             has_aliases = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
+            repeated = None if has_aliases else _repeated_key(yaml.compose(text, yaml.SafeLoader))
         except OSError as error:
             raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
@@ -135,6 +136,9 @@ class Parser(ArgumentParser):
             raise ConfigError(f"{path} must be a mapping of names to values in YAML, got {kind}")
         if has_aliases:  # a short file with nested aliases may expand to exceed the memory
             raise ConfigError(f"{path} must not contain YAML aliases (*name): write the values instead")
+        if repeated is not None:
+            key, first, second = repeated
+            raise ConfigError(f"{path} has the key {key} in line {first} and again in line {second}: remove one")
         return text
 
     def find_config(self, name: str) -> Path:
@@ -403,6 +407,31 @@ def _elements(hint: Any) -> tuple[type, ...]:
         return _elements(found[0]) if len(found) == 1 else ()
     elements = tuple(part for part in get_args(hint) if part is not ...)
     return elements if get_origin(hint) in (tuple, list) and set(elements) <= {int, float, str} else ()
+
+
+def _repeated_key(root: yaml.Node | None) -> tuple[str, int, int] | None:
+    """Return the first key that YAML text has twice, also as `a.b: 1` and `a: {b: 1}`, and both lines; None without.
+
+    Example:
+        >>> _repeated_key(yaml.compose("optim:\\n  lr: 1\\noptim.lr: 2"))
+        ('optim.lr', 2, 3)
+    """
+    lines: dict[str, int] = {}
+    nodes = deque([("", root)])
+    while nodes:
+        place, node = nodes.popleft()
+        if isinstance(node, yaml.SequenceNode):
+            nodes.extend((f"{place}[{number}]", value) for number, value in enumerate(node.value))
+        if not isinstance(node, yaml.MappingNode):
+            continue
+        for key, value in node.value:
+            name = f"{place}.{key.value}".lstrip(".")
+            line = key.start_mark.line + 1
+            if name in lines:
+                return name, *sorted((lines[name], line))
+            lines[name] = line
+            nodes.append((name, value))
+    return None
 
 
 def _is_size(option: str, elements: tuple[type, ...]) -> bool:
