@@ -87,7 +87,7 @@ def test_a_key_that_a_file_has_twice_is_an_error(
     message = capsys.readouterr().err
     assert name in message
     assert str(file) in message
-    assert re.search(r"line 1 .*line \d", message), message
+    assert re.search(r"lines 1 and \d", message), message
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,17 @@ def test_nested_and_dotted_keys_are_compared(text: str, key: str, lines: tuple[i
         load_config(tmp_path / "mine.yaml")
     message = str(caught.value)
     assert f" {key} " in message
-    assert [int(number) for number in re.findall(r"line (\d+)", message)] == list(lines)
+    assert [int(number) for number in re.findall(r"\d+", message.rpartition("lines")[2])] == list(lines)
+
+
+@pytest.mark.parametrize("words", [["--objective.args", "{crops: 1, crops: 2}"], ["--optim", "optim.yaml"]])
+def test_a_key_that_a_value_has_twice_is_an_error(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("optim.yaml").write_text("lr: 1\nlr: 2\n")
+    assert main(["pretrain", *words, "--print_config"]) == 2
+    assert re.search("(crops|lr)", capsys.readouterr().err)
 
 
 def test_every_command_is_tested() -> None:

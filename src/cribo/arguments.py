@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 import yaml
-from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, get_loader, set_loader
 
 from cribo.errors import InputError
 from cribo.wording import joined
@@ -120,7 +120,7 @@ class Parser(ArgumentParser):
             text = path.read_text(encoding="utf-8")
             values = yaml.safe_load(text)
             has_aliases = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
-            repeated = None if has_aliases else _repeated_key(yaml.compose(text, yaml.SafeLoader))
+            repeated = _repeated_key(text)
         except OSError as error:
             raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
@@ -137,8 +137,7 @@ class Parser(ArgumentParser):
         if has_aliases:  # a short file with nested aliases may expand to exceed the memory
             raise ConfigError(f"{path} must not contain YAML aliases (*name): write the values instead")
         if repeated is not None:
-            key, first, second = repeated
-            raise ConfigError(f"{path} has the key {key} in line {first} and again in line {second}: remove one")
+            raise ConfigError(f"{path} has {repeated}: remove one")
         return text
 
     def find_config(self, name: str) -> Path:
@@ -409,17 +408,21 @@ def _elements(hint: Any) -> tuple[type, ...]:
     return elements if get_origin(hint) in (tuple, list) and set(elements) <= {int, float, str} else ()
 
 
-def _repeated_key(root: yaml.Node | None) -> tuple[str, int, int] | None:
-    """Return the first key that YAML text has twice, also as `a.b: 1` and `a: {b: 1}`, and both lines; None without.
+def _repeated_key(text: str) -> str | None:
+    """Return the first key that YAML text has twice, also as `a.b: 1` and `a: {b: 1}`, with both lines; None without.
 
     Example:
-        >>> _repeated_key(yaml.compose("optim:\\n  lr: 1\\noptim.lr: 2"))
-        ('optim.lr', 2, 3)
+        >>> _repeated_key("optim:\\n  lr: 1\\noptim.lr: 2")
+        'the key optim.lr in lines 2 and 3'
     """
     lines: dict[str, int] = {}
-    nodes = deque([("", root)])
+    nodes = deque([("", yaml.compose(text, yaml.SafeLoader))])
+    seen: set[yaml.Node] = set()  # aliases repeat nodes
     while nodes:
         place, node = nodes.popleft()
+        if node in seen:
+            continue
+        seen.update([node] if node else [])
         if isinstance(node, yaml.SequenceNode):
             nodes.extend((f"{place}[{number}]", value) for number, value in enumerate(node.value))
         if not isinstance(node, yaml.MappingNode):
@@ -428,10 +431,25 @@ def _repeated_key(root: yaml.Node | None) -> tuple[str, int, int] | None:
             name = f"{place}.{key.value}".lstrip(".")
             line = key.start_mark.line + 1
             if name in lines:
-                return name, *sorted((lines[name], line))
+                first, second = sorted((lines[name], line))
+                return f"the key {name} in lines {first} and {second}" if first < second else f"the key {name} twice"
             lines[name] = line
             nodes.append((name, value))
     return None
+
+
+_load_yaml = get_loader("yaml")
+
+
+def _load_without_repetitions(text: str) -> Any:
+    """Load YAML as jsonargparse does, for values on the command line and the files that they name."""
+    value = _load_yaml(text)
+    if isinstance(value, dict | list) and (repeated := _repeated_key(text)):
+        raise ConfigError(f"got {repeated}: remove one")
+    return value
+
+
+set_loader("yaml", _load_without_repetitions, (yaml.YAMLError,))
 
 
 def _is_size(option: str, elements: tuple[type, ...]) -> bool:
