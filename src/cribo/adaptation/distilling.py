@@ -38,6 +38,7 @@ from cribo.errors import if_interrupted
 from cribo.files import write_json
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.models.saving import DESCRIPTION_FILE, reserve_readout
+from cribo.pretraining.batches import fit_batch
 from cribo.pretraining.config import PretrainConfig
 from cribo.retrieval.encoders import open_backbone
 from cribo.retrieval.source import backbone_name
@@ -198,6 +199,7 @@ def _for_networks(
     config: DistillConfig, recipe: PretrainConfig, start: Backbone, images: ImageFiles, teacher: Path
 ) -> PretrainConfig:
     """Set the student, the teacher and the batch size of the recipe."""
+    recipe = fit_batch(recipe, len(images))
     arguments = {**recipe.objective.args, "teacher": str(teacher.absolute())}
     size = config.training.get(_SIZE) or start.fixed_size or _GRID * start.patch_size
     return replace(
@@ -205,7 +207,6 @@ def _for_networks(
         objective=replace(recipe.objective, args=arguments),
         backbone=replace(recipe.backbone, name=start.name, args=start.args),
         views=replace(recipe.views, size=size),
-        optim=replace(recipe.optim, batch_size=min(recipe.optim.batch_size, len(images))),
         runtime=replace(recipe.runtime, precision=config.training.get(_PRECISION) or fast_precision(start)),
     )
 

@@ -40,6 +40,7 @@ from cribo.errors import if_interrupted
 from cribo.files import write_json
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.models.building import with_stride
+from cribo.pretraining.batches import fit_batch
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.presets import load_config
 from cribo.pretraining.run import Run
@@ -240,7 +241,8 @@ def planned_training(
 
 def _for_network(config: AdaptConfig, recipe: PretrainConfig, start: Backbone, images: ImageFiles) -> PretrainConfig:
     """Adjust the recipe to the network and the number of images."""
-    batch = min(recipe.optim.batch_size, len(images))
+    recipe = fit_batch(recipe, len(images))
+    group = min(recipe.objects.group_size, recipe.optim.batch_size)
     train_blocks = recipe.backbone.train_blocks
     if start.depth > 1:
         train_blocks = min(train_blocks or start.depth, start.depth)
@@ -249,7 +251,6 @@ def _for_network(config: AdaptConfig, recipe: PretrainConfig, start: Backbone, i
     return replace(
         recipe,
         backbone=replace(recipe.backbone, name=start.name, args=start.args, train_blocks=train_blocks),
-        objects=replace(recipe.objects, group_size=min(recipe.objects.group_size, batch)),
-        optim=replace(recipe.optim, batch_size=batch),
+        objects=replace(recipe.objects, group_size=group),
         runtime=replace(recipe.runtime, precision=config.training.get(_PRECISION) or fast_precision(start)),
     )

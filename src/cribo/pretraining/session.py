@@ -28,11 +28,13 @@ from cribo.data.video_files import has_video_files, open_video_files
 from cribo.devices import multiplies_bfloat16
 from cribo.objectives.base import BUILT_IN, Stages, objective_class
 from cribo.objectives.trunk_cache import fill
+from cribo.pretraining.batches import advice_for_few, advice_for_groups
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.score import open_score_data
 from cribo.training.lightning import make_trainer, require_launched
 from cribo.training.loggers import require_loggers
+from cribo.wording import counted
 
 # Rendering a scene takes longer than cropping it; each worker caches this many bytes.
 _SCENE_CACHE_BYTES = 256 * 2**20
@@ -84,14 +86,14 @@ class Session:
         self.score_data = open_score_data(config)
         self.source = open_source(config)
         self.workers = loading_workers(config)
-        if isinstance(self.source, Clips) and len(self.source) < config.optim.batch_size:
-            raise DataError(
-                f"the videos of data.root have {len(self.source)} clips of up to {self.source.most} frames, fewer than "
-                f"one batch: set optim.batch_size to {len(self.source)} or less, got {config.optim.batch_size}, or "
-                "lower data.video.frames"
-            )
-        # Raises an error if a batch is larger than the collection; loaders create their own sampler.
-        StepBatchSampler(len(self.source), config.optim.batch_size, config.seed, position=lambda: 0)
+        if len(self.source) < config.optim.batch_size:
+            processes = local_processes(config.runtime.devices) * config.runtime.num_nodes
+            advice = advice_for_few(config, len(self.source), processes)
+            what = f"has {counted(len(self.source), 'image')}"
+            if isinstance(self.source, Clips):
+                what = f"has videos with {counted(len(self.source), 'clip')} of up to {self.source.most} frames"
+                advice = f"lower data.video.frames, {advice}"
+            raise DataError(f"data.root {what}, fewer than one batch of {config.optim.batch_size}: {advice}")
         require_readable(self.source, "data.root", most=_IMAGES_TRIED)
         try:
             self.module = self.make_module()
@@ -103,7 +105,7 @@ class Session:
             self.source.require_frames(self.module.objective.clip_frames)
         self.probe = self.trainer(None, [], 1)
         devices = self.probe.world_size
-        _require_shareable(config, self.module.objective.images_per_group, devices)
+        _require_shareable(config, len(self.source), self.module.objective.images_per_group, devices)
         backbone = self.module.objective.exported()
         if devices > 1 and on_cpu and any(isinstance(m, _BatchNorm) for m in backbone.modules()):
             log.warning(
@@ -248,16 +250,16 @@ def _require_precision(precision: str, *, on_cpu: bool) -> None:
         )
 
 
-def _require_shareable(config: PretrainConfig, images_per_group: int, devices: int) -> None:
+def _require_shareable(config: PretrainConfig, num_images: int, images_per_group: int, devices: int) -> None:
     """Check that a batch can be split into whole groups on each device."""
     sizes = (images_per_group, config.optim.micro_batches, devices)
     if config.optim.batch_size % math.prod(sizes):
         of_objects = config.objective.name in BUILT_IN and images_per_group == config.objects.group_size
         group = "objects.group_size" if of_objects else "the objective's images_per_group"
+        advice = advice_for_groups(config, num_images, None if of_objects else images_per_group, devices)
         raise ConfigError(
             f"optim.batch_size must be a multiple of {group} x optim.micro_batches x devices = "
-            f"{sizes[0]} x {sizes[1]} x {sizes[2]} = {math.prod(sizes)}, got {config.optim.batch_size}: "
-            "use fewer micro-batches or devices, or a larger batch"
+            f"{sizes[0]} x {sizes[1]} x {sizes[2]} = {math.prod(sizes)}, got {config.optim.batch_size}: {advice}"
         )
 
 
