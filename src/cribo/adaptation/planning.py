@@ -29,6 +29,7 @@ from cribo.pretraining.presets import load_config
 from cribo.pretraining.run import Run, pretrain
 from cribo.pretraining.session import Session, check_packages, open_source
 from cribo.training.loggers import require_logins
+from cribo.wording import command_line
 
 log = logging.getLogger("cribo")
 
@@ -78,7 +79,7 @@ def result_folder(
 
 def to_continue(folder: Path) -> str:
     """Return how to continue after an interruption."""
-    return f"to continue, repeat the command with --name {folder.name} --resume"
+    return f"to continue, repeat the command with {command_line('--name', folder.name, '--resume')}"
 
 
 def record_options(path: Path, config: AdaptConfig | DistillConfig) -> None:

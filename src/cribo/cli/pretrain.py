@@ -9,7 +9,7 @@ from rich.table import Table
 from cribo.cli.running import print_places
 from cribo.console import duration, importing
 from cribo.errors import InputError
-from cribo.wording import counted
+from cribo.wording import command_line, counted
 
 if TYPE_CHECKING:
     from cribo.pretraining.run import Run
@@ -137,6 +137,6 @@ def _print_summary(run: "Run", console: Console) -> None:
             "pictures": run.folder / "report",
             "numbers": run.folder / "summary.json",
             "metrics": run.folder / "metrics.csv",
-            "to repeat it": f"cribo pretrain --config {run.folder / 'config.yaml'}",
+            "to repeat it": command_line("cribo", "pretrain", "--config", run.folder / "config.yaml"),
         },
     )

@@ -41,6 +41,7 @@ from cribo.training.interruption import Interruption, interrupted_by_signals
 from cribo.training.lightning import interruptible, quiet_lightning
 from cribo.training.loggers import require_logins
 from cribo.versions import versions
+from cribo.wording import command_line
 
 log = logging.getLogger("cribo")
 
@@ -231,7 +232,8 @@ def _run(
 
     def open_folder(held: ExitStack) -> Path:
         require_logins(config.runtime.logger)
-        choose = f"choose another --name, resume it with --resume {out / (name or '')} or --continue, or --overwrite it"
+        again = command_line("--resume", out / (name or ""))
+        choose = f"choose another --name, resume it with {again} or --continue, or --overwrite it"
         target = ResultFolder(
             out / (name or default_name),
             "pretraining",
@@ -247,7 +249,7 @@ def _run(
         return folder
 
     with open_on_all_ranks(session.probe, open_folder) as folder:
-        advice = advice or f"continue with cribo pretrain --resume {folder}"
+        advice = advice or f"continue with {command_line('cribo', 'pretrain', '--resume', folder)}"
         with if_interrupted(lambda: advice):
             return _train(session, folder, callbacks, advice, console or Console(quiet=True))
 
