@@ -24,6 +24,7 @@ from cribo.adaptation.planning import (
     load_recipe,
     plan_training,
     record_options,
+    require_time,
     result_folder,
     to_continue,
     train,
@@ -126,6 +127,8 @@ def distill(
     recipe = load_recipe(config)
     teacher, student = (open_backbone(source).to(device) for source in (config.teacher, config.backbone))
     reserve_readout(copy.deepcopy(student), teacher.embed_dim)  # raises an error if the network does not support it
+    if not (resume and (target.path / CLOSED_FORM / _SHARE).is_file()):
+        require_time(config, (teacher, student), images, otherwise="fewer images or a smaller teacher")
     with TemporaryDirectory() as copied:
         save_backbone(teacher, copied)
         try_objective(_for_networks(config, recipe, student, images, Path(copied)), images)
@@ -143,18 +146,19 @@ def distill(
         run = train(
             plan, folder, minutes=config.minutes, started=started, logger=recipe.runtime.logger, console=console
         )
-        trained = run.backbone().to(device)
-        with Phases(console) as progress:
-            again = partial(progress, "closed forms of the averaged and the trained student")
-            fitted = predict_teacher([averaged(trained, start, 0.5), trained], teacher, images, progress=again)
         students = {
             "original student": (student, 0.0),  # without a linear layer, it predicts nothing
             "closed form": (start, before),
-            **dict(zip(("averaged student", "trained student"), fitted, strict=True)),
         }
+        if run is not None:
+            trained = run.backbone().to(device)
+            with Phases(console) as progress:
+                again = partial(progress, "closed forms of the averaged and the trained student")
+                fitted = predict_teacher([averaged(trained, start, 0.5), trained], teacher, images, progress=again)
+            students |= dict(zip(("averaged student", "trained student"), fitted, strict=True))
         candidates = [Candidate(name, network) for name, (network, _) in students.items()]
         indicators = {name: {DISTILLATION.criterion: share} for name, (_, share) in students.items()}
-        keep_last = config.keep == "trained"
+        keep_last = config.keep == "trained" and run is not None
         with Phases(console) as progress:
             verdict = judge(
                 candidates, indicators, labelled, None, keep_last=keep_last, process=DISTILLATION, progress=progress
@@ -191,7 +195,7 @@ def _planned_training(
 ) -> PretrainConfig:
     """Adjust the recipe to the images, the networks in `folder`, and the speed of the machine."""
     adjusted = _for_networks(config, recipe, start, images, folder / _TEACHER)
-    otherwise = """smaller views, such as --training '{"views.size": 160}'"""
+    otherwise = """, or smaller views, such as --training '{"views.size": 160}'"""
     return plan_training(adjusted, config, images, folder, seconds, otherwise=otherwise)
 
 

@@ -25,6 +25,7 @@ from cribo.adaptation.planning import (
     load_recipe,
     plan_training,
     record_options,
+    require_time,
     result_folder,
     to_continue,
     train,
@@ -114,6 +115,8 @@ def adapt(
     original = open_backbone(config.backbone).to(device)
     _check_network(config, original)
     if config.trains:
+        if not (resume and (target.path / CLOSED_FORM / _CHOICE).is_file()):
+            require_time(config, [original], images, otherwise="or --minutes 1 for the closed form only")
         try_objective(_for_network(config, recipe, original, images), images)
     with ExitStack() as stack:
         folder = claim(stack, target)
@@ -128,12 +131,13 @@ def adapt(
             run = train(
                 plan, folder, minutes=config.minutes, started=started, logger=recipe.runtime.logger, console=console
             )
-            trained = _with_start(run, start, config.trained_share).to(device)
-            if choice.power is not None:
-                with Phases(console) as progress:
-                    again = partial(progress, "closed form of the adapted weights")
-                    refit_whitening(trained, images, power=choice.power, dims=config.dims, progress=again)
-            candidates.append(Candidate("adapted weights", trained))
+            if run is not None:
+                trained = _with_start(run, start, config.trained_share).to(device)
+                if choice.power is not None:
+                    with Phases(console) as progress:
+                        again = partial(progress, "closed form of the adapted weights")
+                        refit_whitening(trained, images, power=choice.power, dims=config.dims, progress=again)
+                candidates.append(Candidate("adapted weights", trained))
         with Phases(console) as progress:
             indicators = {
                 each.name: asdict(
@@ -232,11 +236,10 @@ def planned_training(
     """Adjust the recipe to the images, the network and the speed of the machine.
 
     Raises:
-        ConfigError: the time does not suffice for ten steps.
+        TooShort: the time does not suffice for ten steps.
     """
     adjusted = _for_network(config, recipe, start, images)
-    otherwise = "--minutes 1 for the closed form only"
-    return plan_training(adjusted, config, images, folder, seconds, otherwise=otherwise, most=MOST_STEPS)
+    return plan_training(adjusted, config, images, folder, seconds, most=MOST_STEPS)
 
 
 def _for_network(config: AdaptConfig, recipe: PretrainConfig, start: Backbone, images: ImageFiles) -> PretrainConfig:
