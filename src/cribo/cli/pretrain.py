@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from cribo.cli.running import print_places
 from cribo.console import duration, importing
@@ -107,7 +108,11 @@ def _print_summary(run: "Run", console: Console) -> None:
     summary = run.summary
     if "dense_nn" in summary:
         score = summary["dense_nn"]
-        table = Table(title="Dense retrieval on held-out images: mean intersection over union (mIoU)")
+        table = Table(
+            title=Text(
+                f"Dense retrieval on {score.get('data', 'labelled images')}: mean intersection over union (mIoU)"
+            )
+        )
         table.add_column("features")
         table.add_column("mIoU", justify="right")
         for label, key in (

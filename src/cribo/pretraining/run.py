@@ -30,7 +30,7 @@ from cribo.pretraining.planning import TimeEstimate, plan, with_epochs
 from cribo.pretraining.presets import DEFAULT_PRESET, config_name, dump_config, load_config
 from cribo.pretraining.progress import progress_text, run_progress
 from cribo.pretraining.report import write_report
-from cribo.pretraining.score import RetrievalScore
+from cribo.pretraining.score import RetrievalScore, score_data_name
 from cribo.pretraining.session import Session
 from cribo.pretraining.stages import RunStages
 from cribo.processes import end_with_launcher
@@ -365,6 +365,7 @@ def _fit(
     if score is not None:
         mean_colour = score.mean_colour(module)
         summary["dense_nn"] = {
+            "data": score_data_name(config),
             "before": score.curve[0][1],
             "after": score.curve[-1][1] if score.curve[-1][0] == trainer.global_step else None,
             "mean_color": mean_colour,
@@ -374,7 +375,15 @@ def _fit(
         baselines |= {} if mean_colour is None else {"mean colour": mean_colour}
     if trainer.is_global_zero:
         save_backbone(module.objective.exported(), folder)
-        write_report(folder, rows, module.schedules, module.objective, session.dataset, baselines=baselines)
+        write_report(
+            folder,
+            rows,
+            module.schedules,
+            module.objective,
+            session.dataset,
+            baselines=baselines,
+            scored=score_data_name(config),
+        )
         write_json(folder / SUMMARY, summary)
         shutil.rmtree(folder / TRUNK_CACHE, ignore_errors=True)
     return Run(folder, summary)

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -35,6 +36,12 @@ def open_score_data(config: PretrainConfig) -> Splits | None:
             open_segmentation("folder", root, split, max_pixels=config.data.max_pixels) for split in ("train", "val")
         )
     return Splits(train, val, "score", {})
+
+
+def score_data_name(config: PretrainConfig) -> str:
+    """Return the name of the labelled images of the score, for tables, figures and the log."""
+    root = config.data.root if config.score.root == "data" else config.score.root
+    return "held-out synthetic scenes" if root == "scenes" else f"val of {Path(str(root)).resolve().name}"
 
 
 class RetrievalScore(L.Callback):
@@ -108,7 +115,7 @@ class RetrievalScore(L.Callback):
         if trainer.strategy.reduce_boolean_decision(failed is None):
             self.curve.append((step, miou))
             self.metrics.add(trainer, module, {"dense_nn": miou})
-            log.info("step %d: dense retrieval %.1f %% mIoU", step, 100 * miou)
+            log.info("step %d: dense retrieval on %s %.1f %% mIoU", step, score_data_name(self.config), 100 * miou)
         elif not self.curve:  # no training is lost yet
             raise failed or DataError("another rank could not read the labelled images")
         elif failed is not None:
