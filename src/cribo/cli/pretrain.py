@@ -106,6 +106,15 @@ def _print_summary(run: "Run", console: Console) -> None:
     from cribo.pretraining.presets import load_config
 
     summary = run.summary
+    if "agreement" in summary:
+        score = summary["agreement"]
+        table = Table(title=Text(f"Neighbour agreement across views on {score['data']}"))
+        table.add_column("features")
+        table.add_column("agreement", justify="right")
+        for label, key in (("this network before training", "before"), ("this network after training", "after")):
+            value = "unknown" if score[key] is None else f"{100 * score[key]:.0f} %"
+            table.add_row(label, value, style="bold" if key == "after" else None)
+        console.print(table)
     if "dense_nn" in summary:
         score = summary["dense_nn"]
         table = Table(

@@ -30,7 +30,7 @@ from cribo.pretraining.planning import TimeEstimate, plan, with_epochs
 from cribo.pretraining.presets import DEFAULT_PRESET, config_name, dump_config, load_config
 from cribo.pretraining.progress import progress_text, run_progress
 from cribo.pretraining.report import write_report
-from cribo.pretraining.score import RetrievalScore, score_data_name
+from cribo.pretraining.score import AgreementScore, RetrievalScore, judges_without_labels, score_data_name
 from cribo.pretraining.session import Session
 from cribo.pretraining.stages import RunStages
 from cribo.processes import end_with_launcher
@@ -314,6 +314,10 @@ def _fit(
     )
     watch = Watch(metrics)
     score = RetrievalScore(session.score_data, config, metrics) if session.score_data is not None else None
+    agreement = None
+    if judges_without_labels(config):
+        held_out = session.held_out is not None
+        agreement = AgreementScore(session.held_out or session.source, config, metrics, held_out=held_out)
     checkpoints = Checkpoints(
         folder, every_steps=runtime.checkpoint_every, keep=runtime.keep_checkpoints, resume_from=checkpoint
     )
@@ -323,7 +327,7 @@ def _fit(
         folder,
         [
             *(metrics, faults, watch),
-            *([score] if score is not None else []),
+            *(each for each in (agreement, score) if each is not None),
             *module.objective.callbacks(folder, session.dataset),
             *(run_progress(metrics, console), TimeEstimate(config), *callbacks),
             *(checkpoints, interruption),
@@ -338,6 +342,8 @@ def _fit(
     module.to(trainer.strategy.root_device)  # Lightning moved it to the CPU
     if score is not None:
         score.on_train_end(trainer, module)  # not yet computed if the run was stopped after its last step
+    if agreement is not None:
+        agreement.on_train_end(trainer, module)
     rows = metrics.rows
     summary: dict[str, Any] = {
         "seconds": round(seconds, 2),
@@ -361,6 +367,8 @@ def _fit(
         "warnings": [{"step": step, "text": text} for step, text in watch.warnings],
         "versions": {**versions(trainer.strategy.root_device), "lightning": L.__version__},
     }
+    if agreement is not None:
+        summary |= agreement.summary(trainer.global_step)
     baselines = {}
     if score is not None:
         mean_colour = score.mean_colour(module)

@@ -31,7 +31,7 @@ from cribo.objectives.trunk_cache import fill
 from cribo.pretraining.batches import advice_for_few, advice_for_groups
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.module import PretrainingModule
-from cribo.pretraining.score import open_score_data
+from cribo.pretraining.score import open_score_data, split_held_out
 from cribo.training.lightning import make_trainer, require_launched
 from cribo.training.loggers import require_loggers
 from cribo.wording import counted
@@ -67,6 +67,7 @@ class Session:
         config: configuration of the run.
         source: the images.
         score_data: the labelled images of the score; None without a score.
+        held_out: images for neighbour agreement that are not trained on; None if there are none.
         dataset: the samples.
         module: the Lightning module.
         workers: number of worker processes.
@@ -84,7 +85,7 @@ class Session:
         on_cpu = self._accelerator() == "cpu"
         _require_precision(config.runtime.precision, on_cpu=on_cpu)
         self.score_data = open_score_data(config)
-        self.source = open_source(config)
+        self.source, self.held_out = _open_sources(config)
         self.workers = loading_workers(config)
         if len(self.source) < config.optim.batch_size:
             processes = local_processes(config.runtime.devices) * config.runtime.num_nodes
@@ -216,6 +217,11 @@ def open_source(config: PretrainConfig) -> ImageSource:
     Raises:
         DataError: images are missing or invalid.
     """
+    return _open_sources(config)[0]
+
+
+def _open_sources(config: PretrainConfig) -> tuple[ImageSource, ImageSource | None]:
+    """Open the images or clips to train on, and the images that are held out for neighbour agreement."""
     data = config.data
     reads_clips = objective_class(config.objective.name).clip_frames > 0
     if data.root == "scenes":
@@ -235,7 +241,9 @@ def open_source(config: PretrainConfig) -> ImageSource:
             cache_dir=data.cache_dir,
             cache_gib=data.cache_gib,
         )
-    return Clips(images, most=data.video.frames, stride=data.video.stride) if reads_clips else images
+    if reads_clips:
+        return Clips(images, most=data.video.frames, stride=data.video.stride), None
+    return split_held_out(images, config)
 
 
 def _require_precision(precision: str, *, on_cpu: bool) -> None:
