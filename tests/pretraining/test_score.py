@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from cribo.cli import main
+from cribo.data import ImageFiles
 from cribo.data.randomness import keyed_generator
 from cribo.data.scenes import Scenes
 from cribo.evaluation import DenseNN, EvaluationRuntime, SegmentationData, evaluate
@@ -142,7 +143,8 @@ def test_a_part_of_the_images_is_left_out_of_training(
 ) -> None:
     folder = write_images(tmp_path / "images", count)
     session = Session(tiny({"data.root": str(folder), "score.held_out": 64, **changes}))
-    found = None if session.held_out is None else list(session.held_out.names)
+    assert isinstance(session.source, ImageFiles)
+    found = list(session.held_out.names) if isinstance(session.held_out, ImageFiles) else None
     assert found == held_out
     assert {*session.source.names, *(found or ())} == {path.name for path in folder.iterdir()}
     assert len(session.source) + len(found or ()) == count
