@@ -148,7 +148,7 @@ def test_invalid_arguments_are_refused(words: list[str], message: str, refused: 
         (["--views.size", "30"], "views.size: image size 30 is not divisible by the patch size 8: use 24 or 32"),
         (["--objects.num_objects", "33"], "objects.num_objects must be at most 32, the patches of both views, got 33"),
         (["--objects.bank_images", "7"], "must hold at least one batch of 8 images, got 7"),
-        (["--data.scenes.count", "7"], "the data has 7 images, fewer than one batch"),
+        (["--data.scenes.count", "7"], "has 7 images, fewer than one batch of 8"),
         (["--data.root", "nowhere"], "there is no 'nowhere'"),
         (["--data.root", "empty"], "no images in empty"),
         (["--data.root", "file"], "give a folder of images, or a .txt file"),

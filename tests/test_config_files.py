@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cribo.arguments import ConfigError
 from cribo.cli import COMMANDS, main
 from cribo.cli.evaluate import EVALUATIONS
+from cribo.pretraining.presets import load_config
 
 # For each command: other words that it requires, an option with the values of the file and of the command line, and a
 # misspelt option with the valid one.
@@ -72,6 +74,49 @@ def test_a_file_sets_options_and_the_command_line_overrides_it(
     assert main([*command.split(), *words, "--config", "missing.yaml"]) == 2
     assert "missing.yaml" in capsys.readouterr().err
     assert sorted(path.name for path in Path().iterdir()) == ["options.yaml", "wrong.yaml"]
+
+
+@pytest.mark.parametrize("command", CASES)
+def test_a_key_that_a_file_has_twice_is_an_error(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given, name, value, other, *_ = CASES[command]
+    file = tmp_path / "options.yaml"
+    file.write_text(yaml.safe_dump({name: value}) + "\n# a comment\n" + yaml.safe_dump({name: other}))
+    assert main([*command.split(), *given.split(), "--config", str(file)]) == 2
+    message = capsys.readouterr().err
+    assert name in message
+    assert str(file) in message
+    assert re.search(r"lines 1 and \d", message), message
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "lines"),
+    [
+        ("optim:\n  lr: 1\n  lr: 2\n", "optim.lr", (2, 3)),
+        ("optim: {lr: 1}\nseed: 1\noptim: {epochs: 2}\n", "optim", (1, 3)),
+        ("optim.lr: 1\noptim:\n  lr: 2\n", "optim.lr", (1, 3)),
+        ("optim:\n  lr: 1\n'optim': {}\n", "optim", (1, 3)),
+        ("objective:\n  args:\n    crops: 1\n    crops: 1\n", "objective.args.crops", (3, 4)),
+    ],
+)
+def test_nested_and_dotted_keys_are_compared(text: str, key: str, lines: tuple[int, int], tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "mine.yaml")
+    message = str(caught.value)
+    assert f" {key} " in message
+    assert [int(number) for number in re.findall(r"\d+", message.rpartition("lines")[2])] == list(lines)
+
+
+@pytest.mark.parametrize("words", [["--objective.args", "{crops: 1, crops: 2}"], ["--optim", "optim.yaml"]])
+def test_a_key_that_a_value_has_twice_is_an_error(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("optim.yaml").write_text("lr: 1\nlr: 2\n")
+    assert main(["pretrain", *words, "--print_config"]) == 2
+    assert re.search("(crops|lr)", capsys.readouterr().err)
 
 
 def test_every_command_is_tested() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 import yaml
-from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, get_loader, set_loader
 
 from cribo.errors import InputError
 from cribo.wording import joined
@@ -114,12 +114,13 @@ class Parser(ArgumentParser):
         """Read the YAML text of a configuration file.
 
         Raises:
-            ConfigError: the file is not a YAML mapping.
+            ConfigError: the file is not a YAML mapping, or has a key twice.
         """
         try:
             text = path.read_text(encoding="utf-8")
             values = yaml.safe_load(text)
             has_aliases = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
+            repeated = _repeated_key(text)
         except OSError as error:
             raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
@@ -135,6 +136,8 @@ class Parser(ArgumentParser):
             raise ConfigError(f"{path} must be a mapping of names to values in YAML, got {kind}")
         if has_aliases:  # a short file with nested aliases may expand to exceed the memory
             raise ConfigError(f"{path} must not contain YAML aliases (*name): write the values instead")
+        if repeated is not None:
+            raise ConfigError(f"{path} has {repeated}: remove one")
         return text
 
     def find_config(self, name: str) -> Path:
@@ -403,6 +406,50 @@ def _elements(hint: Any) -> tuple[type, ...]:
         return _elements(found[0]) if len(found) == 1 else ()
     elements = tuple(part for part in get_args(hint) if part is not ...)
     return elements if get_origin(hint) in (tuple, list) and set(elements) <= {int, float, str} else ()
+
+
+def _repeated_key(text: str) -> str | None:
+    """Return the first key that YAML text has twice, also as `a.b: 1` and `a: {b: 1}`, with both lines; None without.
+
+    Example:
+        >>> _repeated_key("optim:\\n  lr: 1\\noptim.lr: 2")
+        'the key optim.lr in lines 2 and 3'
+    """
+    lines: dict[str, int] = {}
+    nodes = deque([("", yaml.compose(text, yaml.SafeLoader))])
+    seen: set[yaml.Node] = set()  # aliases repeat nodes
+    while nodes:
+        place, node = nodes.popleft()
+        if node in seen:
+            continue
+        seen.update([node] if node else [])
+        if isinstance(node, yaml.SequenceNode):
+            nodes.extend((f"{place}[{number}]", value) for number, value in enumerate(node.value))
+        if not isinstance(node, yaml.MappingNode):
+            continue
+        for key, value in node.value:
+            name = f"{place}.{key.value}".lstrip(".")
+            line = key.start_mark.line + 1
+            if name in lines:
+                first, second = sorted((lines[name], line))
+                return f"the key {name} in lines {first} and {second}" if first < second else f"the key {name} twice"
+            lines[name] = line
+            nodes.append((name, value))
+    return None
+
+
+_load_yaml = get_loader("yaml")
+
+
+def _load_without_repetitions(text: str) -> Any:
+    """Load YAML as jsonargparse does, for values on the command line and the files that they name."""
+    value = _load_yaml(text)
+    if isinstance(value, dict | list) and (repeated := _repeated_key(text)):
+        raise ConfigError(f"got {repeated}: remove one")
+    return value
+
+
+set_loader("yaml", _load_without_repetitions, (yaml.YAMLError,))
 
 
 def _is_size(option: str, elements: tuple[type, ...]) -> bool:

@@ -1,7 +1,18 @@
-"""Wording of messages: numbers with nouns, lists of names, and shortened names."""
+"""Wording of messages: commands, numbers with nouns, lists of names, and shortened names."""
 
 import difflib
+import shlex
 from collections.abc import Iterable, Sequence
+
+
+def command_line(*words: object) -> str:
+    """Join words of a command with spaces, quoted for a shell; for every command that is printed or stored.
+
+    Example:
+        >>> command_line("cribo", "search", "--db", "my street.db", "--image", "IMAGE", "--point", "x,y")
+        "cribo search --db 'my street.db' --image IMAGE --point x,y"
+    """
+    return shlex.join(map(str, words))
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:

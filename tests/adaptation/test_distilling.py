@@ -8,9 +8,10 @@ import pytest
 import torch
 from tests.adaptation.test_run import write_scenes
 
-from cribo.adaptation import DistillConfig, distill
+from cribo.adaptation import DistillConfig, distill, planning
 from cribo.adaptation.encoding import encode
 from cribo.adaptation.regression import predict_teacher
+from cribo.arguments import ConfigError
 from cribo.cli import main
 from cribo.data import open_images
 from cribo.models import Licence, build_backbone, load_backbone, save_backbone
@@ -89,10 +90,23 @@ def test_an_interrupted_distillation_continues_to_the_same_weights(
 
 
 def test_the_time_can_be_changed_until_the_training_begins(scenes: Path, networks: Path, tmp_path: Path) -> None:
-    # Too little time for a single step.
-    with pytest.raises(ValueError, match=r"--minutes 0\.001 suffices for 0 steps of .*, but at least 10 are required"):
-        distill(wanted(scenes, networks, steps=None, minutes=0.001), out=tmp_path, name="short")
-    assert distill(wanted(scenes, networks), out=tmp_path, name="short", resume=True).folder == tmp_path / "short"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "seconds_per_step", lambda session: 1e6)  # on a slow machine
+        short = distill(wanted(scenes, networks, steps=None, minutes=30, keep="trained"), out=tmp_path, name="short")
+    assert set(short.verdict.students.indicators) == {"original student", "closed form"}
+    assert short.verdict.students.kept == "closed form"
+    assert short.backbone().embed_dim == 10
+    trained = distill(wanted(scenes, networks, keep="trained"), out=tmp_path, name="short", resume=True)
+    assert trained.folder == short.folder
+    assert trained.verdict.students.kept == "trained student"
+
+
+def test_too_little_time_for_the_closed_form_is_an_error_before_any_work(
+    scenes: Path, networks: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"--minutes 1e-06 is too short for the closed form.* use --minutes \d+"):
+        distill(wanted(scenes, networks, steps=None, minutes=1e-6), out=tmp_path, name="short")
+    assert not list(tmp_path.iterdir())
 
 
 def test_invalid_training_options_leave_an_older_folder_as_it_was(scenes: Path, networks: Path, tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
-from cribo.adaptation import AdaptConfig, adapt
+from cribo.adaptation import AdaptConfig, adapt, planning
 from cribo.adaptation.averaging import averaged
 from cribo.adaptation.encoding import encode
 from cribo.adaptation.run import planned_training
+from cribo.arguments import ConfigError
 from cribo.cli import main
 from cribo.data import open_images
 from cribo.data.scenes import Scenes
@@ -235,7 +236,22 @@ def test_a_too_short_budget_names_the_required_minutes(scenes: Path, source: Pat
     adapt(replace(asked, minutes=1), out=tmp_path, name="start")
     folder = tmp_path / "start"
     start, images = load_backbone(folder / "closed_form"), open_images(asked.images)
-    with pytest.raises(ValueError, match=r"--minutes 2 suffices for 0 steps.*use --minutes 3, or --minutes 1"):
-        planned_training(asked, load_config("adapt", TRAINING), start, images, folder, seconds=0.0)
+    with pytest.raises(ValueError, match=r"--minutes 2 suffices for 0 steps.*use --minutes 3"):
+        planned_training(asked, load_config("adapt", TRAINING), start, images, folder, seconds=1e-6)
     planned = planned_training(asked, load_config("adapt", TRAINING), start, images, folder, seconds=10_000.0)
     assert planned.optim.epochs * (20 // 4) == 500  # the default maximum, on any machine
+
+
+def test_what_is_ready_is_kept_where_the_time_does_not_suffice_for_training(
+    scenes: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "seconds_per_step", lambda session: 1e6)  # on a slow machine
+    asked = _asked(scenes, source, steps=None, minutes=30)
+    adapted = adapt(asked, out=tmp_path, name="short")
+    assert set(adapted.verdict.indicators) == {"starting weights", "closed form"}
+    assert (adapted.folder / "verdict.json").is_file()
+    assert adapted.backbone().patch_size == 8
+    monkeypatch.setattr(planning, "_seconds_per_image", lambda networks, images: 1e6)
+    with pytest.raises(ConfigError, match="--minutes 30 is too short for the closed form"):
+        adapt(asked, out=tmp_path, name="slow")
+    assert not (tmp_path / "slow").exists()

@@ -225,7 +225,7 @@ def test_a_licence_beside_a_file_and_none(tmp_path: Path) -> None:
     plain = build_backbone("vit_tiny_patch16_224", args=TINY, image_size=32)
     torch.save(plain.model.state_dict(), tmp_path / "weights.pth")
     [unknown] = load_backbone(tmp_path / "weights.pth", args={"num_heads": 2}).licences
-    assert str(unknown) == "licence not recorded, look it up at the source of the weights"
+    assert str(unknown) == "licence not recorded, look it up at its source"
     header = "license: other\nlicense_name: dinov3-license\nlicense_link: LICENSE.md"
     (tmp_path / "README.md").write_text(f"---\n{header}\n---\n# Weights\n")
     [own] = load_backbone(tmp_path / "weights.pth", args={"num_heads": 2}).licences

@@ -39,6 +39,18 @@ def test_the_licence_of_a_teacher_is_kept_apart() -> None:
     assert licences_of({"licences": []}, Licence("run"), Path()) == ()
 
 
+def test_a_licence_is_logged_once_for_the_weights_and_their_copies(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.save(tiny().model.state_dict(), tmp_path / "logged_once.pth")
+    with caplog.at_level("INFO", "cribo"):
+        save_backbone(load_backbone(tmp_path / "logged_once.pth", args={"num_heads": 2}), tmp_path / "copy")
+        load_backbone(tmp_path / "copy")
+        load_backbone(tmp_path / "copy")
+    lines = [record.getMessage() for record in caplog.records if "licence" in record.getMessage()]
+    assert lines == ["logged_once.pth: licence not recorded, look it up at its source"]
+
+
 @pytest.mark.parametrize("save", [save_backbone, Backbone.save_pretrained])
 def test_a_licence_stated_by_the_publisher_is_added(
     save: Callable[[Backbone, Path], object], hub: Hub, tmp_path: Path

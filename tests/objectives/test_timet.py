@@ -140,7 +140,7 @@ def test_short_videos_are_found_before_training(tiny: Tiny, tmp_path: Path) -> N
 def test_folders_that_are_no_collection_of_clips(tiny: Tiny, tmp_path: Path) -> None:
     write_video(tmp_path / "videos" / "a", 8 * [40])
     changes = {"data.root": str(tmp_path / "videos"), "objective.name": "timet", "objects.group_size": 2}
-    with pytest.raises(DataError, match="have 1 clips of up to 32 frames, fewer than one batch: set"):
+    with pytest.raises(DataError, match=r"1 clip of up to 32 frames, fewer than one batch of 8: lower data\.video"):
         pretrain(tiny(changes), out=tmp_path / "runs")
     (tmp_path / "videos" / "b.mp4").touch()
     with pytest.raises(DataError, match="contains both video files and images: choose one"):

@@ -79,6 +79,7 @@ def test_the_summary(whole_run: tuple[PretrainConfig, Any]) -> None:
     assert all(value > 0 for value in summary["losses"].values())
     assert 0 < summary["bootstrapping_ratio"] <= 1
     score = summary["dense_nn"]
+    assert score["data"] == "held-out synthetic scenes"
     assert all(0 <= score[name] < 1 for name in ("before", "after", "mean_color"))
     assert [point["step"] for point in score["curve"]] == [0, 4, 8, 12]
     assert (score["curve"][0]["miou"], score["curve"][-1]["miou"]) == (score["before"], score["after"])

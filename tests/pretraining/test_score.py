@@ -1,6 +1,8 @@
 """The score during training equals the dense retrieval of `cribo evaluate`."""
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +10,17 @@ import pytest
 import torch
 from PIL import Image
 
+from cribo.cli import main
+from cribo.data import ImageFiles
 from cribo.data.randomness import keyed_generator
 from cribo.data.scenes import Scenes
 from cribo.evaluation import DenseNN, EvaluationRuntime, SegmentationData, evaluate
 from cribo.evaluation.runner import calibrate_batch_norms
 from cribo.models import build_backbone
 from cribo.pretraining import PretrainConfig
-from cribo.pretraining.presets import load_config
+from cribo.pretraining.presets import dump_config, load_config
 from cribo.pretraining.score import open_score_data
+from cribo.pretraining.session import Session
 from cribo.retrieval import BackboneSource
 
 Tiny = Callable[..., PretrainConfig]
@@ -96,3 +101,52 @@ def test_batch_norms_are_calibrated_on_images_of_any_size() -> None:
     calibrate_batch_norms(backbone, Small(3, size=16))
     means = [value.abs().sum() for name, value in backbone.named_buffers() if name.endswith("running_mean")]
     assert all(mean > 0 for mean in means)
+
+
+def write_images(folder: Path, count: int) -> Path:
+    folder.mkdir()
+    scenes = Scenes(count, size=64)
+    for index in range(count):
+        Image.fromarray(scenes.load(index).permute(1, 2, 0).numpy()).save(folder / f"{index:02d}.png")
+    return folder
+
+
+def test_without_labels_of_the_images_agreement_on_held_out_ones_stands_first(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_images(tmp_path / "my street", 30)
+    config = tiny({"data.root": str(folder), "score.root": "scenes", "score.images": [4, 2], "score.held_out": 64})
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text(dump_config(replace(config, optim=replace(config.optim, epochs=1))))
+    assert main(["pretrain", "--config", "config.yaml", "--name", "run"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    summary = json.loads(Path("runs/run/summary.json").read_text())
+    assert summary["images"] == 27
+    assert summary["agreement"]["data"] == "3 held-out images of my street"
+    assert all(0 <= summary["agreement"][name] <= 1 for name in ("before", "after"))
+    own, scenes = printed.rindex("on 3 held-out images of my street"), printed.rindex("on held-out synthetic scenes")
+    assert own < scenes
+
+
+@pytest.mark.parametrize(
+    ("count", "changes", "held_out"),
+    [
+        (30, {}, ["00.png", "10.png", "20.png"]),
+        (30, {"score.held_out": 2}, ["00.png", "15.png"]),
+        (30, {"score.held_out": 0}, None),
+        (30, {"optim.batch_size": 30, "objects.group_size": 30}, None),
+        (19, {}, None),
+    ],
+)
+def test_a_part_of_the_images_is_left_out_of_training(
+    tiny: Tiny, tmp_path: Path, count: int, changes: dict[str, Any], held_out: list[str] | None
+) -> None:
+    folder = write_images(tmp_path / "images", count)
+    session = Session(tiny({"data.root": str(folder), "score.held_out": 64, **changes}))
+    assert isinstance(session.source, ImageFiles)
+    found = list(session.held_out.names) if isinstance(session.held_out, ImageFiles) else None
+    assert found == held_out
+    assert {*session.source.names, *(found or ())} == {path.name for path in folder.iterdir()}
+    assert len(session.source) + len(found or ()) == count
+    scenes = Session(tiny({"score.held_out": 64}))
+    assert scenes.held_out is None

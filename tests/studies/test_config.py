@@ -44,6 +44,13 @@ def test_axes_are_varied_one_at_a_time(tmp_path: Path) -> None:
     assert [reference for _, reference in study.pairs] == ["base"] * 4
 
 
+def test_a_row_given_twice_is_an_error(tmp_path: Path) -> None:
+    file = written(tmp_path, {"axes": None})
+    file.write_text(file.read_text() + "rows:\n  a: {}\n  b: {}\n  a: {optim.epochs: 3}\n")
+    with pytest.raises(ConfigError, match=r"study.yaml: .*rows\.a .*lines \d+ and \d+"):
+        load_study(file)
+
+
 def test_a_written_study_is_read_back(tmp_path: Path) -> None:
     study = load_study(written(tmp_path, {"budget": {"steps": 10}, "seeds": [3, 1]}))
     (tmp_path / "again.yaml").write_text(dump_study(study), encoding="utf-8")

@@ -329,5 +329,18 @@ def test_the_plan_and_the_job_file_name_cells_and_parts(study: Written, capsys: 
     assert "#SBATCH --array=1-3\n" in job
     program = f"{shlex.quote(sys.executable)} -m cribo"
     assert job.endswith(f'srun {program} study {path} --out studies --name mine --part "$SLURM_ARRAY_TASK_ID/3"\n')
+    path = path.rename(path.with_name("my $HOME study.yaml"))
+    capsys.readouterr()
+    assert main(["study", str(path), "--slurm", "3"]) == 0
+    folder = Path("studies/my $HOME study")
+    lines = (folder / "job.sbatch").read_text().splitlines()
+    options = [
+        word for line in lines if line.startswith("#SBATCH") for word in shlex.split(line.removeprefix("#SBATCH"))
+    ]
+    assert "--job-name=my $HOME study" in options
+    assert f"--output={folder}/slurm-%A_%a.log" in options
+    assert shlex.split(lines[-1])[4:9] == ["study", str(path), "--out", "studies", "--name"]
+    printed = capsys.readouterr().out.partition("to start it")[2].splitlines()[0]
+    assert shlex.split(printed) == ["sbatch", str(folder / "job.sbatch")]
     assert main(["study", str(path), "--slurm", "0"]) == 2
     assert "--slurm must be a number of parts >= 1, got 0" in capsys.readouterr().err

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from cribo.adaptation.config import DistillConfig as DistillConfig
     from cribo.adaptation.distilling import Distilled as Distilled
     from cribo.adaptation.distilling import distill as distill
-    from cribo.adaptation.indicators import neighbour_agreement as neighbour_agreement
     from cribo.adaptation.run import Adapted as Adapted
     from cribo.adaptation.run import adapt as adapt
+    from cribo.pretraining.agreement import neighbour_agreement as neighbour_agreement
 else:
     __getattr__, __all__ = lazy_names(__name__)

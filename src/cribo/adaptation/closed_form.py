@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import linear
 
-from cribo.adaptation.encoding import encode, readable
-from cribo.adaptation.indicators import neighbour_agreement, view_points
+from cribo.adaptation.encoding import encode
 from cribo.console import Progress
 from cribo.data import ImageSource
 from cribo.data.limits import spread
 from cribo.method import ViewRecipe
 from cribo.models import Backbone
 from cribo.models.building import first_blocks
+from cribo.pretraining.agreement import neighbour_agreement, readable, view_points
 from cribo.retrieval.whitening import Moments, partial_whitening
 
 POWERS = (None, 0.3, 0.6, 0.8, 1.0)

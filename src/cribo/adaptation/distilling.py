@@ -24,6 +24,7 @@ from cribo.adaptation.planning import (
     load_recipe,
     plan_training,
     record_options,
+    require_time,
     result_folder,
     to_continue,
     train,
@@ -38,6 +39,7 @@ from cribo.errors import if_interrupted
 from cribo.files import write_json
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.models.saving import DESCRIPTION_FILE, reserve_readout
+from cribo.pretraining.batches import fit_batch
 from cribo.pretraining.config import PretrainConfig
 from cribo.retrieval.encoders import open_backbone
 from cribo.retrieval.source import backbone_name
@@ -125,6 +127,8 @@ def distill(
     recipe = load_recipe(config)
     teacher, student = (open_backbone(source).to(device) for source in (config.teacher, config.backbone))
     reserve_readout(copy.deepcopy(student), teacher.embed_dim)  # raises an error if the network does not support it
+    if not (resume and (target.path / CLOSED_FORM / _SHARE).is_file()):
+        require_time(config, (teacher, student), images, otherwise="fewer images or a smaller teacher")
     with TemporaryDirectory() as copied:
         save_backbone(teacher, copied)
         try_objective(_for_networks(config, recipe, student, images, Path(copied)), images)
@@ -142,18 +146,19 @@ def distill(
         run = train(
             plan, folder, minutes=config.minutes, started=started, logger=recipe.runtime.logger, console=console
         )
-        trained = run.backbone().to(device)
-        with Phases(console) as progress:
-            again = partial(progress, "closed forms of the averaged and the trained student")
-            fitted = predict_teacher([averaged(trained, start, 0.5), trained], teacher, images, progress=again)
         students = {
             "original student": (student, 0.0),  # without a linear layer, it predicts nothing
             "closed form": (start, before),
-            **dict(zip(("averaged student", "trained student"), fitted, strict=True)),
         }
+        if run is not None:
+            trained = run.backbone().to(device)
+            with Phases(console) as progress:
+                again = partial(progress, "closed forms of the averaged and the trained student")
+                fitted = predict_teacher([averaged(trained, start, 0.5), trained], teacher, images, progress=again)
+            students |= dict(zip(("averaged student", "trained student"), fitted, strict=True))
         candidates = [Candidate(name, network) for name, (network, _) in students.items()]
         indicators = {name: {DISTILLATION.criterion: share} for name, (_, share) in students.items()}
-        keep_last = config.keep == "trained"
+        keep_last = config.keep == "trained" and run is not None
         with Phases(console) as progress:
             verdict = judge(
                 candidates, indicators, labelled, None, keep_last=keep_last, process=DISTILLATION, progress=progress
@@ -190,7 +195,7 @@ def _planned_training(
 ) -> PretrainConfig:
     """Adjust the recipe to the images, the networks in `folder`, and the speed of the machine."""
     adjusted = _for_networks(config, recipe, start, images, folder / _TEACHER)
-    otherwise = """smaller views, such as --training '{"views.size": 160}'"""
+    otherwise = """, or smaller views, such as --training '{"views.size": 160}'"""
     return plan_training(adjusted, config, images, folder, seconds, otherwise=otherwise)
 
 
@@ -198,6 +203,7 @@ def _for_networks(
     config: DistillConfig, recipe: PretrainConfig, start: Backbone, images: ImageFiles, teacher: Path
 ) -> PretrainConfig:
     """Set the student, the teacher and the batch size of the recipe."""
+    recipe = fit_batch(recipe, len(images))
     arguments = {**recipe.objective.args, "teacher": str(teacher.absolute())}
     size = config.training.get(_SIZE) or start.fixed_size or _GRID * start.patch_size
     return replace(
@@ -205,7 +211,6 @@ def _for_networks(
         objective=replace(recipe.objective, args=arguments),
         backbone=replace(recipe.backbone, name=start.name, args=start.args),
         views=replace(recipe.views, size=size),
-        optim=replace(recipe.optim, batch_size=min(recipe.optim.batch_size, len(images))),
         runtime=replace(recipe.runtime, precision=config.training.get(_PRECISION) or fast_precision(start)),
     )
 

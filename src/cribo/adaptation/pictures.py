@@ -8,7 +8,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from cribo.adaptation.encoding import PATCHES, encode, readable
+from cribo.adaptation.encoding import PATCHES, encode
 from cribo.adaptation.verdict import Candidate
 from cribo.colours import rgb
 from cribo.console import Progress
@@ -17,6 +17,7 @@ from cribo.data.limits import spread
 from cribo.data.randomness import keyed_generator
 from cribo.drawing import house_style, panel_grid
 from cribo.painting import MARK
+from cribo.pretraining.agreement import readable
 from cribo.retrieval.grid import encoding_size
 from cribo.retrieval.patches import resize_image
 

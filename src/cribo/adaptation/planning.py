@@ -11,9 +11,11 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from cribo.adaptation.closed_form import STATISTICS_IMAGES
 from cribo.adaptation.config import AdaptConfig, DistillConfig
+from cribo.adaptation.encoding import encode
 from cribo.arguments import ConfigError
-from cribo.data import ImageFiles
+from cribo.data import ImageFiles, UnreadableImage
 from cribo.data.limits import spread
 from cribo.devices import multiplies_bfloat16
 from cribo.files import write_json, write_text
@@ -29,6 +31,7 @@ from cribo.pretraining.presets import load_config
 from cribo.pretraining.run import Run, pretrain
 from cribo.pretraining.session import Session, check_packages, open_source
 from cribo.training.loggers import require_logins
+from cribo.wording import command_line, counted
 
 log = logging.getLogger("cribo")
 
@@ -37,6 +40,11 @@ CLOSED_FORM = "closed_form"
 _TRAINING = "training"
 _IMAGES = "images.txt"
 _LEAST_STEPS = 10
+_TIMED_IMAGES = 3
+
+
+class TooShort(ConfigError):
+    """The time does not suffice for training."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ def result_folder(
 
 def to_continue(folder: Path) -> str:
     """Return how to continue after an interruption."""
-    return f"to continue, repeat the command with --name {folder.name} --resume"
+    return f"to continue, repeat the command with {command_line('--name', folder.name, '--resume')}"
 
 
 def record_options(path: Path, config: AdaptConfig | DistillConfig) -> None:
@@ -93,7 +101,7 @@ def record_options(path: Path, config: AdaptConfig | DistillConfig) -> None:
     if path.is_file():
         before = json.loads(path.read_text(encoding="utf-8"))
         free = {"logger", "workers", "device"}
-        if not any((path.parent / made).exists() for made in (_TRAINING, VERDICT)):
+        if not (path.parent / _TRAINING).exists():
             free |= {"minutes", "steps"}
         changed = [name for name in options if before.get(name) != options[name] and name not in free]
         if changed:
@@ -118,6 +126,45 @@ def load_recipe(config: AdaptConfig | DistillConfig) -> PretrainConfig:
     return recipe
 
 
+def require_time(
+    config: AdaptConfig | DistillConfig, networks: Sequence[Backbone], images: ImageFiles, *, otherwise: str
+) -> None:
+    """Require that the closed form fits into the time, by timing the networks on a few images.
+
+    Args:
+        config: the options; without a limit on the time, nothing is timed.
+        networks: the networks that encode the images, on their device.
+        images: the images, of which the closed form reads up to 300.
+        otherwise: the user's other choice, for the error.
+
+    Raises:
+        ConfigError: the closed form takes longer than the time.
+    """
+    if config.steps is not None:
+        return
+    needed = min(len(images), STATISTICS_IMAGES) * _seconds_per_image(networks, images) / 60
+    if needed > config.minutes:
+        raise ConfigError(
+            f"--minutes {config.minutes:g} is too short for the closed form, which takes about {needed:.1f} minutes "
+            f"on this machine: use --minutes {math.ceil(2 * needed) + 1}, {otherwise}"
+        )
+
+
+def _seconds_per_image(networks: Sequence[Backbone], images: ImageFiles) -> float:
+    """Time the encoding of some images by each network; 0 if none of them can be read."""
+    times = []
+    for index in spread(len(images), _TIMED_IMAGES):
+        begun = time.perf_counter()
+        try:
+            pixels = images.load(index)
+        except UnreadableImage:
+            continue
+        for network in networks:
+            encode(network, pixels).tokens.cpu()
+        times.append(time.perf_counter() - begun)
+    return min(times, default=0.0)  # the first includes the initialisation of the device
+
+
 def train(
     plan: Callable[[float], PretrainConfig],
     folder: Path,
@@ -126,8 +173,8 @@ def train(
     started: float,
     logger: tuple[str, ...],
     console: Console,
-) -> Run:
-    """Train in a run folder inside `folder`, or resume this run.
+) -> Run | None:
+    """Train in a run folder inside `folder`, or resume this run; return None if there is too little time for it.
 
     Args:
         plan: returns the configuration for a number of seconds; not called if the run exists.
@@ -140,7 +187,16 @@ def train(
     if (folder / _TRAINING / CONFIG).is_file():
         planned = load_config(folder / _TRAINING, {"runtime.logger": list(logger)})
     else:
-        planned = plan(60 * minutes - 2 * (time.perf_counter() - started))
+        try:
+            planned = plan(60 * minutes - 2 * (time.perf_counter() - started))
+        except TooShort as error:
+            again = command_line("--name", folder.name, "--resume")
+            log.warning(
+                "without training, only the closed form is judged: %s; to train, repeat the command with %s",
+                error,
+                again,
+            )
+            return None
     return pretrain(planned, out=folder, name=_TRAINING, continue_run=True, advice=to_continue(folder), console=console)
 
 
@@ -151,7 +207,7 @@ def plan_training(
     folder: Path,
     seconds: float,
     *,
-    otherwise: str,
+    otherwise: str = "",
     most: float = math.inf,
 ) -> PretrainConfig:
     """Set images, starting weights and length of the training.
@@ -162,11 +218,11 @@ def plan_training(
         images: the images to train on.
         folder: folder of the closed form, from which the training starts, and of the list of images.
         seconds: time for the training, if `config` gives no steps.
-        otherwise: the user's other choice if this is too short, for the error.
+        otherwise: the user's other choice if this is too short, for the error; empty without one.
         most: maximum number of steps in this time.
 
     Raises:
-        ConfigError: the time does not suffice for ten steps.
+        TooShort: the time does not suffice for ten steps.
     """
     listed = _list_images(images, range(len(images)), folder)
     planned = replace(
@@ -199,14 +255,18 @@ def try_objective(planned: PretrainConfig, images: ImageFiles) -> None:
 
 def _steps_within(planned: PretrainConfig, seconds: float, minutes: float, *, otherwise: str, most: float) -> int:
     """Time some steps, and return the number that fits into the time."""
+    if seconds <= 0:
+        raise TooShort(
+            f"--minutes {minutes:g} leaves no time for it: use --minutes {math.ceil(minutes - seconds / 60) + 1}"
+        )
     per_step = seconds_per_step(Session(planned))
     steps = int(min(most, seconds / per_step))
     log.info("training for %d steps of %d images, at %.2f s per step", steps, planned.optim.batch_size, per_step)
     if steps < _LEAST_STEPS:
         needed = minutes + (_LEAST_STEPS * per_step - seconds) / 60
-        raise ConfigError(
-            f"--minutes {minutes:g} suffices for {max(0, steps)} steps of {per_step:.1f} s, but at least "
-            f"{_LEAST_STEPS} are required: use --minutes {math.ceil(needed)}, or {otherwise}"
+        raise TooShort(
+            f"--minutes {minutes:g} suffices for {counted(steps, 'step')} of {per_step:.1f} s, but at least "
+            f"{_LEAST_STEPS} are required: use --minutes {math.ceil(needed)}{otherwise}"
         )
     return steps
 

@@ -7,12 +7,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cribo.adaptation.encoding import encode, readable
+from cribo.adaptation.encoding import encode
 from cribo.data import ImageSource
 from cribo.data.limits import spread
 from cribo.models import Backbone
 from cribo.models.licences import with_teacher
 from cribo.objectives.distill import at_common_grid
+from cribo.pretraining.agreement import readable
 from cribo.retrieval.whitening import Moments
 
 _IMAGES = 300

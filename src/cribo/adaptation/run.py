@@ -25,6 +25,7 @@ from cribo.adaptation.planning import (
     load_recipe,
     plan_training,
     record_options,
+    require_time,
     result_folder,
     to_continue,
     train,
@@ -40,6 +41,7 @@ from cribo.errors import if_interrupted
 from cribo.files import write_json
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.models.building import with_stride
+from cribo.pretraining.batches import fit_batch
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.presets import load_config
 from cribo.pretraining.run import Run
@@ -113,6 +115,8 @@ def adapt(
     original = open_backbone(config.backbone).to(device)
     _check_network(config, original)
     if config.trains:
+        if not (resume and (target.path / CLOSED_FORM / _CHOICE).is_file()):
+            require_time(config, [original], images, otherwise="or --minutes 1 for the closed form only")
         try_objective(_for_network(config, recipe, original, images), images)
     with ExitStack() as stack:
         folder = claim(stack, target)
@@ -127,12 +131,13 @@ def adapt(
             run = train(
                 plan, folder, minutes=config.minutes, started=started, logger=recipe.runtime.logger, console=console
             )
-            trained = _with_start(run, start, config.trained_share).to(device)
-            if choice.power is not None:
-                with Phases(console) as progress:
-                    again = partial(progress, "closed form of the adapted weights")
-                    refit_whitening(trained, images, power=choice.power, dims=config.dims, progress=again)
-            candidates.append(Candidate("adapted weights", trained))
+            if run is not None:
+                trained = _with_start(run, start, config.trained_share).to(device)
+                if choice.power is not None:
+                    with Phases(console) as progress:
+                        again = partial(progress, "closed form of the adapted weights")
+                        refit_whitening(trained, images, power=choice.power, dims=config.dims, progress=again)
+                candidates.append(Candidate("adapted weights", trained))
         with Phases(console) as progress:
             indicators = {
                 each.name: asdict(
@@ -231,16 +236,16 @@ def planned_training(
     """Adjust the recipe to the images, the network and the speed of the machine.
 
     Raises:
-        ConfigError: the time does not suffice for ten steps.
+        TooShort: the time does not suffice for ten steps.
     """
     adjusted = _for_network(config, recipe, start, images)
-    otherwise = "--minutes 1 for the closed form only"
-    return plan_training(adjusted, config, images, folder, seconds, otherwise=otherwise, most=MOST_STEPS)
+    return plan_training(adjusted, config, images, folder, seconds, most=MOST_STEPS)
 
 
 def _for_network(config: AdaptConfig, recipe: PretrainConfig, start: Backbone, images: ImageFiles) -> PretrainConfig:
     """Adjust the recipe to the network and the number of images."""
-    batch = min(recipe.optim.batch_size, len(images))
+    recipe = fit_batch(recipe, len(images))
+    group = min(recipe.objects.group_size, recipe.optim.batch_size)
     train_blocks = recipe.backbone.train_blocks
     if start.depth > 1:
         train_blocks = min(train_blocks or start.depth, start.depth)
@@ -249,7 +254,6 @@ def _for_network(config: AdaptConfig, recipe: PretrainConfig, start: Backbone, i
     return replace(
         recipe,
         backbone=replace(recipe.backbone, name=start.name, args=start.args, train_blocks=train_blocks),
-        objects=replace(recipe.objects, group_size=min(recipe.objects.group_size, batch)),
-        optim=replace(recipe.optim, batch_size=batch),
+        objects=replace(recipe.objects, group_size=group),
         runtime=replace(recipe.runtime, precision=config.training.get(_PRECISION) or fast_precision(start)),
     )

@@ -4,6 +4,7 @@ from rich.console import Console
 
 from cribo.cli.running import BACKBONE_SHORT, NETWORK, SUGGESTED, SUGGESTION, add_named_results, print_places
 from cribo.console import importing
+from cribo.wording import command_line
 
 HELP = f"""\
 Adapt a pretrained backbone to your images: without labels, in a quarter of an hour on a laptop.
@@ -60,6 +61,6 @@ def run(words: list[str], console: Console) -> None:
             "backbone": adapted.folder / WEIGHTS_FILE,
             "verdict": adapted.folder / VERDICT,
             "picture": adapted.folder / PICTURE,
-            "to use it": f"cribo segment --backbone {adapted.folder} ...",
+            "to use it": command_line("cribo", "segment", "--backbone", adapted.folder, "..."),
         },
     )

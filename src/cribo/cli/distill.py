@@ -4,6 +4,7 @@ from rich.console import Console
 
 from cribo.cli.running import BACKBONE_SHORT, NETWORK, add_named_results, print_places
 from cribo.console import importing
+from cribo.wording import command_line
 
 HELP = """\
 Train a small network to predict the dense features of another one, on your images and without labels.
@@ -58,6 +59,6 @@ def run(words: list[str], console: Console) -> None:
         {
             "backbone": distilled.folder / WEIGHTS_FILE,
             "verdict": distilled.folder / VERDICT,
-            "to use it": f"cribo segment --backbone {distilled.folder} ...",
+            "to use it": command_line("cribo", "segment", "--backbone", distilled.folder, "..."),
         },
     )

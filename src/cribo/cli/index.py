@@ -10,7 +10,7 @@ from cribo.cli.running import (
     print_unreadable,
 )
 from cribo.console import duration, importing
-from cribo.wording import counted
+from cribo.wording import command_line, counted
 
 HELP = """\
 Find the objects in every image of a collection and store them in a database (Lance) for cribo search.
@@ -64,6 +64,5 @@ def run(words: list[str], console: Console) -> None:
     )
     if quality is not None:
         console.print(quality.text)
-    print_places(
-        console, {"database": database.uri, "to search": f"cribo search --db {database.uri} --image IMAGE --point x,y"}
-    )
+    again = command_line("cribo", "search", "--db", database.uri, "--image", "IMAGE", "--point", "x,y")
+    print_places(console, {"database": database.uri, "to search": again})

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from cribo.cli.running import print_places, print_unreadable
 from cribo.console import importing
-from cribo.wording import counted
+from cribo.wording import command_line, counted
 
 HELP = """\
 Join the results of cribo embed, index or segment on the shares of a collection, as one command would have written them.
@@ -111,10 +111,9 @@ def _merge_databases(parts: Sequence[str], out: str, overwrite: bool, console: C
         first = first.encode("utf-8", "backslashreplace").decode()  # a file name may not be valid UTF-8
         console.print(
             f"warning: {counted(number, 'image')} could not be read by the jobs and may be missing, such as {first}: "
-            f"cribo index --db {database.uri} tries again"
+            f"{command_line('cribo', 'index', '--db', database.uri)} tries again"
         )
     if merged.quality is not None:
         console.print(merged.quality.text)
-    print_places(
-        console, {"database": database.uri, "to search": f"cribo search --db {database.uri} --image IMAGE --point x,y"}
-    )
+    again = command_line("cribo", "search", "--db", database.uri, "--image", "IMAGE", "--point", "x,y")
+    print_places(console, {"database": database.uri, "to search": again})

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from cribo.cli.running import print_places
 from cribo.console import duration, importing
 from cribo.errors import InputError
-from cribo.wording import counted
+from cribo.wording import command_line, counted
 
 if TYPE_CHECKING:
     from cribo.pretraining.run import Run
@@ -105,9 +106,22 @@ def _print_summary(run: "Run", console: Console) -> None:
     from cribo.pretraining.presets import load_config
 
     summary = run.summary
+    if "agreement" in summary:
+        score = summary["agreement"]
+        table = Table(title=Text(f"Neighbour agreement across views on {score['data']}"))
+        table.add_column("features")
+        table.add_column("agreement", justify="right")
+        for label, key in (("this network before training", "before"), ("this network after training", "after")):
+            value = "unknown" if score[key] is None else f"{100 * score[key]:.0f} %"
+            table.add_row(label, value, style="bold" if key == "after" else None)
+        console.print(table)
     if "dense_nn" in summary:
         score = summary["dense_nn"]
-        table = Table(title="Dense retrieval on held-out images: mean intersection over union (mIoU)")
+        table = Table(
+            title=Text(
+                f"Dense retrieval on {score.get('data', 'labelled images')}: mean intersection over union (mIoU)"
+            )
+        )
         table.add_column("features")
         table.add_column("mIoU", justify="right")
         for label, key in (
@@ -137,6 +151,6 @@ def _print_summary(run: "Run", console: Console) -> None:
             "pictures": run.folder / "report",
             "numbers": run.folder / "summary.json",
             "metrics": run.folder / "metrics.csv",
-            "to repeat it": f"cribo pretrain --config {run.folder / 'config.yaml'}",
+            "to repeat it": command_line("cribo", "pretrain", "--config", run.folder / "config.yaml"),
         },
     )

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from cribo.cli.running import print_places
 from cribo.console import importing
+from cribo.wording import command_line
 
 if TYPE_CHECKING:
     from cribo.object_search.duplicates import DuplicatePair
@@ -65,7 +66,7 @@ def run(words: list[str], console: Console) -> None:
     if gone:
         console.print(
             f"{len(gone)} of the images were changed or deleted since they were indexed, such as {gone[0]}: "
-            f"update the database with cribo index --db {config.db}",
+            f"update the database with {command_line('cribo', 'index', '--db', config.db)}",
         )
     places = {"picture": result.folder / SHEET, "numbers": result.folder / RESULTS}
     print_places(console, {**places, **({"COCO": result.folder / COCO} if config.coco else {})})

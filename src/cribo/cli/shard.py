@@ -6,7 +6,7 @@ from rich.console import Console
 
 from cribo.cli.running import print_places
 from cribo.console import Phases, importing
-from cribo.wording import counted
+from cribo.wording import command_line, counted
 
 HELP = """\
 Pack images into a few large tar files, which are faster to read from network file systems and object storage than
@@ -58,4 +58,5 @@ def run(words: list[str], console: Console) -> None:
         f"{counted(written.images, 'image')} in {counted(written.shards, 'shard')}, {written.size_bytes / 1e6:.1f} MB"
         + (f"; {counted(len(written.skipped), 'image')} could not be read" if written.skipped else "")
     )
-    print_places(console, {"shards": written.folder, "to train": f"cribo pretrain --data.root {written.folder}"})
+    to_train = command_line("cribo", "pretrain", "--data.root", written.folder)
+    print_places(console, {"shards": written.folder, "to train": to_train})

@@ -1,6 +1,5 @@
 """`cribo study`: train a table of configurations with several seeds, score them, and compare their means."""
 
-import shlex
 import sys
 import textwrap
 from pathlib import Path
@@ -11,7 +10,7 @@ from rich.console import Console
 from cribo.cli.running import print_places
 from cribo.console import duration, importing
 from cribo.errors import InputError
-from cribo.wording import counted
+from cribo.wording import command_line, counted
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -42,9 +41,9 @@ COMPARE = "compare"
 
 _SLURM = """\
 #!/bin/bash
-#SBATCH --job-name="{name}"
+#SBATCH --job-name={job}
 #SBATCH --array=1-{parts}
-#SBATCH --output="{folder}/slurm-%A_%a.log"
+#SBATCH --output={output}
 #SBATCH --signal=USR1@120
 #SBATCH --requeue
 srun {command} --part "$SLURM_ARRAY_TASK_ID/{parts}"
@@ -146,10 +145,11 @@ def _write_job(study: "Study", parsed: "Namespace", name: str, console: Console)
     study.start()
     # The job's PATH may lack `cribo`, such as after `uv run`.
     program = [sys.executable, "-m", "cribo"]
-    command = shlex.join([*program, "study", parsed.study, "--out", str(parsed.out), "--name", name])
+    command = command_line(*program, "study", parsed.study, "--out", parsed.out, "--name", name)
     path = study.folder / "job.sbatch"
-    write_text(path, _SLURM.format(name=name, parts=parsed.slurm, folder=study.folder, command=command))
-    print_places(console, {"job": path, "to start it": f"sbatch {path}"})
+    job, output = command_line(name), command_line(study.folder / "slurm-%A_%a.log")
+    write_text(path, _SLURM.format(job=job, parts=parsed.slurm, output=output, command=command))
+    print_places(console, {"job": path, "to start it": command_line("sbatch", path)})
 
 
 def _compare(words: list[str], console: Console) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from cribo.arguments import ConfigError
-from cribo.wording import enumerated
+from cribo.wording import command_line, enumerated
 
 
 class Share(NamedTuple):
@@ -91,8 +91,9 @@ def order_shares(places: Sequence[str], parts: Sequence[str]) -> list[int]:
     every = [Share(number, shares[0].shares) for number in range(1, shares[0].shares + 1)]
     if missing := [str(share) for share in every if share not in first]:
         verb = "is" if len(missing) == 1 else "are"
+        again = command_line("--part", missing[0])
         raise ConfigError(
-            f"part {enumerated(missing)} {verb} missing: run the command with --part {missing[0]}, or give its results"
+            f"part {enumerated(missing)} {verb} missing: run the command with {again}, or give its results"
         )
     return [first[share] for share in every]
 

@@ -20,6 +20,7 @@ from cribo.data.images import DataError, ImageSource, OrderedSource, ReducingSou
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import UnreadableImage, temporary_errno
 from cribo.errors import InputError
+from cribo.wording import counted
 
 # Keys that separate the streams of random draws.
 _SAMPLE, _ORDER, _REPLACEMENT = 0, 1, 2
@@ -354,8 +355,7 @@ class StepBatchSampler(Sampler[list[tuple[int, int]]]):
         num_images = images if isinstance(images, int) else len(images)
         if num_images < batch_size:
             raise InputError(
-                f"the data has {num_images} images, fewer than one batch: "
-                f"set optim.batch_size to {num_images} or less, got {batch_size}"
+                f"the data has {counted(num_images, 'image')}, fewer than one batch of {batch_size}: lower batch_size"
             )
         if batch_size % world_size:
             raise InputError(f"optim.batch_size must be a multiple of the {world_size} processes, got {batch_size}")

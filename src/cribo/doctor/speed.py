@@ -21,13 +21,13 @@ import torch
 from cribo.adaptation.closed_form import POWERS, STATISTICS_IMAGES
 from cribo.adaptation.config import AdaptConfig
 from cribo.adaptation.encoding import PATCHES, encode
-from cribo.adaptation.indicators import INDICATOR_IMAGES, neighbour_agreement
 from cribo.adaptation.pictures import PICTURED_IMAGES
 from cribo.adaptation.run import MOST_STEPS
 from cribo.console import Progress, log_level, no_progress
 from cribo.devices import multiplies_bfloat16, resolve_device
 from cribo.doctor.findings import GIB, described
 from cribo.models import Backbone, build_backbone
+from cribo.pretraining.agreement import INDICATOR_IMAGES, neighbour_agreement
 from cribo.pretraining.planning import TIMED_STEPS, seconds_per_step
 from cribo.pretraining.presets import load_config
 from cribo.pretraining.profiling import profile

@@ -35,6 +35,7 @@ from cribo.training.lightning import interruptible, make_trainer, quiet_lightnin
 from cribo.training.loggers import require_loggers, require_logins
 from cribo.training.module import ResumableModule
 from cribo.training.progress import StepProgress
+from cribo.wording import command_line
 
 log = logging.getLogger("cribo")
 
@@ -232,8 +233,9 @@ def evaluation_folder(
             ),
         ) as folder,
     ):
+        again = command_line("--out", folder, "--resume")
         try:
-            with if_interrupted(lambda: f"to continue, repeat the command with --out {folder} --resume"):
+            with if_interrupted(lambda: f"to continue, repeat the command with {again}"):
                 yield folder
         except ConfigError:  # raised before training: remove the new folder after the lock is released
             if is_first_process() and {path.name for path in folder.iterdir()} <= {MARKER, SETTINGS, RUN_LOCK}:

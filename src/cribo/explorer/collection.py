@@ -11,6 +11,7 @@ from cribo.errors import InputError
 from cribo.explorer.images import image_in
 from cribo.explorer.uploads import Refused
 from cribo.object_search import FoundObject, ImageObject, IndexedImage, ObjectDatabase
+from cribo.object_search.database import index_command
 
 
 class Collection:
@@ -29,9 +30,7 @@ class Collection:
         self.max_pixels = max_pixels
         self._images = [image for image in database.images() if image.objects]
         if not self._images:
-            raise InputError(
-                f"{database.uri} contains no objects: index images with cribo index --images DIR --db {database.uri}"
-            )
+            raise InputError(f"{database.uri} contains no objects: index images with {index_command(database.uri)}")
 
     def __len__(self) -> int:
         """Return the number of images."""

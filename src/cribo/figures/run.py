@@ -243,7 +243,8 @@ class _Drawer:
 def _open_data(config: PretrainConfig, folder: Path, options: FigureConfig) -> ImageSource:
     root = options.images or config.data.root
     try:
-        return open_source(dataclasses.replace(config, data=dataclasses.replace(config.data, root=root)))
+        score = dataclasses.replace(config.score, held_out=0) if options.images else config.score
+        return open_source(dataclasses.replace(config, data=dataclasses.replace(config.data, root=root), score=score))
     except (DataError, OSError) as error:
         raise DataError(
             f"cannot open the images of {folder}, {root} ({error}): give their folder with --images, or draw "

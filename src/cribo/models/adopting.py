@@ -19,7 +19,7 @@ from cribo.models.building import build_network, is_import_path
 from cribo.models.formats.architecture import Architecture, project_of_fixed_positions
 from cribo.models.formats.recognising import NetworkName, Recognised, first_keys, required_keys
 from cribo.models.hub import hub_name
-from cribo.models.licences import Licence, licences_text
+from cribo.models.licences import Licence, log_licences
 from cribo.models.numerics import Numerics
 from cribo.models.positions import Resizing, resize_positions, resize_relative_positions
 
@@ -149,7 +149,8 @@ def adopt(
     shown = backbone.loaded
     if resized == (_UNKNOWN_RESIZING,) and not _is_new(source):
         shown = replace(shown, notes=tuple(note for note in shown.notes if note != _UNKNOWN_RESIZING))
-    _logger.info("%s%s", shown, f"; {licences_text(licences)}" if licences else "")
+    _logger.info("%s", shown)
+    log_licences(licences)
     return backbone.loaded
 
 

@@ -1,6 +1,7 @@
 """Licences of weights: read beside them, stored with every backbone made from them, and shown to users."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -64,10 +65,10 @@ class Licence:
             >>> print(Licence("mae.pth", "cc-by-nc-4.0"))
             licence cc-by-nc-4.0 (non-commercial)
             >>> print(Licence("vits16.pth"))
-            licence not recorded, look it up at the source of the weights
+            licence not recorded, look it up at its source
         """
         if self.name is None:
-            return "licence not recorded, look it up at the source of the weights"
+            return "licence not recorded, look it up at its source"
         notes = {
             "yes": "",
             "no": "non-commercial",
@@ -78,16 +79,17 @@ class Licence:
         return f"licence {self.name}" + (f" ({details})" if details else "")
 
 
-def licences_text(licences: Sequence[Licence]) -> str:
-    """Format the licences of a backbone as text; an empty string for random weights.
+_logger = logging.getLogger("cribo")
+_logged: set[tuple[str, str | None, str | None]] = set()
 
-    Example:
-        >>> licences_text([Licence("a", "mit"), Licence("b", "cc-by-nc-4.0", role="teacher")])
-        'licence mit; of the teacher b: licence cc-by-nc-4.0 (non-commercial)'
-    """
-    return "; ".join(
-        str(each) if each.role == "weights" else f"of the {each.role} {each.source}: {each}" for each in licences
-    )
+
+def log_licences(licences: Iterable[Licence]) -> None:
+    """Log each licence on a line of its own, once in a process: copies of weights keep the licence of the original."""
+    for each in licences:
+        key = (each.source, each.name, each.link)
+        if key not in _logged:
+            _logged.add(key)
+            _logger.info("%s: %s", each.source, each)
 
 
 def with_teacher(licences: Iterable[Licence], teacher: Iterable[Licence]) -> tuple[Licence, ...]:

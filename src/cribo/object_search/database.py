@@ -38,6 +38,7 @@ from cribo.lance_loading import load_lance
 from cribo.retrieval.object_settings import ObjectSettings
 from cribo.retrieval.objects import GridMask, ImageObject
 from cribo.retrieval.source import BackboneSource, portable_source
+from cribo.wording import command_line
 
 if TYPE_CHECKING:
     from cribo.retrieval.encoders import PatchEncoder
@@ -52,6 +53,11 @@ T = TypeVar("T")
 
 class DatabaseError(DataError):
     """The database is missing, unreadable or incompatible; the message says what to do."""
+
+
+def index_command(uri: str) -> str:
+    """Return the command that indexes a folder of images in a database."""
+    return command_line("cribo", "index", "--images", "DIR", "--db", uri)
 
 
 @dataclass(frozen=True)
@@ -258,9 +264,7 @@ class ObjectDatabase:
             require(Path(place))
         about = _opened(place, _ABOUT)
         if about is None:
-            raise DatabaseError(
-                f"{place} contains no database of objects: create one with cribo index --images DIR --db {place}"
-            )
+            raise DatabaseError(f"{place} contains no database of objects: create one with {index_command(place)}")
         info = _read_info(place, about)
         return cls(place, info, Path(images or info.root))
 
@@ -402,9 +406,7 @@ class ObjectDatabase:
         own = None if exclude_image is None else self.image(exclude_image)
         available = self.num_rows
         if not available:
-            raise DatabaseError(
-                f"{self.uri} contains no objects: index images with cribo index --images DIR --db {self.uri}"
-            )
+            raise DatabaseError(f"{self.uri} contains no objects: index images with {index_command(self.uri)}")
         limit = min(available, k + (own.objects if own is not None else 0))
         found: list[list[FoundObject]] = [[] for _ in vectors]
         waiting = list(range(len(vectors)))

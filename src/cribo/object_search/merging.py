@@ -23,7 +23,7 @@ from cribo.object_search.database import (
     is_remote,
 )
 from cribo.object_search.indexing import IndexQuality, index_vectors
-from cribo.wording import counted
+from cribo.wording import command_line, counted
 
 log = logging.getLogger("cribo")
 
@@ -141,7 +141,7 @@ def _changes(before: DatabaseInfo, now: DatabaseInfo) -> Iterator[str]:
 def _require_complete(database: ObjectDatabase) -> None:
     """Raise DatabaseError if images of the share are not indexed."""
     info = database.info
-    again = f"repeat cribo index --db {database.uri} --part {info.part}"
+    again = f"repeat {command_line('cribo', 'index', '--db', database.uri, '--part', info.part)}"
     if info.unread is None:
         raise DatabaseError(f"{database.uri} is not finished: {again}")
     expected = len(Share.parse(info.part).of(range(int(info.collection.partition(" ")[0]))))

@@ -12,7 +12,7 @@ from cribo.data.coco_writing import outline, write_coco
 from cribo.files import write_json
 from cribo.folders import ResultFolder
 from cribo.object_search.config import SearchConfig
-from cribo.object_search.database import DatabaseError, FoundObject, ObjectDatabase
+from cribo.object_search.database import DatabaseError, FoundObject, ObjectDatabase, index_command
 from cribo.object_search.pictures import write_pairs, write_sheet
 from cribo.object_search.queries import Query, QueryPlace, make_query
 
@@ -124,7 +124,7 @@ def _open_search(
     )
     database = ObjectDatabase.open(config.db, images=config.images)
     if not database.num_rows:
-        raise DatabaseError(f"{database.uri} contains no objects: index images with cribo index --db {database.uri}")
+        raise DatabaseError(f"{database.uri} contains no objects: index images with {index_command(database.uri)}")
     return folder, database
 
 

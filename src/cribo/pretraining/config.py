@@ -117,6 +117,10 @@ class ScoreConfig:
         memory_ratio: n, to use one in n of the memory images.
         images: (memory, query) numbers of held-out scenes, for `scenes`; as in `cribo evaluate --data scenes` by
             default.
+        held_out: most images of data.root, where these are files, that are left out of training; neighbour agreement on
+            them shows without labels whether the features improve. At most a tenth of the images, and never so many
+            that a batch cannot be filled: if fewer than two remain, nothing is left out, and images that are trained
+            on are used. 0 disables it; ignored with labelled images of your own (root) and for clips.
     """
 
     root: str | None = None
@@ -125,6 +129,7 @@ class ScoreConfig:
     neighbours: int = 50
     memory_ratio: int = 1
     images: tuple[int, int] = HELD_OUT_SCENES
+    held_out: int = 0
 
 
 @dataclass
@@ -263,6 +268,7 @@ _RANGES: dict[str, tuple[float, float, bool, bool]] = {
     "score.neighbours": (1, 10_000, True, True),
     "score.memory_ratio": (1, 2**31, True, True),
     "score.images": (1, 2**31, True, True),
+    "score.held_out": (0, 2**31, True, True),
     "runtime.num_nodes": (1, 65536, True, True),
     "runtime.threads": (1, 1024, True, True),
     "runtime.log_every": (1, math.inf, True, False),

@@ -21,6 +21,7 @@ def write_report(
     dataset: SampleDataset,
     *,
     baselines: dict[str, float],
+    scored: str = "",
 ) -> list[Path]:
     """Write the report of a run as PNG files into `report/`, and return their paths.
 
@@ -31,6 +32,7 @@ def write_report(
         objective: the trained objective, on the device to use.
         dataset: the training samples.
         baselines: mIoU of baselines, by name.
+        scored: name of the labelled images of the score.
     """
     (folder / REPORT).mkdir(exist_ok=True)
     pictures: dict[str, tuple[str | None, Callable[[], Figure]]] = {
@@ -38,7 +40,7 @@ def write_report(
         "schedules": (None, lambda: draw_schedules(schedules)),
     }
     if any("dense_nn" in row for row in rows):
-        pictures["dense_nn"] = "Dense nearest-neighbour retrieval", lambda: draw_score(rows, baselines)
+        pictures["dense_nn"] = f"Dense retrieval on {scored}", lambda: draw_score(rows, baselines)
     written = []
     with house_style():
         for name, (title, draw) in pictures.items():

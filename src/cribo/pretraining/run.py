@@ -30,7 +30,7 @@ from cribo.pretraining.planning import TimeEstimate, plan, with_epochs
 from cribo.pretraining.presets import DEFAULT_PRESET, config_name, dump_config, load_config
 from cribo.pretraining.progress import progress_text, run_progress
 from cribo.pretraining.report import write_report
-from cribo.pretraining.score import RetrievalScore
+from cribo.pretraining.score import AgreementScore, RetrievalScore, judges_without_labels, score_data_name
 from cribo.pretraining.session import Session
 from cribo.pretraining.stages import RunStages
 from cribo.processes import end_with_launcher
@@ -41,6 +41,7 @@ from cribo.training.interruption import Interruption, interrupted_by_signals
 from cribo.training.lightning import interruptible, quiet_lightning
 from cribo.training.loggers import require_logins
 from cribo.versions import versions
+from cribo.wording import command_line
 
 log = logging.getLogger("cribo")
 
@@ -231,7 +232,8 @@ def _run(
 
     def open_folder(held: ExitStack) -> Path:
         require_logins(config.runtime.logger)
-        choose = f"choose another --name, resume it with --resume {out / (name or '')} or --continue, or --overwrite it"
+        again = command_line("--resume", out / (name or ""))
+        choose = f"choose another --name, resume it with {again} or --continue, or --overwrite it"
         target = ResultFolder(
             out / (name or default_name),
             "pretraining",
@@ -247,7 +249,7 @@ def _run(
         return folder
 
     with open_on_all_ranks(session.probe, open_folder) as folder:
-        advice = advice or f"continue with cribo pretrain --resume {folder}"
+        advice = advice or f"continue with {command_line('cribo', 'pretrain', '--resume', folder)}"
         with if_interrupted(lambda: advice):
             return _train(session, folder, callbacks, advice, console or Console(quiet=True))
 
@@ -312,6 +314,10 @@ def _fit(
     )
     watch = Watch(metrics)
     score = RetrievalScore(session.score_data, config, metrics) if session.score_data is not None else None
+    agreement = None
+    if judges_without_labels(config):
+        held_out = session.held_out is not None
+        agreement = AgreementScore(session.held_out or session.source, config, metrics, held_out=held_out)
     checkpoints = Checkpoints(
         folder, every_steps=runtime.checkpoint_every, keep=runtime.keep_checkpoints, resume_from=checkpoint
     )
@@ -321,7 +327,7 @@ def _fit(
         folder,
         [
             *(metrics, faults, watch),
-            *([score] if score is not None else []),
+            *(each for each in (agreement, score) if each is not None),
             *module.objective.callbacks(folder, session.dataset),
             *(run_progress(metrics, console), TimeEstimate(config), *callbacks),
             *(checkpoints, interruption),
@@ -336,6 +342,8 @@ def _fit(
     module.to(trainer.strategy.root_device)  # Lightning moved it to the CPU
     if score is not None:
         score.on_train_end(trainer, module)  # not yet computed if the run was stopped after its last step
+    if agreement is not None:
+        agreement.on_train_end(trainer, module)
     rows = metrics.rows
     summary: dict[str, Any] = {
         "seconds": round(seconds, 2),
@@ -359,10 +367,13 @@ def _fit(
         "warnings": [{"step": step, "text": text} for step, text in watch.warnings],
         "versions": {**versions(trainer.strategy.root_device), "lightning": L.__version__},
     }
+    if agreement is not None:
+        summary |= agreement.summary(trainer.global_step)
     baselines = {}
     if score is not None:
         mean_colour = score.mean_colour(module)
         summary["dense_nn"] = {
+            "data": score_data_name(config),
             "before": score.curve[0][1],
             "after": score.curve[-1][1] if score.curve[-1][0] == trainer.global_step else None,
             "mean_color": mean_colour,
@@ -372,7 +383,15 @@ def _fit(
         baselines |= {} if mean_colour is None else {"mean colour": mean_colour}
     if trainer.is_global_zero:
         save_backbone(module.objective.exported(), folder)
-        write_report(folder, rows, module.schedules, module.objective, session.dataset, baselines=baselines)
+        write_report(
+            folder,
+            rows,
+            module.schedules,
+            module.objective,
+            session.dataset,
+            baselines=baselines,
+            scored=score_data_name(config),
+        )
         write_json(folder / SUMMARY, summary)
         shutil.rmtree(folder / TRUNK_CACHE, ignore_errors=True)
     return Run(folder, summary)

@@ -28,11 +28,13 @@ from cribo.data.video_files import has_video_files, open_video_files
 from cribo.devices import multiplies_bfloat16
 from cribo.objectives.base import BUILT_IN, Stages, objective_class
 from cribo.objectives.trunk_cache import fill
+from cribo.pretraining.batches import advice_for_few, advice_for_groups
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.module import PretrainingModule
-from cribo.pretraining.score import open_score_data
+from cribo.pretraining.score import open_score_data, split_held_out
 from cribo.training.lightning import make_trainer, require_launched
 from cribo.training.loggers import require_loggers
+from cribo.wording import counted
 
 # Rendering a scene takes longer than cropping it; each worker caches this many bytes.
 _SCENE_CACHE_BYTES = 256 * 2**20
@@ -65,6 +67,7 @@ class Session:
         config: configuration of the run.
         source: the images.
         score_data: the labelled images of the score; None without a score.
+        held_out: images for neighbour agreement that are not trained on; None if there are none.
         dataset: the samples.
         module: the Lightning module.
         workers: number of worker processes.
@@ -82,16 +85,16 @@ class Session:
         on_cpu = self._accelerator() == "cpu"
         _require_precision(config.runtime.precision, on_cpu=on_cpu)
         self.score_data = open_score_data(config)
-        self.source = open_source(config)
+        self.source, self.held_out = _open_sources(config)
         self.workers = loading_workers(config)
-        if isinstance(self.source, Clips) and len(self.source) < config.optim.batch_size:
-            raise DataError(
-                f"the videos of data.root have {len(self.source)} clips of up to {self.source.most} frames, fewer than "
-                f"one batch: set optim.batch_size to {len(self.source)} or less, got {config.optim.batch_size}, or "
-                "lower data.video.frames"
-            )
-        # Raises an error if a batch is larger than the collection; loaders create their own sampler.
-        StepBatchSampler(len(self.source), config.optim.batch_size, config.seed, position=lambda: 0)
+        if len(self.source) < config.optim.batch_size:
+            processes = local_processes(config.runtime.devices) * config.runtime.num_nodes
+            advice = advice_for_few(config, len(self.source), processes)
+            what = f"has {counted(len(self.source), 'image')}"
+            if isinstance(self.source, Clips):
+                what = f"has videos with {counted(len(self.source), 'clip')} of up to {self.source.most} frames"
+                advice = f"lower data.video.frames, {advice}"
+            raise DataError(f"data.root {what}, fewer than one batch of {config.optim.batch_size}: {advice}")
         require_readable(self.source, "data.root", most=_IMAGES_TRIED)
         try:
             self.module = self.make_module()
@@ -103,7 +106,7 @@ class Session:
             self.source.require_frames(self.module.objective.clip_frames)
         self.probe = self.trainer(None, [], 1)
         devices = self.probe.world_size
-        _require_shareable(config, self.module.objective.images_per_group, devices)
+        _require_shareable(config, len(self.source), self.module.objective.images_per_group, devices)
         backbone = self.module.objective.exported()
         if devices > 1 and on_cpu and any(isinstance(m, _BatchNorm) for m in backbone.modules()):
             log.warning(
@@ -214,6 +217,11 @@ def open_source(config: PretrainConfig) -> ImageSource:
     Raises:
         DataError: images are missing or invalid.
     """
+    return _open_sources(config)[0]
+
+
+def _open_sources(config: PretrainConfig) -> tuple[ImageSource, ImageSource | None]:
+    """Open the images or clips to train on, and the images that are held out for neighbour agreement."""
     data = config.data
     reads_clips = objective_class(config.objective.name).clip_frames > 0
     if data.root == "scenes":
@@ -233,7 +241,9 @@ def open_source(config: PretrainConfig) -> ImageSource:
             cache_dir=data.cache_dir,
             cache_gib=data.cache_gib,
         )
-    return Clips(images, most=data.video.frames, stride=data.video.stride) if reads_clips else images
+    if reads_clips:
+        return Clips(images, most=data.video.frames, stride=data.video.stride), None
+    return split_held_out(images, config)
 
 
 def _require_precision(precision: str, *, on_cpu: bool) -> None:
@@ -248,16 +258,16 @@ def _require_precision(precision: str, *, on_cpu: bool) -> None:
         )
 
 
-def _require_shareable(config: PretrainConfig, images_per_group: int, devices: int) -> None:
+def _require_shareable(config: PretrainConfig, num_images: int, images_per_group: int, devices: int) -> None:
     """Check that a batch can be split into whole groups on each device."""
     sizes = (images_per_group, config.optim.micro_batches, devices)
     if config.optim.batch_size % math.prod(sizes):
         of_objects = config.objective.name in BUILT_IN and images_per_group == config.objects.group_size
         group = "objects.group_size" if of_objects else "the objective's images_per_group"
+        advice = advice_for_groups(config, num_images, None if of_objects else images_per_group, devices)
         raise ConfigError(
             f"optim.batch_size must be a multiple of {group} x optim.micro_batches x devices = "
-            f"{sizes[0]} x {sizes[1]} x {sizes[2]} = {math.prod(sizes)}, got {config.optim.batch_size}: "
-            "use fewer micro-batches or devices, or a larger batch"
+            f"{sizes[0]} x {sizes[1]} x {sizes[2]} = {math.prod(sizes)}, got {config.optim.batch_size}: {advice}"
         )
 
 

@@ -20,6 +20,7 @@ from cribo.evaluation.detection.settings import (
 from cribo.evaluation.protocol import Outcome, Protocol
 from cribo.evaluation.runtime import TrainingRuntime
 from cribo.retrieval.source import MEAN_COLOUR, BackboneSource
+from cribo.wording import command_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -160,5 +161,5 @@ Requires the extra detection (README.md, Install).
         return {
             "found": folder / "detections.json",
             "detector": folder / "detector",
-            "curves": f"tensorboard --logdir {folder / 'tensorboard'}",
+            "curves": command_line("tensorboard", "--logdir", folder / "tensorboard"),
         }
