@@ -37,6 +37,7 @@ from cribo.devices import resolve_devices
 from cribo.errors import if_interrupted
 from cribo.files import write_json
 from cribo.models import Backbone, load_backbone, save_backbone
+from cribo.models.building import is_import_path
 from cribo.models.saving import DESCRIPTION_FILE, reserve_readout
 from cribo.pretraining.config import PretrainConfig
 from cribo.retrieval.encoders import open_backbone
@@ -77,6 +78,7 @@ class Distilled(Exported):
 
     Attributes:
         folder: folder of the exported backbone and the verdict.
+        network: name of the backbone's network.
         verdict: the exported network and the evidence.
     """
 
@@ -126,8 +128,8 @@ def distill(
     teacher, student = (open_backbone(source).to(device) for source in (config.teacher, config.backbone))
     reserve_readout(copy.deepcopy(student), teacher.embed_dim)  # raises an error if the network does not support it
     with TemporaryDirectory() as copied:
-        save_backbone(teacher, copied)
-        try_objective(_for_networks(config, recipe, student, images, Path(copied)), images)
+        save_backbone(teacher, Path(copied) / _TEACHER)
+        try_objective(_for_networks(config, recipe, student, images, teacher.name, Path(copied)), images)
     with ExitStack() as stack:
         folder = claim(stack, target)
         stack.enter_context(if_interrupted(lambda: to_continue(folder)))
@@ -135,12 +137,18 @@ def distill(
         # A copy, so that the training does not depend on the options with which the teacher was loaded.
         if not (folder / _TEACHER / DESCRIPTION_FILE).is_file():
             save_backbone(teacher, folder / _TEACHER)
-        teacher = load_backbone(folder / _TEACHER).to(device)
+        teacher = load_backbone(folder / _TEACHER, name=teacher.name).to(device)
         with Phases(console) as progress:
             start, before = _closed_form(student, teacher, images, folder, progress)
-        plan = partial(_planned_training, config, recipe, start, images, folder)
+        plan = partial(_planned_training, config, recipe, start, images, teacher.name, folder)
         run = train(
-            plan, folder, minutes=config.minutes, started=started, logger=recipe.runtime.logger, console=console
+            plan,
+            _for_networks(config, recipe, start, images, teacher.name, folder),
+            folder,
+            minutes=config.minutes,
+            started=started,
+            logger=recipe.runtime.logger,
+            console=console,
         )
         trained = run.backbone().to(device)
         with Phases(console) as progress:
@@ -162,7 +170,7 @@ def distill(
         save_backbone(students[verdict.kept][0], folder)
         verdict = _with_teacher(verdict, measured)
         write_json(folder / VERDICT, asdict(verdict))
-    return Distilled(folder, verdict)
+    return Distilled(folder, student.name, verdict)
 
 
 def _closed_form(
@@ -177,7 +185,7 @@ def _closed_form(
         write_json(own / _SHARE, {DISTILLATION.criterion: share})
     share = json.loads((own / _SHARE).read_text(encoding="utf-8"))[DISTILLATION.criterion]
     log.info("closed form: a linear layer predicts %.0f %% of the variance of the teacher's patches", 100 * share)
-    return load_backbone(own).to(next(student.parameters()).device), share
+    return load_backbone(own, name=student.name).to(next(student.parameters()).device), share
 
 
 def _planned_training(
@@ -185,20 +193,23 @@ def _planned_training(
     recipe: PretrainConfig,
     start: Backbone,
     images: ImageFiles,
+    teacher: str,
     folder: Path,
     seconds: float,
 ) -> PretrainConfig:
     """Adjust the recipe to the images, the networks in `folder`, and the speed of the machine."""
-    adjusted = _for_networks(config, recipe, start, images, folder / _TEACHER)
+    adjusted = _for_networks(config, recipe, start, images, teacher, folder)
     otherwise = """smaller views, such as --training '{"views.size": 160}'"""
     return plan_training(adjusted, config, images, folder, seconds, otherwise=otherwise)
 
 
 def _for_networks(
-    config: DistillConfig, recipe: PretrainConfig, start: Backbone, images: ImageFiles, teacher: Path
+    config: DistillConfig, recipe: PretrainConfig, start: Backbone, images: ImageFiles, teacher: str, folder: Path
 ) -> PretrainConfig:
-    """Set the student, the teacher and the batch size of the recipe."""
-    arguments = {**recipe.objective.args, "teacher": str(teacher.absolute())}
+    """Set the student, the teacher, of this network and saved in `folder`, and the batch size of the recipe."""
+    arguments = {**recipe.objective.args, "teacher": str((folder / _TEACHER).absolute())}
+    if is_import_path(teacher):
+        arguments["teacher_network"] = teacher
     size = config.training.get(_SIZE) or start.fixed_size or _GRID * start.patch_size
     return replace(
         recipe,
