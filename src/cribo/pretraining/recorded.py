@@ -1,8 +1,8 @@
 """Configurations recorded in run folders, which may come from anyone."""
 
-import dataclasses
 import shlex
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -87,7 +87,7 @@ def open_run_images(
         DataError: images are missing or invalid.
     """
     if not trust and _is_custom(config.objective.name):
-        config = dataclasses.replace(config, objective=ObjectiveConfig())
+        config = replace(config, objective=ObjectiveConfig())
     own = config.data
     if images is None and own.root != "scenes":
         place = own.root if not own.images else f"{own.root.rstrip('/')}/{own.images}"
@@ -100,7 +100,7 @@ def open_run_images(
         root = str(images)
         is_in_run = not is_address(root) and Path(root).expanduser().resolve().is_relative_to(folder.resolve())
         own = DataConfig(root=root, inside=is_in_run, video=own.video)
-    return open_source(dataclasses.replace(config, data=own))
+    return open_source(replace(config, data=own))
 
 
 def _is_custom(objective: str) -> bool:
@@ -166,4 +166,4 @@ _ALIASES = ("objective.class_path", "objective.init_args")
 
 def _section(hint: Any) -> type | None:
     """Return the dataclass of a section of the configuration; None for values."""
-    return next((each for each in (hint, *get_args(hint)) if dataclasses.is_dataclass(each)), None)
+    return next((each for each in (hint, *get_args(hint)) if isinstance(each, type) and is_dataclass(each)), None)
