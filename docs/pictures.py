@@ -100,6 +100,11 @@ class Inputs:
         """Street scenes with labels: CamVid."""
         return _scenes(self.work / "streets") if self.quick else _shared("data/camvid")
 
+    @property
+    def street_images(self) -> Path:
+        """The images of the run on street scenes."""
+        return self.streets / "images" / "train"
+
     @cached_property
     def examples(self) -> Path:
         """Eight of the street scenes, as examples of `cribo segment`."""
@@ -402,7 +407,8 @@ def _search(inputs: Inputs, name: str, split: str, image: str, point: str) -> Pa
 
 
 def _figure(inputs: Inputs, name: str, *more: str | Path) -> Path:
-    words = ("figures --run", inputs.street_run, *more, "--only", name)
+    images = ("--images", inputs.street_images) if name in ("matches", "features") else ()
+    words = ("figures --run", inputs.street_run, *more, *images, "--only", name)
     return inputs.run(f"figures-{name}", *words, quick="--num_objects 4" if name == "matches" else "") / f"{name}.png"
 
 
@@ -421,7 +427,8 @@ def _browsed(inputs: Inputs) -> "Iterator[Page]":
     if not Path(CHROMIUM).is_file():
         raise Unavailable(f"needs a browser: {CHROMIUM} (apt-get install chromium)")
     limit = "4" if inputs.quick else "92"
-    words = ("--run", inputs.street_run, "--backbone", inputs.network, "--examples", inputs.strokes, "--limit", limit)
+    images = ("--images", inputs.street_images, "--limit", limit)
+    words = ("--run", inputs.street_run, *images, "--backbone", inputs.network, "--examples", inputs.strokes)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         commands = Commands(Path(folder).resolve())
         stack.callback(commands.end)

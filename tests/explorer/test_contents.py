@@ -80,13 +80,10 @@ def test_missing_images_are_reported(run_folder: Path, tmp_path: Path, squares: 
     run = shutil.copytree(run_folder, tmp_path / "run")
     config = (run / "config.yaml").read_text().replace("root: scenes", f"root: {tmp_path}/gone")
     (run / "config.yaml").write_text(config)
-    contents = opened(ExploreConfig(run=run, device="cpu"), tmp_path / "work")
-    assert contents.finder is None
-    assert contents.notes == ("No collection. Restart the page with --images DIR or --db DIR.",)
-    assert contents.visitors.images is None
-    assert contents.pairs is not None
+    with pytest.raises(InputError, match="gone"):
+        opened(ExploreConfig(run=run, images=tmp_path / "gone", device="cpu"), tmp_path / "work")
     with pytest.raises(Refused, match="images of this run cannot be read: start the page with --images DIR"):
-        contents.pairs.picture(0)
+        PairSample(run, str(run), tmp_path / "gone", "cpu").picture(0)
     elsewhere = PairSample(run, str(run), squares, "cpu")
     assert elsewhere.picture(-1)[0] == 7
 

@@ -32,9 +32,9 @@ def run(tiny: Callable[..., PretrainConfig], images: Path, tmp_path_factory: pyt
 
 
 @pytest.fixture(scope="module")
-def written(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(run: Path, images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("written") / "figures"
-    result = write_figures({"run": run}, out, FigureConfig(num_objects=4, queries=2, pictures=3))
+    result = write_figures({"run": run}, out, FigureConfig(num_objects=4, queries=2, pictures=3, images=str(images)))
     assert not result.left_out
     return out
 
@@ -53,8 +53,9 @@ def test_every_figure_is_written_for_print(written: Path) -> None:
     assert "K = 4;" in captions
 
 
-def test_figures_are_reproducible(run: Path, written: Path, tmp_path: Path) -> None:
-    config = FigureConfig(only=("matches", "clusters", "features"), num_objects=4, queries=2, pictures=3)
+def test_figures_are_reproducible(run: Path, images: Path, written: Path, tmp_path: Path) -> None:
+    only = ("matches", "clusters", "features")
+    config = FigureConfig(only=only, num_objects=4, queries=2, pictures=3, images=str(images))
     write_figures({"run": run}, tmp_path / "again", config)
     for name in ("matches.pdf", "clusters.pdf", "features.png"):
         assert (tmp_path / "again" / name).read_bytes() == (written / name).read_bytes()
@@ -80,7 +81,7 @@ def test_moved_images_are_reported_before_any_work(run: Path, images: Path, tmp_
         DataError,
         match=r"/gone/images.*give their folder with --images, or draw figures .* with --features_of",
     ):
-        write_figures({"run": tmp_path / "run"}, tmp_path / "out")
+        write_figures({"run": tmp_path / "run"}, tmp_path / "out", FigureConfig(images="/gone/images"))
     assert not (tmp_path / "out").exists()
     small = {"num_objects": 4, "queries": 1, "pictures": 2, "format": ("png",)}
     write_figures(
@@ -103,7 +104,7 @@ def test_the_command_compares_runs(run: Path, tmp_path: Path, capsys: pytest.Cap
     assert "needs its own --label" in capsys.readouterr().err
 
 
-def test_invalid_options_are_refused(run: Path, tmp_path: Path) -> None:
+def test_invalid_options_are_refused(run: Path, images: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     refusals: list[tuple[dict[str, Any], str]] = [
         ({"only": ("maches",)}, "only must be one or more of matches, clusters, .* got maches"),
@@ -113,7 +114,7 @@ def test_invalid_options_are_refused(run: Path, tmp_path: Path) -> None:
     ]
     for choices, message in refusals:
         with pytest.raises(ValueError, match=message):
-            write_figures({"run": run}, out, FigureConfig(**choices))
+            write_figures({"run": run}, out, FigureConfig(images=str(images), **choices))
     with pytest.raises(FileNotFoundError, match="no files match --features_of"):
         write_figures({"run": run}, out, FigureConfig(features_of="/nowhere/*.jpg"))
     with pytest.raises(FileNotFoundError, match=r"is not a run: it has no config.yaml"):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cribo.models import build_backbone, load_backbone, save_backbone
+from cribo.trust import Untrusted
 
 NETWORK = """
 from torch import nn
@@ -41,13 +42,15 @@ def test_a_custom_network_is_built_saved_and_loaded(module: str, tmp_path: Path)
     assert features.tokens.shape == (2, 32, 16)
     assert features.grid == (8, 4)
     save_backbone(backbone, tmp_path / "saved")
-    assert torch.equal(load_backbone(tmp_path / "saved").encode(images).tokens, features.tokens)
+    with pytest.raises(Untrusted, match=f"{module}.Net.*--trust"):
+        load_backbone(tmp_path / "saved")  # although its module has been imported
+    assert torch.equal(load_backbone(tmp_path / "saved", name=f"{module}.Net").encode(images).tokens, features.tokens)
 
 
 def test_weights_do_not_import_code_without_trust(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_backbone(build_backbone(f"{module}.Net", image_size=64), tmp_path / "saved")
     monkeypatch.delitem(sys.modules, module)
-    with pytest.raises(ValueError, match=f"{module}.Net, whose module has not been imported"):
+    with pytest.raises(Untrusted, match=f"{module}.Net.*--trust"):
         load_backbone(tmp_path / "saved")
     assert module not in sys.modules
     assert load_backbone(tmp_path / "saved", trust=True).embed_dim == 8
@@ -60,6 +63,7 @@ def test_weights_do_not_import_code_without_trust(module: str, tmp_path: Path, m
         ("{}.no_network", {}, "must return a module whose forward_features"),
         ("{}.Net", {"depth": 3}, "cannot be called with {'depth': 3}"),
         ("nowhere.Net", {}, "module 'nowhere' not found"),
+        ("pathlib.Path", {}, "must be a subclass of torch.nn.Module"),
     ],
 )
 def test_invalid_networks_are_rejected(module: str, name: str, args: dict[str, int], message: str) -> None:

@@ -261,4 +261,4 @@ def test_a_damaged_database_raises(index: Index) -> None:
 def test_a_database_does_not_say_whom_to_trust(index: Index) -> None:
     database, _ = index()
     info = dataclasses.replace(database.info, config={"source": "evil.pth", "trust": True})
-    assert not info.backbone_config.trust
+    assert not info.backbone_source().trust

@@ -38,6 +38,7 @@ from cribo.devices import resolve_devices
 from cribo.errors import if_interrupted
 from cribo.files import write_json
 from cribo.models import Backbone, load_backbone, save_backbone
+from cribo.models.building import is_import_path
 from cribo.models.saving import DESCRIPTION_FILE, reserve_readout
 from cribo.pretraining.batches import fit_batch
 from cribo.pretraining.config import PretrainConfig
@@ -79,6 +80,7 @@ class Distilled(Exported):
 
     Attributes:
         folder: folder of the exported backbone and the verdict.
+        network: name of the backbone's network.
         verdict: the exported network and the evidence.
     """
 
@@ -130,8 +132,8 @@ def distill(
     if not (resume and (target.path / CLOSED_FORM / _SHARE).is_file()):
         require_time(config, (teacher, student), images, otherwise="fewer images or a smaller teacher")
     with TemporaryDirectory() as copied:
-        save_backbone(teacher, copied)
-        try_objective(_for_networks(config, recipe, student, images, Path(copied)), images)
+        save_backbone(teacher, Path(copied) / _TEACHER)
+        try_objective(_for_networks(config, recipe, student, images, teacher.name, Path(copied)), images)
     with ExitStack() as stack:
         folder = claim(stack, target)
         stack.enter_context(if_interrupted(lambda: to_continue(folder)))
@@ -139,12 +141,18 @@ def distill(
         # A copy, so that the training does not depend on the options with which the teacher was loaded.
         if not (folder / _TEACHER / DESCRIPTION_FILE).is_file():
             save_backbone(teacher, folder / _TEACHER)
-        teacher = load_backbone(folder / _TEACHER).to(device)
+        teacher = load_backbone(folder / _TEACHER, name=teacher.name).to(device)
         with Phases(console) as progress:
             start, before = _closed_form(student, teacher, images, folder, progress)
-        plan = partial(_planned_training, config, recipe, start, images, folder)
+        plan = partial(_planned_training, config, recipe, start, images, teacher.name, folder)
         run = train(
-            plan, folder, minutes=config.minutes, started=started, logger=recipe.runtime.logger, console=console
+            plan,
+            _for_networks(config, recipe, start, images, teacher.name, folder),
+            folder,
+            minutes=config.minutes,
+            started=started,
+            logger=recipe.runtime.logger,
+            console=console,
         )
         students = {
             "original student": (student, 0.0),  # without a linear layer, it predicts nothing
@@ -167,7 +175,7 @@ def distill(
         save_backbone(students[verdict.kept][0], folder)
         verdict = _with_teacher(verdict, measured)
         write_json(folder / VERDICT, asdict(verdict))
-    return Distilled(folder, verdict)
+    return Distilled(folder, student.name, verdict)
 
 
 def _closed_form(
@@ -182,7 +190,7 @@ def _closed_form(
         write_json(own / _SHARE, {DISTILLATION.criterion: share})
     share = json.loads((own / _SHARE).read_text(encoding="utf-8"))[DISTILLATION.criterion]
     log.info("closed form: a linear layer predicts %.0f %% of the variance of the teacher's patches", 100 * share)
-    return load_backbone(own).to(next(student.parameters()).device), share
+    return load_backbone(own, name=student.name).to(next(student.parameters()).device), share
 
 
 def _planned_training(
@@ -190,21 +198,24 @@ def _planned_training(
     recipe: PretrainConfig,
     start: Backbone,
     images: ImageFiles,
+    teacher: str,
     folder: Path,
     seconds: float,
 ) -> PretrainConfig:
     """Adjust the recipe to the images, the networks in `folder`, and the speed of the machine."""
-    adjusted = _for_networks(config, recipe, start, images, folder / _TEACHER)
+    adjusted = _for_networks(config, recipe, start, images, teacher, folder)
     otherwise = """, or smaller views, such as --training '{"views.size": 160}'"""
     return plan_training(adjusted, config, images, folder, seconds, otherwise=otherwise)
 
 
 def _for_networks(
-    config: DistillConfig, recipe: PretrainConfig, start: Backbone, images: ImageFiles, teacher: Path
+    config: DistillConfig, recipe: PretrainConfig, start: Backbone, images: ImageFiles, teacher: str, folder: Path
 ) -> PretrainConfig:
-    """Set the student, the teacher and the batch size of the recipe."""
+    """Set the student, the teacher, of this network and saved in `folder`, and the batch size of the recipe."""
     recipe = fit_batch(recipe, len(images))
-    arguments = {**recipe.objective.args, "teacher": str(teacher.absolute())}
+    arguments = {**recipe.objective.args, "teacher": str((folder / _TEACHER).absolute())}
+    if is_import_path(teacher):
+        arguments["teacher_network"] = teacher
     size = config.training.get(_SIZE) or start.fixed_size or _GRID * start.patch_size
     return replace(
         recipe,

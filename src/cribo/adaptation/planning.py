@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from cribo.pretraining.files import CONFIG
 from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.planning import seconds_per_step, with_epochs
 from cribo.pretraining.presets import load_config
+from cribo.pretraining.recorded import check_run_config, names_in, read_run_config
 from cribo.pretraining.run import Run, pretrain
 from cribo.pretraining.session import Session, check_packages, open_source
 from cribo.training.loggers import require_logins
@@ -53,13 +54,15 @@ class Exported:
 
     Attributes:
         folder: folder of the exported backbone and the verdict.
+        network: name of the backbone's network.
     """
 
     folder: Path
+    network: str = field(repr=False)
 
     def backbone(self) -> Backbone:
         """Load the exported backbone."""
-        return load_backbone(self.folder)
+        return load_backbone(self.folder, name=self.network)
 
 
 def result_folder(
@@ -167,6 +170,7 @@ def _seconds_per_image(networks: Sequence[Backbone], images: ImageFiles) -> floa
 
 def train(
     plan: Callable[[float], PretrainConfig],
+    adjusted: PretrainConfig,
     folder: Path,
     *,
     minutes: float,
@@ -178,6 +182,7 @@ def train(
 
     Args:
         plan: returns the configuration for a number of seconds; not called if the run exists.
+        adjusted: the recipe for this network; a run that exists may name no other code.
         folder: the result folder.
         minutes: total time.
         started: start of the command, by `time.perf_counter`. As much time as has passed is left for the verdict.
@@ -185,7 +190,8 @@ def train(
         console: console for progress.
     """
     if (folder / _TRAINING / CONFIG).is_file():
-        planned = load_config(folder / _TRAINING, {"runtime.logger": list(logger)})
+        planned = read_run_config(folder / _TRAINING, {"runtime.logger": list(logger)})
+        check_run_config(planned, folder / _TRAINING, trust=False, given=names_in(adjusted))
     else:
         try:
             planned = plan(60 * minutes - 2 * (time.perf_counter() - started))

@@ -43,7 +43,7 @@ from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.models.building import with_stride
 from cribo.pretraining.batches import fit_batch
 from cribo.pretraining.config import PretrainConfig
-from cribo.pretraining.presets import load_config
+from cribo.pretraining.recorded import read_run_config
 from cribo.pretraining.run import Run
 from cribo.retrieval.encoders import open_backbone
 from cribo.retrieval.source import backbone_name
@@ -66,6 +66,7 @@ class Adapted(Exported):
 
     Attributes:
         folder: folder of the exported backbone and the verdict.
+        network: name of the backbone's network.
         verdict: the exported network and the evidence.
     """
 
@@ -129,7 +130,13 @@ def adapt(
         if config.trains:
             plan = partial(planned_training, config, recipe, start, images, folder)
             run = train(
-                plan, folder, minutes=config.minutes, started=started, logger=recipe.runtime.logger, console=console
+                plan,
+                _for_network(config, recipe, start, images),
+                folder,
+                minutes=config.minutes,
+                started=started,
+                logger=recipe.runtime.logger,
+                console=console,
             )
             if run is not None:
                 trained = _with_start(run, start, config.trained_share).to(device)
@@ -154,7 +161,7 @@ def adapt(
         write_figure(folder / PICTURE, figure)
         save_backbone(kept, folder)
         write_json(folder / VERDICT, asdict(verdict))
-    return Adapted(folder, verdict)
+    return Adapted(folder, kept.name, verdict)
 
 
 def _check_network(config: AdaptConfig, backbone: Backbone) -> None:
@@ -190,7 +197,7 @@ def _closed_form(
     own = folder / CLOSED_FORM
     if (own / _CHOICE).is_file():
         choice = Choice(**json.loads((own / _CHOICE).read_text(encoding="utf-8")))
-        return load_backbone(own).to(next(original.parameters()).device), choice
+        return load_backbone(own, name=original.name).to(next(original.parameters()).device), choice
     wanted = original if config.stride in (None, original.patch_size) else with_stride(original, config.stride)
     start, choice = choose_closed_form(
         wanted,
@@ -219,7 +226,7 @@ def _with_start(run: Run, start: Backbone, share: float) -> Backbone:
     """Average the trained weights with those of the closed form."""
     trained = run.backbone()
     # Training resizes the position embedding to the size of the views. Export it only if it was trained.
-    planned = load_config(run.folder)
+    planned = read_run_config(run.folder)
     if planned.backbone.train_blocks is None and planned.backbone.lora is None:
         return averaged(trained, start, 1 - share)
     return averaged(start, trained, share)

@@ -15,9 +15,9 @@ HELP = """\
 Open a web page with the view pairs of a run and their clusters, nearest objects across a collection of images, features
 as colours, and labelling of images from a few painted examples.
 
-  cribo explore --run runs/camvid                       a run; finds the objects of some of its images at start-up
+  cribo explore --run runs/camvid --images CAMVID       a run; finds the objects of some of its images at start-up
   cribo explore --db street.db                          a database of objects, created by cribo index
-  cribo explore --run runs/camvid --db street.db        both
+  cribo explore --run runs/camvid --images CAMVID --db street.db                        both
   cribo explore --backbone vit_small_patch16_224.dino --images PHOTOGRAPHS
   cribo explore --backbone vit_small_patch16_224.dino --images PHOTOGRAPHS --examples EXAMPLES --limit 0
                                                         label examples for cribo segment by painting
@@ -40,7 +40,7 @@ def run(words: list[str], console: Console) -> None:
         usage="cribo explore [--run DIR] [--db DIR] [--backbone SOURCE] [--images DIR] [--examples DIR] [options]",
         short=BACKBONE_SHORT,
     )
-    parser.add_class_arguments(ExploreConfig, skip={"backbone"})
+    parser.add_class_arguments(ExploreConfig, skip={"backbone", "trust"})
     parser.add_argument("--host", type=str, default="127.0.0.1", help="0.0.0.0 allows other machines to open the page")
     parser.add_argument("--port", type=int, default=7860, help="port of the page; 0 takes a free one")
     parser.add_argument(
@@ -55,7 +55,12 @@ def run(words: list[str], console: Console) -> None:
     )
     parsed = parser.parse_args(words)
     limits = parser.build(Limits, parsed)
-    config = parser.build(ExploreConfig, parsed, backbone=optional_backbone(parsed))
+    config = parser.build(
+        ExploreConfig,
+        parsed,
+        backbone=optional_backbone(parsed),
+        trust=parsed.backbone.trust,
+    )
     if parsed.no_password and parsed.password is not None:
         raise ConfigError("--password and --no_password exclude each other: omit one of them")
     with importing(console):

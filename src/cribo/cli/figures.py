@@ -10,7 +10,7 @@ from cribo.console import Phases, importing
 HELP = """\
 Draw the figures of a paper from a run: vector text in embedded fonts, 300 dpi, two-column layout, no titles.
 
-  cribo figures --run runs/camvid
+  cribo figures --run runs/camvid --images CAMVID
   cribo figures --run runs/camvid --features_of 'holiday/*.jpg' --only features
   cribo figures --run runs/a --label "K = 12" --run runs/b --label "K = 64" --only bootstrapping --out compared
 

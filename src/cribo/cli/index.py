@@ -39,14 +39,14 @@ def run(words: list[str], console: Console) -> None:
         usage="cribo index --backbone SOURCE --images DIR --db DIR_OR_URL [options]",
         short=BACKBONE_SHORT,
     )
-    parser.add_class_arguments(IndexConfig, skip={"backbone"})
+    parser.add_class_arguments(IndexConfig, skip={"backbone", "trust"})
     add_optional_backbone(
         parser,
         "a run folder or its backbone.safetensors; a timm name; a checkpoint of another project; or mean-colour. Not "
         "needed if --db exists",
     )
     parsed = parser.parse_args(words)
-    config = parser.build(IndexConfig, parsed, backbone=optional_backbone(parsed))
+    config = parser.build(IndexConfig, parsed, backbone=optional_backbone(parsed), trust=parsed.backbone.trust)
     with importing(console):
         from cribo.object_search.run import index_collection
 

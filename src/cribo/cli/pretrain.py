@@ -66,6 +66,12 @@ def run(words: list[str], console: Console) -> None:
         help="continue the run in this folder from its last checkpoint (without a folder: the latest run); "
         "only runtime.* and the options for reading images can be changed",
     )
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="with --resume: use the custom code and the addresses that the run names. Only for runs from sources that "
+        "you trust; or name them again, such as --objective my_package.MyObjective",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a run of the same --name")
     parser.add_argument(
         "--continue",
@@ -82,7 +88,9 @@ def run(words: list[str], console: Console) -> None:
             from cribo.pretraining.run import latest_run, overrides_in, resume
 
         folder = latest_run(parsed.out) if parsed.resume == "latest" else Path(parsed.resume)
-        run = resume(folder, overrides=overrides_in(parser.expand(words)), console=console)
+        run = resume(folder, overrides=overrides_in(parser.expand(words)), trust=parsed.trust, console=console)
+    elif parsed.trust:
+        raise InputError("--trust applies to --resume only: a configuration that you give may name any code")
     else:
         config = config_from(parsed)
         with importing(console):
@@ -103,7 +111,7 @@ def run(words: list[str], console: Console) -> None:
 
 def _print_summary(run: "Run", console: Console) -> None:
     from cribo.pretraining.planning import epochs_to_judge
-    from cribo.pretraining.presets import load_config
+    from cribo.pretraining.recorded import read_run_config
 
     summary = run.summary
     if "agreement" in summary:
@@ -132,7 +140,7 @@ def _print_summary(run: "Run", console: Console) -> None:
             value = "unknown" if score[key] is None else f"{100 * score[key]:.1f} %"
             table.add_row(label, value, style="bold" if key == "after" else None)
         console.print(table)
-    epochs, needed = summary["epochs"], epochs_to_judge(load_config(run.folder))
+    epochs, needed = summary["epochs"], epochs_to_judge(read_run_config(run.folder))
     if epochs < needed:
         whole = duration(summary["seconds"] * needed / epochs)
         console.print(

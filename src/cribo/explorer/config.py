@@ -16,7 +16,10 @@ class ExploreConfig:
         run: a run folder of cribo pretrain; the run may still be in progress.
         db: a database of objects of cribo index: a folder or URL.
         backbone: network of the features. [that of the database or run]
-        images: folder of the images. [that of the run or database]
+        images: the images: a folder, or for a run also a list of images, tar shards or a URL. Required with a run of
+            images other than synthetic scenes: the folder that a run names is never opened. [that of the database]
+        trust: use the custom code that the run, database or weights name, and open the addresses in the database. Only
+            for files from sources that you trust.
         limit: number of images whose objects are found at start-up, without a database; 0 for none.
         examples: folder of examples for `cribo segment`, created if needed: what is painted on the page is added to
             those that it contains.
@@ -29,7 +32,8 @@ class ExploreConfig:
     run: Path | None = None
     db: str | None = None
     backbone: BackboneSource | None = None
-    images: Path | None = None
+    images: str | Path | None = None
+    trust: bool = False
     limit: int = 100
     examples: Path | None = None
     device: str | None = None

@@ -24,6 +24,7 @@ from cribo.probes.fitting import default_blocks
 from cribo.retrieval import BackboneSource, backbone_encoder
 from cribo.retrieval.encoders import blocks_encoder, open_network
 from cribo.segmentation import probe_encoder
+from cribo.trust import Untrusted
 
 if TYPE_CHECKING:
     from cribo.explorer.view_pairs import PairSample
@@ -71,19 +72,19 @@ def open_contents(config: ExploreConfig, limits: Limits, workspace: Path, progre
     device = resolve_devices(None if config.device is None else [config.device], "device")[0]
     if device == "cpu":
         keep_freed_memory()
-    database = None if config.db is None else ObjectDatabase.open(config.db, images=config.images)
+    database = None if config.db is None else ObjectDatabase.open(config.db, images=config.images, trust=config.trust)
     source = config.backbone
     if source is None and database is not None:
-        source = database.info.backbone_config
+        source = database.info.backbone_source(trust=config.trust)
     if source is None and of_run is not None:
-        source = BackboneSource(of_run)
+        source = BackboneSource(of_run, trust=config.trust)
     if source is None:
         raise InputError(f"{config.run} has no checkpoint yet: wait for its first one, or give --backbone")
     pairs = None
     if config.run is not None and of_run is not None:
         from cribo.explorer.view_pairs import PairSample  # imports Lightning, which a database does not need
 
-        pairs = PairSample(config.run, of_run, config.images, device)
+        pairs = PairSample(config.run, of_run, config.images, device, trust=config.trust)
     backbone, about = open_network(source)
     backbone.eval().to(device)
     blocks = None if database is None else database.info.blocks
@@ -148,14 +149,17 @@ def _images(
     config: ExploreConfig, limits: Limits, workspace: Path, notes: list[str], progress: Progress
 ) -> ImageFiles | None:
     """Return the images of the folder or run; if there are none, append a note to `notes`."""
+    source: ImageSource
     try:
-        if config.images is not None:
-            source: ImageSource = open_images(config.images, max_pixels=limits.pixels)
-        elif config.run is not None:
-            from cribo.explorer.view_pairs import run_config
-            from cribo.pretraining.session import open_source
+        if config.run is not None:
+            from cribo.explorer.view_pairs import COMMAND, run_config
+            from cribo.pretraining.recorded import open_run_images
 
-            source = open_source(run_config(config.run, None))
+            source = open_run_images(
+                run_config(config.run), config.run, config.images, command=COMMAND, trust=config.trust
+            )
+        elif config.images is not None:
+            source = open_images(config.images, max_pixels=limits.pixels)
         else:
             return None
         if isinstance(source, ImageFiles):
@@ -163,7 +167,7 @@ def _images(
             require_readable(files, str(config.images or config.run))
             return files
     except (ValueError, OSError) as error:
-        if config.images is not None:
+        if config.images is not None or isinstance(error, Untrusted):
             raise
         log.warning("no collection: %s", error)
         notes.append("No collection. Restart the page with --images DIR or --db DIR.")

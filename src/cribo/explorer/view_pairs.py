@@ -13,14 +13,16 @@ from cribo.explorer.uploads import Refused
 from cribo.models import load_backbone
 from cribo.objectives.sampling import ObjectSample, sample_objects
 from cribo.pretraining.config import PretrainConfig
-from cribo.pretraining.files import CONFIG
-from cribo.pretraining.presets import load_config
-from cribo.pretraining.session import open_source
+from cribo.pretraining.recorded import check_run_config, open_run_images, read_run_config
+from cribo.trust import Untrusted
 
 log = logging.getLogger("cribo")
 
 PAIRS = 24
 """Number of pairs."""
+
+COMMAND = "cribo explore --run"
+"""Start of the command that opens a run, for errors."""
 
 _LONGEST = 384
 
@@ -46,15 +48,17 @@ class PairSample:
     Args:
         run: the run folder.
         source: source of the network, for `load_backbone`.
-        images: folder of the images, if not that of the run.
+        images: the images, as given by the user.
         device: device of the network.
+        trust: use the custom code that the run names. Only for runs from sources that you trust.
     """
 
-    def __init__(self, run: Path, source: str, images: Path | None, device: str) -> None:
+    def __init__(self, run: Path, source: str, images: str | Path | None, device: str, *, trust: bool = False) -> None:
         self._run = run
         self._source = source
         self._images = images
         self._device = device
+        self._trust = trust
         self._lock = threading.Lock()
         self._sample: ObjectSample | None = None
 
@@ -74,29 +78,31 @@ class PairSample:
         return number, _draw(self._sample, number)
 
     def _open(self) -> ObjectSample:
-        config = run_config(self._run, self._images)
+        config = run_config(self._run)
         if not config.needs_objects:
             raise Refused(
                 "This run was trained with the image-level loss only (losses.cross_view and cross_image are off)."
             )
         try:
-            source = open_source(config)
+            check_run_config(config, self._run, trust=self._trust, names=("objects",))
+            source = open_run_images(config, self._run, self._images, command=COMMAND, trust=self._trust)
+        except Untrusted as error:
+            raise Refused(str(error)) from error
         except (ValueError, OSError) as error:
             log.warning("the images of %s cannot be read: %s", self._run, error)
             raise Refused("The images of this run cannot be read: start the page with --images DIR.") from error
-        backbone = load_backbone(self._source).to(self._device)
+        backbone = load_backbone(self._source, trust=self._trust).to(self._device)
         return sample_objects(backbone, source, config, count=PAIRS)
 
 
-def run_config(run: Path, images: Path | None) -> PretrainConfig:
-    """Load the configuration of a run, optionally with another image folder.
+def run_config(run: Path) -> PretrainConfig:
+    """Read the configuration of a run.
 
     Raises:
         Refused: the configuration cannot be read.
     """
-    elsewhere = {} if images is None else {"data.root": str(images), "data.images": ""}
     try:
-        return load_config(run / CONFIG, elsewhere)
+        return read_run_config(run)
     except ValueError as error:
         log.warning("the configuration of %s cannot be read: %s", run, error)
         raise Refused("The configuration of the run cannot be read; see the log of `cribo explore`.") from error

@@ -20,7 +20,9 @@ class FigureConfig:
         format: pdf for print, png for screens.
         num_objects: K, number of clusters per view pair in the matching figure; 12 in the paper.
         queries: number of query images in the matching figure.
-        images: new location of the run's images, if they were moved.
+        images: the run's images: a folder, a list of images, tar shards or a URL. Required by the figures `matches`
+            and `features`, except for synthetic scenes: the folder that a run names is never opened.
+        trust: use the custom code that the run names. Only for runs from sources that you trust.
         features_of: images of the features figure, such as 'photos/*.jpg', quoted. [images of the run]
         pictures: number of images in the features figure.
         size: limit on the shorter side of these images in pixels; larger sizes show more detail.
@@ -34,6 +36,7 @@ class FigureConfig:
     num_objects: int = 12
     queries: int = 3
     images: str | None = None
+    trust: bool = False
     features_of: str | None = None
     pictures: int = 6
     size: int = 480

@@ -26,13 +26,14 @@ from cribo.models import Backbone, load_backbone
 from cribo.objectives.cluster_record import read_clusters
 from cribo.objectives.pictures import CYCLE_CONSISTENT, draw_bootstrapping
 from cribo.objectives.sampling import sample_objects
-from cribo.pretraining import PretrainConfig, load_config
+from cribo.pretraining import PretrainConfig
 from cribo.pretraining.files import CONFIG, METRICS
 from cribo.pretraining.monitoring import read_metrics
+from cribo.pretraining.recorded import check_run_config, open_run_images, read_run_config
 from cribo.pretraining.report import draw_curves, draw_losses
-from cribo.pretraining.session import open_source
 from cribo.retrieval import PCAColours, backbone_encoder
 from cribo.retrieval.patches import resize_image
+from cribo.trust import Untrusted
 
 log = logging.getLogger("cribo")
 
@@ -137,7 +138,7 @@ class _Drawer:
         self.runs = runs
         self.options = options
         self.folder = next(iter(runs.values()))
-        self.config = load_config(self.folder / CONFIG)
+        self.config = read_run_config(self.folder)
         self.device = device
         self._source: ImageSource | None = None
         self._files: list[str] = []
@@ -152,7 +153,7 @@ class _Drawer:
 
     @cached_property
     def backbone(self) -> Backbone:
-        return load_backbone(self.folder).eval().to(self.device)
+        return load_backbone(self.folder, trust=self.options.trust).eval().to(self.device)
 
     def draw(self, name: str) -> tuple[Figure, str]:
         return getattr(self, f"_{name}")()
@@ -160,6 +161,10 @@ class _Drawer:
     def _matches(self) -> tuple[Figure, str]:
         if not self.config.needs_objects:
             raise _Skipped("the run was trained without objects")
+        try:
+            check_run_config(self.config, self.folder, trust=self.options.trust, names=("objects",))
+        except Untrusted as error:
+            raise _Skipped(str(error)) from error
         assert self._source is not None
         objects = dataclasses.replace(self.config.objects, num_objects=self.options.num_objects)
         config = dataclasses.replace(self.config, objects=objects)
@@ -241,14 +246,14 @@ class _Drawer:
 
 
 def _open_data(config: PretrainConfig, folder: Path, options: FigureConfig) -> ImageSource:
-    root = options.images or config.data.root
+    otherwise = "draw figures that do not need them with --features_of FILES --only features,clusters,bootstrapping"
     try:
-        score = dataclasses.replace(config.score, held_out=0) if options.images else config.score
-        return open_source(dataclasses.replace(config, data=dataclasses.replace(config.data, root=root), score=score))
+        return open_run_images(config, folder, options.images, command="cribo figures --run", trust=options.trust)
+    except Untrusted as error:
+        raise Untrusted(f"{error}; or {otherwise}") from error
     except (DataError, OSError) as error:
         raise DataError(
-            f"cannot open the images of {folder}, {root} ({error}): give their folder with --images, or draw "
-            "figures that do not need them with --features_of FILES --only features,clusters,bootstrapping"
+            f"cannot open the images {options.images} ({error}): give their folder with --images, or {otherwise}"
         ) from error
 
 

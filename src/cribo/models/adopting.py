@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cribo.errors import InputError
 from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, Backbone
-from cribo.models.building import build_network, is_import_path
+from cribo.models.building import build_network, check_network
 from cribo.models.formats.architecture import Architecture, project_of_fixed_positions
 from cribo.models.formats.recognising import NetworkName, Recognised, first_keys, required_keys
 from cribo.models.hub import hub_name
@@ -75,14 +75,14 @@ def build(
     *,
     seed: int | None = None,
     trust: bool = False,
+    file: object = "the file",
+    given: str | None = None,
 ) -> Backbone:
-    """Build a network with uninitialised weights, or with random weights if a seed is given."""
-    module = architecture.name.rpartition(".")[0]
-    if is_import_path(architecture.name) and module not in sys.modules and not trust:
-        raise InputError(
-            f"the weights name their network {architecture.name}, whose module has not been imported: "
-            f"import {module} first, or allow it with --trust (trust=True in Python)"
-        )
+    """Build a network with uninitialised weights, or with random weights if a seed is given.
+
+    `file` names the network. Custom code requires `trust`, or the same name from the user in `given`.
+    """
+    check_network(architecture.name, file, trust=trust, given=given)
     return build_network(
         architecture.name,
         args=architecture.args,

@@ -1,6 +1,7 @@
 """Build backbones by name."""
 
 import difflib
+import inspect
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from cribo.arguments import import_by_path
 from cribo.errors import InputError
 from cribo.models import networks
 from cribo.models.backbone import RESERVED_ARGS, Backbone
+from cribo.trust import check_import
 
 
 def build_network(
@@ -130,7 +132,7 @@ class _SkipInPlace(TorchFunctionMode):
 
 def _build_empty(name: str, args: Mapping[str, Any], image_size: int, drop_path: float) -> Backbone | None:
     """Build a backbone with uninitialised parameters; None if the network does not support it."""
-    if is_import_path(name) and not name.startswith(f"{networks.__name__}."):
+    if is_import_path(name) and name not in BUILT_IN_NETWORKS:
         return None
     with torch.device("meta"), _SkipInPlace():
         model, arguments = _create(name, args, image_size, drop_path)
@@ -171,6 +173,8 @@ def _create(name: str, args: Mapping[str, Any], image_size: int, drop_path: floa
 
 def _create_own(name: str, args: Mapping[str, Any], drop_path: float) -> nn.Module:
     factory = import_by_path(name, "backbone.name")
+    if not callable(factory) or (inspect.isclass(factory) and not issubclass(factory, nn.Module)):
+        raise InputError(f"{name} must be a subclass of torch.nn.Module, or a function that returns one")
     try:
         model = factory(**args)
     except TypeError as error:
@@ -200,6 +204,25 @@ def is_import_path(name: str) -> bool:
         (True, False)
     """
     return "." in name and not timm.is_model(name.partition(".")[0])
+
+
+BUILT_IN_NETWORKS = {
+    f"{networks.__name__}.{network.__name__}"
+    for network in (networks.resnet_with_stem, networks.vit_with_convolutional_stem, networks.Capi)
+}
+"""Import paths of the networks in `cribo.models.networks`."""
+
+
+def check_network(name: str, file: object, *, trust: bool, given: str | None) -> None:
+    """Check that the network that a file names may be built.
+
+    Raises:
+        Untrusted: it is custom code, and the user neither trusts the file nor has given the same name.
+    """
+    if not isinstance(name, str):
+        raise InputError(f"{file} must name its network by a string, got {name!r}")
+    if is_import_path(name) and name not in BUILT_IN_NETWORKS:
+        check_import(name, file, "--backbone.architecture", trust=trust, given=() if given is None else (given,))
 
 
 def nearest_names(name: str) -> str:

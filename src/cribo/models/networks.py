@@ -9,12 +9,15 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from cribo.errors import InputError
+
 
 def resnet_with_stem(name: str, stem_channels: int, **args: Any) -> nn.Module:
     """Build a timm ResNet with other than 64 channels in its stem, such as the wide ResNets of SwAV (RN50w2).
 
     Source: github.com/facebookresearch/swav, `src/resnet50.py`.
     """
+    _require_timm(name)
     model: Any = timm.create_model(name, num_classes=0, **args)
     model.conv1 = nn.Conv2d(3, stem_channels, kernel_size=7, stride=2, padding=3, bias=False)
     model.bn1 = nn.BatchNorm2d(stem_channels)
@@ -50,8 +53,15 @@ class ConvolutionalStem(nn.Module):
 
 def vit_with_convolutional_stem(name: str, size: int, **args: Any) -> nn.Module:
     """Build a timm vision transformer, of patches of 16 pixels, with MoCo v3's convolutional stem."""
+    _require_timm(name)
     options = {"img_size": size, "dynamic_img_size": True, "num_classes": 0, "embed_layer": ConvolutionalStem}
     return timm.create_model(name, **{**args, **options})
+
+
+def _require_timm(name: str) -> None:
+    """Require the name of a network of timm, which could also read others from a folder or the hub."""
+    if not timm.is_model(name):
+        raise InputError(f"{name} is not a network of timm")
 
 
 class Capi(nn.Module):

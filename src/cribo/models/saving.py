@@ -168,10 +168,14 @@ def load_saved(
     positions: Resizing | None,
     drop_path: float,
     trust: bool,
+    name: str | None,
     revision: str | None,
     stated: Licence,
 ) -> Backbone:
-    """Load a file written by `save_backbone`; `stated` is the licence in the README.md beside it."""
+    """Load a file written by `save_backbone`.
+
+    `name` is the user's name of its network, and `stated` the licence in the README.md beside it.
+    """
     description = path.with_name(DESCRIPTION_FILE)
     if not description.is_file():
         raise FileNotFoundError(
@@ -182,7 +186,10 @@ def load_saved(
     if _sha256(path) != about["sha256"]:
         raise InputError(f"{path} does not match {description} (sha256 differs): copy both again from one run")
     args = {key: value for key, value in about["args"].items() if key not in RESERVED_ARGS}
-    backbone = build(Architecture(about["name"], args, about["image_size"]), image_size, drop_path, trust=trust)
+    if name not in (None, about["name"]):
+        raise InputError(f"name={name!r} cannot be combined with {source}, which specifies its network {about['name']}")
+    architecture = Architecture(about["name"], args, about["image_size"])
+    backbone = build(architecture, image_size, drop_path, trust=trust, file=description, given=name)
     reserve_readout(backbone, about["args"].get("num_classes", 0))
     recognised = recognise(flatten(read_weights(path)), str(path), backbone=backbone)
     described = replace(apply_description(recognised, about), format="cribo backbone")

@@ -116,7 +116,8 @@ def load_backbone(
             Face hub (`config.json` beside `model.safetensors`); or a repository there, `hf://owner/name`,
             `hf://owner/name@revision` or `hf://owner/name/path` (or its `cribo.models.hub.Download`). Files are
             recognised by their content.
-        name: timm's name of a file's architecture, if its weights do not show it (any but ViT, DINOv3, ResNet).
+        name: timm's name of a file's architecture, if its weights do not show it (any but ViT, DINOv3, ResNet); for
+            weights of a custom network, its import path, which allows it to be imported.
         args: arguments of timm's constructor that a file's weights do not show, such as `num_heads`.
         pretrained: if False, build the network of a timm name or file with random weights.
         image_size: size in pixels to which the position embedding is resized; by default, it is not resized.
@@ -124,13 +125,14 @@ def load_backbone(
         positions: method of resizing the position embedding for other image sizes than in training. By default, the
             method of the project that wrote the weights, or timm's if the file does not show the project.
         ignore: patterns of keys of a file to ignore if they match no other rule.
-        trust: allow code in a checkpoint to run, and import the custom network that it names. Use only with files from
-            a trusted source.
+        trust: allow code in a checkpoint to run, and import the custom network that it names, which is refused
+            otherwise unless `name` is the same path. Use only with files from a trusted source.
         drop_path: as in `build_backbone`; not stored with weights.
         seed: seed of random weights.
 
     Raises:
         FileNotFoundError: the file, or one file of a pair, does not exist.
+        Untrusted: a file names code, and `trust` is not set.
         ValueError: the file is damaged, of unknown format or of another architecture; it has unexpected keys; the timm
             name is unknown or has no weights; arguments cannot be combined; or the repository does not exist, is
             private or gated, or contains no weights.
@@ -150,11 +152,8 @@ def load_backbone(
             str(source), args, pretrained=pretrained, image_size=image_size, drop_path=drop_path, seed=seed
         )
     if is_saved(place.path):
-        for option, value in (("name", name), ("args", args)):
-            if value:
-                raise InputError(
-                    f"{option}={value!r} cannot be combined with {place.source}, which specifies its network"
-                )
+        if args:
+            raise InputError(f"args={args!r} cannot be combined with {place.source}, which specifies its network")
         loaded = load_saved(
             place.path,
             place.source,
@@ -162,6 +161,7 @@ def load_backbone(
             positions=positions,
             drop_path=drop_path,
             trust=trust,
+            name=name,
             revision=place.revision,
             stated=_stated_licence(place),
         )
@@ -198,7 +198,7 @@ def _load_foreign(
     architecture = _declared_architecture(content, path, name, args)
     backbone = None
     if architecture is not None:
-        backbone = build(architecture, image_size, drop_path, trust=trust)
+        backbone = build(architecture, image_size, drop_path, trust=trust, file=place.source, given=name)
         reserve_readout(backbone, _readout_width(content, path))
     recognised = _recognise(content, path, network=network, backbone=backbone, ignore=ignore)
     if architecture is not None and architecture.name == path.stem and recognised.expected.mean is None:
@@ -211,7 +211,7 @@ def _load_foreign(
         except ValueError as error:
             raise InputError(f"{path} ({recognised.format}): {error}") from error
         architecture = architecture._replace(args={**architecture.args, **(args or {})})
-        backbone = build(architecture, image_size, drop_path, trust=trust)
+        backbone = build(architecture, image_size, drop_path, trust=trust, file=place.source)
         notes += architecture.notes
         if _is_resnet_of_mmsegmentation(recognised) and recognised.output_stride is None:
             notes += _stride_notes(recognised, architecture)
@@ -601,7 +601,7 @@ def _build_from_timm(
         _check_tag(source)
     size = timm.get_pretrained_cfg_value(source if pretrained else architecture, "input_size") or (3, 224, 224)
     inferred = Architecture(architecture, dict(args or {}), size[-1])
-    backbone = build(inferred, image_size, drop_path, seed=None if pretrained else seed)
+    backbone = build(inferred, image_size, drop_path, seed=None if pretrained else seed, file=source)
     if pretrained:
         _load_from_timm(backbone, source)
     return backbone

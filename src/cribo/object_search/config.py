@@ -25,6 +25,8 @@ class IndexConfig(ObjectOptions, EngineOptions):
             adapted backbone is then ignored. [the last block; for an adapted backbone, through its linear layer]
         prune: remove images that are no longer in the folder, and old versions of the database immediately; false
             keeps these images. [up to 5 % of the images are removed; old versions are kept for a week]
+        trust: run code that the backbone or an existing database names, and open the addresses in the database. Only
+            for files from sources that you trust.
         moved: the folder was moved after it was indexed; --images is its new location.
         max_pixels: larger images count as unreadable.
         device: such as cuda:0 or cpu. [the first GPU, else the CPU]
@@ -38,6 +40,7 @@ class IndexConfig(ObjectOptions, EngineOptions):
     backbone: BackboneSource | None = None
     blocks: tuple[int, ...] | None = None
     prune: bool | None = None
+    trust: bool = False
     moved: bool = False
     max_pixels: int | None = None
     device: str | None = None
@@ -73,9 +76,11 @@ class SearchConfig:
         coco: also write the found objects to coco.json, in COCO format.
         include_own: also find objects of the query image.
         exact: compare with every object, without the index.
-        images: new location of the indexed folder, if it was moved.
+        images: new location of the indexed folder, if it was moved; or the URL of indexed images, which is opened
+            only if it is given.
         backbone: new location of the backbone, if it was moved after indexing. It must be the same one.
-        trust: run code stored in a checkpoint with Python objects. Only for files from sources that you trust.
+        trust: run code that the checkpoint or the database names, and open the addresses in the database. Only for
+            files from sources that you trust.
         device: such as cuda:0 or cpu. [the first GPU, else the CPU]
     """
 

@@ -38,6 +38,7 @@ from cribo.lance_loading import load_lance
 from cribo.retrieval.object_settings import ObjectSettings
 from cribo.retrieval.objects import GridMask, ImageObject
 from cribo.retrieval.source import BackboneSource, portable_source
+from cribo.trust import check_address, check_import, is_address
 from cribo.wording import command_line
 
 if TYPE_CHECKING:
@@ -118,13 +119,28 @@ class DatabaseInfo:
         """Name of the backbone."""
         return str(self.backbone["name"])
 
-    @property
-    def backbone_config(self) -> BackboneSource:
-        """Source of the backbone, with `trust` off.
+    def backbone_source(self, given: BackboneSource | str | None = None, *, trust: bool = False) -> BackboneSource:
+        """Source of the backbone.
 
-        A database from an untrusted source must not be able to allow code in checkpoints to run.
+        What a database says is not trusted: it cannot allow code to run, name custom code, or open an address.
+
+        Args:
+            given: the user's source of the same backbone. A string replaces only the place of the weights.
+            trust: whether the user trusts the database.
+
+        Raises:
+            Untrusted: the database names an address, or custom code, that the user has not given.
         """
-        return BackboneSource(**{**self.config, "trust": False})
+        if isinstance(given, BackboneSource):
+            return given
+        own = BackboneSource(**{**self.config, "trust": trust})
+        if given is not None:
+            own = dataclasses.replace(own, source=given)
+        else:
+            check_address(own.source, "the database", "--backbone", trust=trust)
+        if own.architecture is not None and "." in own.architecture:
+            check_import(own.architecture, "the database", "--backbone.architecture", trust=trust)
+        return own
 
 
 class IndexedImage(NamedTuple):
@@ -225,8 +241,18 @@ class ObjectDatabase:
         >>> database.search(database.objects_of("0001.png")[0].vector[None], 5)  # doctest: +SKIP
     """
 
-    def __init__(self, uri: str, info: DatabaseInfo, root: Path) -> None:
+    def __init__(
+        self,
+        uri: str,
+        info: DatabaseInfo,
+        root: Path,
+        *,
+        images: str | os.PathLike[str] | None = None,
+        trust: bool = False,
+    ) -> None:
         self.uri = uri
+        self._given = () if images is None else (os.fspath(images),)
+        self._trust = trust
         self.info = info
         self.root = root
         self._session = _lance().Session()  # caches metadata and indices for all versions
@@ -248,12 +274,16 @@ class ObjectDatabase:
     # ------------------------------------------------------------------ opening and creating
 
     @classmethod
-    def open(cls, uri: str | os.PathLike[str], *, images: str | os.PathLike[str] | None = None) -> "ObjectDatabase":
+    def open(
+        cls, uri: str | os.PathLike[str], *, images: str | os.PathLike[str] | None = None, trust: bool = False
+    ) -> "ObjectDatabase":
         """Open an existing database for reading and writing.
 
         Args:
             uri: a folder, or a URL of object storage (s3://bucket/name).
-            images: new location of the folder of images, if it was moved after indexing.
+            images: new location of the folder of images, if it was moved after indexing; or the URL of the images,
+                which is opened only if it is given.
+            trust: open all addresses that the database names. Only for databases from sources that you trust.
 
         Raises:
             DataError: the place contains no database, or one of another format.
@@ -266,7 +296,7 @@ class ObjectDatabase:
         if about is None:
             raise DatabaseError(f"{place} contains no database of objects: create one with {index_command(place)}")
         info = _read_info(place, about)
-        return cls(place, info, Path(images or info.root))
+        return cls(place, info, Path(images or info.root), images=images, trust=trust)
 
     @classmethod
     def create(
@@ -438,12 +468,24 @@ class ObjectDatabase:
         """Return the file of an indexed image, or its content if it is in a shard, a Parquet file or below a URL.
 
         Raises:
+            Untrusted: the image is at an address that the user has not given.
             OSError: the storage cannot be read, or the image is gone.
             UnreadableImage: there are no bytes to read.
         """
         if self.info.files:
             return self.root / image
+        self.check_images()
+        if is_address(image):  # a line of a list, or a path in a Parquet file
+            check_address(image, self.uri, "--images", trust=self._trust)
         return read_named(self.info.images, image, column=self.info.column)
+
+    def check_images(self) -> None:
+        """Check that the images may be opened.
+
+        Raises:
+            Untrusted: they are at an address that the user has not given.
+        """
+        check_address(self.info.images, self.uri, "--images", trust=self._trust, given=self._given)
 
     def is_changed(self, image: IndexedImage) -> str:
         """Return `missing` or `changed` if an image's file was deleted or modified after indexing, otherwise "".

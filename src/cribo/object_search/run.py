@@ -29,6 +29,7 @@ from cribo.object_search.indexing import IndexQuality, IndexSummary, index_image
 from cribo.retrieval.lazy_network import LazyNetwork
 from cribo.retrieval.object_settings import ObjectSettings
 from cribo.retrieval.source import BackboneSource
+from cribo.trust import check_address
 
 log = logging.getLogger("cribo")
 
@@ -61,7 +62,7 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
     images, source = _open_images(config, known)
     own = images.part(config.share.of(range(len(images))))
     settings = config.settings(ObjectSettings() if known is None else known.settings)
-    backbone = config.backbone or _known_backbone(known)
+    backbone = config.backbone or _known_backbone(known, trust=config.trust)
     if known is None:
         require_free(place)
     else:
@@ -120,6 +121,8 @@ def _open_images(config: IndexConfig, known: DatabaseInfo | None) -> tuple[Image
     source = config.images or (None if known is None else known.images or known.root)
     if source is None:
         raise ConfigError(f"--images is required to create the database {config.db}")
+    if config.images is None:
+        check_address(source, config.db, "--images", trust=config.trust)
     column = config.column or (None if known is None else known.column)
     images = open_collection(source, column=column, max_pixels=config.max_pixels or MAX_PIXELS)
     require_readable(images, source)
@@ -127,10 +130,10 @@ def _open_images(config: IndexConfig, known: DatabaseInfo | None) -> tuple[Image
     return images, source if is_url(source) else _absolute(Path(source).expanduser())
 
 
-def _known_backbone(known: DatabaseInfo | None) -> BackboneSource:
+def _known_backbone(known: DatabaseInfo | None, *, trust: bool) -> BackboneSource:
     if known is None:
         raise ConfigError("--backbone is required to create a database")
-    return known.backbone_config
+    return known.backbone_source(trust=trust)
 
 
 def _require_same_images(

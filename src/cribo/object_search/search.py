@@ -122,7 +122,8 @@ def _open_search(
         overwrite=overwrite,
         inputs=(config.db, config.image, config.images, config.backbone),
     )
-    database = ObjectDatabase.open(config.db, images=config.images)
+    database = ObjectDatabase.open(config.db, images=config.images, trust=config.trust)
+    database.check_images()
     if not database.num_rows:
         raise DatabaseError(f"{database.uri} contains no objects: index images with {index_command(database.uri)}")
     return folder, database
@@ -134,9 +135,7 @@ def _open_known(config: SearchConfig, database: ObjectDatabase) -> "tuple[PatchE
     from cribo.retrieval.encoders import open_encoder
 
     device = resolve_device(config.device)
-    backbone = dataclasses.replace(database.info.backbone_config, trust=config.trust)
-    if config.backbone is not None:
-        backbone = dataclasses.replace(backbone, source=config.backbone)
+    backbone = database.info.backbone_source(config.backbone, trust=config.trust)
     encoder, about = open_encoder(backbone, device, blocks=database.info.blocks)
     database.require_encoder(encoder, about["name"])
     return encoder, device

@@ -48,6 +48,9 @@ BUILT_IN = {
 }
 """Built-in objectives, by name."""
 
+CONTROLS = ("cribo.studies.controls.SupervisedCrIBo", "cribo.studies.controls.RandomPairsCrIBo")
+"""Objectives of controls in studies, by import path."""
+
 
 @dataclass(frozen=True)
 class Setting:

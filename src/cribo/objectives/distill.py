@@ -47,6 +47,7 @@ class Distill(Objective):
         setting: the run.
         teacher: source of the teacher: a run, a file, an adapted network, a timm name, or
             hf://owner/name (`load_backbone`).
+        teacher_network: import path of the teacher's network if it is a custom one.
         global_token: weight of the loss on the global token.
         patches: weight of the loss on the patches.
         cosine: weight of the cosine distance in both.
@@ -70,6 +71,7 @@ class Distill(Objective):
         setting: Setting,
         *,
         teacher: str,
+        teacher_network: str | None = None,
         global_token: float = 1.0,
         patches: float = 1.0,
         cosine: float = 0.9,
@@ -89,7 +91,7 @@ class Distill(Objective):
         if not self.weights:
             raise ConfigError("all weights in objective.args are 0: set patches and cosine to 1, for example")
         try:
-            loaded = load_backbone(teacher)
+            loaded = load_backbone(teacher, name=teacher_network)
         except (OSError, ValueError) as error:
             raise ConfigError(f"objective.args.teacher: {error}") from error
         self.teacher_source = teacher

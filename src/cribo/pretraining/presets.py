@@ -21,7 +21,7 @@ log = logging.getLogger("cribo")
 
 DEFAULT_PRESET = "quickstart"
 # `cribo pretrain --print_config` prints these with the configuration; such files can also be loaded.
-_COMMAND_OPTIONS = ("out", "name", "minutes", "resume", "overwrite", "continue")
+_COMMAND_OPTIONS = ("out", "name", "minutes", "resume", "trust", "overwrite", "continue")
 
 
 # Options of earlier versions, which are ignored in configuration files so that old runs can be resumed.

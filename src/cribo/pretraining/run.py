@@ -29,6 +29,7 @@ from cribo.pretraining.monitoring import LoadingFaults, Metrics, Watch
 from cribo.pretraining.planning import TimeEstimate, plan, with_epochs
 from cribo.pretraining.presets import DEFAULT_PRESET, config_name, dump_config, load_config
 from cribo.pretraining.progress import progress_text, run_progress
+from cribo.pretraining.recorded import check_run_config, read_run_config
 from cribo.pretraining.report import write_report
 from cribo.pretraining.score import AgreementScore, RetrievalScore, judges_without_labels, score_data_name
 from cribo.pretraining.session import Session
@@ -59,14 +60,16 @@ class Run:
     Attributes:
         folder: the run folder.
         summary: the content of `summary.json`.
+        network: `backbone.name` of the configuration.
     """
 
     folder: Path
     summary: dict[str, Any] = field(repr=False)
+    network: str = field(repr=False)
 
     def backbone(self) -> Backbone:
         """Load the trained backbone."""
-        return load_backbone(self.folder)
+        return load_backbone(self.folder, name=self.network)
 
 
 def pretrain(
@@ -148,6 +151,7 @@ def resume(
     folder: str | Path,
     *,
     overrides: Mapping[str, Any] | None = None,
+    trust: bool = False,
     callbacks: Sequence[Callback] = (),
     console: Console | None = None,
 ) -> Run:
@@ -155,24 +159,30 @@ def resume(
 
     Args:
         folder: the run folder.
-        overrides: options that do not affect the results: `runtime.*`, and options of reading images.
+        overrides: options that do not affect the results: `runtime.*`, and options of reading images. Others may be
+            given with the value of the run, which allows the code or address that they name to be used.
+        trust: use the custom code and the addresses that the run names. Only for runs from sources that you trust.
         callbacks: additional Lightning callbacks.
         console: console for the progress display; silent by default.
 
     Raises:
         FolderError: the folder does not contain a run.
+        Untrusted: the run names code or an address, and neither `trust` nor the same name in `overrides` is given.
         ConfigError: an override would change the results.
     """
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
         raise FolderError(f"{folder} has no {CONFIG}: it is not a run that can be resumed")
-    for name in overrides or {}:
-        if not _may_change(name):
+    overrides = dict(overrides or {})
+    before = flat(yaml.safe_load(dump_config(read_run_config(folder))))
+    for name, value in overrides.items():
+        if not _may_change(name) and before.get(name) != value:
             raise ConfigError(
                 f"{name} cannot change when a run is resumed; only runtime.* and {', '.join(_OF_READING)} can: "
                 "start a new run instead"
             )
-    config = load_config(folder / CONFIG, overrides)
+    config = read_run_config(folder, overrides)
+    check_run_config(config, folder, trust=trust, given={str(value) for value in overrides.values()})
     return _run(config, folder.parent, folder.name, "", resume=True, callbacks=callbacks, console=console)
 
 
@@ -221,11 +231,11 @@ def _run(
     if resume and name is not None:
         folder = out / name
         if minutes is not None and (folder / CONFIG).is_file():  # epochs were set when the run started
-            config, minutes = with_epochs(config, load_config(folder / CONFIG).optim.epochs), None
+            config, minutes = with_epochs(config, read_run_config(folder).optim.epochs), None
         if (folder / SUMMARY).is_file():
             _require_same(folder, config)
             log.info("%s is already finished: nothing to resume", folder)
-            return Run(folder, json.loads((folder / SUMMARY).read_text(encoding="utf-8")))
+            return Run(folder, json.loads((folder / SUMMARY).read_text(encoding="utf-8")), config.backbone.name)
     session = Session(config)
     if minutes is not None:
         plan(session, minutes)
@@ -394,7 +404,7 @@ def _fit(
         )
         write_json(folder / SUMMARY, summary)
         shutil.rmtree(folder / TRUNK_CACHE, ignore_errors=True)
-    return Run(folder, summary)
+    return Run(folder, summary, config.backbone.name)
 
 
 def _may_change(name: str) -> bool:
@@ -408,7 +418,7 @@ def _require_same(folder: Path, config: PretrainConfig) -> None:
         values = flat(yaml.safe_load(dump_config(config)))
         return {name: value for name, value in values.items() if not _may_change(name)}
 
-    before = load_config(folder / CONFIG)
+    before = read_run_config(folder)
     require_same(
         folder / CONFIG,
         lambda: describe_changes(fixed(before), fixed(config)),

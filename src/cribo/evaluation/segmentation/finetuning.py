@@ -51,7 +51,7 @@ def finetune(settings: SegmenterSettings, run: Run) -> Outcome:
 
     @cache
     def trained() -> TrainedSegmenter:
-        return load_segmenter(run.folder, run.devices[0])
+        return load_segmenter(run.folder, run.devices[0], name=run.backbone.name)
 
     def segment(index: int) -> UInt8[Tensor, "h w"]:
         return trained().segment(run.data.val.load(index)).cpu()

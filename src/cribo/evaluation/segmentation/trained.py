@@ -23,6 +23,7 @@ from cribo.evaluation.segmentation.segmenter import Segmenter
 from cribo.files import write_whole
 from cribo.models import build_backbone, describe
 from cribo.models.backbone import RESERVED_ARGS
+from cribo.models.building import check_network
 from cribo.models.hub import source_name
 from cribo.models.licences import Licence, licences_of
 from cribo.models.saving import numerics_of
@@ -95,14 +96,19 @@ def save_segmenter(trained: TrainedSegmenter, path: str | os.PathLike[str]) -> N
     write_whole(Path(path), write)
 
 
-def load_segmenter(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> TrainedSegmenter:
+def load_segmenter(
+    path: str | os.PathLike[str], device: torch.device | str = "cpu", *, trust: bool = False, name: str | None = None
+) -> TrainedSegmenter:
     """Load a segmenter for inference.
 
     Args:
         path: folder of an evaluation, or its `segmenter.safetensors`.
         device: device of the network.
+        trust: import the custom network that the file names. Use only with files from a trusted source.
+        name: import path of the custom network, which allows it to be imported.
 
     Raises:
+        Untrusted: the file names a custom network, and neither `trust` nor the same `name` is given.
         FileNotFoundError: the file does not exist.
         InputError: the file is corrupt, not a segmenter, or of a newer format.
 
@@ -129,6 +135,7 @@ def load_segmenter(path: str | os.PathLike[str], device: torch.device | str = "c
         raise InputError(
             f"{file} has format {about['format']}, this version of cribo reads up to {_FORMAT}: update cribo"
         )
+    check_network(about["backbone"]["name"], file, trust=trust, given=name)
     network = _build(about["backbone"], about["decoder"])
     network.backbone.licences = licences_of(about["backbone"], Licence(source_name(str(path))), file)
     network.load_state_dict(state)
