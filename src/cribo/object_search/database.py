@@ -31,10 +31,11 @@ from jaxtyping import Float, Int
 from cribo.arguments import ConfigError
 from cribo.console import Progress
 from cribo.data.collection import read_named
-from cribo.data.images import DataError, require
+from cribo.data.images import DataError, is_url, require
 from cribo.data.reading import EncodedImage
 from cribo.errors import InputError
 from cribo.lance_loading import load_lance
+from cribo.redaction import masked
 from cribo.retrieval.object_settings import ObjectSettings
 from cribo.retrieval.objects import GridMask, ImageObject
 from cribo.retrieval.source import BackboneSource, portable_source
@@ -247,7 +248,8 @@ class ObjectDatabase:
 
         Args:
             uri: a folder, or a URL of object storage (s3://bucket/name).
-            images: new location of the folder of images, if it was moved after indexing.
+            images: new location of the folder of images, if it was moved after indexing; or its URL, if that has
+                credentials, which are not stored.
 
         Raises:
             DataError: the place contains no database, or one of another format.
@@ -262,6 +264,8 @@ class ObjectDatabase:
                 f"{place} contains no database of objects: create one with cribo index --images DIR --db {place}"
             )
         info = _read_info(place, about)
+        if images is not None and is_url(images):
+            info = dataclasses.replace(info, root=os.fspath(images), images=os.fspath(images))
         return cls(place, info, Path(images or info.root))
 
     @classmethod
@@ -897,7 +901,7 @@ def _read_info(place: str, about: Any) -> DatabaseInfo:
 def _write_info(place: str, info: DatabaseInfo) -> None:
     import pyarrow as pa
 
-    text = json.dumps({"format": _FORMAT, **dataclasses.asdict(info)})
+    text = json.dumps({"format": _FORMAT, **masked(dataclasses.asdict(info))})
     _overwrite(place, _ABOUT, pa.table({"json": [text]}))
 
 

@@ -26,6 +26,7 @@ from cribo.models.backbone import RESERVED_ARGS
 from cribo.models.hub import source_name
 from cribo.models.licences import Licence, licences_of
 from cribo.models.saving import numerics_of
+from cribo.redaction import masked
 
 SEGMENTER_FILE = "segmenter.safetensors"
 """File of the network with the best learning rate of `cribo evaluate segmenter`."""
@@ -88,7 +89,7 @@ def save_segmenter(trained: TrainedSegmenter, path: str | os.PathLike[str]) -> N
 
     def write(part: Path) -> None:
         try:
-            safetensors.torch.save_file(state, part, {_ENTRY: json.dumps(about)})
+            safetensors.torch.save_file(state, part, {_ENTRY: json.dumps(masked(about))})
         except safetensors.SafetensorError as error:
             raise OSError(f"cannot write {path}: {error}") from error
 
