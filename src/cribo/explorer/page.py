@@ -10,6 +10,7 @@ from cribo.explorer.tabs.features import features_tab
 from cribo.explorer.tabs.objects import objects_tab
 from cribo.explorer.tabs.segmenting import segmenting_tab
 from cribo.explorer.tabs.view_pairs import view_pairs_tab
+from cribo.explorer.text import as_text
 from cribo.explorer.uploads import Uploads
 
 _KEPT_SECONDS = 3600  # lifetime of uploaded and shown pictures
@@ -54,9 +55,9 @@ def build_page(contents: Contents, uploads: Uploads) -> gr.Blocks:
         title=f"{contents.title} - cribo", analytics_enabled=False, delete_cache=(_CLEANED_SECONDS, _KEPT_SECONDS)
     ) as page:
         identity = gr.BrowserState(storage_key="cribo-visitor")  # persists across reloads, unlike Gradio's session
-        gr.Markdown(f"# {contents.title}")
+        gr.Markdown(f"# {as_text(contents.title)}")
         for note in contents.notes:
-            gr.Markdown(note)
+            gr.Markdown(as_text(note))
         with gr.Tabs():
             if contents.pairs is not None:
                 with gr.Tab("View pairs") as tab:
