@@ -212,12 +212,13 @@ class _Answer:
             self.is_complete = not message.get("more_body", False)
             await self._send(message)
         elif not self.is_complete:
-            self._page += message.get("body", b"")
+            self._page.extend(message.get("body", b""))
             if not message.get("more_body", False):
                 self.is_complete = True
-                await self._send_page(bytes(self._page))
+                await self._send_page()
 
-    async def _send_page(self, page: bytes) -> None:
+    async def _send_page(self) -> None:
+        page = bytes(self._page or b"")
         if self._is_failed:
             page = f"{_INVALID}\n".encode()
             headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(page)).encode())]
