@@ -6,11 +6,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.logging import RichHandler
 from rich.progress import (
     BarColumn,
@@ -23,8 +23,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.progress import Progress as Bars
+from rich.segment import Segment
 from rich.table import Column
 from rich.text import Text
+
+from cribo.redaction import without_secrets
 
 Progress = Callable[[str, int, int], None]
 """Called with (description, number done, total number)."""
@@ -57,9 +60,17 @@ _LINE_SECONDS = 30.0  # between progress lines without a terminal
 _BAR = 16  # characters
 
 
+class _Masked(Console):
+    """A console that masks secrets in URLs."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment._replace(text=without_secrets(segment.text))
+
+
 def command_console(*, quiet: bool = False) -> Console:
     """Create the console of a command, without Rich markup, since file and class names may contain brackets."""
-    return Console(soft_wrap=True, markup=False, highlight=False, quiet=quiet)
+    return _Masked(soft_wrap=True, markup=False, highlight=False, quiet=quiet)
 
 
 def log_to(console: Console) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cribo.errors import DataError, InputError, MissingData
+from cribo.redaction import masked, without_secrets
 
 # Temporary names of `write_beside`.
 _PART = re.compile(r"\..+\.[0-9a-f]{32}\.part")
@@ -24,19 +25,22 @@ class FolderError(InputError):
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a dictionary as indented JSON, atomically."""
-    write_text(path, json.dumps(content, indent=2) + "\n")
+    """Write a dictionary as indented JSON, atomically, without secrets in URLs."""
+    write_text(path, json.dumps(masked(content), indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write text, atomically."""
-    write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
+    """Write text, atomically, without secrets in URLs.
+
+    All records of commands, sources and errors are written by this function: results are passed on.
+    """
+    write_whole(path, lambda part: part.write_text(without_secrets(text), encoding="utf-8"))
 
 
 def append_json(path: Path, content: dict[str, Any]) -> None:
-    """Append a dictionary as one line of JSON."""
+    """Append a dictionary as one line of JSON, without secrets in URLs."""
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(content) + "\n")
+        file.write(json.dumps(masked(content)) + "\n")
 
 
 def read_json(path: Path) -> Any:

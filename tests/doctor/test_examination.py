@@ -205,6 +205,6 @@ def test_no_credentials_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(Path.home() / "models"))
     facts = filled(examine_environment).facts
     assert "secret" not in str(facts)
-    assert facts["HF_ENDPOINT"] == "https://...@hub.example"
+    assert facts["HF_ENDPOINT"] == "https://***@hub.example"
     assert facts["HF_HOME"] == "~/models"
     assert facts["token of the Hub"] == "set"

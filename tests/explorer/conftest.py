@@ -1,5 +1,6 @@
 """Fixtures: a served page of a collection with known nearest objects, and a browser."""
 
+import html
 import io
 import json
 import os
@@ -149,7 +150,7 @@ class Visitor:
         return {"path": answer.json()[0], "orig_name": file, "meta": {"_type": "gradio.FileData"}}
 
     def ask(self, what: str, *data: Any, event: dict[str, Any] | None = None) -> list[Any]:
-        """Call a function of the page, with the data of an event, and return its result.
+        """Call a function of the page, with the data of an event, and return its result, with texts as they are shown.
 
         Raises:
             Refusal: the page shows an error.
@@ -162,8 +163,9 @@ class Visitor:
                 message = json.loads(line.removeprefix("data:")) if line.startswith("data:") else {}
                 if message.get("msg") == "process_completed":
                     if not message["success"]:
-                        raise Refusal(message["output"].get("error") or "")
-                    return message["output"]["data"]
+                        raise Refusal(html.unescape(message["output"].get("error") or ""))
+                    data = message["output"]["data"]
+                    return [html.unescape(each) if isinstance(each, str) else each for each in data]
         raise AssertionError("no answer")
 
     def picture(self, shown: dict[str, Any]) -> Image.Image:

@@ -254,3 +254,27 @@ def test_every_tab_fits_a_phone(watched: Watched, scheme: str) -> None:
         watched.open(tab)
         expect(page.locator("[role=tabpanel]:visible").first).to_be_visible()
         assert watched.fits, tab
+
+
+def test_names_are_text_and_no_other_scripts_run(watched: Watched) -> None:
+    page = watched.page
+    shutil.rmtree(watched.examples, ignore_errors=True)
+    watched.open("Segment")
+    advice = page.locator("#advice")
+    expect(advice).to_contain_text("Name a class")
+    for name in ("<svg><a href=javascript:x>A", "[B](javascript:y) *b* www.c.d"):
+        page.get_by_label("Name of a new class").fill(name)
+        page.keyboard.press("Enter")
+        expect(page.locator(".painter-classes")).to_contain_text(name)
+        line = 0.2 if name.startswith("<") else 0.8
+        drag(page, (0.1, line), (0.4, line))
+    confirm(page)
+    expect(advice).to_contain_text("patches: <svg><a href=javascript:x>A, [B](javascript:y) *b* www.c.d")
+    expect(page.locator("#advice a")).to_have_count(0)
+    assert watched.errors == []
+    page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=data:, onerror=\"window.ran = 1\">')")
+    page.evaluate("document.body.append(Object.assign(document.createElement('script'), {text: 'window.ran = 1'}))")
+    page.wait_for_timeout(500)
+    assert page.evaluate("window.ran") is None
+    assert any("Content Security Policy" in error for error in watched.errors)
+    watched.errors.clear()

@@ -1,3 +1,4 @@
+import html
 import io
 import json
 import re
@@ -300,14 +301,53 @@ def test_sessions_are_separate_and_bounded(visit: Callable[..., Visitors], monke
     assert "second" not in visitors
 
 
+def test_the_uploads_of_a_visitor_are_bounded(visit: Callable[..., Visitors], monkeypatch: pytest.MonkeyPatch) -> None:
+    visitors = visit()
+    pictures = [noise(number) for number in range(3)]
+    monkeypatch.setattr(segmenting, "_SESSION_BYTES", len(pictures[0]) + len(pictures[1]))
+    session = visitors.session("a")
+    for number in (0, 1, 0):  # an equal picture is kept once
+        session.upload(f"{number}.png", pictures[number], max_pixels=10**6)
+    with pytest.raises(Refused, match="download the examples"):
+        session.upload("2.png", pictures[2], max_pixels=10**6)
+    assert session.nbytes <= len(pictures[0]) + len(pictures[1])
+    visitors.session("b").upload("2.png", pictures[2], max_pixels=10**6)
+
+
+def noise(seed: int) -> bytes:
+    """Return a picture as a PNG."""
+    content = io.BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 255, (32, 32, 3), dtype=np.uint8)).save(content, "PNG")
+    return content.getvalue()
+
+
+def test_names_are_shown_as_text(visit: Callable[..., Visitors], tmp_path: Path) -> None:
+    session = visit(tmp_path / "<b>ex").session("a")
+    name = "<svg><a href=javascript:x>"
+    session.begin()
+    session.name_classes([name])
+    paint(session, "0-red", (0, SQUARE))
+    for text in (session.advice, session.saved):
+        assert "<" not in text
+    assert name in html.unescape(session.advice)
+    assert "<b>ex" in html.unescape(session.saved)
+
+
 def test_the_memory_of_all_visitors_is_bounded(visit: Callable[..., Visitors], monkeypatch: pytest.MonkeyPatch) -> None:
     visitors = visit()
     for name in "abc":
         visitors.session(name).name_classes(["square"])
         paint(visitors.session(name), "0-red", (0, SQUARE))
     monkeypatch.setattr(segmenting, "_MOST_BYTES", 2 * visitors.session("c").nbytes)
+    with pytest.raises(Refused, match="too many visitors"):
+        visitors.session("d")  # nobody's work is lost to a new visitor
+    with pytest.raises(Refused, match="download the examples"):
+        paint(visitors.session("c"), "1-red", (0, SQUARE))  # nor to one with much work
+    assert [name in visitors for name in "abcd"] == [True, True, True, False]
+    monkeypatch.setattr(segmenting, "_IDLE_SECONDS", 0)
     visitors.session("c")
     assert [name in visitors for name in "abc"] == [False, True, True]
+    monkeypatch.setattr(segmenting, "_MOST_BYTES", 2**30)
     monkeypatch.setattr(segmenting, "_MOST_PATCHES", 1)
     with pytest.raises(Refused, match="The memory is full: download the examples"):
         paint(visitors.session("c"), "0-blue", (0, SQUARE))

@@ -292,17 +292,27 @@ def test_a_password_is_required(commands: Commands) -> None:
         assert client.post("/login", data={**wrong, "password": "0" * 100_000}).status_code == 413
         assert client.post("/login", data={**wrong, "password": "open sesame"}).status_code == 200
         assert client.get("/config").status_code == 200
+        assert client.get("/logout").status_code == 405  # as from a link on another page
+        assert client.get("/config").status_code == 200
+        assert client.post("/logout").status_code == 302
+        assert client.get("/config").status_code == 401
+        assert client.post("/login", data={**wrong, "password": "open sesame"}).status_code == 200
         assert client.post("/gradio_api/upload", files={"files": ("picture.png", picture)}).status_code == 200
     finally:
         served.stop()
 
 
-def test_only_pages_for_other_machines_need_a_password(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_pages_for_other_machines_need_a_password(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[str | None] = []
     monkeypatch.setattr("cribo.explorer.run.explore", lambda *given, password, **named: asked.append(password))
     for words in ([], ["--host", "0.0.0.0"], ["--host", "0.0.0.0", "--no_password"], ["--host", "::1"]):
         assert main(["explore", "--backbone", "mean-colour", *words]) == 0
-    local, others, open_to_all, also_local = asked
+    monkeypatch.setenv("CRIBO_PASSWORD", "of the environment")
+    (tmp_path / "password").write_text("of a file\n")
+    for words in ([], ["--password_file", str(tmp_path / "password")], ["--no_password"], ["--password", "given"]):
+        assert main(["explore", "--backbone", "mean-colour", *words]) == 0
+    assert asked[4:] == ["of the environment", "of a file", None, "given"]
+    local, others, open_to_all, also_local = asked[:4]
     assert local is open_to_all is also_local is None
     assert others is not None
     assert len(others) >= 12
@@ -332,6 +342,10 @@ def test_contents_are_required(refused: Callable[..., str], tmp_path: Path) -> N
     assert "no images in" in refused("--backbone", "mean-colour", "--images", str(tmp_path))
     assert "limit must be >= 0, got -1" in refused("--backbone", "mean-colour", "--limit", "-1")
     assert "exclude each other" in refused("--backbone", "mean-colour", "--password", "x", "--no_password")
+    (tmp_path / "empty").write_text("\n")
+    for words in (["--password", ""], ["--password", " "], ["--password_file", str(tmp_path / "empty")]):
+        assert f"{words[0]} must not be empty" in refused("--backbone", "mean-colour", *words)
+    assert "--password_file" in refused("--backbone", "mean-colour", "--password_file", str(tmp_path / "none"))
     assert "max_megabytes must be > 0, got 0" in refused("--backbone", "mean-colour", "--max_megabytes", "0")
 
 

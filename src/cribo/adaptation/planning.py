@@ -31,6 +31,7 @@ from cribo.pretraining.presets import load_config
 from cribo.pretraining.recorded import check_run_config, names_in, read_run_config
 from cribo.pretraining.run import Run, pretrain
 from cribo.pretraining.session import Session, check_packages, open_source
+from cribo.redaction import masked
 from cribo.training.loggers import require_logins
 from cribo.wording import command_line, counted
 
@@ -100,7 +101,7 @@ def record_options(path: Path, config: AdaptConfig | DistillConfig) -> None:
     Raises:
         ConfigError: an option that affects the result has changed.
     """
-    options = json.loads(json.dumps(asdict(config)))
+    options = json.loads(json.dumps(masked(asdict(config))))
     if path.is_file():
         before = json.loads(path.read_text(encoding="utf-8"))
         free = {"logger", "workers", "device"}

@@ -1,6 +1,8 @@
 """`cribo explore`: a web page to inspect a run or a collection."""
 
+import os
 import secrets
+from pathlib import Path
 
 from rich.console import Console
 
@@ -23,15 +25,21 @@ as colours, and labelling of images from a few painted examples.
                                                         label examples for cribo segment by painting
 
 The page is served to this machine only (127.0.0.1). With --host 0.0.0.0, other machines can open it with a password,
-which is printed. Nothing is sent to, or loaded from, other servers. Ctrl-C stops the server.
+which is printed. A password of your own is best read from a file (--password_file) or from the environment variable
+CRIBO_PASSWORD: other users of this machine can see the arguments of commands. Nothing is sent to, or loaded from,
+other servers. Ctrl-C stops the server.
 """
 
 LESS_MEMORY = "lower --max_megapixels, or use --device cpu"
 
 
+PASSWORD = "CRIBO_PASSWORD"
+"""Environment variable with the password of the page."""
+
+
 def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    from cribo.arguments import ConfigError, Parser
+    from cribo.arguments import Parser
     from cribo.explorer.config import ExploreConfig, Limits
 
     parser = Parser(
@@ -44,8 +52,12 @@ def run(words: list[str], console: Console) -> None:
     parser.add_argument("--host", type=str, default="127.0.0.1", help="0.0.0.0 allows other machines to open the page")
     parser.add_argument("--port", type=int, default=7860, help="port of the page; 0 takes a free one")
     parser.add_argument(
-        "--password", type=str, help="password of the page; with a --host other than this machine, random by default"
+        "--password",
+        type=str,
+        help="password of the page, visible in the list of processes: --password_file or the environment variable "
+        f"{PASSWORD} hides it; with a --host other than this machine, random by default",
     )
+    parser.add_argument("--password_file", type=Path, help="file whose first line is the password of the page")
     parser.add_argument("--no_password", action="store_true", help="allow access to the page without a password")
     parser.add_class_arguments(Limits)
     add_optional_backbone(
@@ -61,13 +73,34 @@ def run(words: list[str], console: Console) -> None:
         backbone=optional_backbone(parsed),
         trust=parsed.backbone.trust,
     )
-    if parsed.no_password and parsed.password is not None:
-        raise ConfigError("--password and --no_password exclude each other: omit one of them")
+    password = _password(parsed.password, parsed.password_file, none=parsed.no_password)
     with importing(console):
         from cribo.explorer.run import explore
         from cribo.explorer.server import is_loopback
 
-    password = parsed.password
     if password is None and not parsed.no_password and not is_loopback(parsed.host):
         password = secrets.token_urlsafe(9)
     explore(config, host=parsed.host, port=parsed.port, limits=limits, console=console, password=password)
+
+
+def _password(given: str | None, file: Path | None, *, none: bool) -> str | None:
+    """Return the password of the options or of the environment variable; None if there is none."""
+    from cribo.arguments import ConfigError
+
+    options = {"--password": given, "--password_file": file, "--no_password": none or None}
+    named = [name for name, value in options.items() if value is not None]
+    if len(named) > 1:
+        raise ConfigError(f"{named[0]} and {named[1]} exclude each other: omit one of them")
+    if none:
+        return None
+    source = named[0] if named else PASSWORD
+    if file is not None:
+        try:
+            given = next(iter(file.expanduser().read_text(encoding="utf-8").splitlines()), "")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read --password_file {file}: {error}") from error
+    elif given is None:
+        given = os.environ.get(PASSWORD)
+    if given is not None and not given.strip():
+        raise ConfigError(f"{source} must not be empty: give a password, or use --no_password")
+    return given

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from cribo.errors import InputError, MissingPackage, Stopped
 from cribo.processes import is_first_process
+from cribo.redaction import mask_messages, without_secrets
 from cribo.wording import counted, nearest
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def run_command(
     from cribo.console import command_console, log_to
 
     name = f"cribo {name}"
+    mask_messages()
     console = command_console(quiet=not is_first_process())
     log_to(console)
     try:
@@ -87,7 +89,7 @@ def run_command(
         return _failed(name, f"interrupted; {what}", 130) if is_first_process() else 130
     except Exception as error:
         if DEBUG in words:
-            traceback.print_exc()
+            print(without_secrets(traceback.format_exc()), end="", file=sys.stderr)
         if isinstance(error, Stopped):
             # Other ranks exit 0; otherwise the launcher would report a crash.
             return 0 if error.everywhere and not is_first_process() else _failed(name, error, error.status)
@@ -114,7 +116,7 @@ def _request_for_report(name: str) -> str:
 
 
 def _failed(name: str, error: object, status: int) -> int:
-    print(f"{name}: {error}", file=sys.stderr)
+    print(without_secrets(f"{name}: {error}"), file=sys.stderr)
     return status
 
 

@@ -41,6 +41,7 @@ from cribo.data.storage import (
     require_answer,
 )
 from cribo.data.tars import INDEX
+from cribo.redaction import is_masked, without_secrets
 from cribo.wording import enumerated
 
 _STATE_READERS = 16  # for storage with a high latency
@@ -305,6 +306,8 @@ def read_named(source: str | os.PathLike[str], name: str, column: str | None = N
         ShardError: a shard cannot be read, or object storage failed repeatedly.
     """
     place = _joined(source, "")
+    if is_masked(name) and place.endswith(".txt") and not is_url(place):
+        name = next((url for _, url in read_list(Path(place)) if without_secrets(url) == name), name)
     is_file = posixpath.splitext(place)[1].lower() in (".txt", SUFFIX, PARQUET)
     folder = posixpath.dirname(place) if is_file else place.rstrip("/")
     location = located(folder or ".", name)

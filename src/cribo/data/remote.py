@@ -21,6 +21,7 @@ from cribo.data.images import (
 from cribo.data.limits import MAX_PIXELS
 from cribo.data.reading import EncodedImage, FileState
 from cribo.data.storage import file_state, list_folder, list_tree, read_file, with_sizes
+from cribo.redaction import without_secrets
 
 if TYPE_CHECKING:
     from jaxtyping import Int64
@@ -54,13 +55,13 @@ class RemoteImages(EncodedImages):
         return len(self.names)
 
     def name(self, index: int) -> str:
-        """Return the path of an image relative to the root, or its URL."""
-        return self.names[index]
+        """Return the path of an image relative to the root, or its URL without secrets."""
+        return without_secrets(self.names[index])
 
     def read(self, index: int) -> EncodedImage:
         """Read an image; raises OSError if it is gone, and ShardError if the storage failed repeatedly."""
         name = self.names[index]
-        return EncodedImage(name, read_file(located(self.root, name)))
+        return EncodedImage(without_secrets(name), read_file(located(self.root, name)))
 
     def state(self, index: int) -> FileState:
         """Return size and modification time of an image when it was listed, or now if it was not."""

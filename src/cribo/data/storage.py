@@ -21,6 +21,7 @@ from cribo.data.images import DataError, MissingData, is_url
 from cribo.data.reading import FileState
 from cribo.errors import MissingPackage, Stopped
 from cribo.installation import install_command
+from cribo.redaction import is_masked, without_secrets
 
 log = logging.getLogger("cribo")
 T = TypeVar("T")
@@ -79,9 +80,11 @@ def file_system(url: str) -> tuple[Any, str]:
     Credentials and endpoints come from the environment.
 
     Raises:
-        DataError: the URL's scheme is unknown.
+        DataError: the URL's scheme is unknown, or its secrets are masked.
         ImportError: the URL's scheme needs a package that is not installed.
     """
+    if is_masked(url):
+        raise DataError(f"the credentials of {url} are not stored with results: give the complete URL again")
     # fsspec caches instances per process, since connections and event loops do not survive a fork.
     from fsspec.core import url_to_fs
 
@@ -389,7 +392,7 @@ ShardStore = LocalShards | RemoteShards
 
 
 def _key(place: str) -> str:
-    return hashlib.sha256(os.fsencode(place)).hexdigest()[:16]
+    return hashlib.sha256(os.fsencode(without_secrets(place))).hexdigest()[:16]  # a token may change
 
 
 class ShardCache:

@@ -4,13 +4,13 @@ import importlib
 import importlib.metadata
 import os
 import platform
-import re
 import sys
 import traceback
 from pathlib import Path
 
 from cribo.doctor.findings import Section, described, short
 from cribo.installation import PACKAGE
+from cribo.redaction import without_secrets
 
 _LIBRARIES = ("torch", "torchvision", "timm", "lightning", "numpy")
 
@@ -80,19 +80,9 @@ def examine_environment(section: Section) -> None:
     """Add the environment variables that are set, without credentials."""
     for name in _VARIABLES:
         if (value := os.environ.get(name)) is not None:
-            section.facts[name] = without_credentials(":".join(short(part) for part in value.split(os.pathsep)))
+            section.facts[name] = without_secrets(":".join(short(part) for part in value.split(os.pathsep)))
     section.note("token of the Hub", lambda: "set" if _has_token() else "none: only public models can be loaded")
     section.check(_offline)
-
-
-def without_credentials(text: str) -> str:
-    """Remove user names and passwords from URLs.
-
-    Example:
-        >>> without_credentials("https://me:secret@hub.example/models")
-        'https://...@hub.example/models'
-    """
-    return re.sub(r"://[^/@\s]+@", "://...@", text)
 
 
 def _has_token() -> bool:

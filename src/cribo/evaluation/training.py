@@ -27,6 +27,7 @@ from cribo.evaluation.runtime import TrainingRuntime
 from cribo.files import remove_parts, write_json
 from cribo.folders import MARKER, ResultFolder, describe_changes, flat, require_same
 from cribo.processes import end_with_launcher, is_first_process
+from cribo.redaction import masked
 from cribo.training.checkpoints import Checkpoints, checkpoint_files, resume_point
 from cribo.training.events import open_loggers
 from cribo.training.folder import RUN_LOCK, claim, open_on_all_ranks
@@ -223,7 +224,7 @@ def evaluation_folder(
     end_with_launcher()
     require_launched(runtime.devices, runtime.num_nodes)
     require_loggers(runtime.logger)
-    settings = json.loads(json.dumps(settings))
+    settings = json.loads(json.dumps(masked(settings)))
     with (
         ExitStack() as last,
         open_on_all_ranks(
@@ -256,7 +257,7 @@ def is_evaluation_of(folder: Path, settings: dict[str, Any]) -> bool:
         begun = _read_settings(folder)
     except (OSError, ValueError):
         return False
-    return begun == json.loads(json.dumps(settings)) and not (folder / RESULTS).exists()
+    return begun == json.loads(json.dumps(masked(settings))) and not (folder / RESULTS).exists()
 
 
 def _settings_of(folder: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from cribo.explorer.segmenting import Visitors
 from cribo.object_search import DatabaseInfo, ObjectDatabase, ObjectSettings, index_images
 from cribo.pretraining.files import CONFIG
 from cribo.probes.fitting import default_blocks
+from cribo.redaction import without_secrets
 from cribo.retrieval import BackboneSource, backbone_encoder
 from cribo.retrieval.encoders import blocks_encoder, open_network
 from cribo.segmentation import probe_encoder
@@ -130,7 +131,8 @@ def _network_of(run: Path) -> str | None:
 
 def _title(config: ExploreConfig) -> str:
     source = None if config.backbone is None else config.backbone.source
-    names = [str(Path(str(given)).name or given) for given in (config.run, config.db, source) if given is not None]
+    given = (without_secrets(str(one)) for one in (config.run, config.db, source) if one is not None)
+    names = [Path(one).name or one for one in given]
     return " · ".join(dict.fromkeys(names))
 
 

@@ -1,4 +1,4 @@
-"""Security middleware of the server: checks hosts, origins, file references and sizes of requests.
+"""Security middleware of the server: checks hosts, origins, file references, sizes and logins; writes the policy.
 
 Gradio restricts the files that it serves, uvicorn adds the headers in `HEADERS`, and Starlette limits JSON bodies. The
 other checks are implemented here, because existing middleware does not cover them:
@@ -6,16 +6,24 @@ other checks are implemented here, because existing middleware does not cover th
 - `TrustedHostMiddleware` cannot allow all IP addresses, which are needed in a container or behind a router.
 - `CORSMiddleware` prevents other origins from reading responses, but not from sending requests.
 - Gradio fetches URLs given instead of an uploaded file, and does not limit the total size of uploads.
+- Gradio does not limit logins, ends all sessions by a link, and answers malformed requests with errors of the server.
 
 The checks do not depend on Gradio's route names, except that only two routes accept bodies other than JSON.
 """
 
 import ipaddress
 import json
+import logging
 import re
+import time
+from base64 import b64encode
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from hashlib import sha256
 from http import HTTPStatus
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,17 +36,24 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cribo.explorer.uploads import Uploads
 
+log = logging.getLogger("cribo")
+
 _UPLOAD = "/gradio_api/upload"
-_LOGIN = "/login"
+_LOGIN, _LOGOUT = "/login", "/logout"
 _JSON_BYTES = 2**20
 _FORM_BYTES = 2**16  # of a form, without its file
+_LOGIN_SECONDS = 60
+_LOGINS, _ALL_LOGINS = 10, 200  # failed logins of an address, and in total
+_INVALID = "Invalid request."
 
-# `unsafe-*`, because the image editor compiles code, and the page has inline scripts. No other servers are
-# allowed.
+_SCRIPT = re.compile(rb"<script\b[^>]*>(.*?)</script\s*>", re.DOTALL | re.IGNORECASE)
+
+# `unsafe-eval`, because gr.HTML compiles the code of the editor; inline styles, because Gradio's components have them.
+# Of inline scripts, only those that the server wrote are allowed, by their hashes. No other servers are allowed.
 _POLICY = "; ".join(
     (
         "default-src 'self'",
-        "script-src 'self' 'unsafe-inline' 'unsafe-eval'",
+        "script-src 'self' 'unsafe-eval' {scripts}",
         "style-src 'self' 'unsafe-inline'",
         "img-src 'self' data: blob:",
         "font-src 'self' data:",
@@ -53,18 +68,17 @@ _POLICY = "; ".join(
     )
 )
 HEADERS = [
-    ("content-security-policy", _POLICY),
     ("referrer-policy", "no-referrer"),
     ("x-content-type-options", "nosniff"),
     ("x-frame-options", "DENY"),
 ]
-"""Headers of every response."""
+"""Headers of every response; `Guard` adds the Content-Security-Policy."""
 
 
 class _Denied(Exception):
-    def __init__(self, status: HTTPStatus, reason: str) -> None:
+    def __init__(self, status: HTTPStatus, reason: str, headers: Mapping[str, str] = MappingProxyType({})) -> None:
         super().__init__(reason)
-        self.status = status
+        self.status, self.headers = status, headers
 
 
 class Guard:
@@ -83,7 +97,7 @@ class Guard:
         self._uploads = uploads
         self._hosts = hosts
         self._upload = _UploadQuota(app, uploads, folder_bytes)
-        self._login = RequestBodyLimitMiddleware(app, _FORM_BYTES)
+        self._logins = _LoginLimit(RequestBodyLimitMiddleware(app, _FORM_BYTES))
         self._json = RequestBodyLimitMiddleware(self._with_own_files, _JSON_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,18 +107,29 @@ class Guard:
             return
         try:
             self._require_own_page(scope)
+            send = _Answer(scope, send)
+            if scope["path"].rstrip("/") == _LOGOUT:
+                scope = _logout(scope)
             if scope["method"] in ("GET", "HEAD", "OPTIONS"):
                 await self._app(scope, receive, send)
-            elif scope["path"] == _UPLOAD:
+            elif scope["path"].rstrip("/") == _UPLOAD:
                 await self._upload(scope, receive, send)
-            elif scope["path"] == _LOGIN:
-                await self._login(scope, receive, send)
+            elif scope["path"].rstrip("/") == _LOGIN:
+                await self._logins(scope, receive, send)
             else:
                 await self._json(scope, receive, send)
         except _Denied as error:
             # Part of the body may be unread, so the connection cannot be reused.
-            response = PlainTextResponse(f"{error}\n", error.status, headers={"connection": "close"})
+            response = PlainTextResponse(f"{error}\n", error.status, headers={"connection": "close", **error.headers})
             await response(scope, receive, send)
+        except MultiPartException as error:  # Gradio has not read the upload
+            await PlainTextResponse(f"{error.message}\n", HTTPStatus.REQUEST_ENTITY_TOO_LARGE)(scope, receive, send)
+        except Exception as error:  # Gradio does not check the types of all values
+            if isinstance(send, _Answer) and send.is_complete:
+                return
+            log.info("invalid request: %s %s (%s)", scope["method"], scope["path"][:200], type(error).__name__)
+            if not (isinstance(send, _Answer) and send.has_started):
+                await PlainTextResponse(_INVALID, HTTPStatus.BAD_REQUEST)(scope, receive, send)
 
     def _require_own_page(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
@@ -153,6 +178,118 @@ class Guard:
         elif isinstance(value, list):
             for part in value:
                 self._require_own_files(part)
+
+
+class _Answer:
+    """Sends a response with the Content-Security-Policy; errors of the server become `_INVALID`.
+
+    A page is sent once it is complete, since its policy has the hashes of its inline scripts.
+
+    Args:
+        scope: the request.
+        send: sends to the client.
+    """
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._send = send
+        self._start: Message = {}
+        self._page: bytearray | None = None
+        self._is_failed = False
+        self.has_started = self.is_complete = False
+        if scope["method"] in ("GET", "HEAD") and b"text/html" in dict(scope["headers"]).get(b"accept", b""):
+            scope["headers"] = [header for header in scope["headers"] if header[0] != b"accept-encoding"]
+
+    async def __call__(self, message: Message) -> None:
+        """Send one message."""
+        if message["type"] == "http.response.start":
+            headers = Headers(raw=message["headers"])
+            self._is_failed = message["status"] >= 500 and message["status"] != HTTPStatus.SERVICE_UNAVAILABLE
+            is_page = headers.get("content-type", "").startswith("text/html") and "content-encoding" not in headers
+            self._start, self._page = message, bytearray() if is_page or self._is_failed else None
+            if self._page is None:
+                await self._begin([])
+        elif self._page is None:
+            self.is_complete = not message.get("more_body", False)
+            await self._send(message)
+        elif not self.is_complete:
+            self._page.extend(message.get("body", b""))
+            if not message.get("more_body", False):
+                self.is_complete = True
+                await self._send_page()
+
+    async def _send_page(self) -> None:
+        page = bytes(self._page or b"")
+        if self._is_failed:
+            page = f"{_INVALID}\n".encode()
+            headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(page)).encode())]
+            self._start = {**self._start, "status": int(HTTPStatus.BAD_REQUEST), "headers": headers}
+        scripts = dict.fromkeys(b64encode(sha256(script).digest()).decode() for script in _SCRIPT.findall(page))
+        await self._begin(f"'sha256-{script}'" for script in scripts)
+        await self._send({"type": "http.response.body", "body": page})
+
+    async def _begin(self, scripts: Iterable[str]) -> None:
+        policy = (b"content-security-policy", _POLICY.format(scripts=" ".join(scripts)).encode())
+        self.has_started = True
+        await self._send({**self._start, "headers": [*self._start["headers"], policy]})
+
+
+def _logout(scope: Scope) -> Scope:
+    """Return the request for Gradio that ends one session, which links of other pages cannot send."""
+    if scope["method"] != "POST":
+        raise _Denied(HTTPStatus.METHOD_NOT_ALLOWED, "Logging out requires a POST request.", {"allow": "POST"})
+    return {**scope, "method": "GET", "query_string": b"all_session=false"}
+
+
+class _LoginLimit:
+    """ASGI middleware that limits failed logins per minute, of an address and in total.
+
+    The limit in total does not apply to an address that has logged in before, so that attempts of others do not lock
+    it out; that of an address ends after a minute.
+
+    Args:
+        app: the wrapped application.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._failed: deque[tuple[float, str]] = deque()
+        self._trusted: OrderedDict[str, None] = OrderedDict()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one login."""
+        address, now = _network_of(scope), time.monotonic()
+        while self._failed and now - self._failed[0][0] > _LOGIN_SECONDS:
+            self._failed.popleft()
+        own = sum(other == address for _, other in self._failed)
+        if own >= _LOGINS or (len(self._failed) >= _ALL_LOGINS and address not in self._trusted):
+            raise _Denied(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                f"Too many failed logins: try again in {_LOGIN_SECONDS} seconds.",
+                {"retry-after": str(_LOGIN_SECONDS)},
+            )
+        attempt = (now, address)
+        self._failed.append(attempt)  # until it succeeds; otherwise concurrent attempts would not count
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] < 400:
+                with suppress(ValueError):
+                    self._failed.remove(attempt)
+                self._trusted[address] = None
+                while len(self._trusted) > _ALL_LOGINS:
+                    self._trusted.popitem(last=False)
+            await send(message)
+
+        await self._app(scope, receive, counted)
+
+
+def _network_of(scope: Scope) -> str:
+    """Return the address of a client; for IPv6, its network, which one client can have as a whole."""
+    host = (scope.get("client") or ("", 0))[0]
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    return str(ipaddress.ip_network((address, 64), strict=False)) if address.version == 6 else host
 
 
 class _UploadQuota:
@@ -210,7 +347,7 @@ class _UploadQuota:
             )
         if total > self._folder_bytes:
             raise _Denied(
-                HTTPStatus.INSUFFICIENT_STORAGE,
+                HTTPStatus.TOO_MANY_REQUESTS,
                 f"The uploads exceed {self._folder_bytes / 1e6:.0f} MB in total; they are deleted after an hour: try "
                 "again later.",
             )

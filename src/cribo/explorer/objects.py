@@ -13,6 +13,7 @@ from torch import Tensor
 from cribo.explorer.collection import Collection
 from cribo.explorer.network import SharedEncoder
 from cribo.explorer.pictures import SHOWN, as_shown
+from cribo.explorer.text import as_text
 from cribo.explorer.uploads import Refused
 from cribo.object_search import FoundObject, ImageObject, extract_objects
 from cribo.painting import outline_region
@@ -167,12 +168,12 @@ def query_sentence(query: QueryImage, number: int, found: Sequence[FoundObject])
     """Describe the result of a search."""
     chosen = query.object(number)
     what = (
-        f"Object {chosen.number} of {len(query.objects)} in {query.name} (counted from 0, largest first), "
+        f"Object {chosen.number} of {len(query.objects)} in {as_text(query.name)} (counted from 0, largest first), "
         f"{chosen.share:.0%} of the image."
     )
     if not found:
         return f"{what} No matches: the collection has no other images."
-    return f"{what} The nearest object is in {found[0].image}, cosine similarity {found[0].similarity:.2f}."
+    return f"{what} The nearest object is in {as_text(found[0].image)}, cosine similarity {found[0].similarity:.2f}."
 
 
 def _within(place: float, pixels: int) -> int:

@@ -1,5 +1,6 @@
 """Layout of the page: title, notes and tabs."""
 
+import logging
 from typing import Any
 
 import gradio as gr
@@ -10,7 +11,10 @@ from cribo.explorer.tabs.features import features_tab
 from cribo.explorer.tabs.objects import objects_tab
 from cribo.explorer.tabs.segmenting import segmenting_tab
 from cribo.explorer.tabs.view_pairs import view_pairs_tab
+from cribo.explorer.text import as_text
 from cribo.explorer.uploads import Uploads
+
+log = logging.getLogger("cribo")
 
 _KEPT_SECONDS = 3600  # lifetime of uploaded and shown pictures
 _CLEANED_SECONDS = 300
@@ -37,6 +41,19 @@ _STYLE = """
 """
 
 
+class _Page(gr.Blocks):
+    """A page that reports malformed data of a request in one line, as `show_errors` does for errors of functions."""
+
+    async def process_api(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        try:
+            return await super().process_api(*args, **kwargs)
+        except gr.Error:
+            raise
+        except Exception as error:
+            log.info("invalid request: %s", type(error).__name__)
+            raise gr.Error("Invalid request.", print_exception=False) from error
+
+
 def look() -> dict[str, Any]:
     """Return the theme and style of the page, with system fonts only, since nothing is downloaded."""
     theme = themes.Default(primary_hue="indigo", font=list(_FONTS), font_mono=list(_MONOSPACE))
@@ -50,13 +67,13 @@ def build_page(contents: Contents, uploads: Uploads) -> gr.Blocks:
         contents: contents to show.
         uploads: folder and limits of uploaded pictures.
     """
-    with gr.Blocks(
+    with _Page(
         title=f"{contents.title} - cribo", analytics_enabled=False, delete_cache=(_CLEANED_SECONDS, _KEPT_SECONDS)
     ) as page:
         identity = gr.BrowserState(storage_key="cribo-visitor")  # persists across reloads, unlike Gradio's session
-        gr.Markdown(f"# {contents.title}")
+        gr.Markdown(f"# {as_text(contents.title)}")
         for note in contents.notes:
-            gr.Markdown(note)
+            gr.Markdown(as_text(note))
         with gr.Tabs():
             if contents.pairs is not None:
                 with gr.Tab("View pairs") as tab:

@@ -6,6 +6,7 @@ import logging
 import re
 import tempfile
 import threading
+import time
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ from cribo.explorer.example_folder import ExampleFolder, ExistingLabels, Written
 from cribo.explorer.images import FolderImages, PageImage, bounded
 from cribo.explorer.network import SharedEncoder
 from cribo.explorer.painting import Painting, from_runs, to_runs
+from cribo.explorer.text import as_text
 from cribo.explorer.uploads import Refused
 from cribo.probes.fitting import Choice, FittedProbe, Probe, candidate_probes, default_probe
 from cribo.segmentation import SegmentationMemory, SegmentationSettings
@@ -49,7 +51,9 @@ _TILE = 256  # longer side of a small picture, in pixels
 _TRIED = 8  # pictures, in search of one that can be read
 _MOST_PATCHES = 65_536  # of the examples of a visitor
 _MOST_VISITORS = 32
+_SESSION_BYTES = 256 * 2**20
 _MOST_BYTES = 2 * 2**30  # of all visitors
+_IDLE_SECONDS = 1800  # after which the work of a visitor is removed if another one needs the memory
 _SUFFIXES = {
     "JPEG": ".jpg",
     "MPO": ".jpg",
@@ -84,6 +88,7 @@ class Session:
         classes: names of the classes.
         current: key of the image to paint on; None if there is none.
         unsaved: why examples are not saved, by key.
+        limit_bytes: limit of `nbytes` for uploads and new paintings.
 
     Raises:
         DataError: the folder contains an invalid example.
@@ -101,6 +106,7 @@ class Session:
         self.current: str | None = None
         self._opened = 0  # times that an image was shown
         self.unsaved: dict[str, str] = {}
+        self.limit_bytes = _SESSION_BYTES
         self._encoder, self._candidates, self._folder = encoder, candidates, folder
         self._memory = empty_memory(encoder)
         self._choice = Choice(probe_of(encoder), 1.0, None, None, {}, "")
@@ -120,6 +126,14 @@ class Session:
         uploads = [image.source for image in self._own.values() if isinstance(image.source, EncodedImage)]
         paintings = sum(painting.nbytes for painting in self._paintings.values())
         return self._memory.nbytes + paintings + sum(len(upload.content) for upload in uploads)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to lose: no class, painting or upload that is not in the folder of examples."""
+        uploads = any(isinstance(image.source, EncodedImage) for image in self._own.values())
+        saved = self._folder is not None and not self.unsaved
+        unsaved = (p for p in self._paintings.values() if p.is_changed or (p.confirmed is not None and not saved))
+        return not uploads and not any(unsaved) and (saved or not self.classes)
 
     @property
     def examples(self) -> list[str]:
@@ -173,7 +187,7 @@ class Session:
             max_pixels: maximum number of pixels.
 
         Raises:
-            Refused: the file is not an image, or has too many pixels.
+            Refused: the file is not an image, has too many pixels, or the session is full.
         """
         try:
             with open_header(EncodedImage(name, content), max_pixels=max_pixels) as image:
@@ -184,8 +198,18 @@ class Session:
         sent = PageImage(stem + suffix, EncodedImage(stem + suffix, content), max_pixels)
         with self._lock:
             key = next((key for key, image in self._own.items() if image == sent), f"u{len(self._own)}")
+            if key not in self._own:
+                self._require_room(len(content))
             self._own[key] = sent
             self.open(key)
+
+    def _require_room(self, more: int) -> None:
+        """Raise Refused if the session would have more than `limit_bytes`."""
+        if self.nbytes + more > self.limit_bytes:
+            raise Refused(
+                f"Your pictures and paintings exceed {max(0, self.limit_bytes) / 2**20:.0f} MiB: download the "
+                "examples, and label the other images with cribo segment."
+            )
 
     def begin(self) -> None:
         """Show the first picture, unless one is shown or there is none."""
@@ -288,10 +312,12 @@ class Session:
             runs: the labels (see `from_runs`).
 
         Raises:
-            Refused: the painting does not have the size of the image, or contains unknown classes.
+            Refused: the painting does not have the size of the image, contains unknown classes, or the session is full.
         """
         with self._lock:
             labels = from_runs(runs, bounded(*self.image(key).size, SHOWN), len(self.classes))
+            if key not in self._paintings:
+                self._require_room(2 * labels.nbytes)
             painting = self._paintings.setdefault(key, Painting(labels, time))
             if time >= painting.time:
                 painting.labels, painting.time = labels, time
@@ -459,7 +485,7 @@ class Session:
 
     @property
     def advice(self) -> str:
-        """The examples so far, and what to do next."""
+        """The examples so far, and what to do next, as Markdown."""
         count, present = len(self.examples), self._present
         if self.current is None:
             return "Upload a picture to paint on."
@@ -472,7 +498,7 @@ class Session:
             return (
                 "No examples yet: paint parts of two classes or more and confirm. Then the next pictures are labelled."
             )
-        summary = f"{count} example{'s' * (count > 1)}, {self._memory.patches} patches: {', '.join(present)}."
+        summary = f"{count} example{'s' * (count > 1)}, {self._memory.patches} patches: {as_text(', '.join(present))}."
         if len(present) == 1:
             return f"{summary} Paint a second class: with a single class, all pixels are assigned to it."
         if count == 1 or self._choice.expected is None:
@@ -482,7 +508,7 @@ class Session:
 
     @property
     def saved(self) -> str:
-        """Whether the examples are saved, as text; empty without examples."""
+        """Whether the examples are saved, as Markdown; empty without examples."""
         if not self.examples:
             return ""
         if self._folder is None:
@@ -490,13 +516,16 @@ class Session:
                 "The examples are kept until the server stops: download them, or start the page with `--examples DIR`."
             )
         if not self.unsaved:
-            return f"All examples are saved in {self._folder}."
+            return f"All examples are saved in {as_text(self._folder)}."
         reasons = ", ".join(f"{self.image(key).name} ({reason})" for key, reason in self.unsaved.items())
-        return f"Not saved in {self._folder}: {reasons}."
+        return f"Not saved in {as_text(self._folder)}: {as_text(reasons)}."
 
 
 class Visitors:
     """Sessions of the most recently active visitors.
+
+    Their number and their total memory are bounded. The names of sessions come from browsers, so a visitor could send
+    any number of them: sessions with work are removed for others only after half an hour without a request.
 
     Args:
         encoder: the shared encoder.
@@ -514,6 +543,7 @@ class Visitors:
             self._candidates = Candidates(images, empty_memory(encoder).encoder, probe_of(encoder).blocks)
         self._lock = threading.Lock()
         self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._active: dict[str, float] = {}  # time of the last request of each session
 
     def __len__(self) -> int:
         """Return the number of sessions."""
@@ -532,16 +562,31 @@ class Visitors:
         Session(self._encoder, self._candidates, self._folder, progress=progress)
 
     def session(self, visitor: str) -> Session:
-        """Return the session of a visitor, which is new if there is none."""
+        """Return the session of a visitor, which is new if there is none.
+
+        Raises:
+            Refused: there are too many visitors.
+        """
         if self._candidates is not None:
             self._candidates.start()
         session = self._sessions.get(visitor) or Session(self._encoder, self._candidates, self._folder)
         with self._lock:
+            while len(self) + (visitor not in self) > _MOST_VISITORS or self._nbytes() > _MOST_BYTES:
+                others = [name for name in self._sessions if name != visitor]
+                removed = next((name for name in others if self._may_be_removed(name)), None)
+                if removed is None and visitor in self:
+                    break
+                if removed is None:
+                    raise Refused("The page has too many visitors: try again in half an hour.")
+                del self._sessions[removed], self._active[removed]
             session = self._sessions.setdefault(visitor, session)
             self._sessions.move_to_end(visitor)
-            while len(self) > 1 and (len(self) > _MOST_VISITORS or self._nbytes() > _MOST_BYTES):
-                self._sessions.popitem(last=False)
+            self._active[visitor] = time.monotonic()
+            session.limit_bytes = min(_SESSION_BYTES, _MOST_BYTES - self._nbytes() + session.nbytes)
             return session
+
+    def _may_be_removed(self, visitor: str) -> bool:
+        return self._sessions[visitor].is_empty or time.monotonic() - self._active[visitor] > _IDLE_SECONDS
 
     @contextmanager
     def working(self, visitor: str) -> Iterator[Session]:

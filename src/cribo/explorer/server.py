@@ -129,7 +129,7 @@ def serve(
         max_file_size=uploads.limits.bytes,
         blocked_paths=[],
         auth=None if password is None else (USER, password),
-        auth_message=f"The user name is {USER}. The password was printed by the command that started the server.",
+        auth_message=f"The user name is {USER}. The password was given to the server, or printed by it, at its start.",
         **look,  # pyright: ignore[reportArgumentType]
     )
     config = uvicorn.Config(

@@ -31,10 +31,11 @@ from jaxtyping import Float, Int
 from cribo.arguments import ConfigError
 from cribo.console import Progress
 from cribo.data.collection import read_named
-from cribo.data.images import DataError, require
+from cribo.data.images import DataError, is_url, require
 from cribo.data.reading import EncodedImage
 from cribo.errors import InputError
 from cribo.lance_loading import load_lance
+from cribo.redaction import masked
 from cribo.retrieval.object_settings import ObjectSettings
 from cribo.retrieval.objects import GridMask, ImageObject
 from cribo.retrieval.source import BackboneSource, portable_source
@@ -282,7 +283,7 @@ class ObjectDatabase:
         Args:
             uri: a folder, or a URL of object storage (s3://bucket/name).
             images: new location of the folder of images, if it was moved after indexing; or the URL of the images,
-                which is opened only if it is given.
+                which is opened only if it is given, with its credentials, which are not stored.
             trust: open all addresses that the database names. Only for databases from sources that you trust.
 
         Raises:
@@ -296,6 +297,8 @@ class ObjectDatabase:
         if about is None:
             raise DatabaseError(f"{place} contains no database of objects: create one with {index_command(place)}")
         info = _read_info(place, about)
+        if images is not None and is_url(images):
+            info = dataclasses.replace(info, root=os.fspath(images), images=os.fspath(images))
         return cls(place, info, Path(images or info.root), images=images, trust=trust)
 
     @classmethod
@@ -941,7 +944,7 @@ def _read_info(place: str, about: Any) -> DatabaseInfo:
 def _write_info(place: str, info: DatabaseInfo) -> None:
     import pyarrow as pa
 
-    text = json.dumps({"format": _FORMAT, **dataclasses.asdict(info)})
+    text = json.dumps({"format": _FORMAT, **masked(dataclasses.asdict(info))})
     _overwrite(place, _ABOUT, pa.table({"json": [text]}))
 
 

@@ -26,6 +26,7 @@ from cribo.object_search.database import (
     require_free,
 )
 from cribo.object_search.indexing import IndexQuality, IndexSummary, index_images, index_lock, index_vectors
+from cribo.redaction import masked
 from cribo.retrieval.lazy_network import LazyNetwork
 from cribo.retrieval.object_settings import ObjectSettings
 from cribo.retrieval.source import BackboneSource
@@ -95,7 +96,7 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
             database = ObjectDatabase.open(place)
             database.require_encoder(encoder, about["name"])
             database.require_settings(settings)
-            if any(getattr(known, name) != value for name, value in of_images.items()):
+            if any(getattr(known, name) != masked(value) for name, value in of_images.items()):
                 database.describe(**of_images, unread=None)
         summary = index_images(
             database,
@@ -140,7 +141,7 @@ def _require_same_images(
     known: DatabaseInfo, images: ImageCollection, source: str, place: str, config: IndexConfig
 ) -> None:
     """Raise ConfigError for another collection, or another share of it: indexing it would remove all other images."""
-    before, now = (known.images or known.root, known.root), (source, _root(images, source))
+    before, now = masked((known.images or known.root, known.root)), masked((source, _root(images, source)))
     if now != before and not config.moved:
         raise ConfigError(
             f"{place} is a database of the images of {before[0]}, not of {source}: add --moved if the same images were "

@@ -19,6 +19,7 @@ from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.parameters import clip_each, drop_gradients, make_optimiser, parameter_groups
 from cribo.pretraining.schedules import Schedules
 from cribo.pretraining.sums import RunningSums
+from cribo.redaction import masked
 from cribo.training.module import NonFiniteLoss, ResumableModule
 
 
@@ -183,7 +184,7 @@ class PretrainingModule(ResumableModule):
         """Add the unfinished row of metrics and the run's configuration."""
         checkpoint["cribo"] = {
             "sums": self.sums.state_dict(),
-            "config": asdict(self.config),
+            "config": masked(asdict(self.config)),
             "backbone": describe(self.objective.exported()),  # to evaluate unfinished runs
             "num_images": self.num_images,
         }

@@ -16,6 +16,7 @@ from cribo.arguments import ConfigError, Parser
 from cribo.data.images import is_url
 from cribo.method import ViewRecipe
 from cribo.pretraining.config import PretrainConfig
+from cribo.redaction import masked
 
 log = logging.getLogger("cribo")
 
@@ -185,8 +186,8 @@ def load_config(config: str | Path = DEFAULT_PRESET, overrides: Mapping[str, Any
 
 
 def dump_config(config: PretrainConfig) -> str:
-    """Return the configuration as YAML, from which `load_config` restores the same values."""
-    return yaml.safe_dump(asdict(config), sort_keys=False)
+    """Return the configuration as YAML, from which `load_config` restores the same values, except secrets in URLs."""
+    return yaml.safe_dump(masked(asdict(config)), sort_keys=False)
 
 
 def _config_parser() -> ConfigParser:

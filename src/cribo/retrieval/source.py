@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from cribo.models.hub import hub_name
+from cribo.redaction import without_secrets
 
 MEAN_COLOUR = "mean-colour"
 """Name of the baseline without a network."""
@@ -62,7 +63,7 @@ def backbone_name(config: BackboneSource) -> str:
     if (hub := hub_name(config.source)) is not None:
         name = hub.short
         return name if config.pretrained else f"{name}-random"
-    path = Path(config.source)
+    path = Path(without_secrets(config.source))
     if path.name == "backbone.safetensors":
         path = path.absolute().parent
     name = path.stem if path.is_file() else path.name

@@ -42,6 +42,7 @@ from cribo.files import (
 )
 from cribo.folders import ResultFolder, lock_replaced, lock_writer, require_same
 from cribo.prefetching import prefetch
+from cribo.redaction import masked
 from cribo.segmentation.config import SegmentConfig
 from cribo.segmentation.examples import Examples, find_examples, open_targets, result_name
 from cribo.segmentation.labeller import LabelledImage, Labeller
@@ -509,7 +510,7 @@ class _Results:
             + (f"; not calibrated: {memory.uncalibrated}" if memory.uncalibrated else ""),
             "versions": versions(str(memory.encoder.device)),
         }
-        self._about: dict[str, Any] = json.loads(json.dumps(about))  # as `changes` reads it
+        self._about: dict[str, Any] = json.loads(json.dumps(masked(about)))  # as `changes` reads it
 
     def labeller(self, config: SegmentConfig) -> Labeller:
         """Return the unit of work; workers of another process open the memory from a file."""

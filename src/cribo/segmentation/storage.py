@@ -21,6 +21,7 @@ from cribo.data.images import DataError, require
 from cribo.errors import InputError
 from cribo.files import write_whole
 from cribo.probes.examples import EncodedExample
+from cribo.redaction import masked
 
 log = logging.getLogger("cribo")
 
@@ -109,6 +110,7 @@ def write_memory(path: str | os.PathLike[str], stored: Stored) -> None:
         "blocks": list(stored.blocks),
         "examples": [{name: getattr(example, name) for name in _ABOUT} for example in examples],
     }
+    about = masked(about)
     about["sha256"] = _sha256(tensors, about)
 
     def save(part: Path) -> None:

@@ -25,6 +25,7 @@ from cribo.files import FolderError, is_part, write_json, write_text
 from cribo.folders import flat
 from cribo.pretraining.files import SUMMARY
 from cribo.pretraining.run import pretrain
+from cribo.redaction import masked
 from cribo.studies.cells import Cell, RowPlan, make_cells, plan_rows, require_space
 from cribo.studies.config import StudyConfig, dump_study, folder_names, load_study, share_of
 from cribo.studies.scores import Score, open_scores
@@ -227,7 +228,7 @@ class Study:
 
     def _configuration(self, row: str) -> dict[str, Any]:
         """Return the configuration of a row as JSON types."""
-        return json.loads(json.dumps(asdict(self.study.configuration(row, self.study.seeds[0]))))
+        return json.loads(json.dumps(masked(asdict(self.study.configuration(row, self.study.seeds[0])))))
 
     def _require_same(self) -> None:
         """Raise an error if the study of the folder differs, apart from how it is reported."""
@@ -313,4 +314,4 @@ def run_study(
 
 def _plain(value: Any) -> Any:
     """Return a field of a study as JSON types."""
-    return json.loads(json.dumps(asdict(value) if dataclasses.is_dataclass(value) else value))  # pyright: ignore[reportArgumentType]
+    return json.loads(json.dumps(masked(asdict(value) if dataclasses.is_dataclass(value) else value)))  # pyright: ignore[reportArgumentType]

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 from cribo.arguments import ConfigError
 from cribo.checks import require_distinct, require_packages
 from cribo.folders import result_kind
+from cribo.redaction import without_secrets
 
 log = logging.getLogger("cribo")
 
@@ -26,9 +27,6 @@ Status = Literal["finished", "failed", "interrupted"]
 
 _UPLOAD_SECONDS = 600  # limit for the upload of buffered data at the end
 _MLFLOW_PARAMS = 100  # maximum per request
-_SECRETS = re.compile(
-    r"(?<=://)[^/\s\"]+(?=@)|(?<=[?&])([\w-]*(?:token|key|secret|password|credential|sig|signature)=)[^&\s'\"]+", re.I
-)
 
 
 class Service(ABC):
@@ -311,16 +309,6 @@ def run_name(folder: Path) -> str:
             break
         names.insert(0, parent.name)
     return "/".join(names)
-
-
-def without_secrets(text: str) -> str:
-    """Mask user names, passwords, tokens and signatures in URLs.
-
-    Example:
-        >>> without_secrets("https://me:secret@host/api?write_token=secret&run=1")
-        'https://***@host/api?write_token=***&run=1'
-    """
-    return _SECRETS.sub(lambda found: f"{found[1] or ''}***", text)
 
 
 def plain_settings(value: Any) -> Any:

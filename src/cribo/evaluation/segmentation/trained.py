@@ -27,6 +27,7 @@ from cribo.models.building import check_network
 from cribo.models.hub import source_name
 from cribo.models.licences import Licence, licences_of
 from cribo.models.saving import numerics_of
+from cribo.redaction import masked
 
 SEGMENTER_FILE = "segmenter.safetensors"
 """File of the network with the best learning rate of `cribo evaluate segmenter`."""
@@ -89,7 +90,7 @@ def save_segmenter(trained: TrainedSegmenter, path: str | os.PathLike[str]) -> N
 
     def write(part: Path) -> None:
         try:
-            safetensors.torch.save_file(state, part, {_ENTRY: json.dumps(about)})
+            safetensors.torch.save_file(state, part, {_ENTRY: json.dumps(masked(about))})
         except safetensors.SafetensorError as error:
             raise OSError(f"cannot write {path}: {error}") from error
 

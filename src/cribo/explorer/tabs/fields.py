@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import gradio as gr
 
+from cribo.explorer.text import as_text
 from cribo.explorer.uploads import Refused
 
 log = logging.getLogger("cribo")
@@ -30,7 +31,7 @@ HIDDEN: dict[str, Any] = {**REQUEST, "api_visibility": "private"}
 
 
 def show_errors(function: Callable[..., T]) -> Callable[..., T]:
-    """Decorate a function of the page so that its errors are shown as messages."""
+    """Decorate a function of the page so that its errors are shown as messages, which Gradio renders as HTML."""
 
     @wraps(function)
     def wrapper(*arguments: Any, **named: Any) -> T:
@@ -39,7 +40,7 @@ def show_errors(function: Callable[..., T]) -> Callable[..., T]:
         except gr.Error:
             raise
         except Refused as error:
-            raise gr.Error(str(error), title="Not possible", print_exception=False) from error
+            raise gr.Error(as_text(error), title="Not possible", print_exception=False) from error
         except Exception as error:  # log it, since its message may contain paths of this machine
             log.exception("an error on the page")
             raise gr.Error("Something went wrong; see the log of `cribo explore`.", print_exception=False) from error
