@@ -72,12 +72,45 @@ def link_or_copy(source: Path, target: Path) -> None:
     """Create a hard link to a file that is never modified in place, or a copy where links are impossible.
 
     Raises:
+        FileExistsError: the target exists.
         OSError: the file cannot be read, or the target cannot be written.
     """
     try:
         target.hardlink_to(source)
+    except FileExistsError:
+        raise
     except OSError:  # another file system, one without links, or the file of another user
-        shutil.copyfile(source, target)
+        with source.open("rb") as content, target.open("xb") as copy:
+            shutil.copyfileobj(content, copy)
+
+
+def path_inside(folder: Path, name: object, *, source: object, follow_links: bool = False) -> Path:
+    """Return the path of a name that a file gives, which must lie inside a folder.
+
+    Args:
+        folder: the folder.
+        name: relative path, as the file gives it.
+        source: the file, for the message.
+        follow_links: whether links inside the folder may lead outside, as in folders of images.
+
+    Raises:
+        InputError: the name is absolute, contains too many `..` or a null character, is the folder itself, or leads
+            outside through a link.
+
+    Example:
+        >>> path_inside(Path("out"), "../.bashrc", source="part-00000.json")
+        Traceback (most recent call last):
+        cribo.errors.InputError: part-00000.json refers to '../.bashrc', which is not inside out: ...
+    """
+    if isinstance(name, str) and name and "\0" not in name:
+        resolve = os.path.abspath if follow_links else os.path.realpath
+        path = os.path.join(folder, name)
+        if not os.path.isabs(name) and resolve(path).startswith(os.path.join(resolve(folder), "")):
+            return Path(path)
+    raise InputError(
+        f"{source} refers to {name!r}, which is not inside {folder}: paths in files must be relative and lead to files "
+        "below their folder; create the file again"
+    )
 
 
 def write_beside(path: Path, write: Callable[[Path], object]) -> Path:

@@ -17,6 +17,7 @@ from cribo.data.images import DataError, ImageFiles, MissingData, require
 from cribo.data.label_maps import IGNORE_INDEX, read_classes
 from cribo.data.reading import image_size
 from cribo.errors import InputError
+from cribo.files import path_inside
 from cribo.wording import enumerated
 
 BACKGROUND = "background"
@@ -92,12 +93,15 @@ class CocoFile:
 
         Raises:
             MissingData: an image does not exist.
+            InputError: a name leads outside the folders.
         """
         if folders is None:
             folders = self.path.parent, self.path.parent / "images"
         elif isinstance(folders, str | os.PathLike):
             folders = [Path(folders).expanduser()]
         names = [str(entry["file_name"]) for entry in self.images]
+        for name in names:
+            path_inside(Path(folders[0]), name, source=self.path, follow_links=True)
         folder = next((folder for folder in folders if (folder / names[0]).is_file()), folders[0])
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:

@@ -8,6 +8,7 @@ import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -41,6 +42,8 @@ from cribo.data.storage import (
     require_answer,
 )
 from cribo.data.tars import INDEX
+from cribo.errors import InputError
+from cribo.files import path_inside
 from cribo.wording import enumerated
 
 _STATE_READERS = 16  # for storage with a high latency
@@ -290,6 +293,34 @@ def names_hash(collection: ImageCollection) -> str:
     return f"{len(collection)} {digest.hexdigest()}"
 
 
+def locate_image(folder: str | os.PathLike[str], name: str, *, source: str | os.PathLike[str]) -> str:
+    """Return the path or URL of an image that a file, such as a database, names.
+
+    Args:
+        folder: folder or URL of the images.
+        name: name of the image: a path below the folder, or as in the list that is the source.
+        source: path or URL from which the collection was opened.
+
+    Raises:
+        DataError: the image is not below the folder, and not on the list.
+    """
+    try:
+        if not is_url(name):
+            path_inside(Path(folder), name, source=source, follow_links=True)
+            return located(os.fspath(folder), name)
+    except InputError:
+        pass
+    path = Path(source)
+    if path.suffix.lower() == ".txt" and path.is_file() and name in _listed_names(path, path.stat().st_mtime_ns):
+        return located(os.fspath(folder), name)
+    raise DataError(f"{name!r} is neither below {folder} nor listed in {source}: index the images again")
+
+
+@lru_cache(maxsize=1)
+def _listed_names(path: Path, mtime_ns: int) -> frozenset[str]:
+    return frozenset(name for _, name in read_list(path))
+
+
 def read_named(source: str | os.PathLike[str], name: str, column: str | None = None) -> EncodedImage:
     """Read one image of a source of `open_collection` by its name, without listing the images.
 
@@ -301,16 +332,21 @@ def read_named(source: str | os.PathLike[str], name: str, column: str | None = N
     Raises:
         OSError: the image is missing or cannot be read.
         UnreadableImage: there are no bytes to read.
-        DataError: the source is broken.
+        DataError: the source is broken, or the name leads outside it.
         ShardError: a shard cannot be read, or object storage failed repeatedly.
     """
     place = _joined(source, "")
     is_file = posixpath.splitext(place)[1].lower() in (".txt", SUFFIX, PARQUET)
-    folder = posixpath.dirname(place) if is_file else place.rstrip("/")
-    location = located(folder or ".", name)
-    if not is_url(location) and Path(location).is_file():
-        return EncodedImage(name, Path(location).read_bytes())
+    folder = (posixpath.dirname(place) if is_file else place.rstrip("/")) or "."
     container, _, member = name.partition("/")
+    try:
+        location = locate_image(folder, name, source=place)
+    except DataError:
+        if not (member and container.endswith((SUFFIX, PARQUET))):  # members may have any name
+            raise
+        location = ""
+    if location and not is_url(location) and Path(location).is_file():
+        return EncodedImage(name, Path(location).read_bytes())
     if (row := re.fullmatch(r"(\d+)(\.\w+)?", member)) and container.endswith(PARQUET):
         return EncodedImage(name, open_row(located(folder, container), int(row[1]), column=column).read(0).content)
     if container.endswith(SUFFIX) and member:

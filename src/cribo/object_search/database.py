@@ -30,7 +30,7 @@ from jaxtyping import Float, Int
 
 from cribo.arguments import ConfigError
 from cribo.console import Progress
-from cribo.data.collection import read_named
+from cribo.data.collection import locate_image, read_named
 from cribo.data.images import DataError, require
 from cribo.data.reading import EncodedImage
 from cribo.errors import InputError
@@ -438,9 +438,10 @@ class ObjectDatabase:
         Raises:
             OSError: the storage cannot be read, or the image is gone.
             UnreadableImage: there are no bytes to read.
+            DataError: the name leads outside the images.
         """
         if self.info.files:
-            return self.root / image
+            return Path(locate_image(self.root, image, source=self.info.images or self.root))
         return read_named(self.info.images, image, column=self.info.column)
 
     def is_changed(self, image: IndexedImage) -> str:
@@ -452,8 +453,8 @@ class ObjectDatabase:
         if not self.info.files:
             return ""
         try:
-            status = (self.root / image.path).stat()
-        except OSError:
+            status = Path(locate_image(self.root, image.path, source=self.info.images or self.root)).stat()
+        except (OSError, DataError):
             return "missing"
         same = (status.st_size, status.st_mtime_ns) == (image.size_bytes, image.mtime_ns)
         return "" if same else "changed"
