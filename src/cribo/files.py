@@ -104,9 +104,10 @@ def path_inside(folder: Path, name: object, *, source: object, follow_links: boo
     """
     if isinstance(name, str) and name and "\0" not in name:
         resolve = os.path.abspath if follow_links else os.path.realpath
-        path = os.path.join(folder, name)
-        if not os.path.isabs(name) and resolve(path).startswith(os.path.join(resolve(folder), "")):
-            return Path(path)
+        path, home = Path(folder, name), Path(resolve(folder))
+        place = Path(resolve(path))
+        if not Path(name).is_absolute() and place != home and place.is_relative_to(home):
+            return path
     raise InputError(
         f"{source} refers to {name!r}, which is not inside {folder}: paths in files must be relative and lead to files "
         "below their folder; create the file again"

@@ -131,7 +131,7 @@ def distill(
     with ExitStack() as stack:
         folder = claim(stack, target)
         stack.enter_context(if_interrupted(lambda: to_continue(folder)))
-        record_options(folder / OPTIONS, config)
+        record_options(folder / OPTIONS, config, images)
         # A copy, so that the training does not depend on the options with which the teacher was loaded.
         if not (folder / _TEACHER / DESCRIPTION_FILE).is_file():
             save_backbone(teacher, folder / _TEACHER)

@@ -117,7 +117,7 @@ def adapt(
     with ExitStack() as stack:
         folder = claim(stack, target)
         stack.enter_context(if_interrupted(lambda: to_continue(folder)))
-        record_options(folder / OPTIONS, config)
+        record_options(folder / OPTIONS, config, images)
         with Phases(console) as progress:
             start, choice = _closed_form(original, images, recipe, config, folder, progress)
         log.info(_described(choice))

@@ -6,11 +6,11 @@ import hashlib
 import os
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from cribo.data.images import (
     read_list,
     require,
 )
-from cribo.data.limits import MAX_PIXELS
+from cribo.data.limits import MAX_PIXELS, spread
 from cribo.data.parquet import PARQUET, list_parquet, open_parquet, open_row
 from cribo.data.reading import EncodedImage, FileState, UnreadableImage
 from cribo.data.remote import located, open_mixed_list, open_remote
@@ -45,6 +45,8 @@ from cribo.data.tars import INDEX
 from cribo.errors import InputError
 from cribo.files import path_inside
 from cribo.wording import enumerated
+
+Read = TypeVar("Read")
 
 _STATE_READERS = 16  # for storage with a high latency
 _STATE_BLOCK = 4096
@@ -263,26 +265,86 @@ def without_repeats(collection: ImageCollection) -> ImageCollection:
     return collection if len(first) == len(collection) else collection.part(list(first.values()))
 
 
-def fingerprint(collection: ImageCollection) -> str:
-    """Return a hash of the names and sizes of all images.
+class Fingerprint(NamedTuple):
+    """Hashes by which changes of a collection are detected without reading its images.
+
+    Attributes:
+        files: hash of the names and sizes of all images.
+        times: hash of their modification times, which copies may not keep; compare `content_hash` where it differs.
+    """
+
+    files: str
+    times: str
+
+
+def fingerprint(collection: ImageCollection) -> Fingerprint:
+    """Return hashes of the names, sizes and modification times of all images.
+
+    Raises:
+        ShardError: object storage failed repeatedly.
+    """
+
+    def state(index: int) -> FileState:
+        try:
+            return collection.state(index)
+        except OSError:  # missing
+            return FileState(-1, 0)
+
+    files, times = hashlib.sha256(), hashlib.sha256()
+    for index, found in _in_threads(state, range(len(collection))):
+        files.update(f"{collection.name(index)} {found.size_bytes}\n".encode("utf-8", "surrogateescape"))
+        times.update(f"{found.mtime_ns}\n".encode())
+    return Fingerprint(files.hexdigest(), times.hexdigest())
+
+
+def content_hash(collection: ImageCollection) -> str:
+    """Return a hash of the contents of all images, which are read; unreadable ones count as empty.
+
+    Raises:
+        ShardError: object storage failed repeatedly.
+    """
+    digests = (digest for _, digest in _in_threads(partial(content_digest, collection), range(len(collection))))
+    return joined_digest(digests)
+
+
+def content_digest(collection: ImageCollection, index: int) -> bytes:
+    """Return the SHA-256 of the content of an image; empty if it cannot be read."""
+    try:
+        return hashlib.sha256(collection.read(index).content).digest()
+    except (OSError, UnreadableImage):
+        return b""
+
+
+def joined_digest(digests: Iterable[bytes]) -> str:
+    """Return `content_hash`, given the hash of each image."""
+    return hashlib.sha256(b"\n".join(digests)).hexdigest()
+
+
+def sampled_hash(images: ImageSource, most: int = 64) -> str:
+    """Return a hash of the names of all images, and of the contents of up to `most` evenly spread ones.
+
+    For results of a whole collection, which another collection with the same names must not continue. Copies have the
+    same hash. Contents of sources that have no files, such as generated scenes, are ignored.
 
     Raises:
         ShardError: object storage failed repeatedly.
     """
     digest = hashlib.sha256()
-
-    def size(index: int) -> int:
-        try:
-            return collection.state(index).size_bytes
-        except OSError:  # missing
-            return -1
-
-    with ThreadPoolExecutor(_STATE_READERS) as pool:
-        for start in range(0, len(collection), _STATE_BLOCK):
-            block = range(start, min(start + _STATE_BLOCK, len(collection)))
-            for index, size_bytes in zip(block, pool.map(size, block), strict=True):
-                digest.update(f"{collection.name(index)} {size_bytes}\n".encode("utf-8", "surrogateescape"))
+    for index in range(len(images)):
+        digest.update(images.name(index).encode("utf-8", "surrogateescape") + b"\n")
+    if isinstance(images, EncodedImages):
+        files = cast("ImageCollection", images)
+        for _, content in _in_threads(partial(content_digest, files), spread(len(images), most)):
+            digest.update(content)
     return digest.hexdigest()
+
+
+def _in_threads(read: Callable[[int], Read], indices: Sequence[int]) -> Iterator[tuple[int, Read]]:
+    """Yield indices and what is read there, in order, with many requests at the same time."""
+    with ThreadPoolExecutor(_STATE_READERS) as pool:
+        for start in range(0, len(indices), _STATE_BLOCK):
+            block = indices[start : start + _STATE_BLOCK]
+            yield from zip(block, pool.map(read, block), strict=True)
 
 
 def names_hash(collection: ImageCollection) -> str:
