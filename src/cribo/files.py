@@ -9,14 +9,15 @@ import shutil
 import uuid
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cribo.errors import InputError
+from cribo.errors import InputError, full_disk
 
 # Temporary names of `write_beside`.
-_PART = re.compile(r"\..+\.[0-9a-f]{32}\.part")
+_LONGEST = 100  # bytes of the name in a temporary name: names have at most 255, on some file systems 143
+_PART = re.compile(r"\..*\.[0-9a-f]{32}\.part")
 
 
 class FolderError(InputError):
@@ -124,14 +125,26 @@ def write_beside(path: Path, write: Callable[[Path], object]) -> Path:
     """
     temporary = _beside(path)
     try:
-        mode = _create(temporary)
-        write(temporary)
-        temporary.chmod(mode)
-        sync(temporary)
+        with _naming(path):
+            mode = _create(temporary)
+            write(temporary)
+            temporary.chmod(mode)
+            sync(temporary)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     return temporary
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Raise errors of a full disk as OSError with the path that was written, also those of libraries."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, InputError) or (full := full_disk(error)) is None:
+            raise
+        raise OSError(full.errno, os.strerror(full.errno or 0), str(path)) from error
 
 
 def write_folder_whole(folder: Path, write: Callable[[Path], object], *, replaces: bool = False) -> None:
@@ -151,18 +164,19 @@ def write_folder_whole(folder: Path, write: Callable[[Path], object], *, replace
         raise FolderError(f"{folder} already exists: choose another folder")
     part = _beside(folder)
     try:
-        part.mkdir(parents=True)
-        probe = part / ".mode"
-        mode = _create(probe)
-        probe.unlink()
-        write(part)
-        for path in sorted(part.rglob("*")):
-            if path.is_file():
-                if path.stat().st_nlink > 1:  # by `link_or_copy`: complete, and its mode is that of the other name
-                    continue
-                path.chmod(mode)
-            sync(path)
-        sync(part)
+        with _naming(folder):
+            part.mkdir(parents=True)
+            probe = part / ".mode"
+            mode = _create(probe)
+            probe.unlink()
+            write(part)
+            for path in sorted(part.rglob("*")):
+                if path.is_file():
+                    if path.stat().st_nlink > 1:  # by `link_or_copy`: complete, and its mode is that of the other name
+                        continue
+                    path.chmod(mode)
+                sync(path)
+            sync(part)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
@@ -197,7 +211,8 @@ def _exchange(folder: Path, part: Path, *, replaces: bool) -> None:
 
 def _beside(path: Path) -> Path:
     """Return a temporary name in the same folder."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    start = os.fsencode(path.name)[:_LONGEST].decode(errors="ignore")
+    return path.with_name(f".{start}.{uuid.uuid4().hex}.part")
 
 
 def _create(path: Path) -> int:
