@@ -36,6 +36,7 @@ from cribo.data import ImageFiles, open_images
 from cribo.devices import resolve_devices
 from cribo.errors import if_interrupted
 from cribo.files import write_json
+from cribo.folders import named_folder
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.models.saving import DESCRIPTION_FILE, reserve_readout
 from cribo.pretraining.config import PretrainConfig
@@ -111,7 +112,7 @@ def distill(
     started = time.perf_counter()
     console = console or Console(quiet=True)
     target = result_folder(
-        Path(out) / (name or f"{backbone_name(config.backbone)}-distilled"),
+        named_folder(out, name or f"{backbone_name(config.backbone)}-distilled"),
         "distillation",
         numbered=name is None,
         overwrite=overwrite,

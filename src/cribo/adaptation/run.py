@@ -38,6 +38,7 @@ from cribo.devices import resolve_devices
 from cribo.drawing import write_figure
 from cribo.errors import if_interrupted
 from cribo.files import write_json
+from cribo.folders import named_folder
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.models.building import with_stride
 from cribo.pretraining.config import PretrainConfig
@@ -98,7 +99,7 @@ def adapt(
     started = time.perf_counter()
     console = console or Console(quiet=True)
     target = result_folder(
-        Path(out) / (name or f"{backbone_name(config.backbone)}-adapted"),
+        named_folder(out, name or f"{backbone_name(config.backbone)}-adapted"),
         "adaptation",
         numbered=name is None,
         overwrite=overwrite,

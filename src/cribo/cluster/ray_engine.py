@@ -43,7 +43,8 @@ _OBJECT_STORE_BYTES = 256 << 20  # parts and results are small; Ray's default is
 _OPEN_SECONDS = 5.0  # limit for opening a TCP connection
 _CONNECT_SECONDS = 30.0  # limit for connecting from another process, which first imports Ray
 _CHECK_SECONDS = 120.0  # limit for checking all nodes, which may first start Python
-_LONGEST_FOLDER = 40  # characters; Ray's sockets below it must have fewer than 108
+_LONGEST_FOLDER = 36  # characters; Ray's sockets below it must have fewer than 108
+_LOOPBACK = "127.0.0.1"
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # otherwise Ray reports to its authors over the network
     "RAY_BACKEND_LOG_LEVEL": "fatal",
@@ -339,7 +340,8 @@ def _temporary_cluster(options: RayOptions) -> Iterator[Workers]:
             num_gpus=gpus,
             object_store_memory=_OBJECT_STORE_BYTES,
             include_dashboard=False,
-            _temp_dir=folder,
+            _temp_dir=f"{folder}/ray",  # Ray makes it writable for everybody; the folder above is private
+            _node_ip_address=_LOOPBACK,
         ):
             yield workers
     finally:
