@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 from tests.cluster.toy import (
     DRIVER,
@@ -148,6 +149,48 @@ def test_a_signal_ends_all_processes(commands: Commands, tmp_path: Path, receive
     printed = driver.output.partition("Process ")[0].split()  # before the traceback
     assert all(name.isdecimal() for name in printed), driver.output  # nothing of Ray
 
+
+@pytest.mark.slow
+def test_a_killed_driver_leaves_neither_processes_nor_files_and_listens_on_loopback_only(tmp_path: Path) -> None:
+    environment = {**os.environ, **ENVIRONMENT}
+    root = Path(__file__).parents[2]
+    program = [sys.executable, "-c", DRIVER.replace("import sys\n", _PRINTING, 1), str(tmp_path), "1000", "0.1"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, cwd=root, env=environment, text=True) as driver:
+        assert driver.stdout is not None
+        try:
+            place = Path(driver.stdout.readline().strip())
+            assert driver.stdout.readline()
+            assert place.is_dir()
+            assert place.stat().st_mode & 0o077 == 0
+            started = psutil.Process(driver.pid).children(recursive=True)
+            listening = [
+                connection.laddr.ip
+                for process in started
+                for connection in process.net_connections("tcp")
+                if connection.status == psutil.CONN_LISTEN
+            ]
+            assert listening
+            assert all(ip.removeprefix("::ffff:") in ("127.0.0.1", "::1") for ip in listening)
+        finally:
+            driver.kill()
+    _, alive = psutil.wait_procs(started, timeout=60)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    deadline = time.monotonic() + 60
+    while place.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+# Prints the first temporary folder.
+_PRINTING = """import sys, tempfile
+created = tempfile.mkdtemp
+def mkdtemp(*words, **options):
+    folder = created(*words, **options)
+    print(folder, flush=True)
+    tempfile.mkdtemp = created
+    return folder
+tempfile.mkdtemp = mkdtemp
+"""
 
 NODES = [Node("a", cpus=16, gpus=2), Node("b", cpus=8, gpus=1)]
 

@@ -353,16 +353,18 @@ def _temporary_cluster(options: RayOptions) -> Iterator[Workers]:
     short = len(tempfile.gettempdir()) <= _LONGEST_FOLDER
     folder = tempfile.mkdtemp(prefix="cribo-", dir=None if short else "/tmp")
     try:
-        with _connected(
-            "local",  # otherwise the environment variable RAY_ADDRESS overrides it
-            num_cpus=cpus,
-            num_gpus=gpus,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            _temp_dir=f"{folder}/ray",  # Ray makes it writable for everybody; the folder above is private
+        with (
+            _connected(
+                "local",  # otherwise the environment variable RAY_ADDRESS overrides it
+                num_cpus=cpus,
+                num_gpus=gpus,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                _temp_dir=f"{folder}/ray",  # Ray makes it writable for everybody; the folder above is private
+            ),
+            _ended_with_this_process(folder),
         ):
-            with _ended_with_this_process(folder):
-                yield workers
+            yield workers
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
