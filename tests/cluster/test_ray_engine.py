@@ -151,15 +151,12 @@ def test_a_signal_ends_all_processes(commands: Commands, tmp_path: Path, receive
 
 
 @pytest.mark.slow
-def test_a_killed_driver_leaves_neither_processes_nor_files_and_listens_on_loopback_only(tmp_path: Path) -> None:
-    environment = {**os.environ, **ENVIRONMENT}
-    root = Path(__file__).parents[2]
-    program = [sys.executable, "-c", DRIVER.replace("import sys\n", _PRINTING, 1), str(tmp_path), "1000", "0.1"]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, cwd=root, env=environment, text=True) as driver:
+def test_a_killed_driver_leaves_neither_processes_nor_files_and_listens_on_loopback_only() -> None:
+    program, environment = [sys.executable, "-c", _IDLE], {**os.environ, **ENVIRONMENT}
+    with subprocess.Popen(program, stdout=subprocess.PIPE, env=environment, text=True) as driver:
         assert driver.stdout is not None
         try:
-            place = Path(driver.stdout.readline().strip())
-            assert driver.stdout.readline()
+            place = Path(driver.stdout.readline().strip()).parent
             assert place.is_dir()
             assert place.stat().st_mode & 0o077 == 0
             started = psutil.Process(driver.pid).children(recursive=True)
@@ -181,16 +178,16 @@ def test_a_killed_driver_leaves_neither_processes_nor_files_and_listens_on_loopb
         time.sleep(0.1)
 
 
-# Prints the first temporary folder.
-_PRINTING = """import sys, tempfile
-created = tempfile.mkdtemp
-def mkdtemp(*words, **options):
-    folder = created(*words, **options)
-    print(folder, flush=True)
-    tempfile.mkdtemp = created
-    return folder
-tempfile.mkdtemp = mkdtemp
+_IDLE = """
+import time
+from cribo.cluster.config import RayOptions
+from cribo.cluster.ray_engine import open_ray
+with open_ray(RayOptions(workers=1, cpus_per_worker=1), writes_to=None):
+    import ray._private.worker
+    print(ray._private.worker._global_node.get_temp_dir_path(), flush=True)
+    time.sleep(1000)
 """
+"""A driver with a temporary cluster, which prints its folder."""
 
 NODES = [Node("a", cpus=16, gpus=2), Node("b", cpus=8, gpus=1)]
 
