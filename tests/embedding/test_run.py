@@ -253,7 +253,7 @@ def test_an_image_that_can_be_read_again_is_not_listed(images: Path, monkeypatch
 
 @pytest.mark.parametrize("kind", ["numpy", "lance"])
 def test_resume_refuses_other_images_of_equal_names_and_sizes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
     if kind == "lance":
         pytest.importorskip("lance")
