@@ -4,7 +4,15 @@ from pathlib import Path
 import pytest
 
 from cribo.errors import DataError, MissingData
-from cribo.files import FolderError, read_json, write_folder_whole
+from cribo.files import (
+    FolderError,
+    is_part,
+    read_json,
+    remove_parts,
+    write_beside,
+    write_folder_whole,
+    write_text,
+)
 
 
 def test_a_folder_is_written_atomically(tmp_path: Path) -> None:
@@ -56,3 +64,16 @@ def test_json_is_read_from_files_only(tmp_path: Path) -> None:
             read_json(path)
     with pytest.raises(MissingData, match="does not exist"):
         read_json(tmp_path / "absent.json")
+@pytest.mark.parametrize("name", ["a" * 255, "é" * 127, os.fsdecode(b"\xff" * 250), "b"])
+def test_temporary_names_are_short(tmp_path: Path, name: str) -> None:
+    try:
+        (tmp_path / name).touch()
+    except (OSError, UnicodeError) as error:
+        pytest.skip(f"the file system does not allow the name: {error}")
+    write_text(tmp_path / name, "new")
+    assert (tmp_path / name).read_text() == "new"
+    part = write_beside(tmp_path / name, lambda part: part.write_text("killed"))
+    assert is_part(part.name)
+    assert len(os.fsencode(part.name)) <= 143  # the limit of encrypted folders
+    remove_parts(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]

@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from cribo.cli import main
 from cribo.files import FolderError, write_folder_whole
-from cribo.folders import MARKER, ResultFolder, describe_changes, require_same
+from cribo.folders import MARKER, ResultFolder, describe_changes, named_folder, require_same
 
 
 def made(path: Path, kind: str = "search", content: str = "old") -> Path:
@@ -156,3 +157,28 @@ def test_results_are_resumed_only_with_the_same_inputs(tmp_path: Path) -> None:
 def test_results_are_not_written_to_a_url() -> None:
     with pytest.raises(FolderError, match=r"--out s3:/bucket/out is a URL: results are written to a folder"):
         ResultFolder(Path("s3://bucket/out"), "embedding")
+
+
+@pytest.mark.parametrize("name", ["../up", "..", ".", "a/../../up", "/tmp/up"])
+def test_names_of_results_do_not_leave_their_folder(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "out")
+    with pytest.raises(FolderError, match="--name"):
+        named_folder(out, name)
+    images = ["--backbone", "resnet18"]
+    commands = [
+        ["pretrain", "--config", "quickstart", "--out", out, "--name", name],
+        ["pretrain", "--config", "quickstart", "--out", out, "--name", name, "--continue"],
+        ["adapt", str(tmp_path), *images, "--out", out, "--name", name],
+        ["distill", str(tmp_path), "--teacher", "resnet18", *images, "--out", out, "--name", name],
+        ["study", "losses_small", "--out", out, "--name", name],
+    ]
+    for words in commands:
+        assert main(words) == 2
+        assert "--name" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+def test_names_of_results_may_have_folders(tmp_path: Path) -> None:
+    assert named_folder(tmp_path, "a/b") == tmp_path / "a" / "b"

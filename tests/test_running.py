@@ -1,16 +1,25 @@
 """Errors of commands: one line for user errors, a traceback for others."""
 
+import errno
 import json
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from rich.console import Console
 
+from cribo.cli import main
 from cribo.cli.running import run_command
 from cribo.data.images import require
+from cribo.errors import InputError, MissingPackage
 from cribo.folders import ResultFolder
+from cribo.models import build_backbone, save_backbone
 from cribo.retrieval import PCAColours
 from cribo.versions import project_url
 
@@ -99,9 +108,80 @@ def too_large_for_python() -> None:
     raise MemoryError
 
 
-@pytest.mark.parametrize("command", [too_large_for_the_processor, too_large_for_python])
+def no_memory_for_a_library() -> None:
+    try:
+        raise ImportError("liblance.so: failed to map segment from shared object")
+    except ImportError as error:
+        raise MissingPackage("object search needs Lance") from error
+
+
+def no_memory_for_a_process() -> None:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+def no_memory_while_reading() -> None:
+    try:
+        too_large_for_python()
+    except MemoryError as error:
+        raise InputError("the file is damaged") from error
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        too_large_for_the_processor,
+        too_large_for_python,
+        no_memory_for_a_library,
+        no_memory_for_a_process,
+        no_memory_while_reading,
+    ],
+)
 def test_out_of_memory_on_the_processor_gets_advice(
     command: Callable[[], object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(command) == 1
     assert capsys.readouterr().err.endswith(": lower --size\n")
+
+
+@contextmanager
+def small_files(limit: int) -> Iterator[None]:
+    """Let no file grow beyond a limit in bytes: writing fails as on a full disk, with another number."""
+    resource = pytest.importorskip("resource")
+    before, bytecode = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
+    sys.dont_write_bytecode = True  # Python would leave files that are cut off
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        sys.dont_write_bytecode = bytecode
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for number in range(2):
+        pixels = np.random.default_rng(number).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    return folder
+
+
+@pytest.mark.parametrize("command", ["timm", "transformers", "torch-export", "parquet", "numpy", "safetensors"])
+def test_a_full_disk_is_reported_with_the_path(
+    command: str, tmp_path: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = ["embed", str(pictures), "--backbone", "mean-colour", "--features", "patches", "--workers", "1"]
+    words += ["--device", "cpu", "--format", command]
+    if command in ("timm", "transformers", "torch-export"):
+        small = {"depth": 1, "embed_dim": 48, "num_heads": 2}
+        save_backbone(build_backbone("vit_tiny_patch16_224", args=small, image_size=64), tmp_path / "network")
+        words = ["export", "--backbone", str(tmp_path / "network"), "--to", command]
+    with small_files(8000):
+        assert main([*words, "--out", str(out)]) == 1
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("cribo ")]
+    assert os.strerror(errno.EFBIG) in line
+    assert str(out) in line
+    assert "--resume" in line
+    assert not list(tmp_path.rglob("*.part"))

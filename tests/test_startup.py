@@ -81,6 +81,14 @@ def run(*commands: str) -> list[Done]:
     return [Done(**json.loads(line)) for line in lines]
 
 
+def test_almost_nothing_is_imported_before_ctrl_c_is_handled() -> None:
+    program = "import sys; before = {*sys.modules}; import cribo.cli; print(*{*sys.modules} - before)"
+    done = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, check=True)
+    allowed = {"cribo", "cribo.cli", "collections", "collections.abc", "keyword", "operator", "reprlib", "itertools"}
+    allowed |= {"os", "os.path", "genericpath", "posixpath", "ntpath", "stat"}
+    assert {name for name in done.stdout.split() if not name.startswith("_")} <= allowed
+
+
 def test_each_command_is_tested() -> None:
     assert set(REFUSED) == {
         *(name for name in COMMANDS if name != "evaluate"),

@@ -1,11 +1,8 @@
 """Dense visual representations from unlabelled images by cross-image object-level bootstrapping (CrIBo)."""
 
-from importlib.metadata import version
-from typing import TYPE_CHECKING
-
-from cribo.lazy import lazy_names
-
-__version__ = version("cribo-ssl")
+# This module imports nothing by itself, not even typing: Ctrl-C while the command `cribo` imports it would print a
+# traceback, since the command cannot handle it yet.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from cribo.adaptation import AdaptConfig as AdaptConfig
@@ -19,6 +16,18 @@ if TYPE_CHECKING:
     from cribo.pretraining import resume as resume
     from cribo.segmentation import SegmentationMemory as SegmentationMemory
     from cribo.studies import run_study as run_study
+
+    __version__: str
 else:
-    __getattr__, __all__ = lazy_names(__name__)
-    __all__ += ["__version__"]
+
+    def __getattr__(name: str) -> object:
+        if name == "__version__":
+            from importlib.metadata import version
+
+            return version("cribo-ssl")
+        if name.startswith("__") and name != "__all__":  # looked up by the import system
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from cribo.lazy import lazy_names
+
+        get, names = lazy_names(__name__)
+        return [*names, "__version__"] if name == "__all__" else get(name)

@@ -9,15 +9,16 @@ import shutil
 import uuid
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cribo.errors import DataError, InputError, MissingData
+from cribo.errors import DataError, InputError, MissingData, full_disk
 from cribo.redaction import masked, without_secrets
 
 # Temporary names of `write_beside`.
-_PART = re.compile(r"\..+\.[0-9a-f]{32}\.part")
+_LONGEST = 100  # bytes of the name in a temporary name: names have at most 255, on some file systems 143
+_PART = re.compile(r"\..*\.[0-9a-f]{32}\.part")
 
 
 class FolderError(InputError):
@@ -101,12 +102,46 @@ def link_or_copy(source: Path, target: Path) -> None:
     """Create a hard link to a file that is never modified in place, or a copy where links are impossible.
 
     Raises:
+        FileExistsError: the target exists.
         OSError: the file cannot be read, or the target cannot be written.
     """
     try:
         target.hardlink_to(source)
+    except FileExistsError:
+        raise
     except OSError:  # another file system, one without links, or the file of another user
-        shutil.copyfile(source, target)
+        with source.open("rb") as content, target.open("xb") as copy:
+            shutil.copyfileobj(content, copy)
+
+
+def path_inside(folder: Path, name: object, *, source: object, follow_links: bool = False) -> Path:
+    """Return the path of a name that a file gives, which must lie inside a folder.
+
+    Args:
+        folder: the folder.
+        name: relative path, as the file gives it.
+        source: the file, for the message.
+        follow_links: whether links inside the folder may lead outside, as in folders of images.
+
+    Raises:
+        InputError: the name is absolute, contains too many `..` or a null character, is the folder itself, or leads
+            outside through a link.
+
+    Example:
+        >>> path_inside(Path("out"), "../.bashrc", source="part-00000.json")
+        Traceback (most recent call last):
+        cribo.errors.InputError: part-00000.json refers to '../.bashrc', which is not inside out: ...
+    """
+    if isinstance(name, str) and name and "\0" not in name:
+        resolve = os.path.abspath if follow_links else os.path.realpath
+        path, home = Path(folder, name), Path(resolve(folder))
+        place = Path(resolve(path))
+        if not Path(name).is_absolute() and place != home and place.is_relative_to(home):
+            return path
+    raise InputError(
+        f"{source} refers to {name!r}, which is not inside {folder}: paths in files must be relative and lead to files "
+        "below their folder; create the file again"
+    )
 
 
 def write_beside(path: Path, write: Callable[[Path], object]) -> Path:
@@ -119,14 +154,26 @@ def write_beside(path: Path, write: Callable[[Path], object]) -> Path:
     """
     temporary = _beside(path)
     try:
-        mode = _create(temporary)
-        write(temporary)
-        temporary.chmod(mode)
-        sync(temporary)
+        with _naming(path):
+            mode = _create(temporary)
+            write(temporary)
+            temporary.chmod(mode)
+            sync(temporary)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     return temporary
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Raise errors of a full disk as OSError with the path that was written, also those of libraries."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, InputError) or (full := full_disk(error)) is None:
+            raise
+        raise OSError(full.errno, os.strerror(full.errno or 0), str(path)) from error
 
 
 def write_folder_whole(folder: Path, write: Callable[[Path], object], *, replaces: bool = False) -> None:
@@ -146,18 +193,19 @@ def write_folder_whole(folder: Path, write: Callable[[Path], object], *, replace
         raise FolderError(f"{folder} already exists: choose another folder")
     part = _beside(folder)
     try:
-        part.mkdir(parents=True)
-        probe = part / ".mode"
-        mode = _create(probe)
-        probe.unlink()
-        write(part)
-        for path in sorted(part.rglob("*")):
-            if path.is_file():
-                if path.stat().st_nlink > 1:  # by `link_or_copy`: complete, and its mode is that of the other name
-                    continue
-                path.chmod(mode)
-            sync(path)
-        sync(part)
+        with _naming(folder):
+            part.mkdir(parents=True)
+            probe = part / ".mode"
+            mode = _create(probe)
+            probe.unlink()
+            write(part)
+            for path in sorted(part.rglob("*")):
+                if path.is_file():
+                    if path.stat().st_nlink > 1:  # by `link_or_copy`: complete, and its mode is that of the other name
+                        continue
+                    path.chmod(mode)
+                sync(path)
+            sync(part)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
@@ -192,7 +240,8 @@ def _exchange(folder: Path, part: Path, *, replaces: bool) -> None:
 
 def _beside(path: Path) -> Path:
     """Return a temporary name in the same folder."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    start = os.fsencode(path.name)[:_LONGEST].decode(errors="ignore")
+    return path.with_name(f".{start}.{uuid.uuid4().hex}.part")
 
 
 def _create(path: Path) -> int:

@@ -13,7 +13,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from cribo.files import FolderError, read_json, write_folder_whole, write_json
+from cribo.errors import InputError
+from cribo.files import FolderError, path_inside, read_json, write_folder_whole, write_json
 
 MARKER = "cribo.json"
 """The file that names the kind of the results in a folder, and the version that wrote them."""
@@ -117,6 +118,24 @@ class ResultFolder:
                     self.path.rmdir()  # removes it only if it is empty
             raise
         return self.path
+
+
+def named_folder(out: str | os.PathLike[str], name: str) -> Path:
+    """Return the folder of results with a name, below their parent folder.
+
+    Raises:
+        FolderError: the name leads out of the parent folder, such as `../up`.
+
+    Example:
+        >>> named_folder("runs", "mine").as_posix()
+        'runs/mine'
+    """
+    try:
+        return path_inside(Path(out), name, source="--name", follow_links=True)
+    except InputError as error:
+        raise FolderError(
+            f"--name must be a folder below --out {out}, got {name!r}: give its parent folder as --out"
+        ) from error
 
 
 def lock_writer(folder: Path, name: str = ".lock", *, command: str, advice: str) -> FileLock:

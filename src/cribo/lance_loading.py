@@ -16,6 +16,6 @@ def load_lance(purpose: str) -> Any:
     os.environ.setdefault("LANCE_LOG", "error")  # read at import; it warns about every table that it creates
     try:
         import lance
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise MissingPackage(f"{purpose} needs Lance: {install_command('search')}") from error
     return lance

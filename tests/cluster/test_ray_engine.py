@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 from tests.cluster.toy import (
     DRIVER,
@@ -148,6 +149,45 @@ def test_a_signal_ends_all_processes(commands: Commands, tmp_path: Path, receive
     printed = driver.output.partition("Process ")[0].split()  # before the traceback
     assert all(name.isdecimal() for name in printed), driver.output  # nothing of Ray
 
+
+@pytest.mark.slow
+def test_a_killed_driver_leaves_neither_processes_nor_files_and_listens_on_loopback_only() -> None:
+    program, environment = [sys.executable, "-c", _IDLE], {**os.environ, **ENVIRONMENT}
+    with subprocess.Popen(program, stdout=subprocess.PIPE, env=environment, text=True) as driver:
+        assert driver.stdout is not None
+        try:
+            place = Path(driver.stdout.readline().strip()).parent
+            assert place.is_dir()
+            assert place.stat().st_mode & 0o077 == 0
+            started = psutil.Process(driver.pid).children(recursive=True)
+            listening = [
+                connection.laddr.ip
+                for process in started
+                for connection in process.net_connections("tcp")
+                if connection.status == psutil.CONN_LISTEN
+            ]
+            assert listening
+            assert all(ip.removeprefix("::ffff:") in ("127.0.0.1", "::1") for ip in listening)
+        finally:
+            driver.kill()
+    _, alive = psutil.wait_procs(started, timeout=60)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    deadline = time.monotonic() + 60
+    while place.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+_IDLE = """
+import time
+from cribo.cluster.config import RayOptions
+from cribo.cluster.ray_engine import open_ray
+with open_ray(RayOptions(workers=1, cpus_per_worker=1), writes_to=None):
+    import ray._private.worker
+    print(ray._private.worker._global_node.get_temp_dir_path(), flush=True)
+    time.sleep(1000)
+"""
+"""A driver with a temporary cluster, which prints its folder."""
 
 NODES = [Node("a", cpus=16, gpus=2), Node("b", cpus=8, gpus=1)]
 

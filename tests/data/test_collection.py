@@ -1,3 +1,4 @@
+import os
 import pickle
 import socket
 import time
@@ -15,10 +16,12 @@ from tests.data.photographs import encoded, write_files, write_tar
 
 from cribo.data.collection import (
     ImageCollection,
+    content_hash,
     fingerprint,
     open_collection,
     read_named,
     rows_of,
+    sampled_hash,
     without_repeats,
 )
 from cribo.data.images import DataError, ImageFiles, MissingData, open_images
@@ -160,7 +163,7 @@ def test_names_are_those_of_files(tmp_path: Path, memory: MemoryFileSystem) -> N
     local, below = open_collection(folder(tmp_path, memory)), open_collection(remote(tmp_path, memory))
     assert names(below) == names(local) == list(PHOTOGRAPHS)
     assert names(open_collection("memory://pictures", "c")) == ["d.webp", "e.jpg", "f/g.jpeg"]
-    assert fingerprint(below) == fingerprint(local)
+    assert fingerprint(below).files == fingerprint(local).files
 
 
 def test_files_that_disappear_are_reported_one_by_one(tmp_path: Path, memory: MemoryFileSystem) -> None:
@@ -383,3 +386,20 @@ def test_images_that_a_server_forbids_or_lacks_are_not_requested_again() -> None
         with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*gone\.jpg"):
             images.read(1)
         server.shutdown()
+
+
+def test_hashes_of_a_collection_detect_changes(tmp_path: Path) -> None:
+    for name, content in (("a.jpg", b"1"), ("b.jpg", b"2")):
+        (tmp_path / name).write_bytes(content)
+    collection = open_collection(tmp_path)
+    before = fingerprint(collection), content_hash(collection), sampled_hash(collection)
+    os.utime(tmp_path / "a.jpg", (0, 0))
+    assert fingerprint(collection).files == before[0].files
+    assert fingerprint(collection).times != before[0].times
+    assert (content_hash(collection), sampled_hash(collection)) == before[1:]
+    (tmp_path / "a.jpg").write_bytes(b"3")
+    assert fingerprint(collection).files == before[0].files
+    assert content_hash(collection) != before[1]
+    assert sampled_hash(collection) != before[2]
+    (tmp_path / "a.jpg").unlink()
+    assert fingerprint(collection).files != before[0].files

@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -248,3 +249,36 @@ def test_an_image_that_can_be_read_again_is_not_listed(images: Path, monkeypatch
             embed(images, "mean-colour")
     (images / "a" / "0.png").write_bytes(content)
     assert embed(images, "mean-colour", resume=True).skipped == {}
+
+
+@pytest.mark.parametrize("kind", ["numpy", "lance"])
+def test_resume_refuses_other_images_of_equal_names_and_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    if kind == "lance":
+        pytest.importorskip("lance")
+    monkeypatch.setattr("cribo.embedding.run._MOST_IMAGES", 2)
+    images, copies = tmp_path / "images", tmp_path / "copies"
+    images.mkdir()
+    for number in range(4):
+        pixels = np.random.default_rng(number).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(images / f"{number}.bmp")
+
+    def embed() -> Embedded:
+        config = EmbedConfig(str(images), BackboneSource("mean-colour"), device="cpu", workers=1, format=kind)
+        return embed_images(config, out=tmp_path / "out", resume=True)
+
+    assert embed().reused == 0
+    assert embed().reused == 4
+    shutil.copytree(images, copies, copy_function=shutil.copyfile)  # new modification times
+    images.rename(tmp_path / "before")
+    copies.rename(images)
+    assert embed().reused == 4
+    status = (images / "3.bmp").stat()
+    (images / "3.bmp").write_bytes((images / "0.bmp").read_bytes())
+    assert (images / "3.bmp").stat().st_size == status.st_size
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    for _ in range(2):
+        with pytest.raises(FolderError, match=r"among 2\.bmp to 3\.bmp"):
+            embed()
+    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before

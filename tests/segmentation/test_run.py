@@ -1,6 +1,7 @@
 import csv
 import io
 import json
+import os
 import pickle
 import re
 import shutil
@@ -596,3 +597,17 @@ def test_results_of_images_elsewhere_stay_in_the_output_folder(folder: Path) -> 
     labels = folder / "out" / "labels"
     names = {path.relative_to(labels).with_suffix("") for path in labels.rglob("*.png")}
     assert names == {(folder / "images" / "1").relative_to("/"), Path("images/sub/2")}
+
+
+def test_names_that_cannot_be_written_end_no_command(folder: Path) -> None:
+    long = folder / "images" / ("l" * 251 + ".bmp")
+    save_image(long, enlarged(FIRST))
+    limit, deep = os.pathconf(folder, "PC_PATH_MAX"), folder / "images"
+    while len(str(deep)) < limit - 400:
+        deep /= "d" * 200
+    save_image(deep / "1.bmp", enlarged(FIRST))  # below the results, its path is longer
+    for resume in (False, True):
+        done = segment(folder, out="o" * 250, resume=resume, pictures=0 if resume else 2)
+        assert done.images == 4
+        assert [*done.skipped] == [str((deep / "1.bmp").relative_to(folder / "images"))]
+    assert (folder / ("o" * 250) / "labels" / long.with_suffix(".png").name).is_file()

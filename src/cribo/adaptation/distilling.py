@@ -37,6 +37,7 @@ from cribo.data import ImageFiles, open_images
 from cribo.devices import resolve_devices
 from cribo.errors import if_interrupted
 from cribo.files import write_json
+from cribo.folders import named_folder
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.models.building import is_import_path
 from cribo.models.saving import DESCRIPTION_FILE, reserve_readout
@@ -115,7 +116,7 @@ def distill(
     started = time.perf_counter()
     console = console or Console(quiet=True)
     target = result_folder(
-        Path(out) / (name or f"{backbone_name(config.backbone)}-distilled"),
+        named_folder(out, name or f"{backbone_name(config.backbone)}-distilled"),
         "distillation",
         numbered=name is None,
         overwrite=overwrite,
@@ -137,7 +138,7 @@ def distill(
     with ExitStack() as stack:
         folder = claim(stack, target)
         stack.enter_context(if_interrupted(lambda: to_continue(folder)))
-        record_options(folder / OPTIONS, config)
+        record_options(folder / OPTIONS, config, images)
         # A copy, so that the training does not depend on the options with which the teacher was loaded.
         if not (folder / _TEACHER / DESCRIPTION_FILE).is_file():
             save_backbone(teacher, folder / _TEACHER)

@@ -16,6 +16,7 @@ from cribo.adaptation.config import AdaptConfig, DistillConfig
 from cribo.adaptation.encoding import encode
 from cribo.arguments import ConfigError
 from cribo.data import ImageFiles, UnreadableImage
+from cribo.data.collection import sampled_hash
 from cribo.data.limits import spread
 from cribo.devices import multiplies_bfloat16
 from cribo.files import write_json, write_text
@@ -41,6 +42,7 @@ VERDICT = "verdict.json"
 CLOSED_FORM = "closed_form"
 _TRAINING = "training"
 _IMAGES = "images.txt"
+_CONTENT = "images_content"
 _LEAST_STEPS = 10
 _TIMED_IMAGES = 3
 
@@ -93,20 +95,27 @@ def to_continue(folder: Path) -> str:
     return f"to continue, repeat the command with {command_line('--name', folder.name, '--resume')}"
 
 
-def record_options(path: Path, config: AdaptConfig | DistillConfig) -> None:
+def record_options(path: Path, config: AdaptConfig | DistillConfig, images: ImageFiles) -> None:
     """Write the options, or compare them with the stored options of what is resumed.
 
     The time can be changed until the training has begun.
 
     Raises:
-        ConfigError: an option that affects the result has changed.
+        ConfigError: an option that affects the result has changed, or the images have.
     """
-    options = json.loads(json.dumps(masked(asdict(config))))
+    content = sampled_hash(images)
+    options = {**json.loads(json.dumps(masked(asdict(config)))), _CONTENT: content}
     if path.is_file():
         before = json.loads(path.read_text(encoding="utf-8"))
         free = {"logger", "workers", "device"}
         if not (path.parent / _TRAINING).exists():
             free |= {"minutes", "steps"}
+        if before.get(_CONTENT, content) != content:
+            raise ConfigError(
+                f"{path.parent} was started with other images in {config.images}: restore them, or "
+                "choose another --name"
+            )
+        free.add(_CONTENT)  # earlier versions did not record it
         changed = [name for name in options if before.get(name) != options[name] and name not in free]
         if changed:
             raise ConfigError(

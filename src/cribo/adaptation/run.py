@@ -39,6 +39,7 @@ from cribo.devices import resolve_devices
 from cribo.drawing import write_figure
 from cribo.errors import if_interrupted
 from cribo.files import write_json
+from cribo.folders import named_folder
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.models.building import with_stride
 from cribo.pretraining.batches import fit_batch
@@ -101,7 +102,7 @@ def adapt(
     started = time.perf_counter()
     console = console or Console(quiet=True)
     target = result_folder(
-        Path(out) / (name or f"{backbone_name(config.backbone)}-adapted"),
+        named_folder(out, name or f"{backbone_name(config.backbone)}-adapted"),
         "adaptation",
         numbered=name is None,
         overwrite=overwrite,
@@ -122,7 +123,7 @@ def adapt(
     with ExitStack() as stack:
         folder = claim(stack, target)
         stack.enter_context(if_interrupted(lambda: to_continue(folder)))
-        record_options(folder / OPTIONS, config)
+        record_options(folder / OPTIONS, config, images)
         with Phases(console) as progress:
             start, choice = _closed_form(original, images, recipe, config, folder, progress)
         log.info(_described(choice))

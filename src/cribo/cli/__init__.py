@@ -3,10 +3,8 @@
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
-from importlib import import_module
 
-from cribo.cli.running import dispatch, run_command
+# Everything else is imported by `main`, which handles Ctrl-C.
 
 USAGE = """\
 usage: cribo <command> [options]
@@ -80,6 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
+    from functools import partial
+
+    from cribo.cli.running import dispatch
+
     if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions (docs/start.md)
         from cribo.cli.completion import words_to_complete
 
@@ -94,6 +96,10 @@ def _run(words: list[str]) -> int:
 
 def _command(name: str, words: list[str]) -> int:
     """Run a command; its module is imported on demand, so that `cribo --help` does not import torch."""
+    from importlib import import_module
+
+    from cribo.cli.running import run_command
+
     module = import_module(f"cribo.cli.{name}")
     if name == "evaluate":  # has commands of its own
         return module.main(words)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cribo.errors import InputError, MissingPackage, Stopped
+from cribo.errors import InputError, MissingPackage, Stopped, full_disk, is_out_of_memory
 from cribo.processes import is_first_process
 from cribo.redaction import mask_messages, without_secrets
 from cribo.wording import counted, nearest
@@ -42,6 +42,8 @@ SUGGESTED = "vit_small_patch14_dinov2.lvd142m"
 SUGGESTION = f"for a start, {SUGGESTED} (22 M parameters, licence apache-2.0; docs/backbones.md lists others)"
 """What to pass as a missing `--backbone`."""
 
+_FULL_DISK = "free space there and repeat the command (with --resume if it has that option), or write to another disk"
+
 _LISTED = 5  # unreadable images
 
 
@@ -64,8 +66,9 @@ def run_command(
 ) -> int:
     """Run a command, and print interruptions and errors that the user can fix as one line.
 
-    These are errors of files and connections, `InputError` and `MissingPackage`. Other errors are raised with their
-    traceback. With `--debug` among the arguments, the traceback of every error is printed. Only rank 0 prints.
+    These are errors of files and connections, full disks, lack of memory, `InputError` and `MissingPackage`. Other
+    errors are raised with their traceback. With `--debug` among the arguments, the traceback of every error is printed.
+    Only rank 0 prints.
 
     Args:
         name: name of the command, without `cribo`.
@@ -93,13 +96,17 @@ def run_command(
         if isinstance(error, Stopped):
             # Other ranks exit 0; otherwise the launcher would report a crash.
             return 0 if error.everywhere and not is_first_process() else _failed(name, error, error.status)
+        if is_out_of_memory(error):
+            reason = str(error).partition(". ")[0] if isinstance(error, RuntimeError) else ""
+            return _failed(name, f"{reason or 'out of memory'}: {less_memory}", 1)
+        if not isinstance(error, InputError) and (full := full_disk(error)) is not None:
+            where = "" if full.filename is None else f" while writing {full.filename}"
+            what = str(error) if isinstance(error, OSError) and error.errno is None else f"{full.strerror}{where}"
+            return _failed(name, f"{what}: {_FULL_DISK}", 1)
         if isinstance(error, OSError):  # for example, a missing file or a full disk
             return _failed(name, error, 2 if isinstance(error, FileNotFoundError | ConnectionError) else 1)
         if isinstance(error, InputError | MissingPackage):
             return _failed(name, error, 2)
-        if _is_out_of_memory(error):
-            reason = str(error).partition(". ")[0] or "out of memory"
-            return _failed(name, f"{reason}: {less_memory}", 1)
         error.add_note(f"{name}: {_request_for_report(name)}")
         raise
     return 0
@@ -118,14 +125,6 @@ def _request_for_report(name: str) -> str:
 def _failed(name: str, error: object, status: int) -> int:
     print(without_secrets(f"{name}: {error}"), file=sys.stderr)
     return status
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    torch = sys.modules.get("torch")  # avoids importing torch
-    if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        return True
-    # On the CPU, torch raises a plain RuntimeError.
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
 
 
 def add_optional_backbone(parser: "Parser", explanation: str) -> None:

@@ -43,7 +43,7 @@ _OBJECT_STORE_BYTES = 256 << 20  # parts and results are small; Ray's default is
 _OPEN_SECONDS = 5.0  # limit for opening a TCP connection
 _CONNECT_SECONDS = 30.0  # limit for connecting from another process, which first imports Ray
 _CHECK_SECONDS = 120.0  # limit for checking all nodes, which may first start Python
-_LONGEST_FOLDER = 40  # characters; Ray's sockets below it must have fewer than 108
+_LONGEST_FOLDER = 36  # characters; Ray's sockets below it must have fewer than 108
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # otherwise Ray reports to its authors over the network
     "RAY_BACKEND_LOG_LEVEL": "fatal",
@@ -54,6 +54,23 @@ _SETTINGS = {
 }
 
 _log = logging.getLogger(__name__)
+
+
+# Arguments: a folder to remove, and processes to end, as id:time of start, once the standard input is closed.
+_WATCHER = """
+import shutil, sys
+import psutil
+sys.stdin.read()
+for word in sys.argv[2:]:
+    number, started = word.split(":")
+    try:
+        process = psutil.Process(int(number))
+        if abs(process.create_time() - float(started)) < 2:
+            process.kill()
+    except psutil.Error:
+        pass
+shutil.rmtree(sys.argv[1], ignore_errors=True)
+"""
 
 
 class WorkerLost(Stopped):
@@ -316,6 +333,9 @@ def _set_environment(*, temporary: bool) -> None:
     """Set Ray's environment variables, except those of the user. Ray reads some when it is imported."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
+    # Ray's switch for systems on which it uses the loopback address only: on Linux, its processes listen to all others.
+    if temporary and "ray" not in sys.modules:
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     # Otherwise Ray would keep a token in the home folder, which changes how the user's own clusters start.
     if temporary and "ray" not in sys.modules and not any(name.startswith("RAY_AUTH_") for name in os.environ):
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -333,17 +353,40 @@ def _temporary_cluster(options: RayOptions) -> Iterator[Workers]:
     short = len(tempfile.gettempdir()) <= _LONGEST_FOLDER
     folder = tempfile.mkdtemp(prefix="cribo-", dir=None if short else "/tmp")
     try:
-        with _connected(
-            "local",  # otherwise the environment variable RAY_ADDRESS overrides it
-            num_cpus=cpus,
-            num_gpus=gpus,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            _temp_dir=folder,
+        with (
+            _connected(
+                "local",  # otherwise the environment variable RAY_ADDRESS overrides it
+                num_cpus=cpus,
+                num_gpus=gpus,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                _temp_dir=f"{folder}/ray",  # Ray makes it writable for everybody; the folder above is private
+            ),
+            _ended_with_this_process(folder),
         ):
             yield workers
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _ended_with_this_process(folder: str) -> Iterator[None]:
+    """End Ray's agents and remove its folder if this process is killed; Ray leaves agents for minutes."""
+    import psutil
+
+    started = [f"{each.pid}:{each.create_time()}" for each in psutil.Process().children(recursive=True)]
+    watcher = subprocess.Popen(
+        [sys.executable, "-c", _WATCHER, folder, *started],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C does not reach it
+    )
+    try:
+        yield
+    finally:
+        watcher.kill()
+        watcher.wait()
 
 
 @contextlib.contextmanager

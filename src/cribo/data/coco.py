@@ -18,7 +18,7 @@ from cribo.data.label_maps import IGNORE_INDEX, read_classes
 from cribo.data.reading import image_size
 from cribo.data.run_lengths import decompressed, mask_of, require_counts
 from cribo.errors import InputError
-from cribo.files import read_json
+from cribo.files import path_inside, read_json
 from cribo.wording import counted, enumerated
 
 log = logging.getLogger("cribo")
@@ -165,12 +165,15 @@ class CocoFile:
 
         Raises:
             MissingData: an image does not exist.
+            InputError: a name leads outside the folders.
         """
         if folders is None:
             folders = self.path.parent, self.path.parent / "images"
         elif isinstance(folders, str | os.PathLike):
             folders = [Path(folders).expanduser()]
         names = [str(entry["file_name"]) for entry in self.images]
+        for name in names:
+            path_inside(Path(folders[0]), name, source=self.path, follow_links=True)
         folder = next((folder for folder in folders if FilesBelow(folder).find(names[0])), folders[0])
         files = FilesBelow(folder)
         found = [files.find(name) for name in names]

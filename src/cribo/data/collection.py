@@ -6,10 +6,11 @@ import hashlib
 import os
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from cribo.data.images import (
     read_list,
     require,
 )
-from cribo.data.limits import MAX_PIXELS
+from cribo.data.limits import MAX_PIXELS, spread
 from cribo.data.parquet import PARQUET, list_parquet, open_parquet, open_row
 from cribo.data.reading import EncodedImage, FileState, UnreadableImage
 from cribo.data.remote import located, open_mixed_list, open_remote
@@ -41,8 +42,12 @@ from cribo.data.storage import (
     require_answer,
 )
 from cribo.data.tars import INDEX
+from cribo.errors import InputError
+from cribo.files import path_inside
 from cribo.redaction import is_masked, without_secrets
 from cribo.wording import enumerated
+
+Read = TypeVar("Read")
 
 _STATE_READERS = 16  # for storage with a high latency
 _STATE_BLOCK = 4096
@@ -261,26 +266,86 @@ def without_repeats(collection: ImageCollection) -> ImageCollection:
     return collection if len(first) == len(collection) else collection.part(list(first.values()))
 
 
-def fingerprint(collection: ImageCollection) -> str:
-    """Return a hash of the names and sizes of all images.
+class Fingerprint(NamedTuple):
+    """Hashes by which changes of a collection are detected without reading its images.
+
+    Attributes:
+        files: hash of the names and sizes of all images.
+        times: hash of their modification times, which copies may not keep; compare `content_hash` where it differs.
+    """
+
+    files: str
+    times: str
+
+
+def fingerprint(collection: ImageCollection) -> Fingerprint:
+    """Return hashes of the names, sizes and modification times of all images.
+
+    Raises:
+        ShardError: object storage failed repeatedly.
+    """
+
+    def state(index: int) -> FileState:
+        try:
+            return collection.state(index)
+        except OSError:  # missing
+            return FileState(-1, 0)
+
+    files, times = hashlib.sha256(), hashlib.sha256()
+    for index, found in _in_threads(state, range(len(collection))):
+        files.update(f"{collection.name(index)} {found.size_bytes}\n".encode("utf-8", "surrogateescape"))
+        times.update(f"{found.mtime_ns}\n".encode())
+    return Fingerprint(files.hexdigest(), times.hexdigest())
+
+
+def content_hash(collection: ImageCollection) -> str:
+    """Return a hash of the contents of all images, which are read; unreadable ones count as empty.
+
+    Raises:
+        ShardError: object storage failed repeatedly.
+    """
+    digests = (digest for _, digest in _in_threads(partial(content_digest, collection), range(len(collection))))
+    return joined_digest(digests)
+
+
+def content_digest(collection: ImageCollection, index: int) -> bytes:
+    """Return the SHA-256 of the content of an image; empty if it cannot be read."""
+    try:
+        return hashlib.sha256(collection.read(index).content).digest()
+    except (OSError, UnreadableImage):
+        return b""
+
+
+def joined_digest(digests: Iterable[bytes]) -> str:
+    """Return `content_hash`, given the hash of each image."""
+    return hashlib.sha256(b"\n".join(digests)).hexdigest()
+
+
+def sampled_hash(images: ImageSource, most: int = 64) -> str:
+    """Return a hash of the names of all images, and of the contents of up to `most` evenly spread ones.
+
+    For results of a whole collection, which another collection with the same names must not continue. Copies have the
+    same hash. Contents of sources that have no files, such as generated scenes, are ignored.
 
     Raises:
         ShardError: object storage failed repeatedly.
     """
     digest = hashlib.sha256()
-
-    def size(index: int) -> int:
-        try:
-            return collection.state(index).size_bytes
-        except OSError:  # missing
-            return -1
-
-    with ThreadPoolExecutor(_STATE_READERS) as pool:
-        for start in range(0, len(collection), _STATE_BLOCK):
-            block = range(start, min(start + _STATE_BLOCK, len(collection)))
-            for index, size_bytes in zip(block, pool.map(size, block), strict=True):
-                digest.update(f"{collection.name(index)} {size_bytes}\n".encode("utf-8", "surrogateescape"))
+    for index in range(len(images)):
+        digest.update(images.name(index).encode("utf-8", "surrogateescape") + b"\n")
+    if isinstance(images, EncodedImages):
+        files = cast("ImageCollection", images)
+        for _, content in _in_threads(partial(content_digest, files), spread(len(images), most)):
+            digest.update(content)
     return digest.hexdigest()
+
+
+def _in_threads(read: Callable[[int], Read], indices: Sequence[int]) -> Iterator[tuple[int, Read]]:
+    """Yield indices and what is read there, in order, with many requests at the same time."""
+    with ThreadPoolExecutor(_STATE_READERS) as pool:
+        for start in range(0, len(indices), _STATE_BLOCK):
+            block = indices[start : start + _STATE_BLOCK]
+            yield from zip(block, pool.map(read, block), strict=True)
 
 
 def names_hash(collection: ImageCollection) -> str:
@@ -289,6 +354,34 @@ def names_hash(collection: ImageCollection) -> str:
     for index in range(len(collection)):
         digest.update(os.fsencode(collection.name(index)) + b"\n")
     return f"{len(collection)} {digest.hexdigest()}"
+
+
+def locate_image(folder: str | os.PathLike[str], name: str, *, source: str | os.PathLike[str]) -> str:
+    """Return the path or URL of an image that a file, such as a database, names.
+
+    Args:
+        folder: folder or URL of the images.
+        name: name of the image: a path below the folder, or as in the list that is the source.
+        source: path or URL from which the collection was opened.
+
+    Raises:
+        DataError: the image is not below the folder, and not on the list.
+    """
+    try:
+        if not is_url(name):
+            path_inside(Path(folder), name, source=source, follow_links=True)
+            return located(os.fspath(folder), name)
+    except InputError:
+        pass
+    path = Path(source)
+    if path.suffix.lower() == ".txt" and path.is_file() and name in _listed_names(path, path.stat().st_mtime_ns):
+        return located(os.fspath(folder), name)
+    raise DataError(f"{name!r} is neither below {folder} nor listed in {source}: index the images again")
+
+
+@lru_cache(maxsize=1)
+def _listed_names(path: Path, mtime_ns: int) -> frozenset[str]:
+    return frozenset(name for _, name in read_list(path))
 
 
 def read_named(source: str | os.PathLike[str], name: str, column: str | None = None) -> EncodedImage:
@@ -302,18 +395,23 @@ def read_named(source: str | os.PathLike[str], name: str, column: str | None = N
     Raises:
         OSError: the image is missing or cannot be read.
         UnreadableImage: there are no bytes to read.
-        DataError: the source is broken.
+        DataError: the source is broken, or the name leads outside it.
         ShardError: a shard cannot be read, or object storage failed repeatedly.
     """
     place = _joined(source, "")
     if is_masked(name) and place.endswith(".txt") and not is_url(place):
         name = next((url for _, url in read_list(Path(place)) if without_secrets(url) == name), name)
     is_file = posixpath.splitext(place)[1].lower() in (".txt", SUFFIX, PARQUET)
-    folder = posixpath.dirname(place) if is_file else place.rstrip("/")
-    location = located(folder or ".", name)
-    if not is_url(location) and Path(location).is_file():
-        return EncodedImage(name, Path(location).read_bytes())
+    folder = (posixpath.dirname(place) if is_file else place.rstrip("/")) or "."
     container, _, member = name.partition("/")
+    try:
+        location = locate_image(folder, name, source=place)
+    except DataError:
+        if not (member and container.endswith((SUFFIX, PARQUET))):  # members may have any name
+            raise
+        location = ""
+    if location and not is_url(location) and Path(location).is_file():
+        return EncodedImage(name, Path(location).read_bytes())
     if (row := re.fullmatch(r"(\d+)(\.\w+)?", member)) and container.endswith(PARQUET):
         return EncodedImage(name, open_row(located(folder, container), int(row[1]), column=column).read(0).content)
     if container.endswith(SUFFIX) and member:

@@ -16,7 +16,7 @@ from cribo.data.images import DataError, MissingData, require
 from cribo.data.limits import spread
 from cribo.data.reading import image_size
 from cribo.data.segmentation import UnlabelledFiles
-from cribo.files import read_json
+from cribo.files import path_inside, read_json
 
 SPAIR_SIZES = {"trn": 53_340, "val": 5_384, "test": 12_234}
 """Pairs of each split of SPair-71k."""
@@ -117,7 +117,7 @@ def _read_pairs(files: Sequence[Path], images: Path, *, in_categories: bool) -> 
         folder = f"{category}/" if in_categories else ""
         names = [f"{folder}{content[key]}" for key in ("src_imname", "trg_imname")]
         for name in names:
-            if not (images / name).is_file():
+            if not path_inside(images, name, source=file, follow_links=True).is_file():
                 raise MissingData(f"{file} refers to the image {name}, which is not in {images}")
         points = [_points(file, content, key, size_of(name)) for key, name in zip(("src", "trg"), names, strict=True)]
         if len(points[0]) != len(points[1]):

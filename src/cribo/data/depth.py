@@ -13,6 +13,7 @@ from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, li
 from cribo.data.limits import spread
 from cribo.data.reading import open_header
 from cribo.data.segmentation import UnlabelledFiles, by_stem
+from cribo.files import path_inside
 
 NYU_SIZES = {"train": 24_231, "val": 654}
 """Images of NYU-Depth v2 in the lists of BTS."""
@@ -178,6 +179,8 @@ def _listed(root: Path, split: str, *, partial: bool) -> Pairs:
             + ("got an empty file" if wrong is None else f"got {' '.join(lines[wrong - 1])!r} in line {wrong}")
         )
     pairs = [(words[0].lstrip("/"), words[1].lstrip("/")) for words in lines]
+    for name in (name for pair in pairs for name in pair):
+        path_inside(root, name, source=listed, follow_links=True)
     folders = [root / name for name in _NYU_FOLDERS[split]]
     folder = next((each for each in folders if any((each / name).is_file() for name in pairs[0])), root)
     if len(pairs) != NYU_SIZES[split] and not partial:

@@ -16,6 +16,7 @@ from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, li
 from cribo.data.limits import spread
 from cribo.data.reading import image_size, open_header
 from cribo.data.segmentation import IGNORE_INDEX, UnlabelledFiles, by_stem
+from cribo.files import path_inside
 
 DAVIS_SIZES = {"train": 60, "val": 30}
 """Videos of the splits of DAVIS 2017 with public annotations."""
@@ -140,6 +141,8 @@ def _listed(root: Path, split: str, frames: Path, *, partial: bool) -> list[str]
     file = root / "ImageSets" / "2017" / f"{split}.txt"
     require(file)
     names = file.read_text(encoding="utf-8-sig").split()
+    for name in names:
+        path_inside(frames, name, source=file, follow_links=True)
     if not names:
         raise DataError(f"{file} lists no video")
     if split in DAVIS_SIZES and len(names) != DAVIS_SIZES[split] and not partial:

@@ -10,6 +10,7 @@ import torch
 
 from cribo.data.detection import Boxes
 from cribo.data.images import DataError, ImageFiles, MissingData, PackedNames, require
+from cribo.files import path_inside
 
 _FOLDERS = ("Annotations", "ImageSets", "JPEGImages")
 
@@ -42,6 +43,8 @@ class VocBoxes(ImageFiles):
         if not stems:
             raise DataError(f"{listed} lists no images")
         images, annotations = folder / "JPEGImages", folder / "Annotations"
+        for stem in stems:
+            path_inside(images, stem, source=listed, follow_links=True)
         for place, ending in ((images, ".jpg"), (annotations, ".xml")):
             missing = [stem for stem in stems if not (place / f"{stem}{ending}").is_file()]
             if missing:

@@ -1,6 +1,7 @@
 """The unit of work of `cribo embed`: from a batch of encoded images to their features."""
 
 import copy
+import hashlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from itertools import islice
@@ -11,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from cribo.data.collection import ImageCollection, rows_of
+from cribo.data.collection import ImageCollection, joined_digest, rows_of
 from cribo.data.reading import UnreadableImage
 from cribo.devices import resolve_threads
 from cribo.embedding.config import Kind
@@ -42,12 +43,21 @@ class Features(NamedTuple):
         errors: reasons why images cannot be read, by index in `names`.
         columns: `image`, the index in `names`, and the columns of `COLUMNS`.
         embedding: a vector for each row.
+        content: `content_hash` of the images.
     """
 
     names: list[str]
     errors: dict[int, str]
     columns: Mapping[str, Int[np.ndarray, " n"]]
     embedding: Float[np.ndarray, "n d"]
+    content: str
+
+
+class _Read(NamedTuple):
+    """An image, or why it cannot be read, and the hash of its content; empty if the file cannot be read."""
+
+    image: PreparedImage | UnreadableImage
+    digest: bytes
 
 
 class Embedder:
@@ -144,26 +154,32 @@ class Embedder:
             parts,
             threads=resolve_threads(self.workers),
             ahead=4 * self.batch_size,
-            nbytes=lambda image: getattr(image, "nbytes", 0),
+            nbytes=lambda image: getattr(image.image, "nbytes", 0),
         )
         with closing(read):
             for part, images in read:
                 found: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by index in the part
                 errors: dict[int, str] = {}
+                digests: list[bytes] = []
                 own = enumerate(images)
                 while batch := list(islice(own, self.batch_size)):
-                    errors |= {index: image.reason for index, image in batch if isinstance(image, UnreadableImage)}
-                    readable = {index: image for index, image in batch if isinstance(image, PreparedImage)}
+                    digests += [each.digest for _, each in batch]
+                    errors |= {i: each.image.reason for i, each in batch if isinstance(each.image, UnreadableImage)}
+                    readable = {i: each.image for i, each in batch if isinstance(each.image, PreparedImage)}
                     found.update(zip(readable, encode([*readable.values()]), strict=True))
-                yield self._joined([part.name(index) for index in range(len(part))], found, errors)
+                names = [part.name(index) for index in range(len(part))]
+                yield self._joined(names, found, errors, joined_digest(digests))
 
-    def _read(self, part: ImageCollection, index: int) -> PreparedImage | UnreadableImage:
+    def _read(self, part: ImageCollection, index: int) -> _Read:
+        digest = b""
         try:
-            return read_prepared(part.read(index), self.network.encoder, self.settings)
+            file = part.read(index)
+            digest = hashlib.sha256(file.content).digest()
+            return _Read(read_prepared(file, self.network.encoder, self.settings), digest)
         except UnreadableImage as error:
-            return error
+            return _Read(error, digest)
         except OSError as error:
-            return UnreadableImage(part.name(index), error.strerror or str(error))
+            return _Read(UnreadableImage(part.name(index), error.strerror or str(error)), digest)
 
     def _encoder(self) -> Callable[[Sequence[PreparedImage]], Encoded]:
         network = self.network
@@ -175,7 +191,11 @@ class Embedder:
         return _objects(network.encoder, self.settings, self.dim, network.device)
 
     def _joined(
-        self, names: list[str], found: Mapping[int, tuple[np.ndarray, np.ndarray]], errors: dict[int, str]
+        self,
+        names: list[str],
+        found: Mapping[int, tuple[np.ndarray, np.ndarray]],
+        errors: dict[int, str],
+        content: str,
     ) -> Features:
         none = np.empty(0, dtype=np.int32)
         images = (np.full(len(rows), index, dtype=np.int32) for index, (rows, _) in found.items())
@@ -184,7 +204,7 @@ class Embedder:
             columns[name] = np.concatenate([none, *(own[:, place] for _, own in found.values())])
         empty = np.empty((0, self.dim), dtype=np.float32)
         embedding = np.concatenate([empty, *(rows for rows, _ in found.values())])
-        return Features(names, errors, columns, embedding.astype(self.precision))
+        return Features(names, errors, columns, embedding.astype(self.precision), content)
 
 
 def _by_size(

@@ -6,9 +6,17 @@ from typing import Any
 
 from cribo.cluster.shares import Share, order_shares, require_mergeable
 from cribo.data.images import DataError, require
-from cribo.embedding.run import ABOUT, FORMAT, SKIPPED_IN_PARTS, Embedded, changes_between, write_skipped
+from cribo.embedding.run import (
+    ABOUT,
+    FORMAT,
+    IMAGES_OF_PARTS,
+    SKIPPED_IN_PARTS,
+    Embedded,
+    changes_between,
+    write_skipped,
+)
 from cribo.embedding.writing import DATASET, PARTS, complete_parts, part_files, require_writer
-from cribo.files import link_or_copy, write_json
+from cribo.files import link_or_copy, path_inside, write_json
 from cribo.folders import ResultFolder, lock_replaced, read_finished
 from cribo.wording import counted
 
@@ -49,6 +57,17 @@ def merge_embeddings(parts: Sequence[str | Path], *, out: Path, overwrite: bool 
     same = abouts[0]["same"]
     require_writer(same["format"])
     files = {index: _checked_files(folders[index], abouts[index]["same"]) for index in order}
+    lists = {
+        index: [
+            path
+            for name in (SKIPPED_IN_PARTS, IMAGES_OF_PARTS)
+            for path in sorted((folders[index] / name).glob("part-*.json*"))
+        ]
+        for index in order
+    }
+    for index in order:  # links in a share may lead anywhere
+        for path in (*lists[index], *(path for several in files[index].values() for path in several)):
+            path_inside(folders[index], str(path.relative_to(folders[index])), source=folders[index])
 
     def write(folder: Path) -> None:
         (folder / PARTS).mkdir()
@@ -57,9 +76,9 @@ def merge_embeddings(parts: Sequence[str | Path], *, out: Path, overwrite: bool 
                 linked = folder / path.relative_to(folders[index])
                 linked.parent.mkdir(parents=True, exist_ok=True)
                 link_or_copy(path, linked)
-            for path in (folders[index] / SKIPPED_IN_PARTS).glob("part-*.jsonl"):
-                (folder / SKIPPED_IN_PARTS).mkdir(exist_ok=True)
-                link_or_copy(path, folder / SKIPPED_IN_PARTS / path.name)
+            for path in lists[index]:
+                (folder / path.parent.name).mkdir(exist_ok=True)
+                link_or_copy(path, folder / path.parent.name / path.name)
         skipped.update(write_skipped(folder, (name for index in order for name in files[index])))
         complete_parts(folder, same["format"])
         write_json(folder / ABOUT, {**wholes[order[0]], "command": command, "skipped": len(skipped)})

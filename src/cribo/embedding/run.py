@@ -17,7 +17,7 @@ from cribo.cluster.engines import open_engine
 from cribo.cluster.parts import part_size
 from cribo.cluster.shares import Share
 from cribo.console import Phases
-from cribo.data.collection import ImageCollection, fingerprint, open_collection, without_repeats
+from cribo.data.collection import ImageCollection, content_hash, fingerprint, open_collection, without_repeats
 from cribo.data.images import is_url, require_readable
 from cribo.embedding.config import EmbedConfig, Format
 from cribo.embedding.embedder import Embedder
@@ -32,10 +32,13 @@ from cribo.versions import versions
 from cribo.wording import counted
 
 ABOUT, SKIPPED = "about.json", "skipped.jsonl"
-FORMAT = 2
+FORMAT = 3
 """Version of the results."""
 SKIPPED_IN_PARTS = ".skipped"
 """Folder with a list for each part that has unreadable images."""
+
+IMAGES_OF_PARTS = ".images"
+"""Folder with a file for each part: hashes of the modification times and of the contents of its images."""
 
 _MOST_IMAGES = 512  # limit per part; an interrupted part is encoded again
 _ADVICE = "choose another --out, continue it with --resume, or replace it with --overwrite"
@@ -121,14 +124,13 @@ def embed_images(
     about = _about(config, described, plan, options, command)
     with open_engine(config, writes_to=out) as engine, Phases(console) as progress:
         if target.resumes:
-            require_same(
-                out / ABOUT, lambda: changes_between(json.loads((out / ABOUT).read_text(encoding="utf-8")), about)
-            )
+            require_same(out / ABOUT, lambda: _changes(out, about, plan, config.format))
         else:
             with lock_replaced(target, command="cribo embed"):
                 target.create(lambda part: write_json(part / ABOUT, about))
         with lock_writer(out, command="cribo embed", advice="choose another --out"):
-            (out / PARTS).mkdir(exist_ok=True)
+            for folder in (PARTS, IMAGES_OF_PARTS):
+                (out / folder).mkdir(exist_ok=True)
             started = time.perf_counter()
             with if_interrupted(lambda: f"complete parts are in {out}; to continue, repeat the command with --resume"):
                 missing = [part for part in plan.parts if not part_path(out, part.name, config.format).exists()]
@@ -146,7 +148,8 @@ def embed_images(
                 raise Stopped(f"the images can no longer be read: see {SKIPPED} in {out}")
             features = complete_parts(out, config.format)
             write_json(out / ABOUT, {**about, "finished": True, "skipped": len(skipped)})
-            remove_parts(out / PARTS)
+            for folder in (PARTS, IMAGES_OF_PARTS):
+                remove_parts(out / folder)
             new = {part.name for part in missing}
             reused -= sum(name in skipped for part in plan.parts if part.name not in new for name in part.names)
             return Embedded(out, features, total - len(skipped), reused, skipped, time.perf_counter() - started)
@@ -160,10 +163,17 @@ def _settings(config: EmbedConfig) -> ObjectSettings | None:
 
 
 class _Part(NamedTuple):
-    """A part of the collection, named by its number and a hash of its images and the options."""
+    """A part of the collection.
+
+    Attributes:
+        name: its number, and a hash of the names and sizes of its images and of the options.
+        images: its images.
+        times: hash of the modification times of its images.
+    """
 
     name: str
     images: ImageCollection
+    times: str
 
     def __str__(self) -> str:
         return self.name
@@ -188,12 +198,12 @@ class _Plan:
         images = without_repeats(images)
         every = range(len(images))
         parts = [images.part(every[start : start + size]) for start in every[::size]]
-        contents = [fingerprint(part) for part in parts]
-        digests = [hashlib.sha256(f"{content} {json.dumps(options)}".encode()).hexdigest() for content in contents]
+        found = [fingerprint(part) for part in parts]
+        digests = [hashlib.sha256(f"{each.files} {json.dumps(options)}".encode()).hexdigest() for each in found]
         self.count, self.images = len(parts), len(images)
-        self.fingerprint = hashlib.sha256("".join(contents).encode()).hexdigest()
+        self.fingerprint = hashlib.sha256("".join(each.files for each in found).encode()).hexdigest()
         self.parts = [
-            _Part(f"part-{number:05d}-{digests[number][:8]}", parts[number])
+            _Part(f"part-{number:05d}-{digests[number][:8]}", parts[number], found[number].times)
             for number in share.of(range(len(parts)), f"parts of {counted(size, 'image')}")
         ]
 
@@ -255,6 +265,27 @@ def changes_between(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str
         yield from moved or [f"images of {folder} were added, removed or changed"]
 
 
+def _changes(folder: Path, about: dict[str, Any], plan: _Plan, kind: Format) -> Iterator[str]:
+    """Yield the differences between the results in a folder and those to write.
+
+    Modification times tell whether images may have changed; if so, they are read again, since copies have other times.
+    """
+    changes = [*changes_between(json.loads((folder / ABOUT).read_text(encoding="utf-8")), about)]
+    yield from changes
+    for part in plan.parts if not changes else ():
+        record = folder / IMAGES_OF_PARTS / f"{part.name}.json"
+        if not part_path(folder, part.name, kind).exists():
+            continue
+        before = json.loads(record.read_text(encoding="utf-8"))
+        if before["times"] == part.times:
+            continue
+        if before["content"] != content_hash(part.images):
+            names = part.names
+            yield f"the content of images of {about['images']} has changed, among {names[0]} to {names[-1]}"
+            return
+        write_json(record, {**before, "times": part.times})
+
+
 class _EmbedParts:
     """Writes the features of each part and yields its number of images; run by an engine."""
 
@@ -273,6 +304,8 @@ class _EmbedParts:
                     (self.folder / SKIPPED_IN_PARTS).mkdir(exist_ok=True)
                     lines = ({"image": features.names[i], "reason": why} for i, why in features.errors.items())
                     write_text(skipped, _json_lines(lines))
+                record = {"times": part.times, "content": features.content}
+                write_json(self.folder / IMAGES_OF_PARTS / f"{part.name}.json", record)
                 write_part(self.folder, part.name, self.kind, features)
                 yield len(part.images)
 

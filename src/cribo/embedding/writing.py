@@ -12,7 +12,8 @@ import safetensors.numpy
 from cribo.checks import require_packages
 from cribo.embedding.config import Format
 from cribo.embedding.embedder import Features
-from cribo.files import write_text, write_whole
+from cribo.errors import InputError
+from cribo.files import path_inside, write_text, write_whole
 from cribo.lance_loading import load_lance
 
 PARTS, DATASET = "features", "features.lance"
@@ -54,16 +55,23 @@ def _commit_fragments(folder: Path) -> None:
     lance = load_lance("--format lance")
     import pyarrow as pa
 
-    parts = [json.loads(path.read_text()) for path in sorted((folder / PARTS).glob("part-*.json"))]
+    paths = sorted((folder / PARTS).glob("part-*.json"))
+    for path in paths:
+        _fragment_files(folder, path)
+    parts = [json.loads(path.read_text()) for path in paths]
     schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(parts[0]["schema"])))
     fragments = [lance.FragmentMetadata.from_json(json.dumps(each)) for part in parts for each in part["fragments"]]
     lance.LanceDataset.commit(str(folder / DATASET), lance.LanceOperation.Overwrite(schema, fragments))
 
 
 def _fragment_files(folder: Path, path: Path) -> list[Path]:
-    """Return the files of the dataset with the rows of a part."""
-    fragments = json.loads(path.read_text())["fragments"]
-    return [folder / DATASET / "data" / file["path"] for fragment in fragments for file in fragment["files"]]
+    """Return the files of the dataset with the rows of a part; raises InputError if the part is damaged."""
+    try:
+        fragments = json.loads(path.read_text(encoding="utf-8"))["fragments"]
+        names = [file["path"] for fragment in fragments for file in fragment["files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} is damaged: repeat the command of {folder} with --overwrite") from error
+    return [path_inside(folder / DATASET / "data", name, source=path) for name in names]
 
 
 def _write_numpy(path: Path, rows: Features) -> None:
@@ -112,6 +120,7 @@ def part_files(folder: Path, kind: Format) -> dict[str, list[Path]]:
     """Return the files of each part in the folder of the results, by the name of the part, in order.
 
     Raises:
+        InputError: a part is damaged, or refers to a file outside the folder.
         OSError: a file cannot be read.
     """
     suffix = _WRITERS[kind].suffix

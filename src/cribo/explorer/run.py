@@ -12,6 +12,7 @@ from rich.console import Console
 
 from cribo.checks import require_packages
 from cribo.console import Phases, loading
+from cribo.errors import if_interrupted
 from cribo.explorer.config import ExploreConfig, Limits
 from cribo.explorer.contents import open_contents
 from cribo.explorer.server import USER, is_loopback, listening, serve, uploads_folder
@@ -56,8 +57,14 @@ def explore(
             elif not is_loopback(host):
                 console.print("No password is set: anyone who can reach the port can see the images.")
 
-        with closing(contents.visitors):
+        with closing(contents.visitors), if_interrupted(lambda: _kept(config)):
             serve(page, uploads, listener, host=host, password=password, look=look(), on_start=announce)
+
+
+def _kept(config: ExploreConfig) -> str:
+    """Return the message for Ctrl-C: the server has stopped, and what the page has saved."""
+    saved = "" if config.examples is None else f"; examples that the page saved are in {config.examples}"
+    return f"the server has stopped{saved}"
 
 
 @contextmanager

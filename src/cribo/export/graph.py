@@ -6,6 +6,7 @@ timm. The inputs are RGB images in 0-1 in float32, which the graph normalises an
 
 import contextlib
 import copy
+import io
 import json
 import logging
 import warnings
@@ -137,7 +138,9 @@ def write_torch(backbone: Backbone, folder: Path, options: ExportOptions) -> Wri
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="No complete tensor found")  # for views of a larger tensor
-            torch.export.save(program, folder / _TORCH_FILE, extra_files=about)
+            torch.export.save(program, content := io.BytesIO(), extra_files=about)
+            # PyTorch's own writer ends the process when the disk is full.
+            (folder / _TORCH_FILE).write_bytes(content.getbuffer())
     except SerializeError as error:
         reason = str(error).partition("\n")[0]
         raise InputError(f"PyTorch cannot store the graph of {backbone.name} ({reason}): use --to onnx") from error

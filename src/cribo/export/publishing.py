@@ -13,7 +13,7 @@ from cribo.evaluation.results import RESULTS, metric_title, percent, varied_titl
 from cribo.export.options import ExportOptions
 from cribo.export.run import ExportReport, check_section, export_backbone
 from cribo.export.target import data_type
-from cribo.files import read_json, write_text
+from cribo.files import path_inside, read_json, write_text
 from cribo.models import Backbone
 from cribo.models.card import CARD, model_card
 from cribo.models.hub import address
@@ -185,4 +185,4 @@ def _blocks(layers: int) -> str:
 def _pictures(record: Mapping[str, Any], folder: Path) -> list[str]:
     """Return the names of the pictures that the benchmark has written to its folder."""
     names = ["card.png", *(f"{row['evaluation']}-{row['set']}.png" for row in record["rows"])]
-    return [name for name in names if (folder / name).is_file()]
+    return [name for name in names if path_inside(folder, name, source=folder / RESULTS).is_file()]

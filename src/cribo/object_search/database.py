@@ -30,7 +30,7 @@ from jaxtyping import Float, Int
 
 from cribo.arguments import ConfigError
 from cribo.console import Progress
-from cribo.data.collection import read_named
+from cribo.data.collection import locate_image, read_named
 from cribo.data.images import DataError, is_url, require
 from cribo.data.reading import EncodedImage
 from cribo.errors import InputError
@@ -474,9 +474,10 @@ class ObjectDatabase:
             Untrusted: the image is at an address that the user has not given.
             OSError: the storage cannot be read, or the image is gone.
             UnreadableImage: there are no bytes to read.
+            DataError: the name leads outside the images.
         """
         if self.info.files:
-            return self.root / image
+            return Path(locate_image(self.root, image, source=self.info.images or self.root))
         self.check_images()
         if is_address(image):  # a line of a list, or a path in a Parquet file
             check_address(image, self.uri, "--images", trust=self._trust)
@@ -499,8 +500,8 @@ class ObjectDatabase:
         if not self.info.files:
             return ""
         try:
-            status = (self.root / image.path).stat()
-        except OSError:
+            status = Path(locate_image(self.root, image.path, source=self.info.images or self.root)).stat()
+        except (OSError, DataError):
             return "missing"
         same = (status.st_size, status.st_mtime_ns) == (image.size_bytes, image.mtime_ns)
         return "" if same else "changed"

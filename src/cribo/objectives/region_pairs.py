@@ -21,6 +21,7 @@ from torch import Tensor
 from cribo.arguments import ConfigError
 from cribo.console import Progress
 from cribo.data.batches import Batches, unchanged
+from cribo.data.collection import sampled_hash
 from cribo.data.images import ImageSource
 from cribo.data.limits import spread
 from cribo.data.randomness import keyed_generator
@@ -167,6 +168,7 @@ def find_pairs(
         "images": len(source),
         "first image": source.name(0),
         "last image": source.name(len(source) - 1),
+        "content": sampled_hash(source),
     }
 
     def begin() -> None:

@@ -18,6 +18,7 @@ from jaxtyping import Float16
 
 from cribo.arguments import ConfigError
 from cribo.data.batches import Batches, unchanged
+from cribo.data.collection import sampled_hash
 from cribo.data.images import ImageSource
 from cribo.data.reading import UnreadableImage
 from cribo.data.samples import Batch, LazyImage, Sample, SampleDataset
@@ -125,6 +126,7 @@ def fill(
         "images": len(source),
         "first_image": source.name(0),
         "last_image": source.name(len(source) - 1),
+        "content": sampled_hash(source),
         "views": json.loads(json.dumps(asdict(options.views))),
     }
     done = _open(folder, about, shapes)

@@ -20,7 +20,7 @@ from cribo.arguments import ConfigError
 from cribo.console import Phases
 from cribo.errors import if_interrupted
 from cribo.files import FolderError, remove_parts, write_json, write_text
-from cribo.folders import ResultFolder, describe_changes, flat, require_same
+from cribo.folders import ResultFolder, describe_changes, flat, named_folder, require_same
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import CONFIG, REPORT, SUMMARY, TRUNK_CACHE
@@ -229,7 +229,7 @@ def _run(
     """Train in `out/name`; an invalid configuration raises an error before the folder is created."""
     end_with_launcher()
     if resume and name is not None:
-        folder = out / name
+        folder = named_folder(out, name)
         if minutes is not None and (folder / CONFIG).is_file():  # epochs were set when the run started
             config, minutes = with_epochs(config, read_run_config(folder).optim.epochs), None
         if (folder / SUMMARY).is_file():
@@ -245,7 +245,7 @@ def _run(
         again = command_line("--resume", out / (name or ""))
         choose = f"choose another --name, resume it with {again} or --continue, or --overwrite it"
         target = ResultFolder(
-            out / (name or default_name),
+            named_folder(out, name or default_name),
             "pretraining",
             numbered=name is None,
             overwrite=overwrite,

@@ -316,7 +316,7 @@ class ApproximateIndex:
     def __init__(self, keys: Keys, *, probes: int = 8, seed: int = 0) -> None:
         try:
             import faiss
-        except ImportError as error:
+        except ModuleNotFoundError as error:
             raise MissingPackage(f"approximate search needs faiss: {install_command('search')}") from error
         if not (rows := len(keys)):
             raise InputError("keys must contain at least one row, got 0")

@@ -9,7 +9,7 @@ from typing import Any
 
 from cribo.cluster.shares import Share, order_shares, require_mergeable
 from cribo.data.images import DataError, require
-from cribo.files import link_or_copy, write_text
+from cribo.files import link_or_copy, path_inside, write_text
 from cribo.folders import ResultFolder, lock_replaced, read_finished
 from cribo.segmentation.examples import result_name
 from cribo.segmentation.results import (
@@ -65,12 +65,16 @@ def merge_segmentations(
         merged.add(folders[index], abouts[index]["images"]["found"])
     merged.drop_earlier()
     everything = {**merged.records, **merged.earlier}
+    sources = {name: files_of(place, name) for name, place in merged.places.items() if name in everything}
+    for name, paths in sources.items():  # links in a share may lead anywhere
+        for path in paths:
+            path_inside(place := merged.places[name], str(path.relative_to(place)), source=place / DONE)
 
     def write(folder: Path) -> None:
         for name in FOLDERS:
             (folder / name).mkdir()
         for name in everything:
-            for source, linked in zip(files_of(merged.places[name], name), files_of(folder, name), strict=True):
+            for source, linked in zip(sources[name], files_of(folder, name), strict=True):
                 linked.parent.mkdir(parents=True, exist_ok=True)
                 link_or_copy(source, linked)
         write_text(folder / DONE, "".join(f"{json.dumps(asdict(record))}\n" for record in everything.values()))

@@ -1,5 +1,6 @@
 """Implementation of `cribo segment`: add examples, label images and write the results."""
 
+import errno
 import json
 import logging
 import os
@@ -76,6 +77,7 @@ SUGGESTED, SUGGESTED_PICTURE = "suggested.txt", "suggested.png"
 
 _MEMORY = "memory.safetensors"  # in the output folder, for workers in other processes
 _MOST_IMAGES = 256  # limit per part; an interrupted part is labelled again
+_OF_NAMES = (errno.ENAMETOOLONG, errno.EILSEQ, errno.EINVAL)  # too long or not allowed on the file system
 _JPEG_QUALITY = 90
 _WEAKEST = 3  # number of classes to name
 _SUGGESTED_FROM = 300  # limit on the images to choose from
@@ -402,7 +404,7 @@ class _LabelParts:
         threads = resolve_threads(self.workers)
         with closing(self.labeller.stream(labelled_next)) as labelled:
             written = prefetch(
-                lambda each: each if each.found is None else self.writer.write(each),
+                self._written,
                 (each for _, images in labelled for each in images),
                 threads=threads,
                 ahead=2 * threads + self.labeller.batch_size,
@@ -411,6 +413,17 @@ class _LabelParts:
             with closing(written):
                 for part in written_next:
                     yield self._account(islice(written, len(part)))
+
+    def _written(self, each: LabelledImage) -> Record | LabelledImage:
+        """Write the files of an image; a name that cannot be written makes it unreadable."""
+        if each.found is None:
+            return each
+        try:
+            return self.writer.write(each)
+        except OSError as error:
+            if error.errno not in _OF_NAMES:
+                raise
+            return LabelledImage(each.name, error=f"its results cannot be written: {error.strerror}")
 
     @staticmethod
     def _account(written: Iterable[Record | LabelledImage]) -> _LabelledPart:

@@ -1,12 +1,13 @@
 """Comparison of the rows that two studies have in common."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cribo.errors import InputError
 from cribo.evaluation.intervals import read_counts
 from cribo.evaluation.results import NONE, Section, metric_heading, metric_value
-from cribo.files import FolderError, read_json
+from cribo.files import FolderError, path_inside, read_json
 from cribo.folders import flat
 from cribo.studies.table import RESULTS, Measured, Scored, compare_rows
 
@@ -72,9 +73,10 @@ def _read(folder: Path) -> dict[str, Measured]:
 
 
 def _measured(folder: Path, score: dict[str, Any]) -> Measured:
+    place = partial(path_inside, folder, source=folder / RESULTS)
     results = {
         row: {
-            int(seed): Scored(value, own["folders"][seed], read_counts(folder / own["folders"][seed], score["varied"]))
+            int(seed): Scored(value, own["folders"][seed], read_counts(place(own["folders"][seed]), score["varied"]))
             for seed, value in own["seeds"].items()
         }
         for row, own in score["rows"].items()

@@ -22,7 +22,7 @@ from cribo.evaluation.results import RESULTS, read_result
 from cribo.evaluation.runner import evaluate
 from cribo.evaluation.runtime import EvaluationRuntime
 from cribo.files import FolderError, is_part, write_json, write_text
-from cribo.folders import flat
+from cribo.folders import flat, named_folder
 from cribo.pretraining.files import SUMMARY
 from cribo.pretraining.run import pretrain
 from cribo.redaction import masked
@@ -284,7 +284,7 @@ def run_study(
     console = console or Console(quiet=True)
     select = share_of(part or "1/1")
     name = name or ("study" if isinstance(study, StudyConfig) else Path(study).stem)
-    run = Study(study if isinstance(study, StudyConfig) else load_study(study), Path(out) / name)
+    run = Study(study if isinstance(study, StudyConfig) else load_study(study), named_folder(out, name))
     cells = run.start()
     own = cells[select]
     failed: dict[str, str] = {}

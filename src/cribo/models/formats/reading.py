@@ -270,7 +270,7 @@ def _read_numpy(path: Path) -> dict[str, Tensor]:
 def _read_flax(path: Path) -> Any:
     try:
         import msgpack
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise MissingPackage(
             f"{path} is a checkpoint of Flax, which needs msgpack: {install_command('jax')}, or save its parameters as "
             ".npz"
