@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.logging import RichHandler
 from rich.progress import (
     BarColumn,
@@ -23,8 +23,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.progress import Progress as Bars
+from rich.segment import Segment
 from rich.table import Column
 from rich.text import Text
+
+from cribo.wording import printable
 
 Progress = Callable[[str, int, int], None]
 """Called with (description, number done, total number)."""
@@ -57,9 +60,17 @@ _LINE_SECONDS = 30.0  # between progress lines without a terminal
 _BAR = 16  # characters
 
 
+class _SafeConsole(Console):
+    """A console that escapes control characters of names, such as those that move the cursor, in all of its output."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
 def command_console(*, quiet: bool = False) -> Console:
     """Create the console of a command, without Rich markup, since file and class names may contain brackets."""
-    return Console(soft_wrap=True, markup=False, highlight=False, quiet=quiet)
+    return _SafeConsole(soft_wrap=True, markup=False, highlight=False, quiet=quiet)
 
 
 def log_to(console: Console) -> None:

@@ -119,8 +119,8 @@ def distill(
         known_by=OPTIONS,
         inputs=(config.images, config.labelled, config.teacher.source, config.backbone.source),
     )
-    images = open_images(config.images)
-    labelled = None if config.labelled is None else open_labelled(config.labelled)
+    images = open_images(config.images, reading=config.reading)
+    labelled = None if config.labelled is None else open_labelled(config.labelled, reading=config.reading)
     device = resolve_devices(None if config.device is None else [config.device], "device")[0]
     recipe = load_recipe(config)
     teacher, student = (open_backbone(source).to(device) for source in (config.teacher, config.backbone))

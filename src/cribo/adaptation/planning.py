@@ -14,8 +14,9 @@ from rich.console import Console
 from cribo.adaptation.config import AdaptConfig, DistillConfig
 from cribo.arguments import ConfigError
 from cribo.data import ImageFiles
-from cribo.data.limits import spread
+from cribo.data.limits import DEFAULT_READING, spread
 from cribo.devices import multiplies_bfloat16
+from cribo.errors import DataError
 from cribo.files import write_json, write_text
 from cribo.folders import ResultFolder
 from cribo.models import Backbone, load_backbone
@@ -29,6 +30,7 @@ from cribo.pretraining.presets import load_config
 from cribo.pretraining.run import Run, pretrain
 from cribo.pretraining.session import Session, check_packages, open_source
 from cribo.training.loggers import require_logins
+from cribo.wording import counted, is_utf8
 
 log = logging.getLogger("cribo")
 
@@ -91,7 +93,7 @@ def record_options(path: Path, config: AdaptConfig | DistillConfig) -> None:
     """
     options = json.loads(json.dumps(asdict(config)))
     if path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = {"reading": asdict(DEFAULT_READING), **json.loads(path.read_text(encoding="utf-8"))}
         free = {"logger", "workers", "device"}
         if not any((path.parent / made).exists() for made in (_TRAINING, VERDICT)):
             free |= {"minutes", "steps"}
@@ -171,7 +173,7 @@ def plan_training(
     listed = _list_images(images, range(len(images)), folder)
     planned = replace(
         adjusted,
-        data=replace(adjusted.data, root=str(listed), images="", workers=config.workers),
+        data=replace(adjusted.data, root=str(listed), images="", workers=config.workers, **asdict(config.reading)),
         backbone=replace(adjusted.backbone, pretrained=str(folder / CLOSED_FORM / WEIGHTS_FILE)),
     )
     steps = config.steps
@@ -182,8 +184,18 @@ def plan_training(
 
 def _list_images(images: ImageFiles, indices: Iterable[int], folder: Path) -> Path:
     """Write a list of some of the images, as `data.root`, and return its path."""
-    text = "".join(f"{Path(images.path(index)).absolute()}\n" for index in indices)
-    write_text(folder / _IMAGES, text)
+    paths = [str(Path(images.path(index)).absolute()) for index in indices]
+    listed = [path for path in paths if is_utf8(path) and path.splitlines() == [path]]
+    if unlisted := [path for path in paths if path not in set(listed)]:
+        log.warning(
+            "%s not used for training: a list cannot contain names with line breaks, or that are not valid UTF-8, such "
+            "as %s; rename them",
+            counted(len(unlisted), "image is", "images are"),
+            unlisted[0],
+        )
+    if not listed:
+        raise DataError(f"none of the {len(paths)} images can be listed for training: rename {paths[0]}")
+    write_text(folder / _IMAGES, "".join(f"{path}\n" for path in listed))
     return folder / _IMAGES
 
 

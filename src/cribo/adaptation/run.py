@@ -106,8 +106,11 @@ def adapt(
         known_by=OPTIONS,
         inputs=(config.images, config.labelled, config.second, config.backbone.source),
     )
-    images = open_images(config.images)
-    sets = [None if folder is None else open_labelled(folder) for folder in (config.labelled, config.second)]
+    images = open_images(config.images, reading=config.reading)
+    sets = [
+        None if folder is None else open_labelled(folder, reading=config.reading)
+        for folder in (config.labelled, config.second)
+    ]
     device = resolve_devices(None if config.device is None else [config.device], "device")[0]
     recipe = load_recipe(config)
     original = open_backbone(config.backbone).to(device)

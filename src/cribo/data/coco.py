@@ -158,7 +158,7 @@ class CocoLabels(ImageFiles):
             DataError: its size differs from the listed one, or an outline is invalid.
         """
         entry = self._coco.images[index]
-        height, width = image_size(self.path(index))
+        height, width = image_size(self.path(index), reading=self.reading)
         listed = entry.get("height", height), entry.get("width", width)
         require_listed_size(self._coco.path, self.name(index), listed, (height, width))
         labels = np.zeros((height, width), dtype=np.uint8)

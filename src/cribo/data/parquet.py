@@ -23,7 +23,7 @@ from cribo.data.images import (
     require,
     require_inside,
 )
-from cribo.data.limits import MAX_PIXELS
+from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.reading import EncodedImage, FileState, UnreadableImage
 from cribo.data.remote import located
 from cribo.data.storage import file_state, file_system, list_folder, read_file, require_answer, retry
@@ -83,7 +83,7 @@ class ParquetImages(EncodedImages):
         rows: row of each image in its file.
         paths: paths or URLs of the images, for a column of paths.
         suffixes: for structs, the index of each image's suffix in `EXTENSIONS`, plus 1; 0 if it is unknown.
-        max_pixels: as for `read_image`.
+        reading: as for `read_image`.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class ParquetImages(EncodedImages):
         paths: PackedNames | None = None,
         suffixes: UInt8[np.ndarray, " n"] | None = None,
         *,
-        max_pixels: int = MAX_PIXELS,
+        reading: Reading = DEFAULT_READING,
     ) -> None:
-        super().__init__(max_pixels)
+        super().__init__(reading)
         self.files = tuple(files)
         self.column = column
         self._ends = ends
@@ -153,7 +153,7 @@ class ParquetImages(EncodedImages):
             self._rows[chosen],
             None if self._paths is None else PackedNames(self._paths[index] for index in chosen.tolist()),
             None if self._suffixes is None else self._suffixes[chosen],
-            max_pixels=self.max_pixels,
+            reading=self.reading,
         )
 
     def _file(self, index: int) -> ParquetFile:
@@ -263,7 +263,7 @@ class _OpenFile:
 
 
 def open_parquet(
-    root: str | os.PathLike[str], *, column: str | None = None, max_pixels: int = MAX_PIXELS, inside: bool = False
+    root: str | os.PathLike[str], *, column: str | None = None, reading: Reading = DEFAULT_READING, inside: bool = False
 ) -> ParquetImages:
     """Open a Parquet file, or all Parquet files directly in a folder or below a URL.
 
@@ -273,7 +273,7 @@ def open_parquet(
     Args:
         root: a .parquet file, a folder of such files, or a URL of either.
         column: the column of images; by default the only column, or the first of `COLUMNS`.
-        max_pixels: as for `read_image`.
+        reading: as for `read_image`.
         inside: as for `open_images`, for paths.
 
     Raises:
@@ -299,7 +299,7 @@ def open_parquet(
         for file, (_, own) in zip(files, scanned, strict=True):
             require_inside(Path(_folder(file.location)), ((f"a path in {file.name}", path) for path in own))
     rows = np.concatenate([np.arange(count) for count in counts])
-    return ParquetImages(files, found, np.cumsum(counts), rows, paths, suffixes, max_pixels=max_pixels)
+    return ParquetImages(files, found, np.cumsum(counts), rows, paths, suffixes, reading=reading)
 
 
 def open_row(location: str, row: int, *, column: str | None = None) -> ParquetImages:

@@ -159,7 +159,7 @@ class Embedder:
 
     def _read(self, part: ImageCollection, index: int) -> PreparedImage | UnreadableImage:
         try:
-            return read_prepared(part.read(index), self.network.encoder, self.settings)
+            return read_prepared(part.read(index), self.network.encoder, self.settings, reading=part.reading)
         except UnreadableImage as error:
             return error
         except OSError as error:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from cribo.arguments import ConfigError
 from cribo.checks import require_least
+from cribo.data.limits import DEFAULT_READING, Reading
 
 FIGURES = ("matches", "clusters", "bootstrapping", "features", "losses", "schedules")
 """Names of the figures of a run."""
@@ -22,6 +23,7 @@ class FigureConfig:
         queries: number of query images in the matching figure.
         images: new location of the run's images, if they were moved.
         features_of: images of the features figure, such as 'photos/*.jpg', quoted. [images of the run]
+        reading: how these images are read.
         pictures: number of images in the features figure.
         size: limit on the shorter side of these images in pixels; larger sizes show more detail.
 
@@ -35,6 +37,7 @@ class FigureConfig:
     queries: int = 3
     images: str | None = None
     features_of: str | None = None
+    reading: Reading = DEFAULT_READING
     pictures: int = 6
     size: int = 480
 

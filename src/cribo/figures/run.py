@@ -229,7 +229,7 @@ class _Drawer:
 
     def _images(self) -> list[UInt8[Tensor, "3 h w"]]:
         if self._files:
-            return [read_image(Path(file)) for file in self._files]
+            return [read_image(Path(file), reading=self.options.reading) for file in self._files]
         assert self._source is not None
         order = torch.randperm(len(self._source), generator=keyed_generator(self.config.seed)).tolist()
         return [self._source.load(index) for index in order[: self.options.pictures]]

@@ -32,6 +32,7 @@ from cribo.arguments import ConfigError
 from cribo.console import Progress
 from cribo.data.collection import read_named
 from cribo.data.images import DataError, require
+from cribo.data.limits import Reading
 from cribo.data.reading import EncodedImage
 from cribo.errors import InputError
 from cribo.lance_loading import load_lance
@@ -74,6 +75,7 @@ class DatabaseInfo:
         collection: number of images and hash of the names of all shares.
         unread: number of images that could not be read, perhaps temporarily, and the name of the first; None until all
             images are indexed.
+        range: values of black and white with which images of more than 8 bits are read (see `Reading`).
     """
 
     identity: str
@@ -89,6 +91,7 @@ class DatabaseInfo:
     part: str = "1/1"
     collection: str = ""
     unread: tuple[int, str] | None = None
+    range: tuple[float, float] | None = None
 
     @classmethod
     def of(
@@ -334,6 +337,21 @@ class ObjectDatabase:
                 f"{self.uri} was built with {stored}: omit these options to use the stored values, or build another "
                 "database with cribo index --db ELSEWHERE"
             )
+
+    def reading(self, wanted: Reading) -> Reading:
+        """Return how images are read: with the range of the database.
+
+        Raises:
+            ConfigError: another range is wanted.
+        """
+        stored = self.info.range
+        if wanted.range is not None and wanted.range != stored:
+            theirs = "without --range" if stored is None else f"with --range {stored[0]:g},{stored[1]:g}"
+            raise ConfigError(
+                f"{self.uri} was built {theirs}, got {wanted.range[0]:g},{wanted.range[1]:g}: omit --range, or build "
+                "another database with cribo index --db ELSEWHERE"
+            )
+        return Reading(wanted.max_pixels, stored)
 
     # ------------------------------------------------------------------ reading
 

@@ -141,7 +141,7 @@ def index_images(
         summary.removed = len(gone)
     started = time.perf_counter()
     extractor = ObjectExtractor(
-        network, settings=database.info.settings, max_pixels=files.max_pixels, batch_size=batch_size, workers=workers
+        network, settings=database.info.settings, reading=files.reading, batch_size=batch_size, workers=workers
     )
     engine = engine or LocalEngine()
     # In this process, a small part loses less when it is interrupted, and costs little.

@@ -200,7 +200,10 @@ class SegmentationMemory:
     @property
     def fingerprint(self) -> str:
         """Hash of the backbone, examples, classes and settings, on which predictions depend."""
-        about = [self.encoder.encoder.identity, self._classes, sorted(dataclasses.asdict(self.settings).items())]
+        settings = dataclasses.asdict(self.settings)
+        if self.settings.range is None:  # as in memories of earlier versions
+            del settings["range"]
+        about = [self.encoder.encoder.identity, self._classes, sorted(settings.items())]
         digest = hashlib.sha256(repr(about).encode())
         for stored in self._stored:
             digest.update(f"{stored.image} {stored.labels}".encode())
