@@ -107,7 +107,7 @@ def test_names_that_are_not_utf8_are_escaped_and_their_images_unreadable(tmp_pat
     files = open_images(tmp_path)
     assert names(files) == [r"caf\udce9.png", "straße 😀.png"]
     for read in (files.load, files.read, lambda index: files.load_reduced(index, lambda height, width: 2)):
-        with pytest.raises(UnreadableImage, match="UTF-8.*rename") as caught:
+        with pytest.raises(UnreadableImage, match=r"UTF-8.*rename") as caught:
             read(0)
         caught.value.path.encode()
     assert files.load(1).shape == (3, 4, 6)

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from cribo.adaptation.config import AdaptConfig, DistillConfig
 from cribo.arguments import ConfigError
-from cribo.data import ImageFiles
-from cribo.data.limits import DEFAULT_READING, spread
+from cribo.data import ImageFiles, open_images
+from cribo.data.limits import DEFAULT_READING, Reading, spread
 from cribo.devices import multiplies_bfloat16
 from cribo.errors import DataError
 from cribo.files import write_json, write_text
@@ -182,20 +182,34 @@ def plan_training(
     return _of_length(planned, images, folder, steps)
 
 
+def open_listable(images: str, reading: Reading) -> ImageFiles:
+    """Open the images of a folder or list, without those whose paths cannot stand in a list for the training.
+
+    Raises:
+        DataError: there are no such images; others as for `open_images`.
+    """
+    found = open_images(images, reading=reading)
+    fit: list[int] = []
+    unfit: list[str] = []
+    for index in range(len(found)):
+        path = str(Path(found.path(index)).absolute())
+        if is_utf8(path) and path.splitlines() == [path]:
+            fit.append(index)
+        else:
+            unfit.append(found.name(index))
+    if not unfit:
+        return found
+    what = f"line breaks or bytes that are not valid UTF-8 in their names, such as {unfit[0]!r}"
+    if not fit:
+        raise DataError(f"all {len(found)} images of {images} have {what}: rename them")
+    log.warning("%s ignored for %s: rename them", counted(len(unfit), "image is", "images are"), what)
+    return found.part(fit)
+
+
 def _list_images(images: ImageFiles, indices: Iterable[int], folder: Path) -> Path:
     """Write a list of some of the images, as `data.root`, and return its path."""
-    paths = [str(Path(images.path(index)).absolute()) for index in indices]
-    listed = [path for path in paths if is_utf8(path) and path.splitlines() == [path]]
-    if unlisted := [path for path in paths if path not in set(listed)]:
-        log.warning(
-            "%s not used for training: a list cannot contain names with line breaks, or that are not valid UTF-8, such "
-            "as %s; rename them",
-            counted(len(unlisted), "image is", "images are"),
-            unlisted[0],
-        )
-    if not listed:
-        raise DataError(f"none of the {len(paths)} images can be listed for training: rename {paths[0]}")
-    write_text(folder / _IMAGES, "".join(f"{path}\n" for path in listed))
+    text = "".join(f"{Path(images.path(index)).absolute()}\n" for index in indices)
+    write_text(folder / _IMAGES, text)
     return folder / _IMAGES
 
 

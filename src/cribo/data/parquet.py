@@ -62,10 +62,11 @@ class ParquetFile(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A column of images: its name, and the type of its values."""
+    """A column of images: its name, the type of its values, and another column if that contains bytes instead."""
 
     name: str
     holds: Literal["bytes", "paths", "structs"]
+    bytes_in: str | None = None
 
 
 class ParquetImages(EncodedImages):
@@ -132,7 +133,13 @@ class ParquetImages(EncodedImages):
         if content:
             return EncodedImage(name, content)
         if path:
-            return EncodedImage(name, read_file(located(_folder(file.location), path)))
+            try:
+                return EncodedImage(name, read_file(located(_folder(file.location), path)))
+            except FileNotFoundError as error:
+                if self.column.bytes_in is None:
+                    raise
+                other = f"the column {self.column.bytes_in!r} contains bytes: read it with --column"
+                raise UnreadableImage(name, f"no such file; {other} {self.column.bytes_in}") from error
         raise UnreadableImage(name, f"the row has no {'path' if self.column.holds == 'paths' else 'bytes'}")
 
     def state(self, index: int) -> FileState:
@@ -330,7 +337,10 @@ def column_of(location: str, column: str | None = None) -> Column:
         return Column(name, holds)
     for name in COLUMNS:
         if name in types and (holds := _holds(types[name])) is not None:
-            return Column(name, holds)
+            others = (
+                other for other, kind in types.items() if holds == "paths" and _holds(kind) in ("bytes", "structs")
+            )
+            return Column(name, holds, next(others, None))
     raise DataError(f"no column of images in {location}: choose one of its columns, {enumerated(list(types), 20)}")
 
 

@@ -905,7 +905,13 @@ def _read_info(place: str, about: Any) -> DatabaseInfo:
         values = {name: content[name] for name in names if name in content}
         blocks = None if content.get("blocks") is None else tuple(content["blocks"])
         unread = None if content.get("unread") is None else (content["unread"][0], content["unread"][1])
-        changed = {"blocks": blocks, "unread": unread, "settings": ObjectSettings(**content["settings"])}
+        limits = None if content.get("range") is None else (float(content["range"][0]), float(content["range"][1]))
+        changed = {
+            "blocks": blocks,
+            "unread": unread,
+            "range": limits,
+            "settings": ObjectSettings(**content["settings"]),
+        }
         return DatabaseInfo(**{**values, **changed})
     except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
         foreign = f"{place} contains a table {_ABOUT!r} that cribo did not create: use another --db"

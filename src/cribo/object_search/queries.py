@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from cribo.arguments import ConfigError
 from cribo.data.images import DataError, require
 from cribo.data.limits import DEFAULT_READING, Reading
-from cribo.data.reading import EncodedImage, image_size
+from cribo.data.reading import EncodedImage, image_size, require_utf8
 from cribo.object_search.database import DatabaseError, IndexedImage, ObjectDatabase
 from cribo.retrieval.objects import Box, ImageObject
 
@@ -114,6 +114,7 @@ def make_query(
         UnreadableImage: the file is not a readable image.
         ConfigError: `place` is outside the image or contains no object.
     """
+    require_utf8(image)
     file, row = _locate(database, image)
     path = os.fspath(file)
     size = image_size(file, reading=reading)
