@@ -4,12 +4,16 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from rich.console import Console
 
 from cribo.cli.running import run_command
-from cribo.data.images import require
+from cribo.data.channels import DIM_IMAGES
+from cribo.data.images import open_images, require
+from cribo.errors import InputError
 from cribo.folders import ResultFolder
 from cribo.retrieval import PCAColours
 from cribo.versions import project_url
@@ -105,3 +109,29 @@ def test_out_of_memory_on_the_processor_gets_advice(
 ) -> None:
     assert run(command) == 1
     assert capsys.readouterr().err.endswith(": lower --size\n")
+
+
+def test_names_in_errors_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise InputError("no image \x1b[2J" + "caf\udce9.jpg")
+
+    assert run(fail) == 2
+    error = capsys.readouterr().err
+    assert "\x1b" not in error
+    assert r"no image \x1b[2Jcaf\udce9.jpg" in error
+
+
+def test_dark_images_are_reported_in_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(3):
+        Image.fromarray(np.full((4, 4), 10_000, np.uint16)).save(tmp_path / f"{number}.png")
+
+    def read() -> None:
+        images = open_images(tmp_path)
+        for index in range(3):
+            images.load(index)
+
+    DIM_IMAGES.take()
+    assert run(read) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.count("--range LOW,HIGH") == 1
+    assert "3 images" in text

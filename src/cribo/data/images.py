@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import logging
 import os
 import posixpath
@@ -17,6 +18,7 @@ import numpy as np
 
 from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.reading import (
+    NOT_UTF8,
     EncodedImage,
     FileState,
     UnreadableImage,
@@ -233,7 +235,9 @@ class ImageFiles(EncodedImages):
         return EncodedImage(self.names[index], Path(self.path(index)).read_bytes())
 
     def state(self, index: int) -> FileState:
-        """Return size and modification time of an image file; raises OSError if it is gone."""
+        """Return size and modification time of an image file; raises OSError if it is gone or its name is not UTF-8."""
+        if not is_utf8(self.names[index]):
+            raise OSError(errno.EILSEQ, NOT_UTF8, self.name(index))
         status = os.stat(self.path(index))
         return FileState(status.st_size, status.st_mtime_ns)
 

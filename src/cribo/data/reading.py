@@ -186,10 +186,14 @@ def image_size(path: str | os.PathLike[str] | EncodedImage, *, reading: Reading 
         return (width, height) if _orientation(image) >= 5 else (height, width)
 
 
+NOT_UTF8 = "its name is not valid UTF-8: rename it"
+"""Why a file is not read whose name cannot be written to results."""
+
+
 def require_utf8(name: str) -> None:
     """Raise UnreadableImage for a name that is not valid UTF-8, with which results could not be written."""
     if not is_utf8(name):
-        raise UnreadableImage(name, "its name is not valid UTF-8: rename it")
+        raise UnreadableImage(name, NOT_UTF8)
 
 
 @contextmanager

@@ -200,11 +200,7 @@ def _compare(
         seen.add(path)
         row = before.pop(path, None)
         try:
-            path.encode()
             state = files.state(index)
-        except UnicodeEncodeError:
-            summary.unread.append((path, "its name is not valid UTF-8: rename it"))
-            continue
         except OSError as error:
             summary.unread.append((path, error.strerror or str(error)))
             continue
