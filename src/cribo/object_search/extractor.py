@@ -120,7 +120,7 @@ class ObjectExtractor:
         """
         rows: list[dict[str, Any]] = []
         nothing = {"number": -1, "vector": np.full(self.network.dim, np.nan, dtype=np.float32), "mask": b""}
-        [images] = self.stream([ImagePart(rows_of(batch))])
+        [images] = self.stream([ImagePart(rows_of(batch, reading=self.reading))])
         for image in images:
             if image.error:
                 rows.append({"image": image.name, **nothing, **dict.fromkeys(_PLACES, 0), "error": image.error})
