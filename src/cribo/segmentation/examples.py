@@ -52,7 +52,7 @@ class Examples:
     def __getitem__(self, index: int) -> Example:
         images = self.images
         labels = images.label_map(index) if isinstance(images, LabelledFiles) else images.labels(index)
-        return Example(images.load(index), labels, images.name(index))
+        return Example(images.path(index), labels, images.name(index))
 
     @property
     def new_classes(self) -> list[str] | None:

@@ -246,6 +246,7 @@ def _open_memory(
             f"the examples in {config.examples} have the classes {', '.join(examples.classes)}, but the memory {file} "
             f"has {', '.join(memory.classes)}: use the same list for both, or create another memory"
         )
+    memory.reading = examples.images.reading
     return memory, _add_examples(memory, examples, config, progress)
 
 
