@@ -225,7 +225,7 @@ def grey_to_8_bits(image: Image.Image, samples: Samples, limits: tuple[float, fl
     if samples.bits > 16:
         if limits is None:
             raise InputError(
-                "32-bit or signed pixels have no defined value range: give it with --range LOW,HIGH, or convert the "
+                "signed or 32-bit pixels have no defined value range: give it with --range LOW,HIGH, or convert the "
                 "file to 8 or 16 bits per channel"
             )
         grey = _scaled(values, *limits)
