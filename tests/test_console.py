@@ -1,11 +1,14 @@
 import io
+import logging
 import sys
 
 import pytest
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from cribo import console as module
-from cribo.console import Phases, duration, loading
+from cribo.console import Phases, _SafeConsole, command_console, duration, loading, log_to
 
 
 def test_durations() -> None:
@@ -93,3 +96,27 @@ def test_log_files_and_other_ranks_do_not_show_loading(
     with loading(Console(quiet=quiet)):
         pass
     assert stream.getvalue() == ""
+
+
+def test_names_cannot_control_the_terminal(capsys) -> None:
+    name = "\x1b[2Jboo\r\x07" + "caf\udce9 \u202e.jpg"
+    shown = command_console()
+    log_to(shown)
+    shown.print(f"plain {name}")
+    table = Table(title=Text(name))
+    table.add_column("name")
+    table.add_row(Text(name))
+    shown.print(table)
+    logging.getLogger("cribo").warning("logged %s", name)
+    text = capsys.readouterr().out
+    assert text.count("boo") == 4
+    assert not set(text) & set("\x1b\r\x07\u202e")
+    assert r"\x1b[2Jboo" in text
+    text.encode()
+
+
+def test_colours_remain_on_a_terminal() -> None:
+    file = io.StringIO()
+    shown = _SafeConsole(file=file, force_terminal=True, color_system="standard")
+    shown.print("red", style="red")
+    assert "\x1b[31mred" in file.getvalue()

@@ -64,6 +64,8 @@ def test_json_is_read_from_files_only(tmp_path: Path) -> None:
             read_json(path)
     with pytest.raises(MissingData, match="does not exist"):
         read_json(tmp_path / "absent.json")
+
+
 @pytest.mark.parametrize("name", ["a" * 255, "é" * 127, os.fsdecode(b"\xff" * 250), "b"])
 def test_temporary_names_are_short(tmp_path: Path, name: str) -> None:
     try:

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from cribo.cli import main
 from cribo.cli.running import run_command
-from cribo.data.images import require
+from cribo.data.channels import DIM_IMAGES
+from cribo.data.images import open_images, require
 from cribo.errors import InputError, MissingPackage
 from cribo.folders import ResultFolder
 from cribo.models import build_backbone, save_backbone
@@ -185,3 +186,29 @@ def test_a_full_disk_is_reported_with_the_path(
     assert str(out) in line
     assert "--resume" in line
     assert not list(tmp_path.rglob("*.part"))
+
+
+def test_names_in_errors_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise InputError("no image \x1b[2J" + "caf\udce9.jpg")
+
+    assert run(fail) == 2
+    error = capsys.readouterr().err
+    assert "\x1b" not in error
+    assert r"no image \x1b[2Jcaf\udce9.jpg" in error
+
+
+def test_dark_images_are_reported_in_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(3):
+        Image.fromarray(np.full((4, 4), 10_000, np.uint16)).save(tmp_path / f"{number}.png")
+
+    def read() -> None:
+        images = open_images(tmp_path)
+        for index in range(3):
+            images.load(index)
+
+    DIM_IMAGES.take()
+    assert run(read) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.count("--range LOW,HIGH") == 1
+    assert "3 images" in text

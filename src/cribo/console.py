@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
@@ -28,6 +28,7 @@ from rich.table import Column
 from rich.text import Text
 
 from cribo.redaction import without_secrets
+from cribo.wording import printable
 
 Progress = Callable[[str, int, int], None]
 """Called with (description, number done, total number)."""
@@ -60,17 +61,18 @@ _LINE_SECONDS = 30.0  # between progress lines without a terminal
 _BAR = 16  # characters
 
 
-class _Masked(Console):
-    """A console that masks secrets in URLs."""
+class _SafeConsole(Console):
+    """A console that masks secrets in URLs and escapes control characters, such as those that move the cursor."""
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
-            yield segment._replace(text=without_secrets(segment.text))
+            text = segment.text if segment.control else printable(segment.text)
+            yield segment._replace(text=without_secrets(text))
 
 
 def command_console(*, quiet: bool = False) -> Console:
     """Create the console of a command, without Rich markup, since file and class names may contain brackets."""
-    return _Masked(soft_wrap=True, markup=False, highlight=False, quiet=quiet)
+    return _SafeConsole(soft_wrap=True, markup=False, highlight=False, quiet=quiet)
 
 
 def log_to(console: Console) -> None:

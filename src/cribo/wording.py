@@ -1,8 +1,37 @@
 """Wording of messages: commands, numbers with nouns, lists of names, and shortened names."""
 
 import difflib
+import re
 import shlex
 from collections.abc import Iterable, Sequence
+
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""Escape what would change a terminal or cannot be encoded: control characters, and bytes that are not UTF-8.
+
+    Line feeds and tabs are kept.
+
+    Example:
+        >>> printable("red \x1b[31m.jpg"), printable("caf\udce9.jpg"), printable("straße")
+        ('red \\x1b[31m.jpg', 'caf\\udce9.jpg', 'straße')
+    """
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
+
+
+def is_utf8(name: str) -> bool:
+    """Whether a file name is valid UTF-8; libraries for JSON, Parquet and databases accept no others.
+
+    Example:
+        >>> is_utf8("straße.jpg"), is_utf8("caf\udce9.jpg")
+        (True, False)
+    """
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def command_line(*words: object) -> str:

@@ -1,11 +1,13 @@
 """Clips of frames in folders, in shards, in video files, and of moving scenes."""
 
 import pickle
+import struct
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import av
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -145,3 +147,23 @@ def test_a_frame_of_a_file_does_not_depend_on_earlier_reads(tmp_path: Path) -> N
     for index in torch.randperm(len(files), generator=random).tolist():
         assert torch.equal(files.load(index), in_order[index])
     assert torch.equal(open_video_files(tmp_path / "videos").load(len(files) - 1), in_order[-1])
+
+
+def test_video_files_are_upright(tmp_path: Path) -> None:
+    path = tmp_path / "a.mp4"
+    with av.open(str(path), "w") as container:
+        stream: Any = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv420p"
+        pixels = np.zeros((64, 96, 3), np.uint8)
+        pixels[:32] = [255, 0, 0]
+        container.mux([*stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")), *stream.encode()])
+    content = path.read_bytes()
+    one = 0x10000
+    upright = struct.pack(">9i", one, 0, 0, 0, one, 0, 0, 0, 2**30)
+    sideways = struct.pack(">9i", 0, one, 0, -one, 0, 0, 64 * one, 0, 2**30)  # to be shown turned by 90 degrees
+    start = content.index(upright, content.index(b"tkhd"))
+    path.write_bytes(content[:start] + sideways + content[start + len(upright) :])
+    frame = open_video_files(path).load(0).float()
+    assert frame.shape == (3, 96, 64)
+    assert frame[0, :, 40:].mean() > 200
+    assert frame[0, :, :24].mean() < 50

@@ -16,6 +16,7 @@ from cribo.data.images import (
     open_images,
     require_readable,
 )
+from cribo.data.limits import Reading
 from cribo.data.reading import UnreadableImage
 
 
@@ -71,7 +72,7 @@ def test_files_can_be_loaded_reduced(tmp_path):
     assert isinstance(files, ReducingSource)
     pixels, reduction = files.load_reduced(0, lambda height, width: 2 if (height, width) == (48, 64) else 1)
     assert (pixels.shape, reduction) == ((3, 24, 32), 2)
-    limited = open_images(tmp_path, max_pixels=48 * 64 - 1)
+    limited = open_images(tmp_path, reading=Reading(48 * 64 - 1))
     with pytest.raises(UnreadableImage, match="more than max_pixels"):
         limited.load_reduced(0, lambda height, width: 2)
 
@@ -96,7 +97,7 @@ def test_links_are_followed_without_cycles(tmp_path):
     assert names(open_images(root)) == ["linked/one.png", "linked/x.png", "sub/y.png", "z.png"]
 
 
-def test_names_that_are_not_utf8_are_kept(tmp_path):
+def test_names_that_are_not_utf8_are_escaped_and_their_images_unreadable(tmp_path):
     name = os.fsdecode(b"caf\xe9.png")
     try:
         save(tmp_path / name)
@@ -104,8 +105,12 @@ def test_names_that_are_not_utf8_are_kept(tmp_path):
         pytest.skip("this file system wants UTF-8 names")
     save(tmp_path / "straße 😀.png")
     files = open_images(tmp_path)
-    assert set(names(files)) == {name, "straße 😀.png"}
-    assert all(files.load(i).shape == (3, 4, 6) for i in range(2))
+    assert names(files) == [r"caf\udce9.png", "straße 😀.png"]
+    for read in (files.load, files.read, lambda index: files.load_reduced(index, lambda height, width: 2)):
+        with pytest.raises(UnreadableImage, match=r"UTF-8.*rename") as caught:
+            read(0)
+        caught.value.path.encode()
+    assert files.load(1).shape == (3, 4, 6)
 
 
 def test_home_folder_is_expanded(tmp_path, monkeypatch):
@@ -256,9 +261,9 @@ def test_a_folder_without_permission_is_reported(tmp_path):
 def test_pixel_limit_is_passed_on_and_checked(tmp_path):
     save(tmp_path / "x.png")
     with pytest.raises(UnreadableImage, match="max_pixels = 23"):
-        open_images(tmp_path, max_pixels=23).load(0)
+        open_images(tmp_path, reading=Reading(23)).load(0)
     with pytest.raises(DataError, match=r"max_pixels must be >= 4 .*, got 0"):
-        open_images(tmp_path, max_pixels=0)
+        open_images(tmp_path, reading=Reading(0))
 
 
 def test_pickled_files_are_the_same_files(tmp_path):
@@ -285,3 +290,15 @@ def test_camvid(camvid):
     assert len(files) == 367
     assert names(files) == sorted(names(files))
     assert files.load(366).shape == (3, 360, 480)
+
+
+def test_images_of_formats_that_cannot_be_read_are_counted(tmp_path, caplog):
+    save(tmp_path / "a.png")
+    for name in ("b.heic", "c.HEIC", "deep/d.dcm", "notes.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    with caplog.at_level("WARNING", "cribo"):
+        assert names(open_images(tmp_path)) == ["a.png"]
+    [message] = caplog.messages
+    assert "3 images" in message
+    assert "2 .heic, 1 .dcm" in message

@@ -192,3 +192,12 @@ def test_pretraining_reads_rows(tmp_path: Path) -> None:
     assert isinstance(images, ParquetImages)
     pixels, factor = images.load_reduced(0, lambda height, width: 2)
     assert (pixels.shape, factor) == ((3, 15, 20), 2)
+
+
+def test_missing_paths_beside_a_column_of_bytes_suggest_it(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"image": ["a.jpg", "b.jpg"], "bytes": CONTENTS[:2]}), tmp_path / "x.parquet")
+    with pytest.raises(UnreadableImage, match=r"no such file.*--column bytes"):
+        open_collection(tmp_path).load(0)
+    assert open_collection(tmp_path, column="bytes").read(1).content == CONTENTS[1]
+    (tmp_path / "a.jpg").write_bytes(CONTENTS[2])
+    assert open_collection(tmp_path).read(0).content == CONTENTS[2]

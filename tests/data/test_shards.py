@@ -27,6 +27,7 @@ from tests.data.photographs import encoded, write_tar
 
 from cribo.data.collection import open_collection
 from cribo.data.images import DataError, MissingData, OrderedSource, PackedNames, ReducingSource
+from cribo.data.limits import Reading
 from cribo.data.loading import BatchLoader
 from cribo.data.reading import UnreadableImage, read_image
 from cribo.data.samples import Batch, StepBatchSampler
@@ -156,7 +157,7 @@ def test_names_are_not_used_as_paths(tmp_path: Path) -> None:
 def test_large_images_are_not_decoded(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", {"a.jpg": encoded(0)})
     with pytest.raises(UnreadableImage, match=r"a\.tar/a\.jpg: 40 x 30 pixels are more than max_pixels = 1199"):
-        open_shards(tmp_path, max_pixels=1199).load(0)
+        open_shards(tmp_path, reading=Reading(1199)).load(0)
 
 
 # ------------------------------------------------------------------ detection of shards

@@ -7,7 +7,7 @@ import pytest
 
 from cribo.colours import distinct_colours
 from cribo.errors import InputError
-from cribo.explorer.config import ExploreConfig, Limits
+from cribo.explorer.config import ExploreConfig
 from cribo.explorer.contents import Contents, open_contents
 from cribo.explorer.uploads import Refused
 from cribo.explorer.view_pairs import PairSample
@@ -16,7 +16,7 @@ from cribo.retrieval import BackboneSource
 
 def opened(config: ExploreConfig, workspace: Path) -> Contents:
     workspace.mkdir()
-    return open_contents(config, Limits(), workspace, lambda what, done, total: None)
+    return open_contents(config, workspace, lambda what, done, total: None)
 
 
 def test_a_run_without_a_database_indexes_some_of_its_images(run_folder: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from PIL import Image
 from tests.explorer.conftest import COLOURS, SECRET, draw_square
 
 from cribo.data.images import open_images
+from cribo.data.limits import Reading
 from cribo.explorer.collection import Collection
 from cribo.explorer.network import SharedEncoder
 from cribo.explorer.objects import ObjectFinder, query_picture, query_sentence
@@ -24,7 +25,7 @@ def images(squares: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def finder(database: Path, images: Path) -> ObjectFinder:
-    collection = Collection(ObjectDatabase.open(database, images=images), max_pixels=10**6)
+    collection = Collection(ObjectDatabase.open(database, images=images), reading=Reading(10**6))
     return ObjectFinder(collection, SharedEncoder(mean_colour_encoder(16), "cpu"))
 
 
@@ -94,7 +95,7 @@ def test_changed_images_are_reported(finder: ObjectFinder, images: Path) -> None
 
 def test_reindexed_images_are_shown_again(database: Path, images: Path, tmp_path: Path) -> None:
     own = shutil.copytree(database, tmp_path / "own.db")
-    collection = Collection(ObjectDatabase.open(own, images=images), max_pixels=10**6)
+    collection = Collection(ObjectDatabase.open(own, images=images), reading=Reading(10**6))
     finder = ObjectFinder(collection, SharedEncoder(mean_colour_encoder(16), "cpu"))
     draw_square(COLOURS["yellow"], (0, 0)).save(images / "0-red.png")
     (images / "0-blue.png").unlink()

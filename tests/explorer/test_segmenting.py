@@ -15,6 +15,7 @@ from tests.explorer.conftest import COLOURS, draw_square, encoded
 
 from cribo.cli import main
 from cribo.data.images import open_images
+from cribo.data.limits import Reading
 from cribo.errors import InputError
 from cribo.explorer import segmenting
 from cribo.explorer.example_folder import ExampleFolder
@@ -174,9 +175,9 @@ def test_classes_have_different_names_and_keep_their_colours(session: Session) -
 
 def test_uploaded_pictures_are_used_like_those_of_the_collection(session: Session) -> None:
     content = encoded(draw_square(COLOURS["red"], (16, 16)))
-    session.upload("../my photo.jpeg", content, max_pixels=10**5)
+    session.upload("../my photo.jpeg", content, reading=Reading(10**5))
     key = session.current
-    session.upload("../my photo.jpeg", content, max_pixels=10**5)
+    session.upload("../my photo.jpeg", content, reading=Reading(10**5))
     assert session.current == key == "u0"
     assert session.canvas()["name"] == "my_photo.png"
     session.open("c0")
@@ -185,9 +186,9 @@ def test_uploaded_pictures_are_used_like_those_of_the_collection(session: Sessio
     session.confirm("u0")
     assert (predicted(session, "0-red")[4:44, 4:44] == 0).all()
     with pytest.raises(Refused, match="more than max_pixels"):
-        session.upload("a.png", content, max_pixels=100)
+        session.upload("a.png", content, reading=Reading(100))
     with pytest.raises(Refused, match="not an image"):
-        session.upload("a.png", b"no image", max_pixels=100)
+        session.upload("a.png", b"no image", reading=Reading(100))
 
 
 def test_without_a_collection_a_picture_is_requested() -> None:
@@ -220,7 +221,7 @@ def test_a_later_session_continues_from_saved_examples(visit: Callable[..., Visi
     first = fresh(visit(tmp_path / "ex"))
     paint(first, "0-red", (0, SQUARE), (1, GROUND))
     content = encoded(draw_square(COLOURS["red"], (16, 16)))
-    first.upload("mine.png", content, max_pixels=10**5)
+    first.upload("mine.png", content, reading=Reading(10**5))
     first.draw("u0", 1.0, runs((0, (16, 16, 60, 60))))
     first.confirm("u0")
     later = fresh(visit(tmp_path / "ex"), classes=("roof",))

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from cribo.data.limits import Reading
 from cribo.data.reading import EncodedImage, UnreadableImage, image_size, read_image, read_reduced
 
 FUZZED = settings(
@@ -118,8 +119,8 @@ def test_any_damage_gives_pixels_or_the_error_for_images(kind: str, tmp_path, da
     image = EncodedImage("x", content)
     with warnings.catch_warnings(action="ignore"):  # Pillow warns about errors that it corrects
         for read in (
-            lambda: read_image(image, max_pixels=MOST),
-            lambda: read_reduced(image, lambda height, width: 2, max_pixels=MOST)[0],
+            lambda: read_image(image, reading=Reading(MOST)),
+            lambda: read_reduced(image, lambda height, width: 2, reading=Reading(MOST))[0],
         ):
             try:
                 pixels = read()
@@ -142,6 +143,6 @@ def test_any_damage_gives_pixels_or_the_error_for_images(kind: str, tmp_path, da
 def test_noise_after_any_magic_number(start: bytes, rest: bytes) -> None:
     with warnings.catch_warnings(action="ignore"):
         try:
-            read_image(EncodedImage("x", start + rest), max_pixels=MOST)
+            read_image(EncodedImage("x", start + rest), reading=Reading(MOST))
         except UnreadableImage as error:
             assert error.reason  # noqa: PT017

@@ -11,6 +11,7 @@ from tests.commands import Commands
 
 from cribo.data import ImageFiles
 from cribo.data.images import DataError
+from cribo.data.limits import Reading
 from cribo.files import FolderError
 from cribo.object_search import IndexSummary, ObjectDatabase, index_images, index_lock
 from cribo.object_search.database import DatabaseError, holds_database, require_free
@@ -231,7 +232,7 @@ def test_an_image_listed_twice_is_indexed_once(pictures: Path, encoder: PatchEnc
 def test_an_image_beyond_a_limit_is_tried_again(pictures: Path, encoder: PatchEncoder) -> None:
     names = [path.relative_to(pictures).as_posix() for path in sorted(pictures.rglob("*.png"))]
     database = ObjectDatabase.create(pictures.parent / "limit.db", info_of(encoder, pictures))
-    summary = index_images(database, encoder, ImageFiles(pictures, names, max_pixels=100))
+    summary = index_images(database, encoder, ImageFiles(pictures, names, reading=Reading(100)))
     assert (summary.new, len(summary.unread)) == (0, len(names))
     assert index_images(database, encoder, ImageFiles(pictures, names)).new == len(names)
 

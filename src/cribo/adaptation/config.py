@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from cribo.arguments import ConfigError
 from cribo.checks import require_least, require_positive
+from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.retrieval.source import MEAN_COLOUR, BackboneSource
 
 CLOSED_FORM_ALONE = 1.0
@@ -41,6 +42,7 @@ class AdaptConfig:
         training: values that override the recipe, such as {"optim.lr": 1e-3, "backbone.train_blocks": 2}.
         logger: where the training logs its numbers: tensorboard, wandb, mlflow, trackio, or several of them, such as
             tensorboard,wandb (docs/logging.md). [tensorboard]
+        reading: how images are read.
         workers: number of data loading workers during training. [depends on the number of cores]
         device: device, such as cuda:0 or cpu. [a GPU if available]
 
@@ -63,6 +65,7 @@ class AdaptConfig:
     recipe: str = "adapt"
     training: dict[str, Any] = field(default_factory=dict)
     logger: tuple[str, ...] | None = None
+    reading: Reading = DEFAULT_READING
     workers: int | None = None
     device: str | None = None
 
@@ -106,6 +109,7 @@ class DistillConfig:
         training: values that override the recipe, such as {"optim.lr": 1e-3, "views.size": 320}.
         logger: where the training logs its numbers: tensorboard, wandb, mlflow, trackio, or several of them, such as
             tensorboard,wandb (docs/logging.md). [tensorboard]
+        reading: how images are read.
         workers: number of data loading workers during training. [depends on the number of cores]
         device: device, such as cuda:0 or cpu. [a GPU if available]
 
@@ -123,6 +127,7 @@ class DistillConfig:
     recipe: str = "distill"
     training: dict[str, Any] = field(default_factory=dict)
     logger: tuple[str, ...] | None = None
+    reading: Reading = DEFAULT_READING
     workers: int | None = None
     device: str | None = None
 

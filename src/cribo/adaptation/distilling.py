@@ -22,6 +22,7 @@ from cribo.adaptation.planning import (
     Exported,
     fast_precision,
     load_recipe,
+    open_listable,
     plan_training,
     record_options,
     require_time,
@@ -33,7 +34,7 @@ from cribo.adaptation.planning import (
 from cribo.adaptation.regression import predict_teacher
 from cribo.adaptation.verdict import DISTILLATION, Candidate, Measures, Verdict, judge, measure
 from cribo.console import Phases, Progress
-from cribo.data import ImageFiles, open_images
+from cribo.data import ImageFiles
 from cribo.devices import resolve_devices
 from cribo.errors import if_interrupted
 from cribo.files import write_json
@@ -124,8 +125,8 @@ def distill(
         known_by=OPTIONS,
         inputs=(config.images, config.labelled, config.teacher.source, config.backbone.source),
     )
-    images = open_images(config.images)
-    labelled = None if config.labelled is None else open_labelled(config.labelled)
+    images = open_listable(config.images, config.reading)
+    labelled = None if config.labelled is None else open_labelled(config.labelled, reading=config.reading)
     device = resolve_devices(None if config.device is None else [config.device], "device")[0]
     recipe = load_recipe(config)
     teacher, student = (open_backbone(source).to(device) for source in (config.teacher, config.backbone))

@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 from cribo.adaptation.encoding import encode
 from cribo.arguments import ConfigError
 from cribo.data import LabelledFolder, LabelledImages, open_segmentation
-from cribo.data.limits import spread
+from cribo.data.limits import DEFAULT_READING, Reading, spread
 from cribo.evaluation.intervals import resampled
 from cribo.evaluation.scores import count_confusion, iou
 from cribo.models import Backbone
@@ -51,7 +51,7 @@ class Labelled:
     name: str
 
 
-def open_labelled(folder: str | Path) -> Labelled:
+def open_labelled(folder: str | Path, *, reading: Reading = DEFAULT_READING) -> Labelled:
     """Open a folder with `images/`, `labels/` and optionally `classes.txt`; the first two may have `train/` and `val/`.
 
     With `train` and `val`, patches of `val` are labelled by those of `train`; otherwise, by five-fold
@@ -63,11 +63,13 @@ def open_labelled(folder: str | Path) -> Labelled:
     """
     root = Path(folder).expanduser()
     if all((root / "images" / split).is_dir() for split in ("train", "val")):
-        memory, queries = (open_segmentation("folder", root, split) for split in ("train", "val"))
+        memory, queries = (open_segmentation("folder", root, split, reading=reading) for split in ("train", "val"))
         folds = [(spread(len(memory), _MOST_IMAGES), spread(len(queries), _MOST_IMAGES))]
     else:
         classes = root / "classes.txt"
-        memory = LabelledFolder(root / "images", root / "labels", classes if classes.exists() else None)
+        memory = LabelledFolder(
+            root / "images", root / "labels", classes if classes.exists() else None, reading=reading
+        )
         queries, used = memory, spread(len(memory), _MOST_IMAGES)
         folds = [
             ([image for place, image in enumerate(used) if place % _FOLDS != fold], used[fold::_FOLDS])

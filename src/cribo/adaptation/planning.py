@@ -15,10 +15,11 @@ from cribo.adaptation.closed_form import STATISTICS_IMAGES
 from cribo.adaptation.config import AdaptConfig, DistillConfig
 from cribo.adaptation.encoding import encode
 from cribo.arguments import ConfigError
-from cribo.data import ImageFiles, UnreadableImage
+from cribo.data import ImageFiles, UnreadableImage, open_images
 from cribo.data.collection import sampled_hash
-from cribo.data.limits import spread
+from cribo.data.limits import DEFAULT_READING, Reading, spread
 from cribo.devices import multiplies_bfloat16
+from cribo.errors import DataError
 from cribo.files import write_json, write_text
 from cribo.folders import ResultFolder
 from cribo.models import Backbone, load_backbone
@@ -34,7 +35,7 @@ from cribo.pretraining.run import Run, pretrain
 from cribo.pretraining.session import Session, check_packages, open_source
 from cribo.redaction import masked
 from cribo.training.loggers import require_logins
-from cribo.wording import command_line, counted
+from cribo.wording import command_line, counted, is_utf8
 
 log = logging.getLogger("cribo")
 
@@ -106,7 +107,7 @@ def record_options(path: Path, config: AdaptConfig | DistillConfig, images: Imag
     content = sampled_hash(images)
     options = {**json.loads(json.dumps(masked(asdict(config)))), _CONTENT: content}
     if path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = {"reading": asdict(DEFAULT_READING), **json.loads(path.read_text(encoding="utf-8"))}
         free = {"logger", "workers", "device"}
         if not (path.parent / _TRAINING).exists():
             free |= {"minutes", "steps"}
@@ -243,13 +244,37 @@ def plan_training(
     listed = _list_images(images, range(len(images)), folder)
     planned = replace(
         adjusted,
-        data=replace(adjusted.data, root=str(listed), images="", workers=config.workers),
+        data=replace(adjusted.data, root=str(listed), images="", workers=config.workers, **asdict(config.reading)),
         backbone=replace(adjusted.backbone, pretrained=str(folder / CLOSED_FORM / WEIGHTS_FILE)),
     )
     steps = config.steps
     if steps is None:
         steps = _steps_within(planned, seconds, config.minutes, otherwise=otherwise, most=most)
     return _of_length(planned, images, folder, steps)
+
+
+def open_listable(images: str, reading: Reading) -> ImageFiles:
+    """Open the images of a folder or list, without those whose paths cannot stand in a list for the training.
+
+    Raises:
+        DataError: there are no such images; others as for `open_images`.
+    """
+    found = open_images(images, reading=reading)
+    fit: list[int] = []
+    unfit: list[str] = []
+    for index in range(len(found)):
+        path = str(Path(found.path(index)).absolute())
+        if is_utf8(path) and path.splitlines() == [path]:
+            fit.append(index)
+        else:
+            unfit.append(found.name(index))
+    if not unfit:
+        return found
+    what = f"line breaks or bytes that are not valid UTF-8 in their names, such as {unfit[0]!r}"
+    if not fit:
+        raise DataError(f"all {len(found)} images of {images} have {what}: rename them")
+    log.warning("%s ignored for %s: rename them", counted(len(unfit), "image is", "images are"), what)
+    return found.part(fit)
 
 
 def _list_images(images: ImageFiles, indices: Iterable[int], folder: Path) -> Path:

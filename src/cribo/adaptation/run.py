@@ -23,6 +23,7 @@ from cribo.adaptation.planning import (
     Exported,
     fast_precision,
     load_recipe,
+    open_listable,
     plan_training,
     record_options,
     require_time,
@@ -34,7 +35,7 @@ from cribo.adaptation.planning import (
 from cribo.adaptation.verdict import ADAPTATION, Candidate, Verdict, judge
 from cribo.arguments import ConfigError
 from cribo.console import Phases
-from cribo.data import ImageFiles, open_images
+from cribo.data import ImageFiles
 from cribo.devices import resolve_devices
 from cribo.drawing import write_figure
 from cribo.errors import if_interrupted
@@ -110,8 +111,11 @@ def adapt(
         known_by=OPTIONS,
         inputs=(config.images, config.labelled, config.second, config.backbone.source),
     )
-    images = open_images(config.images)
-    sets = [None if folder is None else open_labelled(folder) for folder in (config.labelled, config.second)]
+    images = open_listable(config.images, config.reading)
+    sets = [
+        None if folder is None else open_labelled(folder, reading=config.reading)
+        for folder in (config.labelled, config.second)
+    ]
     device = resolve_devices(None if config.device is None else [config.device], "device")[0]
     recipe = load_recipe(config)
     original = open_backbone(config.backbone).to(device)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from cribo.arguments import ConfigError
 from cribo.checks import require_least
+from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.evaluation.protocol import find_protocol
 from cribo.evaluation.runtime import EvaluationRuntime, Schedule, TrainingRuntime
 from cribo.retrieval.source import BackboneSource
@@ -35,6 +36,7 @@ class BenchmarkConfig:
         schedule: schedule of protocols that train: short, for small machines, or paper, for GPUs and comparison with
             published values.
         pictures: number of images to draw per evaluation.
+        reading: how images are read.
         runtime: runtime of protocols that do not train.
         training: runtime of protocols that train, with a single process.
 
@@ -48,6 +50,7 @@ class BenchmarkConfig:
     quick: bool = False
     schedule: Schedule = "short"
     pictures: int = 2
+    reading: Reading = DEFAULT_READING
     runtime: EvaluationRuntime = field(default_factory=EvaluationRuntime)
     training: TrainingRuntime = field(default_factory=lambda: TrainingRuntime(devices=1))
 

@@ -135,7 +135,8 @@ def _evaluation(
     """Return the existing evaluation of this row, or run it."""
     runtime = _runtime(row.protocol, config)
     settings = _settings(row.protocol, subject, config)
-    run, protocol = open_run(settings, subject.source, row.data, runtime, pictures=config.pictures, console=console)
+    how = {"pictures": config.pictures, "reading": config.reading}
+    run, protocol = open_run(settings, subject.source, row.data, runtime, **how, console=console)
     for folder in _numbered(parent / f"{row.name}-{run.about['name']}"):
         if (folder / RESULTS).is_file() and run.has_result(found := read_result(folder), protocol):
             log.info("%s: reusing existing results", folder)

@@ -4,6 +4,7 @@ from rich.console import Console
 
 from cribo.cli.running import BACKBONE_SHORT, NETWORK, SUGGESTED, SUGGESTION, add_named_results, print_places
 from cribo.console import importing
+from cribo.data.limits import READING_SHORT
 from cribo.wording import command_line
 
 HELP = f"""\
@@ -35,7 +36,7 @@ def run(words: list[str], console: Console) -> None:
         prog="cribo adapt",
         description=HELP,
         usage="cribo adapt IMAGES --backbone SOURCE [options]",
-        short=BACKBONE_SHORT,
+        short={**BACKBONE_SHORT, **READING_SHORT},
         suggestions={"--backbone": SUGGESTION},
     )
     parser.add_argument("images", type=str, help="a folder of images, or a text file that lists images")

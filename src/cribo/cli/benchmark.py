@@ -7,6 +7,7 @@ from rich.console import Console
 
 from cribo.cli.running import BACKBONE_SHORT, print_places
 from cribo.console import importing
+from cribo.data.limits import READING_SHORT
 
 HELP = """\
 Evaluate a backbone by every protocol on every dataset of a folder, and write a card: a table with baselines, a
@@ -37,6 +38,7 @@ def run(words: list[str], console: Console) -> None:
         usage="cribo benchmark --backbone SOURCE --data SETS [options]",
         short={
             **BACKBONE_SHORT,
+            **READING_SHORT,
             "--data": "--data.root",
             "--cache": "--runtime.cache",
             "--devices": "--runtime.devices",

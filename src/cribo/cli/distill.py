@@ -4,6 +4,7 @@ from rich.console import Console
 
 from cribo.cli.running import BACKBONE_SHORT, NETWORK, add_named_results, print_places
 from cribo.console import importing
+from cribo.data.limits import READING_SHORT
 from cribo.wording import command_line
 
 HELP = """\
@@ -34,7 +35,7 @@ def run(words: list[str], console: Console) -> None:
         prog="cribo distill",
         description=HELP,
         usage="cribo distill IMAGES --teacher SOURCE --backbone SOURCE [options]",
-        short={**BACKBONE_SHORT, "--teacher": "--teacher.source"},
+        short={**BACKBONE_SHORT, **READING_SHORT, "--teacher": "--teacher.source"},
     )
     parser.add_argument("images", type=str, help="a folder of images, or a text file that lists images")
     add_named_results(parser, "distillation", "distilled", "student")

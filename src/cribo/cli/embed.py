@@ -7,6 +7,7 @@ from rich.console import Console
 
 from cribo.cli.running import BACKBONE_SHORT, print_places, print_unreadable
 from cribo.console import duration, importing
+from cribo.data.limits import READING_SHORT
 from cribo.wording import counted
 
 HELP = """\
@@ -34,7 +35,7 @@ def run(words: list[str], console: Console) -> None:
         prog="cribo embed",
         description=HELP,
         usage="cribo embed IMAGES --backbone SOURCE --out FOLDER [options]",
-        short=BACKBONE_SHORT,
+        short={**BACKBONE_SHORT, **READING_SHORT},
     )
     parser.add_argument(
         "images", type=str, help="a folder, a list (.txt), tar shards, Parquet files, or a URL of these"

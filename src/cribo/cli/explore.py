@@ -12,6 +12,7 @@ from cribo.cli.running import (
     optional_backbone,
 )
 from cribo.console import importing
+from cribo.data.limits import READING_SHORT
 
 HELP = """\
 Open a web page with the view pairs of a run and their clusters, nearest objects across a collection of images, features
@@ -46,7 +47,7 @@ def run(words: list[str], console: Console) -> None:
         prog="cribo explore",
         description=HELP,
         usage="cribo explore [--run DIR] [--db DIR] [--backbone SOURCE] [--images DIR] [--examples DIR] [options]",
-        short=BACKBONE_SHORT,
+        short={**BACKBONE_SHORT, **READING_SHORT},
     )
     parser.add_class_arguments(ExploreConfig, skip={"backbone", "trust"})
     parser.add_argument("--host", type=str, default="127.0.0.1", help="0.0.0.0 allows other machines to open the page")

@@ -6,6 +6,7 @@ from rich.console import Console
 
 from cribo.cli.running import print_places
 from cribo.console import Phases, importing
+from cribo.data.limits import READING_SHORT
 
 HELP = """\
 Draw the figures of a paper from a run: vector text in embedded fonts, 300 dpi, two-column layout, no titles.
@@ -31,7 +32,9 @@ def run(words: list[str], console: Console) -> None:
     from cribo.arguments import ConfigError, Parser
     from cribo.figures.config import FigureConfig
 
-    parser = Parser(prog="cribo figures", description=HELP, usage="cribo figures --run RUN [options]")
+    parser = Parser(
+        prog="cribo figures", description=HELP, usage="cribo figures --run RUN [options]", short=READING_SHORT
+    )
     parser.add_argument("--run", nargs="+", type=Path, required=True, help="a run folder; repeat to compare runs")
     parser.add_argument("--label", nargs="+", type=str, help="name of a run, in the order of --run")
     parser.add_argument("--out", type=Path, help="output folder; by default RUN/figures")

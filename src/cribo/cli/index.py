@@ -10,6 +10,7 @@ from cribo.cli.running import (
     print_unreadable,
 )
 from cribo.console import duration, importing
+from cribo.data.limits import READING_SHORT
 from cribo.wording import command_line, counted
 
 HELP = """\
@@ -37,7 +38,7 @@ def run(words: list[str], console: Console) -> None:
         prog="cribo index",
         description=HELP,
         usage="cribo index --backbone SOURCE --images DIR --db DIR_OR_URL [options]",
-        short=BACKBONE_SHORT,
+        short={**BACKBONE_SHORT, **READING_SHORT},
     )
     parser.add_class_arguments(IndexConfig, skip={"backbone", "trust"})
     add_optional_backbone(

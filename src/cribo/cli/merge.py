@@ -108,7 +108,6 @@ def _merge_databases(parts: Sequence[str], out: str, overwrite: bool, console: C
         console.print(f"{counted(merged.unreadable, 'image')} could not be read")
     number, first = merged.unread
     if number:
-        first = first.encode("utf-8", "backslashreplace").decode()  # a file name may not be valid UTF-8
         console.print(
             f"warning: {counted(number, 'image')} could not be read by the jobs and may be missing, such as {first}: "
             f"{command_line('cribo', 'index', '--db', database.uri)} tries again"

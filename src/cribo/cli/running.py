@@ -1,5 +1,6 @@
 """Shared by all commands: dispatch, errors and exit status, options of a backbone."""
 
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 from cribo.errors import InputError, MissingPackage, Stopped, full_disk, is_out_of_memory
 from cribo.processes import is_first_process
 from cribo.redaction import mask_messages, without_secrets
-from cribo.wording import counted, nearest
+from cribo.wording import counted, nearest, printable
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -109,7 +110,16 @@ def run_command(
             return _failed(name, error, 2)
         error.add_note(f"{name}: {_request_for_report(name)}")
         raise
+    finally:
+        _report_dim_images()
     return 0
+
+
+def _report_dim_images() -> None:
+    """Log the number of images of 16 bits that look dark, if images were read."""
+    channels = sys.modules.get("cribo.data.channels")
+    if channels is not None and (message := channels.DIM_IMAGES.message()):
+        logging.getLogger("cribo").warning(message)
 
 
 def _request_for_report(name: str) -> str:
@@ -123,7 +133,7 @@ def _request_for_report(name: str) -> str:
 
 
 def _failed(name: str, error: object, status: int) -> int:
-    print(without_secrets(f"{name}: {error}"), file=sys.stderr)
+    print(printable(without_secrets(f"{name}: {error}")), file=sys.stderr)
     return status
 
 
@@ -155,8 +165,7 @@ def print_unreadable(console: "Console", files: Sequence[tuple[str, str]], where
     if files:
         console.print(f"{counted(len(files), 'image')} could not be read:")
     for name, reason in files[:_LISTED]:
-        text = name.encode("utf-8", "backslashreplace").decode()  # a file name may not be valid UTF-8
-        console.print(f"  {text}: {reason}")
+        console.print(f"  {name}: {reason}")
     if len(files) > _LISTED:
         console.print(f"  and {len(files) - _LISTED} more" + (f": see {where}" if where else ""))
 

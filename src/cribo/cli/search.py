@@ -10,6 +10,7 @@ from rich.text import Text
 
 from cribo.cli.running import print_places
 from cribo.console import importing
+from cribo.data.limits import READING_SHORT
 from cribo.wording import command_line
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def run(words: list[str], console: Console) -> None:
         description=HELP,
         usage="cribo search --db DB --image IMAGE [--point x,y | --box x0,y0,x1,y1 | --object NUMBER] [options]\n"
         "       cribo search --db DB --duplicates [options]",
+        short=READING_SHORT,
     )
     parser.add_class_arguments(SearchConfig)
     parser.add_argument("--out", type=Path, help="folder for the results; by default searches/<image>, numbered")

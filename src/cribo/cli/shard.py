@@ -26,7 +26,7 @@ LESS_MEMORY = "lower --workers"
 def run(words: list[str], console: Console) -> None:
     """Run the command."""
     from cribo.arguments import Parser
-    from cribo.data.limits import MAX_PIXELS
+    from cribo.data.limits import Reading
 
     parser = Parser(prog="cribo shard", description=HELP, usage="cribo shard IMAGES OUT [options]")
     parser.add_argument("images", metavar="IMAGES", type=str, help="a folder, or a text file that lists images")
@@ -36,14 +36,14 @@ def run(words: list[str], console: Console) -> None:
     parser.add_argument(
         "--max_unreadable", type=float, default=0.01, help="maximum share of unreadable images, which are omitted"
     )
-    parser.add_argument("--max_pixels", type=int, default=MAX_PIXELS, help="larger images count as unreadable")
+    parser.add_class_arguments(Reading)
     parser.add_argument("--workers", type=int, help="number of threads that read images; by default one per core")
     parsed = parser.parse_args(words)
     with importing(console):
         from cribo.data.images import open_images
         from cribo.data.shard_writing import write_shards
 
-    source = open_images(parsed.images, max_pixels=parsed.max_pixels)
+    source = open_images(parsed.images, reading=parser.build(Reading, parsed))
     with Phases(console) as progress:
         written = write_shards(
             source,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cribo.data.images import ImageSource as ImageSource
     from cribo.data.images import MissingData as MissingData
     from cribo.data.images import open_images as open_images
+    from cribo.data.limits import Reading as Reading
     from cribo.data.parquet import ParquetImages as ParquetImages
     from cribo.data.parquet import open_parquet as open_parquet
     from cribo.data.photometric import Photometric as Photometric

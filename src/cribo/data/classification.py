@@ -39,7 +39,7 @@ class ClassifiedFiles(ImageFiles):
     def __init__(self, images: ImageFiles, classes: Sequence[str], labels: Int[np.ndarray, " n"]) -> None:
         if len(labels) != len(images):
             raise InputError(f"labels must have one entry for each of the {len(images)} images, got {len(labels)}")
-        super().__init__(images.folder, images.names, max_pixels=images.max_pixels)
+        super().__init__(images.folder, images.names, reading=images.reading)
         self.classes = list(classes)
         self.labels: Int64[np.ndarray, " n"] = labels.astype(np.int64)
 
@@ -58,7 +58,7 @@ class ClassifiedFiles(ImageFiles):
         earlier = np.empty_like(order)  # images of the same class before each
         earlier[order] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
         chosen = np.sort(np.lexsort((self.labels, earlier))[:number])
-        files = ImageFiles(self.folder, map(self.name, chosen.tolist()), max_pixels=self.max_pixels)
+        files = ImageFiles(self.folder, map(self.name, chosen.tolist()), reading=self.reading)
         return ClassifiedFiles(files, self.classes, self.labels[chosen])
 
 

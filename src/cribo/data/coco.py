@@ -306,7 +306,7 @@ class CocoLabels(ImageFiles):
             UnreadableImage: the image file is broken.
             DataError: its size differs from the listed one.
         """
-        height, width = image_size(self.path(index))
+        height, width = image_size(self.path(index), reading=self.reading)
         require_size(self._coco.path, self.name(index), self._coco.sizes[index], (height, width))
         labels = np.zeros((height, width), dtype=np.uint8)
         drawn = [(annotation, *_drawn(outline, height, width)) for annotation, outline in self._outlines[index]]

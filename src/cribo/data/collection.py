@@ -26,7 +26,7 @@ from cribo.data.images import (
     read_list,
     require,
 )
-from cribo.data.limits import MAX_PIXELS, spread
+from cribo.data.limits import DEFAULT_READING, Reading, spread
 from cribo.data.parquet import PARQUET, list_parquet, open_parquet, open_row
 from cribo.data.reading import EncodedImage, FileState, UnreadableImage
 from cribo.data.remote import located, open_mixed_list, open_remote
@@ -56,7 +56,7 @@ _STATE_BLOCK = 4096
 class ImageCollection(ImageSource, Protocol):
     """Encoded images with names, which can be divided, pickled and opened in another process."""
 
-    max_pixels: int
+    reading: Reading
     """Maximum number of pixels of an image; larger ones are unreadable."""
 
     def read(self, index: int) -> EncodedImage:
@@ -86,7 +86,7 @@ def open_collection(
     images: str = "",
     *,
     column: str | None = None,
-    max_pixels: int = MAX_PIXELS,
+    reading: Reading = DEFAULT_READING,
     inside: bool = False,
     cache_dir: str | os.PathLike[str] = CACHE_DIR,
     cache_gib: float = CACHE_GIB,
@@ -102,7 +102,7 @@ def open_collection(
         root: a folder, a .txt, .tar or .parquet file, or a URL of a folder or a .parquet file.
         images: sub-folder of `root`.
         column: column of images in Parquet files (see `open_parquet`).
-        max_pixels: maximum number of pixels of an image; larger ones are unreadable.
+        reading: how images are read.
         inside: images must be inside the folder, or that of the list (see `open_images`).
         cache_dir: folder for shards downloaded from a URL.
         cache_gib: maximum total size of the shards in this folder, in GiB.
@@ -121,17 +121,17 @@ def open_collection(
     if column is not None and kind != "parquet":
         raise DataError(f"column {column!r} requires Parquet files: {place} contains {kind}")
     if kind == "parquet":
-        return open_parquet(place, column=column, max_pixels=max_pixels, inside=inside)
+        return open_parquet(place, column=column, reading=reading, inside=inside)
     if kind == "shards":
-        return open_shards(place, max_pixels=max_pixels, cache_dir=cache_dir, cache_gib=cache_gib)
+        return open_shards(place, reading=reading, cache_dir=cache_dir, cache_gib=cache_gib)
     if is_url(place):
-        return open_remote(place, max_pixels=max_pixels)
+        return open_remote(place, reading=reading)
     path = Path(place)
     if path.suffix.lower() == ".txt" and path.is_file():
         listed = read_list(path)
         if any(is_url(name) for _, name in listed):
-            return open_mixed_list(path, listed, max_pixels=max_pixels, inside=inside)
-    return open_images(root, images, max_pixels=max_pixels, inside=inside)
+            return open_mixed_list(path, listed, reading=reading, inside=inside)
+    return open_images(root, images, reading=reading, inside=inside)
 
 
 def _joined(root: str | os.PathLike[str], images: str) -> str:
@@ -185,8 +185,8 @@ def _mixed(place: object, parquet: str) -> str:
 class RowImages(EncodedImages):
     """The images of a batch of rows, as an ImageCollection; created by `rows_of`."""
 
-    def __init__(self, names: np.ndarray, contents: np.ndarray | None, *, max_pixels: int = MAX_PIXELS) -> None:
-        super().__init__(max_pixels)
+    def __init__(self, names: np.ndarray, contents: np.ndarray | None, *, reading: Reading = DEFAULT_READING) -> None:
+        super().__init__(reading)
         self._names, self._contents = names, contents
 
     def __len__(self) -> int:
@@ -220,15 +220,15 @@ class RowImages(EncodedImages):
         """Return some of the images, given ascending indices."""
         chosen = ascending(indices, len(self))
         contents = None if self._contents is None else self._contents[chosen]
-        return RowImages(self._names[chosen], contents, max_pixels=self.max_pixels)
+        return RowImages(self._names[chosen], contents, reading=self.reading)
 
 
-def rows_of(batch: Mapping[str, np.ndarray], *, max_pixels: int = MAX_PIXELS) -> RowImages:
+def rows_of(batch: Mapping[str, np.ndarray], *, reading: Reading = DEFAULT_READING) -> RowImages:
     """Return the images of a batch of Ray Data, Daft or Spark.
 
     Args:
         batch: arrays of equal length: `image`, the names; and `bytes`, without which the names are paths or URLs.
-        max_pixels: as for `read_image`.
+        reading: as for `read_image`.
 
     Raises:
         DataError: there is no column `image`, or it does not contain text.
@@ -252,7 +252,7 @@ def rows_of(batch: Mapping[str, np.ndarray], *, max_pixels: int = MAX_PIXELS) ->
     contents = np.asarray(batch["bytes"], dtype=object) if "bytes" in batch else None
     if contents is not None and len(contents) != len(names):
         raise DataError(f"the columns image and bytes must have equal length, got {len(names)} and {len(contents)}")
-    return RowImages(names, contents, max_pixels=max_pixels)
+    return RowImages(names, contents, reading=reading)
 
 
 # ------------------------------------------------------------------------------------------------ whole collections

@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 
 from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, composed, list_files, require
 from cribo.data.label_maps import class_indices, read_classes
-from cribo.data.limits import MAX_PIXELS
+from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.segmentation import LabelledFiles, LabelledFolder, by_stem, missing_labels
 from cribo.data.sets import Layout, SegmentationSet, segmentation_set
 from cribo.wording import enumerated
@@ -18,7 +18,7 @@ def open_segmentation(
     split: str,
     *,
     partial: bool = False,
-    max_pixels: int = MAX_PIXELS,
+    reading: Reading = DEFAULT_READING,
 ) -> LabelledFiles:
     """Open one split of a segmentation set, as published.
 
@@ -31,7 +31,7 @@ def open_segmentation(
         root: the set's folder.
         split: one of the set's splits; for `folder` the name of its folders.
         partial: accept an incomplete split; every image must still have labels.
-        max_pixels: maximum number of pixels of an image; larger ones are unreadable.
+        reading: how images are read.
 
     Raises:
         MissingData: the root, a folder or a label map does not exist.
@@ -45,7 +45,7 @@ def open_segmentation(
     root = Path(root).expanduser()
     if chosen.name == "folder":
         images, labels, classes = root / "images" / split, root / "labels" / split, root / "classes.txt"
-        return LabelledFolder(images, labels, classes if classes.exists() else None, max_pixels=max_pixels)
+        return LabelledFolder(images, labels, classes if classes.exists() else None, reading=reading)
     place = _locate(chosen, root, split)
     if place.missing:
         there = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
@@ -78,7 +78,7 @@ def open_segmentation(
             f"expected {chosen.describe(split)}; to use only part of the set, open it as partial"
         )
     return LabelledFiles(
-        ImageFiles(place.images, (images[stem] for stem in stems), max_pixels=max_pixels),
+        ImageFiles(place.images, (images[stem] for stem in stems), reading=reading),
         place.base,
         (maps[stem] for stem in stems),
         classes=chosen.classes,

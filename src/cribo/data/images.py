@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import logging
 import os
 import posixpath
 import unicodedata
@@ -15,20 +17,37 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from cribo.data.limits import MAX_PIXELS
-from cribo.data.reading import EncodedImage, FileState, UnreadableImage, image_size, read_image, read_reduced
+from cribo.data.limits import DEFAULT_READING, Reading
+from cribo.data.reading import (
+    NOT_UTF8,
+    EncodedImage,
+    FileState,
+    UnreadableImage,
+    image_size,
+    read_image,
+    read_reduced,
+    require_utf8,
+)
 from cribo.errors import DataError, InputError, MissingData
-from cribo.wording import counted, enumerated
+from cribo.wording import counted, enumerated, is_utf8, printable
 
 if TYPE_CHECKING:
     from jaxtyping import Int, Int64, UInt8
     from torch import Tensor
+
+log = logging.getLogger("cribo")
 
 # Compared in lower case: ImageNet's files end in .JPEG.
 EXTENSIONS = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".tif", ".tiff", ".bmp", ".gif"),
     *(".ppm", ".pgm", ".pbm", ".pnm", ".jp2"),
 )
+
+UNREAD_EXTENSIONS = (
+    *(".heic", ".heif", ".avif", ".jxl", ".dcm", ".nii", ".exr", ".hdr", ".psd", ".svs", ".czi", ".nd2", ".lif"),
+    *(".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".orf", ".rw2"),
+)
+"""Formats of images that cannot be read, of which the number is reported."""
 
 
 class ImageSource(Protocol):
@@ -132,13 +151,11 @@ class EncodedImages:
     """Base of collections whose images are bytes: decodes what `read` returns.
 
     Args:
-        max_pixels: maximum number of pixels of an image; larger ones are unreadable.
+        reading: how images are read.
     """
 
-    def __init__(self, max_pixels: int) -> None:
-        if max_pixels < 4:
-            raise DataError(f"max_pixels must be >= 4 (the smallest image is 2 x 2), got {max_pixels}")
-        self.max_pixels = max_pixels
+    def __init__(self, reading: Reading) -> None:
+        self.reading = reading
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -153,11 +170,11 @@ class EncodedImages:
 
     def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
         """Load an image as upright RGB. Raises UnreadableImage (see `read_image`)."""
-        return read_image(self._encoded(index), max_pixels=self.max_pixels)
+        return read_image(self._encoded(index), reading=self.reading)
 
     def load_reduced(self, index: int, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "3 h w"], int]:
         """Load an image as upright RGB at a fraction of its size if that is faster (see `read_reduced`)."""
-        return read_reduced(self._encoded(index), reduction, max_pixels=self.max_pixels)
+        return read_reduced(self._encoded(index), reduction, reading=self.reading)
 
     def _encoded(self, index: int) -> EncodedImage:
         """Read an image; a missing file is an unreadable image."""
@@ -190,8 +207,10 @@ class ImageFiles(EncodedImages):
     `names` are paths relative to `folder` (or absolute), with `/` on every system, in the order of the indices.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], names: Iterable[str], *, max_pixels: int = MAX_PIXELS) -> None:
-        super().__init__(max_pixels)
+    def __init__(
+        self, folder: str | os.PathLike[str], names: Iterable[str], *, reading: Reading = DEFAULT_READING
+    ) -> None:
+        super().__init__(reading)
         self.folder = os.fspath(folder)
         self.names = names if isinstance(names, PackedNames) else PackedNames(names)
 
@@ -203,34 +222,38 @@ class ImageFiles(EncodedImages):
         return len(self.names)
 
     def name(self, index: int) -> str:
-        """Return the path of an image below `folder`, with `/` on every system."""
-        return self.names[index]
+        """Return the path of an image below `folder`, with `/` on every system; a name that is not UTF-8 is escaped."""
+        name = self.names[index]
+        return name if is_utf8(name) else printable(name)
 
     def path(self, index: int) -> str:
         """Return the path of an image file."""
         return os.path.join(self.folder, self.names[index])
 
     def read(self, index: int) -> EncodedImage:
-        """Read an image file; raises OSError."""
+        """Read an image file; raises OSError, and UnreadableImage if its name is not valid UTF-8."""
+        require_utf8(self.names[index])
         return EncodedImage(self.names[index], Path(self.path(index)).read_bytes())
 
     def state(self, index: int) -> FileState:
-        """Return size and modification time of an image file; raises OSError if it is gone."""
+        """Return size and modification time of an image file; raises OSError if it is gone or its name is not UTF-8."""
+        if not is_utf8(self.names[index]):
+            raise OSError(errno.EILSEQ, NOT_UTF8, self.name(index))
         status = os.stat(self.path(index))
         return FileState(status.st_size, status.st_mtime_ns)
 
     def part(self, indices: Sequence[int]) -> ImageFiles:
         """Return some of the files, given ascending indices."""
         names = (self.names[index] for index in ascending(indices, len(self)).tolist())
-        return ImageFiles(self.folder, names, max_pixels=self.max_pixels)
+        return ImageFiles(self.folder, names, reading=self.reading)
 
     def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
         """Load an image as upright RGB. Raises UnreadableImage (see `read_image`)."""
-        return read_image(self.path(index), max_pixels=self.max_pixels)
+        return read_image(self.path(index), reading=self.reading)
 
     def require_size(self, index: int, size: tuple[int, ...], what: str) -> None:
         """Raise DataError if `what`, such as a label map, does not have the (height, width) of an image."""
-        height, width = image_size(self.path(index))
+        height, width = image_size(self.path(index), reading=self.reading)
         if size != (height, width):
             raise DataError(
                 f"{what} must have the size of image {self.name(index)}, {width} x {height}, got {size[1]} x {size[0]}"
@@ -238,11 +261,11 @@ class ImageFiles(EncodedImages):
 
     def load_reduced(self, index: int, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "3 h w"], int]:
         """Load an image as upright RGB at a fraction of its size if that is faster (see `read_reduced`)."""
-        return read_reduced(self.path(index), reduction, max_pixels=self.max_pixels)
+        return read_reduced(self.path(index), reduction, reading=self.reading)
 
 
 def open_images(
-    root: str | os.PathLike[str], images: str = "", *, max_pixels: int = MAX_PIXELS, inside: bool = False
+    root: str | os.PathLike[str], images: str = "", *, reading: Reading = DEFAULT_READING, inside: bool = False
 ) -> ImageFiles:
     """Open all images below a folder, or those listed in a text file.
 
@@ -264,7 +287,7 @@ def open_images(
     path = Path(root).expanduser() / images
     require(path)
     if path.is_dir():
-        files = ImageFiles(path, list_files(path, EXTENSIONS), max_pixels=max_pixels)
+        files = ImageFiles(path, _image_files(path), reading=reading)
         if len(files) == 0:
             raise DataError(_nothing_found(path))
         if inside:
@@ -279,7 +302,25 @@ def open_images(
     if urls := [name for name in names if is_url(name)]:
         raise DataError(f"{path} lists the URL {urls[0]}, and this command reads files: copy the images to a folder")
     require_files(path, names)
-    return ImageFiles(path.parent, names, max_pixels=max_pixels)
+    return ImageFiles(path.parent, names, reading=reading)
+
+
+def _image_files(folder: Path) -> Iterator[str]:
+    """Iterate over the images in a folder, and log the number of those in formats that are not read."""
+    unread: Counter[str] = Counter()
+    for name in list_files(folder, (*EXTENSIONS, *UNREAD_EXTENSIONS)):
+        if (extension := os.path.splitext(name)[1].lower()) in UNREAD_EXTENSIONS:
+            unread[extension] += 1
+        else:
+            yield name
+    if unread:
+        log.warning(
+            "%s in %s %s ignored (%s), since these formats cannot be read: convert them to JPEG, PNG or TIFF",
+            counted(unread.total(), "image"),
+            folder,
+            "is" if unread.total() == 1 else "are",
+            enumerated([f"{count} {extension}" for extension, count in unread.most_common()]),
+        )
 
 
 def named_below_one_folder(files: ImageFiles) -> ImageFiles:
@@ -294,7 +335,7 @@ def named_below_one_folder(files: ImageFiles) -> ImageFiles:
     """
     names = list(files.names)
     if not any(os.path.isabs(name) or ".." in name.split("/") for name in names):
-        return ImageFiles(files.folder, dict.fromkeys(map(posixpath.normpath, names)), max_pixels=files.max_pixels)
+        return ImageFiles(files.folder, dict.fromkeys(map(posixpath.normpath, names)), reading=files.reading)
 
     @lru_cache(maxsize=1024)
     def resolved(folder: str) -> str:
@@ -305,9 +346,7 @@ def named_below_one_folder(files: ImageFiles) -> ImageFiles:
     folder = resolved(files.folder)
     if not all(path.startswith(os.path.join(folder, "")) for path in paths):
         folder = os.path.commonpath([os.path.dirname(path) for path in paths])
-    return ImageFiles(
-        folder, (Path(path).relative_to(folder).as_posix() for path in paths), max_pixels=files.max_pixels
-    )
+    return ImageFiles(folder, (Path(path).relative_to(folder).as_posix() for path in paths), reading=files.reading)
 
 
 def require_readable(images: ImageSource, what: str, *, most: int | None = None) -> None:

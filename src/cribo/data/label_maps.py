@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cribo.colours import Colour
 from cribo.data.images import DataError, require
-from cribo.data.limits import MAX_PIXELS
+from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.reading import open_header
 from cribo.wording import counted, enumerated
 
@@ -260,13 +260,13 @@ def _hex(colour: Colour) -> str:
 # ------------------------------------------------------------------------------------------------------------ files
 
 
-def open_label_map(path: str | os.PathLike[str], *, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def open_label_map(path: str | os.PathLike[str], *, reading: Reading = DEFAULT_READING) -> Image.Image:
     """Open and decode a label map.
 
     Raises:
         UnreadableImage: the file cannot be read as an image.
     """
-    with open_header(path, max_pixels=max_pixels) as image:
+    with open_header(path, reading=reading) as image:
         image.load()
     return image
 

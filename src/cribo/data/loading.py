@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cribo.data.batches import Batches, unchanged
+from cribo.data.channels import DIM_IMAGES
 from cribo.data.samples import Batch, SampleDataset, StepBatchSampler
 from cribo.data.workers import BackgroundReader, WorkerFault
 from cribo.errors import Stopped
@@ -97,6 +98,7 @@ class BatchLoader:
                 self._due = -1  # an interruption or error might lose the batch
                 batch = self._reader.next(self.timeout)
                 self._due = step + 1
+                DIM_IMAGES.extend(batch.dim)
                 return batch
             except WorkerFault as fault:
                 self.close()

@@ -23,7 +23,7 @@ from cribo.data.images import (
     require,
     require_inside,
 )
-from cribo.data.limits import MAX_PIXELS
+from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.reading import EncodedImage, FileState, UnreadableImage
 from cribo.data.remote import located
 from cribo.data.storage import file_state, file_system, list_folder, read_file, require_answer, retry
@@ -62,10 +62,11 @@ class ParquetFile(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A column of images: its name, and the type of its values."""
+    """A column of images: its name, the type of its values, and another column if that contains bytes instead."""
 
     name: str
     holds: Literal["bytes", "paths", "structs"]
+    bytes_in: str | None = None
 
 
 class ParquetImages(EncodedImages):
@@ -83,7 +84,7 @@ class ParquetImages(EncodedImages):
         rows: row of each image in its file.
         paths: paths or URLs of the images, for a column of paths.
         suffixes: for structs, the index of each image's suffix in `EXTENSIONS`, plus 1; 0 if it is unknown.
-        max_pixels: as for `read_image`.
+        reading: as for `read_image`.
     """
 
     def __init__(
@@ -95,9 +96,9 @@ class ParquetImages(EncodedImages):
         paths: PackedNames | None = None,
         suffixes: UInt8[np.ndarray, " n"] | None = None,
         *,
-        max_pixels: int = MAX_PIXELS,
+        reading: Reading = DEFAULT_READING,
     ) -> None:
-        super().__init__(max_pixels)
+        super().__init__(reading)
         self.files = tuple(files)
         self.column = column
         self._ends = ends
@@ -132,7 +133,13 @@ class ParquetImages(EncodedImages):
         if content:
             return EncodedImage(name, content)
         if path:
-            return EncodedImage(name, read_file(located(_folder(file.location), path)))
+            try:
+                return EncodedImage(name, read_file(located(_folder(file.location), path)))
+            except FileNotFoundError as error:
+                if self.column.bytes_in is None:
+                    raise
+                other = f"the column {self.column.bytes_in!r} contains bytes: read it with --column"
+                raise UnreadableImage(name, f"no such file; {other} {self.column.bytes_in}") from error
         raise UnreadableImage(name, f"the row has no {'path' if self.column.holds == 'paths' else 'bytes'}")
 
     def state(self, index: int) -> FileState:
@@ -153,7 +160,7 @@ class ParquetImages(EncodedImages):
             self._rows[chosen],
             None if self._paths is None else PackedNames(self._paths[index] for index in chosen.tolist()),
             None if self._suffixes is None else self._suffixes[chosen],
-            max_pixels=self.max_pixels,
+            reading=self.reading,
         )
 
     def _file(self, index: int) -> ParquetFile:
@@ -263,7 +270,7 @@ class _OpenFile:
 
 
 def open_parquet(
-    root: str | os.PathLike[str], *, column: str | None = None, max_pixels: int = MAX_PIXELS, inside: bool = False
+    root: str | os.PathLike[str], *, column: str | None = None, reading: Reading = DEFAULT_READING, inside: bool = False
 ) -> ParquetImages:
     """Open a Parquet file, or all Parquet files directly in a folder or below a URL.
 
@@ -273,7 +280,7 @@ def open_parquet(
     Args:
         root: a .parquet file, a folder of such files, or a URL of either.
         column: the column of images; by default the only column, or the first of `COLUMNS`.
-        max_pixels: as for `read_image`.
+        reading: as for `read_image`.
         inside: as for `open_images`, for paths.
 
     Raises:
@@ -299,7 +306,7 @@ def open_parquet(
         for file, (_, own) in zip(files, scanned, strict=True):
             require_inside(Path(_folder(file.location)), ((f"a path in {file.name}", path) for path in own))
     rows = np.concatenate([np.arange(count) for count in counts])
-    return ParquetImages(files, found, np.cumsum(counts), rows, paths, suffixes, max_pixels=max_pixels)
+    return ParquetImages(files, found, np.cumsum(counts), rows, paths, suffixes, reading=reading)
 
 
 def open_row(location: str, row: int, *, column: str | None = None) -> ParquetImages:
@@ -330,7 +337,10 @@ def column_of(location: str, column: str | None = None) -> Column:
         return Column(name, holds)
     for name in COLUMNS:
         if name in types and (holds := _holds(types[name])) is not None:
-            return Column(name, holds)
+            others = (
+                other for other, kind in types.items() if holds == "paths" and _holds(kind) in ("bytes", "structs")
+            )
+            return Column(name, holds, next(others, None))
     raise DataError(f"no column of images in {location}: choose one of its columns, {enumerated(list(types), 20)}")
 
 

@@ -18,7 +18,7 @@ from cribo.data.images import (
     require_files,
     require_inside,
 )
-from cribo.data.limits import MAX_PIXELS
+from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.reading import EncodedImage, FileState
 from cribo.data.storage import file_state, list_folder, list_tree, read_file, with_sizes
 from cribo.redaction import without_secrets
@@ -35,7 +35,7 @@ class RemoteImages(EncodedImages):
         names: URLs, or paths relative to `root`.
         states: size in bytes and modification time in nanoseconds of each image, as listed; None requests the state
             of an image when it is needed.
-        max_pixels: as for `read_image`.
+        reading: as for `read_image`.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class RemoteImages(EncodedImages):
         names: Iterable[str],
         states: Int64[np.ndarray, "n 2"] | None = None,
         *,
-        max_pixels: int = MAX_PIXELS,
+        reading: Reading = DEFAULT_READING,
     ) -> None:
-        super().__init__(max_pixels)
+        super().__init__(reading)
         self.root = root
         self.names = PackedNames(names)
         self._states = states
@@ -74,10 +74,10 @@ class RemoteImages(EncodedImages):
         chosen = ascending(indices, len(self))
         names = (self.names[index] for index in chosen.tolist())
         states = None if self._states is None else self._states[chosen]
-        return RemoteImages(self.root, names, states, max_pixels=self.max_pixels)
+        return RemoteImages(self.root, names, states, reading=self.reading)
 
 
-def open_remote(url: str, *, max_pixels: int = MAX_PIXELS) -> RemoteImages:
+def open_remote(url: str, *, reading: Reading = DEFAULT_READING) -> RemoteImages:
     """Open all images below a URL that fsspec understands, such as s3://bucket/prefix.
 
     Hidden files are skipped, and names are sorted, as `open_images` does.
@@ -95,11 +95,11 @@ def open_remote(url: str, *, max_pixels: int = MAX_PIXELS) -> RemoteImages:
     images = with_sizes(url, images)
     names = sorted(images, key=lambda name: name.split("/"))
     states = np.array([images[name] for name in names], dtype=np.int64)
-    return RemoteImages(url.rstrip("/"), names, states, max_pixels=max_pixels)
+    return RemoteImages(url.rstrip("/"), names, states, reading=reading)
 
 
 def open_mixed_list(
-    path: Path, listed: Sequence[tuple[int, str]], *, max_pixels: int = MAX_PIXELS, inside: bool = False
+    path: Path, listed: Sequence[tuple[int, str]], *, reading: Reading = DEFAULT_READING, inside: bool = False
 ) -> RemoteImages:
     """Open the images of a list that contains URLs and may contain paths (see `open_images`).
 
@@ -108,7 +108,7 @@ def open_mixed_list(
     Args:
         path: path of the list, for messages and for relative paths.
         listed: numbers of its lines, and what they name.
-        max_pixels: as for `read_image`.
+        reading: as for `read_image`.
         inside: as for `open_images`; URLs are outside.
 
     Raises:
@@ -118,7 +118,7 @@ def open_mixed_list(
     if inside:
         require_inside(path.parent, ((f"line {line} of {path}", name) for line, name in listed))
     require_files(path, [name for _, name in listed if not is_url(name)])
-    return RemoteImages(str(path.parent.absolute()), (name for _, name in listed), max_pixels=max_pixels)
+    return RemoteImages(str(path.parent.absolute()), (name for _, name in listed), reading=reading)
 
 
 def located(root: str, name: str) -> str:

@@ -7,14 +7,15 @@ clip.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler, default_collate
+from torch.utils.data import Dataset, Sampler, default_collate, get_worker_info
 
+from cribo.data.channels import DIM_IMAGES
 from cribo.data.clips import Clips
 from cribo.data.images import DataError, ImageSource, OrderedSource, ReducingSource
 from cribo.data.randomness import keyed_generator
@@ -141,12 +142,14 @@ class Batch:
         images: (B,) index of each image in the collection.
         unreadable: images that were replaced by others.
         retried: number of retried reads.
+        dim: names and largest values of images that look dark, if a worker process has read them.
     """
 
     samples: dict[str, Any]
     images: Int[Tensor, " b"]
     unreadable: list[Unreadable]
     retried: int = 0
+    dim: list[tuple[str, int]] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> Any:
         return self.samples[name]
@@ -237,6 +240,8 @@ class SampleDataset(Dataset[Batch]):
         samples = [self._readable(*key, batch) for key in keys]
         batch.images = torch.tensor([index for index, _ in samples])
         batch.samples = self._stacked(samples)
+        if get_worker_info() is not None:
+            batch.dim = DIM_IMAGES.take()
         return batch
 
     def _stacked(self, samples: Sequence[tuple[int, Sample]]) -> dict[str, Any]:

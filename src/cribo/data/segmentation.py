@@ -40,7 +40,7 @@ from cribo.data.label_maps import (
     read_classes,
     unlisted_colours,
 )
-from cribo.data.limits import MAX_PIXELS
+from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.reading import image_size
 from cribo.files import read_json
 from cribo.wording import enumerated
@@ -105,7 +105,7 @@ class LabelledFiles(ImageFiles):
         coding: LabelValues | LabelColours | None = None,
         masks: bool = True,
     ) -> None:
-        super().__init__(images.folder, images.names, max_pixels=images.max_pixels)
+        super().__init__(images.folder, images.names, reading=images.reading)
         self._label_files = ImageFiles(label_folder, label_names)
         self._classes = list(classes)
         self._palette = coding.classes if palette is None and isinstance(coding, LabelColours) else palette
@@ -172,7 +172,7 @@ class LabelledFiles(ImageFiles):
         colours that `coding` does not give, or a value that is neither a class nor ignored.
         """
         path = self.label_path(index)
-        image = open_label_map(path, max_pixels=self.max_pixels)
+        image = open_label_map(path, reading=self.reading)
         self.require_size(index, (image.height, image.width), f"{path}: labels")
         if isinstance(self.coding, LabelValues) and not self._is_published and has_colours(image):
             raise unlisted_colours(path, open_some(self._label_paths()))
@@ -202,9 +202,9 @@ class LabelledFolder(LabelledFiles):
         classes: Sequence[str] | str | os.PathLike[str] | None = None,
         *,
         masks: bool = True,
-        max_pixels: int = MAX_PIXELS,
+        reading: Reading = DEFAULT_READING,
     ) -> None:
-        images = named_below_one_folder(open_images(images_dir, max_pixels=max_pixels))
+        images = named_below_one_folder(open_images(images_dir, reading=reading))
         folder = Path(labels_dir).expanduser()
         require(folder)
         stems = by_stem(images.names, EXTENSIONS)
@@ -226,7 +226,7 @@ class UnlabelledFiles(ImageFiles):
 
     def labels(self, index: int) -> UInt8[Tensor, "h w"]:
         """No class for any pixel."""
-        return torch.full(image_size(self.path(index)), IGNORE_INDEX, dtype=torch.uint8)
+        return torch.full(image_size(self.path(index), reading=self.reading), IGNORE_INDEX, dtype=torch.uint8)
 
 
 class LabelledSubset:

@@ -181,7 +181,7 @@ def _read(source: ImageFiles, index: int, size: int | None) -> Encoded | Unreada
         image = EncodedImage(path, Path(path).read_bytes())
         unchanged = image.content, posixpath.splitext(path)[1]
         if size is None:
-            read_image(image, max_pixels=source.max_pixels)  # only decoding detects all damage
+            read_image(image, reading=source.reading)  # only decoding detects all damage
             return unchanged
         height = width = 0
 
@@ -191,7 +191,7 @@ def _read(source: ImageFiles, index: int, size: int | None) -> Encoded | Unreada
             # Decode at no less than twice the size, then resize with the better filter below.
             return next((by for by in (8, 4, 2) if min(height, width) // by >= 2 * size), 1)
 
-        pixels, _ = read_reduced(image, reduction, max_pixels=source.max_pixels)
+        pixels, _ = read_reduced(image, reduction, reading=source.reading)
         return unchanged if min(height, width) <= size else _shrunk(pixels, height, width, size)
     except UnreadableImage as error:
         return error

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from cribo.data.images import DataError, EncodedImages, ascending, is_url, require
-from cribo.data.limits import MAX_PIXELS
+from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.reading import EncodedImage, FileState
 from cribo.data.storage import (
     CACHE_DIR,
@@ -49,7 +49,7 @@ class ShardedImages(EncodedImages):
     Args:
         store: the shards.
         index: index of their images; by default, it is loaded or built.
-        max_pixels: as for `read_image`.
+        reading: as for `read_image`.
 
     Attributes:
         window: number of shards read at a time.
@@ -59,8 +59,10 @@ class ShardedImages(EncodedImages):
         ShardError: a shard cannot be read.
     """
 
-    def __init__(self, store: ShardStore, index: ShardIndex | None = None, *, max_pixels: int = MAX_PIXELS) -> None:
-        super().__init__(max_pixels)
+    def __init__(
+        self, store: ShardStore, index: ShardIndex | None = None, *, reading: Reading = DEFAULT_READING
+    ) -> None:
+        super().__init__(reading)
         self.store = store
         self.index = index_of(store) if index is None else index
         self.window = window_of(self.index.sizes)
@@ -68,7 +70,7 @@ class ShardedImages(EncodedImages):
         self._open = lru_cache(self.window)(store.open)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(ShardedImages, self.store, self.index, max_pixels=self.max_pixels), ()
+        return partial(ShardedImages, self.store, self.index, reading=self.reading), ()
 
     def __len__(self) -> int:
         return len(self.index)
@@ -104,7 +106,7 @@ class ShardedImages(EncodedImages):
         index = self.index.part(ascending(indices, len(self)))
         number = {name: shard for shard, name in enumerate(self.store.names)}
         store = self.store.part([number[name] for name in index.shards])
-        return ShardedImages(store, index, max_pixels=self.max_pixels)
+        return ShardedImages(store, index, reading=self.reading)
 
     def epoch_order(self, seed: int, epoch: int) -> Int[Tensor, " n"]:
         """Return all indices in the order of an epoch, which reads `window` shards at a time.
@@ -189,7 +191,7 @@ def _read_at(file: BinaryIO, offset: int, length: int) -> bytes:
 def open_shards(
     root: str | os.PathLike[str],
     *,
-    max_pixels: int = MAX_PIXELS,
+    reading: Reading = DEFAULT_READING,
     cache_dir: str | os.PathLike[str] = CACHE_DIR,
     cache_gib: float = CACHE_GIB,
 ) -> ShardedImages:
@@ -200,7 +202,7 @@ def open_shards(
 
     Args:
         root: a folder, a .tar file, or a URL that fsspec understands, such as s3://bucket/prefix.
-        max_pixels: maximum number of pixels of an image; larger ones are unreadable.
+        reading: how images are read.
         cache_dir: folder for shards downloaded from a URL.
         cache_gib: maximum total size of the shards in this folder, in GiB.
 
@@ -213,12 +215,12 @@ def open_shards(
     """
     if not is_url(root):
         require(Path(root).expanduser())
-        return ShardedImages(LocalShards(root), max_pixels=max_pixels)
+        return ShardedImages(LocalShards(root), reading=reading)
     if not cache_gib > 0:
         raise DataError(f"cache_gib must be > 0, got {cache_gib}")
     require_answer(str(root))
     cache = ShardCache(cache_dir, limit_bytes=int(cache_gib * 2**30))
-    images = ShardedImages(RemoteShards(str(root), cache), max_pixels=max_pixels)
+    images = ShardedImages(RemoteShards(str(root), cache), reading=reading)
     _require_room(images, cache)
     return images
 

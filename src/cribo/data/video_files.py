@@ -14,7 +14,7 @@ import numpy as np
 
 from cribo.checks import require_packages
 from cribo.data.images import DataError, PackedNames, list_files
-from cribo.data.limits import MAX_PIXELS
+from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.reading import UnreadableImage
 from cribo.wording import counted
 
@@ -37,16 +37,18 @@ class VideoFiles:
     Args:
         folder: folder of the files.
         names: their paths below it.
-        max_pixels: larger frames are unreadable.
+        reading: how images are read.
 
     Raises:
         DataError: a file has no video stream, or its header cannot be read.
         MissingPackage: PyAV is not installed.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], names: Iterable[str], *, max_pixels: int = MAX_PIXELS) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], names: Iterable[str], *, reading: Reading = DEFAULT_READING
+    ) -> None:
         require_packages("reading video files", "av", extra="video")
-        self.folder, self.max_pixels = os.fspath(folder), max_pixels
+        self.folder, self.reading = os.fspath(folder), reading
         self.names = PackedNames(names)
         self._ends = np.cumsum([0, *(_count_frames(self._path(file)) for file in range(len(self.names)))])
         self._reader: _Reader | None = None
@@ -73,7 +75,7 @@ class VideoFiles:
         with _errors_as_unreadable(path):
             # A forked worker must not share the position in a file with its parent.
             if reader is None or (reader.path, reader.process) != (path, os.getpid()):
-                reader = _Reader(path, self.max_pixels)
+                reader = _Reader(path, self.reading.max_pixels)
             pixels = reader.read(frame)
         self._reader = reader
         return pixels
@@ -103,7 +105,10 @@ class _Reader:
         self._stream = self._container.streams.video[0]
         if self._stream.width * self._stream.height > max_pixels:
             size = f"{self._stream.width} x {self._stream.height}"
-            raise UnreadableImage(path, f"{size} pixels are more than max_pixels = {max_pixels}: not decoded")
+            raise UnreadableImage(
+                path,
+                f"{size} pixels are more than max_pixels = {max_pixels}: not decoded; raise --max_pixels to read it",
+            )
         self._frames: Iterator[Any] = iter(())
         self._frame: Any = None
         self._earliest = 0.0  # time from which on `_frame` is the first one, in seconds
@@ -125,7 +130,10 @@ class _Reader:
                 raise UnreadableImage(
                     self.path, f"it has no frame {number}: the file is damaged, or its header is wrong"
                 )
-        return torch.from_numpy(self._frame.to_ndarray(format="rgb24")).permute(2, 0, 1)
+        pixels = self._frame.to_ndarray(format="rgb24")
+        # Phones store upright frames sideways, with the rotation in degrees, counter-clockwise.
+        turned = np.ascontiguousarray(np.rot90(pixels, round(self._frame.rotation / 90)))
+        return torch.from_numpy(turned).permute(2, 0, 1)
 
 
 def _rate(stream: Any) -> float:
@@ -171,7 +179,7 @@ def has_video_files(path: Path) -> bool:
     return path.suffix.lower() in VIDEO_EXTENSIONS and path.is_file()
 
 
-def open_video_files(path: Path, *, max_pixels: int = MAX_PIXELS) -> VideoFiles:
+def open_video_files(path: Path, *, reading: Reading = DEFAULT_READING) -> VideoFiles:
     """Open a video file, or all those below a folder.
 
     Raises:
@@ -179,7 +187,7 @@ def open_video_files(path: Path, *, max_pixels: int = MAX_PIXELS) -> VideoFiles:
         MissingPackage: PyAV is not installed.
     """
     folder, names = (path, list(list_files(path, VIDEO_EXTENSIONS))) if path.is_dir() else (path.parent, [path.name])
-    files = VideoFiles(folder, names, max_pixels=max_pixels)
+    files = VideoFiles(folder, names, reading=reading)
     if not len(files):
         raise DataError(f"the {counted(len(names), 'video file')} of {path} have no frames")
     return files

@@ -6,6 +6,7 @@ from typing import Literal
 from cribo.arguments import ConfigError
 from cribo.checks import require_least, sorted_blocks
 from cribo.cluster.config import EngineOptions
+from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.retrieval.choices import FeaturePrecision
 from cribo.retrieval.object_settings import ObjectOptions
 from cribo.retrieval.source import BackboneSource
@@ -29,6 +30,7 @@ class EmbedConfig(ObjectOptions, EngineOptions):
         precision: data type of the written features; float16 takes half the space.
         blocks: numbers, from 1, of the blocks whose features are concatenated, such as 6,8,9,10; not for global. [the
             last block]
+        reading: how the images are read.
         batch_size: number of images of equal size to encode at once. Lower it if the device runs out of memory.
         workers: number of threads that read images. [half of the cores]
         device: such as cuda:0 or cpu. [the first GPU, else the CPU]
@@ -41,6 +43,7 @@ class EmbedConfig(ObjectOptions, EngineOptions):
     format: Format = "parquet"
     precision: FeaturePrecision = "float32"
     blocks: tuple[int, ...] | None = None
+    reading: Reading = DEFAULT_READING
     batch_size: int = 16
     workers: int | None = None
     device: str | None = None

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from cribo.data.collection import ImageCollection, joined_digest, rows_of
+from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.reading import UnreadableImage
 from cribo.devices import resolve_threads
 from cribo.embedding.config import Kind
@@ -74,6 +75,7 @@ class Embedder:
         batch_size: number of images of equal size to encode at once.
         workers: number of threads that read images. [half of the cores]
         device: such as cuda:0. [the first GPU of the process, else the CPU]
+        reading: how the images of a batch are read.
 
     Example:
         >>> embed = Embedder("mean-colour", features="patches", device="cpu")
@@ -93,8 +95,10 @@ class Embedder:
         batch_size: int = 16,
         workers: int | None = None,
         device: str | None = None,
+        reading: Reading = DEFAULT_READING,
     ) -> None:
         self.network = LazyNetwork(backbone, blocks=blocks, device=device)
+        self.reading = reading
         self.features: Kind = features
         self.precision: FeaturePrecision = precision
         self.batch_size, self.workers = batch_size, workers
@@ -133,7 +137,7 @@ class Embedder:
         Raises:
             DataError: the batch has no column `image`.
         """
-        [found] = self.stream([rows_of(batch)])
+        [found] = self.stream([rows_of(batch, reading=self.reading)])
         unreadable = np.array([*found.errors], dtype=np.int32)
         image = np.concatenate([found.columns["image"], unreadable])
         order = np.argsort(image, kind="stable")
@@ -175,7 +179,8 @@ class Embedder:
         try:
             file = part.read(index)
             digest = hashlib.sha256(file.content).digest()
-            return _Read(read_prepared(file, self.network.encoder, self.settings), digest)
+            image = read_prepared(file, self.network.encoder, self.settings, reading=part.reading)
+            return _Read(image, digest)
         except UnreadableImage as error:
             return _Read(error, digest)
         except OSError as error:

@@ -104,7 +104,7 @@ def embed_images(
         inputs=(config.images, config.backbone.source),
         advice=_ADVICE,
     )
-    images = open_collection(config.images, column=config.column)
+    images = open_collection(config.images, column=config.column, reading=config.reading)
     require_readable(images, config.images)
     embedder = Embedder(
         config.backbone,
@@ -223,6 +223,7 @@ def _options(config: EmbedConfig, embedder: Embedder) -> dict[str, Any]:
         "format": config.format,
         "precision": config.precision,
         **json.loads(json.dumps(asdict(embedder.settings))),
+        **({} if config.reading.range is None else {"range": list(config.reading.range)}),
     }
 
 
@@ -235,6 +236,7 @@ def _about(
         "command": command,
         "finished": False,
         "same": {
+            "range": None,
             **options,
             "images": plan.images,
             "files": plan.fingerprint,
@@ -255,7 +257,7 @@ def changes_between(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str
         yield "it was written by another version of cribo"
         return
     settings = {name: value for name, value in now["same"].items() if name not in ("files", "parts")}
-    changes = [*describe_changes({name: before["same"][name] for name in settings}, settings)]
+    changes = [*describe_changes({name: before["same"].get(name) for name in settings}, settings)]
     yield from changes
     # The hash depends on the division into parts, and that on the options.
     divided_alike = not changes or before["same"]["parts"] == now["same"]["parts"]

@@ -2,14 +2,14 @@
 
 import dataclasses
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from cribo.arguments import ConfigError, import_by_path
 from cribo.checks import require_least
-from cribo.data.limits import spread
+from cribo.data.limits import Reading, spread
 from cribo.data.sets import HELD_OUT_SCENES, SEGMENTATION_SETS, SegmentationSet, segmentation_set
 from cribo.errors import DataError
 
@@ -36,6 +36,15 @@ class Splits:
     val: Any
     title: str
     about: dict[str, Any] = field(default_factory=dict)
+
+    def read_by(self, reading: Reading) -> Self:
+        """Return the splits, whose image files are read with these limits; a range is part of the description."""
+        for images in (self.train, self.val):
+            while images is not None:
+                if hasattr(images, "reading"):
+                    images.reading = reading
+                images = getattr(images, "images", None)
+        return self if reading.range is None else replace(self, about={**self.about, "range": list(reading.range)})
 
 
 @dataclass

@@ -256,7 +256,10 @@ def content_hash(images: LabelledImages, index: int) -> str:
         return content_hash(images.images, images.indices[index])
     if isinstance(images, ImageFiles):
         with Path(images.path(index)).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            found = hashlib.file_digest(file, "sha256")
+        if images.reading.range is not None:  # changes the pixels of the same file
+            found.update(str(images.reading.range).encode())
+        return found.hexdigest()
     pixels = images.load(index)
     return hashlib.sha256(f"{tuple(pixels.shape)}".encode() + pixels.numpy().tobytes()).hexdigest()
 

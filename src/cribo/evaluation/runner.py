@@ -16,6 +16,7 @@ from torch.optim.swa_utils import update_bn
 from cribo.arguments import ConfigError
 from cribo.console import Phases
 from cribo.data import LabelledImages
+from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.devices import resolve_devices, resolve_workers
 from cribo.errors import InputError
 from cribo.evaluation.cache import FeatureCache, Machine
@@ -164,6 +165,7 @@ def evaluate(
     overwrite: bool = False,
     resume: bool = False,
     pictures: int = 6,
+    reading: Reading = DEFAULT_READING,
     command: str = "",
     console: Console | None = None,
 ) -> tuple[EvaluationResult, Path]:
@@ -178,6 +180,7 @@ def evaluate(
         overwrite: replace an existing evaluation in `out`.
         resume: resume the evaluation in `out`, or start it if it does not exist; for protocols that train.
         pictures: number of images to draw.
+        reading: how images are read.
         command: command line that reproduces the evaluation, stored in the result.
         console: console for progress bars.
 
@@ -195,7 +198,7 @@ def evaluate(
     """
     if resume and not protocol.trains():
         raise ConfigError(f"{protocol.name} does not train and cannot be resumed: omit --resume")
-    run, protocol = open_run(protocol, backbone, data, runtime, pictures=pictures, console=console)
+    run, protocol = open_run(protocol, backbone, data, runtime, pictures=pictures, reading=reading, console=console)
     return evaluate_run(run, protocol, out=out, overwrite=overwrite, resume=resume, command=command)
 
 
@@ -206,6 +209,7 @@ def open_run(
     runtime: Any = None,
     *,
     pictures: int = 6,
+    reading: Reading = DEFAULT_READING,
     console: Console | None = None,
 ) -> tuple[Run, Protocol]:
     """Open backbone and data of an evaluation, and set all settings of the protocol; arguments as in `evaluate`.
@@ -223,7 +227,7 @@ def open_run(
     protocol.check_backbone(source)
     runtime = protocol.runtime_type(**protocol.runtime_defaults) if runtime is None else runtime
     started = time.perf_counter()
-    splits = data.open()
+    splits = data.open().read_by(reading)
     network, about = open_network(source)
     run = Run(source, splits, runtime, network, about, console or Console(quiet=True), pictures, started=started)
     return run, protocol.prepare(run)

@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from cribo.data.limits import Reading
 from cribo.errors import InputError
 from cribo.explorer.images import image_in
 from cribo.explorer.uploads import Refused
@@ -19,15 +20,15 @@ class Collection:
 
     Args:
         database: database of the objects.
-        max_pixels: maximum number of pixels of an image; larger ones are not decoded.
+        reading: how images are read.
 
     Raises:
         ValueError: no image in the database has an object.
     """
 
-    def __init__(self, database: ObjectDatabase, *, max_pixels: int) -> None:
+    def __init__(self, database: ObjectDatabase, *, reading: Reading) -> None:
         self.database = database
-        self.max_pixels = max_pixels
+        self.reading = reading
         self._images = [image for image in database.images() if image.objects]
         if not self._images:
             raise InputError(f"{database.uri} contains no objects: index images with {index_command(database.uri)}")
@@ -73,7 +74,7 @@ class Collection:
             Refused: the image was deleted or changed since it was indexed, is outside the folder, or cannot be read.
         """
         name = self.name(number)
-        image = image_in(self.database.root, name, max_pixels=self.max_pixels)
+        image = image_in(self.database.root, name, reading=self.reading)
         if change := self._change(number):
             what = "has been deleted" if change == "missing" else "has changed since it was indexed"
             raise Refused(f"{name} {what}: update the database with cribo index.")

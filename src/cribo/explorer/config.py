@@ -5,6 +5,7 @@ from pathlib import Path
 
 from cribo.arguments import ConfigError
 from cribo.checks import require_least, require_positive
+from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.retrieval.source import BackboneSource
 
 
@@ -23,6 +24,7 @@ class ExploreConfig:
         limit: number of images whose objects are found at start-up, without a database; 0 for none.
         examples: folder of examples for `cribo segment`, created if needed: what is painted on the page is added to
             those that it contains.
+        reading: how the images of the collection are read.
         device: such as cuda:0 or cpu. [the first GPU, else the CPU]
 
     Raises:
@@ -36,6 +38,7 @@ class ExploreConfig:
     trust: bool = False
     limit: int = 100
     examples: Path | None = None
+    reading: Reading = DEFAULT_READING
     device: str | None = None
 
     def __post_init__(self) -> None:

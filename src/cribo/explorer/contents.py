@@ -1,18 +1,18 @@
 """Open and check the contents of a page before the server starts."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cribo.allocator import keep_freed_memory
 from cribo.console import Progress
 from cribo.data.images import ImageFiles, ImageSource, open_images, require, require_readable
-from cribo.data.limits import spread
+from cribo.data.limits import Reading, spread
 from cribo.devices import resolve_devices
 from cribo.errors import InputError
 from cribo.explorer.collection import Collection
-from cribo.explorer.config import ExploreConfig, Limits
+from cribo.explorer.config import ExploreConfig
 from cribo.explorer.example_folder import ExampleFolder
 from cribo.explorer.images import FolderImages
 from cribo.explorer.network import SharedEncoder
@@ -57,12 +57,11 @@ class Contents:
     finder: ObjectFinder | None = None
 
 
-def open_contents(config: ExploreConfig, limits: Limits, workspace: Path, progress: Progress) -> Contents:
+def open_contents(config: ExploreConfig, workspace: Path, progress: Progress) -> Contents:
     """Open the contents of a page.
 
     Args:
         config: contents to open.
-        limits: limits of pictures.
         workspace: an empty folder for temporary files, which must exist as long as the page.
         progress: called with the progress.
 
@@ -74,6 +73,7 @@ def open_contents(config: ExploreConfig, limits: Limits, workspace: Path, progre
     if device == "cpu":
         keep_freed_memory()
     database = None if config.db is None else ObjectDatabase.open(config.db, images=config.images, trust=config.trust)
+    reading = config.reading if database is None else database.reading(config.reading)
     source = config.backbone
     if source is None and database is not None:
         source = database.info.backbone_source(trust=config.trust)
@@ -85,7 +85,7 @@ def open_contents(config: ExploreConfig, limits: Limits, workspace: Path, progre
     if config.run is not None and of_run is not None:
         from cribo.explorer.view_pairs import PairSample  # imports Lightning, which a database does not need
 
-        pairs = PairSample(config.run, of_run, config.images, device, trust=config.trust)
+        pairs = PairSample(config.run, of_run, config.images, device, reading=config.reading, trust=config.trust)
     backbone, about = open_network(source)
     backbone.eval().to(device)
     blocks = None if database is None else database.info.blocks
@@ -95,16 +95,16 @@ def open_contents(config: ExploreConfig, limits: Limits, workspace: Path, progre
     if database is not None:
         database.require_encoder(plain, str(about["name"]))
     notes: list[str] = []
-    files = _files_of(database, limits) if database is not None else _images(config, limits, workspace, notes, progress)
+    files = _files_of(database, reading) if database is not None else _images(config, workspace, notes, progress)
     folder = None if config.examples is None else _example_folder(config.examples, files)
     visitors = Visitors(encoder, None if files is None else FolderImages(files), folder)
     visitors.warm(progress)
     if database is None and files is not None and config.limit:
         root = str(Path(files.folder).absolute())
-        info = DatabaseInfo.of(plain, device, about, source, ObjectSettings(), root)
+        info = replace(DatabaseInfo.of(plain, device, about, source, ObjectSettings(), root), range=reading.range)
         database = ObjectDatabase.create(workspace / "objects.db", info)
         chosen = spread(len(files), config.limit)
-        some = ImageFiles(files.folder, (files.name(number) for number in chosen), max_pixels=limits.pixels)
+        some = ImageFiles(files.folder, (files.name(number) for number in chosen), reading=files.reading)
         index_images(database, encoder.encoder, some, device=device, progress=progress)
         if len(chosen) < len(files):
             notes.append(
@@ -112,7 +112,7 @@ def open_contents(config: ExploreConfig, limits: Limits, workspace: Path, progre
             )
     finder = None
     if database is not None:
-        finder = ObjectFinder(Collection(database, max_pixels=limits.pixels), encoder)
+        finder = ObjectFinder(Collection(database, reading=reading), encoder)
     return Contents(_title(config), encoder, visitors, tuple(notes), pairs, finder)
 
 
@@ -136,7 +136,7 @@ def _title(config: ExploreConfig) -> str:
     return " · ".join(dict.fromkeys(names))
 
 
-def _files_of(database: ObjectDatabase, limits: Limits) -> ImageFiles:
+def _files_of(database: ObjectDatabase, reading: Reading) -> ImageFiles:
     """Return the readable images of a database."""
     if not database.info.files:
         raise InputError(
@@ -144,12 +144,10 @@ def _files_of(database: ObjectDatabase, limits: Limits) -> ImageFiles:
             "shows files only, so use cribo search"
         )
     names = [image.path for image in database.images() if not image.error]
-    return ImageFiles(database.root, names, max_pixels=limits.pixels)
+    return ImageFiles(database.root, names, reading=reading)
 
 
-def _images(
-    config: ExploreConfig, limits: Limits, workspace: Path, notes: list[str], progress: Progress
-) -> ImageFiles | None:
+def _images(config: ExploreConfig, workspace: Path, notes: list[str], progress: Progress) -> ImageFiles | None:
     """Return the images of the folder or run; if there are none, append a note to `notes`."""
     source: ImageSource
     try:
@@ -158,14 +156,19 @@ def _images(
             from cribo.pretraining.recorded import open_run_images
 
             source = open_run_images(
-                run_config(config.run), config.run, config.images, command=COMMAND, trust=config.trust
+                run_config(config.run),
+                config.run,
+                config.images,
+                reading=config.reading,
+                command=COMMAND,
+                trust=config.trust,
             )
         elif config.images is not None:
-            source = open_images(config.images, max_pixels=limits.pixels)
+            source = open_images(config.images, reading=config.reading)
         else:
             return None
         if isinstance(source, ImageFiles):
-            files = ImageFiles(source.folder, source.names, max_pixels=limits.pixels)
+            files = ImageFiles(source.folder, source.names, reading=source.reading)
             require_readable(files, str(config.images or config.run))
             return files
     except (ValueError, OSError) as error:
@@ -182,7 +185,7 @@ def _images(
     for done, number in enumerate(chosen, start=1):  # images that are generated, or packed in shards
         to_pil_image(source.load(number)).save(folder / f"{number:07d}.png")
         progress("images", done, len(chosen))
-    return open_images(folder, max_pixels=limits.pixels)
+    return open_images(folder)
 
 
 def _example_folder(path: Path, files: ImageFiles | None) -> ExampleFolder:

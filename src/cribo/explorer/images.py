@@ -10,7 +10,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as TF
 
 from cribo.data.images import ImageFiles
-from cribo.data.limits import MAX_PIXELS
+from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.reading import EncodedImage, UnreadableImage, image_size, read_reduced
 from cribo.explorer.uploads import Refused
 
@@ -22,12 +22,12 @@ class PageImage:
     Attributes:
         name: path below the folder of the images, separated by `/`.
         source: the file or its bytes.
-        max_pixels: maximum number of pixels; larger images are not decoded.
+        reading: how images are read.
     """
 
     name: str
     source: Path | EncodedImage
-    max_pixels: int = MAX_PIXELS
+    reading: Reading = DEFAULT_READING
 
     @property
     def size(self) -> tuple[int, int]:
@@ -37,7 +37,7 @@ class PageImage:
             Refused: the image cannot be read.
         """
         try:
-            return image_size(self.source)
+            return image_size(self.source, reading=self.reading)
         except UnreadableImage as error:
             raise self._refused(error) from error
 
@@ -66,7 +66,7 @@ class PageImage:
             return next((factor for factor in (8, 4, 2) if max(height, width) >= factor * longest), 1)
 
         try:
-            return read_reduced(self.source, reduction, max_pixels=self.max_pixels)[0]
+            return read_reduced(self.source, reduction, reading=self.reading)[0]
         except UnreadableImage as error:
             raise self._refused(error) from error
 
@@ -95,7 +95,7 @@ def bounded(height: int, width: int, longest: int) -> tuple[int, int]:
     return max(1, round(scale * height)), max(1, round(scale * width))
 
 
-def image_in(folder: Path, name: str, *, max_pixels: int) -> PageImage:
+def image_in(folder: Path, name: str, *, reading: Reading) -> PageImage:
     """Return an image of a folder.
 
     Raises:
@@ -106,7 +106,7 @@ def image_in(folder: Path, name: str, *, max_pixels: int) -> PageImage:
     if not path.is_relative_to(root):
         raise Refused(f"{name} is a link to a file outside the folder of the collection.")
     shown = path.relative_to(root) if Path(name).is_absolute() else Path(os.path.normpath(name))
-    return PageImage(shown.as_posix(), path, max_pixels)
+    return PageImage(shown.as_posix(), path, reading)
 
 
 class FolderImages:
@@ -136,4 +136,4 @@ class FolderImages:
         """
         if not 0 <= number < len(self):
             raise Refused(f"The picture must be 0 to {len(self) - 1}, got {number}.")
-        return image_in(Path(self._files.folder), self._files.name(number), max_pixels=self._files.max_pixels)
+        return image_in(Path(self._files.folder), self._files.name(number), reading=self._files.reading)

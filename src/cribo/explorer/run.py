@@ -44,7 +44,7 @@ def explore(
         uploads_folder(limits) as uploads,
     ):
         with Phases(console) as progress:
-            contents = open_contents(config, limits, Path(workspace), progress)
+            contents = open_contents(config, Path(workspace), progress)
         with loading(console):
             from cribo.explorer.page import build_page, look
 

@@ -23,6 +23,7 @@ from cribo.colours import Colour, class_colours
 from cribo.console import Progress
 from cribo.data.crops import resize_labels
 from cribo.data.label_maps import IGNORE_INDEX
+from cribo.data.limits import Reading
 from cribo.data.reading import EncodedImage, UnreadableImage, open_header
 from cribo.errors import InputError
 from cribo.explorer.candidates import ENCODED, Candidates
@@ -178,24 +179,24 @@ class Session:
             raise Refused("This picture is unknown: reload the page.")
         return self._candidates.images[int(key[1:])]
 
-    def upload(self, name: str, content: bytes, *, max_pixels: int) -> None:
+    def upload(self, name: str, content: bytes, *, reading: Reading) -> None:
         """Add a picture and show it for painting.
 
         Args:
             name: name of the file.
             content: bytes of the file.
-            max_pixels: maximum number of pixels.
+            reading: how the picture is read.
 
         Raises:
             Refused: the file is not an image, has too many pixels, or the session is full.
         """
         try:
-            with open_header(EncodedImage(name, content), max_pixels=max_pixels) as image:
+            with open_header(EncodedImage(name, content), reading=reading) as image:
                 suffix = _SUFFIXES[str(image.format)]
         except UnreadableImage as error:
             raise Refused(f"The picture cannot be used: {error.reason}.") from error
         stem = re.sub(r"[^\w-]+", "_", PurePosixPath(name).stem).strip("_")[:60] or "picture"
-        sent = PageImage(stem + suffix, EncodedImage(stem + suffix, content), max_pixels)
+        sent = PageImage(stem + suffix, EncodedImage(stem + suffix, content), reading)
         with self._lock:
             key = next((key for key, image in self._own.items() if image == sent), f"u{len(self._own)}")
             if key not in self._own:

@@ -7,6 +7,7 @@ from typing import Any
 from jaxtyping import UInt8
 from torch import Tensor
 
+from cribo.data.limits import Reading
 from cribo.data.reading import EncodedImage, UnreadableImage, read_image
 from cribo.errors import InputError
 from cribo.explorer.config import Limits
@@ -47,7 +48,7 @@ class Uploads:
         """
         content = self.content(sent, what=what)
         try:
-            return read_image(EncodedImage(what, content), max_pixels=self.limits.pixels)
+            return read_image(EncodedImage(what, content), reading=Reading(self.limits.pixels))
         except UnreadableImage as error:
             if "max_pixels" in error.reason:
                 pixels = error.reason.partition(" pixels")[0]

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
+from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.explorer.pictures import shown_size, with_numbers
 from cribo.explorer.uploads import Refused
 from cribo.models import load_backbone
@@ -50,13 +51,24 @@ class PairSample:
         source: source of the network, for `load_backbone`.
         images: the images, as given by the user.
         device: device of the network.
+        reading: how these images are read.
         trust: use the custom code that the run names. Only for runs from sources that you trust.
     """
 
-    def __init__(self, run: Path, source: str, images: str | Path | None, device: str, *, trust: bool = False) -> None:
+    def __init__(
+        self,
+        run: Path,
+        source: str,
+        images: str | Path | None,
+        device: str,
+        *,
+        reading: Reading = DEFAULT_READING,
+        trust: bool = False,
+    ) -> None:
         self._run = run
         self._source = source
         self._images = images
+        self._reading = reading
         self._device = device
         self._trust = trust
         self._lock = threading.Lock()
@@ -85,7 +97,9 @@ class PairSample:
             )
         try:
             check_run_config(config, self._run, trust=self._trust, names=("objects",))
-            source = open_run_images(config, self._run, self._images, command=COMMAND, trust=self._trust)
+            source = open_run_images(
+                config, self._run, self._images, reading=self._reading, command=COMMAND, trust=self._trust
+            )
         except Untrusted as error:
             raise Refused(str(error)) from error
         except (ValueError, OSError) as error:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from cribo.arguments import ConfigError
 from cribo.checks import require_least
+from cribo.data.limits import DEFAULT_READING, Reading
 
 FIGURES = ("matches", "clusters", "bootstrapping", "features", "losses", "schedules")
 """Names of the figures of a run."""
@@ -24,6 +25,7 @@ class FigureConfig:
             and `features`, except for synthetic scenes: the folder that a run names is never opened.
         trust: use the custom code that the run names. Only for runs from sources that you trust.
         features_of: images of the features figure, such as 'photos/*.jpg', quoted. [images of the run]
+        reading: how these images are read.
         pictures: number of images in the features figure.
         size: limit on the shorter side of these images in pixels; larger sizes show more detail.
 
@@ -38,6 +40,7 @@ class FigureConfig:
     images: str | None = None
     trust: bool = False
     features_of: str | None = None
+    reading: Reading = DEFAULT_READING
     pictures: int = 6
     size: int = 480
 

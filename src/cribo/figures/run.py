@@ -234,7 +234,7 @@ class _Drawer:
 
     def _images(self) -> list[UInt8[Tensor, "3 h w"]]:
         if self._files:
-            return [read_image(Path(file)) for file in self._files]
+            return [read_image(Path(file), reading=self.options.reading) for file in self._files]
         assert self._source is not None
         order = torch.randperm(len(self._source), generator=keyed_generator(self.config.seed)).tolist()
         return [self._source.load(index) for index in order[: self.options.pictures]]
@@ -248,7 +248,9 @@ class _Drawer:
 def _open_data(config: PretrainConfig, folder: Path, options: FigureConfig) -> ImageSource:
     otherwise = "draw figures that do not need them with --features_of FILES --only features,clusters,bootstrapping"
     try:
-        return open_run_images(config, folder, options.images, command="cribo figures --run", trust=options.trust)
+        return open_run_images(
+            config, folder, options.images, reading=options.reading, command="cribo figures --run", trust=options.trust
+        )
     except Untrusted as error:
         raise Untrusted(f"{error}; or {otherwise}") from error
     except (DataError, OSError) as error:

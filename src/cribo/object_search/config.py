@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from cribo.arguments import ConfigError
 from cribo.checks import require_least, sorted_blocks
 from cribo.cluster.config import EngineOptions
+from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.retrieval.object_settings import ObjectOptions
 from cribo.retrieval.source import BackboneSource
 
@@ -28,7 +29,7 @@ class IndexConfig(ObjectOptions, EngineOptions):
         trust: run code that the backbone or an existing database names, and open the addresses in the database. Only
             for files from sources that you trust.
         moved: the folder was moved after it was indexed; --images is its new location.
-        max_pixels: larger images count as unreadable.
+        reading: how the images are read; an existing database remembers the range.
         device: such as cuda:0 or cpu. [the first GPU, else the CPU]
         batch_size: number of images of equal size to encode at once. Lower it if the device runs out of memory.
         workers: number of threads that read images. [half of the cores]
@@ -42,7 +43,7 @@ class IndexConfig(ObjectOptions, EngineOptions):
     prune: bool | None = None
     trust: bool = False
     moved: bool = False
-    max_pixels: int | None = None
+    reading: Reading = DEFAULT_READING
     device: str | None = None
     batch_size: int = 16
     workers: int | None = None
@@ -81,6 +82,7 @@ class SearchConfig:
         backbone: new location of the backbone, if it was moved after indexing. It must be the same one.
         trust: run code that the checkpoint or the database names, and open the addresses in the database. Only for
             files from sources that you trust.
+        reading: how images are read; the range is that of the database.
         device: such as cuda:0 or cpu. [the first GPU, else the CPU]
     """
 
@@ -100,6 +102,7 @@ class SearchConfig:
     images: str | None = None
     backbone: str | None = None
     trust: bool = False
+    reading: Reading = DEFAULT_READING
     device: str | None = None
 
     def __post_init__(self) -> None:

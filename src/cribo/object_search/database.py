@@ -32,6 +32,7 @@ from cribo.arguments import ConfigError
 from cribo.console import Progress
 from cribo.data.collection import locate_image, read_named
 from cribo.data.images import DataError, is_url, require
+from cribo.data.limits import Reading
 from cribo.data.reading import EncodedImage
 from cribo.errors import InputError
 from cribo.lance_loading import load_lance
@@ -82,6 +83,7 @@ class DatabaseInfo:
         collection: number of images and hash of the names of all shares.
         unread: number of images that could not be read, perhaps temporarily, and the name of the first; None until all
             images are indexed.
+        range: values of black and white with which images of more than 8 bits are read (see `Reading`).
     """
 
     identity: str
@@ -97,6 +99,7 @@ class DatabaseInfo:
     part: str = "1/1"
     collection: str = ""
     unread: tuple[int, str] | None = None
+    range: tuple[float, float] | None = None
 
     @classmethod
     def of(
@@ -371,6 +374,21 @@ class ObjectDatabase:
                 f"{self.uri} was built with {stored}: omit these options to use the stored values, or build another "
                 "database with cribo index --db ELSEWHERE"
             )
+
+    def reading(self, wanted: Reading) -> Reading:
+        """Return how images are read: with the range of the database.
+
+        Raises:
+            ConfigError: another range is wanted.
+        """
+        stored = self.info.range
+        if wanted.range is not None and wanted.range != stored:
+            theirs = "without --range" if stored is None else f"with --range {stored[0]:g},{stored[1]:g}"
+            raise ConfigError(
+                f"{self.uri} was built {theirs}, got {wanted.range[0]:g},{wanted.range[1]:g}: omit --range, or build "
+                "another database with cribo index --db ELSEWHERE"
+            )
+        return Reading(wanted.max_pixels, stored)
 
     # ------------------------------------------------------------------ reading
 
@@ -935,7 +953,13 @@ def _read_info(place: str, about: Any) -> DatabaseInfo:
         values = {name: content[name] for name in names if name in content}
         blocks = None if content.get("blocks") is None else tuple(content["blocks"])
         unread = None if content.get("unread") is None else (content["unread"][0], content["unread"][1])
-        changed = {"blocks": blocks, "unread": unread, "settings": ObjectSettings(**content["settings"])}
+        limits = None if content.get("range") is None else (float(content["range"][0]), float(content["range"][1]))
+        changed = {
+            "blocks": blocks,
+            "unread": unread,
+            "range": limits,
+            "settings": ObjectSettings(**content["settings"]),
+        }
         return DatabaseInfo(**{**values, **changed})
     except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
         foreign = f"{place} contains a table {_ABOUT!r} that cribo did not create: use another --db"

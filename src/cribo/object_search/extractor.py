@@ -11,7 +11,7 @@ import numpy as np
 
 from cribo.cluster.parts import ImagePart
 from cribo.data.collection import rows_of
-from cribo.data.limits import MAX_PIXELS
+from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.reading import EncodedImage, TooManyPixels, UnreadableImage
 from cribo.devices import resolve_threads
 from cribo.object_search.database import SIDES
@@ -71,7 +71,7 @@ class ObjectExtractor:
         backbone: source of the backbone; or a network that is opened on first use, or an open encoder.
         blocks: 1-based indices of the blocks whose features are concatenated. [the last]
         settings: settings that define objects.
-        max_pixels: larger images count as unreadable.
+        reading: how images are read.
         batch_size: number of images of equal size to encode at once.
         workers: number of threads that read images. [half of the cores]
         device: such as cuda:0. [the first GPU of the process, else the CPU]
@@ -89,7 +89,7 @@ class ObjectExtractor:
         *,
         blocks: Sequence[int] | None = None,
         settings: ObjectSettings | None = None,
-        max_pixels: int = MAX_PIXELS,
+        reading: Reading = DEFAULT_READING,
         batch_size: int = 16,
         workers: int | None = None,
         device: str | None = None,
@@ -99,7 +99,7 @@ class ObjectExtractor:
         else:
             self.network = LazyNetwork(backbone, blocks=blocks, device=device)
         self.settings = settings or ObjectSettings()
-        self.max_pixels = max_pixels
+        self.reading = reading
         self.batch_size, self.workers = batch_size, workers
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -120,7 +120,7 @@ class ObjectExtractor:
         """
         rows: list[dict[str, Any]] = []
         nothing = {"number": -1, "vector": np.full(self.network.dim, np.nan, dtype=np.float32), "mask": b""}
-        [images] = self.stream([ImagePart(rows_of(batch))])
+        [images] = self.stream([ImagePart(rows_of(batch, reading=self.reading))])
         for image in images:
             if image.error:
                 rows.append({"image": image.name, **nothing, **dict.fromkeys(_PLACES, 0), "error": image.error})
@@ -178,7 +178,7 @@ class ObjectExtractor:
             return _not_extracted(ExtractedImage(name, sha256, unchanged=True))
         try:
             image = EncodedImage(name, content)
-            prepared = read_prepared(image, self.network.encoder, self.settings, max_pixels=self.max_pixels)
+            prepared = read_prepared(image, self.network.encoder, self.settings, reading=self.reading)
         except UnreadableImage as error:
             # Images with too many pixels are tried again: the user can raise the limit.
             passing = isinstance(error, TooManyPixels)

@@ -141,7 +141,7 @@ def index_images(
         summary.removed = len(gone)
     started = time.perf_counter()
     extractor = ObjectExtractor(
-        network, settings=database.info.settings, max_pixels=files.max_pixels, batch_size=batch_size, workers=workers
+        network, settings=database.info.settings, reading=files.reading, batch_size=batch_size, workers=workers
     )
     engine = engine or LocalEngine()
     # In this process, a small part loses less when it is interrupted, and costs little.
@@ -200,11 +200,7 @@ def _compare(
         seen.add(path)
         row = before.pop(path, None)
         try:
-            path.encode()
             state = files.state(index)
-        except UnicodeEncodeError:
-            summary.unread.append((path, "its name is not valid UTF-8: rename it"))
-            continue
         except OSError as error:
             summary.unread.append((path, error.strerror or str(error)))
             continue

@@ -127,7 +127,13 @@ def _changes(before: DatabaseInfo, now: DatabaseInfo) -> Iterator[str]:
         blocks = "the last" if info.blocks is None else ",".join(map(str, info.blocks))
         backbone = f"{info.backbone_name} ({info.config['source']}, {info.identity[:12]}, blocks: {blocks})"
         settings = dataclasses.asdict(info.settings)
-        return {"backbone": backbone, **settings, "images": info.images or info.root, "column": info.column}
+        return {
+            "backbone": backbone,
+            **settings,
+            "images": info.images or info.root,
+            "column": info.column,
+            "range": info.range,
+        }
 
     if before.identity == now.identity:  # it may be at another place
         now = dataclasses.replace(now, backbone=before.backbone, config=before.config, blocks=before.blocks)

@@ -17,6 +17,7 @@ from jaxtyping import UInt8
 from PIL import Image, ImageDraw, ImageFont
 
 from cribo.data.images import DataError
+from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.reading import EncodedImage, UnreadableImage, open_header, upright_rgb
 from cribo.data.storage import ShardError
 from cribo.files import write_whole
@@ -124,7 +125,12 @@ def _font(name: str) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def write_sheet(
-    path: Path, query: Query, found: Sequence[Sequence[FoundObject]], states: dict[str, str], locate: Locate
+    path: Path,
+    query: Query,
+    found: Sequence[Sequence[FoundObject]],
+    states: dict[str, str],
+    locate: Locate,
+    reading: Reading = DEFAULT_READING,
 ) -> Path:
     """Draw the query on the left and the nearest objects on the right, and write a PNG.
 
@@ -136,6 +142,7 @@ def write_sheet(
         found: objects found for each region, in descending order of similarity.
         states: states of the found images: `changed`, `missing` or "".
         locate: returns the file of an indexed image, or its content (`ObjectDatabase.locate`).
+        reading: how images are read.
     """
     height, width = query.size
     # A single query is drawn at twice the width and height of the found objects.
@@ -149,22 +156,25 @@ def write_sheet(
         "of its features to those of the query (at most 1), its number in the image, and the file",
     )
     sheet = _Sheet(title, rows, _COLUMNS, min(max(height / width, 0.5), 1.5))
-    pixels = _read(query.image, sheet.room(span))
+    pixels = _read(query.image, sheet.room(span), reading)
     for row, nearest in enumerate(found[:rows]):
         sheet.place(_query_cell(query, row, pixels), row, 0, span)
         for place, one in enumerate(nearest[:shown]):
-            cell = _found_cell(one, states.get(one.image, ""), locate, sheet.room())
+            cell = _found_cell(one, states.get(one.image, ""), locate, sheet.room(), reading)
             sheet.place(cell, row + place // columns, span + place % columns)
     return sheet.write(path)
 
 
-def write_pairs(path: Path, pairs: "Sequence[DuplicatePair]", locate: Locate) -> Path:
+def write_pairs(
+    path: Path, pairs: "Sequence[DuplicatePair]", locate: Locate, reading: Reading = DEFAULT_READING
+) -> Path:
     """Draw the first pairs of similar images, two pairs per row, and write a PNG.
 
     Args:
         path: path of the picture.
         pairs: pairs in descending order of similarity.
         locate: returns the file of an indexed image, or its content (`ObjectDatabase.locate`).
+        reading: how images are read.
     """
     shown = pairs[: 2 * _MOST_ROWS]
     count = counted(len(pairs), "pair")
@@ -177,7 +187,7 @@ def write_pairs(path: Path, pairs: "Sequence[DuplicatePair]", locate: Locate) ->
     for number, pair in enumerate(shown):
         for side, name in enumerate((pair.first, pair.second)):
             similarity = () if side else (f"{pair.similarity:.3f}",)
-            pixels, note = _load(name, locate, sheet.room())
+            pixels, note = _load(name, locate, sheet.room(), reading)
             sheet.place(_Cell((*similarity, *_file_lines(name)), pixels, note), number // 2, 2 * (number % 2) + side)
     return sheet.write(path)
 
@@ -188,9 +198,9 @@ def _query_cell(query: Query, number: int, pixels: Pixels) -> _Cell:
     return _Cell((f"query: {region.name}", query.name), outline_region(pixels, inside, width=_OUTLINE), bold=True)
 
 
-def _found_cell(found: FoundObject, state: str, locate: Locate, room: tuple[int, int]) -> _Cell:
+def _found_cell(found: FoundObject, state: str, locate: Locate, room: tuple[int, int], reading: Reading) -> _Cell:
     lines = (f"{found.similarity:.3f}, object {found.object.number}", *_file_lines(found.image))
-    pixels, note = (None, _DELETED) if state == "missing" else _load(found.image, locate, room)
+    pixels, note = (None, _DELETED) if state == "missing" else _load(found.image, locate, room, reading)
     if pixels is None:
         return _Cell(lines, None, note)
     if state == "changed":
@@ -207,10 +217,10 @@ def _file_lines(name: str) -> list[str]:
     return [f"{folder}/", file] if folder else [file]
 
 
-def _load(name: str, locate: Locate, room: tuple[int, int]) -> tuple[Pixels | None, str]:
+def _load(name: str, locate: Locate, room: tuple[int, int], reading: Reading) -> tuple[Pixels | None, str]:
     """Return the pixels of an indexed image, or a note that says why there are none."""
     try:
-        return _read(locate(name), room), ""
+        return _read(locate(name), room, reading), ""
     except FileNotFoundError:
         return None, _DELETED
     except UnreadableImage as error:
@@ -219,11 +229,11 @@ def _load(name: str, locate: Locate, room: tuple[int, int]) -> tuple[Pixels | No
         return None, "unreadable"
 
 
-def _read(path: Path | EncodedImage, room: tuple[int, int]) -> Pixels:
+def _read(path: Path | EncodedImage, room: tuple[int, int], reading: Reading) -> Pixels:
     """Read an image as RGB, scaled to fit into (width, height) = `room`."""
-    with open_header(path) as image:
+    with open_header(path, reading=reading) as image:
         image.draft(None, (2 * max(room), 2 * max(room)))  # reduces a JPEG while decoding, to at least this size
-        picture = upright_rgb(image)
+        picture = upright_rgb(image, reading)
     scale = min(side / own for side, own in zip(room, picture.size, strict=True))
     width, height = (max(1, round(scale * side)) for side in picture.size)
     return np.array(picture.resize((width, height), Image.Resampling.BILINEAR))

@@ -13,7 +13,8 @@ from jaxtyping import Bool, Float
 
 from cribo.arguments import ConfigError
 from cribo.data.images import DataError, require
-from cribo.data.reading import EncodedImage, image_size
+from cribo.data.limits import DEFAULT_READING, Reading
+from cribo.data.reading import EncodedImage, image_size, require_utf8
 from cribo.object_search.database import DatabaseError, IndexedImage, ObjectDatabase
 from cribo.retrieval.objects import Box, ImageObject
 
@@ -88,7 +89,14 @@ class Query:
         return posixpath.basename(os.fspath(self.image))
 
 
-def make_query(database: ObjectDatabase, image: str, place: QueryPlace, open_encoder: OpenEncoder) -> Query:
+def make_query(
+    database: ObjectDatabase,
+    image: str,
+    place: QueryPlace,
+    open_encoder: OpenEncoder,
+    *,
+    reading: Reading = DEFAULT_READING,
+) -> Query:
     """Create the query for an image or a part of it.
 
     Uses the stored objects if the image is indexed and unchanged. The backbone is needed only for other images and for
@@ -99,15 +107,17 @@ def make_query(database: ObjectDatabase, image: str, place: QueryPlace, open_enc
         image: a file, or the path of an indexed image relative to the database's root.
         place: part of the image to search for.
         open_encoder: function that opens the backbone.
+        reading: how the image is read.
 
     Raises:
         MissingData: the file does not exist.
         UnreadableImage: the file is not a readable image.
         ConfigError: `place` is outside the image or contains no object.
     """
+    require_utf8(image)
     file, row = _locate(database, image)
     path = os.fspath(file)
-    size = image_size(file)
+    size = image_size(file, reading=reading)
     _check_place(place, *size)
     indexed = None if row is None else row.path
     stored = row is not None and not database.is_changed(row)
@@ -120,7 +130,9 @@ def make_query(database: ObjectDatabase, image: str, place: QueryPlace, open_enc
 
     encoder, device = open_encoder()
     settings = database.info.settings
-    [found] = extract_prepared(encoder, [read_prepared(file, encoder, settings)], settings, device=device)
+    [found] = extract_prepared(
+        encoder, [read_prepared(file, encoder, settings, reading=reading)], settings, device=device
+    )
     if place.box is None:
         return Query(file, indexed, size, _object_regions(list(found.objects), place, path))
     name = "box " + ",".join(map(str, place.box))

@@ -14,7 +14,7 @@ from cribo.cluster.engines import open_engine
 from cribo.console import Phases
 from cribo.data.collection import ImageCollection, names_hash, open_collection, without_repeats
 from cribo.data.images import ImageFiles, is_url, require_readable
-from cribo.data.limits import MAX_PIXELS
+from cribo.data.limits import Reading
 from cribo.errors import if_interrupted
 from cribo.object_search.config import IndexConfig
 from cribo.object_search.database import (
@@ -59,8 +59,10 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
     require_packages("object search", "lance", extra="search")
     console = console or Console(quiet=True)
     place = as_uri(config.db)
-    known = ObjectDatabase.open(place).info if holds_database(place) else None
-    images, source = _open_images(config, known)
+    opened = ObjectDatabase.open(place) if holds_database(place) else None
+    known = None if opened is None else opened.info
+    reading = config.reading if opened is None else opened.reading(config.reading)
+    images, source = _open_images(config, known, reading)
     own = images.part(config.share.of(range(len(images))))
     settings = config.settings(ObjectSettings() if known is None else known.settings)
     backbone = config.backbone or _known_backbone(known, trust=config.trust)
@@ -80,6 +82,7 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
         "column": config.column or (None if known is None else known.column),
         "part": str(config.share),
         "collection": names_hash(images),
+        "range": reading.range,
     }
     kept = "indexed images are kept; to continue, repeat the command"
     shared_folder = None if is_remote(place) else Path(place)
@@ -117,7 +120,7 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
         return indexed
 
 
-def _open_images(config: IndexConfig, known: DatabaseInfo | None) -> tuple[ImageCollection, str]:
+def _open_images(config: IndexConfig, known: DatabaseInfo | None, reading: Reading) -> tuple[ImageCollection, str]:
     """Return the images, and the absolute path of their folder or list, or their URL."""
     source = config.images or (None if known is None else known.images or known.root)
     if source is None:
@@ -125,7 +128,7 @@ def _open_images(config: IndexConfig, known: DatabaseInfo | None) -> tuple[Image
     if config.images is None:
         check_address(source, config.db, "--images", trust=config.trust)
     column = config.column or (None if known is None else known.column)
-    images = open_collection(source, column=column, max_pixels=config.max_pixels or MAX_PIXELS)
+    images = open_collection(source, column=column, reading=reading)
     require_readable(images, source)
     images = without_repeats(images)  # otherwise an image could be in two shares
     return images, source if is_url(source) else _absolute(Path(source).expanduser())

@@ -62,7 +62,8 @@ def search_objects(
         raise ConfigError("--image is required")
     place = QueryPlace(config.point, config.box, config.object)
     folder, database = _open_search(config, Path(config.image).stem, out, overwrite)
-    query = make_query(database, config.image, place, lambda: _open_known(config, database))
+    reading = database.reading(config.reading)
+    query = make_query(database, config.image, place, lambda: _open_known(config, database), reading=reading)
     vectors = np.stack([region.vector for region in query.regions])
     own = None if config.include_own else query.indexed
     found = database.search(
@@ -79,7 +80,7 @@ def search_objects(
     states = {image.path: database.is_changed(image) for image in images}
 
     def write(part: Path) -> None:
-        write_sheet(part / SHEET, query, found, states, database.locate)
+        write_sheet(part / SHEET, query, found, states, database.locate, reading)
         write_json(part / RESULTS, _record(config, database, query, found, states, command))
         if config.coco:
             _write_coco(part / COCO, query, found)
@@ -101,7 +102,7 @@ def search_duplicates(
     pairs = find_duplicates(database, min_similarity=least, k=config.k, path=config.path)
 
     def write(part: Path) -> None:
-        write_pairs(part / SHEET, pairs, database.locate)
+        write_pairs(part / SHEET, pairs, database.locate, database.reading(config.reading))
         record = {
             **_about(config, database, command),
             "min_similarity": least,

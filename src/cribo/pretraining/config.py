@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cribo.data.limits import MAX_PIXELS
+from cribo.data.limits import MAX_PIXELS, Reading
 from cribo.data.sets import HELD_OUT_SCENES
 from cribo.errors import InputError
 from cribo.models.modes import CUDA_GRAPH_MODES, CompileMode
@@ -64,7 +64,11 @@ class DataConfig:
         timeout: seconds without a batch after which workers are considered hung and are restarted. Raise it if loading
             a batch, or its shards, may take longer.
         max_restarts: maximum number of worker restarts for one batch, after they were killed or hung.
-        max_pixels: larger images are not read, because they are probably decompression bombs.
+        max_pixels: larger images count as unreadable, since a small file can expand to more pixels than fit into
+            memory. Raise it for larger images.
+        range: LOW,HIGH, the values that become black and white in images with more than 8 bits per channel, such as
+            0,4095 for a camera of 12 bits. Give it if images are refused as nearly black, if the log reports dark
+            images, or for pixels of 32 bits. [the range that the file states, else 0,65535]
         inside: reject lists and links that lead to image files outside root's folder.
         cache_dir: folder on this machine in which shards from a URL are cached.
         cache_gib: size of the cache in GiB; the least recently used shards are removed first. If not all shards fit,
@@ -80,11 +84,17 @@ class DataConfig:
     timeout: float = 420.0
     max_restarts: int = 3
     max_pixels: int = MAX_PIXELS
+    range: tuple[float, float] | None = None
     inside: bool = False
     cache_dir: str = "~/.cache/cribo/shards"
     cache_gib: float = 100.0
     scenes: ScenesConfig = field(default_factory=ScenesConfig)
     video: VideoConfig = field(default_factory=VideoConfig)
+
+    @property
+    def reading(self) -> Reading:
+        """How the images are read."""
+        return Reading(self.max_pixels, self.range)
 
 
 @dataclass

@@ -31,6 +31,8 @@ _REMOVED = {"runtime": ("bank", "tf32", "strategy", "on_nonfinite")}
 
 SHORT = {
     "--logger": "--runtime.logger",
+    "--max_pixels": "--data.max_pixels",
+    "--range": "--data.range",
     "--objective": "--objective.name",
     "--objective.class_path": "--objective.name",
     "--objective.init_args": "--objective.args",

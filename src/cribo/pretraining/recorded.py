@@ -10,6 +10,7 @@ import yaml
 
 from cribo.arguments import ConfigError
 from cribo.data import ImageSource
+from cribo.data.limits import Reading
 from cribo.models.building import BUILT_IN_NETWORKS, is_import_path
 from cribo.objectives.base import BUILT_IN, CONTROLS
 from cribo.pretraining.config import DataConfig, ObjectiveConfig, PretrainConfig
@@ -71,7 +72,7 @@ def names_in(config: PretrainConfig) -> set[str]:
 
 
 def open_run_images(
-    config: PretrainConfig, folder: Path, images: str | Path | None, *, command: str, trust: bool
+    config: PretrainConfig, folder: Path, images: str | Path | None, *, reading: Reading, command: str, trust: bool
 ) -> ImageSource:
     """Open images for pictures of a run. A custom objective, which may read clips, is not imported without `trust`.
 
@@ -79,6 +80,7 @@ def open_run_images(
         config: the configuration of the run.
         folder: the run folder.
         images: the images, as given by the user. [synthetic scenes, if the run was trained on them]
+        reading: how these images are read; without a range, by that of the run.
         command: command that opens the run, for the error.
         trust: whether the user trusts the run.
 
@@ -99,7 +101,13 @@ def open_run_images(
     if images is not None:
         root = str(images)
         is_in_run = not is_address(root) and Path(root).expanduser().resolve().is_relative_to(folder.resolve())
-        own = DataConfig(root=root, inside=is_in_run, video=own.video)
+        own = DataConfig(
+            root=root,
+            max_pixels=reading.max_pixels,
+            range=reading.range or own.range,
+            inside=is_in_run,
+            video=own.video,
+        )
         config = replace(config, score=replace(config.score, held_out=0))  # all of these images
     return open_source(replace(config, data=own))
 

@@ -42,7 +42,7 @@ def open_score_data(config: PretrainConfig) -> Splits | None:
         train, val = held_out_scenes(*config.score.images)
     else:
         train, val = (
-            open_segmentation("folder", root, split, max_pixels=config.data.max_pixels) for split in ("train", "val")
+            open_segmentation("folder", root, split, reading=config.data.reading) for split in ("train", "val")
         )
     return Splits(train, val, "score", {})
 

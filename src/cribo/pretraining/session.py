@@ -231,12 +231,12 @@ def _open_sources(config: PretrainConfig) -> tuple[ImageSource, ImageSource | No
     elif reads_clips and has_video_files(path := Path(data.root).expanduser() / data.images):
         if has_images(path):
             raise DataError(f"{path} contains both video files and images: choose one with data.images SUBFOLDER")
-        images = open_video_files(path, max_pixels=data.max_pixels)
+        images = open_video_files(path, reading=data.reading)
     else:
         images = open_collection(
             data.root,
             data.images,
-            max_pixels=data.max_pixels,
+            reading=data.reading,
             inside=data.inside,
             cache_dir=data.cache_dir,
             cache_gib=data.cache_gib,

@@ -18,7 +18,7 @@ from faster_coco_eval.core import mask as coco_mask
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from cribo.data.limits import MAX_PIXELS
+from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import EncodedImage, read_reduced
 from cribo.errors import InputError
@@ -86,7 +86,7 @@ def read_prepared(
     encoder: PatchEncoder,
     settings: ObjectSettings,
     *,
-    max_pixels: int = MAX_PIXELS,
+    reading: Reading = DEFAULT_READING,
 ) -> PreparedImage:
     """Read and resize an image; a large JPEG is decoded at reduced size.
 
@@ -104,7 +104,7 @@ def read_prepared(
         fitting = (by for by in (8, 4, 2) if not (height % by or width % by))
         return next((by for by in fitting if min(height / rows, width / columns) >= 2 * by), 1)
 
-    pixels, _ = read_reduced(path, reduction, max_pixels=max_pixels)
+    pixels, _ = read_reduced(path, reduction, reading=reading)
     return prepare_image(pixels, encoder, settings, whole)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from cribo.arguments import ConfigError
 from cribo.checks import require_least
 from cribo.cluster.config import EngineOptions
+from cribo.data.limits import MAX_PIXELS
 from cribo.retrieval.source import BackboneSource
 
 
@@ -28,6 +29,8 @@ class SegmentConfig(EngineOptions):
         memory: file of the memory of the examples. Without --examples it is used unchanged; otherwise new examples
             are added.
         settings: fields of `SegmentationSettings` by name; others are those of the memory file, or the defaults.
+        max_pixels: larger images count as unreadable, since a small file can expand to more pixels than fit into
+            memory. Raise it for larger images.
         batch_size: number of images or windows of equal size to encode at once. Lower it if the device runs out of
             memory.
         workers: number of threads that read and write images. [half of the cores]
@@ -42,6 +45,7 @@ class SegmentConfig(EngineOptions):
     classes: str | None = None
     memory: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    max_pixels: int = MAX_PIXELS
     batch_size: int = 8
     workers: int | None = None
     device: str | None = None

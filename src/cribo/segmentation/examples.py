@@ -25,6 +25,7 @@ from cribo.data.label_maps import (
     LabelValues,
     read_classes,
 )
+from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.segmentation import LabelledFiles, LabelledFolder, by_stem, is_marked, other_annotations
 from cribo.segmentation.memory import Example
 from cribo.wording import enumerated
@@ -204,13 +205,20 @@ def _of_files(
     return Examples(files, listed.names or None)
 
 
-def open_targets(source: str, *, column: str | None = None, apart_from: Path | None = None) -> ImageCollection:
+def open_targets(
+    source: str,
+    *,
+    column: str | None = None,
+    apart_from: Path | None = None,
+    reading: Reading = DEFAULT_READING,
+) -> ImageCollection:
     """Find the images to label: a folder, a glob, one image, a list, tar shards, Parquet files, or a URL.
 
     Args:
         source: such as `frames`, `frames/**/*.jpg`, `list.txt`, `frame.jpg` or `s3://bucket/frames`.
         column: of Parquet files, the column of the images.
         apart_from: a folder to exclude, such as the output folder.
+        reading: how images are read.
 
     Returns:
         The images. Files are named relative to one folder; for a list, it is the folder of the list if that contains
@@ -221,16 +229,16 @@ def open_targets(source: str, *, column: str | None = None, apart_from: Path | N
     """
     path = Path(source).expanduser()
     if is_url(source):
-        images = open_collection(source, column=column)
+        images = open_collection(source, column=column, reading=reading)
     elif path.is_file() and path.suffix.lower() in EXTENSIONS:
-        images = ImageFiles(path.parent, [path.name])
+        images = ImageFiles(path.parent, [path.name], reading=reading)
     elif not path.exists() and any(sign in source for sign in "*?["):
         folder, names = _of_glob(path)
         if not names:
             raise DataError(f"no images match {source}: searched {folder.absolute()} for {' '.join(EXTENSIONS)}")
-        images = ImageFiles(folder, names)
+        images = ImageFiles(folder, names, reading=reading)
     else:
-        images = open_collection(path, column=column)
+        images = open_collection(path, column=column, reading=reading)
     if isinstance(images, ImageFiles):
         images = named_below_one_folder(images)
         if apart_from is not None:

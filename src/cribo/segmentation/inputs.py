@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cribo.data.images import DataError
 from cribo.data.label_maps import IGNORE_INDEX, LabelMap, class_indices, open_label_map
+from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.reading import decode, read_image
 from cribo.errors import InputError
 
@@ -20,17 +21,17 @@ LabelsLike = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor | LabelM
 """A grey or palette PNG whose values are class indices; such a Pillow image; integers (H, W); or a label map."""
 
 
-def open_image(image: ImageLike) -> UInt8[Tensor, "3 h w"]:
+def open_image(image: ImageLike, reading: Reading = DEFAULT_READING) -> UInt8[Tensor, "3 h w"]:
     """Return an image as an RGB tensor on the CPU.
 
     Raises:
         UnreadableImage: the file cannot be read as an image.
-        ValueError: an array has the wrong shape or type, or a Pillow image has 32-bit pixels.
+        ValueError: an array has the wrong shape or type, or the range of the values of a Pillow image is unknown.
     """
     if isinstance(image, str | os.PathLike):
-        return read_image(image)
+        return read_image(image, reading=reading)
     if isinstance(image, Image.Image):
-        return decode(image)
+        return decode(image, reading)
     if isinstance(image, np.ndarray):
         if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
             raise InputError(f"an image must be a uint8 array (H, W, 3), got {image.dtype} {image.shape}")

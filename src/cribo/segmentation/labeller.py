@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cribo.cluster.parts import ImagePart
 from cribo.data.collection import rows_of
+from cribo.data.limits import Reading
 from cribo.data.reading import UnreadableImage, read_image
 from cribo.devices import resolve_device, resolve_threads
 from cribo.errors import InputError
@@ -123,7 +124,11 @@ class Labeller:
             DataError: the batch has no column `image`.
         """
         columns: dict[str, list[Any]] = {name: [] for name in _KINDS}
-        for each in (each for _, images in self.stream([ImagePart(rows_of(batch))]) for each in images):
+        for each in (
+            each
+            for _, images in self.stream([ImagePart(rows_of(batch, reading=Reading(range=self.memory.settings.range)))])
+            for each in images
+        ):
             labels, confidence = io.BytesIO(), io.BytesIO()
             if each.found is not None:
                 write_labels(each.found.labels, self.memory.palette, labels)
@@ -171,7 +176,7 @@ def _read(part: ImagePart, index: int) -> LabelledImage:
         sha256 = hashlib.sha256(file.content).hexdigest()
         if part.is_unchanged(index, sha256):
             return LabelledImage(name, sha256, unchanged=True)
-        return LabelledImage(name, sha256, read_image(file))
+        return LabelledImage(name, sha256, read_image(file, reading=part.images.reading))
     except UnreadableImage as error:
         return LabelledImage(name, error=error.reason)
     except OSError as error:

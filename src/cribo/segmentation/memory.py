@@ -19,6 +19,7 @@ from cribo.colours import Colour, class_colours
 from cribo.console import Progress, no_progress
 from cribo.data.images import DataError
 from cribo.data.label_maps import IGNORE_INDEX, LabelMap, read_classes
+from cribo.data.limits import Reading
 from cribo.devices import resolve_devices
 from cribo.errors import InputError
 from cribo.models import Backbone
@@ -124,6 +125,7 @@ class SegmentationMemory:
         keep_blocks: Sequence[int] | None = None,
     ) -> None:
         self.settings = settings or SegmentationSettings()
+        self.reading = Reading(range=self.settings.range)
         wanted = keep_blocks or self.settings.blocks
         encoder, self.backbone, device = _opened(backbone, wanted, device)
         if not set(wanted or ()) <= set(encoder.blocks):
@@ -200,7 +202,10 @@ class SegmentationMemory:
     @property
     def fingerprint(self) -> str:
         """Hash of the backbone, examples, classes and settings, on which predictions depend."""
-        about = [self.encoder.encoder.identity, self._classes, sorted(dataclasses.asdict(self.settings).items())]
+        settings = dataclasses.asdict(self.settings)
+        if self.settings.range is None:  # as in memories of earlier versions
+            del settings["range"]
+        about = [self.encoder.encoder.identity, self._classes, sorted(settings.items())]
         digest = hashlib.sha256(repr(about).encode())
         for stored in self._stored:
             digest.update(f"{stored.image} {stored.labels}".encode())
@@ -239,7 +244,7 @@ class SegmentationMemory:
             fresh: dict[str, tuple[str, Tensor, LabelMap]] = {}  # by the hash of the image
             for number, example in enumerate(examples):
                 name = example.name or _name_of(example.image, len(self) + number + 1)
-                image, labels = open_image(example.image), open_labels(example.labels)
+                image, labels = open_image(example.image, self.reading), open_labels(example.labels)
                 self._check(name, image, labels.labels)
                 palette = _joined(palette, labels, name)
                 hashes = content_hash(image), content_hash(labels.labels)
@@ -324,7 +329,7 @@ class SegmentationMemory:
         Raises:
             DataError: the memory is empty.
         """
-        opened = [open_image(image) for image in images]
+        opened = [open_image(image, self.reading) for image in images]
         fitted = self.fitted()
         features = self.encoder.encode(opened, blocks=fitted.choice.probe.blocks)
         votes = fitted(fitted.rows(torch.cat([own.flatten(0, 1) for own in features]).cpu()))

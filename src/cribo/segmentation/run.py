@@ -28,7 +28,7 @@ from cribo.data.coco_writing import outline, write_coco
 from cribo.data.collection import ImageCollection, names_hash
 from cribo.data.images import DataError, ImageFiles, is_url, require, require_readable
 from cribo.data.label_maps import IGNORE_INDEX
-from cribo.data.limits import spread
+from cribo.data.limits import Reading, spread
 from cribo.data.reading import open_header
 from cribo.devices import resolve_device, resolve_threads
 from cribo.drawing import write_figure
@@ -64,7 +64,7 @@ from cribo.segmentation.results import (
     write_summary,
 )
 from cribo.segmentation.settings import SegmentationSettings
-from cribo.segmentation.storage import memory_lock
+from cribo.segmentation.storage import memory_lock, stored_range
 from cribo.segmentation.suggesting import suggest
 from cribo.versions import versions
 from cribo.wording import counted
@@ -172,13 +172,14 @@ def segment_images(
         advice="choose another --out, continue it with --resume, or replace it with --overwrite",
     )
     settings = SegmentationSettings(**config.settings)
-    images = open_targets(config.images, column=config.column, apart_from=out)
+    file = None if config.memory is None else Path(config.memory).expanduser()
+    reading = Reading(config.max_pixels, settings.range or (None if file is None else stored_range(file)))
+    images = open_targets(config.images, column=config.column, apart_from=out, reading=reading)
     require_readable(images, config.images)
     collection = names_hash(images)
     images = images.part(config.share.of(range(len(images))))
     if not 0 <= suggestions <= len(images):
         raise InputError(f"--suggest must be from 0 to {len(images)}, the number of images, got {suggestions}")
-    file = None if config.memory is None else Path(config.memory).expanduser()
     if file is not None:
         _check_memory_file(file, may_be_new=config.examples is not None)
     with open_engine(config, writes_to=out) as engine, Phases(console) as progress:
@@ -238,6 +239,7 @@ def _open_memory(
         classes=config.classes,
         known_classes=None if memory is None else len(memory.classes),
     )
+    examples.images.reading = Reading(config.max_pixels, (settings if memory is None else memory.settings).range)
     if memory is None:
         memory = SegmentationMemory(
             config.backbone, classes=examples.new_classes, palette=examples.palette, settings=settings, **options
@@ -247,6 +249,7 @@ def _open_memory(
             f"the examples in {config.examples} have the classes {', '.join(examples.classes)}, but the memory {file} "
             f"has {', '.join(memory.classes)}: use the same list for both, or create another memory"
         )
+    memory.reading = examples.images.reading
     return memory, _add_examples(memory, examples, config, progress)
 
 

@@ -122,6 +122,16 @@ def write_memory(path: str | os.PathLike[str], stored: Stored) -> None:
     write_whole(path, save)
 
 
+def stored_range(path: Path) -> tuple[float, float] | None:
+    """Return the range of values with which the images of a memory file were read; None also for a damaged file."""
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            found = json.loads((file.metadata() or {})[_KIND])["settings"]["range"]
+        return None if found is None else (float(found[0]), float(found[1]))
+    except (safetensors.SafetensorError, OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
+
+
 def read_memory(path: str | os.PathLike[str]) -> Stored:
     """Read a memory file written by `write_memory`.
 

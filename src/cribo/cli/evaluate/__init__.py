@@ -12,6 +12,7 @@ from rich.console import Console
 from cribo.arguments import ConfigError, Parser
 from cribo.cli.running import BACKBONE_SHORT, dispatch, print_places, run_command
 from cribo.console import importing
+from cribo.data.limits import READING_SHORT, Reading
 from cribo.evaluation.protocol import PROTOCOLS
 from cribo.processes import is_first_process
 from cribo.training.loggers import TENSORBOARD
@@ -79,7 +80,9 @@ def _run(name: str, protocol: type[Any], words: list[str], console: Console) -> 
         from cribo.evaluation.results import result_tables
         from cribo.evaluation.runner import evaluate
     command = shlex.join(["cribo", "evaluate", name, *words])
-    result, folder = evaluate(settings, made.backbone, made.data, made.runtime, **how, command=command, console=console)
+    result, folder = evaluate(
+        settings, made.backbone, made.data, made.runtime, **how, reading=made.reading, command=command, console=console
+    )
     if not is_first_process():
         return
     for part in (*result_tables(result), *settings.report(result)):
@@ -110,6 +113,7 @@ def evaluation_parser(name: str, protocol: type[Any]) -> Parser:
         usage=f"cribo evaluate {name} --backbone SOURCE --data DIR [options]",
         short={
             **BACKBONE_SHORT,
+            **READING_SHORT,
             "--data": f"--data.{first}",
             **{f"--{option.split('.')[1]}": f"--{option}" for option in _SHORT if option in options},
             **protocol.aliases,
@@ -120,6 +124,7 @@ def evaluation_parser(name: str, protocol: type[Any]) -> Parser:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing evaluation in --out")
     parser.add_argument("--pictures", type=int, default=6, help=f"number of {protocol.pictures}")
+    parser.add_class_arguments(Reading, "reading")
     if protocol.trains():
         advice = "continue the evaluation in --out if it exists, else start it; for job schedulers"
         parser.add_argument("--resume", action="store_true", help=advice)

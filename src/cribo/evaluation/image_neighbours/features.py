@@ -135,7 +135,8 @@ def _path(
     cache: FeatureCache, images: ClassifiedFiles, block: range, preparation: SquareCrop, precision: FeaturePrecision
 ) -> Path:
     """Return the cache file of a block of images."""
-    digest = hashlib.sha256()
+    # The range of values, if it was given, changes the pixels of the same files.
+    digest = hashlib.sha256(b"" if images.reading.range is None else str(images.reading.range).encode())
     for index in block:
         path = Path(images.path(index))
         try:

@@ -8,6 +8,7 @@ from typing import Any
 
 import gradio as gr
 
+from cribo.data.limits import Reading
 from cribo.explorer.segmenting import Session, Tile, Visitors
 from cribo.explorer.tabs.fields import HIDDEN, REQUEST, show_errors, whole_number
 from cribo.explorer.uploads import Refused, Uploads
@@ -88,8 +89,8 @@ def segmenting_tab(tab: gr.Tab, identity: gr.BrowserState, visitors: Visitors, u
     def upload(visitor: Any, sent: Any) -> tuple[Any, ...]:
         content = uploads.content(sent)
         name = str(sent.get("orig_name") or "picture")
-        pixels = uploads.limits.pixels
-        return changed(visitor, lambda session: session.upload(name, content, max_pixels=pixels))
+        reading = Reading(uploads.limits.pixels)
+        return changed(visitor, lambda session: session.upload(name, content, reading=reading))
 
     @show_errors
     def replace(visitor: Any) -> tuple[Any, ...]:
