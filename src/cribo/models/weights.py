@@ -631,7 +631,7 @@ def _load_from_timm(backbone: Backbone, name: str) -> LoadedWeights:
         raise InputError(f"the weights {name!r} are not in a PyTorch format: give a file")
     try:
         if hub:
-            content = load_state_dict_from_hf(hub, config.hf_hub_filename or _HUB_FILE)
+            content = load_state_dict_from_hf(hub, config.hf_hub_filename or _HUB_FILE, weights_only=True)
         else:
             content = torch.hub.load_state_dict_from_url(str(url), map_location="cpu", weights_only=True)
     except Exception as error:  # the hub client's errors have no common base class
