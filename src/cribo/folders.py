@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 import os
 import re
 import tempfile
@@ -14,7 +13,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from cribo.files import FolderError, write_folder_whole, write_json
+from cribo.files import FolderError, read_json, write_folder_whole, write_json
 
 MARKER = "cribo.json"
 """The file that names the kind of the results in a folder, and the version that wrote them."""
@@ -218,7 +217,7 @@ def read_finished(folder: Path, kind: str, about: str) -> dict[str, Any]:
         raise FolderError(f"{folder} contains {contains}, not {kind} results: give results of one kind")
     try:
         path = folder / about
-        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"finished": False}
+        content = read_json(path) if path.is_file() else {"finished": False}
         finished = content["finished"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FolderError(f"{folder / about} is damaged: repeat the command of {folder} with --overwrite") from error
@@ -230,7 +229,7 @@ def read_finished(folder: Path, kind: str, about: str) -> dict[str, Any]:
 def result_kind(folder: Path) -> str | None:
     """Return the kind of the results in a folder, or None if there are none that cribo wrote with a marker."""
     try:
-        content = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        content = read_json(folder / MARKER)
         return content["kind"] if content["made_by"] == "cribo" else None
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None

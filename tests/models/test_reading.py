@@ -2,6 +2,7 @@ import argparse
 import collections
 import datetime
 import io
+import os
 import pathlib
 import pickle
 import struct
@@ -19,7 +20,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from cribo.models.formats.reading import flatten, read_weights
+from cribo.errors import InputError
+from cribo.folders import MARKER, result_kind
+from cribo.models.formats.reading import flatten, read_json, read_weights
+from cribo.models.formats.training_configs import read_yaml
+from cribo.models.licences import read_header
 
 STATE = {"norm.weight": torch.arange(4.0), "norm.bias": torch.ones(4, dtype=torch.float16)}
 
@@ -295,3 +300,48 @@ def test_archives_are_rejected_with_a_command_to_unpack_them(tmp_path: Path, kin
         archive.write(tmp_path / "weights.pth", "weights.pth")
     with pytest.raises(ValueError, match=r"zipped is an archive that contains weights\.pth: unpack it"):
         read_weights(tmp_path / "zipped")
+
+
+def bombs() -> dict[str, str]:
+    levels = "\n".join(f"v{n}: &v{n} [{', '.join([f'*v{n - 1}'] * 9)}]" for n in range(1, 30))
+    merges = "\n".join(f"m{n}: &m{n} {{<<: [{', '.join([f'*m{n - 1}'] * 9)}]}}" for n in range(1, 30))
+    return {
+        "aliases": f"v0: &v0 x\n{levels}\nlicense: *v29",
+        "merges": f"m0: &m0 {{x: 1}}\n{merges}\nlicense: *m29",
+        "itself": "license: &v [*v]",
+        "deep": "license: " + "[" * 100_000,
+        "long": "license: [" + "1, " * 200_000 + "1]",
+    }
+
+
+@pytest.mark.parametrize("kind", bombs())
+def test_text_from_strangers_is_bounded(tmp_path: Path, kind: str):
+    text = bombs()[kind]
+    (tmp_path / "README.md").write_text(f"---\n{text}\n---\n")
+    assert read_header(tmp_path / "README.md") == {}
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(InputError, match=r"config\.yaml"):
+        read_yaml(tmp_path / "config.yaml")
+
+
+def test_json_from_strangers_is_bounded(tmp_path: Path):
+    (tmp_path / "config.json").write_text("[" * 10**6)
+    with pytest.raises(InputError, match=r"config\.json is damaged"):
+        read_json(tmp_path / "config.json")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pipes and devices among files")
+def test_devices_and_pipes_are_not_read(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    for target in ("/dev/zero", "pipe"):
+        for name, read in (("README.md", read_header), ("config.json", read_json), ("config.yaml", read_yaml)):
+            path = tmp_path / name
+            path.unlink(missing_ok=True)
+            path.symlink_to(target)
+            if name == "README.md":
+                assert read(path) == {}
+                continue
+            with pytest.raises(InputError, match="not a regular file"):
+                read(path)
+    (tmp_path / MARKER).symlink_to("pipe")
+    assert result_kind(tmp_path) is None

@@ -17,7 +17,7 @@ from rich.text import Text
 from cribo.console import duration
 from cribo.data import SEGMENTATION_SETS
 from cribo.errors import InputError
-from cribo.files import FolderError, write_text
+from cribo.files import FolderError, read_json, write_text
 from cribo.folders import flat
 
 RESULTS = "results.json"
@@ -182,7 +182,7 @@ def read_result(path: str | os.PathLike[str]) -> EvaluationResult:
     path = Path(path).expanduser()
     file = path / RESULTS if path.is_dir() else path
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
     except FileNotFoundError as error:
         raise ResultError(f"{file} does not exist: give the output folder of a finished evaluation") from error
     except OSError as error:

@@ -1,6 +1,5 @@
 """Publication of a backbone on the Hugging Face hub: the verified export to timm, its model card and its benchmark."""
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from cribo.evaluation.results import RESULTS, metric_title, percent, varied_titl
 from cribo.export.options import ExportOptions
 from cribo.export.run import ExportReport, check_section, export_backbone
 from cribo.export.target import data_type
-from cribo.files import write_text
+from cribo.files import read_json, write_text
 from cribo.models import Backbone
 from cribo.models.card import CARD, model_card
 from cribo.models.hub import address
@@ -119,7 +118,7 @@ def require_card(folder: Path) -> dict[str, Any]:
     """
     record: dict[str, Any] = {}
     try:
-        record = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
+        record = read_json(folder / RESULTS)
         is_card = record["kind"] == "card" and (folder / BENCHMARK_CARD).is_file()
     except (OSError, ValueError, KeyError, TypeError):
         is_card = False

@@ -1,13 +1,12 @@
 """Comparison of the rows that two studies have in common."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from cribo.errors import InputError
 from cribo.evaluation.intervals import read_counts
 from cribo.evaluation.results import NONE, Section, metric_heading, metric_value
-from cribo.files import FolderError
+from cribo.files import FolderError, read_json
 from cribo.folders import flat
 from cribo.studies.table import RESULTS, Measured, Scored, compare_rows
 
@@ -63,7 +62,7 @@ def _require_same(score: str, before: Measured, after: Measured) -> None:
 def _read(folder: Path) -> dict[str, Measured]:
     """Return the results of a study by score."""
     try:
-        content = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
+        content = read_json(folder / RESULTS)
         scores = content["scores"] if content["kind"] == "study" else None
     except (OSError, ValueError, KeyError) as error:
         raise FolderError(f"{folder} has no results of a study: give a folder such as studies/losses_small") from error

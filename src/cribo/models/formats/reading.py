@@ -2,7 +2,6 @@
 
 import codecs
 import contextlib
-import json
 import pickle
 import re
 import tarfile
@@ -17,6 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from cribo import files
 from cribo.errors import InputError, MissingPackage
 from cribo.installation import install_command
 from cribo.models.formats.distributed import METADATA, read_distributed
@@ -121,7 +121,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: the file is damaged or does not contain an object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = files.read_json(path)
     except ValueError as error:
         raise InputError(f"{path} is damaged ({error}): {_AGAIN}") from error
     if not isinstance(content, dict):
