@@ -269,8 +269,8 @@ def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source
         way_out = ": skip them with --backbone.ignore PATTERN (ignore= in Python)" if unexpected else ""
         if retyped:
             way_out = (
-                ": the weights are quantised; dequantise them with the library that wrote them, and save its state dict "
-                "as floating-point numbers"
+                ": the weights are quantised; dequantise them with the library that wrote them, and save its state "
+                "dict as floating-point numbers"
             )
         raise InputError(
             f"{source} does not fit {backbone.name}{arguments}; nothing was loaded; {'; '.join(problems)}{way_out}"

@@ -23,6 +23,7 @@ from cribo.models.formats.distributed import METADATA, read_distributed
 from cribo.models.formats.plain_pickle import ForbiddenName, PlainUnpickler, forbidden_names
 from cribo.models.formats.table import SHARD
 from cribo.models.formats.torch_files import is_torch_file, read_torch_file
+from cribo.models.hub import SHARD_INDEX
 
 _AGAIN = "copy or download it again"
 _HEADER_BYTES = 512
@@ -37,7 +38,8 @@ def read_weights(path: Path, *, trust: bool = False) -> dict[str, Any]:
     The mapping is nested as saved; NumPy and Flax arrays are converted to tensors.
 
     Args:
-        path: file with any suffix, or folder of `torch.distributed.checkpoint`.
+        path: file with any suffix, an index of split weights (`model.safetensors.index.json`), or folder of
+            `torch.distributed.checkpoint`.
         trust: allow code in a torch file to run. Use only with files from a trusted source.
 
     Raises:
@@ -56,6 +58,8 @@ def read_weights(path: Path, *, trust: bool = False) -> dict[str, Any]:
         )
     if not path.is_file():
         raise FileNotFoundError(f"no weights at {path}")
+    if path.name.endswith(SHARD_INDEX):
+        return _read_split(path, trust=trust)
     with path.open("rb") as file:
         start = file.read(_HEADER_BYTES)
     if not start:
@@ -126,6 +130,25 @@ def read_json(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is damaged ({error}): {_AGAIN}") from error
     if not isinstance(content, dict):
         raise InputError(f"{path} contains a {type(content).__name__}, expected an object")
+    return content
+
+
+def _read_split(index: Path, *, trust: bool) -> dict[str, Any]:
+    """Read weights that transformers split into several files, in the folder of their index."""
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, Mapping) or not listed or not all(isinstance(name, str) for name in listed.values()):
+        raise InputError(f"{index} has no weight_map of names to files: {_AGAIN}")
+    content: dict[str, Any] = {}
+    for name in sorted(set(listed.values())):
+        file = index.with_name(Path(name).name)
+        if file.name != name or "\\" in name or name.endswith(SHARD_INDEX):
+            raise InputError(f"{index} names the file {name!r}: it must be a file of weights in the same folder")
+        if not file.is_file():
+            raise FileNotFoundError(f"{index} names {name}, which is not in its folder: {_AGAIN}")
+        read = read_weights(file, trust=trust)
+        content |= {key: value for key, value in read.items() if listed.get(key) == name}
+    if missing := [key for key in listed if key not in content]:
+        raise InputError(f"{index} names {missing[0]}, which is not in {listed[missing[0]]}: {_AGAIN}")
     return content
 
 
