@@ -282,6 +282,20 @@ def test_a_file_with_the_name_of_its_timm_network_needs_no_name(
         load_backbone(tmp_path / "mobilenetv2_100.safetensors")
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("dinov2_vits14", "vit_small_patch14_dinov2"),
+        ("dinov2_vitg14_reg", "vit_giant_patch14_reg4_dinov2"),
+        ("dinov3_vits16plus", "vit_small_plus_patch16_dinov3"),
+        ("dino_vits16", r"vit_small_patch16_224\.dino"),
+    ],
+)
+def test_names_of_torch_hub_suggest_those_of_timm(name: str, expected: str):
+    with pytest.raises(InputError, match=f"did you mean {expected}\\?"):
+        load_backbone(name)
+
+
 def quantised(state: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Matrices as numbers of 8 bits, for a scale of 0.01 if they are integers."""
     scale = 1.0 if dtype.is_floating_point else 0.01
@@ -296,7 +310,7 @@ def test_quantised_weights_are_refused_and_floats_of_eight_bits_are_converted(tm
     for content in (integers, {**integers, **scales}, {**floats, **scales}):
         safetensors.torch.save_file(content, tmp_path / "weights.safetensors")
         with pytest.raises(InputError, match=r"int8 instead of float32|and their scales \("):
-            load_backbone(tmp_path / "weights.safetensors", args={"num_heads": 3})
+            load_backbone(tmp_path / "weights.safetensors")
         with pytest.raises(InputError, match=r"int8 instead of float32|and their scales \("):
             load_pretrained(backbone, tmp_path / "weights.safetensors")
     safetensors.torch.save_file(floats, tmp_path / "weights.safetensors")
