@@ -60,7 +60,7 @@ def test_damaged_json_is_an_error_with_its_file(tmp_path: Path, content: bytes) 
 def test_json_is_read_from_files_only(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.json")
     for path in (tmp_path / "pipe.json", tmp_path, Path("/dev/zero")):
-        with pytest.raises(DataError, match="is not a file"):
+        with pytest.raises(DataError, match="is not a regular file"):
             read_json(path)
     with pytest.raises(MissingData, match="does not exist"):
         read_json(tmp_path / "absent.json")

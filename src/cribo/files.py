@@ -6,12 +6,15 @@ import json
 import os
 import re
 import shutil
+import stat
 import uuid
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from cribo.errors import DataError, InputError, MissingData, full_disk
 from cribo.redaction import masked, without_secrets
@@ -44,37 +47,12 @@ def append_json(path: Path, content: dict[str, Any]) -> None:
         file.write(json.dumps(masked(content)) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file from a user: UTF-8, UTF-16 or UTF-32, also with a byte-order mark.
-
-    Numbers may be infinite or not a number, which is for callers to check.
-
-    Raises:
-        MissingData: the file does not exist.
-        DataError: it cannot be read, is not JSON or incomplete, or is nested too deeply.
-    """
-    if not path.exists():
-        raise MissingData(f"{path} does not exist")
-    if not path.is_file():  # reading a pipe or a device might never end
-        raise DataError(f"{path} is not a file: give a JSON file")
-    try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    except RecursionError as error:
-        raise DataError(f"{path} is damaged: its values are nested too deeply for a file of data") from error
-    except ValueError as error:
-        raise DataError(
-            f"{path} is not valid JSON ({error}): it may be incomplete; download or export it again"
-        ) from error
-
-
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Read the lines of `append_json`, without the incomplete line of a killed process; empty without a file."""
     found: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+    for line in read_text(path).splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
+            found.append(parse_json(line))
     return found
 
 
@@ -277,6 +255,113 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+TEXT_BYTES, YAML_BYTES = 64 * 2**20, 2**18
+"""Largest text file that is read at once, and largest YAML, which takes a few seconds to parse."""
+
+_YAML_VALUES = 100_000
+
+
+def read_text(path: Path, *, limit_bytes: int = TEXT_BYTES, errors: str = "strict") -> str:
+    """Read a text file, which may be from a stranger: a regular file of limited size.
+
+    Args:
+        path: of the file.
+        limit_bytes: maximum size.
+        errors: what to do with bytes that are not UTF-8, as for `bytes.decode`.
+
+    Raises:
+        DataError: it is a pipe or a device, or is too large.
+        UnicodeDecodeError: it is not UTF-8.
+        OSError: it cannot be read.
+    """
+    return _read_bytes(path, limit_bytes).decode("utf-8", errors)
+
+
+def _read_bytes(path: Path, limit_bytes: int | None) -> bytes:
+    """Read a regular file; a pipe or a device might never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise DataError(f"{path} is not a regular file, but a folder, pipe or device: replace it by a file")
+    with path.open("rb") as file:
+        content = file.read(-1 if limit_bytes is None else limit_bytes + 1)
+    if limit_bytes is not None and len(content) > limit_bytes:
+        raise DataError(f"{path} is larger than {limit_bytes} bytes, the limit for its kind: shorten it")
+    return content
+
+
+def read_json(path: Path, *, limit_bytes: int | None = TEXT_BYTES) -> Any:
+    """Read a JSON file, which may be from a stranger: UTF-8, UTF-16 or UTF-32, also with a byte-order mark.
+
+    Numbers may be infinite or not a number, which is for callers to check.
+
+    Args:
+        path: of the file.
+        limit_bytes: maximum size; None for data of a user, such as annotations.
+
+    Raises:
+        MissingData: the file does not exist.
+        DataError: it cannot be read, is a pipe or a device, is too large, is not JSON or incomplete, or is nested too
+            deeply.
+    """
+    try:
+        return parse_json(_read_bytes(path, limit_bytes))
+    except FileNotFoundError as error:
+        raise MissingData(f"{path} does not exist") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except DataError:
+        raise
+    except ValueError as error:
+        raise DataError(
+            f"{path} is not valid JSON ({error}): it may be damaged or incomplete; download or create it again"
+        ) from error
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON, which may be from a stranger.
+
+    Raises:
+        ValueError: the text is not JSON, or is nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise InputError("it is nested too deeply") from error
+
+
+def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
+    """Parse YAML, which may be from a stranger.
+
+    Raises:
+        InputError: the text is too long, is nested too deeply, contains itself, or becomes too large by its aliases.
+        yaml.YAMLError: the text is not YAML.
+    """
+    if len(text) > YAML_BYTES:
+        raise InputError(f"it has {len(text)} characters, the limit is {YAML_BYTES}")
+    reader = loader(text)
+    try:
+        root = reader.get_single_node()
+        if root is None:
+            return None
+        if _count_values(root, {}) > _YAML_VALUES:
+            raise InputError(f"its aliases make more than {_YAML_VALUES} values")
+        return reader.construct_document(root)
+    except RecursionError as error:
+        raise InputError("it is nested too deeply") from error
+    except ValueError as error:  # a date such as 2020-99-99
+        raise InputError(str(error)) from error
+    finally:
+        reader.dispose()
+
+
+def _count_values(node: yaml.Node, counts: dict[yaml.Node, int]) -> int:
+    """Count the values of a node, those behind aliases each time; a node that contains itself recurses."""
+    if node not in counts:
+        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+        children = (each for pair in inner for each in (pair if isinstance(pair, tuple) else (pair,)))
+        counts[node] = 1 + sum(_count_values(child, counts) for child in children)
+    return counts[node]
 
 
 class Damaged(InputError):

@@ -687,6 +687,32 @@ def test_http_with_a_listing(tmp_path: Path) -> None:
         server.server_close()
 
 
+class _WholeFiles(SimpleHTTPRequestHandler):
+    """HTTP handler that ignores ranges."""
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        pass
+
+
+def test_a_server_without_range_requests_is_not_retried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("aiohttp")
+    (tmp_path / "made").mkdir()
+    with tarfile.open(tmp_path / "made/0.tar", "w") as archive:
+        for number in range(3):
+            member = tarfile.TarInfo(f"{number}.jpg")
+            member.size = 2**23
+            archive.addfile(member, io.BytesIO(bytes(member.size)))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_WholeFiles, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(ShardError, match="range requests"):
+            open_shards(f"http://127.0.0.1:{server.server_port}/made/", cache_dir=tmp_path / "cache").read(2)
+        assert "attempt" not in caplog.text
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 # ------------------------------------------------------------------ S3
 
 

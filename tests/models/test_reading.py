@@ -1,12 +1,16 @@
 import argparse
 import collections
 import datetime
+import io
+import os
 import pathlib
 import pickle
+import struct
 import sys
 import tarfile
 import types
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from cribo.models.formats.reading import flatten, read_weights
+from cribo.errors import InputError
+from cribo.folders import MARKER, result_kind
+from cribo.models.formats.reading import flatten, read_json, read_weights
+from cribo.models.formats.training_configs import read_yaml
+from cribo.models.licences import read_header
 
 STATE = {"norm.weight": torch.arange(4.0), "norm.bias": torch.ones(4, dtype=torch.float16)}
 
@@ -107,6 +115,106 @@ def test_a_program_is_not_read(tmp_path: Path):
         read_weights(tmp_path / "program.pt")
 
 
+class Canary(torch.nn.Module):
+    """Writes a file when it is loaded as a TorchScript program."""
+
+    def __init__(self, path: str):
+        super().__init__()
+        self.path, self.kept = path, torch.zeros(3, dtype=torch.uint8)
+
+    @torch.jit.export
+    def __getstate__(self):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return (self.path, self.training)
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[str, bool]):
+        self.path, self.training = state
+        self.kept = torch.from_file(self.path, shared=True, size=3, dtype=torch.uint8)
+        self.kept.fill_(65)
+
+    def forward(self, images):
+        return images
+
+
+def with_another_directory(program: bytes, name: bytes) -> bytes:
+    """Add a second list of files to a zip file. Python reads the last one, PyTorch the one at the recorded position."""
+    end = program.rindex(b"PK\x05\x06")
+    count, size, start = struct.unpack("<10xHIIH", program[end : end + 22])[:3]
+    file = (
+        struct.pack("<4sHHHHHIIIHH", b"PK\x03\x04", 20, 0, 0, 0, 0, zlib.crc32(b"N."), 2, 2, len(name), 0)
+        + name
+        + b"N."
+    )
+    place = start + size
+    recorded = (place - (place + len(file) - start)) % 2**32  # Python adds the distance of the two directories
+    values = (20, 20, 0, 0, 0, 0, zlib.crc32(b"N."), 2, 2, len(name), 0, size - 46 - len(name), 0, 0, 0, recorded)
+    entry = struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\x01\x02", *values) + name
+    directory = struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, count, count, size, start, 0)
+    return program[:place] + file + entry.ljust(size, b" ") + directory
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_program_behind_a_second_list_of_files_does_not_run(tmp_path: Path):
+    written, path = tmp_path / "canary", tmp_path / "weights.pth"
+    program = io.BytesIO()
+    torch.jit.save(torch.jit.script(Canary(str(written))), program)
+    path.write_bytes(with_another_directory(program.getvalue(), b"archive/data.pkl"))
+    assert zipfile.ZipFile(path).namelist() == ["archive/data.pkl"]
+    with pytest.raises(ValueError, match="is a TorchScript program"):
+        read_weights(path)
+    assert not written.exists()
+    torch.jit.load(path)  # the file runs as a program
+    assert written.read_bytes() == b"AAA"
+
+
+def test_tensors_beyond_their_storage_are_refused(tmp_path: Path):
+    for is_zip in (True, False):
+        path = tmp_path / f"{is_zip}.pth"
+        torch.save({"weight": torch.ones(200)}, path, _use_new_zipfile_serialization=is_zip)
+        content, size = path.read_bytes(), b"K\xc8\x85"  # a tuple of 200: the second one is the stride's or size's
+        assert content.count(size) == 1
+        path.write_bytes(content.replace(size, b"K\xc9\x85"))
+        with pytest.raises(ValueError, match=r"size \(201,\) exceeds its storage of 200 numbers"):
+            read_weights(path)
+
+
+def test_a_pipe_in_a_file_of_the_oldest_format_is_not_opened(tmp_path: Path):
+    with tarfile.open(tmp_path / "weights.pth", "w") as archive:
+        for name, kind in (("storages", tarfile.FIFOTYPE), ("tensors", tarfile.REGTYPE), ("pickle", tarfile.REGTYPE)):
+            member = tarfile.TarInfo(name)
+            member.type = kind
+            archive.addfile(member)
+    with pytest.raises(ValueError, match=r"is a tar file of PyTorch 0\.1"):
+        read_weights(tmp_path / "weights.pth")
+
+
+def test_onnx_files_are_refused_by_their_kind(tmp_path: Path):
+    onnx = pytest.importorskip("onnx")
+    value = onnx.helper.make_tensor_value_info("images", onnx.TensorProto.FLOAT, [1])
+    node = onnx.helper.make_node("Identity", ["images"], ["features"])
+    graph = onnx.helper.make_graph([node], "graph", [value], [value])
+    for number, options in enumerate(({}, {"producer_name": "pytorch"})):
+        path = tmp_path / f"{number}.pth"
+        onnx.save(onnx.helper.make_model(graph, **options), path)
+        with pytest.raises(ValueError, match="is an ONNX model, not a weight file"):
+            read_weights(path)
+
+
+def test_compressed_archives_and_exported_programs_are_refused(tmp_path: Path):
+    torch.save(STATE, tmp_path / "weights.pth")
+    with (
+        zipfile.ZipFile(tmp_path / "weights.pth") as stored,
+        zipfile.ZipFile(tmp_path / "compressed.pth", "w", zipfile.ZIP_DEFLATED) as compressed,
+    ):
+        for name in stored.namelist():
+            compressed.writestr(name, stored.read(name))
+    with pytest.raises(ValueError, match="is a compressed archive"):
+        read_weights(tmp_path / "compressed.pth")
+    torch.export.save(torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),)), tmp_path / "program.pt2")
+    with pytest.raises(ValueError, match=r"is a program of torch\.export"):
+        read_weights(tmp_path / "program.pt2")
+
+
 class Payload:
     def __reduce__(self):
         return (print, ("code in a checkpoint",))
@@ -192,3 +300,48 @@ def test_archives_are_rejected_with_a_command_to_unpack_them(tmp_path: Path, kin
         archive.write(tmp_path / "weights.pth", "weights.pth")
     with pytest.raises(ValueError, match=r"zipped is an archive that contains weights\.pth: unpack it"):
         read_weights(tmp_path / "zipped")
+
+
+def bombs() -> dict[str, str]:
+    levels = "\n".join(f"v{n}: &v{n} [{', '.join([f'*v{n - 1}'] * 9)}]" for n in range(1, 30))
+    merges = "\n".join(f"m{n}: &m{n} {{<<: [{', '.join([f'*m{n - 1}'] * 9)}]}}" for n in range(1, 30))
+    return {
+        "aliases": f"v0: &v0 x\n{levels}\nlicense: *v29",
+        "merges": f"m0: &m0 {{x: 1}}\n{merges}\nlicense: *m29",
+        "itself": "license: &v [*v]",
+        "deep": "license: " + "[" * 100_000,
+        "long": "license: [" + "1, " * 200_000 + "1]",
+    }
+
+
+@pytest.mark.parametrize("kind", bombs())
+def test_text_from_strangers_is_bounded(tmp_path: Path, kind: str):
+    text = bombs()[kind]
+    (tmp_path / "README.md").write_text(f"---\n{text}\n---\n")
+    assert read_header(tmp_path / "README.md") == {}
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(InputError, match=r"config\.yaml"):
+        read_yaml(tmp_path / "config.yaml")
+
+
+def test_json_from_strangers_is_bounded(tmp_path: Path):
+    (tmp_path / "config.json").write_text("[" * 10**6)
+    with pytest.raises(InputError, match=r"config\.json is damaged"):
+        read_json(tmp_path / "config.json")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pipes and devices among files")
+def test_devices_and_pipes_are_not_read(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    for target in ("/dev/zero", "pipe"):
+        for name, read in (("README.md", read_header), ("config.json", read_json), ("config.yaml", read_yaml)):
+            path = tmp_path / name
+            path.unlink(missing_ok=True)
+            path.symlink_to(target)
+            if name == "README.md":
+                assert read(path) == {}
+                continue
+            with pytest.raises(InputError, match="not a regular file"):
+                read(path)
+    (tmp_path / MARKER).symlink_to("pipe")
+    assert result_kind(tmp_path) is None

@@ -13,6 +13,7 @@ import torch
 from timm.data.config import resolve_model_data_config
 from torch import nn
 
+from cribo.errors import InputError
 from cribo.models import Backbone, build_backbone, load_backbone, load_pretrained, save_backbone
 from cribo.models.numerics import Numerics
 
@@ -279,6 +280,43 @@ def test_a_file_with_the_name_of_its_timm_network_needs_no_name(
     path.rename(tmp_path / "mobilenetv2_100.safetensors")
     with pytest.raises(ValueError, match="give the timm name of its architecture"):
         load_backbone(tmp_path / "mobilenetv2_100.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("dinov2_vits14", "vit_small_patch14_dinov2"),
+        ("dinov2_vitg14_reg", "vit_giant_patch14_reg4_dinov2"),
+        ("dinov3_vits16plus", "vit_small_plus_patch16_dinov3"),
+        ("dino_vits16", r"vit_small_patch16_224\.dino"),
+    ],
+)
+def test_names_of_torch_hub_suggest_those_of_timm(name: str, expected: str):
+    with pytest.raises(InputError, match=f"did you mean {expected}\\?"):
+        load_backbone(name)
+
+
+def quantised(state: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Matrices as numbers of 8 bits, for a scale of 0.01 if they are integers."""
+    scale = 1.0 if dtype.is_floating_point else 0.01
+    return {key: (value / scale).to(dtype) if value.ndim == 2 else value for key, value in state.items()}
+
+
+def test_quantised_weights_are_refused_and_floats_of_eight_bits_are_converted(tmp_path):
+    backbone = vit()
+    state = backbone.model.state_dict()
+    integers, floats = quantised(state, torch.int8), quantised(state, torch.float8_e4m3fn)
+    scales = {key.replace("weight", "weight_scale"): torch.tensor(0.01) for key in state if state[key].ndim == 2}
+    for content in (integers, {**integers, **scales}, {**floats, **scales}):
+        safetensors.torch.save_file(content, tmp_path / "weights.safetensors")
+        with pytest.raises(InputError, match=r"int8 instead of float32|and their scales \("):
+            load_backbone(tmp_path / "weights.safetensors")
+        with pytest.raises(InputError, match=r"int8 instead of float32|and their scales \("):
+            load_pretrained(backbone, tmp_path / "weights.safetensors")
+    safetensors.torch.save_file(floats, tmp_path / "weights.safetensors")
+    load_pretrained(backbone, tmp_path / "weights.safetensors")
+    loaded = backbone.model.state_dict()
+    assert all(torch.equal(loaded[key], value.float()) for key, value in floats.items())
 
 
 def test_half_precision_weights_load_into_a_float_network(tmp_path):

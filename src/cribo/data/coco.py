@@ -75,7 +75,7 @@ class CocoFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).expanduser()
         require(self.path)
-        content = read_json(self.path)
+        content = read_json(self.path, limit_bytes=None)
         if not _has_lists(content):
             raise DataError(f"{self.path} is not in COCO's format: it must contain the lists {', '.join(_NEEDED)}")
         for key, fields in _NEEDED.items():
@@ -403,7 +403,7 @@ def find_coco(folder: Path) -> tuple[list[Path], list[DataError]]:
     damaged: list[DataError] = []
     for path in sorted(folder.glob("*.json")):
         try:
-            if _has_lists(read_json(path)):
+            if _has_lists(read_json(path, limit_bytes=None)):
                 found.append(path)
         except DataError as error:
             damaged.append(error)

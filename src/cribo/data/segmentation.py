@@ -334,7 +334,7 @@ def is_marked(stem: str, image: str) -> bool:
 
 def _is_labelme(path: Path) -> bool:
     try:
-        content = read_json(path) if path.suffix == ".json" else None
+        content = read_json(path, limit_bytes=None) if path.suffix == ".json" else None
     except DataError:
         return False
     return isinstance(content, dict) and {"shapes", "imagePath"} <= content.keys()

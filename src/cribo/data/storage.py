@@ -49,6 +49,11 @@ class ShardError(Stopped):
     """A shard, or a file in object storage, of an opened collection cannot be read; the message names it."""
 
 
+def needs_ranges(error: Exception) -> bool:
+    """Whether fsspec reports that an HTTP server sends whole files only."""
+    return isinstance(error, ValueError) and "range requests" in str(error)
+
+
 def retry(what: str, attempt: Callable[[], T]) -> T:
     """Call `attempt` until it succeeds, waiting `RETRY_DELAYS` between attempts.
 
@@ -64,6 +69,11 @@ def retry(what: str, attempt: Callable[[], T]) -> T:
         except FileNotFoundError as error:  # permanent
             raise ShardError(f"{what}: file not found; it may have been removed") from error
         except Exception as error:  # error classes depend on the storage
+            if needs_ranges(error):
+                raise ShardError(
+                    f"{what}: the server does not support range requests (it sends whole files only): copy the files "
+                    "to a folder, or use another server"
+                ) from error
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise  # error of the cache, not of the storage
             message = f"{what}: {str(error) or type(error).__name__}"

@@ -17,7 +17,7 @@ from filelock import FileLock
 from jaxtyping import Int64
 
 from cribo.data.images import EXTENSIONS, DataError, PackedNames
-from cribo.data.storage import ShardError, ShardStore, retry
+from cribo.data.storage import ShardError, ShardStore, needs_ranges, retry
 from cribo.files import write_whole
 
 log = logging.getLogger("cribo")
@@ -253,7 +253,7 @@ def _members(file: BinaryIO, size: int, what: str) -> Iterator[tarfile.TarInfo]:
         raise
     # tarfile does not validate sizes: it seeks and allocates accordingly.
     except (tarfile.TarError, ValueError, ArithmeticError, RecursionError, LookupError, OSError, MemoryError) as error:
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+        if (isinstance(error, OSError) and error.errno != errno.EINVAL) or needs_ranges(error):
             raise
         raise DataError(
             f"{what} is broken, or not an uncompressed tar file: {error}; download or write it again"

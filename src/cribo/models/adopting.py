@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+import torch
 from timm.models import Beit, VisionTransformer
 from torch import Tensor
 
@@ -239,20 +240,27 @@ def _with_resized_biases(
 
 
 def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source: str, keys: Sequence[str]) -> None:
-    """Check every key, shape and value before loading; `keys` are the names in the file, for error messages."""
+    """Check every key, shape, type and value before loading; `keys` are the names in the file, for error messages."""
     own = backbone.model.state_dict()
     reshaped = [
         f"{key} {tuple(state[key].shape)} instead of {tuple(own[key].shape)}"
         for key in own
         if key in state and state[key].shape != own[key].shape and key not in backbone.unused_parameters
     ]
+    retyped = [
+        f"{key} {_name(state[key].dtype)} instead of {_name(own[key].dtype)}"
+        for key in own
+        if key in state and key not in backbone.unused_parameters and not _are_alike(state[key], own[key])
+    ]
+    typed = [key for key in own if key in state and _are_alike(state[key], own[key])]
     unexpected = [_name_in_file(key, keys) for key in state if key not in own]
     problems = [
         f"{len(keys)} keys {what}: {first_keys(keys)}"
         for what, keys in (
             ("missing", sorted(required_keys(backbone) - state.keys(), key=list(own).index)),
             ("of a different shape", reshaped),
-            ("that are not finite", [key for key in own if key in state and not _is_finite(state[key])]),
+            ("of a different type", retyped),
+            ("that are not finite", [key for key in typed if not _is_finite(state[key])]),
             ("unexpected", unexpected),
         )
         if keys
@@ -260,11 +268,28 @@ def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source
     if problems:
         arguments = f" with {backbone.args}" if backbone.args else ""
         way_out = ": skip them with --backbone.ignore PATTERN (ignore= in Python)" if unexpected else ""
+        if retyped:
+            way_out = (
+                ": the weights are quantised; dequantise them with the library that wrote them, and save its state "
+                "dict as floating-point numbers"
+            )
         raise InputError(
             f"{source} does not fit {backbone.name}{arguments}; nothing was loaded; {'; '.join(problems)}{way_out}"
         )
     usable = {key: state[key] for key in own if key in state and state[key].shape == own[key].shape}
     backbone.model.load_state_dict({**own, **usable})
+
+
+def _are_alike(value: Tensor, own: Tensor) -> bool:
+    """Whether numbers can be converted to the type of a network's: counters of batch norm may be of any type."""
+    return value.dtype in _FLOATS if own.is_floating_point() else own.ndim == 0 or not value.is_floating_point()
+
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _is_finite(value: Tensor) -> bool:

@@ -226,9 +226,30 @@ def check_network(name: str, file: object, *, trust: bool, given: str | None) ->
 
 
 def nearest_names(name: str) -> str:
-    """Return the timm names most similar to `name`, as the end of an error message."""
+    """Return the timm names most similar to `name`, as the end of an error message.
+
+    Example:
+        >>> nearest_names("dinov2_vits14_reg"), nearest_names("dino_vitb8")
+        (': did you mean vit_small_patch14_reg4_dinov2?', ': did you mean vit_base_patch8_224.dino?')
+    """
+    if own := _name_of_dino(name):
+        return f": did you mean {own}?"
     near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
     return f": did you mean {', '.join(near)}?" if near else ": timm.list_models() lists them"
+
+
+_SIZES = {"s": "small", "b": "base", "l": "large", "g": "giant", "h": "huge", "7b": "7b"}
+
+
+def _name_of_dino(name: str) -> str | None:
+    """Return timm's name of a network that DINO, DINOv2 or DINOv3 publish under another name in torch.hub."""
+    found = re.fullmatch(r"dino(v2|v3|)[_-]vit_?([sblgh]|7b)_?(\d+)(plus)?([_-]reg)?\d?([_-]lc)?", name.lower())
+    if found is None:
+        return None
+    version, size, patch, plus, registers = found.groups()[:5]
+    timm_name = f"vit_{_SIZES[size]}{'_plus' if plus else ''}_patch{patch}{'_reg4' if registers else ''}"
+    timm_name += f"_dino{version}" if version else "_224"
+    return None if not timm.is_model(timm_name) else timm_name if version else f"{timm_name}.dino"
 
 
 def _check_name(name: str) -> None:

@@ -22,8 +22,14 @@ _ADDRESS = re.compile(
 )
 _NAME = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>refs/pr/\d+|(?!refs/)[^/@]+))?(/(?P<path>[^@]+?))?/?")
 
-WEIGHTS = ("backbone.safetensors", "model.safetensors", "pytorch_model.bin")
-"""Names of weights in a folder, the first that exists is used."""
+WEIGHTS = (
+    *("backbone.safetensors", "model.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+"""Names of weights in a folder, the first that exists is used; an index names the files into which they are split."""
+
+SHARD_INDEX = ".index.json"
+"""Suffix of the file that names the files into which transformers splits weights."""
 
 _README, _CONFIG, _DESCRIPTION = "README.md", "config.json", "backbone.json"
 _BESIDE = (
@@ -208,6 +214,9 @@ def choose_files(files: Sequence[str], name: HubName) -> tuple[str, list[str]]:
         weights = folder + _only_weights([file for file in here if "/" not in file], files, name)
     folder = weights.rpartition("/")[0]
     beside = [file for file in (f"{folder}/{small}" if folder else small for small in _BESIDE) if file in files]
+    if weights.endswith(SHARD_INDEX):
+        start, _, suffix = weights.removesuffix(SHARD_INDEX).rpartition(".")
+        beside += [file for file in files if re.fullmatch(rf"{re.escape(start)}-\d+-of-\d+\.{re.escape(suffix)}", file)]
     readme = [_README] if folder and _README in files else []
     return weights, [*readme, *(file for file in beside if file != weights)]
 
@@ -224,8 +233,8 @@ def _only_weights(here: Sequence[str], files: Sequence[str], name: HubName) -> s
     shards = [file for file in here if re.search(r"-\d+-of-\d+\.", file)]
     if shards:
         raise InputError(
-            f"the weights of {name} are split into {len(shards)} files: load it with its own library, and save its "
-            "state dict as one file"
+            f"the weights of {name} are split into {len(shards)} files without their index ({WEIGHTS[2]}): load it "
+            "with its own library, and save its state dict as one file"
         )
     candidates = [file for file in here if is_weights(file)]
     if len(candidates) == 1:

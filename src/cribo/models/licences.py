@@ -10,6 +10,7 @@ from urllib.parse import urljoin
 import yaml
 
 from cribo.errors import InputError
+from cribo.files import parse_yaml, read_text
 from cribo.models.hub import address, hub_name, source_name
 
 README = "README.md"
@@ -175,8 +176,8 @@ def read_licence(readmes: Iterable[Path], source: str, commit: str | None = None
 def read_header(path: Path) -> dict[str, Any]:
     """Read the YAML between `---` at the start of a Markdown file; empty without a valid one."""
     try:
-        header = yaml.safe_load(split_header(path.read_text(encoding="utf-8", errors="replace"))[0])
-    except (OSError, yaml.YAMLError):
+        header = parse_yaml(split_header(read_text(path, errors="replace"))[0])
+    except (OSError, InputError, yaml.YAMLError):
         return {}
     return header if isinstance(header, dict) else {}
 

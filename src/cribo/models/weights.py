@@ -18,7 +18,7 @@ from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, RESERVED_ARGS, Ba
 from cribo.models.building import build_network, nearest_names, untrained
 from cribo.models.formats.architecture import Architecture, infer_architecture
 from cribo.models.formats.distributed import METADATA
-from cribo.models.formats.hub import HUB_CONFIG, activation_of, hub_config, read_beside
+from cribo.models.formats.hub import HUB_CONFIG, HUB_IMAGES, activation_of, hub_config, image_normalisation, read_beside
 from cribo.models.formats.reading import ORBAX_FILES, flatten, read_weights
 from cribo.models.formats.recognising import NetworkName, Recognised, first_keys, recognise
 from cribo.models.formats.table import SHARD, Expected
@@ -47,8 +47,7 @@ from cribo.models.saving import (
 
 _HUB_FILE = "pytorch_model.bin"  # timm prefers the model.safetensors beside it
 
-# Files in folders of the Hugging Face hub, and in the folder of an interrupted run.
-_HUB_IMAGES = "preprocessor_config.json"
+# Files in the folder of an interrupted run.
 _CHECKPOINTS = "checkpoints/step=*.ckpt"
 
 
@@ -497,23 +496,22 @@ def _recognise(
         recognised = apply_mmsegmentation_config(recognised, content, path)
     if recognised.format in ("DINOv2 or DINOv3 training", "DINOv2", "DINOv3"):
         return apply_dino_config(recognised, path)
-    config, images = hub_config(path), read_beside(path, _HUB_IMAGES)
+    config = hub_config(path)
     if isinstance(about := config.get(DESCRIBED), Mapping):
         return apply_description(recognised, about)
-    images = {**config.get("pretrained_cfg", {}), **images}
-    mean, std = images.get("image_mean", images.get("mean")), images.get("image_std", images.get("std"))
+    mean, std = image_normalisation(path, config, recognised.expected)
     notes = recognised.notes
     if mean is None and "Hugging Face" in recognised.format:
         notes = (
-            f"no {_HUB_IMAGES} beside it: assumed a mean of {recognised.expected.mean or IMAGENET_MEAN} for images",
+            f"no {HUB_IMAGES} beside it: assumed a mean of {recognised.expected.mean or IMAGENET_MEAN} for images",
             *notes,
         )
     eps = "norm_eps" if recognised.expected.final_norm_eps is None else "final_norm_eps"
     return with_expected(
         replace(recognised, notes=notes),
         **{eps: config.get("layer_norm_eps")},
-        mean=mean and tuple(mean),
-        std=std and tuple(std),
+        mean=mean,
+        std=std,
         act_layer=activation_of(config, path),
     )
 
@@ -631,7 +629,7 @@ def _load_from_timm(backbone: Backbone, name: str) -> LoadedWeights:
         raise InputError(f"the weights {name!r} are not in a PyTorch format: give a file")
     try:
         if hub:
-            content = load_state_dict_from_hf(hub, config.hf_hub_filename or _HUB_FILE)
+            content = load_state_dict_from_hf(hub, config.hf_hub_filename or _HUB_FILE, weights_only=True)
         else:
             content = torch.hub.load_state_dict_from_url(str(url), map_location="cpu", weights_only=True)
     except Exception as error:  # the hub client's errors have no common base class

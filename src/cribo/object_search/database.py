@@ -35,6 +35,7 @@ from cribo.data.images import DataError, is_url, require
 from cribo.data.limits import Reading
 from cribo.data.reading import EncodedImage
 from cribo.errors import InputError
+from cribo.files import parse_json
 from cribo.lance_loading import load_lance
 from cribo.redaction import masked
 from cribo.retrieval.object_settings import ObjectSettings
@@ -942,7 +943,7 @@ def _reason(error: Exception) -> str:
 
 def _read_info(place: str, about: Any) -> DatabaseInfo:
     try:
-        content: Mapping[str, Any] = json.loads(about.to_table()["json"][0].as_py())
+        content: Mapping[str, Any] = parse_json(about.to_table()["json"][0].as_py())
         version = content["format"]
         if version != _FORMAT:
             raise DatabaseError(

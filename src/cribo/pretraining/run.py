@@ -1,6 +1,5 @@
 """Pretraining runs, from the configuration to the run folder."""
 
-import json
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from rich.console import Console
 from cribo.arguments import ConfigError
 from cribo.console import Phases
 from cribo.errors import if_interrupted
-from cribo.files import FolderError, remove_parts, write_json, write_text
+from cribo.files import FolderError, read_json, remove_parts, write_json, write_text
 from cribo.folders import ResultFolder, describe_changes, flat, named_folder, require_same
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.pretraining.config import PretrainConfig
@@ -235,7 +234,7 @@ def _run(
         if (folder / SUMMARY).is_file():
             _require_same(folder, config)
             log.info("%s is already finished: nothing to resume", folder)
-            return Run(folder, json.loads((folder / SUMMARY).read_text(encoding="utf-8")), config.backbone.name)
+            return Run(folder, read_json(folder / SUMMARY), config.backbone.name)
     session = Session(config)
     if minutes is not None:
         plan(session, minutes)

@@ -36,6 +36,7 @@ from cribo.errors import InputError, Stopped, if_interrupted
 from cribo.files import (
     FolderError,
     append_json,
+    read_json,
     remove_parts,
     write_json,
     write_text,
@@ -550,7 +551,7 @@ class _Results:
 
     def changes(self) -> Iterator[str]:
         """Yield what has changed since the results in the folder were created: images, memory or settings."""
-        before = json.loads((self.folder / ABOUT).read_text(encoding="utf-8"))
+        before = read_json(self.folder / ABOUT)
         return changes_between(before, self._about)
 
     def begin(self) -> None:

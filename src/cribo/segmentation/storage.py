@@ -19,7 +19,7 @@ from torch import Tensor
 from cribo.colours import Colour
 from cribo.data.images import DataError, require
 from cribo.errors import InputError
-from cribo.files import write_whole
+from cribo.files import parse_json, write_whole
 from cribo.probes.examples import EncodedExample
 from cribo.redaction import masked
 
@@ -150,7 +150,7 @@ def read_memory(path: str | os.PathLike[str]) -> Stored:
     if _KIND not in metadata:
         held = ", ".join(sorted(tensors)[:4]) or "nothing"
         raise DataError(f"{path} contains {held}, not a memory of `cribo segment`: create one with --examples")
-    about = json.loads(metadata[_KIND])
+    about = parse_json(metadata[_KIND])
     if about["format"] > MEMORY_FORMAT:
         raise DataError(
             f"{path} has format {about['format']}, but this version of cribo reads format {MEMORY_FORMAT}: update cribo"

@@ -20,7 +20,7 @@ from cribo.errors import InputError
 from cribo.evaluation.segmentation.inference import Inference, segment_pixels
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
 from cribo.evaluation.segmentation.segmenter import Segmenter
-from cribo.files import write_whole
+from cribo.files import parse_json, write_whole
 from cribo.models import build_backbone, describe
 from cribo.models.backbone import RESERVED_ARGS
 from cribo.models.building import check_network
@@ -126,7 +126,7 @@ def load_segmenter(
         raise FileNotFoundError(f"no segmenter at {file}: give the folder of a finished `cribo evaluate segmenter`")
     try:
         with safetensors.safe_open(file, framework="pt") as content:
-            about = json.loads((content.metadata() or {}).get(_ENTRY, "null"))
+            about = parse_json((content.metadata() or {}).get(_ENTRY, "null"))
         state = safetensors.torch.load_file(file)
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise InputError(f"{file} cannot be read ({error}): copy it again") from error

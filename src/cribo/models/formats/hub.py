@@ -1,14 +1,17 @@
 """Configurations in the formats of the Hugging Face hub: transformers, timm and open_clip."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from cribo.errors import InputError
+from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD
 from cribo.models.formats.reading import read_json
+from cribo.models.formats.table import Expected
 from cribo.models.formats.training_configs import read_yaml
 
-HUB_CONFIG = "config.json"
+HUB_CONFIG, HUB_IMAGES = "config.json", "preprocessor_config.json"
 
 _OPEN_CLIP_CONFIG = "open_clip_config.json"
 
@@ -68,6 +71,58 @@ def activation_of(config: Mapping[str, Any], path: Path) -> str | None:
             f"{', '.join(_ACTIVATIONS)}"
         )
     return _ACTIVATIONS[config["hidden_act"]]
+
+
+def image_normalisation(
+    path: Path, config: Mapping[str, Any], expected: Expected
+) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+    """Return mean and standard deviation, of images between 0 and 1, by the files beside weights; None if not given.
+
+    A factor by which images are multiplied before, other than 1/255, is included in both.
+
+    Args:
+        path: of the weights.
+        config: the configuration beside them, whose values a preprocessor_config.json replaces.
+        expected: what the format of the weights expects.
+
+    Raises:
+        ValueError: the values are not numbers, or contradict each other.
+    """
+    stated: Mapping[str, Any] = config.get("pretrained_cfg") or {}
+    images = {**stated, **read_beside(path, HUB_IMAGES)}
+    source = path.with_name(HUB_IMAGES)
+    mean = _channels(images.get("image_mean", images.get("mean")), "mean", source)
+    std = _channels(images.get("image_std", images.get("std")), "std", source)
+    scale = 255 * _number(images.get("rescale_factor", 1 / 255), "rescale_factor", source)
+    if images.get("do_rescale") is False:
+        scale = 255.0
+        if images.get("do_normalize") is not False and max(std or (1.0,)) <= 1:
+            raise InputError(
+                f"{source} has do_rescale false with an image_std of {std or 'its default'}, which is for images "
+                "between 0 and 1: set do_rescale to true, or give mean and std of images between 0 and 255"
+            )
+    if images.get("do_normalize") is False:
+        mean, std = (0.0,) * 3, (1.0,) * 3
+    if abs(scale - 1) < 1e-3:  # some files round 1/255
+        return mean, std
+    mean, std = mean or expected.mean or IMAGENET_MEAN, std or expected.std or IMAGENET_STD
+    return tuple(value / scale for value in mean), tuple(value / scale for value in std)
+
+
+def _channels(value: Any, name: str, source: Path) -> tuple[float, ...] | None:
+    """Return one number for each channel; a file may give one for all."""
+    if value is None:
+        return None
+    values = list(value) if isinstance(value, list | tuple) else [value] * 3
+    if len(values) != 3:
+        raise InputError(f"{source} has {len(values)} values of {name}, expected one for each of 3 channels")
+    return tuple(_number(each, name, source, least=-math.inf if name == "mean" else 0.0) for each in values)
+
+
+def _number(value: Any, name: str, source: Path, least: float = 0.0) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least < value < math.inf:
+        raise InputError(f"{source} has {name} {value!r}, expected a number above {least:g}: correct it")
+    return float(value)
 
 
 def read_beside(path: Path, name: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Read pickles of plain data with an allow-list of names, so that no code in them runs.
+"""Read pickles of plain data with a fixed table of names, so that nothing is imported and no code in them runs.
 
-PyTorch's reader (`weights_only=True`) supports the opcodes of protocol 2 and its own objects. This one reads the rest:
-options, paths, dates and scores that training scripts store with the weights, checkpoints of later protocols,
+PyTorch's reader (`weights_only=True`) supports the opcodes of protocol 2 and its own objects. This one reads tensors,
+and options, paths, dates and scores that training scripts store with the weights, checkpoints of later protocols,
 detectron2's `.pkl` of NumPy arrays, and the metadata of `torch.distributed.checkpoint`.
 """
 
@@ -9,17 +9,18 @@ import argparse
 import collections
 import contextlib
 import datetime
+import math
 import pickle
 import pickletools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import PurePosixPath, PureWindowsPath
-from types import ModuleType
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch._utils import _rebuild_parameter, _rebuild_tensor_v2
+from torch import Tensor
+from torch._utils import _rebuild_parameter
 
 # The functions that rebuild arrays and tensors.
 _NUMPY_ARRAY: Any = np.empty(0).__reduce__()[0]
@@ -57,6 +58,32 @@ def _dtype(name: str | np.dtype, align: bool = False, copy: bool = True) -> np.d
     return np.dtype(name, bool(align), True)
 
 
+class StorageKind(NamedTuple):
+    """Type of the numbers in a storage, which a pickle of PyTorch names by class, such as torch.FloatStorage."""
+
+    dtype: torch.dtype
+
+
+class Storage(NamedTuple):
+    """The bytes of tensors, and the type of their numbers."""
+
+    content: torch.UntypedStorage
+    dtype: torch.dtype
+
+
+def _storage_kind(dtype: torch.dtype) -> Callable[[], StorageKind]:
+    return lambda: StorageKind(dtype)
+
+
+def _tensor(storage: Storage, offset: int, size: Sequence[int], stride: Sequence[int], *rest: Any) -> Tensor:
+    """Return a view of a storage; PyTorch would enlarge a storage that is too small."""
+    last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    count = storage.content.nbytes() // storage.dtype.itemsize
+    if min(offset, *size, *stride, 0) < 0 or (math.prod(size) > 0 and last >= count):
+        raise pickle.UnpicklingError(f"a tensor of size {tuple(size)} exceeds its storage of {count} numbers")
+    return torch.empty(0, dtype=storage.dtype).set_(storage.content, offset, tuple(size), tuple(stride))
+
+
 def _as_is(value: Any) -> Callable[[], Any]:
     """For values and types implemented in C, whose attributes cannot be set."""
     return lambda: value
@@ -66,6 +93,20 @@ _DTYPES = (
     *("float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"),
     *("uint8", "int8", "int16", "int32", "int64", "bool", "half", "float", "double", "int", "long"),
 )
+_STORAGES = {
+    "Double": torch.float64,
+    "Float": torch.float32,
+    "Half": torch.float16,
+    "BFloat16": torch.bfloat16,
+    "Long": torch.int64,
+    "Int": torch.int32,
+    "Short": torch.int16,
+    "Char": torch.int8,
+    "Byte": torch.uint8,
+    "Bool": torch.bool,
+    "ComplexDouble": torch.complex128,
+    "ComplexFloat": torch.complex64,
+}
 _DCP = "torch.distributed.checkpoint"
 # Types that a `defaultdict` calls for missing keys; it is read as a plain dictionary.
 _FACTORIES = ("bool", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "object", "str", "tuple")
@@ -90,7 +131,10 @@ _ALLOWED: dict[str, Callable[[], Any]] = {
     "builtins.set": _as_is(set),
     "builtins.slice": _as_is(slice),
     "argparse.Namespace": _python_class(argparse.Namespace),
-    "torch._utils._rebuild_tensor_v2": _function(_rebuild_tensor_v2),
+    **{f"torch.{name}Storage": _storage_kind(dtype) for name, dtype in _STORAGES.items()},
+    "torch.storage.UntypedStorage": _storage_kind(torch.uint8),
+    "torch._utils._rebuild_tensor": _function(_tensor),
+    "torch._utils._rebuild_tensor_v2": _function(_tensor),
     "torch._utils._rebuild_parameter": _function(_rebuild_parameter),
     "torch._utils._rebuild_parameter_with_state": _function(lambda data, *rest: data),
     "torch._tensor._rebuild_from_type_v2": _function(lambda function, kind, arguments, state: function(*arguments)),
@@ -134,7 +178,7 @@ class PlainUnpickler(pickle.Unpickler):
     """Unpickler of plain data, NumPy arrays and tensors that rejects every other name.
 
     Raises:
-        ForbiddenName: the pickle contains another name, `module.name`.
+        ForbiddenName: the pickle contains another name, `module.name`; nothing is imported.
         UnpicklingError: a memo index is larger than the length of the pickle allows; Python would allocate memory.
     """
 
@@ -148,6 +192,8 @@ class PlainUnpickler(pickle.Unpickler):
         for count, (opcode, argument, _) in enumerate(pickletools.genops(self._file)):
             if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > max(count, 255):
                 raise pickle.UnpicklingError(f"memo index {argument} after {count} steps")
+            if opcode.name in ("EXT1", "EXT2", "EXT4"):  # looked up in a table of the program, not of this module
+                raise pickle.UnpicklingError(f"the opcode {opcode.name} is not supported")
         self._file.seek(start)
         return super().load()
 
@@ -164,18 +210,7 @@ class ForbiddenName(pickle.UnpicklingError):
     """A pickle names a class or function that is not allowed."""
 
 
-def as_pickle_module(unpickler: type[pickle.Unpickler] = PlainUnpickler) -> ModuleType:
-    """Return a module to pass to `torch.load` as `pickle_module`."""
-    module = ModuleType("plain_pickle")
-    module.__dict__.update(
-        Unpickler=unpickler,
-        load=lambda file, **options: unpickler(file, **options).load(),
-        UnpicklingError=pickle.UnpicklingError,
-    )
-    return module
-
-
-def forbidden_names(read: Callable[[ModuleType], Any]) -> list[str]:
+def forbidden_names(read: Callable[[type[PlainUnpickler]], Any]) -> list[str]:
     """Return the forbidden names in a file, as far as `read` can read it without them."""
     names: list[str] = []
 
@@ -188,5 +223,5 @@ def forbidden_names(read: Callable[[ModuleType], Any]) -> list[str]:
                 return _python_class(Record)()
 
     with contextlib.suppress(Exception):
-        read(as_pickle_module(Lister))
+        read(Lister)
     return sorted(set(names))

@@ -2,11 +2,9 @@
 
 import codecs
 import contextlib
-import json
 import pickle
 import re
 import tarfile
-import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,11 +16,14 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from cribo import files
 from cribo.errors import InputError, MissingPackage
 from cribo.installation import install_command
 from cribo.models.formats.distributed import METADATA, read_distributed
-from cribo.models.formats.plain_pickle import ForbiddenName, PlainUnpickler, as_pickle_module, forbidden_names
+from cribo.models.formats.plain_pickle import ForbiddenName, PlainUnpickler, forbidden_names
 from cribo.models.formats.table import SHARD
+from cribo.models.formats.torch_files import is_torch_file, read_torch_file
+from cribo.models.hub import SHARD_INDEX
 
 _AGAIN = "copy or download it again"
 _HEADER_BYTES = 512
@@ -37,7 +38,8 @@ def read_weights(path: Path, *, trust: bool = False) -> dict[str, Any]:
     The mapping is nested as saved; NumPy and Flax arrays are converted to tensors.
 
     Args:
-        path: file with any suffix, or folder of `torch.distributed.checkpoint`.
+        path: file with any suffix, an index of split weights (`model.safetensors.index.json`), or folder of
+            `torch.distributed.checkpoint`.
         trust: allow code in a torch file to run. Use only with files from a trusted source.
 
     Raises:
@@ -56,6 +58,8 @@ def read_weights(path: Path, *, trust: bool = False) -> dict[str, Any]:
         )
     if not path.is_file():
         raise FileNotFoundError(f"no weights at {path}")
+    if path.name.endswith(SHARD_INDEX):
+        return _read_split(path, trust=trust)
     with path.open("rb") as file:
         start = file.read(_HEADER_BYTES)
     if not start:
@@ -72,7 +76,7 @@ def read_weights(path: Path, *, trust: bool = False) -> dict[str, Any]:
 def _read_or_explain(path: Path, read: Callable[[Path], Any]) -> Any:
     try:
         return read(path)
-    except (ImportError, UntrustedFile):
+    except (ImportError, InputError):
         raise
     except Exception as error:  # readers raise any kind of error on damaged files
         first_line = str(error).partition("\n")[0][:200]
@@ -120,12 +124,28 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is damaged or does not contain an object.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path} is damaged ({error}): {_AGAIN}") from error
+    content = files.read_json(path)
     if not isinstance(content, dict):
         raise InputError(f"{path} contains a {type(content).__name__}, expected an object")
+    return content
+
+
+def _read_split(index: Path, *, trust: bool) -> dict[str, Any]:
+    """Read weights that transformers split into several files, in the folder of their index."""
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, Mapping) or not listed or not all(isinstance(name, str) for name in listed.values()):
+        raise InputError(f"{index} has no weight_map of names to files: {_AGAIN}")
+    content: dict[str, Any] = {}
+    for name in sorted(set(listed.values())):
+        file = index.with_name(Path(name).name)
+        if file.name != name or "\\" in name or name.endswith(SHARD_INDEX):
+            raise InputError(f"{index} names the file {name!r}: it must be a file of weights in the same folder")
+        if not file.is_file():
+            raise FileNotFoundError(f"{index} names {name}, which is not in its folder: {_AGAIN}")
+        read = read_weights(file, trust=trust)
+        content |= {key: value for key, value in read.items() if listed.get(key) == name}
+    if missing := [key for key in listed if key not in content]:
+        raise InputError(f"{index} names {missing[0]}, which is not in {listed[missing[0]]}: {_AGAIN}")
     return content
 
 
@@ -154,7 +174,12 @@ def _refuse_archives(path: Path, start: bytes) -> None:
             raise InputError(f"{path} is a {kind} archive: unpack it ({program}), and use the weight file in it")
     if start.startswith(b"\x89HDF\r\n"):
         raise InputError(f"{path} is an HDF5 file (Keras): save its arrays as .npz (numpy.savez)")
+    for pattern, kind in _PROGRAMS.items():
+        if re.match(pattern, start, flags=re.DOTALL):
+            raise InputError(f"{path} is {kind}{_PROGRAM}")
     inside = _read_or_explain(path, partial(_archived_names, start=start))
+    if any(name.endswith("/archive_format") for name in inside):
+        raise InputError(f"{path} is a program of torch.export{_PROGRAM}")
     files = [name for name in inside if re.search(r"\.(pth|pt|pkl|ckpt|bin|safetensors)$", name)]
     if files and not any(name.endswith("data.pkl") for name in inside):
         raise InputError(f"{path} is an archive that contains {files[0]}: unpack it, and use that file")
@@ -171,6 +196,13 @@ def _archived_names(path: Path, start: bytes) -> list[str]:
     return []
 
 
+# ONNX: a version, and the name of a program or a graph.
+_PROGRAMS = {
+    rb"\x08[\x01-\x3f](?:\x12[\x01-\x7f][ -~]|\x3a)": "an ONNX model",
+    rb".{4}TFL3": "a model of TensorFlow Lite",
+    rb"GGUF": "a GGUF model",
+}
+_PROGRAM = ", not a weight file: give the checkpoint or the folder from which it was made"
 _ARCHIVES = {
     b"\x1f\x8b": ("gzip", "tar xzf, gunzip"),
     b"BZh": ("bzip2", "tar xjf, bunzip2"),
@@ -196,8 +228,6 @@ def _reader(path: Path, start: bytes) -> Any:
                 names = archive.namelist()
         except zipfile.BadZipFile as error:
             raise InputError(f"{path} is truncated or damaged ({error}): {_AGAIN}") from error
-        if any("/code/" in name for name in names):
-            raise InputError(f"{path} is a TorchScript program, not a weight file: save its module's state dict")
         return _read_numpy if all(name.endswith(".npy") for name in names) else _read_torch
     if len(start) > 8 and start[8:9] == b"{":
         return safetensors.torch.load_file
@@ -208,24 +238,23 @@ def _reader(path: Path, start: bytes) -> Any:
 
 
 def _read_torch(path: Path, *, trust: bool) -> Any:
+    is_torch = is_torch_file(path)
     if trust:
-        try:
-            return _load(path, pickle, _is_torch(path))
-        except ModuleNotFoundError as error:
-            raise UntrustedFile(
-                f"{path} contains objects of {error.name}, which is not installed: install it, or save only the file's "
-                "state dict where it is installed"
-            ) from error
-    is_torch = _is_torch(path)
-    if is_torch:
-        # PyTorch's safe reader supports more kinds of tensors, ours more kinds of other objects.
-        with contextlib.suppress(Exception), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Detected pickle protocol")
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        return _read_trusted(path, is_torch)
+
+    def read(unpickler: type[PlainUnpickler]) -> Any:
+        if is_torch:
+            return read_torch_file(path, unpickler)
+        with path.open("rb") as file:
+            return unpickler(file, encoding="latin1").load()
+
     try:
-        return _load(path, as_pickle_module(), is_torch)
+        return read(PlainUnpickler)
     except ForbiddenName as error:
-        names = forbidden_names(lambda module: _load(path, module, is_torch)) or [str(error)]
+        if zipfile.is_zipfile(path):  # PyTorch's own reader supports further kinds of tensors
+            with contextlib.suppress(Exception):
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        names = forbidden_names(read) or [str(error)]
         _refuse_shards(path, names)
         listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
         raise UntrustedFile(
@@ -234,25 +263,18 @@ def _read_torch(path: Path, *, trust: bool) -> Any:
         ) from error
 
 
-def _is_torch(path: Path) -> bool:
-    """Whether a pickle was written by `torch.save`; other pickles contain NumPy arrays."""
-    if zipfile.is_zipfile(path):
-        return True
-    with path.open("rb") as file, contextlib.suppress(Exception):
-        return PlainUnpickler(file).load() == torch.serialization.MAGIC_NUMBER or tarfile.is_tarfile(path)
-    return tarfile.is_tarfile(path)
-
-
-def _load(path: Path, pickle_module: Any, is_torch: bool) -> Any:
-    if not is_torch:
-        with path.open("rb") as file:
-            return pickle_module.Unpickler(file, encoding="latin1").load()
-    # Memory-mapped, so that only the network in use is read from a training checkpoint. Older files do not allow it.
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Detected pickle protocol")
-        return torch.load(
-            path, map_location="cpu", weights_only=False, pickle_module=pickle_module, mmap=zipfile.is_zipfile(path)
-        )
+def _read_trusted(path: Path, is_torch: bool) -> Any:
+    """Read a file whose code may run."""
+    try:
+        if not is_torch:
+            with path.open("rb") as file:
+                return pickle.Unpickler(file, encoding="latin1").load()
+        return torch.load(path, map_location="cpu", weights_only=False, mmap=zipfile.is_zipfile(path))
+    except ModuleNotFoundError as error:
+        raise UntrustedFile(
+            f"{path} contains objects of {error.name}, which is not installed: install it, or save only the file's "
+            "state dict where it is installed"
+        ) from error
 
 
 def _refuse_shards(path: Path, names: Sequence[str]) -> None:

@@ -102,6 +102,7 @@ def recognise(
     if network not in get_args(NetworkName):
         raise InputError(f"network must be one of {', '.join(get_args(NetworkName))}, got {network!r}")
     own = dict.fromkeys(backbone.model.state_dict()) if backbone is not None else {}
+    tensors = _without_float8(tensors, source)
     # Prefixes of parallel training and compilation can occur anywhere in a key.
     originals = {re.sub(_WRAPPERS, r"\1", key): key for key in tensors}
     if len(originals) < len(tensors):
@@ -155,6 +156,24 @@ def recognise(
         rope_periods=None if periods is None else tuple(periods.float().tolist()),
         notes=tuple(_notes(expected, taken, network, [key for key, group in groups.items() if group == _BESIDE])),
     )
+
+
+def _without_float8(tensors: Mapping[str, Tensor], source: str) -> Mapping[str, Tensor]:
+    """Convert tensors of eight-bit floats, which have no arithmetic; refuse those that are multiplied by scales."""
+    short = {key for key, value in tensors.items() if str(value.dtype).startswith("torch.float8_")}
+    if not short:
+        return tensors
+    modules = {re.sub(r"[^./]*$", "", key) for key in short}
+    scales = [key for key in tensors if re.search(_SCALE, key) and re.sub(r"[^./]*$", "", key) in modules]
+    if scales:
+        raise InputError(
+            f"{source} has {len(short)} quantised tensors, of type float8, and their scales ({first_keys(scales)}): "
+            "dequantise them with the library that wrote them, and save its state dict as floating-point numbers"
+        )
+    return {key: value.float() if key in short else value for key, value in tensors.items()}
+
+
+_SCALE = r"(?i)(scale|scb|amax|absmax)[^./]*$"
 
 
 def first_keys(keys: Iterable[str]) -> str:

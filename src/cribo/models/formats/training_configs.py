@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from cribo.errors import InputError
+from cribo.files import YAML_BYTES, parse_yaml, read_text
 from cribo.models.formats.recognising import Recognised
 from cribo.models.formats.table import Expected
 from cribo.models.positions import Resizing
@@ -27,9 +28,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is damaged, or has tags that could run code.
     """
+    text = read_text(path, limit_bytes=YAML_BYTES, errors="replace")
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), PlainYamlLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        content = parse_yaml(text, PlainYamlLoader)
+    except (yaml.YAMLError, InputError) as error:
         raise InputError(f"{path} is damaged ({error}): copy it again") from error
     return content if isinstance(content, dict) else {}
 
@@ -157,7 +159,7 @@ def _mmsegmentation_config(content: Mapping[str, Any], path: Path) -> tuple[str,
     kept = [meta.get(key) for key in ("cfg", "config")] if isinstance(meta, Mapping) else []
     if text := next((text for text in kept if isinstance(text, str)), None):
         return text, None
-    texts = {file: file.read_text(encoding="utf-8", errors="replace") for file in path.parent.glob("*.py")}
+    texts = {file: read_text(file, errors="replace") for file in path.parent.glob("*.py") if file.is_file()}
     # A configuration with `_base_` contains only part of the settings.
     whole = [file for file, text in texts.items() if "backbone=dict(" in text and "_base_" not in text]
     return (texts[whole[0]], whole[0]) if len(whole) == 1 else ("", None)
