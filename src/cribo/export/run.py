@@ -132,14 +132,21 @@ def export_backbone(
     plain = _plain(backbone)
     reports: list[ExportReport] = []
 
+    @contextmanager
+    def step(name: str) -> Iterator[None]:
+        progress(name, 0, 1)
+        yield
+        progress(name, 1, 1)
+
     def write(folder: Path) -> None:
-        progress("writing", 0, 1)
-        written = exporter.write(plain, folder, chosen)
-        progress("writing", 1, 1)
+        try:
+            written = exporter.write(plain, folder, chosen, step)
+        except InputError as error:
+            raise InputError(f"{to}: {error}{_others(plain, to, chosen)}") from error
         try:
             difference, checked = compare_features(plain, lambda: exporter.load(folder, chosen), chosen, progress)
         except DifferentFeatures as error:
-            raise DifferentFeatures(f"{to}: {error}; the export was removed{_others(plain, to)}") from error
+            raise DifferentFeatures(f"{to}: {error}; the export was removed{_others(plain, to, chosen)}") from error
         report = ExportReport(
             to, out, {}, difference, checked, written.how_to_load.replace("{folder}", out.as_posix()), written.notes
         )
@@ -244,7 +251,8 @@ def _check(backbone: Backbone, to: Target, options: ExportOptions) -> None:
     if options.opset not in _OPSETS:
         raise InputError(f"opset must be {_OPSETS[0]} to {_OPSETS[-1]}, got {options.opset}")
     if reason := _exporter(to).unsupported_reason(backbone, options):
-        raise InputError(f"{to} does not support this network: {reason}{_others(backbone, to)}")
+        ways_out = f"{_others(backbone, to, options)}{_by_timm_positions(backbone, to, options)}"
+        raise InputError(f"{to} does not support this network: {reason}{ways_out}")
     for key, value in backbone.model.state_dict().items():
         if not value.isfinite().all():
             raise InputError(f"weights must be finite, got NaN or infinity in {key}; nothing was written")
@@ -266,12 +274,34 @@ def _check_fixed(backbone: Backbone, to: Target, size: tuple[int, int]) -> None:
         raise InputError(f"{backbone.name} takes images of {own} x {own} pixels only, got {said}: give {own}")
 
 
-def _others(backbone: Backbone, to: Target) -> str:
+def _others(backbone: Backbone, to: Target, options: ExportOptions) -> str:
     """Return advice to use other targets that support a backbone, as the end of a message."""
-    able = [
-        name for name in TARGETS if name != to and _exporter(name).unsupported_reason(backbone, ExportOptions()) is None
-    ]
+    able = [name for name in TARGETS if name != to and _exporter(name).unsupported_reason(backbone, options) is None]
+    if options.layers > 1 or options.fixed_size is not None:
+        able = [name for name in able if name in ("onnx", "torch-export")]
     return f"; use --to {' or '.join(able)}" if able else ""
+
+
+@torch.no_grad()
+def _by_timm_positions(backbone: Backbone, to: Target, options: ExportOptions) -> str:
+    """Return advice to resize positions as timm does, with the change of the features, if the target supports that."""
+    if backbone.numerics.positions == "timm":
+        return ""
+    plain, other = _plain(backbone), _plain(backbone)
+    other.set_numerics(replace(backbone.numerics, positions="timm"))
+    if _exporter(to).unsupported_reason(other, options) is not None:
+        return ""
+    changes = []
+    for number, (batch, height, width) in enumerate(_sizes(backbone, None)):
+        images = torch.rand(batch, 3, height, width, generator=keyed_generator(_IMAGES, number))
+        images = normalise(images, mean=backbone.mean, std=backbone.std)
+        own, changed = plain.encode(images).tokens, other.encode(images).tokens
+        changes.append((_difference(own, changed, "tokens"), f"{height}x{width}"))
+    change, size = max(changes)
+    return (
+        f"; or give up the project's method with --backbone.positions timm: features do not change at "
+        f"{backbone.image_size}x{backbone.image_size} pixels, and by up to {change:.1%} of the largest at {size}"
+    )
 
 
 def _plain(backbone: Backbone) -> Backbone:
