@@ -18,7 +18,7 @@ from cribo.export.options import TARGETS, ExportOptions, Target, require_target
 from cribo.export.target import Encode, Exporter, data_type
 from cribo.files import write_json, write_text
 from cribo.folders import ResultFolder
-from cribo.models import Backbone, describe, normalise
+from cribo.models import Backbone, Features, describe, normalise
 from cribo.models.card import CARD, model_card
 from cribo.models.hub import source_name
 from cribo.retrieval.choices import FeaturePrecision
@@ -30,6 +30,12 @@ TOLERANCES: Mapping[FeaturePrecision, float] = {"float32": 1e-4, "float16": 1e-2
 """Tolerance of the largest absolute difference of features, relative to the largest absolute feature.
 
 float16 rounds to 5e-4; trained and untrained networks differ by 5e-4 to 2e-3 from themselves in float32.
+"""
+
+_ROUNDING, _MOST_ROUNDING = 4, 1e-3
+"""Tolerated multiple of the rounding error of the backbone itself (float32 against float64), and the limit of both.
+
+Another order of additions causes errors of the same size; they exceed 1e-4 in deep networks with large activations.
 """
 
 _EXPORTERS: Mapping[Target, tuple[str, str]] = {
@@ -191,6 +197,11 @@ def compare_features(
     """
     sizes, tolerance = _sizes(backbone, options.fixed_size), TOLERANCES[options.precision]
     largest = 0.0
+
+    def exact_features(images: Tensor) -> Features:
+        exact = copy.deepcopy(backbone).double()
+        return exact.encode(normalise(images.double(), mean=backbone.mean, std=backbone.std), options.layers)
+
     with _named("the export cannot be loaded"):
         encode = load()
     for number, (batch, height, width) in enumerate(sizes):
@@ -207,9 +218,14 @@ def compare_features(
             if other.dtype != data_type(options):
                 raise DifferentFeatures(f"{name} must be {options.precision}, got {other.dtype}")
             difference = _difference(own, other, f"{name} of {at}")
-            if not difference <= tolerance:  # also for NaN
+            allowed = tolerance
+            if not difference <= tolerance and options.precision == "float32":
+                exact = getattr(exact_features(images), name)
+                rounding = _difference(exact, own.double(), f"{name} of {at}")
+                allowed = max(tolerance, min(_ROUNDING * rounding, _MOST_ROUNDING))
+            if not difference <= allowed:  # also for NaN
                 raise DifferentFeatures(
-                    f"{name} of {at} must differ by at most {tolerance:.0e} of the largest value, got {difference:.1e}"
+                    f"{name} of {at} must differ by at most {allowed:.0e} of the largest value, got {difference:.1e}"
                 )
             largest = max(largest, difference)
     progress("comparing", len(sizes), len(sizes))

@@ -174,7 +174,7 @@ def _as_dinov2(backbone: Backbone, common: dict[str, Any], transformers: Any) ->
         "qkv_bias": block.attn.qkv.bias is not None,
     }
     if _becomes_dinov2(backbone):
-        del state["register_tokens"]
+        state.pop("register_tokens", None)
         return transformers.Dinov2Model(transformers.Dinov2Config(**common)), "Hugging Face DINOv2", state
     config = transformers.Dinov2WithRegistersConfig(**common, num_register_tokens=registers.shape[1])
     return transformers.Dinov2WithRegistersModel(config), "Hugging Face DINOv2", state
