@@ -3,8 +3,8 @@
     uv run nice -n 15 python -m benchmarks.families --state families.json
 
 The smallest network of each module of timm.models gets random weights, encodes images of two sizes and is exported to
-ONNX. Results are printed and saved after each family; the same command continues where it stopped. Each family runs in a
-process of its own, which is stopped after --minutes.
+ONNX. Results are printed and saved after each family; the same command continues where it stopped. Each family runs in
+a process of its own, which is stopped after --minutes.
 """
 
 import argparse
