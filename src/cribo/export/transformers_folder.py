@@ -148,7 +148,7 @@ def _native(backbone: Backbone, transformers: Any) -> Any | None:
     try:
         model, naming, state = build(backbone, common, transformers)
         own = {key: value for key, value in model.state_dict().items() if not key.endswith("mask_token")}
-        zero = (_POSITIONS,) if _POSITIONS in own else ()
+        zero = (_POSITIONS,) if _POSITIONS in own and "reg_token" in state else ()
         tensors = write_as(_NAMING[naming], state, {key: value.shape for key, value in own.items()}, zero=zero)
     except ValueError:  # the network has parts that the model lacks
         return None
@@ -174,7 +174,8 @@ def _as_dinov2(backbone: Backbone, common: dict[str, Any], transformers: Any) ->
         "qkv_bias": block.attn.qkv.bias is not None,
     }
     if _becomes_dinov2(backbone):
-        state.pop("register_tokens", None)
+        del state["reg_token"]
+        state["pos_embed"] = torch.cat([torch.zeros_like(state["cls_token"]), state["pos_embed"]], dim=1)
         return transformers.Dinov2Model(transformers.Dinov2Config(**common)), "Hugging Face DINOv2", state
     config = transformers.Dinov2WithRegistersConfig(**common, num_register_tokens=registers.shape[1])
     return transformers.Dinov2WithRegistersModel(config), "Hugging Face DINOv2", state
