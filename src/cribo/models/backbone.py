@@ -660,7 +660,7 @@ class Backbone(nn.Module, ModelHubMixin):
     def _encode_sequence(self, images: Tensor) -> Features:
         """Encode with NaFlexViT, or with XCiT: its [CLS] joins the patches only in the last blocks."""
         prefix = self.model.num_prefix_tokens if isinstance(self.model, NaFlexVit) else 1
-        sequence = self.model.forward_features(images)
+        sequence: Any = self.model.forward_features(images)
         tokens = sequence[:, prefix:]
         grid = (images.shape[2] // self.patch_size, images.shape[3] // self.patch_size)
         has_class_token = isinstance(self.model, Xcit) or self.model.embeds.cls_token is not None
@@ -742,7 +742,7 @@ def drop_feed_forward_only(network: Any) -> None:
 
 
 def _transformer_patch_size(model: Any, name: str) -> int:
-    embed = model.embeds if isinstance(model, NaFlexVit) else model.patch_embed
+    embed: Any = model.embeds if isinstance(model, NaFlexVit) else model.patch_embed
     ratio = embed.feat_ratio(as_scalar=False) if hasattr(embed, "feat_ratio") else embed.patch_size
     ratio = (ratio, ratio) if isinstance(ratio, int) else ratio
     if ratio[0] != ratio[1]:

@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from timm.layers import is_exporting
 from timm.models.beit import gen_relative_position_index
 from timm.models.swin_transformer import window_partition, window_reverse
 from torch import Tensor
@@ -55,7 +54,7 @@ def resize_positions(
     """
     (old_h, old_w), (new_h, new_w) = old_grid, new_grid
     # A graph holds for every size: a condition would restrict it to the sizes for which the condition is the same.
-    if not is_exporting() and new_h * new_w == old_h * old_w and new_h == new_w:
+    if not torch.compiler.is_exporting() and new_h * new_w == old_h * old_w and new_h == new_w:
         return positions
     prefix, patches = positions[:, :prefix_tokens], positions[:, prefix_tokens:]
     grid = patches.float().unflatten(1, (old_h, old_w)).permute(0, 3, 1, 2)
@@ -63,7 +62,7 @@ def resize_positions(
     match how:
         case "timm":
             options |= {"mode": "bicubic", "antialias": True}
-        case "bicubic_offset" if is_exporting():
+        case "bicubic_offset" if torch.compiler.is_exporting():
             resized = _resize_with_offset(grid, new_h, new_w).permute(0, 2, 3, 1).flatten(1, 2)
             return torch.cat([prefix, resized.to(patches.dtype)], dim=1)
         case "bicubic_offset":
@@ -112,7 +111,7 @@ def resize_relative_positions(
         new_grid: (h', w') of the result.
         how: see `RelativeResizing`.
     """
-    if not is_exporting() and tuple(old_grid) == tuple(new_grid):
+    if not torch.compiler.is_exporting() and tuple(old_grid) == tuple(new_grid):
         return table
     (old_h, old_w), (new_h, new_w) = ([2 * side - 1 for side in grid] for grid in (old_grid, new_grid))
     grid = table[:-3].float().T.unflatten(1, (old_h, old_w))
