@@ -1,4 +1,7 @@
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,3 +82,43 @@ def test_temporary_names_are_short(tmp_path: Path, name: str) -> None:
     assert len(os.fsencode(part.name)) <= 143  # the limit of encrypted folders
     remove_parts(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from cribo.files import write_folder_whole
+
+def write(folder):
+    (folder / "weights").touch()
+    print("writing", flush=True)
+    sys.stdin.read() if sys.argv[2] == "waits" else os.kill(os.getpid(), signal.SIGKILL)
+
+write_folder_whole(Path(sys.argv[1]), write)
+"""
+
+
+def test_the_folder_of_a_killed_process_is_removed_by_the_next_write(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _KILLED, str(tmp_path / "killed"), "dies"]
+    assert subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode == -signal.SIGKILL
+    assert list(tmp_path.glob(".killed.*.part/weights"))
+    finished = tmp_path / f".mine.{'0' * 32}.part"  # without a lock: complete results that could not be moved
+    finished.mkdir()
+    waits = [sys.executable, "-c", _KILLED, str(tmp_path / "waiting"), "waits"]
+    with subprocess.Popen(waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        write_folder_whole(tmp_path / "out", lambda folder: (folder / "new").touch())
+        assert list(tmp_path.glob(".waiting.*.part/weights"))
+        process.communicate()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [finished.name, "out", "waiting"]
+
+
+def test_the_loser_of_two_concurrent_writes_leaves_no_folder(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        (folder / "late").touch()
+        write_folder_whole(tmp_path / "out", lambda folder: (folder / "first").touch())
+
+    with pytest.raises(FolderError, match="already exists"):
+        write_folder_whole(tmp_path / "out", write)
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "first"]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
 
 from cribo.errors import DataError, InputError, MissingData, full_disk
 from cribo.redaction import masked, without_secrets
@@ -163,13 +164,15 @@ def write_folder_whole(folder: Path, write: Callable[[Path], object], *, replace
         replaces: whether a non-empty folder is replaced once the new one is complete.
 
     Raises:
-        FolderError: the folder is not empty and `replaces` is not set; or the folders cannot be exchanged, in which
-            case the message names the folder of the new results.
+        FolderError: the folder is not empty and `replaces` is not set, also if another process wrote it meanwhile; or
+            the folders cannot be exchanged, in which case the message names the folder of the new results.
         OSError: writing failed; the old folder is unchanged and the temporary folder is removed.
     """
     if not replaces and folder.is_dir() and any(folder.iterdir()):
         raise FolderError(f"{folder} already exists: choose another folder")
+    remove_abandoned(folder.parent)
     part = _beside(folder)
+    lock = _lock_part(part)
     try:
         with _naming(folder):
             part.mkdir(parents=True)
@@ -186,11 +189,17 @@ def write_folder_whole(folder: Path, write: Callable[[Path], object], *, replace
             sync(part)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
+        _unlock_part(part, lock)
         raise
     try:
         _exchange(folder, part, replaces=replaces)
     except OSError as error:
+        if not replaces and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            shutil.rmtree(part, ignore_errors=True)
+            raise FolderError(f"{folder} already exists: another process wrote it; choose another folder") from error
         raise FolderError(f"cannot write {folder} ({error}): the complete results are in {part}") from error
+    finally:
+        _unlock_part(part, lock)
 
 
 def _exchange(folder: Path, part: Path, *, replaces: bool) -> None:
@@ -213,7 +222,53 @@ def _exchange(folder: Path, part: Path, *, replaces: bool) -> None:
                 raise OSError(error.errno, "the previous results were moved to", str(old)) from error
         raise
     sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    if old.exists():
+        lock = _lock_part(old)  # only now: until the new folder is in place, the old one is not abandoned
+        shutil.rmtree(old, ignore_errors=True)
+        _unlock_part(old, lock)
+
+
+def _lock_part(part: Path) -> FileLock | None:
+    """Lock a temporary folder while it is incomplete; None on a file system without locks."""
+    part.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(_lock_file(part))
+    try:
+        lock.acquire()
+    except (OSError, NotImplementedError):
+        return None
+    return lock
+
+
+def _unlock_part(part: Path, lock: FileLock | None) -> None:
+    """Remove the lock of a temporary folder that is complete or removed."""
+    if lock is not None:
+        lock.release()
+    with contextlib.suppress(OSError):
+        _lock_file(part).unlink()
+
+
+def _lock_file(part: Path) -> Path:
+    return part.with_name(f"{part.name}.lock")
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove temporary folders of `write_folder_whole` in a folder whose processes were killed.
+
+    The operating system releases the lock of a process that ends. Folders without a lock file are kept: they are
+    complete.
+    """
+    with contextlib.suppress(OSError):
+        for file in folder.glob(".*.part.lock"):
+            part = file.with_suffix("")
+            lock = FileLock(file)
+            if not is_part(part.name):
+                continue
+            try:
+                lock.acquire(timeout=0)
+            except (Timeout, OSError, NotImplementedError):
+                continue
+            shutil.rmtree(part, ignore_errors=True)
+            _unlock_part(part, lock)
 
 
 def _beside(path: Path) -> Path:

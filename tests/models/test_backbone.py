@@ -340,6 +340,27 @@ def test_a_network_without_dense_features_is_refused():
         build_backbone("mixer_s32_224")
 
 
+@pytest.mark.parametrize(
+    ("name", "args", "grid"),
+    [
+        ("caformer_s18", {}, (3, 2)),
+        ("naflexvit_base_patch16_gap", {"depth": 1, "embed_dim": 32, "num_heads": 2}, (6, 4)),
+    ],
+)
+def test_networks_that_name_unexpected_arguments_in_a_list_are_built(name, args, grid):
+    backbone = build_backbone(name, args=args, image_size=64).eval()
+    assert backbone.takes_any_size
+    features = backbone.encode(torch.zeros(2, 3, 96, 64))
+    assert features.grid == grid
+    assert features.tokens.shape[:2] == (2, grid[0] * grid[1])
+    torch.testing.assert_close(features.global_token, features.tokens.mean(dim=1))
+
+
+def test_networks_whose_tokens_have_no_grid_are_refused_with_the_reason():
+    with pytest.raises(ValueError, match="tokens whose places"):
+        build_backbone("hiera_tiny_224", args={"embed_dim": 16, "stages": (1, 1, 1, 1)})
+
+
 def test_names_of_every_size_exist_in_timm():
     names = {
         f"vit_{size}_patch{patch}_224"

@@ -86,7 +86,7 @@ def run(words: list[str], console: Console) -> None:
         from cribo.retrieval.encoders import open_backbone
 
     backbone = open_backbone(config, image_size=parsed.image_size)
-    with Phases(console) as progress:
+    with Phases(console, first_line=0) as progress:
         report = export_backbone(
             backbone,
             parsed.to,
@@ -114,7 +114,7 @@ def _publish(parsed: "Namespace", config: "BackboneSource", options: "ExportOpti
         require_card(parsed.card)
     require_publishable(parsed.repo, overwrite=overwrite, private=private)
     backbone = open_backbone(config, image_size=parsed.image_size)
-    with Phases(console) as progress:
+    with Phases(console, first_line=0) as progress:
         published = publish_backbone(
             backbone,
             parsed.repo,

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from timm.layers import padding
 from timm.layers.pos_embed_sincos import RotaryEmbeddingDinoV3
-from timm.models import Eva, VisionTransformer
+from timm.models import Beit, Eva, NaFlexVit, VisionTransformer, Xcit
 from torch import Tensor, nn
 from torch._export.serde.serialize import SerializeError
 from torch.export import Dim, ExportedProgram
@@ -28,7 +28,7 @@ from torch.fx import GraphModule
 from cribo.console import log_level
 from cribo.errors import InputError
 from cribo.export.options import ExportOptions
-from cribo.export.target import Encode, Exporter, Written, data_type
+from cribo.export.target import Encode, Exporter, Step, Written, data_type, no_step
 from cribo.models import Backbone, describe, normalise
 
 _TORCH_FILE, _ONNX_FILE = "backbone.pt2", "backbone.onnx"
@@ -79,14 +79,13 @@ def trace(backbone: Backbone, options: ExportOptions) -> ExportedProgram:
         example, shapes = torch.rand(1, 3, *options.fixed_size), None
     backbone = copy.deepcopy(backbone).to(data_type(options))
     try:
-        with _free_sizes(backbone.model):
+        with _free_sizes(backbone.model) if shapes is not None else contextlib.nullcontext():
             graph = _Graph(backbone, options.layers).eval()
             return _without_places(torch.export.export(graph, (example,), dynamic_shapes=shapes))
     except Exception as error:  # torch.export raises various errors
         reason = str(error).partition("\n")[0]
-        raise InputError(
-            f"{backbone.name} cannot be traced ({type(error).__name__}: {reason}): use --to timm or --to transformers"
-        ) from error
+        advice = f": add --fixed_size {backbone.image_size}" if options.fixed_size is None else ""
+        raise InputError(f"{backbone.name} cannot be traced ({type(error).__name__}: {reason}){advice}") from error
 
 
 def _without_places(program: ExportedProgram) -> ExportedProgram:
@@ -117,8 +116,12 @@ def _free_sizes(model: Any) -> Iterator[None]:
             vars(rope).pop("_create_embed", None)
 
 
-def _same_padding(x: int, kernel_size: int, stride: int, dilation: int) -> Any:
-    return torch.sym_max((-(-x // stride) - 1) * stride + (kernel_size - 1) * dilation + 1 - x, 0)
+def _same_padding(x: int, kernel_size: int, stride: int, dilation: int) -> int:
+    """Return the padding of a layer whose stride divides its input, because the output stride divides all images.
+
+    It depends on no size: otherwise the sizes in a graph would grow to nested expressions, layer by layer.
+    """
+    return max((kernel_size - 1) * dilation + 1 - stride, 0)
 
 
 def _rotation(rope: Any, feat_shape: Sequence[int], no_aug: bool = False) -> Float[Tensor, "n d"]:
@@ -131,12 +134,13 @@ def _rotation(rope: Any, feat_shape: Sequence[int], no_aug: bool = False) -> Flo
 # ---------------------------------------------------------------------------------------------------- torch.export
 
 
-def write_torch(backbone: Backbone, folder: Path, options: ExportOptions) -> Written:
+def write_torch(backbone: Backbone, folder: Path, options: ExportOptions, progress: Step = no_step) -> Written:
     """Write a file for `torch.export.load`."""
-    program = trace(backbone, options)
+    with progress("tracing"):
+        program = trace(backbone, options)
     about = {f"{_METADATA}.json": _about(backbone, options)}
     try:
-        with warnings.catch_warnings():
+        with progress("writing"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="No complete tensor found")  # for views of a larger tensor
             torch.export.save(program, content := io.BytesIO(), extra_files=about)
             # PyTorch's own writer ends the process when the disk is full.
@@ -161,11 +165,13 @@ def load_torch(folder: Path, options: ExportOptions) -> Encode:
 # ------------------------------------------------------------------------------------------------------------ ONNX
 
 
-def write_onnx(backbone: Backbone, folder: Path, options: ExportOptions) -> Written:
+def write_onnx(backbone: Backbone, folder: Path, options: ExportOptions, progress: Step = no_step) -> Written:
     """Write an ONNX file with named inputs and outputs, and a description of the network in its metadata."""
-    program = trace(backbone, options)
+    with progress("tracing"):
+        program = trace(backbone, options)
     # The exporters' messages are for their developers.
-    with log_level(logging.ERROR, "torch.onnx", "onnxscript"), warnings.catch_warnings(action="ignore"):
+    quiet = log_level(logging.ERROR, "torch.onnx", "onnxscript")
+    with progress("converting to ONNX"), quiet, warnings.catch_warnings(action="ignore"):
         exported = torch.onnx.export(
             program,
             dynamo=True,
@@ -181,7 +187,8 @@ def write_onnx(backbone: Backbone, folder: Path, options: ExportOptions) -> Writ
         _name_sizes(model.graph.outputs[0], ("batch", "patches", None))
         _name_sizes(model.graph.outputs[1], ("batch", None))
     model.metadata_props.update(json.loads(_about(backbone, options)))
-    exported.save(folder / _ONNX_FILE)
+    with progress("writing"):
+        exported.save(folder / _ONNX_FILE)
     return Written(_load(_LOAD_ONNX, _ONNX_FILE, backbone, options), _notes(backbone, options))
 
 
@@ -230,9 +237,14 @@ def _notes(backbone: Backbone, options: ExportOptions) -> tuple[str, ...]:
 
 def _unsupported_reason(backbone: Backbone, options: ExportOptions) -> str | None:
     """Return an error message for networks with window attention (Swin, MaxViT), which tracing fixes to one size."""
+    if options.fixed_size is not None or isinstance(backbone.model, VisionTransformer | Eva):
+        return None
+    side = backbone.image_size
+    if not backbone.takes_any_size:
+        return f"{backbone.name} takes images of one size only: add --fixed_size {side}"
     # The networks with feature maps that timm builds for an image size.
-    if "img_size" in backbone.arguments and not isinstance(backbone.model, VisionTransformer | Eva):
-        return f"{backbone.name} uses window attention, which cannot be traced for dynamic image sizes"
+    if "img_size" in backbone.arguments and not isinstance(backbone.model, Xcit | Beit | NaFlexVit):
+        return f"{backbone.name} uses window attention, whose windows depend on the image size: add --fixed_size {side}"
     return None
 
 

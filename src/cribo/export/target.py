@@ -1,6 +1,8 @@
 """Interface of export targets: writing, loading, and instructions for the user."""
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +15,14 @@ from cribo.models import Backbone
 
 Encode = Callable[[Float[Tensor, "b 3 h w"]], tuple[Float[Tensor, "b n d"], Float[Tensor, "b d"]]]
 """Computes tokens and global token of float32 RGB images in 0-1 with the target's library only."""
+
+Step = Callable[[str], AbstractContextManager[object]]
+"""Shows the progress of a step of unknown length, with its name, until the end of a `with` statement."""
+
+
+def no_step(name: str) -> AbstractContextManager[object]:
+    """Show no progress."""
+    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -33,12 +43,13 @@ class Exporter:
     """An export target.
 
     Attributes:
-        write: writes a float32 backbone on the host to an empty folder, in the precision of the options.
+        write: writes a float32 backbone on the host to an empty folder, in the precision of the options, and shows its
+            steps.
         load: loads an export of these options from its folder.
         unsupported_reason: returns the reason if a backbone is not supported, otherwise None.
     """
 
-    write: Callable[[Backbone, Path, ExportOptions], Written]
+    write: Callable[[Backbone, Path, ExportOptions, Step], Written]
     load: Callable[[Path, ExportOptions], Encode]
     unsupported_reason: Callable[[Backbone, ExportOptions], str | None]
 

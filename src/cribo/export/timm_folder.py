@@ -10,15 +10,16 @@ from timm.data.config import resolve_data_config
 from torch import Tensor, nn
 
 from cribo.export.options import ExportOptions
-from cribo.export.target import Encode, Exporter, Written, data_type
+from cribo.export.target import Encode, Exporter, Step, Written, data_type, no_step
 from cribo.models import Backbone, normalise
 from cribo.models.saving import late_norm
-from cribo.models.timm_layout import how_to_load, not_of_timm, notes_on, write_timm_layout
+from cribo.models.timm_layout import how_to_load, not_of_timm, notes_on, resizes_otherwise, write_timm_layout
 
 
-def write(backbone: Backbone, folder: Path, options: ExportOptions) -> Written:
+def write(backbone: Backbone, folder: Path, options: ExportOptions, progress: Step = no_step) -> Written:
     """Write `model.safetensors` and `config.json` in the layout of timm's own weights on the hub."""
-    write_timm_layout(backbone, folder, data_type(options))
+    with progress("writing"):
+        write_timm_layout(backbone, folder, data_type(options))
     return Written(how_to_load(backbone, "local-dir:{folder}", data_type(options)), notes_on(backbone))
 
 
@@ -50,9 +51,9 @@ def split(model: Any, features: Tensor) -> tuple[Float[Tensor, "b n d"], Float[T
     if getattr(model, "attn_pool", None) is not None:
         global_token = model.attn_pool(tokens)
     else:
-        has_global = model.cls_token is not None and name is None
+        has_global = getattr(model, "cls_token", None) is not None and name is None
         global_token = features[:, 0] if has_global else norm(patches.mean(dim=1))
     return readout(tokens), readout(global_token)
 
 
-TIMM = Exporter(write, load, lambda backbone, options: not_of_timm(backbone))
+TIMM = Exporter(write, load, lambda backbone, options: not_of_timm(backbone) or resizes_otherwise(backbone))

@@ -2,9 +2,10 @@
 
 Vision transformers are exported as `Dinov2WithRegistersModel`, without registers and with layer scales of 1 if the
 network has none. It is the only vision transformer of transformers that resizes its position embedding as timm does
-(bicubic, antialiased), so that features agree on images of any size; `ViTModel` and `Dinov2Model` resize without
-antialiasing. DINOv3 is exported as `DINOv3ViTModel`. Other networks are exported as `TimmWrapperModel`, which reads
-timm's folder; networks with a readout as `TimmWrapperForImageClassification`, with the readout as classifier.
+(bicubic, antialiased), so that features agree on images of any size. Those whose positions are resized without
+antialiasing (`bicubic`) are exported as `Dinov2Model`, which does the same. DINOv3 is exported as `DINOv3ViTModel`.
+Other networks are exported as `TimmWrapperModel`, which reads timm's folder; networks with a readout as
+`TimmWrapperForImageClassification`, with the readout as classifier.
 """
 
 import contextlib
@@ -20,14 +21,14 @@ from torch import Tensor, nn
 
 from cribo.export import timm_folder
 from cribo.export.options import ExportOptions
-from cribo.export.target import Encode, Exporter, Written, data_type, in_precision
+from cribo.export.target import Encode, Exporter, Step, Written, data_type, in_precision, no_step
 from cribo.models import Backbone, normalise
 from cribo.models.formats.naming import State, fold_positions
 from cribo.models.formats.reading import read_json
 from cribo.models.formats.table import NAMINGS
 from cribo.models.inverse import write_as
 from cribo.models.saving import late_norm
-from cribo.models.timm_layout import how_to_encode, not_of_timm
+from cribo.models.timm_layout import how_to_encode, not_of_timm, resizes_otherwise
 
 _LOAD = """\
 from transformers import AutoImageProcessor, AutoModel
@@ -51,11 +52,11 @@ _NAMING = {naming.name: naming for naming in NAMINGS}
 _BY_WRAPPER = "transformers loads it as {name}, which requires timm"
 
 
-def write(backbone: Backbone, folder: Path, options: ExportOptions) -> Written:
+def write(backbone: Backbone, folder: Path, options: ExportOptions, progress: Step = no_step) -> Written:
     """Write the network as a native model of transformers if possible, otherwise in timm's layout."""
     import transformers
 
-    with _quiet():
+    with progress("writing"), _quiet():
         model = _native(backbone, transformers)
         if model is not None:
             model.to(data_type(options)).save_pretrained(folder)
@@ -69,7 +70,7 @@ def write(backbone: Backbone, folder: Path, options: ExportOptions) -> Written:
         prefix = 1 + getattr(model.config, "num_register_tokens", 0)
         encode = in_precision(_LOAD + _TOKENS.replace("{prefix}", str(prefix)), options)
         return Written(encode, (f"transformers loads it as {type(model).__name__}",))
-    notes = timm_folder.write(backbone, folder, options).notes
+    notes = timm_folder.write(backbone, folder, options, progress).notes
     if backbone.readout is None:
         encode, name = _LOAD + how_to_encode(backbone, _MAP, _TOKENS), "TimmWrapperModel"
     else:
@@ -97,7 +98,8 @@ def load(folder: Path, options: ExportOptions) -> Encode:
         output = model(images)
         if hasattr(model, "timm_model"):
             return timm_folder.split(model.timm_model, output.last_hidden_state)
-        return output.last_hidden_state[:, 1 + model.config.num_register_tokens :], output.pooler_output
+        prefix = 1 + getattr(model.config, "num_register_tokens", 0)
+        return output.last_hidden_state[:, prefix:], output.pooler_output
 
     return encode
 
@@ -108,16 +110,30 @@ def unsupported_reason(backbone: Backbone, options: ExportOptions) -> str | None
         return reason
     if backbone.readout is None and late_norm(backbone.model) is not None:
         return f"the final norm of {backbone.name} follows its pooling and is not applied to tokens"
-    return None
+    return None if _becomes_dinov2(backbone) else resizes_otherwise(backbone)
+
+
+def _may_be_native(backbone: Backbone) -> bool:
+    """Whether transformers may have a model like the network; others are wrapped."""
+    network: Any = backbone.model
+    return (
+        isinstance(backbone.model, VisionTransformer | Eva)
+        and network.cls_token is not None
+        and backbone.readout is None
+        and _activation(network.blocks[0].mlp) is not None
+        and network.embed_dim % network.blocks[0].attn.num_heads == 0
+    )
+
+
+def _becomes_dinov2(backbone: Backbone) -> bool:
+    """Whether the network is exported as `Dinov2Model`, which resizes without antialiasing and has no registers."""
+    return backbone.numerics.positions == "bicubic" and _may_be_native(backbone) and backbone.model.reg_token is None
 
 
 def _native(backbone: Backbone, transformers: Any) -> Any | None:
     """Convert the network to a native model of transformers; return None if none matches."""
     network: Any = backbone.model
-    if not isinstance(backbone.model, VisionTransformer | Eva) or network.cls_token is None or backbone.readout:
-        return None
-    activation = _activation(network.blocks[0].mlp)
-    if activation is None or network.embed_dim % network.blocks[0].attn.num_heads:
+    if not _may_be_native(backbone):
         return None
     common = {
         "hidden_size": network.embed_dim,
@@ -126,13 +142,13 @@ def _native(backbone: Backbone, transformers: Any) -> Any | None:
         "layer_norm_eps": network.norm.eps,
         "patch_size": backbone.patch_size,
         "image_size": backbone.image_size,
-        "hidden_act": activation,
+        "hidden_act": _activation(network.blocks[0].mlp),
     }
     build = _as_dinov3 if isinstance(network, Eva) else _as_dinov2
     try:
         model, naming, state = build(backbone, common, transformers)
         own = {key: value for key, value in model.state_dict().items() if not key.endswith("mask_token")}
-        zero = (_POSITIONS,) if _POSITIONS in own else ()
+        zero = (_POSITIONS,) if _POSITIONS in own and "reg_token" in state else ()
         tensors = write_as(_NAMING[naming], state, {key: value.shape for key, value in own.items()}, zero=zero)
     except ValueError:  # the network has parts that the model lacks
         return None
@@ -152,13 +168,16 @@ def _as_dinov2(backbone: Backbone, common: dict[str, Any], transformers: Any) ->
         for scale in ("ls1", "ls2"):
             state.setdefault(f"blocks.{number}.{scale}.gamma", torch.ones(network.embed_dim))
     is_gated = block.mlp.fc1.out_features == 2 * block.mlp.fc2.in_features
-    config = transformers.Dinov2WithRegistersConfig(
-        **common,
-        mlp_ratio=4 if is_gated else block.mlp.fc1.out_features // network.embed_dim,
-        use_swiglu_ffn=is_gated,
-        qkv_bias=block.attn.qkv.bias is not None,
-        num_register_tokens=registers.shape[1],
-    )
+    common |= {
+        "mlp_ratio": 4 if is_gated else block.mlp.fc1.out_features // network.embed_dim,
+        "use_swiglu_ffn": is_gated,
+        "qkv_bias": block.attn.qkv.bias is not None,
+    }
+    if _becomes_dinov2(backbone):
+        del state["reg_token"]
+        state["pos_embed"] = torch.cat([torch.zeros_like(state["cls_token"]), state["pos_embed"]], dim=1)
+        return transformers.Dinov2Model(transformers.Dinov2Config(**common)), "Hugging Face DINOv2", state
+    config = transformers.Dinov2WithRegistersConfig(**common, num_register_tokens=registers.shape[1])
     return transformers.Dinov2WithRegistersModel(config), "Hugging Face DINOv2", state
 
 

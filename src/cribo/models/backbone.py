@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard, ModelHubMixin
 from jaxtyping import Float
 from timm.layers.attention import Attention
 from timm.layers.drop import DropPath
-from timm.models import Beit, ConvNeXt, Eva, VisionTransformer, Xcit
+from timm.models import Beit, ConvNeXt, Eva, NaFlexVit, VisionTransformer, Xcit
 from timm.models.beit import Attention as BeitAttention
 from timm.models.vision_transformer import ResPostBlock
 from torch import Tensor, nn
@@ -164,11 +164,10 @@ class Backbone(nn.Module, ModelHubMixin):
         self.loaded: LoadedWeights | None = None
         self.licences: tuple[Licence, ...] = ()
         self._is_transformer = isinstance(model, VisionTransformer | Eva | Beit)
-        self.takes_any_size = (
-            "img_size" not in arguments or isinstance(model, Xcit) or _has_argument(model, "dynamic_img_size")
-        )
+        is_sequence = isinstance(model, Xcit | NaFlexVit)
+        self.takes_any_size = "img_size" not in arguments or is_sequence or _has_argument(model, "dynamic_img_size")
         self.depth = len(self.model.blocks) if self._is_transformer else 1
-        if self._is_transformer or isinstance(model, Xcit):
+        if self._is_transformer or is_sequence:
             self.patch_size = _transformer_patch_size(model, name)
         elif isinstance(model, networks.Capi):
             self.patch_size = model.patch_size
@@ -378,7 +377,7 @@ class Backbone(nn.Module, ModelHubMixin):
         try:
             if self._is_transformer:
                 features = self._encode_tokens(images, layers, normalised_layers)
-            elif isinstance(self.model, Xcit):
+            elif isinstance(self.model, Xcit | NaFlexVit):
                 features = self._encode_sequence(images)
             else:
                 features = self._encode_map(images)
@@ -659,10 +658,13 @@ class Backbone(nn.Module, ModelHubMixin):
         return Features(self.readout(features.global_token), self.readout(features.tokens), features.grid)
 
     def _encode_sequence(self, images: Tensor) -> Features:
-        """Encode with XCiT: [CLS] joins the patches only in the last blocks, so earlier blocks return no features."""
-        tokens = self.model.forward_features(images)
+        """Encode with NaFlexViT, or with XCiT: its [CLS] joins the patches only in the last blocks."""
+        prefix = self.model.num_prefix_tokens if isinstance(self.model, NaFlexVit) else 1
+        sequence: Any = self.model.forward_features(images)
+        tokens = sequence[:, prefix:]
         grid = (images.shape[2] // self.patch_size, images.shape[3] // self.patch_size)
-        return Features(tokens[:, 0], tokens[:, 1:], grid)
+        has_class_token = isinstance(self.model, Xcit) or self.model.embeds.cls_token is not None
+        return Features(sequence[:, 0] if has_class_token else tokens.mean(dim=1), tokens, grid)
 
     def _encode_map(self, images: Tensor) -> Features:
         feature_map = self.model.forward_features(images.contiguous(memory_format=torch.channels_last))
@@ -740,7 +742,7 @@ def drop_feed_forward_only(network: Any) -> None:
 
 
 def _transformer_patch_size(model: Any, name: str) -> int:
-    embed = model.patch_embed
+    embed: Any = model.embeds if isinstance(model, NaFlexVit) else model.patch_embed
     ratio = embed.feat_ratio(as_scalar=False) if hasattr(embed, "feat_ratio") else embed.patch_size
     ratio = (ratio, ratio) if isinstance(ratio, int) else ratio
     if ratio[0] != ratio[1]:
@@ -761,7 +763,10 @@ def _map_stride(model: Any, name: str, size: int) -> int:
     with evaluation_mode(model), torch.no_grad():
         output = model.forward_features(torch.zeros(1, 3, size, size))
     if not isinstance(output, Tensor) or output.ndim != 4:
-        kind = f"a {output.ndim}-dimensional tensor" if isinstance(output, Tensor) else type(output).__name__
+        kind = type(output).__name__
+        if isinstance(output, Tensor):
+            kind = f"a {output.ndim}-dimensional tensor"
+            kind += ", tokens whose places in the image it does not give," if output.ndim == 3 else ""
         raise InputError(f"{name} returns {kind} instead of a feature map{_SUPPORTED}")
     is_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
     height, width = output.shape[1:3] if is_last else output.shape[2:4]

@@ -160,7 +160,7 @@ def _create(name: str, args: Mapping[str, Any], image_size: int, drop_path: floa
             arguments: dict[str, Any] = {**args, **size_args, "num_classes": 0}
             return timm.create_model(name, pretrained=False, **arguments, **rate), arguments
         except (TypeError, AssertionError, ValueError, RuntimeError) as error:
-            unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            unknown = re.search(r"unexpected keyword argument(?:\(s\): \[)?\W*(\w+)", str(error))
             if unknown and unknown[1] in size_args:
                 continue
             if unknown and unknown[1] == "drop_path_rate":

@@ -53,7 +53,8 @@ def resize_positions(
         prefix_tokens: number of positions of [CLS] and registers, which come first.
     """
     (old_h, old_w), (new_h, new_w) = old_grid, new_grid
-    if new_h * new_w == old_h * old_w and new_h == new_w:
+    # A graph holds for every size: a condition would restrict it to the sizes for which the condition is the same.
+    if not torch.compiler.is_exporting() and new_h * new_w == old_h * old_w and new_h == new_w:
         return positions
     prefix, patches = positions[:, :prefix_tokens], positions[:, prefix_tokens:]
     grid = patches.float().unflatten(1, (old_h, old_w)).permute(0, 3, 1, 2)
@@ -61,6 +62,9 @@ def resize_positions(
     match how:
         case "timm":
             options |= {"mode": "bicubic", "antialias": True}
+        case "bicubic_offset" if torch.compiler.is_exporting():
+            resized = _resize_with_offset(grid, new_h, new_w).permute(0, 2, 3, 1).flatten(1, 2)
+            return torch.cat([prefix, resized.to(patches.dtype)], dim=1)
         case "bicubic_offset":
             options |= {"size": None, "scale_factor": ((new_h + 0.1) / old_h, (new_w + 0.1) / old_w)}
         case "bilinear_antialiased":
@@ -71,6 +75,26 @@ def resize_positions(
             pass
     resized = F.interpolate(grid, **options).permute(0, 2, 3, 1).flatten(1, 2)
     return torch.cat([prefix, resized.to(patches.dtype)], dim=1)
+
+
+def _resize_with_offset(grid: Float[Tensor, "1 d h w"], new_h: int, new_w: int) -> Float[Tensor, "1 d h2 w2"]:
+    """Resize by `bicubic_offset` in a graph of free sizes; `interpolate` with a scale factor would fix the sizes."""
+    (old_h, old_w), device = grid.shape[2:], grid.device
+    is_own = (torch.full((), new_h, device=device) == old_h) & (torch.full((), new_w, device=device) == old_w)
+    offset = torch.where(is_own, 0.0, 0.1)
+    return _cubic_weights(old_h, new_h, offset) @ grid @ _cubic_weights(old_w, new_w, offset).T
+
+
+def _cubic_weights(old: int, new: int, offset: Float[Tensor, ""]) -> Float[Tensor, "n o"]:
+    """Return the weights of the old positions along an axis for each new one, by cubic convolution as in PyTorch."""
+    device, a = offset.device, -0.75
+    places = (torch.arange(new, device=device) + 0.5) * (old / (torch.full((), new, device=device) + offset)) - 0.5
+    neighbours = places.floor()[:, None] + torch.arange(-1, 3, device=device)
+    x = (places[:, None] - neighbours).abs()
+    near, far = ((a + 2) * x - (a + 3)) * x**2 + 1, ((x - 5) * x + 8) * a * x - 4 * a
+    weights = torch.where(x <= 1, near, far)
+    is_neighbour = neighbours.clamp(0, old - 1)[..., None] == torch.arange(old, device=device)
+    return (weights[..., None] * is_neighbour).sum(dim=1)
 
 
 def resize_relative_positions(
@@ -87,7 +111,7 @@ def resize_relative_positions(
         new_grid: (h', w') of the result.
         how: see `RelativeResizing`.
     """
-    if tuple(old_grid) == tuple(new_grid):
+    if not torch.compiler.is_exporting() and tuple(old_grid) == tuple(new_grid):
         return table
     (old_h, old_w), (new_h, new_w) = ([2 * side - 1 for side in grid] for grid in (old_grid, new_grid))
     grid = table[:-3].float().T.unflatten(1, (old_h, old_w))
@@ -160,7 +184,9 @@ def attend_in_windows(block: Any, x: Float[Tensor, "b h w d"]) -> Float[Tensor, 
 
 def embed_positions(model: Any, patches: Float[Tensor, "b h w d"]) -> Float[Tensor, "b n d"]:
     """Add positions, [CLS] and registers to patches: `VisionTransformer._pos_embed` with another resizing method."""
-    prefix = [token.expand(len(patches), -1, -1) for token in (model.cls_token, model.reg_token) if token is not None]
+    prefix = [
+        token.expand(patches.shape[0], -1, -1) for token in (model.cls_token, model.reg_token) if token is not None
+    ]
     positions = resize_positions(
         model.pos_embed,
         model.patch_embed.grid_size,

@@ -10,7 +10,7 @@ from typing import Any
 import safetensors.torch
 import timm
 import torch
-from timm.models import Beit, ConvNeXt, Eva, VisionTransformer, Xcit
+from timm.models import Beit, ConvNeXt, Eva, NaFlexVit, VisionTransformer, Xcit
 from torch import Tensor, nn
 
 from cribo.errors import InputError
@@ -127,7 +127,7 @@ def how_to_read_out(backbone: Backbone, features: str) -> str:
     model = backbone.model
     if norm := late_norm(model):
         features = f"model.{norm}({features})"
-    is_map = not isinstance(model, VisionTransformer | Eva | Beit | Xcit)
+    is_map = not isinstance(model, VisionTransformer | Eva | Beit | Xcit | NaFlexVit)
     if is_map and getattr(model, "output_fmt", "NCHW") == "NCHW":
         features = f"{features}.permute(0, 2, 3, 1)"
     return f"model.get_classifier()({features})"

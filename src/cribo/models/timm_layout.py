@@ -53,6 +53,16 @@ def not_of_timm(backbone: Backbone) -> str | None:
     return None if hasattr(backbone.model, "pretrained_cfg") else f"{backbone.name} is not a network of timm"
 
 
+def resizes_otherwise(backbone: Backbone) -> str | None:
+    """Return the reason why timm computes other features at other image sizes; None if it computes the same."""
+    how = backbone.numerics.positions
+    if how == "timm" or getattr(backbone.model, "pos_embed", None) is None:
+        return None
+    return (
+        f"timm resizes the position embedding by its own method, and these weights expect that of their project ({how})"
+    )
+
+
 def timm_config(backbone: Backbone) -> dict[str, Any]:
     """Return the content of timm's `config.json`, with the readout, if any, as classifier."""
     about = backbone.model.pretrained_cfg
