@@ -47,7 +47,7 @@ def test_a_licence_is_logged_once_for_the_weights_and_their_copies(
         save_backbone(load_backbone(tmp_path / "logged_once.pth", args={"num_heads": 2}), tmp_path / "copy")
         load_backbone(tmp_path / "copy")
         load_backbone(tmp_path / "copy")
-    lines = [record.getMessage() for record in caplog.records if "licence" in record.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "licence not" in record.getMessage()]
     assert lines == ["logged_once.pth: licence not recorded, look it up at its source"]
 
 
