@@ -113,7 +113,7 @@ def main() -> None:
         except subprocess.CalledProcessError as error:
             results[family] = {"network": "", "encoded": f"the process ended with {error.returncode}", "onnx": "-"}
         write_json(given.state, results)
-        console.print(f"{family}: {' · '.join(results[family].values())}", markup=False)
+        console.print(f"{family}: {' · '.join(results[family].values())}", markup=False, soft_wrap=True)
         write_page(results)
     write_page(results)
 

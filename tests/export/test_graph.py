@@ -1,5 +1,6 @@
 """Graphs at sizes that are free: positions of every project, and padding as in TensorFlow."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from cribo.errors import InputError
 from cribo.export import export_backbone
 from cribo.export.graph import load_onnx, load_torch
 from cribo.export.options import ExportOptions
+from cribo.export.run import TOLERANCES, DifferentFeatures, compare_features
 from cribo.models import Backbone, build_backbone, normalise
 from cribo.models.numerics import Numerics
 from cribo.models.positions import RESIZINGS
@@ -89,3 +91,19 @@ def test_networks_of_one_size_are_exported_at_a_fixed_size(tmp_path: Path) -> No
     )
     assert report.difference < 1e-5
     assert list(dict.fromkeys(steps)) == ["tracing", "writing", "comparing"]
+
+
+def test_the_rounding_of_the_backbone_itself_is_tolerated() -> None:
+    args = {"depth": 1, "embed_dim": 16, "num_heads": 2}
+    backbone = build_backbone("vit_tiny_patch16_224", args=args, image_size=32).eval().requires_grad_(False)
+    backbone.model.patch_embed.proj.bias += 3e2  # removed by the layer norm, with most digits
+
+    def encode(images: torch.Tensor, factor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        exact = copy.deepcopy(backbone).double().encode(normalise(images.double()))
+        return exact.tokens.float() * factor, exact.global_token.float() * factor
+
+    silent, options = lambda what, done, total: None, ExportOptions()
+    difference, _ = compare_features(backbone, lambda: encode, options, silent)
+    assert TOLERANCES["float32"] < difference < 1e-3
+    with pytest.raises(DifferentFeatures):
+        compare_features(backbone, lambda: lambda images: encode(images, 1.01), options, silent)
