@@ -306,7 +306,7 @@ def _(stranger: Stranger) -> None:
 
 @case("a run: the images that it names, behind links too")
 def _(stranger: Stranger) -> None:
-    from cribo.explorer.config import ExploreConfig, Limits
+    from cribo.explorer.config import ExploreConfig
     from cribo.explorer.contents import open_contents
     from cribo.figures import write_figures
     from cribo.figures.config import FigureConfig
@@ -316,7 +316,7 @@ def _(stranger: Stranger) -> None:
     for number, root in enumerate((stranger.outside, stranger.files / "linked" / "it's", ADDRESS)):
         run = stranger.run({"data.root": str(root), "objective.name": f"{CODE}.strike"}, f"run{number}")
         with pytest.raises(Untrusted) as refused:
-            open_contents(ExploreConfig(run=run, device="cpu"), Limits(), stranger.own, lambda what, done, total: None)
+            open_contents(ExploreConfig(run=run, device="cpu"), stranger.own, lambda what, done, total: None)
         given = shlex.split(str(refused.value))
         assert given[given.index("--images") + 1] == str(root)
         with pytest.raises(Untrusted, match=r"cribo figures --run .* --images"):

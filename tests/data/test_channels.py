@@ -3,6 +3,7 @@
 import io
 import struct
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,7 @@ def as_8_bits(values: np.ndarray, highest: float) -> np.ndarray:
     return 255 * values.astype(float) / highest
 
 
-def tiff(path: Path, *pages: tuple[dict[int, int | tuple[int, ...]], bytes]) -> Path:
+def tiff(path: Path, *pages: tuple[Mapping[int, int | tuple[int, ...]], bytes]) -> Path:
     """Write an uncompressed little-endian TIFF; each page has tags (numbers as 32-bit integers) and pixels."""
     content = io.BytesIO()
     content.write(b"II*\0")

@@ -308,11 +308,11 @@ def test_the_uploads_of_a_visitor_are_bounded(visit: Callable[..., Visitors], mo
     monkeypatch.setattr(segmenting, "_SESSION_BYTES", len(pictures[0]) + len(pictures[1]))
     session = visitors.session("a")
     for number in (0, 1, 0):  # an equal picture is kept once
-        session.upload(f"{number}.png", pictures[number], max_pixels=10**6)
+        session.upload(f"{number}.png", pictures[number], reading=Reading(10**6))
     with pytest.raises(Refused, match="download the examples"):
-        session.upload("2.png", pictures[2], max_pixels=10**6)
+        session.upload("2.png", pictures[2], reading=Reading(10**6))
     assert session.nbytes <= len(pictures[0]) + len(pictures[1])
-    visitors.session("b").upload("2.png", pictures[2], max_pixels=10**6)
+    visitors.session("b").upload("2.png", pictures[2], reading=Reading(10**6))
 
 
 def noise(seed: int) -> bytes:
