@@ -12,6 +12,7 @@ import shlex
 import sys
 import tarfile
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -238,6 +239,20 @@ def _(stranger: Stranger) -> None:
         load_backbone(stranger.files / "weights.pth")
 
 
+@case("weights: a program behind a second list of files")
+def _(stranger: Stranger) -> None:
+    from tests.models.test_reading import Canary, with_another_directory
+
+    program = io.BytesIO()
+    with warnings.catch_warnings(action="ignore"):
+        torch.jit.save(torch.jit.script(Canary(str(stranger.mark))), program)
+    path = stranger.files / "weights.pth"
+    for content in (program.getvalue(), with_another_directory(program.getvalue(), b"archive/data.pkl")):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match="TorchScript"):
+            load_backbone(path)
+
+
 @case("a segmenter names its network")
 def _(stranger: Stranger) -> None:
     from cribo.evaluation.segmentation.trained import load_segmenter
@@ -392,6 +407,41 @@ def _(stranger: Stranger) -> None:
     shards = ("segment", "--backbone", "mean-colour", "--images", stranger.files / "0.tar", "--pictures", 0)
     stranger.command(*shards, "--examples", stranger.own / "examples", "--out", "of shards")
     assert not any((stranger.outside / name).exists() for name in ("a.png", "b.png"))
+
+
+@case("shares of features: files outside them")
+def _(stranger: Stranger) -> None:
+    pytest.importorskip("lance")
+    mine = stranger.outside / "weights.safetensors"
+    before = mine.read_bytes()
+    shares = [stranger.files / name for name in ("one", "two")]
+    for number in range(12, 20):  # more than one part
+        picture(number).save(stranger.own / "images" / f"{number}.png")
+    embed = ("embed", stranger.own / "images", "--backbone", "mean-colour", "--format", "lance", "--device", "cpu")
+    for number, share in enumerate(shares, start=1):
+        assert stranger.command(*embed, "--part", f"{number}/2", "--out", share) == 0
+    [record] = (shares[0] / "features").glob("part-*.json")
+    content = record.read_text()
+    [file] = (shares[0] / "features.lance" / "data").iterdir()
+    for place in (mine, os.path.relpath(mine, file.parent)):
+        record.write_text(content.replace(json.dumps(file.name), json.dumps(str(place))))
+        assert record.read_text() != content
+        assert stranger.command("merge", *shares, "--out", stranger.own / "merged") == 2
+    record.write_text(content)
+    file.unlink()
+    file.symlink_to(mine)
+    assert stranger.command("merge", *shares, "--out", stranger.own / "merged") == 2
+    assert mine.read_bytes() == before
+
+
+@case("a study: results outside it")
+def _(stranger: Stranger) -> None:
+    rows = {"a": {"seeds": {"0": 1.0}, "folders": {"0": str(stranger.outside)}}}
+    scores = {"s": {"metric": "miou", "varied": "k", "settings": {}, "rows": rows}}
+    for name in ("one", "two"):
+        (stranger.files / name).mkdir()
+        (stranger.files / name / "results.json").write_text(json.dumps({"kind": "study", "scores": scores}))
+    assert stranger.command("study", "compare", stranger.files / "one", stranger.files / "two") == 2
 
 
 @case("results name their evaluation")

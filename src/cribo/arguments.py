@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, Union, get_ar
 import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, get_loader, set_loader
 
-from cribo.errors import InputError
+from cribo.errors import DataError, InputError
+from cribo.files import parse_yaml, read_text
 from cribo.wording import joined
 
 if TYPE_CHECKING:
@@ -117,12 +118,14 @@ class Parser(ArgumentParser):
             ConfigError: the file is not a YAML mapping, or has a key twice.
         """
         try:
-            text = path.read_text(encoding="utf-8")
-            values = yaml.safe_load(text)
+            text = read_text(path)
+            values = parse_yaml(text)
             has_aliases = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
             repeated = _repeated_key(text)
         except OSError as error:
             raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+        except DataError as error:  # a pipe, or too large
+            raise ConfigError(str(error)) from error
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path} is not a configuration: it is not UTF-8 text") from error
         except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2020-99-99
