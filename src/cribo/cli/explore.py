@@ -20,7 +20,7 @@ as colours, and labelling of images from a few painted examples.
 
   cribo explore --run runs/camvid --images CAMVID       a run; finds the objects of some of its images at start-up
   cribo explore --db street.db                          a database of objects, created by cribo index
-  cribo explore --run runs/camvid --images CAMVID --db street.db                        both
+  cribo explore --run runs/camvid --images CAMVID --db street.db  both
   cribo explore --backbone vit_small_patch16_224.dino --images PHOTOGRAPHS
   cribo explore --backbone vit_small_patch16_224.dino --images PHOTOGRAPHS --examples EXAMPLES --limit 0
                                                         label examples for cribo segment by painting
