@@ -338,6 +338,30 @@ def _(stranger: Stranger) -> None:
     assert stranger.command("pretrain", "--resume", stranger.files / "run0") == 2
 
 
+@case("a run: addresses in the list or table of images that it names, resumed")
+def _(stranger: Stranger) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from cribo.data import UnreadableImage, open_collection
+    from cribo.pretraining.run import resume
+
+    listed, table, rows = (stranger.files / name for name in ("list.txt", "table.parquet", "rows.parquet"))
+    listed.write_text(f"{ADDRESS}/1.png\n")
+    pq.write_table(pa.table({"path": [f"{ADDRESS}/1.png"]}), table)
+    for number, place in enumerate((listed, table)):
+        with pytest.raises(Untrusted, match=r"--data\.root"):
+            resume(stranger.run({"data.root": str(place)}, f"run{number}"))
+    # Rows without bytes, whose paths are not listed.
+    places = [{"bytes": None, "path": path} for path in (f"{ADDRESS}/1.png", "../outside/secret.png")]
+    kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    pq.write_table(pa.table({"image": pa.array(places, kind)}), rows)
+    images = open_collection(rows, inside=True)
+    for index in range(2):
+        with pytest.raises(UnreadableImage):
+            images.read(index)
+
+
 @case("a run: classes and files in place of values")
 def _(stranger: Stranger) -> None:
     from cribo.pretraining.recorded import read_run_config
