@@ -253,6 +253,44 @@ def _(stranger: Stranger) -> None:
             load_backbone(path)
 
 
+@case("weights: a few bytes that take hours or all memory")
+def _(stranger: Stranger) -> None:
+    network = stranger.config.backbone
+    lists: Any = [torch.zeros(1)]
+    names: Any = {"a": torch.zeros(1)}
+    nothing: Any = [0]
+    for _ in range(40):  # a file of 2^40 tensors
+        lists, names, nothing = [lists, lists], {"a": names, "b": names}, [nothing, nothing]
+    for number, content in enumerate((lists, names)):
+        torch.save({"model": content}, stranger.files / f"{number}.pth")
+        with pytest.raises(InputError, match="tensors"):
+            load_backbone(stranger.files / f"{number}.pth")
+    torch.save({"model": {"a": torch.zeros(1)}, "options": nothing}, stranger.files / "nothing.pth")
+    with pytest.raises(InputError, match="no network in a known format"):
+        load_backbone(stranger.files / "nothing.pth")
+    for number, change in enumerate(({"depth": 10**6}, {"embed_dim": 3 * 10**6}, {"reg_tokens": 10**10})):
+        with pytest.raises(InputError, match="limit"):
+            load_backbone(stranger.saved(network.name, {**network.args, **change}, f"weights{number}"))
+
+
+@case("weights and records: compressed files of gigabytes")
+def _(stranger: Stranger) -> None:
+    from cribo.evaluation.intervals import COUNTS, read_counts
+    from cribo.objectives.cluster_record import CLUSTERS, read_clusters
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cribo.files.ARCHIVE_BYTES", 2**16)
+        readers: tuple[tuple[str, Callable[[Path], object]], ...] = (
+            ("weights.npz", load_backbone),
+            (COUNTS, lambda path: read_counts(path.parent, 1)),
+            (CLUSTERS, lambda path: read_clusters(path.parent)),
+        )
+        for name, read in readers:
+            np.savez_compressed(stranger.files / name, **{"1": np.zeros(2**20), "views": np.zeros(2**20)})  # pyright: ignore[reportArgumentType]
+            with pytest.raises(InputError, match="unpacked"):
+                read(stranger.files / name)
+
+
 @case("a segmenter names its network")
 def _(stranger: Stranger) -> None:
     from cribo.evaluation.segmentation.trained import load_segmenter
@@ -261,6 +299,19 @@ def _(stranger: Stranger) -> None:
     path = stranger.files / "segmenter.safetensors"
     safetensors.torch.save_file({"a": torch.zeros(1)}, path, {"cribo_segmenter": json.dumps(about)})
     with pytest.raises(Untrusted, match="--trust"):
+        load_segmenter(path)
+
+
+@case("a segmenter that would take hours to build")
+def _(stranger: Stranger) -> None:
+    from cribo.evaluation.segmentation.trained import load_segmenter
+    from cribo.models import describe
+
+    network = build_backbone(stranger.config.backbone.name, args=stranger.config.backbone.args, image_size=32)
+    about = {"format": 2, "backbone": describe(network), "decoder": {"classes": 2, "layers": 10**6}}
+    path = stranger.files / "segmenter.safetensors"
+    safetensors.torch.save_file({"a": torch.zeros(1)}, path, {"cribo_segmenter": json.dumps(about)})
+    with pytest.raises(InputError, match="limit"):
         load_segmenter(path)
 
 
@@ -285,6 +336,30 @@ def _(stranger: Stranger) -> None:
         with pytest.raises(Untrusted, match="--trust"):
             resume(stranger.run(changes, f"run{number}"))
     assert stranger.command("pretrain", "--resume", stranger.files / "run0") == 2
+
+
+@case("a run: addresses in the list or table of images that it names, resumed")
+def _(stranger: Stranger) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from cribo.data import UnreadableImage, open_collection
+    from cribo.pretraining.run import resume
+
+    listed, table, rows = (stranger.files / name for name in ("list.txt", "table.parquet", "rows.parquet"))
+    listed.write_text(f"{ADDRESS}/1.png\n")
+    pq.write_table(pa.table({"path": [f"{ADDRESS}/1.png"]}), table)
+    for number, place in enumerate((listed, table)):
+        with pytest.raises(Untrusted, match=r"--data\.root"):
+            resume(stranger.run({"data.root": str(place)}, f"run{number}"))
+    # Rows without bytes, whose paths are not listed.
+    places = [{"bytes": None, "path": path} for path in (f"{ADDRESS}/1.png", "../outside/secret.png")]
+    kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    pq.write_table(pa.table({"image": pa.array(places, kind)}), rows)
+    images = open_collection(rows, inside=True)
+    for index in range(2):
+        with pytest.raises(UnreadableImage):
+            images.read(index)
 
 
 @case("a run: classes and files in place of values")
@@ -433,6 +508,23 @@ def _(stranger: Stranger) -> None:
     assert stranger.command("merge", *shares, "--out", stranger.own / "merged") == 2
     after = mine.stat()
     assert (after.st_ino, after.st_size, after.st_mtime_ns) == (before.st_ino, before.st_size, before.st_mtime_ns)
+
+
+@case("shares of features, of billions that are missing")
+def _(stranger: Stranger) -> None:
+    shares = [stranger.files / name for name in ("one", "two")]
+    for number in range(12, 20):  # more than one part
+        picture(number).save(stranger.own / "images" / f"{number}.png")
+    embed = ("embed", stranger.own / "images", "--backbone", "mean-colour", "--format", "numpy", "--device", "cpu")
+    for number, share in enumerate(shares, start=1):
+        assert stranger.command(*embed, "--part", f"{number}/2", "--out", share) == 0
+    before = [(share / "about.json").read_text() for share in shares]
+    for change in ({"parts": 10**12}, {"part": f"1/{10**12}"}):
+        for share, text in zip(shares, before, strict=True):
+            about = json.loads(text)
+            about["same"] |= change if "parts" in change or share == shares[0] else {"part": f"2/{10**12}"}
+            (share / "about.json").write_text(json.dumps(about))
+        assert stranger.command("merge", *shares, "--out", stranger.own / "merged") == 2
 
 
 @case("a study: results outside it")

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import json
 import os
 import re
@@ -315,6 +316,9 @@ def sync(path: Path) -> None:
 TEXT_BYTES, YAML_BYTES = 64 * 2**20, 2**18
 """Largest text file that is read at once, and largest YAML, which takes a few seconds to parse."""
 
+ARCHIVE_BYTES = 2**30
+"""Largest size of an `.npz` archive once unpacked, unless the file itself is more than an eighth of that."""
+
 _YAML_VALUES = 100_000
 
 
@@ -334,10 +338,20 @@ def read_text(path: Path, *, limit_bytes: int = TEXT_BYTES, errors: str = "stric
     return _read_bytes(path, limit_bytes).decode("utf-8", errors)
 
 
-def _read_bytes(path: Path, limit_bytes: int | None) -> bytes:
-    """Read a regular file; a pipe or a device might never end."""
+def require_regular(path: Path) -> None:
+    """Check that a file which may be from a stranger is no pipe or device, which might never end.
+
+    Raises:
+        DataError: it is a folder, pipe or device.
+        OSError: it does not exist.
+    """
     if not stat.S_ISREG(path.stat().st_mode):
         raise DataError(f"{path} is not a regular file, but a folder, pipe or device: replace it by a file")
+
+
+def _read_bytes(path: Path, limit_bytes: int | None) -> bytes:
+    """Read a regular file."""
+    require_regular(path)
     with path.open("rb") as file:
         content = file.read(-1 if limit_bytes is None else limit_bytes + 1)
     if limit_bytes is not None and len(content) > limit_bytes:
@@ -419,6 +433,37 @@ def _count_values(node: yaml.Node, counts: dict[yaml.Node, int]) -> int:
     return counts[node]
 
 
+@contextlib.contextmanager
+def open_arrays(file: Path | io.BytesIO) -> Iterator[Any]:
+    """Open an `.npz` archive of NumPy, which may be from a stranger: arrays of numbers, of limited size once unpacked.
+
+    Args:
+        file: its path, or its content.
+
+    Yields:
+        The arrays by name, which are read on access.
+
+    Raises:
+        DataError: its arrays are much larger than the file, or it is a pipe or a device.
+        Exception: it cannot be read or is damaged, as for `numpy.load`.
+    """
+    import numpy as np
+
+    if isinstance(file, Path):
+        require_regular(file)
+        size = file.stat().st_size
+    else:
+        size = file.getbuffer().nbytes
+    with np.load(file, allow_pickle=False) as arrays:
+        unpacked, limit = sum(entry.file_size for entry in arrays.zip.infolist()), max(ARCHIVE_BYTES, 8 * size)
+        if unpacked > limit:
+            raise DataError(
+                f"{file if isinstance(file, Path) else 'the archive'} has {size} bytes, but {unpacked} unpacked, the "
+                f"limit is {limit}: save it again with numpy.savez"
+            )
+        yield arrays
+
+
 class Damaged(InputError):
     """A file is damaged. The message gives the reason, without the file name."""
 
@@ -434,6 +479,8 @@ def check_archive(path: Path) -> None:
         raise Damaged("the file is empty")
     try:
         with zipfile.ZipFile(path) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise Damaged("it is compressed, which PyTorch does not write")
             damaged = archive.testzip()
     except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError, zlib.error) as error:
         raise Damaged(f"truncated, damaged, or not a PyTorch file ({error})") from error

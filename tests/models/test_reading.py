@@ -2,6 +2,7 @@ import argparse
 import collections
 import datetime
 import io
+import lzma
 import os
 import pathlib
 import pickle
@@ -21,8 +22,10 @@ import safetensors.torch
 import torch
 
 from cribo.errors import InputError
+from cribo.files import Damaged, check_archive
 from cribo.folders import MARKER, result_kind
 from cribo.models.formats.reading import flatten, read_json, read_weights
+from cribo.models.formats.torch_files import is_tar
 from cribo.models.formats.training_configs import read_yaml
 from cribo.models.licences import read_header
 
@@ -215,6 +218,26 @@ def test_compressed_archives_and_exported_programs_are_refused(tmp_path: Path):
         read_weights(tmp_path / "program.pt2")
 
 
+def test_compressed_files_are_not_unpacked(tmp_path: Path):
+    # Headers of a tar file may have any size, here 16 MiB of zeros in 3 KB.
+    header = tarfile.TarInfo("header")
+    header.type, header.size = tarfile.XHDTYPE, 2**24
+    (tmp_path / "tar").write_bytes(lzma.compress(header.tobuf() + bytes(2**24), format=lzma.FORMAT_ALONE))
+    assert not is_tar(tmp_path / "tar")
+    # PyTorch's reader unpacks its first record at once.
+    torch.save(STATE, tmp_path / "weights.pth")
+    with (
+        zipfile.ZipFile(tmp_path / "weights.pth") as stored,
+        zipfile.ZipFile(tmp_path / "large.pth", "w", zipfile.ZIP_DEFLATED) as compressed,
+    ):
+        for name in stored.namelist():
+            compressed.writestr(name, bytes(2**24) if name.endswith("/version") else stored.read(name))
+    with pytest.raises(ValueError, match="is a compressed archive"):
+        read_weights(tmp_path / "large.pth")
+    with pytest.raises(Damaged, match="compressed"):  # a checkpoint of a run
+        check_archive(tmp_path / "large.pth")
+
+
 class Payload:
     def __reduce__(self):
         return (print, ("code in a checkpoint",))
@@ -326,7 +349,7 @@ def test_text_from_strangers_is_bounded(tmp_path: Path, kind: str):
 
 def test_json_from_strangers_is_bounded(tmp_path: Path):
     (tmp_path / "config.json").write_text("[" * 10**6)
-    with pytest.raises(InputError, match=r"config\.json is damaged"):
+    with pytest.raises(InputError, match=r"config\.json is not valid JSON"):
         read_json(tmp_path / "config.json")
 
 

@@ -1,11 +1,14 @@
 """Deterministic shares of a collection for independent jobs."""
 
+import itertools
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from cribo.arguments import ConfigError
 from cribo.wording import command_line, enumerated
+
+_LISTED = 20
 
 
 class Share(NamedTuple):
@@ -88,14 +91,14 @@ def order_shares(places: Sequence[str], parts: Sequence[str]) -> list[int]:
             where = f"{place} is given twice" if place == other else f"{other} and {place} are both part {share}"
             raise ConfigError(f"{where}: give each part once")
         first[share] = index
-    every = [Share(number, shares[0].shares) for number in range(1, shares[0].shares + 1)]
-    if missing := [str(share) for share in every if share not in first]:
+    every = (Share(number, shares[0].shares) for number in range(1, shares[0].shares + 1))
+    if missing := [*itertools.islice((str(share) for share in every if share not in first), _LISTED)]:
         verb = "is" if len(missing) == 1 else "are"
         again = command_line("--part", missing[0])
         raise ConfigError(
             f"part {enumerated(missing)} {verb} missing: run the command with {again}, or give its results"
         )
-    return [first[share] for share in every]
+    return [first[share] for share in sorted(first, key=lambda share: share.number)]
 
 
 def require_mergeable(first: str, other: str, changes: Sequence[str]) -> None:

@@ -85,6 +85,7 @@ class ParquetImages(EncodedImages):
         paths: paths or URLs of the images, for a column of paths.
         suffixes: for structs, the index of each image's suffix in `EXTENSIONS`, plus 1; 0 if it is unknown.
         reading: as for `read_image`.
+        inside: paths in structs must be inside the folder of their file.
     """
 
     def __init__(
@@ -97,8 +98,10 @@ class ParquetImages(EncodedImages):
         suffixes: UInt8[np.ndarray, " n"] | None = None,
         *,
         reading: Reading = DEFAULT_READING,
+        inside: bool = False,
     ) -> None:
         super().__init__(reading)
+        self._inside = inside
         self.files = tuple(files)
         self.column = column
         self._ends = ends
@@ -130,6 +133,8 @@ class ParquetImages(EncodedImages):
             content, path = None, self._paths[index]
         else:
             content, path = _content(self._rows_of_files.read(file.location, int(self._rows[index]), name))
+            if path and not content:
+                self._check_path(name, path, file)
         if content:
             return EncodedImage(name, content)
         if path:
@@ -141,6 +146,17 @@ class ParquetImages(EncodedImages):
                 other = f"the column {self.column.bytes_in!r} contains bytes: read it with --column"
                 raise UnreadableImage(name, f"no such file; {other} {self.column.bytes_in}") from error
         raise UnreadableImage(name, f"the row has no {'path' if self.column.holds == 'paths' else 'bytes'}")
+
+    def _check_path(self, name: str, path: str, file: ParquetFile) -> None:
+        """Check the path of a row without bytes: the list of names does not show where it leads."""
+        folder = _folder(file.location)
+        if is_url(path) and not is_url(folder):
+            raise UnreadableImage(name, f"the row has no bytes, and its URL {path} is not opened: use a column of URLs")
+        if self._inside:
+            try:
+                require_inside(Path(folder), [(f"the path in {name}", path)])
+            except DataError as error:
+                raise UnreadableImage(name, str(error)) from error
 
     def state(self, index: int) -> FileState:
         """Return the state of the file at an image's path, or else of the Parquet file when it was opened."""
@@ -161,6 +177,7 @@ class ParquetImages(EncodedImages):
             None if self._paths is None else PackedNames(self._paths[index] for index in chosen.tolist()),
             None if self._suffixes is None else self._suffixes[chosen],
             reading=self.reading,
+            inside=self._inside,
         )
 
     def _file(self, index: int) -> ParquetFile:
@@ -306,7 +323,7 @@ def open_parquet(
         for file, (_, own) in zip(files, scanned, strict=True):
             require_inside(Path(_folder(file.location)), ((f"a path in {file.name}", path) for path in own))
     rows = np.concatenate([np.arange(count) for count in counts])
-    return ParquetImages(files, found, np.cumsum(counts), rows, paths, suffixes, reading=reading)
+    return ParquetImages(files, found, np.cumsum(counts), rows, paths, suffixes, reading=reading, inside=inside)
 
 
 def open_row(location: str, row: int, *, column: str | None = None) -> ParquetImages:

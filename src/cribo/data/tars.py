@@ -18,7 +18,7 @@ from jaxtyping import Int64
 
 from cribo.data.images import EXTENSIONS, DataError, PackedNames
 from cribo.data.storage import ShardError, ShardStore, needs_ranges, retry
-from cribo.files import write_whole
+from cribo.files import open_arrays, write_whole
 
 log = logging.getLogger("cribo")
 
@@ -106,7 +106,7 @@ class ShardIndex:
 def read_index(read: Callable[[], bytes], store: ShardStore) -> ShardIndex | None:
     """Parse the index file that `read` returns; None if it is missing, damaged, or belongs to other shards."""
     try:
-        with np.load(io.BytesIO(read()), allow_pickle=False) as arrays:
+        with open_arrays(io.BytesIO(read())) as arrays:
             index = ShardIndex(
                 shards=tuple(arrays["shards"].tobytes().decode("utf-8", "surrogateescape").split("\0")),
                 sizes=tuple(arrays["sizes"].tolist()),

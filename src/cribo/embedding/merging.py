@@ -108,9 +108,10 @@ def _checked_files(folder: Path, same: dict[str, Any]) -> dict[str, list[Path]]:
         if number not in expected:
             raise DataError(f"{folder} is part {same['part']}, but contains {name} of another part: {_REPEAT}")
         found[number] = name
-    if missing := [number for number in expected if number not in found]:
+    if (missing := next((number for number in expected if number not in found), None)) is not None:
+        lacking = expected[-1] - expected[0] + 1 - len(found)  # as `len`, which allows 2^63
         raise DataError(
-            f"{folder} lacks {counted(len(missing), 'file')} of features, such as part-{missing[0]:05d}-*: repeat its "
+            f"{folder} lacks {counted(lacking, 'file')} of features, such as part-{missing:05d}-*: repeat its "
             "command with --resume"
         )
     if gone := [path for several in files.values() for path in several if not path.is_file()]:

@@ -13,6 +13,7 @@ from scipy.stats import norm, t
 from torch import Tensor
 
 from cribo.data.randomness import keyed_generator
+from cribo.files import open_arrays
 
 COUNTS = "images.npz"
 """File name of the counts of each scored image, beside the result of an evaluation."""
@@ -71,7 +72,7 @@ def read_counts(folder: Path, value: Any) -> Int[Tensor, "d q 3 c"] | None:
     """Read the counts of a value of the varied setting from the folder of an evaluation; None if it has none."""
     if not (folder / COUNTS).is_file():
         return None
-    with np.load(folder / COUNTS) as arrays:
+    with open_arrays(folder / COUNTS) as arrays:
         return torch.from_numpy(arrays[str(value)]) if str(value) in arrays else None
 
 

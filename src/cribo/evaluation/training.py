@@ -24,7 +24,7 @@ from cribo.devices import resolve_workers
 from cribo.errors import Stopped, if_interrupted
 from cribo.evaluation.results import OUT, RESULTS, EvaluationResult, read_result
 from cribo.evaluation.runtime import TrainingRuntime
-from cribo.files import remove_parts, write_json
+from cribo.files import read_json, remove_parts, write_json
 from cribo.folders import MARKER, ResultFolder, describe_changes, flat, require_same
 from cribo.processes import end_with_launcher, is_first_process
 from cribo.redaction import masked
@@ -267,7 +267,7 @@ def _settings_of(folder: Path) -> dict[str, Any]:
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    return read_json(folder / SETTINGS)
 
 
 def finished_result(out: Path | None, *, resume: bool) -> EvaluationResult | None:

@@ -1,9 +1,10 @@
 """Build backbones by name."""
 
+import contextlib
 import difflib
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import timm
@@ -12,6 +13,10 @@ from timm.layers.drop import DropPath
 from timm.layers.weight_init import trunc_normal_
 from timm.models import Beit, Eva, VisionTransformer
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.overrides import TorchFunctionMode
 
 from cribo.arguments import import_by_path
@@ -158,7 +163,8 @@ def _create(name: str, args: Mapping[str, Any], image_size: int, drop_path: floa
     for size_args in ({"img_size": image_size, "dynamic_img_size": True}, {"img_size": image_size}, {}):
         try:
             arguments: dict[str, Any] = {**args, **size_args, "num_classes": 0}
-            return timm.create_model(name, pretrained=False, **arguments, **rate), arguments
+            with limited_size():
+                return timm.create_model(name, pretrained=False, **arguments, **rate), arguments
         except (TypeError, AssertionError, ValueError, RuntimeError) as error:
             unknown = re.search(r"unexpected keyword argument(?:\(s\): \[)?\W*(\w+)", str(error))
             if unknown and unknown[1] in size_args:
@@ -169,6 +175,44 @@ def _create(name: str, args: Mapping[str, Any], image_size: int, drop_path: floa
                 raise InputError(f"{name} has no argument {unknown[1]!r}: see timm's documentation") from error
             raise InputError(f"{name} cannot be built with {dict(args)} at {image_size} pixels: {error}") from error
     raise AssertionError("the last attempt sets no size argument")
+
+
+_MOST_TENSORS, _MOST_NUMBERS, _MOST_IN_BUFFERS = 10_000, 2**34, 2**30
+"""Limits of the parameters and buffers of a network, above those of any that has been published."""
+
+
+@contextlib.contextmanager
+def limited_size() -> Iterator[None]:
+    """Stop building a network that would take hours or all memory: a few bytes in a file can describe one.
+
+    Raises:
+        InputError: the network has more parameters than any that has been published.
+    """
+    tensors = numbers = in_buffers = 0
+
+    def count(module: nn.Module, name: str, value: Tensor | None) -> None:
+        nonlocal tensors, numbers, in_buffers
+        if value is None:
+            return
+        tensors += 1
+        if isinstance(value, nn.Parameter):
+            numbers += value.numel()
+        else:
+            in_buffers += value.numel()
+        for found, limit, what in (
+            (tensors, _MOST_TENSORS, "tensors"),
+            (numbers, _MOST_NUMBERS, "parameters"),
+            (in_buffers, _MOST_IN_BUFFERS, "numbers in buffers"),
+        ):
+            if found > limit:
+                raise InputError(f"it would have {found} or more {what}, the limit is {limit}")
+
+    hooks = register_module_parameter_registration_hook(count), register_module_buffer_registration_hook(count)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _create_own(name: str, args: Mapping[str, Any], drop_path: float) -> nn.Module:

@@ -17,7 +17,7 @@ from cribo.data import DataError, UnreadableImage
 from cribo.data.images import ImageSource
 from cribo.data.samples import Batch
 from cribo.errors import InputError
-from cribo.files import write_whole
+from cribo.files import open_arrays, write_whole
 from cribo.models import Backbone
 from cribo.objectives.options import ObjectiveOptions
 from cribo.objectives.sampling import cluster_pairs, sample_pairs
@@ -71,7 +71,7 @@ def read_clusters(folder: Path) -> ClusterHistory:
             f"{folder} has no {CLUSTERS}: the run has no objects, or was created by an older version"
         )
     try:
-        with np.load(path, allow_pickle=False) as content:
+        with open_arrays(path) as content:
             return ClusterHistory(
                 views=torch.from_numpy(content["views"]),
                 grid=(int(content["grid"][0]), int(content["grid"][1])),

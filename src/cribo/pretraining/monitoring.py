@@ -15,7 +15,7 @@ import torch
 from cribo.data.loading import BatchLoader
 from cribo.data.samples import Batch
 from cribo.errors import Stopped
-from cribo.files import write_text
+from cribo.files import read_text, write_text
 from cribo.pretraining.files import METRICS, SKIPPED
 from cribo.pretraining.module import PretrainingModule
 from cribo.training.events import log_write_errors
@@ -156,7 +156,7 @@ class Metrics(L.Callback):
 
 def read_metrics(path: Path) -> list[Row]:
     """Read the rows of a `metrics.csv`, without empty cells and incomplete lines."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    lines = read_text(path, errors="replace").splitlines(keepends=True)
     rows = []
     for row in csv.DictReader(line for line in lines if line.endswith("\n")):
         with suppress(TypeError, ValueError):  # too many cells, or a cell that is not a number

@@ -10,7 +10,9 @@ import yaml
 
 from cribo.arguments import ConfigError
 from cribo.data import ImageSource
+from cribo.data.images import has_images, read_list
 from cribo.data.limits import Reading
+from cribo.data.parquet import PARQUET, list_parquet, open_parquet
 from cribo.models.building import BUILT_IN_NETWORKS, is_import_path
 from cribo.objectives.base import BUILT_IN, CONTROLS
 from cribo.pretraining.config import DataConfig, ObjectiveConfig, PretrainConfig
@@ -58,6 +60,12 @@ def check_run_config(
         check_import(path, folder / CONFIG, f"--{option}", trust=trust, given=given)
     for option, source in filter(lambda each: concerns(each[0]), _addresses(config)):
         check_address(source, folder / CONFIG, f"--{option}", trust=trust, given=given)
+    root = config.data.root
+    if not trust and concerns("data.root") and root not in given and _lists_addresses(root, config.data.images):
+        raise Untrusted(
+            f"{folder / CONFIG} names {root}, which lists addresses that are not opened without your word: give it "
+            f"with --data.root {shlex.quote(root)}, or if you trust its source, add --trust (trust=True in Python)"
+        )
     cache = config.data.cache_dir
     if not trust and is_address(config.data.root) and cache not in (DataConfig.cache_dir, *given):
         raise Untrusted(
@@ -67,8 +75,8 @@ def check_run_config(
 
 
 def names_in(config: PretrainConfig) -> set[str]:
-    """Return the import paths of custom code, and the addresses, in a configuration."""
-    return {name for _, name in (*_imports(config), *_addresses(config))}
+    """Return the import paths of custom code, the addresses, and the place of the images, in a configuration."""
+    return {config.data.root, *(name for _, name in (*_imports(config), *_addresses(config)))}
 
 
 def open_run_images(
@@ -144,6 +152,19 @@ def _addresses(config: PretrainConfig) -> Iterator[tuple[str, str]]:
     for option, value in values.items():
         if isinstance(value, str) and is_address(value):
             yield option, value
+
+
+def _lists_addresses(root: str, images: str) -> bool:
+    """Whether images are a list or Parquet files on this machine with URLs of images."""
+    place = Path(root).expanduser() / images
+    if is_address(root) or not place.exists():
+        return False
+    if place.suffix.lower() == ".txt" and place.is_file():
+        return any(is_address(name) for _, name in read_list(place))
+    if place.suffix.lower() == PARQUET or (place.is_dir() and list_parquet(place) and not has_images(place)):
+        source = open_parquet(place)
+        return any(is_address(name) for name in map(source.name, range(len(source))))
+    return False
 
 
 def _require_values(values: Any, path: Path) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from cribo.colours import Colour
 from cribo.data.images import DataError, require
 from cribo.errors import InputError
-from cribo.files import parse_json, write_whole
+from cribo.files import parse_json, require_regular, write_whole
 from cribo.probes.examples import EncodedExample
 from cribo.redaction import masked
 
@@ -125,6 +125,7 @@ def write_memory(path: str | os.PathLike[str], stored: Stored) -> None:
 def stored_range(path: Path) -> tuple[float, float] | None:
     """Return the range of values with which the images of a memory file were read; None also for a damaged file."""
     try:
+        require_regular(path)
         with safetensors.safe_open(path, "pt") as file:
             found = json.loads((file.metadata() or {})[_KIND])["settings"]["range"]
         return None if found is None else (float(found[0]), float(found[1]))
@@ -141,6 +142,7 @@ def read_memory(path: str | os.PathLike[str]) -> Stored:
     """
     path = Path(path).expanduser()
     require(path)
+    require_regular(path)
     try:
         with safetensors.safe_open(path, "pt") as file:
             metadata = file.metadata() or {}

@@ -21,9 +21,9 @@ from cribo.evaluation.segmentation.inference import Inference, segment_pixels
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
 from cribo.evaluation.segmentation.segmenter import Segmenter
 from cribo.files import parse_json, write_whole
-from cribo.models import build_backbone, describe
+from cribo.models import describe
 from cribo.models.backbone import RESERVED_ARGS
-from cribo.models.building import check_network
+from cribo.models.building import build_network, check_network, limited_size
 from cribo.models.hub import source_name
 from cribo.models.licences import Licence, licences_of
 from cribo.models.saving import numerics_of
@@ -150,11 +150,13 @@ def load_segmenter(
 
 
 def _build(of_backbone: Mapping[str, Any], of_decoder: Mapping[str, Any]) -> Segmenter:
-    backbone = build_backbone(
+    backbone = build_network(
         of_backbone["name"],
         args={name: value for name, value in of_backbone["args"].items() if name not in RESERVED_ARGS},
         image_size=of_backbone["image_size"],
+        initialise=False,
     )
     backbone.mean, backbone.std = tuple(of_backbone["mean"]), tuple(of_backbone["std"])
     backbone.set_numerics(numerics_of(of_backbone))
-    return Segmenter(backbone, MaskTransformer(backbone.embed_dim, **of_decoder))
+    with limited_size():
+        return Segmenter(backbone, MaskTransformer(backbone.embed_dim, **of_decoder))

@@ -22,13 +22,13 @@ from cribo.installation import install_command
 from cribo.models.formats.distributed import METADATA, read_distributed
 from cribo.models.formats.plain_pickle import ForbiddenName, PlainUnpickler, forbidden_names
 from cribo.models.formats.table import SHARD
-from cribo.models.formats.torch_files import is_torch_file, read_torch_file
+from cribo.models.formats.torch_files import is_tar, is_torch_file, read_torch_file
 from cribo.models.hub import SHARD_INDEX
 
 _AGAIN = "copy or download it again"
 _HEADER_BYTES = 512
 ORBAX_FILES = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
-_DEEPEST = 100
+_DEEPEST, _MOST_TENSORS = 100, 300_000
 _LISTED = 5
 
 
@@ -89,20 +89,26 @@ def flatten(content: Mapping[Any, Any]) -> dict[str, Tensor]:
     """Flatten a nested mapping of tensors; join its keys by slashes.
 
     Raises:
-        ValueError: the mapping contains itself, or is nested too deeply.
+        ValueError: the mapping contains itself, is nested too deeply, or contains too many tensors.
 
     Example:
         >>> list(flatten({"teacher": {"norm.weight": torch.ones(2)}, "epoch": 3}))
         ['teacher/norm.weight']
     """
     found: dict[str, Tensor] = {}
+    empty: set[int] = set()  # containers without tensors, which a file of a few bytes may repeat any number of times
 
     def descend(value: Any, path: str) -> None:
+        if id(value) in empty:
+            return
         if path.count("/") > _DEEPEST:
             raise InputError(
                 f"the file contains itself or is nested more than {_DEEPEST} levels deep, at {path[:60]}...: save only "
                 "the state dict"
             )
+        if len(found) > _MOST_TENSORS:
+            raise InputError(f"the file has more than {_MOST_TENSORS} tensors, some repeated: save only the state dict")
+        before = len(found)
         if isinstance(value, Tensor):
             found[path] = value
         elif isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
@@ -113,6 +119,8 @@ def flatten(content: Mapping[Any, Any]) -> dict[str, Tensor]:
         elif isinstance(value, list | tuple):
             for index, inner in enumerate(value):
                 descend(inner, f"{path}/{index}" if path else str(index))
+        if len(found) == before and isinstance(value, Mapping | list | tuple):
+            empty.add(id(value))
 
     descend(content, "")
     return found
@@ -190,8 +198,8 @@ def _archived_names(path: Path, start: bytes) -> list[str]:
     if start[:4] == b"PK\x03\x04" and zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             return archive.namelist()
-    if tarfile.is_tarfile(path):
-        with tarfile.open(path) as archive:
+    if is_tar(path):
+        with tarfile.open(path, "r:") as archive:
             return archive.getnames()
     return []
 
@@ -285,7 +293,7 @@ def _refuse_shards(path: Path, names: Sequence[str]) -> None:
 
 
 def _read_numpy(path: Path) -> dict[str, Tensor]:
-    with np.load(path, allow_pickle=False) as arrays:
+    with files.open_arrays(path) as arrays:
         return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
 
 

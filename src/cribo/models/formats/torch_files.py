@@ -22,7 +22,8 @@ from cribo.errors import InputError
 from cribo.models.formats.plain_pickle import PlainUnpickler, Storage
 
 _ARCHIVE = b"PK"
-_DATA = "data.pkl"
+_DATA, _ORDER = "data.pkl", "byteorder"
+_COMPRESSED = "is a compressed archive: unpack it, and archive it again with zip -0"
 _TORCHSCRIPT = ("constants.pkl", "code/")
 
 
@@ -35,7 +36,16 @@ def is_torch_file(path: Path) -> bool:
         with contextlib.suppress(Exception):
             if PlainUnpickler(file).load() == MAGIC_NUMBER:
                 return True
-    return tarfile.is_tarfile(path)
+    return is_tar(path)
+
+
+def is_tar(path: Path) -> bool:
+    """Whether a file is an uncompressed tar file; a compressed one of a few bytes may be of any size."""
+    try:
+        with tarfile.open(path, "r:"):
+            return True
+    except (tarfile.TarError, OSError, ValueError):
+        return False
 
 
 def read_torch_file(path: Path, unpickler: type[PlainUnpickler] = PlainUnpickler) -> Any:
@@ -56,7 +66,7 @@ def read_torch_file(path: Path, unpickler: type[PlainUnpickler] = PlainUnpickler
         start = file.read(len(_ARCHIVE))
     if start == _ARCHIVE:
         return _read_archive(path, unpickler)
-    if tarfile.is_tarfile(path):
+    if is_tar(path):
         raise InputError(
             f"{path} is a tar file of PyTorch 0.1: read it with torch.load where you trust its source, save its state "
             "dict again with torch.save, and use that file"
@@ -65,16 +75,19 @@ def read_torch_file(path: Path, unpickler: type[PlainUnpickler] = PlainUnpickler
 
 
 def _read_archive(path: Path, unpickler: type[PlainUnpickler]) -> Any:
+    size, entries = path.stat().st_size, _entries(path)
+    if any(entry.file_size > size for entry in entries):  # which PyTorch's reader might unpack
+        raise InputError(f"{path} {_COMPRESSED}")
     archive: Any = torch._C.PyTorchFileReader(str(path))
     names = archive.get_all_records()
     if any(name.startswith(_TORCHSCRIPT) for name in names):
         raise InputError(f"{path} is a TorchScript program, not a weight file: save its module's state dict")
-    if _is_compressed(path):
-        raise InputError(f"{path} is a compressed archive: unpack it, and archive it again with zip -0")
-    size = path.stat().st_size
-    if archive.get_record_size(_DATA) > size:
-        raise pickle.UnpicklingError(f"{_DATA} is larger than its file")
-    order = archive.get_record("byteorder") if "byteorder" in names else b"little"
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise InputError(f"{path} {_COMPRESSED}")
+    for name in (_DATA, _ORDER):
+        if name in names and archive.get_record_size(name) > size:
+            raise pickle.UnpicklingError(f"{name} is larger than its file")
+    order = archive.get_record(_ORDER) if _ORDER in names else b"little"
     whole: Any = torch.UntypedStorage.from_file(str(path), False, size)
     storages: dict[str, torch.UntypedStorage] = {}
 
@@ -93,12 +106,12 @@ def _read_archive(path: Path, unpickler: type[PlainUnpickler]) -> Any:
     return _unpickle(io.BytesIO(archive.get_record(_DATA)), unpickler, storage)
 
 
-def _is_compressed(path: Path) -> bool:
+def _entries(path: Path) -> list[zipfile.ZipInfo]:
     try:
         with zipfile.ZipFile(path) as archive:
-            return any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
+            return archive.infolist()
     except Exception:  # of a damaged list of files, which PyTorch's reader reports
-        return False
+        return []
 
 
 def _read_older(path: Path, unpickler: type[PlainUnpickler]) -> Any:
