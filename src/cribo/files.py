@@ -1,6 +1,7 @@
 """Atomic writing of files and folders."""
 
 import contextlib
+import difflib
 import errno
 import json
 import os
@@ -75,6 +76,21 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def nearest_path(path: Path) -> Path | None:
+    """Return the path in the same folder whose name is most similar to a misspelled one; None without a similar one.
+
+    Example:
+        >>> folder = getfixture("tmp_path")
+        >>> (folder / "mine.pth").touch()
+        >>> nearest_path(folder / "mine.pht").name
+        'mine.pth'
+    """
+    with contextlib.suppress(OSError):
+        there = sorted(entry.name for entry in path.parent.iterdir() if not entry.name.startswith("."))
+        return next((path.with_name(name) for name in difflib.get_close_matches(path.name, there, n=1)), None)
+    return None
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -117,8 +117,10 @@ def test_invalid_options_are_refused(run: Path, images: Path, tmp_path: Path) ->
             write_figures({"run": run}, out, FigureConfig(images=str(images), **choices))
     with pytest.raises(FileNotFoundError, match="no files match --features_of"):
         write_figures({"run": run}, out, FigureConfig(features_of="/nowhere/*.jpg"))
-    with pytest.raises(FileNotFoundError, match=r"is not a run: it has no config.yaml"):
+    with pytest.raises(FileNotFoundError, match=r"is not a run \(no config\.yaml\)"):
         write_figures({"x": tmp_path}, out)
+    with pytest.raises(FileNotFoundError, match="there is no 'nowhere'"):
+        write_figures({"x": tmp_path / "nowhere"}, out)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("")
     with pytest.raises(FolderError, match="not created by cribo"):

@@ -100,6 +100,10 @@ def test_an_image_without_labels(tmp_path: Path) -> None:
     save_image(tmp_path / "b.bmp", LABELS)
     with pytest.raises(DataError, match=r"image b\.bmp has no labels: .* contains neither b\.png nor b_labels\.png"):
         find_examples(tmp_path)
+    save_image(tmp_path / "png" / "b.png", LABELS)
+    with pytest.raises(DataError, match=r"image b\.png has no labels: .* does not contain b_labels\.png"):
+        find_examples(tmp_path / "png")  # b.png is there: it is the image
+    (tmp_path / "png" / "b.png").unlink()
     (tmp_path / "b.json").write_text('{"shapes": [], "imagePath": "b.bmp"}')
     with pytest.raises(DataError, match=r"nor b_labels\.png, but b\.json, which is in labelme's format"):
         find_examples(tmp_path)
@@ -165,6 +169,9 @@ def test_folders_without_examples(tmp_path: Path) -> None:
     (tmp_path / "file.txt").write_text("")
     with pytest.raises(DataError, match="is a file: give the folder of its label maps with --labels"):
         find_examples(tmp_path / "file.txt")
+    (tmp_path / "coco.json").write_text(json.dumps(COCO))
+    with pytest.raises(DataError, match=r"coco\.json is a file: give the folder of its images, .* --labels"):
+        find_examples(tmp_path / "coco.json")
 
 
 # ------------------------------------------------------------------------------------------------ images to label

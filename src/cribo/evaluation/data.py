@@ -215,7 +215,7 @@ class ImageData:
 
 def _is_folder(data: SegmentationData | ImageData) -> bool:
     """Whether `name` is a path to the data set instead of the name of a layout."""
-    return data.root is None and (os.sep in data.name or Path(data.name).is_dir())
+    return data.root is None and (os.sep in data.name or Path(data.name).exists())
 
 
 def _found(data: SegmentationData | ImageData) -> tuple[str, str]:
@@ -225,8 +225,12 @@ def _found(data: SegmentationData | ImageData) -> tuple[str, str]:
         DataError: the folder does not exist or has another layout.
     """
     folder = Path(data.name).expanduser()
+    if not folder.exists():
+        from cribo.data.images import require
+
+        require(folder)
     if not folder.is_dir():
-        raise DataError(f"there is no folder {folder}")
+        raise DataError(f"{folder} is a file: give the folder of the data set")
     if (found := data.find(folder)) is None:
         raise DataError(f"{folder} has none of the known layouts: {data.layout}")
     return found.name, str(found.root)

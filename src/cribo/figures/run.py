@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cribo.arguments import ConfigError
 from cribo.data import DataError, ImageSource
+from cribo.data.images import require
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import read_image
 from cribo.drawing import paper_style, write_figure
@@ -94,8 +95,9 @@ def write_figures(
     if not runs:
         raise ConfigError("figures need at least one run, got none")
     for folder in runs.values():
+        require(folder)
         if not (folder / CONFIG).is_file():
-            raise FileNotFoundError(f"{folder} is not a run: it has no {CONFIG}")
+            raise FileNotFoundError(f"{folder} is not a run (no {CONFIG}): give the folder that cribo pretrain printed")
     target = ResultFolder(out, "figures", overwrite=overwrite, inputs=[*runs.values(), config.images])
     drawer = _Drawer(runs, config, device)
     captions: dict[str, str] = {}

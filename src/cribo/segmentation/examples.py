@@ -101,6 +101,8 @@ def find_examples(
         classes = classes or _class_file(folder) or _class_file(labels)
         return _of_folders(folder, labels, classes, masks=masks)
     if not folder.is_dir():
+        if folder.suffix.lower() == ".json":
+            raise DataError(f"{folder} is a file: give the folder of its images, and the file with --labels")
         raise DataError(f"{folder} is a file: give the folder of its label maps with --labels, or give a folder")
     annotations, damaged = find_coco(folder)
     if annotations and damaged:
@@ -172,8 +174,11 @@ def _side_by_side(folder: Path, classes: str | Path | None, *, masks: bool) -> E
     for stem, name in images.items():
         if stem not in maps:
             instead = other_annotations(folder / name, folder / f"{stem}.png")
+            marked = f"{stem}{_MARK}.png"
+            lacking = f"contains neither {stem}.png nor {marked}"
             raise DataError(
-                f"the image {name} has no labels: {folder} contains neither {stem}.png nor {stem}{_MARK}.png"
+                f"the image {name} has no labels: {folder} "
+                + (f"does not contain {marked}" if name == f"{stem}.png" else lacking)
                 + (instead or f"; supported layouts: {_LAYOUTS}; or give the folder of the label maps with --labels")
             )
     for stem, name in maps.items():

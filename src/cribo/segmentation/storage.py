@@ -141,6 +141,8 @@ def read_memory(path: str | os.PathLike[str]) -> Stored:
     """
     path = Path(path).expanduser()
     require(path)
+    if path.is_dir():
+        raise DataError(f"{path} is a folder, not a memory: give the file that cribo segment wrote with --memory")
     try:
         with safetensors.safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
