@@ -47,8 +47,8 @@ def run(words: list[str], console: Console) -> None:
     labels: list[str] = parsed.label or [run.name for run in runs]
     if len(labels) != len(runs) or len(set(labels)) != len(labels):
         raise ConfigError(
-            f"each --run needs its own --label, got {counted(len(runs), 'run')} and {', '.join(labels)}: give one after "
-            "each"
+            f"each --run needs its own --label, got {counted(len(runs), 'run')} and {', '.join(labels)}: give one "
+            "after each"
         )
     config = parser.build(FigureConfig, parsed)
     with importing(console):
