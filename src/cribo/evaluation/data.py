@@ -80,7 +80,10 @@ class SegmentationData:
         if self.name != SCENES and _is_folder(self):
             self.name, self.root = _found(self)
         if self.name != SCENES and "." not in self.name:
-            segmentation_set(self.name)
+            try:
+                segmentation_set(self.name)
+            except DataError as error:
+                raise DataError(f"{error}; or give {SCENES}, or a folder: there is none at {self.name}") from error
 
     @classmethod
     def find(cls, folder: Path) -> Self | None:
