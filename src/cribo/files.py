@@ -93,6 +93,24 @@ def nearest_path(path: Path) -> Path | None:
     return None
 
 
+def matching_files(pattern: Path) -> tuple[Path, list[Path]]:
+    """Return the folder above the first wildcard of a pattern, and the files that match, sorted.
+
+    Folders that exist are not wildcards, such as `photos [1]` in `photos [1]/*.jpg`.
+
+    Example:
+        >>> folder = getfixture("tmp_path") / "photos [1]"
+        >>> folder.mkdir()
+        >>> (folder / "a.jpg").touch()
+        >>> [path.name for path in matching_files(folder / "*.jpg")[1]]
+        ['a.jpg']
+    """
+    folder, rest = Path(), list(pattern.parts)
+    while len(rest) > 1 and (not {"*", "?", "["} & set(rest[0]) or (folder / rest[0]).is_dir()):
+        folder /= rest.pop(0)
+    return folder, sorted(path for path in folder.glob(str(Path(*rest))) if path.is_file())
+
+
 def link_or_copy(source: Path, target: Path) -> None:
     """Create a hard link to a file that is never modified in place, or a copy where links are impossible.
 

@@ -213,6 +213,11 @@ def test_images_by_folder_glob_list_and_name(frames: Path, source: str, folder: 
     assert targets(frames.parent / source) == (frames.parent / folder, names)
 
 
+def test_a_folder_with_brackets_is_no_wildcard(frames: Path) -> None:
+    folder = frames.rename(frames.with_name("frames [1]"))
+    assert targets(folder / "**" / "*.bmp") == (folder, ["1.bmp", "a/2.bmp", "a/b/3.bmp"])
+
+
 def test_earlier_results_are_not_images(frames: Path) -> None:
     assert targets(frames, apart_from=frames / "a") == (frames, ["1.bmp"])
     with pytest.raises(DataError, match=r"all images of .* are in .*frames, the output folder"):

@@ -27,6 +27,7 @@ from cribo.data.label_maps import (
 )
 from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.segmentation import LabelledFiles, LabelledFolder, by_stem, is_marked, other_annotations
+from cribo.files import matching_files
 from cribo.segmentation.memory import Example
 from cribo.wording import enumerated
 
@@ -279,8 +280,5 @@ def result_name(image: str) -> str:
 
 def _of_glob(pattern: Path) -> tuple[Path, list[str]]:
     """Return the folder above the first wildcard, and the matching images relative to it."""
-    first = next(number for number, part in enumerate(pattern.parts) if any(sign in part for sign in "*?["))
-    folder = Path(*pattern.parts[:first])
-    rest = str(Path(*pattern.parts[first:]))
-    found = sorted(path for path in folder.glob(rest) if path.suffix.lower() in EXTENSIONS and path.is_file())
-    return folder, [path.relative_to(folder).as_posix() for path in found]
+    folder, found = matching_files(pattern)
+    return folder, [path.relative_to(folder).as_posix() for path in found if path.suffix.lower() in EXTENSIONS]
