@@ -195,3 +195,36 @@ def test_help_contains_the_short_names() -> None:
     assert "--source.name" not in said
     assert "--trust" in said
     assert "Path to a configuration file" not in said
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["--source", "a", "--run", ""], "--run"),
+        (["--source=", "--run", "b"], "--source"),
+        (["--source", ""], "--source"),
+        (["", "--source", "a"], "an argument"),
+    ],
+)
+def test_an_empty_argument_is_not_the_current_folder(words: list[str], option: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{option} must not be empty"):
+        parser().parse_args(words)
+
+
+def test_a_group_of_options_with_another_file_than_a_configuration(tmp_path: Path) -> None:
+    (tmp_path / "weights.pth").write_bytes(b"PK\x03\x04\x80\xff")
+    (tmp_path / "source.yaml").write_text("name: mine")
+    made = Parser(prog="try")  # without a short name for the group's option
+    made.add_class_arguments(Options)
+    assert made.parse_args(["--source", str(tmp_path / "source.yaml")]).source.name == "mine"
+    for words in (["--source", str(tmp_path / "weights.pth")], [f"--source={tmp_path / 'weights.pth'}"]):
+        with pytest.raises(ConfigError, match=r"^--source is a group of options \(--source\.name, --source\.trust\)"):
+            made.parse_args(words)
+
+
+def test_no_arguments_and_arguments_unlike_any_option() -> None:
+    with pytest.raises(ConfigError, match="--source is required"):
+        parser().parse_args([])
+    for words in (["--zzz", "1"], ["zzz"]):
+        with pytest.raises(ConfigError, match=r"zzz.*try --help lists the options"):
+            parser().parse_args(["--source", "a", *words])

@@ -53,8 +53,9 @@ def test_other_contents_are_never_replaced(tmp_path: Path, content: str | None, 
     for resume in (False, True):
         with pytest.raises(FolderError, match=said):
             ResultFolder(tmp_path, "search", overwrite=True, resume=resume)
-    with pytest.raises(FolderError, match="already exists"):
-        ResultFolder(tmp_path, "search", resume=True)
+    for resume in (False, True):
+        with pytest.raises(FolderError, match=f"already exists and .*{said}; choose another"):  # not --overwrite
+            ResultFolder(tmp_path, "search", resume=resume)
     assert files(tmp_path) == before
 
 

@@ -11,7 +11,7 @@ import types
 from argparse import RawDescriptionHelpFormatter
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
@@ -20,7 +20,7 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, get_lo
 
 from cribo.errors import DataError, InputError
 from cribo.files import parse_yaml, read_text
-from cribo.wording import joined
+from cribo.wording import enumerated, joined
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -73,10 +73,38 @@ class Parser(ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, **kwargs: Any) -> Namespace:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Parse the arguments of a command line, or complete them for a shell."""
+        words = list(sys.argv[1:] if args is None else args)
         if "_ARGCOMPLETE" in os.environ:
             self._set_completers()
-        words = self._configs_first(sys.argv[1:] if args is None else args)
-        return super().parse_args(self.expand(words), **kwargs)
+        else:
+            self._refuse_empty(words)
+        words = self.expand(self._configs_first(words))
+        self._check_group_files(words)
+        return super().parse_args(words, **kwargs)
+
+    def _refuse_empty(self, words: Sequence[str]) -> None:
+        """Raise an error for an empty argument, which as a path would be the current folder."""
+        for before, word in zip(["", *words], words, strict=False):
+            option, given, value = word.partition("=")
+            if not word or (option.startswith("--") and given and not value):
+                place = option if word else before if before.startswith("--") and "=" not in before else "an argument"
+                raise ConfigError(
+                    f"{place} must not be empty: omit it or give a value; is a variable of the shell unset?"
+                )
+
+    def _check_group_files(self, words: Sequence[str]) -> None:
+        """Raise an error for a group of options, such as --backbone of pretrain, with a file that is not YAML."""
+        groups = [each.option_strings for each in self._actions if each.metavar == "CONFIG"]
+        for word, following in zip_longest(words, words[1:], fillvalue=""):
+            option, given, value = word.partition("=")
+            value = value if given else following
+            if any(option in names for names in groups) and os.path.isfile(value):  # noqa: PTH113 (a long value is no error)
+                try:
+                    self.read_config(Path(value))
+                except ConfigError as error:
+                    parts = [name for each in self._actions for name in each.option_strings]
+                    of_group = [name for name in parts if name.startswith(f"{option}.")]
+                    raise ConfigError(f"{option} is a group of options ({enumerated(of_group, 4)}): {error}") from error
 
     def explain(self, option: str, text: str) -> None:
         """Replace the help of an option."""
@@ -109,7 +137,11 @@ class Parser(ArgumentParser):
 
     def parse_path(self, path: Any, **kwargs: Any) -> Namespace:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Parse a configuration file."""
-        return self.parse_string(self.read_config(Path(path)), **kwargs)
+        text = self.read_config(Path(path))
+        try:
+            return self.parse_string(text, **kwargs)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
 
     def read_config(self, path: Path) -> str:
         """Read the YAML text of a configuration file.
@@ -344,6 +376,8 @@ class Parser(ArgumentParser):
             near = [meant] if meant in known else difflib.get_close_matches(plain, known, n=1, cutoff=0.6)
             if name not in known and near:
                 return f"{message.rstrip('.')}: did you mean {near[0]}?"
+        if re.match(r"unrecognized arguments|[Oo]ption '[\w.]+' is not accepted", message):
+            return f"{message.rstrip('.')}: {self.prog} --help lists the options"
         return message
 
 

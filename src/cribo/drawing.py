@@ -1,5 +1,6 @@
 """Elements of matplotlib figures: styles, grids of pictures, frames, numbers of regions, curves and legends."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,7 +63,9 @@ def write_figure(path: Path, figure: Figure, *, dpi: int = _DPI) -> Path:
     kind = path.suffix.removeprefix(".")
     # Without the date, equal figures give identical files.
     metadata = {"CreationDate": None} if kind == "pdf" else None
-    write_whole(path, lambda part: figure.savefig(part, dpi=dpi, format=kind, metadata=metadata))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # names of images in other scripts
+        write_whole(path, lambda part: figure.savefig(part, dpi=dpi, format=kind, metadata=metadata))
     return path
 
 

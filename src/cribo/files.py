@@ -1,6 +1,7 @@
 """Atomic writing of files and folders."""
 
 import contextlib
+import difflib
 import errno
 import io
 import json
@@ -76,6 +77,39 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def nearest_path(path: Path) -> Path | None:
+    """Return the path in the same folder whose name is most similar to a misspelled one; None without a similar one.
+
+    Example:
+        >>> folder = getfixture("tmp_path")
+        >>> (folder / "mine.pth").touch()
+        >>> nearest_path(folder / "mine.pht").name
+        'mine.pth'
+    """
+    with contextlib.suppress(OSError):
+        there = sorted(entry.name for entry in path.parent.iterdir() if not entry.name.startswith("."))
+        return next((path.with_name(name) for name in difflib.get_close_matches(path.name, there, n=1)), None)
+    return None
+
+
+def matching_files(pattern: Path) -> tuple[Path, list[Path]]:
+    """Return the folder above the first wildcard of a pattern, and the files that match, sorted.
+
+    Folders that exist are not wildcards, such as `photos [1]` in `photos [1]/*.jpg`.
+
+    Example:
+        >>> folder = getfixture("tmp_path") / "photos [1]"
+        >>> folder.mkdir()
+        >>> (folder / "a.jpg").touch()
+        >>> [path.name for path in matching_files(folder / "*.jpg")[1]]
+        ['a.jpg']
+    """
+    folder, rest = Path(), list(pattern.parts)
+    while len(rest) > 1 and (not {"*", "?", "["} & set(rest[0]) or (folder / rest[0]).is_dir()):
+        folder /= rest.pop(0)
+    return folder, sorted(path for path in folder.glob(str(Path(*rest))) if path.is_file())
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -87,11 +87,13 @@ class ResultFolder:
             self.replaces = overwrite
         except OSError as error:
             raise _not_writable(path, error) from error
+        why = f"has no {MARKER}: not created by cribo" if found is None else f"contains {found} results"
+        if found != kind and overwrite:
+            raise FolderError(f"{path} {why}, refusing to replace it with {kind} results")
+        if found != kind and not legacy:
+            raise FolderError(f"{path} already exists and {why}; choose another folder")
         if not overwrite:
             raise FolderError(f"{path} already exists: {advice}")
-        if found != kind:
-            why = f"has no {MARKER}: not created by cribo" if found is None else f"contains {found} results"
-            raise FolderError(f"{path} {why}, refusing to replace it with {kind} results")
 
     def create(self, write: Callable[[Path], object] = lambda folder: None) -> Path:
         """Write the folder and move it into place once it is complete.
@@ -274,26 +276,26 @@ def _require_replaceable(path: Path) -> None:
     require_writable(path.parent)
 
 
-def require_writable(path: Path) -> None:
-    """Raise an error if a folder is not writable or cannot be created."""
+def require_writable(path: Path, option: str = "--out") -> None:
+    """Raise an error that names the option if a folder is not writable or cannot be created."""
     for folder in (path, *path.parents):
         if folder.is_dir():
-            _try_writing(folder)
+            _try_writing(folder, option)
             return
         if folder.exists():
-            raise FolderError(f"{folder} is a file, not a folder: choose another --out")
+            raise FolderError(f"{folder} is a file, not a folder: choose another {option}")
 
 
-def _try_writing(folder: Path) -> None:
+def _try_writing(folder: Path, option: str) -> None:
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise _not_writable(folder, error) from error
+        raise _not_writable(folder, error, option) from error
 
 
-def _not_writable(path: Path, error: OSError) -> FolderError:
-    return FolderError(f"cannot write to {path}: {error.strerror}; choose another --out")
+def _not_writable(path: Path, error: OSError, option: str = "--out") -> FolderError:
+    return FolderError(f"cannot write to {path}: {error.strerror}; choose another {option}")
 
 
 def _make_numbered(path: Path) -> Path:

@@ -223,6 +223,8 @@ def test_a_missing_folder_suggests_the_nearest_name(tmp_path):
         open_images(tmp_path, "images/train/x.png/sub")
     with pytest.raises(MissingData, match=r"there is no 'gone' in .*images/train; files there: x\.png"):
         open_images(tmp_path, "labels/../images/train/gone")
+    with pytest.raises(MissingData, match=r"there is no '\*\.png' in .*images/train, and patterns are not expanded"):
+        open_images(tmp_path / "images" / "train" / "*.png")
     (tmp_path / "labels" / "val").mkdir()
     with pytest.raises(MissingData, match=r"there is no 'gone' in .*labels/val, which is empty"):
         open_images(tmp_path, "labels/val/gone")

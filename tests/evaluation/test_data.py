@@ -70,8 +70,18 @@ def test_a_folder_is_recognised_by_its_name_and_layout(tmp_path: Path, monkeypat
 def test_a_folder_without_a_known_layout_is_an_error(data: type[SegmentationData | ImageData], tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"{tmp_path} has none of the known layouts: "):
         data(str(tmp_path))
-    with pytest.raises(DataError, match=f"there is no folder {tmp_path / 'camvid'}"):
+    with pytest.raises(DataError, match=f"there is no 'camvid' in {tmp_path}"):
         data(str(tmp_path / "camvid"))
+
+
+@pytest.mark.parametrize("data", [SegmentationData, ImageData])
+def test_a_file_is_not_an_import_path(
+    data: type[SegmentationData | ImageData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "some.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"some\.json is a file: give the folder"):
+        data("some.json")
 
 
 def test_an_unknown_layout_of_classified_images_is_refused() -> None:

@@ -87,7 +87,8 @@ def test_moved_images_are_reported_before_any_work(run: Path, images: Path, tmp_
     write_figures(
         {"run": tmp_path / "run"}, tmp_path / "out", FigureConfig(only=("matches",), images=str(images), **small)
     )
-    files = FigureConfig(only=("features",), features_of=str(images / "1*.png"), **small)
+    copied = Path(shutil.copytree(images, tmp_path / "images [1]"))  # brackets of folders are no wildcards
+    files = FigureConfig(only=("features",), features_of=str(copied / "1*.png"), **small)
     write_figures({"run": tmp_path / "run"}, tmp_path / "features", files)
     assert (tmp_path / "features" / "features.png").is_file()
 
@@ -117,8 +118,10 @@ def test_invalid_options_are_refused(run: Path, images: Path, tmp_path: Path) ->
             write_figures({"run": run}, out, FigureConfig(images=str(images), **choices))
     with pytest.raises(FileNotFoundError, match="no files match --features_of"):
         write_figures({"run": run}, out, FigureConfig(features_of="/nowhere/*.jpg"))
-    with pytest.raises(FileNotFoundError, match=r"is not a run: it has no config.yaml"):
+    with pytest.raises(FileNotFoundError, match=r"is not a run \(no config\.yaml\)"):
         write_figures({"x": tmp_path}, out)
+    with pytest.raises(FileNotFoundError, match="there is no 'nowhere'"):
+        write_figures({"x": tmp_path / "nowhere"}, out)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("")
     with pytest.raises(FolderError, match="not created by cribo"):

@@ -93,6 +93,9 @@ def test_truncated_files_are_reported(tmp_path: Path, writer: Callable[..., Any]
         ("aucun réseau ici\n".encode() * 30 + b"x", "is a text file"),
         ("ñ".encode() * 400, "is a text file"),
         (b"x" + "ñ".encode() * 400, "is a text file"),  # truncated within a character
+        (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "is a picture"),
+        (b"\xff\xd8\xff\xe0\0\x10JFIF\0", "is a picture"),
+        (b"II*\0\x08\0\0\0", "is a picture"),
         (bytes(range(255, 0, -1)), "is damaged or not a weight file"),
     ],
 )

@@ -430,12 +430,16 @@ def test_a_file_without_its_weights(tmp_path):
     assert not agree(alone, trained)
 
 
-def test_incompatible_names_and_options(tmp_path):
+def test_incompatible_names_and_options(tmp_path, monkeypatch):
     torch.save(vit().model.state_dict(), tmp_path / "weights.pth")
     with pytest.raises(
         ValueError, match=r"'vit_smal_patch16_224' is neither a file nor a timm name: did you mean vit_"
     ):
         load_backbone("vit_smal_patch16_224")
+    monkeypatch.chdir(tmp_path)
+    for misspelled in ("weights.pht", str(tmp_path / "weigths.pth")):
+        with pytest.raises((InputError, FileNotFoundError), match=r"did you mean .*weights\.pth\?"):
+            load_backbone(misspelled)
     with pytest.raises(ValueError, match=r"timm has no weights .*\.dinoo'.*vit_small_patch16_224\.dino"):
         load_backbone("vit_small_patch16_224.dinoo")
     without = next(name for name in timm.list_models("vit_*") if not timm.list_pretrained(name))

@@ -101,6 +101,8 @@ def test_a_search_can_be_limited_to_some_images_one_object_each_and_a_similarity
     least = everything[4][2]
     assert found("least", "--min_similarity", least) == [each for each in everything if each[2] >= least]
     assert found("nothing", "--min_similarity", 1, "--path", "none/*") == []
+    nothing = cribo(*words, "--path", "none/*", "--out", "nothing else")
+    assert "no objects of other images were found with --path none/*" in nothing
     assert read_image(tmp_path / "nothing" / "sheet.png").numel()
 
 
@@ -279,6 +281,7 @@ def test_images_that_were_moved(cribo: Run, indexed: Path, pictures: Path, tmp_p
         (("index", "--db", "pictures/a/1.png", "--images", "pictures", "--backbone", "mean-colour"), "is a file"),
         (("index", "--db", "pictures", "--images", "pictures", "--backbone", "mean-colour"), "not created by cribo"),
         (("search", "--db", "pictures", "--image", "x.png"), "contains no database of objects"),
+        (("search", "--db", "pictures/a/0.png", "--image", "x.png"), "is a file, not a database"),
         (("search", "--db", "nowhere", "--image", "x.png"), "there is no 'nowhere'"),
         (("search", "--db", "nowhere", "--image", "x.png", "--k", "0"), "k must be >= 1, got 0"),
         (

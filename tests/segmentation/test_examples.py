@@ -100,6 +100,10 @@ def test_an_image_without_labels(tmp_path: Path) -> None:
     save_image(tmp_path / "b.bmp", LABELS)
     with pytest.raises(DataError, match=r"image b\.bmp has no labels: .* contains neither b\.png nor b_labels\.png"):
         find_examples(tmp_path)
+    save_image(tmp_path / "png" / "b.png", LABELS)
+    with pytest.raises(DataError, match=r"image b\.png has no labels: .* does not contain b_labels\.png"):
+        find_examples(tmp_path / "png")  # b.png is there: it is the image
+    (tmp_path / "png" / "b.png").unlink()
     (tmp_path / "b.json").write_text('{"shapes": [], "imagePath": "b.bmp"}')
     with pytest.raises(DataError, match=r"nor b_labels\.png, but b\.json, which is in labelme's format"):
         find_examples(tmp_path)
@@ -165,6 +169,9 @@ def test_folders_without_examples(tmp_path: Path) -> None:
     (tmp_path / "file.txt").write_text("")
     with pytest.raises(DataError, match="is a file: give the folder of its label maps with --labels"):
         find_examples(tmp_path / "file.txt")
+    (tmp_path / "coco.json").write_text(json.dumps(COCO))
+    with pytest.raises(DataError, match=r"coco\.json is a file: give the folder of its images, .* --labels"):
+        find_examples(tmp_path / "coco.json")
 
 
 # ------------------------------------------------------------------------------------------------ images to label
@@ -204,6 +211,11 @@ def targets(source: Path, apart_from: Path | None = None) -> tuple[Path, list[st
 )
 def test_images_by_folder_glob_list_and_name(frames: Path, source: str, folder: str, names: list[str]) -> None:
     assert targets(frames.parent / source) == (frames.parent / folder, names)
+
+
+def test_a_folder_with_brackets_is_no_wildcard(frames: Path) -> None:
+    folder = frames.rename(frames.with_name("frames [1]"))
+    assert targets(folder / "**" / "*.bmp") == (folder, ["1.bmp", "a/2.bmp", "a/b/3.bmp"])
 
 
 def test_earlier_results_are_not_images(frames: Path) -> None:

@@ -314,7 +314,7 @@ def test_two_commands_that_add_examples_to_a_memory_lose_none(folder: Path) -> N
     assert segment(folder, out="again", memory=str(memory), examples=None).images == 3
 
 
-@pytest.mark.parametrize("name", ["examples", "labels", "classes", "memory"])
+@pytest.mark.parametrize("name", ["images", "examples", "labels", "classes", "memory"])
 def test_inputs_inside_the_output_folder_are_rejected(folder: Path, name: str) -> None:
     segment(folder)
     before = files(folder / "out")
@@ -351,6 +351,8 @@ def test_invalid_input_leaves_no_files(folder: Path) -> None:
         ({"images": str(folder / "*.gif")}, DataError, "no images match"),
         ({"examples": str(folder / "nothing")}, MissingData, "no 'nothing'"),
         ({"memory": str(folder / "x" / "m")}, FolderError, "folder of --memory .*m does not exist"),
+        ({"memory": str(folder)}, FolderError, "--memory .* is a folder"),
+        ({"memory": "/proc/m"}, FolderError, "cannot write to /proc: .* another --memory"),
         ({"memory": str(folder / "m"), "examples": None}, MissingData, "no 'm'"),
         ({"device": "cuda:99"}, ConfigError, "device: 'cuda:99' cannot be used"),
     ]

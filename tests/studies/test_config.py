@@ -47,7 +47,7 @@ def test_axes_are_varied_one_at_a_time(tmp_path: Path) -> None:
 def test_a_row_given_twice_is_an_error(tmp_path: Path) -> None:
     file = written(tmp_path, {"axes": None})
     file.write_text(file.read_text() + "rows:\n  a: {}\n  b: {}\n  a: {optim.epochs: 3}\n")
-    with pytest.raises(ConfigError, match=r"study.yaml: .*rows\.a .*lines \d+ and \d+"):
+    with pytest.raises(ConfigError, match=r"study.yaml has .*rows\.a .*lines \d+ and \d+"):
         load_study(file)
 
 

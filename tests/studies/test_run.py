@@ -22,6 +22,7 @@ from cribo.cli import main
 from cribo.data.scenes import Scenes
 from cribo.errors import InputError
 from cribo.evaluation.intervals import counts_miou
+from cribo.files import FolderError
 from cribo.studies.comparison import compare_studies
 from cribo.studies.config import load_study, share_of
 from cribo.studies.run import Study, run_study
@@ -306,6 +307,13 @@ def test_a_full_disk_is_found_before_the_folder_is_made(study: Written, monkeypa
     with pytest.raises(InputError, match=r"the cells need 0\.0 GiB, but .* has 0\.0 GiB left: choose another --out"):
         run_study(path)
     assert not Path("studies").exists()
+
+
+def test_a_folder_below_a_file_is_refused_before_the_study_is_planned(study: Written) -> None:
+    path = study()
+    Path("file").touch()
+    with pytest.raises(FolderError, match="file is a file, not a folder: choose another --out"):
+        Study(load_study(path), Path("file", "mine")).start()
 
 
 def test_budgets_are_rounded_to_whole_epochs(study: Written) -> None:

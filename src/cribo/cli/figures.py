@@ -7,6 +7,7 @@ from rich.console import Console
 from cribo.cli.running import print_places
 from cribo.console import Phases, importing
 from cribo.data.limits import READING_SHORT
+from cribo.wording import counted
 
 HELP = """\
 Draw the figures of a paper from a run: vector text in embedded fonts, 300 dpi, two-column layout, no titles.
@@ -46,7 +47,8 @@ def run(words: list[str], console: Console) -> None:
     labels: list[str] = parsed.label or [run.name for run in runs]
     if len(labels) != len(runs) or len(set(labels)) != len(labels):
         raise ConfigError(
-            f"each --run needs its own --label, got {len(runs)} runs and {', '.join(labels)}: give one after each"
+            f"each --run needs its own --label, got {counted(len(runs), 'run')} and {', '.join(labels)}: give one "
+            "after each"
         )
     config = parser.build(FigureConfig, parsed)
     with importing(console):

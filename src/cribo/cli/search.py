@@ -11,9 +11,10 @@ from rich.text import Text
 from cribo.cli.running import print_places
 from cribo.console import importing
 from cribo.data.limits import READING_SHORT
-from cribo.wording import command_line
+from cribo.wording import command_line, counted
 
 if TYPE_CHECKING:
+    from cribo.object_search.config import SearchConfig
     from cribo.object_search.duplicates import DuplicatePair
     from cribo.object_search.search import SearchResult
 
@@ -63,7 +64,7 @@ def run(words: list[str], console: Console) -> None:
         print_places(console, {"picture": folder / SHEET, "numbers": folder / RESULTS})
         return
     result = search_objects(config, out=parsed.out, overwrite=parsed.overwrite, command=command)
-    console.print(_table(result))
+    console.print(_table(result) if any(result.found) else _nothing_found(config))
     gone = sorted(path for path, state in result.states.items() if state)
     if gone:
         console.print(
@@ -76,7 +77,7 @@ def run(words: list[str], console: Console) -> None:
 
 def _table_of_pairs(pairs: "list[DuplicatePair]") -> Table:
     """Return a table of the most similar pairs."""
-    table = Table(title=f"{len(pairs)} pairs of similar images")
+    table = Table(title=f"{counted(len(pairs), 'pair')} of similar images")
     for name in ("similarity", "image", "image"):
         table.add_column(name, overflow="fold")
     for pair in pairs[:_LISTED]:
@@ -84,6 +85,13 @@ def _table_of_pairs(pairs: "list[DuplicatePair]") -> Table:
     if len(pairs) > _LISTED:
         table.caption = f"and {len(pairs) - _LISTED} more: see results.json"
     return table
+
+
+def _nothing_found(config: "SearchConfig") -> str:
+    """Return the sentence for a search without results."""
+    limits = {"--path": config.path, "--min_similarity": config.min_similarity}
+    given = [f"{option} {value}" for option, value in limits.items() if value is not None]
+    return "no objects of other images were found" + (f" with {' and '.join(given)}" if given else "")
 
 
 def _table(result: "SearchResult") -> Table:

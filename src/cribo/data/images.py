@@ -498,6 +498,8 @@ def require(path: Path) -> None:
         message += f" (required: {path})"
     if not parent.is_dir():
         raise MissingData(f"{message}, which is a file")
+    if {"*", "?"} & set(missing.name):
+        raise MissingData(f"{message}, and patterns are not expanded: give a folder, or a .txt file that lists files")
     there = sorted(entry.name for entry in os.scandir(parent) if not entry.name.startswith("."))
     nearest = difflib.get_close_matches(missing.name, there, n=1, cutoff=0.5)
     if nearest:

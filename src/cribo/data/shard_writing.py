@@ -6,7 +6,6 @@ import itertools
 import os
 import posixpath
 import tarfile
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from cribo.data.storage import SUFFIX, LocalShards
 from cribo.data.tars import INDEX, build_index, escaped
 from cribo.errors import Stopped
 from cribo.files import FolderError, write_folder_whole
+from cribo.folders import require_writable
 
 SKIPPED = "skipped.csv"
 """The file in a folder of shards that lists skipped images and the reasons."""
@@ -86,13 +86,9 @@ def write_shards(
     _check(size, shard_bytes, max_unreadable, workers)
     out = Path(out).expanduser()
     if out.exists() or out.is_symlink():
-        raise FolderError(f"{out} already exists: choose another folder, or remove it")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out.parent):
-            pass
-    except OSError as error:
-        raise FolderError(f"cannot write to {out.parent}: {error.strerror}; choose another folder") from error
+        has_shards = (out / INDEX).is_file()
+        raise FolderError(f"{out} already exists: choose another folder{', or remove it' if has_shards else ''}")
+    require_writable(out.parent, "OUT")
     skipped: list[tuple[str, str]] = []
 
     def write(folder: Path) -> None:

@@ -80,7 +80,10 @@ class SegmentationData:
         if self.name != SCENES and _is_folder(self):
             self.name, self.root = _found(self)
         if self.name != SCENES and "." not in self.name:
-            segmentation_set(self.name)
+            try:
+                segmentation_set(self.name)
+            except DataError as error:
+                raise DataError(f"{error}; or give {SCENES}, or a folder: there is none at {self.name}") from error
 
     @classmethod
     def find(cls, folder: Path) -> Self | None:
@@ -215,7 +218,7 @@ class ImageData:
 
 def _is_folder(data: SegmentationData | ImageData) -> bool:
     """Whether `name` is a path to the data set instead of the name of a layout."""
-    return data.root is None and (os.sep in data.name or Path(data.name).is_dir())
+    return data.root is None and (os.sep in data.name or Path(data.name).exists())
 
 
 def _found(data: SegmentationData | ImageData) -> tuple[str, str]:
@@ -225,8 +228,12 @@ def _found(data: SegmentationData | ImageData) -> tuple[str, str]:
         DataError: the folder does not exist or has another layout.
     """
     folder = Path(data.name).expanduser()
+    if not folder.exists():
+        from cribo.data.images import require
+
+        require(folder)
     if not folder.is_dir():
-        raise DataError(f"there is no folder {folder}")
+        raise DataError(f"{folder} is a file: give the folder of the data set")
     if (found := data.find(folder)) is None:
         raise DataError(f"{folder} has none of the known layouts: {data.layout}")
     return found.name, str(found.root)

@@ -61,7 +61,7 @@ class ExampleFolder:
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser()
         self._images, self._labels = self.path / "images", self.path / "labels"
-        require_writable(self.path)
+        require_writable(self.path, "--examples")
         if self.path.exists():
             coco, _ = find_coco(self.path)
             if coco or (has_images(self.path) and not (self._images.is_dir() and self._labels.is_dir())):

@@ -1,7 +1,6 @@
 """Writing of the figures of one or several runs to a folder."""
 
 import dataclasses
-import glob
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +14,13 @@ from torch import Tensor
 
 from cribo.arguments import ConfigError
 from cribo.data import DataError, ImageSource
+from cribo.data.images import require
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import read_image
 from cribo.drawing import paper_style, write_figure
 from cribo.figures.config import FigureConfig
 from cribo.figures.layout import COLUMN_WIDTH, TEXT_WIDTH, lay_out_clusters, lay_out_features, lay_out_matches
-from cribo.files import write_json, write_text
+from cribo.files import matching_files, write_json, write_text
 from cribo.folders import ResultFolder
 from cribo.models import Backbone, load_backbone
 from cribo.objectives.cluster_record import read_clusters
@@ -94,8 +94,9 @@ def write_figures(
     if not runs:
         raise ConfigError("figures need at least one run, got none")
     for folder in runs.values():
+        require(folder)
         if not (folder / CONFIG).is_file():
-            raise FileNotFoundError(f"{folder} is not a run: it has no {CONFIG}")
+            raise FileNotFoundError(f"{folder} is not a run (no {CONFIG}): give the folder that cribo pretrain printed")
     target = ResultFolder(out, "figures", overwrite=overwrite, inputs=[*runs.values(), config.images])
     drawer = _Drawer(runs, config, device)
     captions: dict[str, str] = {}
@@ -143,8 +144,9 @@ class _Drawer:
         self._source: ImageSource | None = None
         self._files: list[str] = []
         if options.features_of is not None and "features" in options.only:
-            found = glob.glob(options.features_of, recursive=True)  # noqa: PTH207 (patterns may be absolute)
-            self._files = sorted(found)[: options.pictures]
+            pattern = Path(options.features_of).expanduser()
+            found = [pattern] if pattern.is_file() else matching_files(pattern)[1]
+            self._files = [str(path) for path in found[: options.pictures]]
             if not self._files:
                 raise FileNotFoundError(f"no files match --features_of {options.features_of!r}")
         needs_matches = "matches" in options.only and self.config.needs_objects

@@ -12,7 +12,7 @@ from timm.layers.activations import GELUTanh, QuickGELU
 from timm.models import load_state_dict_from_hf
 
 from cribo.errors import InputError
-from cribo.files import Damaged, check_archive
+from cribo.files import Damaged, check_archive, nearest_path
 from cribo.models.adopting import LoadedWeights, adopt, build
 from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, RESERVED_ARGS, Backbone
 from cribo.models.building import build_network, nearest_names, untrained
@@ -368,8 +368,11 @@ def _file_of(path: Path) -> tuple[Path, tuple[str, ...]]:
     if not path.is_dir():
         if not path.exists():
             hub = suggested_name(path)
+            near = nearest_path(path)
             raise FileNotFoundError(
-                f"no weights at {path}: give a file, a run folder, or a timm name without slashes"
+                f"no weights at {path}: "
+                + ("" if near is None else f"did you mean {near}? Otherwise, ")
+                + "give a file, a run folder, or a timm name without slashes"
                 + (f"; for the Hugging Face hub, write {hub}" if hub is not None else "")
             )
         return path, ()
@@ -594,7 +597,9 @@ def _build_from_timm(
 ) -> Backbone:
     architecture = source.partition(".")[0]
     if not timm.is_model(architecture):
-        raise InputError(f"{source!r} is neither a file nor a timm name{nearest_names(architecture)}")
+        near = nearest_path(Path(source)) if Path(source).suffix else None  # other names are rather those of networks
+        advice = nearest_names(architecture) if near is None else f": did you mean the file {near}?"
+        raise InputError(f"{source!r} is neither a file nor a timm name{advice}")
     if pretrained:
         _check_tag(source)
     size = timm.get_pretrained_cfg_value(source if pretrained else architecture, "input_size") or (3, 224, 224)

@@ -908,6 +908,8 @@ def _path(place: str, table: str) -> str:
 
 def _opened(place: str, name: str, session: Any = None) -> Any:
     """Return a table; None if there is none, or only the folder that an interrupted creation leaves."""
+    if not is_remote(place) and Path(place).is_file():
+        raise DatabaseError(f"{place} is a file, not a database: give the folder that cribo index wrote")
     try:
         return _lance().dataset(_path(place, name), session=session)
     except (RuntimeError, ValueError, OSError) as error:

@@ -27,6 +27,7 @@ from cribo.data.label_maps import (
 )
 from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.segmentation import LabelledFiles, LabelledFolder, by_stem, is_marked, other_annotations
+from cribo.files import matching_files
 from cribo.segmentation.memory import Example
 from cribo.wording import enumerated
 
@@ -101,6 +102,8 @@ def find_examples(
         classes = classes or _class_file(folder) or _class_file(labels)
         return _of_folders(folder, labels, classes, masks=masks)
     if not folder.is_dir():
+        if folder.suffix.lower() == ".json":
+            raise DataError(f"{folder} is a file: give the folder of its images, and the file with --labels")
         raise DataError(f"{folder} is a file: give the folder of its label maps with --labels, or give a folder")
     annotations, damaged = find_coco(folder)
     if annotations and damaged:
@@ -172,8 +175,11 @@ def _side_by_side(folder: Path, classes: str | Path | None, *, masks: bool) -> E
     for stem, name in images.items():
         if stem not in maps:
             instead = other_annotations(folder / name, folder / f"{stem}.png")
+            marked = f"{stem}{_MARK}.png"
+            lacking = f"contains neither {stem}.png nor {marked}"
             raise DataError(
-                f"the image {name} has no labels: {folder} contains neither {stem}.png nor {stem}{_MARK}.png"
+                f"the image {name} has no labels: {folder} "
+                + (f"does not contain {marked}" if name == f"{stem}.png" else lacking)
                 + (instead or f"; supported layouts: {_LAYOUTS}; or give the folder of the label maps with --labels")
             )
     for stem, name in maps.items():
@@ -274,8 +280,5 @@ def result_name(image: str) -> str:
 
 def _of_glob(pattern: Path) -> tuple[Path, list[str]]:
     """Return the folder above the first wildcard, and the matching images relative to it."""
-    first = next(number for number, part in enumerate(pattern.parts) if any(sign in part for sign in "*?["))
-    folder = Path(*pattern.parts[:first])
-    rest = str(Path(*pattern.parts[first:]))
-    found = sorted(path for path in folder.glob(rest) if path.suffix.lower() in EXTENSIONS and path.is_file())
-    return folder, [path.relative_to(folder).as_posix() for path in found]
+    folder, found = matching_files(pattern)
+    return folder, [path.relative_to(folder).as_posix() for path in found if path.suffix.lower() in EXTENSIONS]

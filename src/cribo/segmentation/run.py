@@ -42,7 +42,7 @@ from cribo.files import (
     write_text,
     write_whole,
 )
-from cribo.folders import ResultFolder, lock_replaced, lock_writer, require_same
+from cribo.folders import ResultFolder, lock_replaced, lock_writer, require_same, require_writable
 from cribo.prefetching import prefetch
 from cribo.redaction import masked
 from cribo.segmentation.config import SegmentConfig
@@ -169,7 +169,14 @@ def segment_images(
         overwrite=overwrite,
         resume=resume,
         known_by=ABOUT,
-        inputs=(config.examples, config.labels, config.classes, config.memory, config.backbone.source),
+        inputs=(
+            config.images,
+            config.examples,
+            config.labels,
+            config.classes,
+            config.memory,
+            config.backbone.source,
+        ),
         advice="choose another --out, continue it with --resume, or replace it with --overwrite",
     )
     settings = SegmentationSettings(**config.settings)
@@ -220,6 +227,8 @@ def _check_memory_file(file: Path, *, may_be_new: bool) -> None:
         raise FolderError(f"the folder of --memory {file} does not exist: create it, or choose another")
     if file.is_dir():
         raise FolderError(f"--memory {file} is a folder: give a file")
+    if may_be_new:
+        require_writable(file.parent, "--memory")
 
 
 def _open_memory(

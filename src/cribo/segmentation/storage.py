@@ -142,6 +142,8 @@ def read_memory(path: str | os.PathLike[str]) -> Stored:
     """
     path = Path(path).expanduser()
     require(path)
+    if path.is_dir():
+        raise DataError(f"{path} is a folder, not a memory: give the file that cribo segment wrote with --memory")
     require_regular(path)
     try:
         with safetensors.safe_open(path, "pt") as file:

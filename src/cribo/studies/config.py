@@ -213,7 +213,8 @@ def load_study(name: str | Path) -> StudyConfig:
                     raise ConfigError(f"row {row} has no value: for a row without changes, write {row}: {{}}")
         return parser.build(StudyConfig, parser.parse_args(["--config", str(path)]))
     except ConfigError as error:
-        raise ConfigError(f"{path.name}: {error}") from error
+        names_file = str(error).startswith(f"{path}")
+        raise ConfigError(str(error) if names_file else f"{path.name}: {error}") from error
 
 
 def dump_study(study: StudyConfig) -> str:

@@ -22,7 +22,7 @@ from cribo.evaluation.results import RESULTS, read_result
 from cribo.evaluation.runner import evaluate
 from cribo.evaluation.runtime import EvaluationRuntime
 from cribo.files import FolderError, is_part, write_json, write_text
-from cribo.folders import flat, named_folder
+from cribo.folders import flat, named_folder, require_writable
 from cribo.pretraining.files import SUMMARY
 from cribo.pretraining.run import pretrain
 from cribo.redaction import masked
@@ -102,6 +102,7 @@ class Study:
         """
         if (self.folder / STUDY).is_file():
             return make_cells(self.study, self._planned_epochs())
+        require_writable(self.folder)
         plans = self.plan()
         cells = make_cells(self.study, {row: plan.epochs for row, plan in plans.items()})
         require_space(self.folder, sum(plans[cell.rows[0]].disk for cell in cells))

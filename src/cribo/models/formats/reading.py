@@ -172,7 +172,7 @@ def _refuse_text(path: Path, start: bytes) -> None:
     if text.startswith(b"version https://git-lfs"):
         raise InputError(f"{path} is a Git LFS pointer, not the file itself: fetch it with git lfs pull")
     if _is_text(start):
-        raise InputError(f"{path} is a text file, not a weight file: {_AGAIN}")
+        raise InputError(f"{path} is a text file, not a weight file: give another file, or {_AGAIN}")
 
 
 def _refuse_archives(path: Path, start: bytes) -> None:
@@ -182,6 +182,8 @@ def _refuse_archives(path: Path, start: bytes) -> None:
             raise InputError(f"{path} is a {kind} archive: unpack it ({program}), and use the weight file in it")
     if start.startswith(b"\x89HDF\r\n"):
         raise InputError(f"{path} is an HDF5 file (Keras): save its arrays as .npz (numpy.savez)")
+    if re.match(_PICTURES, start, flags=re.DOTALL):
+        raise InputError(f"{path} is a picture, not a weight file: give the file of a network, or a timm name")
     for pattern, kind in _PROGRAMS.items():
         if re.match(pattern, start, flags=re.DOTALL):
             raise InputError(f"{path} is {kind}{_PROGRAM}")
@@ -210,6 +212,7 @@ _PROGRAMS = {
     rb".{4}TFL3": "a model of TensorFlow Lite",
     rb"GGUF": "a GGUF model",
 }
+_PICTURES = rb"\x89PNG\r\n|\xff\xd8\xff|GIF8[79]a|RIFF.{4}WEBP|II\*\0|MM\0\*|BM.{4}\0{4}"
 _PROGRAM = ", not a weight file: give the checkpoint or the folder from which it was made"
 _ARCHIVES = {
     b"\x1f\x8b": ("gzip", "tar xzf, gunzip"),
