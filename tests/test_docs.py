@@ -241,6 +241,7 @@ def test_pages_of_commands_have_the_same_order(command: str) -> None:
 NAMED = re.compile(r"`([^`]+)`")
 OPTION = re.compile(r"--[a-z][\w.-]*")
 OTHER_NAMES = {
+    *("site_url", "repo_url"),  # of MkDocs
     "row_group_size",  # of pyarrow
     *("eval_knn.py", "eval_spair.py", "eval_video_segmentation.py"),  # DINO, DIFT
     *("main.py", "datasets/coco.py", "models/backbone.py", "models/detector.py"),  # YOLOS

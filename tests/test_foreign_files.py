@@ -44,7 +44,7 @@ _watched: "list[Stranger]" = []
 
 def _watch(event: str, values: tuple[Any, ...]) -> None:
     """Record code that runs, connections, and files outside that are opened."""
-    for stranger in _watched:
+    for stranger in _watched or ():  # None while Python ends
         text = str(values)
         if event in ("os.system", "subprocess.Popen") and str(stranger.mark) in text:
             stranger.events.append(f"{event} {text}")

@@ -21,7 +21,7 @@ def printable(text: str) -> str:
 
 
 def is_utf8(name: str) -> bool:
-    """Whether a file name is valid UTF-8; libraries for JSON, Parquet and databases accept no others.
+    r"""Whether a file name is valid UTF-8; libraries for JSON, Parquet and databases accept no others.
 
     Example:
         >>> is_utf8("straße.jpg"), is_utf8("caf\udce9.jpg")

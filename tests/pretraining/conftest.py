@@ -83,8 +83,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[PretrainConfig]
 def resumed(tmp_path: Path, without_report: None) -> Callable[..., Trained]:
     """Resume the run of a name."""
 
-    def call(name: str = "run", callbacks: Sequence[Callback] = (), **overrides: Any) -> Trained:
-        return Trained(resume(tmp_path / name, callbacks=callbacks, overrides=overrides))
+    def call(
+        name: str = "run", callbacks: Sequence[Callback] = (), *, trust: bool = False, **overrides: Any
+    ) -> Trained:
+        return Trained(resume(tmp_path / name, callbacks=callbacks, overrides=overrides, trust=trust))
 
     return call
 

@@ -605,7 +605,7 @@ def test_names_that_cannot_be_written_end_no_command(folder: Path) -> None:
     long = folder / "images" / ("l" * 251 + ".bmp")
     save_image(long, enlarged(FIRST))
     limit, deep = os.pathconf(folder, "PC_PATH_MAX"), folder / "images"
-    while len(str(deep)) < limit - 400:
+    while len(str(deep)) < limit - 220:
         deep /= "d" * 200
     save_image(deep / "1.bmp", enlarged(FIRST))  # below the results, its path is longer
     for resume in (False, True):

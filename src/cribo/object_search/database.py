@@ -384,7 +384,7 @@ class ObjectDatabase:
         """
         stored = self.info.range
         if wanted.range is not None and wanted.range != stored:
-            theirs = "without --range" if stored is None else f"with --range {stored[0]:g},{stored[1]:g}"
+            theirs = "without a range" if stored is None else f"with the range {stored[0]:g},{stored[1]:g}"
             raise ConfigError(
                 f"{self.uri} was built {theirs}, got {wanted.range[0]:g},{wanted.range[1]:g}: omit --range, or build "
                 "another database with cribo index --db ELSEWHERE"

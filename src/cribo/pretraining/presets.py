@@ -13,9 +13,9 @@ import yaml
 from jsonargparse import Namespace
 
 from cribo.arguments import ConfigError, Parser
-from cribo.data.images import is_url
 from cribo.method import ViewRecipe
 from cribo.pretraining.config import PretrainConfig
+from cribo.trust import is_address
 from cribo.redaction import masked
 
 log = logging.getLogger("cribo")
@@ -153,7 +153,7 @@ def _without_missing_subfolder(config: PretrainConfig, sources: Sequence[str]) -
     if not any(values.get("images") == data.images != "" and values.get("root") != data.root for values in own):
         return config
     root = Path(data.root).expanduser()
-    if is_url(data.root) or not root.exists() or (root / data.images).exists():
+    if is_address(data.root) or not root.exists() or (root / data.images).exists():
         return config
     log.warning("%s has no sub-folder %s, which the preset reads: all its images are read", root, data.images)
     return replace(config, data=replace(data, images=""))

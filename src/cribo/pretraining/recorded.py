@@ -1,6 +1,5 @@
 """Configurations recorded in run folders, which may come from anyone."""
 
-import shlex
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import is_dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from cribo.pretraining.files import CONFIG
 from cribo.pretraining.presets import ConfigParser, load_config
 from cribo.pretraining.session import open_source
 from cribo.trust import Untrusted, check_address, check_import, is_address
+from cribo.wording import command_line
 
 
 def read_run_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> PretrainConfig:
@@ -64,7 +64,7 @@ def check_run_config(
     if not trust and concerns("data.root") and root not in given and _lists_addresses(root, config.data.images):
         raise Untrusted(
             f"{folder / CONFIG} names {root}, which lists addresses that are not opened without your word: give it "
-            f"with --data.root {shlex.quote(root)}, or if you trust its source, add --trust (trust=True in Python)"
+            f"with {command_line('--data.root', root)}, or if you trust its source, add --trust (trust=True in Python)"
         )
     cache = config.data.cache_dir
     if not trust and is_address(config.data.root) and cache not in (DataConfig.cache_dir, *given):
@@ -104,7 +104,7 @@ def open_run_images(
         place = f"./{place}" if place.startswith("-") else place
         raise Untrusted(
             f"the images that {folder} names are opened only if you give them: "
-            f"{command} {shlex.quote(str(folder))} --images {shlex.quote(place)}"
+            f"{command} {command_line(folder, '--images', place)}"
         )
     if images is not None:
         root = str(images)

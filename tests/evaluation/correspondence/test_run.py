@@ -135,7 +135,7 @@ def test_files_other_than_pairs_are_refused(folder: Path) -> None:
     with pytest.raises(DataError, match=r"2\.json is not in the format of SPair-71k: missing src_imname, trg"):
         open_pairs(folder)
     (folder / "pairs" / "2.json").write_text("{")
-    with pytest.raises(DataError, match=r"2\.json is not a JSON file"):
+    with pytest.raises(DataError, match=r"2\.json is not valid JSON"):
         open_pairs(folder)
     for file in (folder / "pairs").iterdir():
         file.unlink()

@@ -159,7 +159,7 @@ def test_images_without_objects_are_excluded(coco: Path) -> None:
     assert splits.about["images_without_objects"] == 2
     content["annotations"] = content["annotations"][1:]
     file.write_text(json.dumps(content))
-    with pytest.raises(DataError, match="no image of set has an object"):
+    with pytest.raises(DataError, match="are crowds"):
         DiscoveryData(str(coco)).open()
 
 
