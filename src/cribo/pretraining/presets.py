@@ -15,8 +15,8 @@ from jsonargparse import Namespace
 from cribo.arguments import ConfigError, Parser
 from cribo.method import ViewRecipe
 from cribo.pretraining.config import PretrainConfig
-from cribo.trust import is_address
 from cribo.redaction import masked
+from cribo.trust import is_address
 
 log = logging.getLogger("cribo")
 
