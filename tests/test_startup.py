@@ -1,6 +1,7 @@
 """Help and argument errors do not import slow packages; commands that only read results do not import torch."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import pytest
 from tests.explorer.conftest import draw_square
 
+import cribo
 from cribo.cli import COMMANDS, main
 from cribo.cli.evaluate import EVALUATIONS
 
@@ -83,7 +85,9 @@ def run(*commands: str) -> list[Done]:
 
 def test_almost_nothing_is_imported_before_ctrl_c_is_handled() -> None:
     program = "import sys; before = {*sys.modules}; import cribo.cli; print(*{*sys.modules} - before)"
-    done = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-S", "-c", program]  # without the packages, so that cribo is found by its path
+    environment = {**os.environ, "PYTHONPATH": str(Path(cribo.__file__).parents[1])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     allowed = {"cribo", "cribo.cli", "collections", "collections.abc", "keyword", "operator", "reprlib", "itertools"}
     allowed |= {"os", "os.path", "genericpath", "posixpath", "ntpath", "stat"}
     assert {name for name in done.stdout.split() if not name.startswith("_")} <= allowed

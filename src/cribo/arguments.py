@@ -84,8 +84,11 @@ class Parser(ArgumentParser):
 
     def _refuse_empty(self, words: Sequence[str]) -> None:
         """Raise an error for an empty argument, which as a path would be the current folder."""
+        may_be_empty = {option for action in self._actions if action.default == "" for option in action.option_strings}
         for before, word in zip(["", *words], words, strict=False):
             option, given, value = word.partition("=")
+            if self._long(option if word else before) in may_be_empty:
+                continue
             if not word or (option.startswith("--") and given and not value):
                 place = option if word else before if before.startswith("--") and "=" not in before else "an argument"
                 raise ConfigError(

@@ -81,7 +81,7 @@ def test_segment_remembers_the_range_in_the_memory(cribo: Run, twelve_bits: Path
 def test_index_remembers_the_range_in_the_database(cribo: Run, twelve_bits: Path) -> None:
     cribo("index", *HOW, "--images", "images", "--db", "objects.db", "--range", "0,4095")
     assert "3 unchanged" in cribo("index", "--db", "objects.db", "--device", "cpu")
-    assert "was built with --range 0,4095" in cribo("index", "--db", "objects.db", "--range", "0,8191", status=2)
+    assert "was built with the range 0,4095" in cribo("index", "--db", "objects.db", "--range", "0,8191", status=2)
     query = ("search", "--db", "objects.db", "--image", "examples/0.tif", "--device", "cpu")
     cribo(*query, "--out", "found")
     assert "was built with" in cribo(*query, "--out", "other", "--range", "1,2", status=2)

@@ -266,6 +266,7 @@ def test_the_subfolder_of_a_preset_is_read_where_it_exists(tmp_path: Path, caplo
 
 
 def test_a_subfolder_of_the_user_must_exist(tmp_path: Path) -> None:
+    assert load_config("coco_vits16", {"data.images": ""}).data.images == ""  # the root itself
     overrides = {"data.root": str(tmp_path), "data.images": "val"}
     assert load_config("coco_vits16", overrides).data.images == "val"
     (tmp_path / "mine.yaml").write_text(f"data: {{root: {tmp_path}, images: train2017}}\n")

@@ -126,7 +126,7 @@ def test_an_outage_of_the_file_system_changes_nothing(
     config = tiny({"data.root": str(images), "data.workers": 2, "data.max_unreadable": 0.0})
     faulty = Faulty(open_images(images), tmp_path / "counts", drawn(36, 0, 0.5, fails(), times=1))
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr("cribo.pretraining.session.open_source", lambda _: faulty)
+        patch.setattr("cribo.pretraining.session.open_collection", lambda *_, **__: faulty)
         patch.setattr("cribo.pretraining.session.require_readable", lambda *_, **__: None)
         # The record of clusters would read some images before the loader does, and use up their faults.
         patch.setattr("cribo.objectives.cribo.CrIBo.callbacks", lambda *_: ())
@@ -134,7 +134,8 @@ def test_an_outage_of_the_file_system_changes_nothing(
     assert failing.run.summary["retried_reads"] == 18
     assert failing.run.summary["unreadable_images"] == 0
     assert sum("reads have been retried" in message for message in caplog.messages) == 1
-    monkeypatch.setattr("cribo.pretraining.session.open_source", lambda _: Faulty(open_images(images), tmp_path, {}))
+    whole = Faulty(open_images(images), tmp_path, {})
+    monkeypatch.setattr("cribo.pretraining.session.open_collection", lambda *_, **__: whole)
     assert failing.rows == train(config, "whole").rows
 
 

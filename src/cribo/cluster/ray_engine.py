@@ -42,7 +42,7 @@ _CORES_PER_WORKER = 4
 _OBJECT_STORE_BYTES = 256 << 20  # parts and results are small; Ray's default is a third of the memory
 _OPEN_SECONDS = 5.0  # limit for opening a TCP connection
 _CONNECT_SECONDS = 30.0  # limit for connecting from another process, which first imports Ray
-_CHECK_SECONDS = 120.0  # limit for checking all nodes, which may first start Python
+_CHECK_SECONDS = 300.0  # limit for checking all nodes, which may first start Python
 _LONGEST_FOLDER = 36  # characters; Ray's sockets below it must have fewer than 108
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # otherwise Ray reports to its authors over the network
