@@ -19,6 +19,8 @@ class LazyNames(Extension):
     """Exports what a package imports under `TYPE_CHECKING`: `__all__`, which griffe cannot compute (cribo/lazy.py)."""
 
     def on_module(self, *, mod: Module, **kwargs: Any) -> None:
-        """Set the exports of a module that calls `lazy_names`."""
-        if "lazy_names" in mod.members and mod.is_init_module:
-            mod.exports = [name for name, member in mod.members.items() if member.is_alias and not member.runtime]
+        """Set the exports of a package that calls `lazy_names`; `cribo` itself defines its own `TYPE_CHECKING`."""
+        is_root = "TYPE_CHECKING" in mod.members and not mod.members["TYPE_CHECKING"].is_alias
+        if mod.is_init_module and (is_root or "lazy_names" in mod.members):
+            aliases = {name: member for name, member in mod.members.items() if member.is_alias}
+            mod.exports = [name for name, member in aliases.items() if is_root or not member.runtime]

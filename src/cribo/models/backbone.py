@@ -473,7 +473,7 @@ class Backbone(nn.Module, ModelHubMixin):
             **model_kwargs: further arguments of `load_backbone`.
 
         Raises:
-            errors of `load_backbone`.
+            ValueError: as for `load_backbone`.
         """
         return _hub_methods().load(
             pretrained_model_name_or_path,
