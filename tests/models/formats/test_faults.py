@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 import math
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -320,6 +321,13 @@ def test_a_folder_of_torch_distributed_checkpoint(tmp_path: Path):
         load_backbone(tmp_path / "ckpt/99")
     piece.unlink()
     with pytest.raises(ValueError, match=r"ckpt/99 is damaged .*FileNotFoundError"):
+        load_backbone(tmp_path / "ckpt/99")
+    os.mkfifo(piece)
+    with pytest.raises(ValueError, match="not a regular file"):
+        load_backbone(tmp_path / "ckpt/99")
+    piece.unlink()
+    piece.symlink_to(next((tmp_path / "ckpt/9").glob("*.distcp")))
+    with pytest.raises(ValueError, match="not inside"):
         load_backbone(tmp_path / "ckpt/99")
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cribo.errors import InputError
+from cribo.files import path_inside, require_regular
 from cribo.models.formats.plain_pickle import PlainUnpickler
 
 METADATA = ".metadata"
@@ -17,10 +18,12 @@ def read_distributed(folder: Path) -> dict[str, Tensor]:
     """Read all tensors of a checkpoint, unsharded, under their paths in the saved state.
 
     Raises:
-        ValueError: metadata and files do not match, or the files are compressed.
+        ValueError: metadata and files do not match, or the files are compressed, lie outside the folder, or are pipes
+            or devices.
         UnpicklingError: the metadata contains something other than data.
         OSError: a file is missing.
     """
+    require_regular(folder / METADATA)
     with (folder / METADATA).open("rb") as file:
         metadata = PlainUnpickler(file).load()
     pieces: dict[tuple[str, tuple[int, ...]], Any] = {
@@ -48,9 +51,9 @@ def read_distributed(folder: Path) -> dict[str, Tensor]:
 def _read_piece(folder: Path, info: Any) -> Tensor:
     if getattr(info, "transform_descriptors", None):
         raise InputError("the files are compressed: save the checkpoint without transforms")
-    if Path(info.relative_path).name != info.relative_path:
-        raise InputError(f"the metadata refers to a file outside its folder: {info.relative_path}")
-    with (folder / info.relative_path).open("rb") as file:
+    path = path_inside(folder, info.relative_path, source=METADATA)
+    require_regular(path)
+    with path.open("rb") as file:
         file.seek(info.offset)
         content = file.read(info.length)
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
