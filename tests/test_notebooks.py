@@ -17,7 +17,7 @@ NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
 # For each notebook, the parameters that make it small, and a text that it prints.
 SMALL: Mapping[str, tuple[dict[str, Any], str]] = {
-    "adapt": ({"IMAGES": "images", "BACKBONE": "network", "LABELLED": "labelled", "STEPS": 10}, "exported: "),
+    "adapt": ({"IMAGES": "images", "BACKBONE": "network", "LABELLED": "labelled", "STEPS": 2}, "exported: "),
     "method": ({"BACKBONE": "network", "NUM_IMAGES": 12, "BATCH": 4, "SIZE": 64, "NUM_OBJECTS": 4}, "cycle-consistent"),
     "object_search": ({"BACKBONE": "network", "IMAGES": "images", "SIZE": 64, "NUM_OBJECTS": 4}, "12 new images"),
     "own_objective": ({"IMAGES": 32, "EPOCHS": 1}, "dense-simsiam"),
