@@ -54,8 +54,7 @@ def attempt(family: str) -> Result:
     name = smallest(family)
     try:
         own = timm.get_pretrained_cfg(name)
-        fixed = own is not None and own.fixed_input_size
-        side = own.input_size[-1] if fixed and own is not None else 64
+        side = own.input_size[-1] if own is not None else 64
         backbone = build_backbone(name, image_size=side).eval()
         sizes = [(side, side)]
         if backbone.takes_any_size:

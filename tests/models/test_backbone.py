@@ -9,6 +9,7 @@ import timm
 import torch
 from timm.layers.attention import Attention
 
+from cribo.errors import InputError
 from cribo.models import build_backbone, load_backbone, save_backbone
 from cribo.models.building import first_blocks, with_stride
 from cribo.models.numerics import Numerics
@@ -300,6 +301,11 @@ def test_errors_for_indivisible_sizes_suggest_the_nearest():
         backbone.encode(torch.zeros(1, 3, 64, 225))
     with pytest.raises(ValueError, match="image size 9 is not divisible by the patch size 16: use 16"):
         backbone.encode(torch.zeros(1, 3, 9, 64))
+
+
+def test_sizes_that_windows_of_attention_do_not_divide_are_refused():
+    with pytest.raises(InputError, match="halonet_h1 does not encode images of 64x64 pixels: use its own size, 256"):
+        build_backbone("halonet_h1", image_size=64)
 
 
 def test_noise_of_another_shape_is_refused():

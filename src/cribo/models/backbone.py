@@ -760,8 +760,14 @@ _SUPPORTED = (
 
 def _map_stride(model: Any, name: str, size: int) -> int:
     """Measure the pixels per position of the feature map: timm's own values ignore removed stages."""
-    with evaluation_mode(model), torch.no_grad():
-        output = model.forward_features(torch.zeros(1, 3, size, size))
+    try:
+        with evaluation_mode(model), torch.no_grad():
+            output = model.forward_features(torch.zeros(1, 3, size, size))
+    except AssertionError as error:  # timm's, often without a message: attention in windows must divide the map
+        own = model.pretrained_cfg["input_size"][-1]
+        raise InputError(
+            f"{name} does not encode images of {size}x{size} pixels: use its own size, {own}, or a multiple of it"
+        ) from error
     if not isinstance(output, Tensor) or output.ndim != 4:
         kind = type(output).__name__
         if isinstance(output, Tensor):
