@@ -260,3 +260,21 @@ def test_warnings_about_a_file_are_silent(tmp_path, recwarn, capfd):
     with pytest.raises(UnreadableImage):
         read_image(tiff(tmp_path / "y.tif", ({258: (8,) * 9, 262: 1, 277: 9, 338: (0,) * 8}, bytes(9 * 48))))
     assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize("mode", ["LA", "RGBA"])
+def test_jpeg_2000_with_more_channels_than_colours_and_opacity(tmp_path, mode):
+    """As aerial images hold near infrared: the same file, with the last channel's kind changed from opacity."""
+    file, pixels = tmp_path / "x.jp2", np.full((8, 8, len(mode)), 90, np.uint8)
+    pixels[..., -1] = 255
+    Image.fromarray(pixels).save(file)
+    assert (read_image(file).numpy() == 90).all()
+    content = file.read_bytes()
+    place = content.index(b"cdef") + 4 + 2 + 6 * (len(mode) - 1) + 2
+    assert content[place : place + 2] == b"\0\1"
+    unspecified, absent = bytearray(content), content.replace(b"cdef", b"free")
+    unspecified[place : place + 2] = b"\xff\xff"
+    for changed in (bytes(unspecified), absent):
+        file.write_bytes(changed)
+        with pytest.raises(UnreadableImage, match=f"{len(mode)} channels per pixel, .* and 1 more: "):
+            read_image(file)

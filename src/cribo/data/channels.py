@@ -15,6 +15,7 @@ from PIL.TiffImagePlugin import ImageFileDirectory_v2, TiffImageFile
 from cribo.errors import InputError
 from cribo.wording import counted
 
+_CODESTREAM = b"\xff\x4f\xff\x51"  # first markers of JPEG 2000's
 _FULL = 2**16 - 1
 _LEAST = 2**13  # of the brightest value of 16 bits; below, an image is nearly black
 _DIM = 2**15
@@ -26,7 +27,7 @@ _BITS, _PHOTOMETRIC, _DESCRIPTION, _SAMPLES, _PLANAR, _EXTRA, _SAMPLE_FORMAT = 2
 _SUBFILE, _LOWEST, _HIGHEST, _DEPTH = 254, 340, 341, 32997
 _REDUCED_OR_MASK = 0b101  # bits of NewSubfileType
 _SUPPORTED_KINDS = {(1, bits) for bits in (1, 2, 4, 8, 12, 16, 32)} | {(2, 8), (2, 16), (2, 32), (3, 32)}
-_SPLIT = "save each channel, or each three of them, as an image of its own"
+_ONLY = "only grey and RGB can be read, so save each channel, or each three of them, as an image of its own"
 
 
 class Samples(NamedTuple):
@@ -54,8 +55,11 @@ def require_one_picture(image: Image.Image) -> None:
     """Check that an opened image is one picture of grey or RGB; of other formats than TIFF, the first frame is read.
 
     Raises:
-        InputError: a TIFF has more channels or pages than would be read, or values of an unsupported type.
+        InputError: a TIFF or JPEG 2000 has more channels or pages than would be read, or values of an unsupported type.
     """
+    if image.format == "JPEG2000" and image.mode in ("LA", "RGBA") and not _has_opacity(image):
+        what, channels = {"LA": ("grey", 2), "RGBA": ("RGB", 4)}[image.mode]
+        raise InputError(f"{channels} channels per pixel, {what} and 1 more: {_ONLY}")
     if not isinstance(image, TiffImageFile):
         return
     if fault := _fault_of(image.tag_v2):
@@ -90,7 +94,7 @@ def _fault_of(tags: Mapping[int, Any]) -> str | None:
     others = max(samples - colours, len(extra))
     if others > 1 or extra[:1] == (0,):
         what = {1: "grey", 3: "RGB", 4: "CMYK"}[colours]
-        return f"{samples} channels per pixel, {what} and {others} more: only grey and RGB can be read, so {_SPLIT}"
+        return f"{samples} channels per pixel, {what} and {others} more: {_ONLY}"
     kind = _first(tags.get(_SAMPLE_FORMAT, 1))
     if (kind, bits) not in _SUPPORTED_KINDS:
         return f"{_described(tags)} cannot be read: convert the file to 8 or 16 bits per channel"
@@ -197,15 +201,30 @@ def _significant_bits(image: Image.Image) -> int:
 
 def _precision(image: Image.Image) -> int:
     """Return the bits per channel in the header of a JPEG 2000 codestream."""
+    header = _first_bytes(image)
+    start = header.find(_CODESTREAM)
+    return (header[start + 42] & 0x7F) + 1 if 0 <= start < len(header) - 42 else 8
+
+
+def _has_opacity(image: Image.Image) -> bool:
+    """Whether the channel definitions of a JPEG 2000 file mark a channel as opacity, plain or premultiplied."""
+    boxes, _, _ = _first_bytes(image).partition(_CODESTREAM)
+    _, found, definitions = boxes.partition(b"cdef")
+    if not found or len(definitions) < 2:
+        return False
+    count = min(struct.unpack_from(">H", definitions)[0], (len(definitions) - 2) // 6)
+    return any(kind in (1, 2) for _, kind, _ in struct.iter_unpack(">HHH", definitions[2 : 2 + 6 * count]))
+
+
+def _first_bytes(image: Image.Image) -> bytes:
+    """Return the first 64 KiB of the file of an opened image; empty if it was closed."""
     file = getattr(image, "fp", None)
     if file is None:
-        return 8
+        return b""
     position = file.tell()
     try:
         file.seek(0)
-        header = file.read(2**16)
-        start = header.find(b"\xff\x4f\xff\x51")
-        return (header[start + 42] & 0x7F) + 1 if 0 <= start < len(header) - 42 else 8
+        return bytes(file.read(2**16))
     finally:
         file.seek(position)
 
