@@ -112,7 +112,7 @@ def serve(commands: Commands, *words: object, prelude: str = "") -> Served:
 
 @pytest.fixture(scope="session")
 def served(database: Path, run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Serve the page of the run and the database; it must stop on Ctrl-C without output."""
+    """Serve the page of the run and the database; when Ctrl-C ends it, it must say where saved examples are."""
     pytest.importorskip("gradio")
     folder = tmp_path_factory.mktemp("served").resolve()
     commands, examples = Commands(folder), folder / "examples"
@@ -126,6 +126,7 @@ def served(database: Path, run_folder: Path, tmp_path_factory: pytest.TempPathFa
         commands.end()
     assert status == 130, served.command.output
     assert "Traceback" not in served.command.output, served.command.output
+    assert f"the server has stopped; examples that the page saved are in {examples}" in served.command.output
 
 
 class Visitor:
