@@ -41,7 +41,7 @@ def test_the_gallery_shows_each_picture_once_with_one_sentence() -> None:
         assert command.startswith("```bash\ncribo ")
 
 
-@pytest.mark.slow
+@pytest.mark.endurance
 def test_all_pictures_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     faults: list[str] = []
     savefig = Figure.savefig

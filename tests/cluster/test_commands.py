@@ -93,7 +93,11 @@ def test_segment(folder: Path, tmp_path: Path) -> None:
     assert_equal_labels(tmp_path / "local", tmp_path / "ray", IMAGES)
 
 
-def test_units_of_work_in_ray_data(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "column",
+    ["embedding", *(pytest.param(column, marks=pytest.mark.endurance) for column in ("vector", "labels"))],
+)
+def test_units_of_work_in_ray_data(folder: Path, tmp_path: Path, column: str) -> None:
     """Rows of Parquet with the bytes of files, as a user's own pipeline reads them."""
     paths = sorted(path for path in (folder / "images").rglob("*") if path.is_file())
     table = pa.table({"image": [path.name for path in paths], "bytes": [path.read_bytes() for path in paths]})
@@ -107,18 +111,18 @@ def test_units_of_work_in_ray_data(folder: Path, tmp_path: Path) -> None:
         "vector": (ObjectExtractor, (source(folder),), {}),
         "labels": (Labeller, (tmp_path / "memory", source(folder)), {}),
     }
-    for column, (unit, args, options) in units.items():
-        rows = (
-            ray.data.read_parquet(str(tmp_path / "images.parquet"))
-            .map_batches(unit, fn_constructor_args=args, fn_constructor_kwargs=options, batch_size=8, concurrency=1)
-            .to_pandas()
-        )
-        whole = unit(*args, **options)({"image": np.array([str(path) for path in paths])})
-        whole["image"] = np.array([os.path.basename(name) for name in whole["image"]])  # noqa: PTH119
-        rows = rows.sort_values("image", kind="stable")
-        order = np.argsort(whole["image"], kind="stable")
-        assert rows["image"].tolist() == whole["image"][order].tolist()
-        assert rows["error"].tolist() == whole["error"][order].tolist()
-        assert {image for image, error in zip(rows["image"], rows["error"], strict=True) if error} == {"broken.jpg"}
-        if column != "labels":
-            np.testing.assert_allclose(np.stack(rows[column].tolist()), whole[column][order], atol=1e-5)
+    unit, args, options = units[column]
+    rows = (
+        ray.data.read_parquet(str(tmp_path / "images.parquet"))
+        .map_batches(unit, fn_constructor_args=args, fn_constructor_kwargs=options, batch_size=8, concurrency=1)
+        .to_pandas()
+    )
+    whole = unit(*args, **options)({"image": np.array([str(path) for path in paths])})
+    whole["image"] = np.array([os.path.basename(name) for name in whole["image"]])  # noqa: PTH119
+    rows = rows.sort_values("image", kind="stable")
+    order = np.argsort(whole["image"], kind="stable")
+    assert rows["image"].tolist() == whole["image"][order].tolist()
+    assert rows["error"].tolist() == whole["error"][order].tolist()
+    assert {image for image, error in zip(rows["image"], rows["error"], strict=True) if error} == {"broken.jpg"}
+    if column != "labels":
+        np.testing.assert_allclose(np.stack(rows[column].tolist()), whole[column][order], atol=1e-5)

@@ -30,7 +30,7 @@ torch.save(tokens, "tokens.pt")
 """
 
 
-@pytest.mark.parametrize("kind", ["vit", "resnet"])
+@pytest.mark.parametrize("kind", ["vit", pytest.param("resnet", marks=pytest.mark.endurance)])
 def test_all_ways_of_loading_give_equal_features(kind: str, network: Callable[[str], Backbone], tmp_path: Path) -> None:
     backbone = network(kind)
     smooth = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 13, 3), dtype=np.uint8))

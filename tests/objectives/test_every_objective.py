@@ -122,7 +122,10 @@ def test_a_run_starts_from_a_network_with_a_linear_layer_behind_its_features(
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("name", sorted(CHANGES))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.endurance] if "controls" in name else []) for name in sorted(CHANGES)],
+)
 def test_a_compiled_run_is_the_same(tiny: Tiny, options: Options, whole: Whole, name: str, tmp_path: Path) -> None:
     torch.compiler.reset()
     compiled = trained(tiny(options(name, runtime__compile="default")), tmp_path, "compiled")

@@ -15,7 +15,7 @@ Train = Callable[..., Any]
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("centring", ["mean", "sinkhorn"])
+@pytest.mark.parametrize("centring", ["mean", pytest.param("sinkhorn", marks=pytest.mark.endurance)])
 def test_a_compiled_run_matches_an_uncompiled_one(tiny: Tiny, train: Train, centring: str) -> None:
     common = {
         "losses.centring": centring,

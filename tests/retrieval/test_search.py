@@ -301,8 +301,8 @@ print(resident("VmHWM") - before - 12 * queries * k)
 @pytest.mark.parametrize(
     ("queries", "keys", "dim", "k", "budget", "most"),
     [
-        (4000, 30_000, 64, 50, 2**30, 100 * 2**20),
-        (30_000, 8_000, 256, 50, 2**31, 150 * 2**20),
+        pytest.param(4000, 30_000, 64, 50, 2**30, 100 * 2**20, marks=pytest.mark.endurance),
+        pytest.param(30_000, 8_000, 256, 50, 2**31, 150 * 2**20, marks=pytest.mark.endurance),
         (20_000, 20_000, 64, 30, 32 * 2**20, 32 * 2**20),
     ],
 )
