@@ -23,7 +23,6 @@ from cribo.files import write_json
 PAGE = Path(__file__).parents[1] / "docs/families.md"
 BEGIN, END = "<!-- table: python -m benchmarks.families -->", "<!-- end of the table -->"
 HEADER = ("family", "network", "encoded", "ONNX")
-UNTRIED = "not yet tried"
 
 Result = Mapping[str, str]
 
@@ -79,12 +78,12 @@ def first_line(error: Exception) -> str:
 
 
 def table(results: Mapping[str, Result]) -> str:
-    """Render all families as Markdown."""
-    untried = {"network": "", "encoded": UNTRIED, "onnx": UNTRIED}
-    found = ((family, results.get(family, untried)) for family in families())
+    """Render the families tried so far as Markdown, and name the others."""
     rows = [HEADER, ("---",) * len(HEADER)]
-    rows += [(family, each["network"], each["encoded"], each["onnx"]) for family, each in found]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    rows += [(family, each["network"], each["encoded"], each["onnx"]) for family, each in sorted(results.items())]
+    others = [family for family in families() if family not in results]
+    untried = f"\n\nNot tried yet: {', '.join(others)}." if others else ""
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + untried
 
 
 def main() -> None:
