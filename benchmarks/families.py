@@ -78,7 +78,7 @@ def first_line(error: Exception) -> str:
 
 
 def table(results: Mapping[str, Result]) -> str:
-    """Render the families tried so far as Markdown, and name the others."""
+    """Render the results as a Markdown table, followed by the names of untested families."""
     rows = [HEADER, ("---",) * len(HEADER)]
     rows += [(family, each["network"], each["encoded"], each["onnx"]) for family, each in sorted(results.items())]
     others = [family for family in families() if family not in results]

@@ -160,7 +160,7 @@ def test_a_local_cluster_is_private_and_ends_with_its_killed_driver() -> None:
             assert place.is_dir()
             assert place.stat().st_mode & 0o077 == 0
             started = psutil.Process(driver.pid).children(recursive=True)
-            # Of nicer workers, which Ray starts by itself, another busy process would leave hardly any time.
+            # Ray's default niceness of 15 would starve the workers on a busy machine.
             assert {process.nice() for process in started} == {os.getpriority(os.PRIO_PROCESS, 0)}
             listening = [
                 connection.laddr.ip

@@ -135,7 +135,7 @@ def running_cluster() -> Iterator[str]:
             *("--num-cpus=3", "--num-gpus=0", f"--object-store-memory={80 << 20}", f"--port={address.split(':')[1]}"),
             f"--temp-dir={folder}",
         ],
-        # At Ray's own niceness, 15, tests of another process leave the workers hardly any time.
+        # With Ray's default niceness of 15, concurrent tests starve the workers.
         env={"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
         | os.environ
         | ENVIRONMENT,

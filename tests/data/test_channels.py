@@ -264,7 +264,7 @@ def test_warnings_about_a_file_are_silent(tmp_path, recwarn, capfd):
 
 @pytest.mark.parametrize("mode", ["LA", "RGBA"])
 def test_jpeg_2000_with_more_channels_than_colours_and_opacity(tmp_path, mode):
-    """As aerial images hold near infrared: the same file, with the last channel's kind changed from opacity."""
+    """Aerial images store near infrared as a fourth channel, which is not opacity."""
     file, pixels = tmp_path / "x.jp2", np.full((8, 8, len(mode)), 90, np.uint8)
     pixels[..., -1] = 255
     Image.fromarray(pixels).save(file)

@@ -112,7 +112,7 @@ def serve(commands: Commands, *words: object, prelude: str = "") -> Served:
 
 @pytest.fixture(scope="session")
 def served(database: Path, run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Serve the page of the run and the database; when Ctrl-C ends it, it must say where saved examples are."""
+    """Serve the page of the run and the database; Ctrl-C must stop it and print where examples were saved."""
     pytest.importorskip("gradio")
     folder = tmp_path_factory.mktemp("served").resolve()
     commands, examples = Commands(folder), folder / "examples"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cribo.errors import InputError
 from cribo.models import build_backbone, load_backbone, save_backbone
 from cribo.trust import Untrusted
 
@@ -19,6 +20,11 @@ class Net(nn.Module):
 
     def forward_features(self, images):
         return self.body(images)
+
+class Strict(Net):
+    def forward_features(self, images):
+        assert images.shape[2] > 500, "too small"
+        return super().forward_features(images)
 
 def no_network():
     return 3
@@ -54,6 +60,12 @@ def test_weights_do_not_import_code_without_trust(module: str, tmp_path: Path, m
         load_backbone(tmp_path / "saved")
     assert module not in sys.modules
     assert load_backbone(tmp_path / "saved", trust=True).embed_dim == 8
+
+
+def test_assertions_of_a_custom_network_are_named(module: str) -> None:
+    with pytest.raises(InputError, match=rf"{module}.Strict does not encode .* \(too small\)") as raised:
+        build_backbone(f"{module}.Strict", image_size=64)
+    assert isinstance(raised.value.__cause__, AssertionError)
 
 
 @pytest.mark.parametrize(

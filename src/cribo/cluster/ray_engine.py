@@ -50,7 +50,7 @@ _SETTINGS = {
     "RAY_DATA_LOG_LEVEL": "CRITICAL",
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".*",  # messages of the raylets about workers that ended
     "RAY_SCHEDULER_EVENTS": "0",
-    "RAY_worker_niceness": "0",  # as without Ray; at its 15, another busy process leaves workers hardly any time
+    "RAY_worker_niceness": "0",  # as --engine local; Ray's default of 15 starves workers on a busy machine
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # workers of 0 GPUs see none; unset, Ray prints a notice
 }
 

@@ -15,7 +15,7 @@ from PIL.TiffImagePlugin import ImageFileDirectory_v2, TiffImageFile
 from cribo.errors import InputError
 from cribo.wording import counted
 
-_CODESTREAM = b"\xff\x4f\xff\x51"  # first markers of JPEG 2000's
+_CODESTREAM = b"\xff\x4f\xff\x51"  # the markers that start JPEG 2000 data
 _FULL = 2**16 - 1
 _LEAST = 2**13  # of the brightest value of 16 bits; below, an image is nearly black
 _DIM = 2**15
@@ -207,7 +207,7 @@ def _precision(image: Image.Image) -> int:
 
 
 def _has_opacity(image: Image.Image) -> bool:
-    """Whether the channel definitions of a JPEG 2000 file mark a channel as opacity, plain or premultiplied."""
+    """Whether a JPEG 2000 file defines a channel as opacity, premultiplied or not."""
     boxes, _, _ = _first_bytes(image).partition(_CODESTREAM)
     _, found, definitions = boxes.partition(b"cdef")
     if not found or len(definitions) < 2:
@@ -217,7 +217,7 @@ def _has_opacity(image: Image.Image) -> bool:
 
 
 def _first_bytes(image: Image.Image) -> bytes:
-    """Return the first 64 KiB of the file of an opened image; empty if it was closed."""
+    """Return the first 64 KiB of an image file; empty if the file is closed."""
     file = getattr(image, "fp", None)
     if file is None:
         return b""

@@ -763,11 +763,11 @@ def _map_stride(model: Any, name: str, size: int) -> int:
     try:
         with evaluation_mode(model), torch.no_grad():
             output = model.forward_features(torch.zeros(1, 3, size, size))
-    except AssertionError as error:  # timm's, often without a message: attention in windows must divide the map
-        own = model.pretrained_cfg["input_size"][-1]
-        raise InputError(
-            f"{name} does not encode images of {size}x{size} pixels: use its own size, {own}, or a multiple of it"
-        ) from error
+    except AssertionError as error:  # timm checks sizes by assertions, often without a message
+        reason = f" ({error})" if str(error) else ""
+        own = getattr(model, "pretrained_cfg", None)  # only of timm's networks
+        use = f"its own size, {own['input_size'][-1]}, or a multiple of it" if own else "a size that it accepts"
+        raise InputError(f"{name} does not encode images of {size}x{size} pixels{reason}: use {use}") from error
     if not isinstance(output, Tensor) or output.ndim != 4:
         kind = type(output).__name__
         if isinstance(output, Tensor):
