@@ -272,6 +272,12 @@ def test_jpeg_2000_with_more_channels_than_colours_and_opacity(tmp_path, mode):
     content = file.read_bytes()
     place = content.index(b"cdef") + 4 + 2 + 6 * (len(mode) - 1) + 2
     assert content[place : place + 2] == b"\0\1"
+    box = struct.pack(">I4s", 2**17, b"free") + bytes(2**17 - 8)  # as a large colour profile precedes the definitions
+    size = content.index(b"jp2h") - 4
+    (length,) = struct.unpack_from(">I", content, size)
+    large = content[:size] + struct.pack(">I", length + len(box)) + b"jp2h" + box + content[size + 8 :]
+    file.write_bytes(large)
+    assert (read_image(file).numpy() == 90).all()
     unspecified, absent = bytearray(content), content.replace(b"cdef", b"free")
     unspecified[place : place + 2] = b"\xff\xff"
     for changed in (bytes(unspecified), absent):

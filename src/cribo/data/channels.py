@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from threading import Lock
 from typing import Any, BinaryIO, NamedTuple
 
@@ -181,50 +183,60 @@ def _decoder_arguments(image: Image.Image) -> Any:
 
 def _significant_bits(image: Image.Image) -> int:
     """Return the smallest number of bits in the chunk sBIT of a PNG of 16 bits, or 16."""
-    file = getattr(image, "fp", None)
-    if file is None:
-        return 16
-    position = file.tell()
-    try:
+    with _rewound(image) as file:
         file.seek(8)
         while len(start := file.read(8)) == 8:
             length, kind = struct.unpack(">I4s", start)
             if kind == b"sBIT" and 1 <= length <= 4:
                 return min(16, max(file.read(length)))
             if kind in (b"IDAT", b"IEND"):
-                return 16
+                break
             file.seek(length + 4, 1)
-        return 16
-    finally:
-        file.seek(position)
+    return 16
 
 
 def _precision(image: Image.Image) -> int:
     """Return the bits per channel in the header of a JPEG 2000 codestream."""
-    header = _first_bytes(image)
+    with _rewound(image) as file:
+        is_bare = file.read(4) == _CODESTREAM
+        file.seek(0)
+        if not is_bare and not any(kind == b"jp2c" for kind, _ in _boxes(file)):
+            return 8
+        header = file.read(2**8)
     start = header.find(_CODESTREAM)
     return (header[start + 42] & 0x7F) + 1 if 0 <= start < len(header) - 42 else 8
 
 
 def _has_opacity(image: Image.Image) -> bool:
     """Whether a JPEG 2000 file defines a channel as opacity, premultiplied or not."""
-    boxes, _, _ = _first_bytes(image).partition(_CODESTREAM)
-    _, found, definitions = boxes.partition(b"cdef")
-    if not found or len(definitions) < 2:
-        return False
-    count = min(struct.unpack_from(">H", definitions)[0], (len(definitions) - 2) // 6)
-    return any(kind in (1, 2) for _, kind, _ in struct.iter_unpack(">HHH", definitions[2 : 2 + 6 * count]))
+    with _rewound(image) as file:
+        for kind, size in _boxes(file):
+            if kind == b"cdef":
+                definitions = file.read(min(size, 2**10))[2:]
+                whole = len(definitions) // 6 * 6
+                return any(use in (1, 2) for _, use, _ in struct.iter_unpack(">HHH", definitions[:whole]))
+    return False
 
 
-def _first_bytes(image: Image.Image) -> bytes:
-    """Return the first 64 KiB of an image file; empty if the file is closed."""
-    file = getattr(image, "fp", None)
-    if file is None:
-        return b""
+def _boxes(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    """Yield type and size of each box of a JPEG 2000 file up to the codestream; the file is at the box's content."""
+    while len(start := file.read(8)) == 8:
+        length, kind = struct.unpack(">I4s", start)
+        place = file.tell()
+        yield kind, max(length - 8, 0)
+        if kind == b"jp2c" or length < 8:
+            return
+        file.seek(place if kind == b"jp2h" else place + length - 8)  # jp2h contains boxes
+
+
+@contextlib.contextmanager
+def _rewound(image: Image.Image) -> Iterator[BinaryIO]:
+    """Yield the file of an opened image at its start, and restore its position; empty if the file is closed."""
+    file: Any = getattr(image, "fp", None) or io.BytesIO()
     position = file.tell()
     try:
         file.seek(0)
-        return bytes(file.read(2**16))
+        yield file
     finally:
         file.seek(position)
 
