@@ -4,7 +4,8 @@ from typing import Literal
 
 import pytest
 
-from cribo.arguments import ConfigError, Parser
+from cribo.arguments import Parser
+from cribo.errors import ConfigError
 
 
 @dataclass

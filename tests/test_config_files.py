@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cribo.arguments import ConfigError
 from cribo.cli import COMMANDS, main
 from cribo.cli.evaluate import EVALUATIONS
+from cribo.errors import ConfigError
 from cribo.pretraining.presets import load_config
 
 # For each command: other words that it requires, an option with the values of the file and of the command line, and a

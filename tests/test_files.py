@@ -6,16 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cribo.errors import DataError, MissingData
-from cribo.files import (
-    FolderError,
-    is_part,
-    read_json,
-    remove_parts,
-    write_beside,
-    write_folder_whole,
-    write_text,
-)
+from cribo.errors import DataError, FolderError, MissingData
+from cribo.files import is_part, read_json, remove_parts, write_beside, write_folder_whole, write_text
 
 
 def test_a_folder_is_written_atomically(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from cribo.cli import main
-from cribo.files import FolderError, write_folder_whole
+from cribo.errors import FolderError
+from cribo.files import write_folder_whole
 from cribo.folders import MARKER, ResultFolder, describe_changes, named_folder, require_same
 
 

@@ -26,9 +26,8 @@ from PIL import Image
 from torch import nn
 
 from cribo.cli import main
-from cribo.errors import InputError
+from cribo.errors import InputError, Untrusted
 from cribo.models import build_backbone, load_backbone, save_backbone
-from cribo.trust import Untrusted
 
 if TYPE_CHECKING:
     from cribo.pretraining import PretrainConfig
@@ -343,7 +342,8 @@ def _(stranger: Stranger) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from cribo.data import UnreadableImage, open_collection
+    from cribo.data import open_collection
+    from cribo.errors import UnreadableImage
     from cribo.pretraining.run import resume
 
     listed, table, rows = (stranger.files / name for name in ("list.txt", "table.parquet", "rows.parquet"))

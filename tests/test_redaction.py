@@ -17,9 +17,9 @@ from PIL import Image
 
 from cribo.cli import main
 from cribo.data.collection import open_collection, read_named
-from cribo.data.images import DataError
 from cribo.doctor.findings import Section
 from cribo.doctor.software import examine_environment
+from cribo.errors import DataError
 from cribo.files import append_json, write_json, write_text
 from cribo.redaction import is_masked, mask_messages, masked, without_secrets
 

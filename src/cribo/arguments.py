@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, Union, get_ar
 import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, get_loader, set_loader
 
-from cribo.errors import DataError, InputError
+from cribo.errors import ConfigError, DataError
 from cribo.files import parse_yaml, read_text
 from cribo.wording import enumerated, joined
 
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Config = TypeVar("Config", bound="DataclassInstance")
-
-
-class ConfigError(InputError):
-    """Invalid configuration: an unknown name, or a value of the wrong type or out of range."""
 
 
 class _HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):

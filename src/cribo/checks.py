@@ -4,8 +4,7 @@ import importlib.util
 import math
 from collections.abc import Collection, Iterable, Mapping
 
-from cribo.arguments import ConfigError
-from cribo.errors import MissingPackage
+from cribo.errors import ConfigError, MissingPackage
 from cribo.installation import install_command
 
 

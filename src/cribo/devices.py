@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from cribo.allocator import keep_freed_memory
-from cribo.arguments import ConfigError
+from cribo.errors import ConfigError
 from cribo.processes import available_cores
 
 _MAX_WORKERS = 16

@@ -19,16 +19,12 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from cribo.errors import DataError, InputError, MissingData, full_disk
+from cribo.errors import Damaged, DataError, FolderError, InputError, MissingData, full_disk
 from cribo.redaction import masked, without_secrets
 
 # Temporary names of `write_beside`.
 _LONGEST = 100  # bytes of the name in a temporary name: names have at most 255, on some file systems 143
 _PART = re.compile(r"\..*\.[0-9a-f]{32}\.part")
-
-
-class FolderError(InputError):
-    """A folder cannot be used for results. The message says what to do instead."""
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -496,10 +492,6 @@ def open_arrays(file: Path | io.BytesIO) -> Iterator[Any]:
                 f"limit is {limit}: save it again with numpy.savez"
             )
         yield arrays
-
-
-class Damaged(InputError):
-    """A file is damaged. The message gives the reason, without the file name."""
 
 
 def check_archive(path: Path) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from cribo.errors import InputError
-from cribo.files import FolderError, path_inside, read_json, write_folder_whole, write_json
+from cribo.errors import FolderError, InputError
+from cribo.files import path_inside, read_json, write_folder_whole, write_json
 
 MARKER = "cribo.json"
 """The file that names the kind of the results in a folder, and the version that wrote them."""
@@ -190,7 +190,7 @@ def require_same(
     Example:
         >>> require_same(Path("out/about.json"), lambda: describe_changes({"size": 448}, {"size": 224}))
         Traceback (most recent call last):
-        cribo.files.FolderError: out was created with different inputs and cannot be resumed: size was 448, is 224. ...
+        cribo.errors.FolderError: out was created with different inputs and cannot be resumed: size was 448, is 224. ...
     """
     try:
         changes = list(find_changes())

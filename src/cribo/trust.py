@@ -8,11 +8,7 @@ has been imported. Every reader of such a file calls one of these functions befo
 import os
 from collections.abc import Collection
 
-from cribo.errors import InputError
-
-
-class Untrusted(InputError):
-    """A file names code or an address that the user has not allowed. The message says how to allow it."""
+from cribo.errors import Untrusted
 
 
 def check_import(path: str, file: object, option: str, *, trust: bool, given: Collection[str] = ()) -> None:

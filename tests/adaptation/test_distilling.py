@@ -11,9 +11,9 @@ from tests.adaptation.test_run import write_scenes
 from cribo.adaptation import DistillConfig, distill, planning
 from cribo.adaptation.encoding import encode
 from cribo.adaptation.regression import predict_teacher
-from cribo.arguments import ConfigError
 from cribo.cli import main
 from cribo.data import open_images
+from cribo.errors import ConfigError
 from cribo.models import Licence, build_backbone, load_backbone, save_backbone
 from cribo.retrieval.source import BackboneSource
 

@@ -5,8 +5,8 @@ from PIL import Image
 
 from cribo.adaptation.config import AdaptConfig
 from cribo.adaptation.planning import record_options
-from cribo.arguments import ConfigError
 from cribo.data import open_images
+from cribo.errors import ConfigError
 from cribo.retrieval import BackboneSource
 
 

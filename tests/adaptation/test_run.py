@@ -14,10 +14,10 @@ from cribo.adaptation import AdaptConfig, adapt, planning
 from cribo.adaptation.averaging import averaged
 from cribo.adaptation.encoding import encode
 from cribo.adaptation.run import planned_training
-from cribo.arguments import ConfigError
 from cribo.cli import main
 from cribo.data import open_images
 from cribo.data.scenes import Scenes
+from cribo.errors import ConfigError
 from cribo.models import build_backbone, load_backbone, save_backbone
 from cribo.pretraining import load_config
 from cribo.retrieval.source import BackboneSource

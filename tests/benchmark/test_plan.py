@@ -9,9 +9,8 @@ import pytest
 from PIL import Image
 from tests.benchmark.conftest import write_boxes, write_classes, write_labelled
 
-from cribo.arguments import ConfigError
 from cribo.benchmark import BenchmarkConfig, BenchmarkData, make_plan
-from cribo.data import DataError, MissingData
+from cribo.errors import ConfigError, DataError, MissingData
 from cribo.evaluation import ImageData, Outcome, Protocol, SegmentationData, Splits, TrainingRuntime
 from cribo.retrieval.source import BackboneSource
 

@@ -12,7 +12,7 @@ from matplotlib.image import imread
 
 from cribo.benchmark import BenchmarkConfig, BenchmarkData, benchmark
 from cribo.cli import main
-from cribo.errors import InputError
+from cribo.errors import FolderError, InputError
 from cribo.evaluation import (
     DenseNN,
     EvaluationRuntime,
@@ -23,7 +23,6 @@ from cribo.evaluation import (
     read_result,
 )
 from cribo.evaluation.training import SETTINGS, is_evaluation_of
-from cribo.files import FolderError
 from cribo.models import load_backbone
 from cribo.retrieval.source import BackboneSource
 

@@ -2,9 +2,9 @@ import dataclasses
 
 import pytest
 
-from cribo.arguments import ConfigError
 from cribo.cluster.config import EngineOptions, RayOptions
 from cribo.cluster.shares import Share
+from cribo.errors import ConfigError
 
 
 @pytest.mark.parametrize("name", ["workers", "cpus_per_worker"])

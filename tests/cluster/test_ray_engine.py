@@ -26,13 +26,11 @@ from tests.cluster.toy import (
 )
 from tests.commands import Commands, free_port, seconds_until_ended
 
-from cribo.arguments import ConfigError
 from cribo.cluster.config import RayOptions
 from cribo.cluster.ray_engine import (
     MAX_DEATHS,
     Node,
     NodeState,
-    WorkerLost,
     Workers,
     _portable,
     _require_answer,
@@ -40,7 +38,7 @@ from cribo.cluster.ray_engine import (
     open_ray,
     plan_workers,
 )
-from cribo.errors import MissingPackage, Stopped
+from cribo.errors import ConfigError, MissingPackage, Stopped, WorkerLost
 from cribo.installation import install_command
 
 if TYPE_CHECKING:

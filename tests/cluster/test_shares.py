@@ -1,7 +1,7 @@
 import pytest
 
-from cribo.arguments import ConfigError
 from cribo.cluster.shares import Share, order_shares
+from cribo.errors import ConfigError
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 10])

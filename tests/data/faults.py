@@ -13,7 +13,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from cribo.data.images import ImageFiles, ImageSource
-from cribo.data.reading import UnreadableImage
+from cribo.errors import UnreadableImage
 
 Fault = Callable[[], None]
 ALWAYS = 10**9

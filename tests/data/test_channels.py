@@ -12,7 +12,8 @@ from PIL import Image
 
 from cribo.data.channels import DIM_IMAGES
 from cribo.data.limits import Reading
-from cribo.data.reading import UnreadableImage, image_size, read_image, read_reduced
+from cribo.data.reading import image_size, read_image, read_reduced
+from cribo.errors import UnreadableImage
 
 HEIGHT, WIDTH = 6, 8
 

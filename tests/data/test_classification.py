@@ -9,7 +9,7 @@ from PIL import Image
 
 from cribo.data import classification
 from cribo.data.classification import ClassificationSplits, open_class_folders, open_classification
-from cribo.data.images import DataError, MissingData
+from cribo.errors import DataError, MissingData
 
 WNIDS = ("n01440764", "n01443537", "n02012849")  # tench, goldfish, crane
 

@@ -13,12 +13,13 @@ import torch
 from PIL import Image
 
 from cribo.data.clips import Clips
-from cribo.data.images import DataError, OrderedSource, UnreadableImage, open_images
+from cribo.data.images import OrderedSource, open_images
 from cribo.data.samples import LazyImage
 from cribo.data.scenes import Scenes
 from cribo.data.shard_writing import write_shards
 from cribo.data.shards import open_shards
 from cribo.data.video_files import open_video_files
+from cribo.errors import DataError, UnreadableImage
 
 MOVING = Scenes(1, size=96, frames=60)
 

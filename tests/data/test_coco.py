@@ -11,7 +11,7 @@ from faster_coco_eval.core import mask as coco
 from PIL import Image
 
 from cribo.data.coco import CocoLabels, find_coco
-from cribo.data.images import DataError, MissingData
+from cribo.errors import DataError, MissingData
 
 SQUARE = [2, 2, 8, 2, 8, 8, 2, 8]  # pixels 2 to 7 in both directions
 CATEGORIES = [{"id": 90, "name": "late"}, {"id": 7, "name": "early"}]

@@ -24,11 +24,11 @@ from cribo.data.collection import (
     sampled_hash,
     without_repeats,
 )
-from cribo.data.images import DataError, ImageFiles, MissingData, open_images
+from cribo.data.images import ImageFiles, open_images
 from cribo.data.parquet import ParquetImages
-from cribo.data.reading import UnreadableImage, read_image
+from cribo.data.reading import read_image
 from cribo.data.remote import RemoteImages
-from cribo.data.storage import ShardError
+from cribo.errors import DataError, MissingData, ShardError, UnreadableImage
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

@@ -7,9 +7,9 @@ import torch
 from PIL import Image
 
 from cribo.data.datasets import default_splits, open_segmentation, read_stems
-from cribo.data.images import DataError, MissingData
 from cribo.data.segmentation import LabelledImages
 from cribo.data.sets import SEGMENTATION_SETS
+from cribo.errors import DataError, MissingData
 
 OFFICIAL = [name for name in SEGMENTATION_SETS if name != "folder"]
 

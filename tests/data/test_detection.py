@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from cribo.data.detection import BoxedImages, open_detection
-from cribo.data.images import DataError, MissingData
+from cribo.errors import DataError, MissingData
 
 CATEGORIES = [{"id": 90, "name": "late"}, {"id": 7, "name": "early"}]
 

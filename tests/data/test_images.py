@@ -7,9 +7,7 @@ import pytest
 from PIL import Image
 
 from cribo.data.images import (
-    DataError,
     ImageFiles,
-    MissingData,
     PackedNames,
     ReducingSource,
     named_below_one_folder,
@@ -17,7 +15,7 @@ from cribo.data.images import (
     require_readable,
 )
 from cribo.data.limits import Reading
-from cribo.data.reading import UnreadableImage
+from cribo.errors import DataError, MissingData, UnreadableImage
 
 
 def save(path: Path, colour: str = "red") -> None:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cribo.data.images import DataError
 from cribo.data.label_maps import ClassList, LabelColours, LabelValues, class_indices, read_classes
+from cribo.errors import DataError
 
 COLOURS = np.array([[255, 0, 0], [0, 255, 0], [9, 9, 9]], dtype=np.uint8)
 INDICES = np.array([[0, 1, 2], [2, 1, 0]], dtype=np.uint8)

@@ -37,10 +37,10 @@ from tests.data.faults import (
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from cribo.data.images import DataError, ImageSource, MissingData, open_images
-from cribo.data.loading import BatchLoader, WorkersFailed
+from cribo.data.images import ImageSource, open_images
+from cribo.data.loading import BatchLoader
 from cribo.data.samples import Batch, StepBatchSampler, Unreadable
-from cribo.data.storage import ShardError
+from cribo.errors import DataError, MissingData, ShardError, WorkersFailed
 
 BATCH = 4
 IMAGES = 41  # ten batches and one image that is skipped

@@ -12,9 +12,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tests.data.photographs import encoded
 
 from cribo.data.collection import open_collection
-from cribo.data.images import DataError, ImageSource, MissingData
+from cribo.data.images import ImageSource
 from cribo.data.parquet import ParquetImages, open_parquet
-from cribo.data.reading import UnreadableImage, read_image
+from cribo.data.reading import read_image
+from cribo.errors import DataError, MissingData, UnreadableImage
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

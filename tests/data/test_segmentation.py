@@ -11,10 +11,9 @@ from PIL import Image, ImageFilter
 
 from cribo.colours import distinct_colours
 from cribo.data.datasets import open_segmentation
-from cribo.data.images import DataError, MissingData
-from cribo.data.reading import UnreadableImage
 from cribo.data.scenes import Scenes
 from cribo.data.segmentation import LabelledFolder, LabelledImages, LabelledSubset, by_stem
+from cribo.errors import DataError, MissingData, UnreadableImage
 from cribo.segmentation.inputs import open_labels
 
 LABELS = np.array([[0, 1, 2], [2, 255, 0]], dtype=np.uint8)

@@ -10,10 +10,10 @@ from PIL import Image
 
 from cribo.cli import main
 from cribo.data.collection import open_collection
-from cribo.data.images import DataError, open_images
+from cribo.data.images import open_images
 from cribo.data.reading import read_image
-from cribo.data.shard_writing import TooManySkipped, write_shards
-from cribo.files import FolderError
+from cribo.data.shard_writing import write_shards
+from cribo.errors import DataError, FolderError, TooManySkipped
 
 
 def save(path: Path, number: int, size: tuple[int, int] = (40, 30)) -> None:

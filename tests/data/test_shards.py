@@ -26,14 +26,15 @@ from tests.data.batches import assert_same_samples, view_pairs
 from tests.data.photographs import encoded, write_tar
 
 from cribo.data.collection import open_collection
-from cribo.data.images import DataError, MissingData, OrderedSource, PackedNames, ReducingSource
+from cribo.data.images import OrderedSource, PackedNames, ReducingSource
 from cribo.data.limits import Reading
 from cribo.data.loading import BatchLoader
-from cribo.data.reading import UnreadableImage, read_image
+from cribo.data.reading import read_image
 from cribo.data.samples import Batch, StepBatchSampler
 from cribo.data.shards import ShardedImages, open_shards, window_of
-from cribo.data.storage import LocalShards, RemoteShards, ShardCache, ShardError
+from cribo.data.storage import LocalShards, RemoteShards, ShardCache
 from cribo.data.tars import INDEX, ShardIndex
+from cribo.errors import DataError, MissingData, ShardError, UnreadableImage
 
 
 def write_collection(folder: Path, shards: int, per_shard: int) -> list[bytes]:

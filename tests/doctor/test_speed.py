@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cribo.arguments import ConfigError
 from cribo.doctor import Speed, measure_speed, speed
 from cribo.doctor.expectations import expectations
+from cribo.errors import ConfigError
 from cribo.pretraining.presets import load_config
 
 

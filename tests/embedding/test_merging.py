@@ -9,14 +9,12 @@ import pytest
 from PIL import Image
 
 import cribo.embedding.run as run
-from cribo.arguments import ConfigError
 from cribo.cli import main
-from cribo.data.images import DataError, MissingData
 from cribo.embedding.config import EmbedConfig
 from cribo.embedding.merging import merge_embeddings
 from cribo.embedding.run import Embedded, embed_images
 from cribo.embedding.writing import complete_parts
-from cribo.files import FolderError
+from cribo.errors import ConfigError, DataError, FolderError, MissingData
 from cribo.folders import ResultFolder, lock_writer
 from cribo.retrieval import BackboneSource
 

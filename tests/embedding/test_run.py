@@ -11,13 +11,11 @@ from PIL import Image
 from safetensors import safe_open
 
 import cribo.embedding.run as run
-from cribo.arguments import ConfigError
 from cribo.cli import main
-from cribo.data.images import DataError
 from cribo.data.reading import read_image
 from cribo.embedding.config import EmbedConfig
 from cribo.embedding.run import Embedded, embed_images
-from cribo.files import FolderError
+from cribo.errors import ConfigError, DataError, FolderError
 from cribo.folders import lock_writer
 from cribo.models import build_backbone, load_backbone, save_backbone
 from cribo.models.backbone import normalise

@@ -11,8 +11,8 @@ from PIL import Image
 
 from cribo.adaptation.planning import open_listable
 from cribo.cli import main
-from cribo.data.images import DataError
 from cribo.data.limits import DEFAULT_READING
+from cribo.errors import DataError
 from cribo.evaluation.protocol import PROTOCOLS
 
 Run = Callable[..., str]

@@ -7,10 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
-from cribo.arguments import ConfigError
 from cribo.colours import class_colours
-from cribo.data import DataError
 from cribo.data.scenes import Scenes
+from cribo.errors import ConfigError, DataError
 from cribo.evaluation.data import ImageData, SegmentationData
 from cribo.evaluation.features import content_hash
 

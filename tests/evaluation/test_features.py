@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from cribo.data import LabelledFolder, UnreadableImage
+from cribo.data import LabelledFolder
+from cribo.errors import UnreadableImage
 from cribo.evaluation import cache as cache_module
 from cribo.evaluation import features as module
 from cribo.evaluation.cache import FeatureCache, Machine

@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from cribo.arguments import ConfigError
 from cribo.cli import main
-from cribo.errors import InputError
+from cribo.errors import ConfigError, InputError
 from cribo.evaluation import (
     DenseNN,
     EvaluationRuntime,

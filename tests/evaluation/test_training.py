@@ -17,17 +17,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torchmetrics import SumMetric
 
-from cribo.arguments import ConfigError
-from cribo.data import UnreadableImage
 from cribo.data.randomness import keyed_generator
+from cribo.errors import ConfigError, FolderError, Interrupted, NonFiniteLoss, UnreadableImage
 from cribo.evaluation.runtime import TrainingRuntime
 from cribo.evaluation.training import SETTINGS, KeyStream, evaluation_folder, fit
-from cribo.files import FolderError
 from cribo.training.checkpoints import checkpoint_files
 from cribo.training.folder import run_lock
-from cribo.training.interruption import Interrupted
 from cribo.training.loggers import SERVICES, Service, Status
-from cribo.training.module import NonFiniteLoss, ResumableModule
+from cribo.training.module import ResumableModule
 
 STEPS = 12
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cribo.errors import InputError
+from cribo.errors import DifferentFeatures, InputError
 from cribo.export import export_backbone
 from cribo.export.graph import load_onnx, load_torch
 from cribo.export.options import ExportOptions
-from cribo.export.run import TOLERANCES, DifferentFeatures, compare_features
+from cribo.export.run import TOLERANCES, compare_features
 from cribo.models import Backbone, build_backbone, normalise
 from cribo.models.numerics import Numerics
 from cribo.models.positions import RESIZINGS

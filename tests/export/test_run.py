@@ -18,12 +18,11 @@ from transformers import AutoImageProcessor, AutoModel
 
 from cribo import load_backbone
 from cribo.cli import main
-from cribo.errors import InputError
-from cribo.export import DifferentFeatures, export_backbone
+from cribo.errors import DifferentFeatures, FolderError, InputError
+from cribo.export import export_backbone
 from cribo.export.options import ExportOptions
 from cribo.export.run import compare_features
 from cribo.export.timm_folder import load as load_timm
-from cribo.files import FolderError
 from cribo.models import Backbone, build_backbone, normalise, save_backbone
 from cribo.models.numerics import Numerics
 

@@ -8,10 +8,9 @@ import pytest
 from PIL import Image
 
 from cribo.cli import main
-from cribo.data import DataError
+from cribo.errors import DataError, FolderError
 from cribo.figures import write_figures
 from cribo.figures.config import FIGURES, FigureConfig
-from cribo.files import FolderError
 from cribo.pretraining import PretrainConfig, pretrain
 
 

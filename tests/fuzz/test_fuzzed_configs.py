@@ -13,7 +13,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cribo.arguments import ConfigError
+from cribo.errors import ConfigError
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.presets import ConfigParser, config_from, dump_config, load_config
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from cribo.data.limits import Reading
-from cribo.data.reading import EncodedImage, UnreadableImage, image_size, read_image, read_reduced
+from cribo.data.reading import EncodedImage, image_size, read_image, read_reduced
+from cribo.errors import UnreadableImage
 
 FUZZED = settings(
     max_examples=settings().max_examples // 4,

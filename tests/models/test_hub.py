@@ -12,8 +12,7 @@ import torch
 from PIL import Image
 from tests.hub_server import OWNER, READ_TOKEN, TOKEN, Hub
 
-from cribo.errors import InputError
-from cribo.files import FolderError
+from cribo.errors import FolderError, InputError
 from cribo.models import Backbone, HubName, build_backbone, hub_name, load_backbone, load_pretrained, save_backbone
 from cribo.models.hub import choose_files
 from cribo.models.licences import Licence

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cribo.errors import InputError
+from cribo.errors import InputError, Untrusted
 from cribo.models import build_backbone, load_backbone, save_backbone
-from cribo.trust import Untrusted
 
 NETWORK = """
 from torch import nn

@@ -21,8 +21,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from cribo.errors import InputError
-from cribo.files import Damaged, check_archive
+from cribo.errors import Damaged, InputError
+from cribo.files import check_archive
 from cribo.folders import MARKER, result_kind
 from cribo.models.formats.reading import flatten, read_json, read_weights
 from cribo.models.formats.torch_files import is_tar

@@ -16,10 +16,8 @@ import pyarrow as pa
 import pytest
 
 import cribo.object_search.database as database_module
-from cribo.arguments import ConfigError
-from cribo.data import DataError
+from cribo.errors import ConfigError, DatabaseError, DataError
 from cribo.object_search import (
-    DatabaseError,
     GridMask,
     ImageObject,
     IndexedImage,

@@ -10,11 +10,10 @@ from PIL import Image
 from tests.commands import Commands
 
 from cribo.data import ImageFiles
-from cribo.data.images import DataError
 from cribo.data.limits import Reading
-from cribo.files import FolderError
+from cribo.errors import DatabaseError, DataError, FolderError
 from cribo.object_search import IndexSummary, ObjectDatabase, index_images, index_lock
-from cribo.object_search.database import DatabaseError, holds_database, require_free
+from cribo.object_search.database import holds_database, require_free
 from cribo.retrieval import PatchEncoder, mean_colour_encoder
 
 from .conftest import bring_up_to_date, held, info_of, write_picture

@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 
-from cribo.arguments import ConfigError
 from cribo.cli import main
-from cribo.data.images import MissingData
 from cribo.data.limits import Reading
+from cribo.errors import ConfigError, DatabaseError, MissingData
 from cribo.folders import ResultFolder
-from cribo.object_search import DatabaseError, ObjectDatabase
+from cribo.object_search import ObjectDatabase
 from cribo.object_search.config import IndexConfig
 from cribo.object_search.database import new_entry
 from cribo.object_search.indexing import IndexSummary

@@ -4,8 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cribo.arguments import ConfigError
-from cribo.data import DataError, MissingData, read_image
+from cribo.data import read_image
+from cribo.errors import ConfigError, DataError, MissingData
 from cribo.object_search import IndexSummary, ObjectDatabase, extract_objects
 from cribo.object_search.queries import OpenEncoder, QueryPlace, make_query
 from cribo.retrieval import PatchEncoder

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from tests.objectives.golden import cases, load
 from torch import nn
 
-from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
+from cribo.errors import ConfigError
 from cribo.objectives import Setting, Step
 from cribo.objectives.byol import BYOL, byol_loss
 from cribo.pretraining import PretrainConfig, pretrain

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
+from cribo.errors import ConfigError
 from cribo.objectives import Setting, Step
 from cribo.objectives.contextual import ContextMemory, ContextNetwork, Contextual, attend, contrast
 from cribo.objectives.views import normalised_views

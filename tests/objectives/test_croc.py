@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from tests.objectives.golden import cases, load
 from torch import Tensor
 
-from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
-from cribo.errors import InputError
+from cribo.errors import ConfigError, InputError
 from cribo.method import Centre, SelfDistillation, cross_view_loss
 from cribo.models import build_backbone
 from cribo.objectives import Setting, Step

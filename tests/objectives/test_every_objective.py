@@ -11,7 +11,7 @@ import torch
 from tests.commands import Commands
 from tests.pretraining.test_spread import Runs, assert_same_checkpoint, last
 
-from cribo.arguments import ConfigError
+from cribo.errors import ConfigError
 from cribo.models import build_backbone, load_backbone, save_backbone
 from cribo.pretraining import PretrainConfig, pretrain
 from cribo.pretraining.monitoring import read_metrics

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from tests.objectives import golden
 from torch import Tensor
 
-from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
+from cribo.errors import ConfigError
 from cribo.method import Centre, ProjectionHead, PrototypeLayer, SelfDistillation
 from cribo.objectives import Setting, Step
 from cribo.objectives.dino import dino_loss

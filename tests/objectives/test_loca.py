@@ -11,9 +11,9 @@ import torch
 from tests.objectives.golden import cases, load
 from torch import Tensor, nn
 
-from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
+from cribo.errors import ConfigError
 from cribo.method import Crops, SelfDistillation
 from cribo.models import build_backbone
 from cribo.objectives import Setting, Step

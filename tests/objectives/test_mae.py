@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
+from cribo.errors import ConfigError
 from cribo.models import build_backbone, normalise
 from cribo.objectives import Setting, Step
 from cribo.objectives.dropping import KeepTokens

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from tests.objectives.golden import cases, load
 
-from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
+from cribo.errors import ConfigError
 from cribo.method import Crops, ViewRecipe, patch_coordinates
 from cribo.objectives import Setting, Step, neco
 from cribo.objectives.multicrop import augmented_crops, concatenate_crops

@@ -17,13 +17,10 @@ from tests.objectives.test_byol import RESNET, SHARP
 from tests.pretraining.test_spread import assert_same_checkpoint, last
 
 import cribo.objectives.region_pairs as region_pairs
-from cribo.arguments import ConfigError
 from cribo.data.images import open_images
-from cribo.data.reading import UnreadableImage
 from cribo.data.samples import Batch, LazyImage, SampleDataset
 from cribo.data.scenes import Scenes
-from cribo.errors import DataError
-from cribo.files import FolderError
+from cribo.errors import ConfigError, DataError, FolderError, Interrupted, UnreadableImage
 from cribo.method import Crops, ViewRecipe, cut_views
 from cribo.models import load_backbone, normalise
 from cribo.objectives import Setting, Step
@@ -32,7 +29,6 @@ from cribo.objectives.orl import ORL, RegionCrops
 from cribo.objectives.region_pairs import RegionPairs
 from cribo.objectives.regions import number_of_pairs
 from cribo.pretraining import PretrainConfig, Run, pretrain, resume
-from cribo.training.interruption import Interrupted
 
 Tiny = Callable[..., PretrainConfig]
 STEP = Step(6, steps_per_epoch=4, total_steps=12)

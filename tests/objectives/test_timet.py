@@ -9,11 +9,11 @@ from PIL import Image
 from tests.objectives.golden import cases, load
 from torch import Tensor
 
-from cribo.arguments import ConfigError
 from cribo.data.clips import Clips
-from cribo.data.images import DataError, open_images
+from cribo.data.images import open_images
 from cribo.data.samples import SampleDataset
 from cribo.data.scenes import Scenes
+from cribo.errors import ConfigError, DataError
 from cribo.method import ViewRecipe
 from cribo.objectives.timet import ClipFrames, assignment_loss, balanced_assignments, propagate_assignments
 from cribo.pretraining import PretrainConfig, pretrain

@@ -14,13 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.commands import Commands
 
-from cribo.files import FolderError
+from cribo.errors import FolderError, UnusableCheckpoint
 from cribo.pretraining import PretrainConfig, pretrain
 from cribo.pretraining.presets import dump_config
 from cribo.training.checkpoints import (
     CHECKPOINT_FORMAT,
     AtomicCheckpointIO,
-    UnusableCheckpoint,
     check_checkpoint,
     checkpoint_files,
     resume_point,

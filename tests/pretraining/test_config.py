@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from cribo.cli import main
+from cribo.errors import ConfigError
 from cribo.objectives.banks import resolve_bank_images
-from cribo.pretraining import ConfigError, PretrainConfig, load_config
+from cribo.pretraining import PretrainConfig, load_config
 from cribo.pretraining.config import _RANGES, ObjectiveConfig
 from cribo.pretraining.presets import dump_config, preset_names
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
+from cribo.errors import ConfigError
 from cribo.method import SelfDistillation
 from cribo.objectives import Setting, Step
 from cribo.objectives import cribo as module

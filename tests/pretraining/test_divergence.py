@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cribo.errors import NonFiniteLoss
 from cribo.objectives.cribo import CrIBo
-from cribo.pretraining import NonFiniteLoss, PretrainConfig, PretrainingModule
+from cribo.pretraining import PretrainConfig, PretrainingModule
 from cribo.pretraining.monitoring import read_metrics
 from cribo.training.checkpoints import checkpoint_files
 

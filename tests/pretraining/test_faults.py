@@ -19,9 +19,9 @@ from tests.commands import Commands
 from tests.data.faults import Faulty, Noise, drawn, fails
 from tests.faults.runs import last_row
 
-from cribo.data import UnreadableImage, open_images, write_shards
-from cribo.data.loading import WorkersFailed
+from cribo.data import open_images, write_shards
 from cribo.data.scenes import Scenes
+from cribo.errors import UnreadableImage, WorkersFailed
 from cribo.pretraining import PretrainConfig
 from cribo.pretraining.presets import dump_config
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from tests.commands import Commands
 
+from cribo.errors import Interrupted
 from cribo.pretraining import PretrainConfig
 from cribo.pretraining.presets import dump_config
-from cribo.training.interruption import Interrupted, requeue
+from cribo.training.interruption import requeue
 
 Tiny = Callable[..., PretrainConfig]
 Train = Callable[..., Any]

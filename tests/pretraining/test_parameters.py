@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cribo.arguments import ConfigError
+from cribo.errors import ConfigError
 from cribo.models import build_backbone
 from cribo.objectives.distillation import Network
 from cribo.objectives.options import HeadConfig, OptimConfig

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cribo.arguments import ConfigError
 from cribo.cli import main
+from cribo.errors import ConfigError
 from cribo.method import MemoryBank
 from cribo.objectives.cribo import CrIBo
 from cribo.pretraining.config import PretrainConfig

@@ -8,8 +8,7 @@ import lightning as L
 import pytest
 import torch
 
-from cribo.arguments import ConfigError
-from cribo.files import FolderError
+from cribo.errors import ConfigError, FolderError
 from cribo.folders import ResultFolder
 from cribo.pretraining import PretrainConfig, load_config, pretrain
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from cribo.data import ShardError, open_images, write_shards
+from cribo.data import open_images, write_shards
 from cribo.data.scenes import Scenes
+from cribo.errors import ShardError
 from cribo.pretraining import PretrainConfig
 
 Tiny = Callable[..., PretrainConfig]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.hub_server import Hub
 
-from cribo.arguments import ConfigError
+from cribo.errors import ConfigError
 from cribo.models import build_backbone, normalise, save_backbone
 from cribo.retrieval import BackboneSource, backbone_encoder, backbone_name, mean_colour_encoder
 from cribo.retrieval.encoders import (

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
 
-from cribo.arguments import ConfigError
 from cribo.data.reading import read_image
+from cribo.errors import ConfigError
 from cribo.models import build_backbone
 from cribo.retrieval import PatchEncoder, backbone_encoder, mean_colour_encoder, object_extraction
 from cribo.retrieval.object_extraction import (

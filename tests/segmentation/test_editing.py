@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from cribo.cli import main
-from cribo.data.images import DataError
-from cribo.errors import InputError
+from cribo.errors import DataError, InputError
 from cribo.segmentation import Example, SegmentationMemory
 from cribo.segmentation.editing import list_examples, remove_examples
 

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cribo.data.images import DataError, ImageFiles, MissingData
+from cribo.data.images import ImageFiles
+from cribo.errors import DataError, MissingData
 from cribo.segmentation.examples import find_examples, open_targets
 from cribo.segmentation.inputs import open_labels
 

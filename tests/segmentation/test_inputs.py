@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from cribo.data.images import DataError
+from cribo.errors import DataError
 from cribo.segmentation.inputs import open_image, open_labels
 
 GENERATOR = np.random.default_rng(0)

@@ -12,9 +12,8 @@ from safetensors.torch import save_file
 
 import cribo
 from cribo.colours import distinct_colours
-from cribo.data.images import DataError, MissingData
-from cribo.data.reading import UnreadableImage
 from cribo.data.scenes import Scenes
+from cribo.errors import DataError, MissingData, UnreadableImage
 from cribo.models import Backbone, build_backbone
 from cribo.probes.fitting import Probe, class_ious
 from cribo.retrieval import BackboneSource, PatchEncoder

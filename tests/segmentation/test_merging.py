@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from cribo.arguments import ConfigError
 from cribo.cli import main
-from cribo.data.images import DataError
-from cribo.files import FolderError
+from cribo.errors import ConfigError, DataError, FolderError
 from cribo.segmentation.merging import merge_segmentations
 
 from .coded import save_image

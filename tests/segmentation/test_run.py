@@ -19,13 +19,11 @@ from filelock import FileLock
 from PIL import Image
 
 import cribo.segmentation.run as run
-from cribo.arguments import ConfigError
 from cribo.cli import main
 from cribo.data.coco import CocoLabels
 from cribo.data.collection import names_hash
-from cribo.data.images import DataError, MissingData, open_images
-from cribo.errors import InputError
-from cribo.files import FolderError
+from cribo.data.images import open_images
+from cribo.errors import ConfigError, DataError, FolderError, InputError, MissingData
 from cribo.models import build_backbone, save_backbone
 from cribo.retrieval import BackboneSource
 from cribo.segmentation import Labeller

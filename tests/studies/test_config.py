@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cribo.arguments import ConfigError
+from cribo.errors import ConfigError
 from cribo.studies.config import dump_study, load_study, study_names
 
 STUDY: dict[str, Any] = {

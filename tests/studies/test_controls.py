@@ -8,11 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
-from cribo.arguments import ConfigError
 from cribo.data import open_images
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
-from cribo.errors import DataError
+from cribo.errors import ConfigError, DataError
 from cribo.objectives import Setting, Step
 from cribo.objectives.cribo import CrIBo
 from cribo.pretraining import PretrainConfig

@@ -20,9 +20,8 @@ from tests.faults.runs import last_row
 
 from cribo.cli import main
 from cribo.data.scenes import Scenes
-from cribo.errors import InputError
+from cribo.errors import FolderError, InputError
 from cribo.evaluation.intervals import counts_miou
-from cribo.files import FolderError
 from cribo.studies.comparison import compare_studies
 from cribo.studies.config import load_study, share_of
 from cribo.studies.run import Study, run_study

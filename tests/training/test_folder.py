@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.commands import Commands, RunningCommand
 
-from cribo.files import FolderError
+from cribo.errors import FolderError
 from cribo.folders import MARKER, ResultFolder
 from cribo.training.folder import RUN_LOCK, claim, run_lock
 

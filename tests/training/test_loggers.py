@@ -22,10 +22,8 @@ from PIL import Image
 
 from cribo.adaptation.config import AdaptConfig
 from cribo.adaptation.planning import load_recipe
-from cribo.arguments import ConfigError
 from cribo.cli import main
-from cribo.errors import MissingPackage
-from cribo.files import FolderError
+from cribo.errors import ConfigError, FolderError, MissingPackage
 from cribo.folders import ResultFolder
 from cribo.installation import install_command
 from cribo.pretraining import PretrainConfig, load_config, pretrain, resume

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cribo.arguments import ConfigError
 from cribo.checks import require_least, require_positive
 from cribo.data.limits import DEFAULT_READING, Reading
+from cribo.errors import ConfigError
 from cribo.retrieval.source import MEAN_COLOUR, BackboneSource
 
 CLOSED_FORM_ALONE = 1.0

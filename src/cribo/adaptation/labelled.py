@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from cribo.adaptation.encoding import encode
-from cribo.arguments import ConfigError
 from cribo.data import LabelledFolder, LabelledImages, open_segmentation
 from cribo.data.limits import DEFAULT_READING, Reading, spread
+from cribo.errors import ConfigError
 from cribo.evaluation.intervals import resampled
 from cribo.evaluation.scores import count_confusion, iou
 from cribo.models import Backbone

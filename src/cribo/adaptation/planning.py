@@ -14,12 +14,11 @@ from rich.console import Console
 from cribo.adaptation.closed_form import STATISTICS_IMAGES
 from cribo.adaptation.config import AdaptConfig, DistillConfig
 from cribo.adaptation.encoding import encode
-from cribo.arguments import ConfigError
-from cribo.data import ImageFiles, UnreadableImage, open_images
+from cribo.data import ImageFiles, open_images
 from cribo.data.collection import sampled_hash
 from cribo.data.limits import DEFAULT_READING, Reading, spread
 from cribo.devices import multiplies_bfloat16
-from cribo.errors import DataError
+from cribo.errors import ConfigError, DataError, TooShort, UnreadableImage
 from cribo.files import write_json, write_text
 from cribo.folders import ResultFolder
 from cribo.models import Backbone, load_backbone
@@ -46,10 +45,6 @@ _IMAGES = "images.txt"
 _CONTENT = "images_content"
 _LEAST_STEPS = 10
 _TIMED_IMAGES = 3
-
-
-class TooShort(ConfigError):
-    """The time does not suffice for training."""
 
 
 @dataclass(frozen=True)

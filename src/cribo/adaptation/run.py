@@ -33,12 +33,11 @@ from cribo.adaptation.planning import (
     try_objective,
 )
 from cribo.adaptation.verdict import ADAPTATION, Candidate, Verdict, judge
-from cribo.arguments import ConfigError
 from cribo.console import Phases
 from cribo.data import ImageFiles
 from cribo.devices import resolve_devices
 from cribo.drawing import write_figure
-from cribo.errors import if_interrupted
+from cribo.errors import ConfigError, if_interrupted
 from cribo.files import write_json
 from cribo.folders import named_folder
 from cribo.models import Backbone, load_backbone, save_backbone

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from cribo.arguments import ConfigError
 from cribo.checks import require_least
 from cribo.data.limits import DEFAULT_READING, Reading
+from cribo.errors import ConfigError
 from cribo.evaluation.protocol import find_protocol
 from cribo.evaluation.runtime import EvaluationRuntime, Schedule, TrainingRuntime
 from cribo.retrieval.source import BackboneSource

@@ -8,10 +8,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from cribo.arguments import ConfigError
 from cribo.benchmark.config import BenchmarkConfig
 from cribo.data.images import require
-from cribo.errors import DataError, MissingPackage
+from cribo.errors import ConfigError, DataError, MissingPackage
 from cribo.evaluation.protocol import PROTOCOLS, Protocol, find_protocol
 
 _CONTAINERS = frozenset({"VOCdevkit"})

@@ -86,7 +86,7 @@ def run(words: list[str], console: Console) -> None:
 
 def _password(given: str | None, file: Path | None, *, none: bool) -> str | None:
     """Return the password of the options or of the environment variable; None if there is none."""
-    from cribo.arguments import ConfigError
+    from cribo.errors import ConfigError
 
     options = {"--password": given, "--password_file": file, "--no_password": none or None}
     named = [name for name, value in options.items() if value is not None]

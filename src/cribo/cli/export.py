@@ -37,7 +37,8 @@ LESS_MEMORY = "use --to timm, which needs the least memory"
 
 def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    from cribo.arguments import ConfigError, Parser
+    from cribo.arguments import Parser
+    from cribo.errors import ConfigError
     from cribo.export.options import TARGETS, ExportOptions, require_target
     from cribo.retrieval.source import BackboneSource, backbone_name
 

@@ -30,7 +30,8 @@ LESS_MEMORY = "lower --size or --pictures"
 
 def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    from cribo.arguments import ConfigError, Parser
+    from cribo.arguments import Parser
+    from cribo.errors import ConfigError
     from cribo.figures.config import FigureConfig
 
     parser = Parser(

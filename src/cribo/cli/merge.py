@@ -91,7 +91,7 @@ def _merge_segmentations(parts: Sequence[str], out: Path, overwrite: bool, comma
 
 
 def _merge_databases(parts: Sequence[str], out: str, overwrite: bool, console: Console) -> None:
-    from cribo.arguments import ConfigError
+    from cribo.errors import ConfigError
 
     if overwrite:
         raise ConfigError(f"--overwrite cannot replace a database: delete {out}, or choose another --out")

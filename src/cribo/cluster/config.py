@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cribo.arguments import ConfigError
 from cribo.checks import require_least, require_packages
 from cribo.cluster.shares import Share
+from cribo.errors import ConfigError
 
 
 @dataclass

@@ -21,9 +21,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from cribo.arguments import ConfigError
 from cribo.cluster.config import RayOptions, require_ray
-from cribo.errors import Stopped
+from cribo.errors import ConfigError, WorkerLost
 from cribo.processes import available_cores
 from cribo.wording import counted
 
@@ -72,10 +71,6 @@ for word in sys.argv[2:]:
         pass
 shutil.rmtree(sys.argv[1], ignore_errors=True)
 """
-
-
-class WorkerLost(Stopped):
-    """The worker process ended several times while it worked on the same part."""
 
 
 class Node(NamedTuple):

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cribo.arguments import ConfigError
+from cribo.errors import ConfigError
 from cribo.wording import command_line, enumerated
 
 _LISTED = 20

@@ -17,10 +17,8 @@ if TYPE_CHECKING:
     from cribo.data.collection import rows_of as rows_of
     from cribo.data.datasets import default_splits as default_splits
     from cribo.data.datasets import open_segmentation as open_segmentation
-    from cribo.data.images import DataError as DataError
     from cribo.data.images import ImageFiles as ImageFiles
     from cribo.data.images import ImageSource as ImageSource
-    from cribo.data.images import MissingData as MissingData
     from cribo.data.images import open_images as open_images
     from cribo.data.limits import Reading as Reading
     from cribo.data.parquet import ParquetImages as ParquetImages
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
     from cribo.data.photometric import Photometric as Photometric
     from cribo.data.photometric import apply_photometric as apply_photometric
     from cribo.data.photometric import sample_photometric as sample_photometric
-    from cribo.data.reading import UnreadableImage as UnreadableImage
     from cribo.data.reading import read_image as read_image
     from cribo.data.segmentation import LabelledFiles as LabelledFiles
     from cribo.data.segmentation import LabelledFolder as LabelledFolder
@@ -40,6 +37,5 @@ if TYPE_CHECKING:
     from cribo.data.shard_writing import write_shards as write_shards
     from cribo.data.shards import ShardedImages as ShardedImages
     from cribo.data.shards import open_shards as open_shards
-    from cribo.data.storage import ShardError as ShardError
 else:
     __getattr__, __all__ = lazy_names(__name__)

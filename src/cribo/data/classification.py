@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int64
 
-from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, composed, list_files, require
-from cribo.errors import InputError
+from cribo.data.images import EXTENSIONS, ImageFiles, composed, list_files, require
+from cribo.errors import DataError, InputError, MissingData
 from cribo.wording import enumerated
 
 IMAGENET_SIZES = {"train": 1_281_167, "val": 50_000}

@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Int, Int64, UInt8
 from torch import Tensor
 
-from cribo.data.images import DataError, ImageSource, OrderedSource
+from cribo.data.images import ImageSource, OrderedSource
+from cribo.errors import DataError
 
 CLIP_FRAMES = 32
 """Default maximum number of frames of a clip."""

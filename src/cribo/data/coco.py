@@ -13,11 +13,11 @@ from jaxtyping import Bool, Int64, UInt8
 from torch import Tensor
 
 from cribo.colours import class_colours
-from cribo.data.images import DataError, FilesBelow, ImageFiles, MissingData, require
+from cribo.data.images import FilesBelow, ImageFiles, require
 from cribo.data.label_maps import IGNORE_INDEX, read_classes
 from cribo.data.reading import image_size
 from cribo.data.run_lengths import decompressed, mask_of, require_counts
-from cribo.errors import InputError
+from cribo.errors import DataError, InputError, MissingData
 from cribo.files import path_inside, read_json
 from cribo.wording import counted, enumerated
 

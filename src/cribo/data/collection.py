@@ -16,7 +16,6 @@ import numpy as np
 
 from cribo.data.images import (
     EXTENSIONS,
-    DataError,
     EncodedImages,
     ImageSource,
     ascending,
@@ -28,7 +27,7 @@ from cribo.data.images import (
 )
 from cribo.data.limits import DEFAULT_READING, Reading, spread
 from cribo.data.parquet import PARQUET, list_parquet, open_parquet, open_row
-from cribo.data.reading import EncodedImage, FileState, UnreadableImage
+from cribo.data.reading import EncodedImage, FileState
 from cribo.data.remote import located, open_mixed_list, open_remote
 from cribo.data.shards import open_shards, read_member
 from cribo.data.storage import (
@@ -42,7 +41,7 @@ from cribo.data.storage import (
     require_answer,
 )
 from cribo.data.tars import INDEX
-from cribo.errors import InputError
+from cribo.errors import DataError, InputError, UnreadableImage
 from cribo.files import path_inside
 from cribo.redaction import is_masked, without_secrets
 from cribo.wording import enumerated

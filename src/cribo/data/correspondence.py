@@ -12,10 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cribo.data.coco import is_number
-from cribo.data.images import DataError, MissingData, require
+from cribo.data.images import require
 from cribo.data.limits import spread
 from cribo.data.reading import image_size
 from cribo.data.segmentation import UnlabelledFiles
+from cribo.errors import DataError, MissingData
 from cribo.files import path_inside, read_json
 
 SPAIR_SIZES = {"trn": 53_340, "val": 5_384, "test": 12_234}

@@ -4,11 +4,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, composed, list_files, require
+from cribo.data.images import EXTENSIONS, ImageFiles, composed, list_files, require
 from cribo.data.label_maps import class_indices, read_classes
 from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.segmentation import LabelledFiles, LabelledFolder, by_stem, missing_labels
 from cribo.data.sets import Layout, SegmentationSet, segmentation_set
+from cribo.errors import DataError, MissingData
 from cribo.wording import enumerated
 
 

@@ -9,10 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, list_files, open_images, require
+from cribo.data.images import EXTENSIONS, ImageFiles, list_files, open_images, require
 from cribo.data.limits import spread
 from cribo.data.reading import open_header
 from cribo.data.segmentation import UnlabelledFiles, by_stem
+from cribo.errors import DataError, MissingData
 from cribo.files import path_inside
 
 NYU_SIZES = {"train": 24_231, "val": 654}

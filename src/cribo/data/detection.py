@@ -15,7 +15,8 @@ from jaxtyping import Bool, Float64, Int64, UInt8
 from torch import Tensor
 
 from cribo.data.coco import FAR, Annotation, CocoFile, is_number, require_size
-from cribo.data.images import DataError, ImageFiles, MissingData, PackedNames, require
+from cribo.data.images import ImageFiles, PackedNames, require
+from cribo.errors import DataError, MissingData
 
 log = logging.getLogger("cribo")
 

@@ -18,17 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from cribo.data.limits import DEFAULT_READING, Reading
-from cribo.data.reading import (
-    NOT_UTF8,
-    EncodedImage,
-    FileState,
-    UnreadableImage,
-    image_size,
-    read_image,
-    read_reduced,
-    require_utf8,
-)
-from cribo.errors import DataError, InputError, MissingData
+from cribo.data.reading import NOT_UTF8, EncodedImage, FileState, image_size, read_image, read_reduced, require_utf8
+from cribo.errors import DataError, InputError, MissingData, UnreadableImage
 from cribo.wording import counted, enumerated, is_utf8, printable
 
 if TYPE_CHECKING:

@@ -16,9 +16,10 @@ from PIL import Image
 from torch import Tensor
 
 from cribo.colours import Colour
-from cribo.data.images import DataError, require
+from cribo.data.images import require
 from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.reading import open_header
+from cribo.errors import DataError
 from cribo.wording import counted, enumerated
 
 IGNORE_INDEX = 255

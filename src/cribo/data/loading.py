@@ -13,13 +13,9 @@ from cribo.data.batches import Batches, unchanged
 from cribo.data.channels import DIM_IMAGES
 from cribo.data.samples import Batch, SampleDataset, StepBatchSampler
 from cribo.data.workers import BackgroundReader, WorkerFault
-from cribo.errors import Stopped
+from cribo.errors import WorkersFailed
 
 log = logging.getLogger("cribo")
-
-
-class WorkersFailed(Stopped):
-    """Workers died or hung too often."""
 
 
 class BatchLoader:

@@ -13,20 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from cribo.data.images import (
-    EXTENSIONS,
-    DataError,
-    EncodedImages,
-    PackedNames,
-    ascending,
-    is_url,
-    require,
-    require_inside,
-)
+from cribo.data.images import EXTENSIONS, EncodedImages, PackedNames, ascending, is_url, require, require_inside
 from cribo.data.limits import DEFAULT_READING, Reading
-from cribo.data.reading import EncodedImage, FileState, UnreadableImage
+from cribo.data.reading import EncodedImage, FileState
 from cribo.data.remote import located
 from cribo.data.storage import file_state, file_system, list_folder, read_file, require_answer, retry
+from cribo.errors import DataError, UnreadableImage
 from cribo.wording import enumerated, nearest
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from cribo.data.channels import (
     why_no_tiff,
 )
 from cribo.data.limits import DEFAULT_READING, Reading
-from cribo.errors import Stopped
-from cribo.wording import is_utf8, printable
+from cribo.errors import UnreadableImage
+from cribo.wording import is_utf8
 
 if TYPE_CHECKING:
     from jaxtyping import UInt8
@@ -56,19 +56,6 @@ logging.getLogger("PIL").addHandler(logging.NullHandler())
 
 # Errors of the path itself; all others may be temporary server or network failures.
 _PERMANENT = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL}
-
-
-class UnreadableImage(Stopped):
-    """An image file cannot be read. Has the attributes `path` and `reason`, and can be pickled."""
-
-    def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
-        # Pickle calls the class with `args` when a worker process sends the error.
-        super().__init__(os.fspath(path), reason)
-        self.path: str = printable(os.fspath(path))  # an error is recorded in files of UTF-8
-        self.reason: str = reason
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.reason}"
 
 
 class TooManyPixels(UnreadableImage):

@@ -8,19 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cribo.data.images import (
-    EXTENSIONS,
-    DataError,
-    EncodedImages,
-    PackedNames,
-    ascending,
-    is_url,
-    require_files,
-    require_inside,
-)
+from cribo.data.images import EXTENSIONS, EncodedImages, PackedNames, ascending, is_url, require_files, require_inside
 from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.reading import EncodedImage, FileState
 from cribo.data.storage import file_state, list_folder, list_tree, read_file, with_sizes
+from cribo.errors import DataError
 from cribo.redaction import without_secrets
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from torch.utils.data import Dataset, Sampler, default_collate, get_worker_info
 
 from cribo.data.channels import DIM_IMAGES
 from cribo.data.clips import Clips
-from cribo.data.images import DataError, ImageSource, OrderedSource, ReducingSource
+from cribo.data.images import ImageSource, OrderedSource, ReducingSource
 from cribo.data.randomness import keyed_generator
-from cribo.data.reading import UnreadableImage, temporary_errno
-from cribo.errors import InputError
+from cribo.data.reading import temporary_errno
+from cribo.errors import DataError, InputError, UnreadableImage
 from cribo.wording import counted
 
 # Keys that separate the streams of random draws.

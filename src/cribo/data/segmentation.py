@@ -14,10 +14,8 @@ from torch import Tensor
 from cribo.colours import Colour, class_colours
 from cribo.data.images import (
     EXTENSIONS,
-    DataError,
     ImageFiles,
     ImageSource,
-    MissingData,
     composed,
     list_files,
     named_below_one_folder,
@@ -42,6 +40,7 @@ from cribo.data.label_maps import (
 )
 from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.reading import image_size
+from cribo.errors import DataError, MissingData
 from cribo.files import read_json
 from cribo.wording import enumerated
 

@@ -17,13 +17,13 @@ from PIL import Image
 from torch import Tensor
 
 from cribo.console import Progress
-from cribo.data.images import DataError, ImageFiles
+from cribo.data.images import ImageFiles
 from cribo.data.randomness import keyed_generator
-from cribo.data.reading import EncodedImage, UnreadableImage, read_image, read_reduced
+from cribo.data.reading import EncodedImage, read_image, read_reduced
 from cribo.data.storage import SUFFIX, LocalShards
 from cribo.data.tars import INDEX, build_index, escaped
-from cribo.errors import Stopped
-from cribo.files import FolderError, write_folder_whole
+from cribo.errors import DataError, FolderError, TooManySkipped, UnreadableImage
+from cribo.files import write_folder_whole
 from cribo.folders import require_writable
 
 SKIPPED = "skipped.csv"
@@ -34,10 +34,6 @@ JPEG_QUALITY = 95
 _WRITING_ORDER = 4  # key of the random order
 _AHEAD = 16  # images read ahead per thread
 _MIN_SHARD_BYTES = 4096
-
-
-class TooManySkipped(Stopped):
-    """More images than allowed are unreadable."""
 
 
 @dataclass(frozen=True)

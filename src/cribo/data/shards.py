@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from cribo.data.images import DataError, EncodedImages, ascending, is_url, require
+from cribo.data.images import EncodedImages, ascending, is_url, require
 from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.reading import EncodedImage, FileState
 from cribo.data.storage import (
@@ -22,6 +22,7 @@ from cribo.data.storage import (
     retry,
 )
 from cribo.data.tars import HEADER, ShardIndex, content_of, image_members, index_of, stored_index
+from cribo.errors import DataError
 
 if TYPE_CHECKING:
     from jaxtyping import Int

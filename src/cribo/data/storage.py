@@ -17,9 +17,9 @@ from typing import Any, BinaryIO, Self, TypeVar
 
 from filelock import FileLock, Timeout
 
-from cribo.data.images import DataError, MissingData, is_url
+from cribo.data.images import is_url
 from cribo.data.reading import FileState
-from cribo.errors import MissingPackage, Stopped
+from cribo.errors import DataError, MissingData, MissingPackage, ShardError, Stopped
 from cribo.installation import install_command
 from cribo.redaction import is_masked, without_secrets
 
@@ -43,10 +43,6 @@ _ROOM_SECONDS = 0.1
 
 # Names of the modification time in the listings of S3, folders, Google Cloud, Azure and memory.
 _TIMES = ("LastModified", "mtime", "updated", "last_modified", "created")
-
-
-class ShardError(Stopped):
-    """A shard, or a file in object storage, of an opened collection cannot be read; the message names it."""
 
 
 def needs_ranges(error: Exception) -> bool:

@@ -16,8 +16,9 @@ import numpy as np
 from filelock import FileLock
 from jaxtyping import Int64
 
-from cribo.data.images import EXTENSIONS, DataError, PackedNames
-from cribo.data.storage import ShardError, ShardStore, needs_ranges, retry
+from cribo.data.images import EXTENSIONS, PackedNames
+from cribo.data.storage import ShardStore, needs_ranges, retry
+from cribo.errors import DataError, ShardError
 from cribo.files import open_arrays, write_whole
 
 log = logging.getLogger("cribo")

@@ -12,10 +12,11 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from cribo.colours import BLACK, Colour, distinct_colours
-from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, list_files, require
+from cribo.data.images import EXTENSIONS, ImageFiles, list_files, require
 from cribo.data.limits import spread
 from cribo.data.reading import image_size, open_header
 from cribo.data.segmentation import IGNORE_INDEX, UnlabelledFiles, by_stem
+from cribo.errors import DataError, MissingData
 from cribo.files import path_inside
 
 DAVIS_SIZES = {"train": 60, "val": 30}

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cribo.checks import require_packages
-from cribo.data.images import DataError, PackedNames, list_files
+from cribo.data.images import PackedNames, list_files
 from cribo.data.limits import DEFAULT_READING, Reading
-from cribo.data.reading import UnreadableImage
+from cribo.errors import DataError, UnreadableImage
 from cribo.wording import counted
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from cribo.data.detection import Boxes
-from cribo.data.images import DataError, ImageFiles, MissingData, PackedNames, require
+from cribo.data.images import ImageFiles, PackedNames, require
+from cribo.errors import DataError, MissingData
 from cribo.files import path_inside
 
 _FOLDERS = ("Annotations", "ImageSets", "JPEGImages")

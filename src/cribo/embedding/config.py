@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from cribo.arguments import ConfigError
 from cribo.checks import require_least, sorted_blocks
 from cribo.cluster.config import EngineOptions
 from cribo.data.limits import DEFAULT_READING, Reading
+from cribo.errors import ConfigError
 from cribo.retrieval.choices import FeaturePrecision
 from cribo.retrieval.object_settings import ObjectOptions
 from cribo.retrieval.source import BackboneSource

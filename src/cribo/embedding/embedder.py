@@ -14,9 +14,9 @@ from torch import Tensor
 
 from cribo.data.collection import ImageCollection, joined_digest, rows_of
 from cribo.data.limits import DEFAULT_READING, Reading
-from cribo.data.reading import UnreadableImage
 from cribo.devices import resolve_threads
 from cribo.embedding.config import Kind
+from cribo.errors import UnreadableImage
 from cribo.prefetching import prefetch_parts
 from cribo.retrieval.choices import FeaturePrecision
 from cribo.retrieval.encoders import PatchEncoder, image_encoder, map_by_size

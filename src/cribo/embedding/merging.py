@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from cribo.cluster.shares import Share, order_shares, require_mergeable
-from cribo.data.images import DataError, require
+from cribo.data.images import require
 from cribo.embedding.run import (
     ABOUT,
     FORMAT,
@@ -16,6 +16,7 @@ from cribo.embedding.run import (
     write_skipped,
 )
 from cribo.embedding.writing import DATASET, PARTS, complete_parts, part_files, require_writer
+from cribo.errors import DataError
 from cribo.files import link_or_copy, path_inside, write_json
 from cribo.folders import ResultFolder, lock_replaced, read_finished
 from cribo.wording import counted

@@ -6,8 +6,8 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from cribo.arguments import ConfigError, import_by_path
-from cribo.errors import InputError
+from cribo.arguments import import_by_path
+from cribo.errors import ConfigError, InputError
 from cribo.evaluation.data import SegmentationData
 from cribo.evaluation.runtime import EvaluationRuntime, TrainingRuntime
 from cribo.evaluation.settings import Settings

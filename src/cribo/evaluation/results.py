@@ -16,8 +16,8 @@ from rich.text import Text
 
 from cribo.console import duration
 from cribo.data import SEGMENTATION_SETS
-from cribo.errors import DataError, InputError, MissingData
-from cribo.files import FolderError, read_json, write_text
+from cribo.errors import DataError, FolderError, InputError, MissingData, ResultError
+from cribo.files import read_json, write_text
 from cribo.folders import flat
 
 RESULTS = "results.json"
@@ -59,10 +59,6 @@ _SETS = {
 _ALL_CLASSES = 40  # maximum number of classes printed in full; otherwise only the best and the worst
 _EXTREME_CLASSES = 10
 _LEAST_WIDTH = 14  # minimum width in characters of a column of names in narrow terminals
-
-
-class ResultError(InputError):
-    """Raised if a result cannot be read or used."""
 
 
 @dataclass(frozen=True)

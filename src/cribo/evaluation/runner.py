@@ -13,12 +13,11 @@ from rich.console import Console
 from torch import Tensor
 from torch.optim.swa_utils import update_bn
 
-from cribo.arguments import ConfigError
 from cribo.console import Phases
 from cribo.data import LabelledImages
 from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.devices import resolve_devices, resolve_workers
-from cribo.errors import InputError
+from cribo.errors import ConfigError, InputError
 from cribo.evaluation.cache import FeatureCache, Machine
 from cribo.evaluation.data import PLACES, Splits
 from cribo.evaluation.features import EncodedView, PatchFeatures, Preparation, extract_patches

@@ -17,11 +17,10 @@ from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
 from torch.utils.data import Dataset, Sampler, default_collate
 
-from cribo.arguments import ConfigError
 from cribo.data.batches import Batches
 from cribo.data.randomness import keyed_generator
 from cribo.devices import resolve_workers
-from cribo.errors import Stopped, if_interrupted
+from cribo.errors import ConfigError, Stopped, if_interrupted
 from cribo.evaluation.results import OUT, RESULTS, EvaluationResult, read_result
 from cribo.evaluation.runtime import TrainingRuntime
 from cribo.files import read_json, remove_parts, write_json

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from cribo.arguments import ConfigError
 from cribo.checks import require_least, require_positive
 from cribo.data.limits import DEFAULT_READING, Reading
+from cribo.errors import ConfigError
 from cribo.retrieval.source import BackboneSource
 
 

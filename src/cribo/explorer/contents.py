@@ -10,7 +10,7 @@ from cribo.console import Progress
 from cribo.data.images import ImageFiles, ImageSource, open_images, require, require_readable
 from cribo.data.limits import Reading, spread
 from cribo.devices import resolve_devices
-from cribo.errors import InputError
+from cribo.errors import InputError, Untrusted
 from cribo.explorer.collection import Collection
 from cribo.explorer.config import ExploreConfig
 from cribo.explorer.example_folder import ExampleFolder
@@ -25,7 +25,6 @@ from cribo.redaction import without_secrets
 from cribo.retrieval import BackboneSource, backbone_encoder
 from cribo.retrieval.encoders import blocks_encoder, open_network
 from cribo.segmentation import probe_encoder
-from cribo.trust import Untrusted
 
 if TYPE_CHECKING:
     from cribo.explorer.view_pairs import PairSample

@@ -11,7 +11,8 @@ from torchvision.transforms.v2 import functional as TF
 
 from cribo.data.images import ImageFiles
 from cribo.data.limits import DEFAULT_READING, Reading
-from cribo.data.reading import EncodedImage, UnreadableImage, image_size, read_reduced
+from cribo.data.reading import EncodedImage, image_size, read_reduced
+from cribo.errors import UnreadableImage
 from cribo.explorer.uploads import Refused
 
 

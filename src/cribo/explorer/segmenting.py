@@ -24,8 +24,8 @@ from cribo.console import Progress
 from cribo.data.crops import resize_labels
 from cribo.data.label_maps import IGNORE_INDEX
 from cribo.data.limits import Reading
-from cribo.data.reading import EncodedImage, UnreadableImage, open_header
-from cribo.errors import InputError
+from cribo.data.reading import EncodedImage, open_header
+from cribo.errors import InputError, UnreadableImage
 from cribo.explorer.candidates import ENCODED, Candidates
 from cribo.explorer.example_folder import ExampleFolder, ExistingLabels, Written
 from cribo.explorer.images import FolderImages, PageImage, bounded

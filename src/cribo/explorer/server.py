@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cribo.errors import InputError
+from cribo.errors import CannotListen
 from cribo.explorer.config import Limits
 from cribo.explorer.uploads import Uploads
 
@@ -23,10 +23,6 @@ _ALL_ADDRESSES = ("0.0.0.0", "::")
 
 USER = "cribo"
 """The user name to log in with, if the page has a password."""
-
-
-class CannotListen(InputError):
-    """The address is in use, invalid, or does not belong to this machine."""
 
 
 @contextmanager

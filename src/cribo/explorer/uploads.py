@@ -8,8 +8,8 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from cribo.data.limits import Reading
-from cribo.data.reading import EncodedImage, UnreadableImage, read_image
-from cribo.errors import InputError
+from cribo.data.reading import EncodedImage, read_image
+from cribo.errors import InputError, UnreadableImage
 from cribo.explorer.config import Limits
 
 

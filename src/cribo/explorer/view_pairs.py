@@ -9,13 +9,13 @@ import numpy as np
 from jaxtyping import UInt8
 
 from cribo.data.limits import DEFAULT_READING, Reading
+from cribo.errors import Untrusted
 from cribo.explorer.pictures import shown_size, with_numbers
 from cribo.explorer.uploads import Refused
 from cribo.models import load_backbone
 from cribo.objectives.sampling import ObjectSample, sample_objects
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.recorded import check_run_config, open_run_images, read_run_config
-from cribo.trust import Untrusted
 
 log = logging.getLogger("cribo")
 

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from cribo.export.options import Target as Target
     from cribo.export.publishing import Published as Published
     from cribo.export.publishing import publish_backbone as publish_backbone
-    from cribo.export.run import DifferentFeatures as DifferentFeatures
     from cribo.export.run import ExportReport as ExportReport
     from cribo.export.run import export_backbone as export_backbone
 else:

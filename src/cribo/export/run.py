@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cribo.data.randomness import keyed_generator
-from cribo.errors import InputError, Stopped
+from cribo.errors import DifferentFeatures, InputError
 from cribo.export.options import TARGETS, ExportOptions, Target, require_target
 from cribo.export.target import Encode, Exporter, data_type
 from cribo.files import write_json, write_text
@@ -53,10 +53,6 @@ _CARD_LIBRARIES: Mapping[Target, str] = {
     "torch-export": "pytorch",
 }
 _IMAGES = 0x6578706F7274  # key that separates the draws of the check from others
-
-
-class DifferentFeatures(Stopped):
-    """The features of the exported network differ from those of the backbone, or it cannot be loaded."""
 
 
 @dataclass(frozen=True)

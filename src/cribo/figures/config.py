@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from cribo.arguments import ConfigError
 from cribo.checks import require_least
 from cribo.data.limits import DEFAULT_READING, Reading
+from cribo.errors import ConfigError
 
 FIGURES = ("matches", "clusters", "bootstrapping", "features", "losses", "schedules")
 """Names of the figures of a run."""

@@ -12,12 +12,12 @@ from jaxtyping import UInt8
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from cribo.arguments import ConfigError
-from cribo.data import DataError, ImageSource
+from cribo.data import ImageSource
 from cribo.data.images import require
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import read_image
 from cribo.drawing import paper_style, write_figure
+from cribo.errors import ConfigError, DataError, Untrusted
 from cribo.figures.config import FigureConfig
 from cribo.figures.layout import COLUMN_WIDTH, TEXT_WIDTH, lay_out_clusters, lay_out_features, lay_out_matches
 from cribo.files import matching_files, write_json, write_text
@@ -33,7 +33,6 @@ from cribo.pretraining.recorded import check_run_config, open_run_images, read_r
 from cribo.pretraining.report import draw_curves, draw_losses
 from cribo.retrieval import PCAColours, backbone_encoder
 from cribo.retrieval.patches import resize_image
-from cribo.trust import Untrusted
 
 log = logging.getLogger("cribo")
 

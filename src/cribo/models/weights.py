@@ -11,8 +11,8 @@ import torch
 from timm.layers.activations import GELUTanh, QuickGELU
 from timm.models import load_state_dict_from_hf
 
-from cribo.errors import InputError
-from cribo.files import Damaged, check_archive, nearest_path
+from cribo.errors import Damaged, InputError
+from cribo.files import check_archive, nearest_path
 from cribo.models.adopting import LoadedWeights, adopt, build
 from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, RESERVED_ARGS, Backbone
 from cribo.models.building import build_network, nearest_names, untrained

@@ -6,7 +6,6 @@ from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cribo.object_search.config import IndexConfig as IndexConfig
-    from cribo.object_search.database import DatabaseError as DatabaseError
     from cribo.object_search.database import DatabaseInfo as DatabaseInfo
     from cribo.object_search.database import FoundObject as FoundObject
     from cribo.object_search.database import IndexedImage as IndexedImage

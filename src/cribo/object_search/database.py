@@ -28,13 +28,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import Float, Int
 
-from cribo.arguments import ConfigError
 from cribo.console import Progress
 from cribo.data.collection import locate_image, read_named
-from cribo.data.images import DataError, is_url, require
+from cribo.data.images import is_url, require
 from cribo.data.limits import Reading
 from cribo.data.reading import EncodedImage
-from cribo.errors import InputError
+from cribo.errors import ConfigError, DatabaseError, DataError, InputError
 from cribo.files import parse_json
 from cribo.lance_loading import load_lance
 from cribo.redaction import masked
@@ -53,10 +52,6 @@ _INDEX = "vector_idx"
 _KEPT_VERSIONS = timedelta(days=7)
 
 T = TypeVar("T")
-
-
-class DatabaseError(DataError):
-    """The database is missing, unreadable or incompatible; the message says what to do."""
 
 
 def index_command(uri: str) -> str:

@@ -12,8 +12,9 @@ import numpy as np
 from cribo.cluster.parts import ImagePart
 from cribo.data.collection import rows_of
 from cribo.data.limits import DEFAULT_READING, Reading
-from cribo.data.reading import EncodedImage, TooManyPixels, UnreadableImage
+from cribo.data.reading import EncodedImage, TooManyPixels
 from cribo.devices import resolve_threads
+from cribo.errors import UnreadableImage
 from cribo.object_search.database import SIDES
 from cribo.prefetching import prefetch_parts
 from cribo.retrieval.encoders import map_by_size

@@ -17,9 +17,8 @@ from cribo.cluster.engines import Engine, LocalEngine
 from cribo.cluster.parts import ImagePart, part_size
 from cribo.console import Progress
 from cribo.data.collection import ImageCollection
-from cribo.data.images import DataError
 from cribo.data.reading import FileState
-from cribo.files import FolderError
+from cribo.errors import DataError, FolderError
 from cribo.folders import lock_writer
 from cribo.object_search.database import (
     IndexedImage,

@@ -12,16 +12,10 @@ from rich.console import Console
 from cribo.cluster.shares import Share, order_shares, require_mergeable
 from cribo.console import Phases
 from cribo.data.images import require
+from cribo.errors import DatabaseError
 from cribo.files import write_folder_whole
 from cribo.folders import describe_changes, require_writable, result_kind
-from cribo.object_search.database import (
-    DatabaseError,
-    DatabaseInfo,
-    ObjectDatabase,
-    as_uri,
-    holds_database,
-    is_remote,
-)
+from cribo.object_search.database import DatabaseInfo, ObjectDatabase, as_uri, holds_database, is_remote
 from cribo.object_search.indexing import IndexQuality, index_vectors
 from cribo.wording import command_line, counted
 

@@ -16,10 +16,9 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, ImageDraw, ImageFont
 
-from cribo.data.images import DataError
 from cribo.data.limits import DEFAULT_READING, Reading
-from cribo.data.reading import EncodedImage, UnreadableImage, open_header, upright_rgb
-from cribo.data.storage import ShardError
+from cribo.data.reading import EncodedImage, open_header, upright_rgb
+from cribo.errors import DataError, ShardError, UnreadableImage
 from cribo.files import write_whole
 from cribo.object_search.database import FoundObject
 from cribo.object_search.queries import Query

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Bool, Float
 
-from cribo.arguments import ConfigError
-from cribo.data.images import DataError, require
+from cribo.data.images import require
 from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.reading import EncodedImage, image_size, require_utf8
-from cribo.object_search.database import DatabaseError, IndexedImage, ObjectDatabase
+from cribo.errors import ConfigError, DatabaseError, DataError
+from cribo.object_search.database import IndexedImage, ObjectDatabase
 from cribo.retrieval.objects import Box, ImageObject
 
 if TYPE_CHECKING:

@@ -8,14 +8,13 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from cribo.arguments import ConfigError
 from cribo.checks import require_packages
 from cribo.cluster.engines import open_engine
 from cribo.console import Phases
 from cribo.data.collection import ImageCollection, names_hash, open_collection, without_repeats
 from cribo.data.images import ImageFiles, is_url, require_readable
 from cribo.data.limits import Reading
-from cribo.errors import if_interrupted
+from cribo.errors import ConfigError, if_interrupted
 from cribo.object_search.config import IndexConfig
 from cribo.object_search.database import (
     DatabaseInfo,

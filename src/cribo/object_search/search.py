@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cribo.arguments import ConfigError
 from cribo.data.coco_writing import outline, write_coco
+from cribo.errors import ConfigError, DatabaseError
 from cribo.files import write_json
 from cribo.folders import ResultFolder
 from cribo.object_search.config import SearchConfig
-from cribo.object_search.database import DatabaseError, FoundObject, ObjectDatabase, index_command
+from cribo.object_search.database import FoundObject, ObjectDatabase, index_command
 from cribo.object_search.pictures import write_pairs, write_sheet
 from cribo.object_search.queries import Query, QueryPlace, make_query
 

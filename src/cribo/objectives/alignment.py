@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cribo.arguments import ConfigError
 from cribo.data.samples import Batch
+from cribo.errors import ConfigError
 from cribo.method import pool_objects
 from cribo.models import Backbone
 from cribo.models.lora import plain_copy

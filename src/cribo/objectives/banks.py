@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from cribo.arguments import ConfigError
 from cribo.data.randomness import keyed_generator
+from cribo.errors import ConfigError
 from cribo.method import Matches, MemoryBank
 from cribo.objectives.base import Step
 from cribo.objectives.objects import RowPairs

@@ -16,12 +16,12 @@ from lightning.pytorch.callbacks import Callback
 from timm.models import Beit, ConvNeXt, EfficientNet, Eva, ResNet, VisionTransformer
 from torch import Tensor, nn
 
-from cribo.arguments import ConfigError, import_by_path
+from cribo.arguments import import_by_path
 from cribo.console import Progress
 from cribo.data.images import ImageSource
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, SampleDataset, SampleTransform
-from cribo.errors import InputError
+from cribo.errors import ConfigError, InputError
 from cribo.models import Backbone, build_backbone
 from cribo.models.lora import add_adapters, has_adapters, merged_parameters
 from cribo.models.modes import CompileMode

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cribo.arguments import ConfigError
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, SampleTransform
+from cribo.errors import ConfigError
 from cribo.method.precision import in_float32
 from cribo.models import Backbone
 from cribo.objectives.base import Columns, Output, Setting, Step

@@ -13,10 +13,9 @@ import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
-from cribo.data import DataError, UnreadableImage
 from cribo.data.images import ImageSource
 from cribo.data.samples import Batch
-from cribo.errors import InputError
+from cribo.errors import DataError, InputError, UnreadableImage
 from cribo.files import open_arrays, write_whole
 from cribo.models import Backbone
 from cribo.objectives.options import ObjectiveOptions

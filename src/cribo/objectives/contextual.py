@@ -19,9 +19,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cribo.arguments import ConfigError
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch
+from cribo.errors import ConfigError
 from cribo.method import ProjectionHead
 from cribo.method.bank import ring_slices
 from cribo.method.blocks import rows_per_block

@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float, Int
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, SampleDataset
+from cribo.errors import ConfigError
 from cribo.method import (
     Centre,
     Matches,

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, Sample
+from cribo.errors import ConfigError
 from cribo.method import Centre, SelfDistillation, ViewRecipe
 from cribo.models.modes import CompileMode
 from cribo.objectives.base import Columns, Output, Setting, Step

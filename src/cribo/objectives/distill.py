@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cribo.arguments import ConfigError
 from cribo.data.photometric import apply_photometric
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch
+from cribo.errors import ConfigError
 from cribo.method.precision import at_least_float32, in_float32
 from cribo.models import Backbone, Features, load_backbone, normalise
 from cribo.models.licences import with_teacher

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from timm.models import VisionTransformer
 from torch import Tensor, nn
 
-from cribo.arguments import ConfigError
+from cribo.errors import ConfigError
 from cribo.models import Backbone
 
 

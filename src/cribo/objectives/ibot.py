@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, LazyImage, Sample
+from cribo.errors import ConfigError
 from cribo.method import Centre, SelfDistillation, weighted_cross_entropy
 from cribo.method.precision import in_float32
 from cribo.models.masking import Mask

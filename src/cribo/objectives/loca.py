@@ -16,9 +16,9 @@ from timm.layers.mlp import Mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cribo.arguments import ConfigError
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, LazyImage, Sample
+from cribo.errors import ConfigError
 from cribo.method import Crops, SelfDistillation, ViewRecipe
 from cribo.method.blocks import rows_per_block
 from cribo.method.precision import in_float32

@@ -5,9 +5,9 @@ from jaxtyping import Float, Int
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from cribo.arguments import ConfigError
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, LazyImage, Sample
+from cribo.errors import ConfigError
 from cribo.method import Crops, ViewRecipe, cut_views, sample_crops
 from cribo.models import Backbone, normalise
 from cribo.models.modes import CompileMode

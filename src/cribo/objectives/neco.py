@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, LazyImage, Sample
+from cribo.errors import ConfigError
 from cribo.method import Crops, ViewRecipe, sample_crops
 from cribo.method.blocks import rows_per_block
 from cribo.method.precision import in_float32

@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from cribo.arguments import ConfigError, import_by_path
+from cribo.arguments import import_by_path
 from cribo.data.samples import Batch
-from cribo.errors import InputError
+from cribo.errors import ConfigError, InputError
 from cribo.method import cluster_tokens, cluster_tokens_kmeans, pool_objects
 from cribo.objectives.options import ObjectiveOptions, ObjectsConfig
 

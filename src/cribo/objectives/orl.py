@@ -10,10 +10,9 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from cribo.arguments import ConfigError
 from cribo.data.photometric import Photometric, sample_photometric
-from cribo.data.reading import UnreadableImage
 from cribo.data.samples import Batch, LazyImage, Sample
+from cribo.errors import ConfigError, UnreadableImage
 from cribo.method import Crops, ViewRecipe, cut_views, sample_crops
 from cribo.objectives.base import Columns, Output, Setting, Stages, Step
 from cribo.objectives.byol import BYOL

@@ -18,17 +18,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cribo.arguments import ConfigError
 from cribo.console import Progress
 from cribo.data.batches import Batches, unchanged
 from cribo.data.collection import sampled_hash
 from cribo.data.images import ImageSource
 from cribo.data.limits import spread
 from cribo.data.randomness import keyed_generator
-from cribo.data.reading import UnreadableImage
 from cribo.data.samples import Batch, LazyImage, Sample, SampleDataset
-from cribo.errors import DataError
-from cribo.files import FolderError, remove_parts, write_json, write_whole
+from cribo.errors import ConfigError, DataError, FolderError, UnreadableImage
+from cribo.files import remove_parts, write_json, write_whole
 from cribo.folders import describe_changes, flat, require_same
 from cribo.method import Crops, cut_views
 from cribo.models import evaluation_mode, normalise

@@ -14,10 +14,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cribo.arguments import ConfigError
 from cribo.data.photometric import sample_photometric
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, LazyImage, Sample
+from cribo.errors import ConfigError
 from cribo.method import Centre, Crops, ViewRecipe, cut_views, sample_crops
 from cribo.method.blocks import rows_per_block
 from cribo.method.precision import in_float32

@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from cribo.arguments import ConfigError
 from cribo.data.photometric import Photometric, apply_photometric, sample_photometric
-from cribo.data.reading import UnreadableImage
 from cribo.data.samples import Batch, LazyImage, Sample
+from cribo.errors import ConfigError, UnreadableImage
 from cribo.method import Crops, ViewRecipe, cut_views, sample_crops
 from cribo.method.precision import in_float32
 from cribo.models import normalise

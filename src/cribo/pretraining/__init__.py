@@ -5,11 +5,8 @@ from typing import TYPE_CHECKING
 from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from cribo.arguments import ConfigError as ConfigError
     from cribo.pretraining.config import PretrainConfig as PretrainConfig
-    from cribo.pretraining.module import NonFiniteLoss as NonFiniteLoss
     from cribo.pretraining.module import PretrainingModule as PretrainingModule
-    from cribo.pretraining.monitoring import TooManyUnreadable as TooManyUnreadable
     from cribo.pretraining.presets import load_config as load_config
     from cribo.pretraining.profiling import Profile as Profile
     from cribo.pretraining.profiling import profile as profile

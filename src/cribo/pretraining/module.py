@@ -9,9 +9,8 @@ import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
-from cribo.arguments import ConfigError
 from cribo.data.samples import Batch
-from cribo.errors import InputError
+from cribo.errors import ConfigError, InputError, NonFiniteLoss
 from cribo.models import describe
 from cribo.objectives import Setting, Step, make_objective
 from cribo.objectives.base import check_output
@@ -20,7 +19,7 @@ from cribo.pretraining.parameters import clip_each, drop_gradients, make_optimis
 from cribo.pretraining.schedules import Schedules
 from cribo.pretraining.sums import RunningSums
 from cribo.redaction import masked
-from cribo.training.module import NonFiniteLoss, ResumableModule
+from cribo.training.module import ResumableModule
 
 
 class PretrainingModule(ResumableModule):

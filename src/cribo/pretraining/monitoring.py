@@ -14,7 +14,7 @@ import torch
 
 from cribo.data.loading import BatchLoader
 from cribo.data.samples import Batch
-from cribo.errors import Stopped
+from cribo.errors import TooManyUnreadable
 from cribo.files import read_text, write_text
 from cribo.pretraining.files import METRICS, SKIPPED
 from cribo.pretraining.module import PretrainingModule
@@ -168,12 +168,6 @@ def read_metrics(path: Path) -> list[Row]:
 def _formatted(row: Row) -> dict[str, str]:
     # Exact, so that a resumed run reads the values that it logged.
     return {name: repr(float(value)).removesuffix(".0") for name, value in row.items()}
-
-
-class TooManyUnreadable(Stopped):
-    """More images than allowed could not be read."""
-
-    everywhere = True
 
 
 class LoadingFaults(L.Callback):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cribo.arguments import ConfigError
+from cribo.errors import ConfigError
 from cribo.objectives.options import OptimConfig
 
 

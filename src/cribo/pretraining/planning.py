@@ -10,8 +10,8 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 
-from cribo.arguments import ConfigError
 from cribo.console import duration
+from cribo.errors import ConfigError
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.presets import DEFAULT_PRESET, load_config
 from cribo.pretraining.session import Forever, Session

@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 
-from cribo.arguments import ConfigError, Parser
+from cribo.arguments import Parser
+from cribo.errors import ConfigError
 from cribo.method import ViewRecipe
 from cribo.pretraining.config import PretrainConfig
 from cribo.redaction import masked

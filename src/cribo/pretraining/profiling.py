@@ -21,8 +21,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from cribo.allocator import give_freed_memory_back
-from cribo.arguments import ConfigError
 from cribo.data.samples import Batch
+from cribo.errors import ConfigError
 from cribo.method import NO_MATCH, Matches, MemoryBank
 from cribo.objectives.cribo import CrIBo
 from cribo.objectives.distillation import Network

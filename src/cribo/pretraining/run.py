@@ -15,10 +15,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
 
-from cribo.arguments import ConfigError
 from cribo.console import Phases
-from cribo.errors import if_interrupted
-from cribo.files import FolderError, read_json, remove_parts, write_json, write_text
+from cribo.errors import ConfigError, FolderError, if_interrupted
+from cribo.files import read_json, remove_parts, write_json, write_text
 from cribo.folders import ResultFolder, describe_changes, flat, named_folder, require_same
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.pretraining.config import PretrainConfig

@@ -9,11 +9,11 @@ from typing import Any
 import lightning as L
 import torch
 
-from cribo.data import DataError, ImageFiles, ImageSource, UnreadableImage, open_segmentation
+from cribo.data import ImageFiles, ImageSource, open_segmentation
 from cribo.data.images import PackedNames
 from cribo.data.limits import spread
 from cribo.data.scenes import held_out_scenes
-from cribo.errors import InputError
+from cribo.errors import DataError, InputError, UnreadableImage
 from cribo.evaluation import DenseNN, Splits
 from cribo.evaluation.runner import calibrate_batch_norms, measure
 from cribo.models import Backbone

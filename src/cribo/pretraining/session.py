@@ -15,17 +15,17 @@ from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cribo.arguments import ConfigError
 from cribo.checks import require_packages
 from cribo.data import ImageSource, open_collection
 from cribo.data.cache import CachedImages
 from cribo.data.clips import Clips
-from cribo.data.images import DataError, has_images, require_readable
+from cribo.data.images import has_images, require_readable
 from cribo.data.loading import BatchLoader
 from cribo.data.samples import SampleDataset, StepBatchSampler
 from cribo.data.scenes import Scenes
 from cribo.data.video_files import has_video_files, open_video_files
 from cribo.devices import multiplies_bfloat16
+from cribo.errors import ConfigError, DataError
 from cribo.objectives.base import BUILT_IN, Stages, objective_class
 from cribo.objectives.trunk_cache import fill
 from cribo.pretraining.batches import advice_for_few, advice_for_groups

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from cribo.console import Phases, duration
 from cribo.data import ImageSource
-from cribo.files import FolderError
+from cribo.errors import FolderError
 from cribo.objectives import Objective
 from cribo.pretraining.config import ObjectiveConfig, PretrainConfig
 from cribo.pretraining.files import SUMMARY

@@ -7,16 +7,12 @@ import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from cribo.errors import InputError
+from cribo.errors import InputError, MissingBlocks
 from cribo.models import Backbone
 from cribo.probes.fitting import block_sets
 from cribo.probes.settings import ProbeSettings
 from cribo.retrieval.encoders import PatchEncoder, backbone_encoder, blocks_encoder, map_by_size
 from cribo.retrieval.grid import window_starts
-
-
-class MissingBlocks(InputError):
-    """The backbone does not have these blocks."""
 
 
 def probe_encoder(backbone: Backbone, blocks: Sequence[int] | None = None) -> PatchEncoder:

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
-from cribo.arguments import ConfigError
-from cribo.errors import InputError
+from cribo.errors import ConfigError, InputError
 from cribo.models import Backbone, evaluation_mode, load_backbone, normalise
 from cribo.models.licences import describe_licences
 from cribo.retrieval.grid import encoding_size

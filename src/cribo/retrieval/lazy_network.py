@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cribo.arguments import ConfigError
 from cribo.devices import resolve_device
+from cribo.errors import ConfigError
 from cribo.models import Backbone
 from cribo.retrieval.encoders import PatchEncoder, backbone_encoder, blocks_encoder, open_network
 from cribo.retrieval.source import BackboneSource, portable_source

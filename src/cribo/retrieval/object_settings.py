@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields, replace
 from typing import get_args
 
-from cribo.arguments import ConfigError
 from cribo.checks import require_least
+from cribo.errors import ConfigError
 from cribo.method.recipe import Marginals
 
 

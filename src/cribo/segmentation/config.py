@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cribo.arguments import ConfigError
 from cribo.checks import require_least
 from cribo.cluster.config import EngineOptions
 from cribo.data.limits import MAX_PIXELS
+from cribo.errors import ConfigError
 from cribo.retrieval.source import BackboneSource
 
 

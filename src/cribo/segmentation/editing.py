@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cribo.data.images import DataError, composed
+from cribo.data.images import composed
+from cribo.errors import DataError
 from cribo.segmentation.memory import SegmentationMemory
 from cribo.segmentation.storage import memory_lock
 

@@ -8,16 +8,7 @@ from pathlib import Path
 from cribo.colours import Colour
 from cribo.data.coco import CocoLabels, find_coco
 from cribo.data.collection import ImageCollection, open_collection, without_repeats
-from cribo.data.images import (
-    EXTENSIONS,
-    DataError,
-    ImageFiles,
-    is_url,
-    list_files,
-    named_below_one_folder,
-    open_images,
-    require,
-)
+from cribo.data.images import EXTENSIONS, ImageFiles, is_url, list_files, named_below_one_folder, open_images, require
 from cribo.data.label_maps import (
     MASK_CLASSES,
     MASKS,
@@ -27,6 +18,7 @@ from cribo.data.label_maps import (
 )
 from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.segmentation import LabelledFiles, LabelledFolder, by_stem, is_marked, other_annotations
+from cribo.errors import DataError
 from cribo.files import matching_files
 from cribo.segmentation.memory import Example
 from cribo.wording import enumerated

@@ -8,11 +8,10 @@ from jaxtyping import UInt8
 from PIL import Image
 from torch import Tensor
 
-from cribo.data.images import DataError
 from cribo.data.label_maps import IGNORE_INDEX, LabelMap, class_indices, open_label_map
 from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.data.reading import decode, read_image
-from cribo.errors import InputError
+from cribo.errors import DataError, InputError
 
 ImageLike = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
 """A file; a Pillow image; a uint8 array (H, W, 3); or a uint8 tensor (3, H, W)."""

@@ -16,9 +16,9 @@ from torch import Tensor
 from cribo.cluster.parts import ImagePart
 from cribo.data.collection import rows_of
 from cribo.data.limits import Reading
-from cribo.data.reading import UnreadableImage, read_image
+from cribo.data.reading import read_image
 from cribo.devices import resolve_device, resolve_threads
-from cribo.errors import InputError
+from cribo.errors import InputError, UnreadableImage
 from cribo.prefetching import BUDGET, prefetch_parts
 from cribo.retrieval.source import BackboneSource, portable_source
 from cribo.segmentation.memory import Segmentation, SegmentationMemory

@@ -14,16 +14,14 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from cribo.arguments import ConfigError
 from cribo.colours import Colour, class_colours
 from cribo.console import Progress, no_progress
-from cribo.data.images import DataError
 from cribo.data.label_maps import IGNORE_INDEX, LabelMap, read_classes
 from cribo.data.limits import Reading
 from cribo.devices import resolve_devices
-from cribo.errors import InputError
+from cribo.errors import ConfigError, DataError, InputError, MissingBlocks
 from cribo.models import Backbone
-from cribo.probes.encoding import GridEncoder, MissingBlocks, probe_encoder
+from cribo.probes.encoding import GridEncoder, probe_encoder
 from cribo.probes.examples import content_hash, label_features
 from cribo.probes.fitting import (
     MOST_PATCHES,

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from cribo.cluster.shares import Share, order_shares, require_mergeable
-from cribo.data.images import DataError, require
+from cribo.data.images import require
+from cribo.errors import DataError
 from cribo.files import link_or_copy, path_inside, write_text
 from cribo.folders import ResultFolder, lock_replaced, read_finished
 from cribo.segmentation.examples import result_name

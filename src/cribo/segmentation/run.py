@@ -26,22 +26,14 @@ from cribo.console import Phases, duration
 from cribo.data.coco import BACKGROUND
 from cribo.data.coco_writing import outline, write_coco
 from cribo.data.collection import ImageCollection, names_hash
-from cribo.data.images import DataError, ImageFiles, is_url, require, require_readable
+from cribo.data.images import ImageFiles, is_url, require, require_readable
 from cribo.data.label_maps import IGNORE_INDEX
 from cribo.data.limits import Reading, spread
 from cribo.data.reading import open_header
 from cribo.devices import resolve_device, resolve_threads
 from cribo.drawing import write_figure
-from cribo.errors import InputError, Stopped, if_interrupted
-from cribo.files import (
-    FolderError,
-    append_json,
-    read_json,
-    remove_parts,
-    write_json,
-    write_text,
-    write_whole,
-)
+from cribo.errors import DataError, FolderError, InputError, Stopped, if_interrupted
+from cribo.files import append_json, read_json, remove_parts, write_json, write_text, write_whole
 from cribo.folders import ResultFolder, lock_replaced, lock_writer, require_same, require_writable
 from cribo.prefetching import prefetch
 from cribo.redaction import masked

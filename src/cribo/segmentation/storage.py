@@ -17,8 +17,8 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from cribo.colours import Colour
-from cribo.data.images import DataError, require
-from cribo.errors import InputError
+from cribo.data.images import require
+from cribo.errors import DataError, InputError
 from cribo.files import parse_json, require_regular, write_whole
 from cribo.probes.examples import EncodedExample
 from cribo.redaction import masked

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from cribo.arguments import ConfigError
-from cribo.files import FolderError
+from cribo.errors import ConfigError, FolderError
 from cribo.objectives.banks import RunBank
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.planning import seconds_per_step, with_epochs

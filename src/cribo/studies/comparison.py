@@ -4,10 +4,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cribo.errors import InputError
+from cribo.errors import FolderError, InputError
 from cribo.evaluation.intervals import read_counts
 from cribo.evaluation.results import NONE, Section, metric_heading, metric_value
-from cribo.files import FolderError, path_inside, read_json
+from cribo.files import path_inside, read_json
 from cribo.folders import flat
 from cribo.studies.table import RESULTS, Measured, Scored, compare_rows
 

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 import yaml
 
-from cribo.arguments import ConfigError, Parser
+from cribo.arguments import Parser
 from cribo.checks import require_least, require_positive
+from cribo.errors import ConfigError
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.presets import DEFAULT_PRESET, load_config
 from cribo.wording import nearest

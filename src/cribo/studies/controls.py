@@ -11,12 +11,11 @@ from lightning.pytorch.callbacks import Callback
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from cribo.arguments import ConfigError
 from cribo.data.images import FilesBelow
 from cribo.data.label_maps import IGNORE_INDEX, class_indices, open_label_map
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, LazyImage, Sample, SampleDataset
-from cribo.errors import DataError
+from cribo.errors import ConfigError, DataError
 from cribo.method import Matches
 from cribo.method.matching import NO_MATCH
 from cribo.objectives.banks import object_bank

@@ -15,13 +15,13 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 from cribo.console import duration
-from cribo.errors import InputError, MissingPackage, Stopped
+from cribo.errors import FolderError, InputError, Interrupted, MissingPackage, Stopped
 from cribo.evaluation.data import PLACES
 from cribo.evaluation.intervals import read_counts
 from cribo.evaluation.results import RESULTS, read_result
 from cribo.evaluation.runner import evaluate
 from cribo.evaluation.runtime import EvaluationRuntime
-from cribo.files import FolderError, is_part, write_json, write_text
+from cribo.files import is_part, write_json, write_text
 from cribo.folders import flat, named_folder, require_writable
 from cribo.pretraining.files import SUMMARY
 from cribo.pretraining.run import pretrain
@@ -30,7 +30,7 @@ from cribo.studies.cells import Cell, RowPlan, make_cells, plan_rows, require_sp
 from cribo.studies.config import StudyConfig, dump_study, folder_names, load_study, share_of
 from cribo.studies.scores import Score, open_scores
 from cribo.studies.table import Measured, Scored, StudyTable
-from cribo.training.interruption import Interrupted, interrupted_by_signals
+from cribo.training.interruption import interrupted_by_signals
 
 log = logging.getLogger("cribo")
 

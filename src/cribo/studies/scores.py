@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.console import Console
 
-from cribo.arguments import ConfigError, Parser
+from cribo.arguments import Parser
 from cribo.devices import resolve_devices
-from cribo.errors import InputError
+from cribo.errors import ConfigError, InputError
 from cribo.evaluation.data import Splits
 from cribo.evaluation.protocol import Protocol, find_protocol
 from cribo.evaluation.runner import Run

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from cribo.errors import InputError, Stopped
-from cribo.files import Damaged, FolderError, check_archive, remove_parts, write_whole
+from cribo.errors import Damaged, FolderError, InputError, Stopped, UnusableCheckpoint
+from cribo.files import check_archive, remove_parts, write_whole
 from cribo.training.module import ResumableModule
 
 log = logging.getLogger("cribo")
@@ -31,10 +31,6 @@ _REQUIRED = ("state_dict", "optimizer_states", "loops", "callbacks", "global_ste
 _NAME = re.compile(r"step=(\d+)\.ckpt")
 
 _T = TypeVar("_T")
-
-
-class UnusableCheckpoint(InputError):
-    """The checkpoint cannot be resumed from; nothing was loaded."""
 
 
 # ------------------------------------------------------------------------------------------------ reading

@@ -11,12 +11,11 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
-from cribo.arguments import ConfigError
-from cribo.files import FolderError, write_json
+from cribo.errors import ConfigError, FolderError, Interrupted
+from cribo.files import write_json
 from cribo.folders import flat
 from cribo.processes import is_first_process
 from cribo.redaction import without_secrets
-from cribo.training.interruption import Interrupted
 from cribo.training.loggers import SERVICES, TENSORBOARD, Service, Status, plain_settings, run_name
 
 log = logging.getLogger("cribo")

@@ -10,7 +10,7 @@ from pathlib import Path
 import lightning as L
 from filelock import FileLock, Timeout
 
-from cribo.files import FolderError
+from cribo.errors import FolderError
 from cribo.folders import ResultFolder
 from cribo.processes import LAUNCHER
 

@@ -16,30 +16,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 
-from cribo.errors import Stopped
+from cribo.errors import Interrupted
 from cribo.processes import is_first_process
 
 log = logging.getLogger("cribo")
 
 # SLURM sends SIGUSR1 before the time limit (`--signal=USR1@90`). It does not exist on Windows.
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
-
-
-class Interrupted(Stopped):
-    """Training was ended by SIGTERM or SIGUSR1, and can be resumed.
-
-    Attributes:
-        signal: the signal.
-        status: exit status, 128 plus the signal's number, as in shells.
-    """
-
-    everywhere = True
-
-    def __init__(self, received: signal.Signals, step: int | None, advice: str) -> None:
-        place = "" if step is None else f" after step {step}"
-        super().__init__(f"stopped by {received.name}{place}: {advice}")
-        self.signal = received
-        self.status = 128 + received
 
 
 class Interruption(L.Callback):

@@ -18,8 +18,8 @@ from timm.layers.norm_act import convert_sync_batchnorm
 from torch.nn import Module
 
 from cribo.allocator import keep_freed_memory
-from cribo.arguments import ConfigError
 from cribo.console import log_level
+from cribo.errors import ConfigError
 from cribo.training.checkpoints import AtomicCheckpointIO
 
 log = logging.getLogger("cribo")

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from cribo.arguments import ConfigError
 from cribo.checks import require_distinct, require_packages
+from cribo.errors import ConfigError
 from cribo.folders import result_kind
 from cribo.redaction import without_secrets
 

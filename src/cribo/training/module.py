@@ -6,24 +6,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from cribo.errors import Stopped
-
-
-class NonFiniteLoss(Stopped):
-    """A loss or the weights became infinite or NaN.
-
-    Attributes:
-        what: the value that was not finite.
-        step: the step at which it was detected.
-    """
-
-    everywhere = True
-
-    def __init__(self, what: str, step: int, advice: str) -> None:
-        were = "were" if what in ("the weights", "the predictions") else "was"
-        super().__init__(f"{what} {were} not finite, seen at step {step}. No checkpoint contains such values: {advice}")
-        self.what = what
-        self.step = step
+from cribo.errors import NonFiniteLoss
 
 
 class ResumableModule(L.LightningModule):

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from cribo.arguments import ConfigError
 from cribo.data.detection import open_detection
+from cribo.errors import ConfigError
 from cribo.evaluation.detection import detector
 from cribo.evaluation.detection.detector import Detector, optimiser
 from cribo.evaluation.detection.model import build_yolos

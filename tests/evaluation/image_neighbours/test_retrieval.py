@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from cribo.arguments import ConfigError
-from cribo.data import ImageFiles, UnreadableImage
+from cribo.data import ImageFiles
 from cribo.data.classification import ClassifiedFiles
+from cribo.errors import ConfigError, UnreadableImage
 from cribo.evaluation.cache import FeatureCache, Machine
 from cribo.evaluation.image_neighbours import features as features_module
 from cribo.evaluation.image_neighbours import retrieval as module

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cribo.arguments import ConfigError
+from cribo.errors import ConfigError
 from cribo.evaluation.segmentation.protocol import Linear
 from cribo.models import Backbone
 from cribo.retrieval import BackboneSource

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from cribo.arguments import ConfigError
 from cribo.data.crops import Crops, MMSegPreparation
+from cribo.errors import ConfigError
 from cribo.evaluation import evaluate
 from cribo.evaluation.data import SegmentationData
 from cribo.evaluation.runtime import TrainingRuntime

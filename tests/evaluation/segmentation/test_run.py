@@ -11,14 +11,12 @@ import torch
 from PIL import Image
 from tests.commands import Commands
 
-from cribo.arguments import ConfigError
 from cribo.cli import main
-from cribo.data import DataError
+from cribo.errors import ConfigError, DataError, FolderError
 from cribo.evaluation import evaluate, read_result
 from cribo.evaluation.data import SegmentationData
 from cribo.evaluation.runtime import TrainingRuntime
 from cribo.evaluation.segmentation.protocol import Linear
-from cribo.files import FolderError
 from cribo.retrieval import BackboneSource
 
 from .squares import Squares

@@ -9,10 +9,11 @@ from typing import Any
 
 from rich.console import Console
 
-from cribo.arguments import ConfigError, Parser
+from cribo.arguments import Parser
 from cribo.cli.running import BACKBONE_SHORT, dispatch, print_places, run_command
 from cribo.console import importing
 from cribo.data.limits import READING_SHORT, Reading
+from cribo.errors import ConfigError
 from cribo.evaluation.protocol import PROTOCOLS
 from cribo.processes import is_first_process
 from cribo.training.loggers import TENSORBOARD

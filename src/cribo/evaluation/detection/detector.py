@@ -8,12 +8,13 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from cribo.data.detection import BoxedImages
+from cribo.errors import NonFiniteLoss
 from cribo.evaluation.detection.criterion import SetLoss
 from cribo.evaluation.detection.scoring import Detections, Gathered, average_precision, read_off
 from cribo.evaluation.detection.settings import CLIP, FINAL_LEARNING_RATE, METRICS, WEIGHT_DECAY
 from cribo.evaluation.detection.views import Batch
 from cribo.models import normalise
-from cribo.training.module import NonFiniteLoss, ResumableModule
+from cribo.training.module import ResumableModule
 
 
 class Detector(ResumableModule):

@@ -13,8 +13,7 @@ from timm.layers.weight_init import trunc_normal_
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from cribo.arguments import ConfigError
-from cribo.errors import MissingPackage
+from cribo.errors import ConfigError, MissingPackage
 from cribo.evaluation.detection.settings import ADVICE
 from cribo.installation import install_command
 from cribo.models import Backbone

@@ -4,9 +4,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from cribo.arguments import ConfigError
 from cribo.checks import require_least, require_packages
 from cribo.data.limits import spread
+from cribo.errors import ConfigError
 from cribo.evaluation.data import Splits, about_splits
 from cribo.evaluation.detection.settings import (
     ADVICE,

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cribo.arguments import ConfigError
+from cribo.errors import ConfigError
 from cribo.evaluation.detection.detector import Detector
 from cribo.evaluation.detection.model import build_yolos, require_transformers, save_yolos
 from cribo.evaluation.detection.pictures import draw_boxes

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from cribo.arguments import ConfigError
 from cribo.checks import require_least
 from cribo.data.limits import spread
-from cribo.errors import DataError, InputError
+from cribo.errors import ConfigError, DataError, InputError
 from cribo.evaluation.data import Splits, absolute, described
 from cribo.evaluation.discovery.settings import DiscoverySettings
 from cribo.evaluation.protocol import Outcome, Protocol

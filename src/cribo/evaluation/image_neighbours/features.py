@@ -18,10 +18,9 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as TF
 
 from cribo.console import Progress, no_progress
-from cribo.data import UnreadableImage
 from cribo.data.batches import Batches
 from cribo.data.classification import ClassifiedFiles
-from cribo.errors import InputError
+from cribo.errors import InputError, UnreadableImage
 from cribo.evaluation.cache import DTYPES, FeatureCache, Machine, in_blocks, require_room, store, stored
 from cribo.retrieval.choices import FeaturePrecision
 from cribo.retrieval.encoders import ImageEncoder

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from cribo.arguments import ConfigError
+from cribo.errors import ConfigError
 from cribo.evaluation.data import ImageData
 from cribo.evaluation.image_neighbours.settings import PUBLISHED, ImageNNSettings
 from cribo.evaluation.protocol import Outcome, Protocol

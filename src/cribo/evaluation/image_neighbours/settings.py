@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from cribo.arguments import ConfigError
 from cribo.checks import require_least, require_positive
+from cribo.errors import ConfigError
 from cribo.evaluation.settings import UNDECIDED, Decided, Settings
 from cribo.retrieval.choices import FeaturePrecision
 

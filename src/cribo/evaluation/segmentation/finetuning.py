@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
+from cribo.errors import FolderError
 from cribo.evaluation.protocol import Outcome
 from cribo.evaluation.runner import Run
 from cribo.evaluation.scores import mean_iou
@@ -22,7 +23,7 @@ from cribo.evaluation.segmentation.outcome import outcome, rows_of, train
 from cribo.evaluation.segmentation.segmenter import Segmenter, SegmenterFinetuning
 from cribo.evaluation.segmentation.settings import SegmenterSettings, scale_of
 from cribo.evaluation.segmentation.trained import SEGMENTER_FILE, TrainedSegmenter, load_segmenter, save_segmenter
-from cribo.files import FolderError, write_json
+from cribo.files import write_json
 from cribo.processes import is_first_process
 from cribo.retrieval.encoders import open_backbone
 from cribo.training.checkpoints import CHECKPOINTS

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
-from cribo.arguments import ConfigError
 from cribo.data.crops import WholeImages
 from cribo.data.randomness import keyed_generator
+from cribo.errors import ConfigError
 from cribo.evaluation.protocol import Outcome
 from cribo.evaluation.runner import Run
 from cribo.evaluation.segmentation.inference import Inference

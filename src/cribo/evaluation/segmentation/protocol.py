@@ -4,8 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from cribo.arguments import ConfigError
-from cribo.errors import DataError
+from cribo.errors import ConfigError, DataError
 from cribo.evaluation.protocol import Outcome, Protocol
 from cribo.evaluation.runtime import TrainingRuntime
 from cribo.evaluation.segmentation.settings import (

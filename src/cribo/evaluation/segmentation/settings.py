@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from cribo.arguments import ConfigError
 from cribo.checks import require_least
 from cribo.data.sets import SEGMENTATION_SETS
+from cribo.errors import ConfigError
 from cribo.evaluation.runtime import Schedule
 from cribo.evaluation.segmentation.rules import LINEAR, SEGMENTER, InferenceMode, Rules
 from cribo.evaluation.settings import UNDECIDED, Decided, Settings

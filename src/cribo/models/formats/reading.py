@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cribo import files
-from cribo.errors import InputError, MissingPackage
+from cribo.errors import InputError, MissingPackage, UntrustedFile
 from cribo.installation import install_command
 from cribo.models.formats.distributed import METADATA, read_distributed
 from cribo.models.formats.plain_pickle import ForbiddenName, PlainUnpickler, forbidden_names
@@ -155,10 +155,6 @@ def _read_split(index: Path, *, trust: bool) -> dict[str, Any]:
     if missing := [key for key in listed if key not in content]:
         raise InputError(f"{index} names {missing[0]}, which is not in {listed[missing[0]]}: {_AGAIN}")
     return content
-
-
-class UntrustedFile(InputError):
-    """Reading the file would run code, which is not allowed or not possible."""
 
 
 def _refuse_text(path: Path, start: bytes) -> None:
