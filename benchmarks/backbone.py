@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from cribo.allocator import keep_freed_memory
+from cribo.machine import keep_freed_memory
 from cribo.models import Backbone, build_backbone
 from cribo.models.linear import Linear
 from cribo.models.modes import Checkpointing, CompileMode

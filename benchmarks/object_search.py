@@ -31,9 +31,9 @@ from jaxtyping import Float, Int
 from rich.console import Console
 from rich.table import Table
 
-from cribo.allocator import keep_freed_memory
 from cribo.data import LabelledImages, open_images, open_segmentation
 from cribo.data.reading import read_image
+from cribo.machine import keep_freed_memory
 from cribo.models import build_backbone, load_backbone
 from cribo.object_search import DatabaseInfo, IndexedImage, ObjectDatabase, ObjectSettings, index_images, index_lock
 from cribo.retrieval import BackboneSource, PatchEncoder, backbone_encoder, mean_colour_encoder, nearest

@@ -22,11 +22,11 @@ from benchmarks.measuring import timed
 from torch import Tensor
 
 from cribo.adaptation.labelled import open_labelled
-from cribo.allocator import keep_freed_memory
 from cribo.data import LabelledSubset
 from cribo.data.limits import spread
 from cribo.data.randomness import keyed_generator
 from cribo.evaluation.scores import calibration_error, iou
+from cribo.machine import keep_freed_memory
 from cribo.models import Backbone, build_backbone, load_backbone
 from cribo.probes.fitting import default_blocks
 from cribo.retrieval import PatchEncoder

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 from cribo.evaluation.protocol import Outcome, Protocol
 
 if TYPE_CHECKING:
-    from cribo.evaluation.runner import Run
+    from cribo.evaluation.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)

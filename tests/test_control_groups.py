@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from cribo.control_groups import core_limit, memory_limit
+from cribo.machine import core_limit, memory_limit
 
 
 @pytest.fixture(params=[1, 2])

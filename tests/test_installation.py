@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cribo.installation import command_for
+from cribo.packages import command_for
 
 REPOSITORY = "https://host.example/cribo"
 METADATA = """\

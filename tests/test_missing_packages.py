@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cribo.cli import main
-from cribo.installation import install_command
+from cribo.packages import install_command
 
 NETWORK = ("--backbone", "no-such-file.pth")
 NOWHERE = ("--images", "nowhere")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from cribo.processes import is_first_process
+from cribo.machine import is_first_process
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
 """Checks of settings (bounds, distinct values, blocks) and of optional packages."""
 
-import importlib.util
 import math
 from collections.abc import Collection, Iterable, Mapping
 
-from cribo.errors import ConfigError, MissingPackage
-from cribo.installation import install_command
+from cribo.errors import ConfigError
 
 
 def require_least(settings: object, least: Mapping[str, int], prefix: str = "") -> None:
@@ -64,19 +62,3 @@ def sorted_blocks(blocks: Iterable[int]) -> tuple[int, ...]:
     if not found or found[0] < 1:
         raise ConfigError(f"blocks must be numbers from 1, got {list(found)}")
     return found
-
-
-def require_packages(purpose: str, *packages: str, extra: str, otherwise: str = "") -> None:
-    """Check that optional packages are installed, without importing them.
-
-    Args:
-        purpose: feature that needs them, for the error message.
-        packages: import names.
-        extra: extra of this package that installs them.
-        otherwise: alternative to installing them, appended to the error message.
-
-    Raises:
-        MissingPackage: a package is not installed.
-    """
-    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
-        raise MissingPackage(f"{purpose} needs {', '.join(missing)}: {install_command(extra)}{otherwise}")

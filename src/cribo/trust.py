@@ -5,10 +5,14 @@ configuration or in Python is the user's word; a name that is read from such a f
 has been imported. Every reader of such a file calls one of these functions before it imports or opens what it names.
 """
 
+import difflib
+import importlib
 import os
+import sys
 from collections.abc import Collection
+from typing import Any
 
-from cribo.errors import Untrusted
+from cribo.errors import ConfigError, Untrusted
 
 
 def check_import(path: str, file: object, option: str, *, trust: bool, given: Collection[str] = ()) -> None:
@@ -66,3 +70,41 @@ def is_address(source: object) -> bool:
     """
     text = os.fspath(source) if isinstance(source, os.PathLike) else source
     return isinstance(text, str) and ("://" in text or text.startswith(("hf:", "hf-hub:")))
+
+
+def import_by_path(path: str, option: str, *, known: Collection[str] = ()) -> Any:
+    """Import the object at a path such as `package.module.name`.
+
+    Args:
+        path: the import path.
+        option: name of the option, for error messages.
+        known: names that are valid instead of a path.
+
+    Raises:
+        ConfigError: the module does not exist or does not define the name.
+
+    Example:
+        >>> import_by_path("collections.OrderedDict", "objective.class_path")
+        <class 'collections.OrderedDict'>
+    """
+    choices = f"{option} must be {', '.join(known)}, or an import path" if known else f"{option} must be an import path"
+    module_name, dot, name = path.rpartition(".")
+    if not dot or not all(part.isidentifier() for part in path.split(".")):
+        near = difflib.get_close_matches(path, known, n=1)
+        advice = f": did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{choices} such as my_package.name, got {path!r}{advice}")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # like `python -m`: find modules in the current directory
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and not (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise  # the user's module itself imports a missing module
+        raise ConfigError(
+            f"{option} {path}: module {error.name!r} not found: install it, or run the command in its folder"
+        ) from error
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(name, dir(module), n=1)
+        advice = f": did you mean {module_name}.{near[0]}?" if near else ""
+        raise ConfigError(f"{option} {path}: module {module_name} has no {name!r}{advice}")
+    return getattr(module, name)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cribo.installation import PACKAGE
+from cribo.packages import PACKAGE
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from cribo.cli import main
 from cribo.data import open_images
 from cribo.errors import ConfigError
 from cribo.models import Licence, build_backbone, load_backbone, save_backbone
-from cribo.retrieval.source import BackboneSource
+from cribo.retrieval.config import BackboneSource
 
 TEACHER_ARGS = {"depth": 2, "embed_dim": 24, "num_heads": 2, "patch_size": 12}
 STUDENT_ARGS = {"layers": [1, 1, 0, 0], "channels": [8, 16, 16, 16]}

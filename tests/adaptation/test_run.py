@@ -20,7 +20,7 @@ from cribo.data.scenes import Scenes
 from cribo.errors import ConfigError
 from cribo.models import build_backbone, load_backbone, save_backbone
 from cribo.pretraining import load_config
-from cribo.retrieval.source import BackboneSource
+from cribo.retrieval.config import BackboneSource
 
 SMALL = {"depth": 4, "embed_dim": 32, "num_heads": 2, "patch_size": 8}
 

@@ -12,7 +12,7 @@ from tests.benchmark.conftest import write_boxes, write_classes, write_labelled
 from cribo.benchmark import BenchmarkConfig, BenchmarkData, make_plan
 from cribo.errors import ConfigError, DataError, MissingData
 from cribo.evaluation import ImageData, Outcome, Protocol, SegmentationData, Splits, TrainingRuntime
-from cribo.retrieval.source import BackboneSource
+from cribo.retrieval.config import BackboneSource
 
 TRAINED = {"linear", "segmenter", "detection"}
 

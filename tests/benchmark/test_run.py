@@ -24,7 +24,7 @@ from cribo.evaluation import (
 )
 from cribo.evaluation.training import SETTINGS, is_evaluation_of
 from cribo.models import load_backbone
-from cribo.retrieval.source import BackboneSource
+from cribo.retrieval.config import BackboneSource
 
 
 @dataclass(frozen=True, kw_only=True)

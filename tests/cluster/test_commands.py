@@ -18,7 +18,7 @@ from cribo.embedding import EmbedConfig, Embedder, embed_images
 from cribo.object_search import ObjectExtractor
 from cribo.object_search.config import IndexConfig
 from cribo.object_search.run import index_collection
-from cribo.retrieval.source import BackboneSource
+from cribo.retrieval.config import BackboneSource
 from cribo.segmentation import Labeller
 from cribo.segmentation.config import SegmentConfig
 from cribo.segmentation.run import segment_images

@@ -39,10 +39,10 @@ from cribo.cluster.ray_engine import (
     plan_workers,
 )
 from cribo.errors import ConfigError, MissingPackage, Stopped, WorkerLost
-from cribo.installation import install_command
+from cribo.packages import install_command
 
 if TYPE_CHECKING:
-    from cribo.cluster.engines import Engine
+    from cribo.cluster.work import Engine
 
 pytest.importorskip("ray")
 

@@ -8,7 +8,7 @@ import torch
 from cribo.cli import main
 from cribo.doctor import Speed
 from cribo.doctor.packages import USES
-from cribo.installation import install_command
+from cribo.packages import install_command
 
 FAST = Speed("cpu", "32-true", 256, 0.5, 2.0, 0.6, 0.1, 0.3, 0.25, seconds=12.3)
 

@@ -7,7 +7,7 @@ import pytest
 
 from cribo.doctor.findings import Section
 from cribo.doctor.packages import DEVELOPMENT, USES, broken_modules, examine_packages
-from cribo.installation import install_command
+from cribo.packages import install_command
 
 REPOSITORY = Path(__file__).parents[2]
 

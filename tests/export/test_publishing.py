@@ -20,7 +20,7 @@ from cribo.export import publish_backbone
 from cribo.export.publishing import BENCHMARK_CARD
 from cribo.models import Backbone, save_backbone
 from cribo.models.licences import Licence, split_header
-from cribo.retrieval.source import BackboneSource
+from cribo.retrieval.config import BackboneSource
 
 Network = Callable[[str], Backbone]
 

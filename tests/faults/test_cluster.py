@@ -26,7 +26,7 @@ from tests.commands import Commands, seconds_until_ended
 from cribo.cluster.config import RayOptions
 
 if TYPE_CHECKING:
-    from cribo.cluster.engines import Engine
+    from cribo.cluster.work import Engine
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.endurance]

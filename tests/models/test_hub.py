@@ -18,7 +18,7 @@ from cribo.models.hub import choose_files
 from cribo.models.licences import Licence
 from cribo.models.numerics import Numerics
 from cribo.retrieval import BackboneSource, backbone_name
-from cribo.retrieval.source import portable_source
+from cribo.retrieval.config import portable_source
 
 TINY = {"embed_dim": 32, "depth": 2, "num_heads": 2}
 CARD = b"---\nlicense: cc-by-nc-4.0\n---\n# A network\n"

@@ -12,9 +12,9 @@ from torchvision.ops import box_iou
 
 from cribo.data.scenes import Scenes
 from cribo.errors import DataError, MissingPackage
-from cribo.installation import install_command
 from cribo.objectives.region_pairs import nearest_images
 from cribo.objectives.regions import jitter_box, pair_regions, select_regions, selective_search
+from cribo.packages import install_command
 
 
 def swapped(boxes: Tensor) -> Tensor:

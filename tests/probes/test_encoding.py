@@ -4,8 +4,8 @@ import torch.nn.functional as F
 
 from cribo.models import build_backbone
 from cribo.probes.encoding import GridEncoder, probe_encoder
-from cribo.probes.settings import ProbeSettings
 from cribo.retrieval import PatchEncoder
+from cribo.retrieval.config import ProbeSettings
 
 PATCH = 4
 

@@ -25,7 +25,7 @@ from cribo.probes.fitting import (
     row_weights,
     thinned,
 )
-from cribo.probes.settings import Head
+from cribo.retrieval.config import Head
 
 BLOCKS = (6, 8, 9, 10, 11, 12)
 CLASSES, WIDTH = 4, 16

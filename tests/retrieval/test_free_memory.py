@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from cribo.retrieval.free_memory import _free_in_groups, available_memory
+from cribo.devices import _free_in_groups, available_memory
 
 
 def test_available_memory_is_positive_and_below_the_total() -> None:

@@ -14,13 +14,13 @@ from cribo.data.reading import read_image
 from cribo.errors import ConfigError
 from cribo.models import build_backbone
 from cribo.retrieval import PatchEncoder, backbone_encoder, mean_colour_encoder, object_extraction
+from cribo.retrieval.config import ObjectSettings
 from cribo.retrieval.object_extraction import (
     extract_objects,
     patch_of_pixel,
     prepare_image,
     read_prepared,
 )
-from cribo.retrieval.object_settings import ObjectSettings
 
 SETTINGS = ObjectSettings(num_objects=5, size=None, min_share=0.0)
 

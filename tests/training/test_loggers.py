@@ -25,10 +25,10 @@ from cribo.adaptation.planning import load_recipe
 from cribo.cli import main
 from cribo.errors import ConfigError, FolderError, MissingPackage
 from cribo.folders import ResultFolder
-from cribo.installation import install_command
+from cribo.packages import install_command
 from cribo.pretraining import PretrainConfig, load_config, pretrain, resume
 from cribo.pretraining.monitoring import read_metrics
-from cribo.retrieval.source import BackboneSource
+from cribo.retrieval.config import BackboneSource
 from cribo.training import events
 from cribo.training.events import RUN_IDS, open_loggers
 from cribo.training.loggers import LOGGERS, SERVICES, run_name

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from cribo.checks import require_least, require_positive
 from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.errors import ConfigError
-from cribo.retrieval.source import MEAN_COLOUR, BackboneSource
+from cribo.retrieval.config import MEAN_COLOUR, BackboneSource
 
 CLOSED_FORM_ALONE = 1.0
 """Duration in minutes up to which nothing is trained."""

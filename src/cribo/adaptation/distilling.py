@@ -44,8 +44,8 @@ from cribo.models.building import is_import_path
 from cribo.models.saving import DESCRIPTION_FILE, reserve_readout
 from cribo.pretraining.batches import fit_batch
 from cribo.pretraining.config import PretrainConfig
+from cribo.retrieval.config import backbone_name
 from cribo.retrieval.encoders import open_backbone
-from cribo.retrieval.source import backbone_name
 from cribo.training.folder import claim
 
 log = logging.getLogger("cribo")

@@ -19,7 +19,7 @@ from cribo.models import Backbone
 from cribo.probes.encoding import GridEncoder, probe_encoder
 from cribo.probes.examples import content_hash, label_features
 from cribo.probes.fitting import MOST_PATCHES, LabelledPatches, fit_probe, left_out_confusions, thinned
-from cribo.probes.settings import ProbeSettings
+from cribo.retrieval.config import ProbeSettings
 from cribo.retrieval.patches import grid_counts, labels_in_memory, majority_label
 from cribo.retrieval.search import TensorKeys, nearest
 from cribo.retrieval.voting import Voters, label_shares

@@ -46,8 +46,8 @@ from cribo.pretraining.batches import fit_batch
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.recorded import read_run_config
 from cribo.pretraining.run import Run
+from cribo.retrieval.config import backbone_name
 from cribo.retrieval.encoders import open_backbone
-from cribo.retrieval.source import backbone_name
 from cribo.training.folder import claim
 
 log = logging.getLogger("cribo")

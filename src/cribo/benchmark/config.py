@@ -7,7 +7,7 @@ from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.errors import ConfigError
 from cribo.evaluation.protocol import find_protocol
 from cribo.evaluation.runtime import EvaluationRuntime, Schedule, TrainingRuntime
-from cribo.retrieval.source import BackboneSource
+from cribo.retrieval.config import BackboneSource
 
 
 @dataclass

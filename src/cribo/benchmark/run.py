@@ -15,12 +15,12 @@ from cribo.benchmark.plan import PlannedRow, make_plan
 from cribo.errors import InputError, MissingPackage, if_interrupted
 from cribo.evaluation.protocol import Protocol
 from cribo.evaluation.results import OUT, RESULTS, EvaluationResult, read_result
-from cribo.evaluation.runner import evaluate_run, open_run
+from cribo.evaluation.runner import evaluate_run, identity, is_result_of, open_run
 from cribo.evaluation.training import is_evaluation_of
 from cribo.folders import ResultFolder
 from cribo.models import Backbone
+from cribo.retrieval.config import MEAN_COLOUR, BackboneSource
 from cribo.retrieval.encoders import mean_colour_backbone, open_network
-from cribo.retrieval.source import MEAN_COLOUR, BackboneSource
 
 log = logging.getLogger("cribo")
 
@@ -138,10 +138,10 @@ def _evaluation(
     how = {"pictures": config.pictures, "reading": config.reading}
     run, protocol = open_run(settings, subject.source, row.data, runtime, **how, console=console)
     for folder in _numbered(parent / f"{row.name}-{run.about['name']}"):
-        if (folder / RESULTS).is_file() and run.has_result(found := read_result(folder), protocol):
+        if (folder / RESULTS).is_file() and is_result_of(found := read_result(folder), run, protocol):
             log.info("%s: reusing existing results", folder)
             return found, folder
-        resume = protocol.trains() and is_evaluation_of(folder, run.identity(protocol))
+        resume = protocol.trains() and is_evaluation_of(folder, identity(run, protocol))
         if resume or not folder.exists():
             return evaluate_run(run, protocol, out=folder, resume=resume, command=command)
     raise AssertionError("unreachable")

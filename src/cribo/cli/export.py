@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from cribo.export import ExportReport
     from cribo.export.options import ExportOptions
-    from cribo.retrieval.source import BackboneSource
+    from cribo.retrieval.config import BackboneSource
 
 HELP = """\
 Write a backbone for other libraries. The export is loaded back by the other library, and kept only if its features
@@ -40,7 +40,7 @@ def run(words: list[str], console: Console) -> None:
     from cribo.arguments import Parser
     from cribo.errors import ConfigError
     from cribo.export.options import TARGETS, ExportOptions, require_target
-    from cribo.retrieval.source import BackboneSource, backbone_name
+    from cribo.retrieval.config import BackboneSource, backbone_name
 
     parser = Parser(
         prog="cribo export",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cribo.errors import InputError, MissingPackage, Stopped, full_disk, is_out_of_memory
-from cribo.processes import is_first_process
+from cribo.machine import is_first_process
 from cribo.redaction import mask_messages, without_secrets
 from cribo.wording import counted, nearest, printable
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from cribo.arguments import Parser
-    from cribo.retrieval.source import BackboneSource
+    from cribo.retrieval.config import BackboneSource
 
 DEBUG = "--debug"
 """Option of all commands to print the traceback of every error."""
@@ -139,7 +139,7 @@ def _failed(name: str, error: object, status: int) -> int:
 
 def add_optional_backbone(parser: "Parser", explanation: str) -> None:
     """Add the options of a `BackboneSource` that may be omitted, with the explanation of `--backbone`."""
-    from cribo.retrieval.source import BackboneSource
+    from cribo.retrieval.config import BackboneSource
 
     parser.add_class_arguments(BackboneSource, "backbone", skip={"source"})
     parser.add_argument("--backbone.source", type=str, help=explanation)
@@ -147,7 +147,7 @@ def add_optional_backbone(parser: "Parser", explanation: str) -> None:
 
 def optional_backbone(parsed: "Namespace") -> "BackboneSource | None":
     """Return the backbone of `add_optional_backbone`, or None if it was omitted."""
-    from cribo.retrieval.source import BackboneSource
+    from cribo.retrieval.config import BackboneSource
 
     return None if parsed.backbone.source is None else BackboneSource(**vars(parsed.backbone))
 

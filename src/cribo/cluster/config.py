@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cribo.checks import require_least, require_packages
+from cribo.checks import require_least
 from cribo.cluster.shares import Share
 from cribo.errors import ConfigError
+from cribo.packages import require_packages
 
 
 @dataclass

@@ -19,20 +19,17 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cribo.cluster.config import RayOptions, require_ray
+from cribo.cluster.work import Engine, Part, Result, Work
 from cribo.errors import ConfigError, WorkerLost
-from cribo.processes import available_cores
+from cribo.machine import available_cores
 from cribo.wording import counted
 
 if TYPE_CHECKING:
     import pyarrow
 
-    from cribo.cluster.engines import Engine, Work
-
-Part = TypeVar("Part")
-Result = TypeVar("Result")
 
 MAX_DEATHS = 5
 """Number of worker processes that may end during the same part."""
@@ -175,7 +172,7 @@ def check_nodes(nodes: Sequence[NodeState], versions: Mapping[str, str], writes_
 
 
 @contextlib.contextmanager
-def open_ray(options: RayOptions, *, writes_to: Path | None) -> "Iterator[Engine]":
+def open_ray(options: RayOptions, *, writes_to: Path | None) -> Iterator[Engine]:
     """Connect to a Ray cluster, or start one on this machine, and check that it can run the workers.
 
     If the caller has called `ray.init`, its cluster is used, and left connected.
@@ -220,7 +217,7 @@ class RayEngine:
     def __init__(self, workers: Workers) -> None:
         self.workers = workers
 
-    def run(self, work: "Work[Part, Result]", parts: Sequence[Part]) -> Generator[Result, None, None]:
+    def run(self, work: Work[Part, Result], parts: Sequence[Part]) -> Generator[Result, None, None]:
         """Yield the result of each part, in the order of completion.
 
         Raises:

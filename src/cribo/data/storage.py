@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from cribo.data.images import is_url
 from cribo.data.reading import FileState
 from cribo.errors import DataError, MissingData, MissingPackage, ShardError, Stopped
-from cribo.installation import install_command
+from cribo.packages import install_command
 from cribo.redaction import is_masked, without_secrets
 
 log = logging.getLogger("cribo")

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cribo.checks import require_packages
 from cribo.data.images import PackedNames, list_files
 from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.errors import DataError, UnreadableImage
+from cribo.packages import require_packages
 from cribo.wording import counted
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cribo.doctor.findings import Section, described
-from cribo.installation import PACKAGE, install_command
+from cribo.packages import PACKAGE, install_command
 
 DEVELOPMENT = "dev"
 """The extra for work on this package, which is not examined."""

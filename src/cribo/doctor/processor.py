@@ -4,9 +4,8 @@ import os
 import platform
 from contextlib import suppress
 
-from cribo.control_groups import core_limit
 from cribo.doctor.findings import Section
-from cribo.processes import available_cores
+from cribo.machine import available_cores, core_limit
 from cribo.versions import processor_name
 
 _INSTRUCTIONS = {

@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 
 from cribo.doctor.findings import Section, described, short
-from cribo.installation import PACKAGE
+from cribo.packages import PACKAGE
 from cribo.redaction import without_secrets
 
 _LIBRARIES = ("torch", "torchvision", "timm", "lightning", "numpy")

@@ -5,8 +5,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from cribo.control_groups import memory_limit
 from cribo.doctor.findings import GIB, Section, gib, short
+from cribo.machine import memory_limit
 
 _SHARED = Path("/dev/shm")
 _LEAST_MEMORY = 4 * GIB  # adaptation of a ViT-S/14 on a CPU, with the libraries and one worker
@@ -31,7 +31,7 @@ def examine_storage(section: Section) -> None:
 def _memory() -> str:
     import psutil
 
-    from cribo.retrieval.free_memory import available_memory
+    from cribo.devices import available_memory
 
     limit = memory_limit()
     by_group = "" if limit is None else f", control group limits it to {gib(limit)}"
@@ -39,7 +39,7 @@ def _memory() -> str:
 
 
 def _little_memory() -> str | None:
-    from cribo.retrieval.free_memory import available_memory
+    from cribo.devices import available_memory
 
     free = available_memory("cpu")
     if free >= _LEAST_MEMORY:

@@ -7,9 +7,7 @@ from cribo.checks import require_least, sorted_blocks
 from cribo.cluster.config import EngineOptions
 from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.errors import ConfigError
-from cribo.retrieval.choices import FeaturePrecision
-from cribo.retrieval.object_settings import ObjectOptions
-from cribo.retrieval.source import BackboneSource
+from cribo.retrieval.config import BackboneSource, FeaturePrecision, ObjectOptions
 
 Kind = Literal["global", "patches", "objects"]
 Format = Literal["parquet", "lance", "numpy", "safetensors"]

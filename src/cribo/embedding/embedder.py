@@ -18,12 +18,10 @@ from cribo.devices import resolve_threads
 from cribo.embedding.config import Kind
 from cribo.errors import UnreadableImage
 from cribo.prefetching import prefetch_parts
-from cribo.retrieval.choices import FeaturePrecision
+from cribo.retrieval.config import BackboneSource, FeaturePrecision, ObjectSettings
 from cribo.retrieval.encoders import PatchEncoder, image_encoder, map_by_size
 from cribo.retrieval.lazy_network import LazyNetwork
 from cribo.retrieval.object_extraction import PreparedImage, extract_prepared, read_prepared
-from cribo.retrieval.object_settings import ObjectSettings
-from cribo.retrieval.source import BackboneSource
 
 COLUMNS: Mapping[Kind, tuple[str, ...]] = {
     "global": (),

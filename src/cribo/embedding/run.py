@@ -26,8 +26,8 @@ from cribo.errors import InputError, Stopped, if_interrupted
 from cribo.files import read_json_lines, remove_parts, write_json, write_text
 from cribo.folders import ResultFolder, describe_changes, lock_replaced, lock_writer, require_same
 from cribo.prefetching import BUDGET
+from cribo.retrieval.config import ObjectSettings
 from cribo.retrieval.object_extraction import MAX_PATCHES
-from cribo.retrieval.object_settings import ObjectSettings
 from cribo.versions import versions
 from cribo.wording import counted
 

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import safetensors.numpy
 
-from cribo.checks import require_packages
 from cribo.embedding.config import Format
 from cribo.embedding.embedder import Features
 from cribo.errors import InputError
 from cribo.files import path_inside, write_text, write_whole
-from cribo.lance_loading import load_lance
+from cribo.packages import load_lance, require_packages
 
 PARTS, DATASET = "features", "features.lance"
 

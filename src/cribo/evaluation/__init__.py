@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cribo.evaluation.protocol import Protocol as Protocol
     from cribo.evaluation.results import EvaluationResult as EvaluationResult
     from cribo.evaluation.results import read_result as read_result
-    from cribo.evaluation.runner import Run as Run
+    from cribo.evaluation.run import Run as Run
     from cribo.evaluation.runner import evaluate as evaluate
     from cribo.evaluation.runtime import EvaluationRuntime as EvaluationRuntime
     from cribo.evaluation.runtime import TrainingRuntime as TrainingRuntime

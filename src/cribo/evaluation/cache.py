@@ -12,11 +12,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from cribo.devices import available_memory
 from cribo.errors import InputError
 from cribo.files import write_json, write_whole
-from cribo.retrieval.choices import FeaturePrecision
+from cribo.retrieval.config import FeaturePrecision
 from cribo.retrieval.encoders import ImageEncoder, PatchEncoder
-from cribo.retrieval.free_memory import available_memory
 from cribo.retrieval.search import Keys, Neighbours, nearest
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}

@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from cribo.arguments import import_by_path
 from cribo.checks import require_least
 from cribo.data.limits import Reading, spread
 from cribo.data.sets import HELD_OUT_SCENES, SEGMENTATION_SETS, SegmentationSet, segmentation_set
 from cribo.errors import ConfigError, DataError
+from cribo.trust import import_by_path
 
 SCENES = "scenes"
 PLACES = ("root", "train_annotations", "val_annotations")

@@ -18,10 +18,10 @@ from cribo.console import Progress, no_progress
 from cribo.data import ImageFiles, LabelledImages, LabelledSubset
 from cribo.data.batches import Batches
 from cribo.data.crops import resize_labels
+from cribo.devices import available_memory
 from cribo.evaluation.cache import DTYPES, FeatureCache, Machine, in_blocks, require_room, store, stored
-from cribo.retrieval.choices import FeaturePrecision, Interpolation
+from cribo.retrieval.config import FeaturePrecision, Interpolation
 from cribo.retrieval.encoders import PatchEncoder
-from cribo.retrieval.free_memory import available_memory
 from cribo.retrieval.grid import grid_size
 from cribo.retrieval.patches import augment_image, augment_labels, class_counts, resize_image
 

@@ -6,12 +6,12 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from cribo.arguments import import_by_path
 from cribo.errors import ConfigError, InputError
 from cribo.evaluation.data import SegmentationData
 from cribo.evaluation.runtime import EvaluationRuntime, TrainingRuntime
 from cribo.evaluation.settings import Settings
-from cribo.retrieval.source import BackboneSource
+from cribo.retrieval.config import BackboneSource
+from cribo.trust import import_by_path
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from cribo.evaluation.pictures import Panel
     from cribo.evaluation.results import EvaluationResult
-    from cribo.evaluation.runner import Run
+    from cribo.evaluation.run import Run
 
 
 PROTOCOLS: Mapping[str, str] = {

@@ -2,8 +2,6 @@
 
 import logging
 import time
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,145 +11,27 @@ from rich.console import Console
 from torch import Tensor
 from torch.optim.swa_utils import update_bn
 
-from cribo.console import Phases
 from cribo.data import LabelledImages
 from cribo.data.limits import DEFAULT_READING, Reading
-from cribo.devices import resolve_devices, resolve_workers
 from cribo.errors import ConfigError, InputError
-from cribo.evaluation.cache import FeatureCache, Machine
 from cribo.evaluation.data import PLACES, Splits
-from cribo.evaluation.features import EncodedView, PatchFeatures, Preparation, extract_patches
 from cribo.evaluation.intervals import write_counts
 from cribo.evaluation.pictures import write_pictures
 from cribo.evaluation.protocol import Outcome, Protocol
 from cribo.evaluation.results import OUT, EvaluationResult, plain
+from cribo.evaluation.run import Run
 from cribo.evaluation.runtime import EvaluationRuntime
 from cribo.folders import ResultFolder
+from cribo.machine import is_first_process
 from cribo.models import Backbone, normalise
-from cribo.processes import is_first_process
-from cribo.retrieval.choices import FeaturePrecision, Interpolation
-from cribo.retrieval.encoders import ImageEncoder, PatchEncoder, backbone_encoder, open_network
+from cribo.retrieval.config import BackboneSource
+from cribo.retrieval.encoders import open_network
 from cribo.retrieval.patches import resize_image
-from cribo.retrieval.source import BackboneSource
 from cribo.versions import versions
 
 log = logging.getLogger("cribo")
 
 _CALIBRATION_IMAGES = 64
-
-
-@dataclass
-class Run:
-    """Context of a running evaluation, passed to its protocol.
-
-    Attributes:
-        source: source of the backbone.
-        data: opened splits.
-        runtime: runtime configuration of the protocol.
-        backbone: the network, on the CPU.
-        about: description of the backbone in `results.json`.
-        console: console for progress bars.
-        num_pictures: number of images to draw.
-        folder: output folder, set before `measure`; protocols that train write their checkpoints there.
-        prepared: any object passed from `prepare` to `measure`.
-        started: `time.perf_counter` at the start.
-    """
-
-    source: BackboneSource
-    data: Splits
-    runtime: Any
-    backbone: Backbone
-    about: dict[str, Any]
-    console: Console
-    num_pictures: int
-    folder: Path = Path()
-    prepared: Any = None
-    started: float = field(default_factory=time.perf_counter)
-
-    @cached_property
-    def devices(self) -> tuple[str, ...]:
-        """Devices of the run."""
-        if isinstance(self.runtime, EvaluationRuntime):
-            return resolve_devices(self.runtime.devices)
-        return ("cuda" if self.runtime.on_gpu else "cpu",)
-
-    @cached_property
-    def encoder(self) -> PatchEncoder:
-        """Patch encoder on the first device, with the features of the last `source.layers` blocks."""
-        return backbone_encoder(self.backbone.to(self.devices[0]), layers=self.source.layers)
-
-    def machine(self, encoder: PatchEncoder | ImageEncoder) -> Machine:
-        """Return the resources of a protocol that does not train, with the feature cache of an encoder."""
-        runtime, cache = self.runtime, None
-        if runtime.cache != "none":
-            about = {name: self.about[name] for name in ("source", "architecture")}
-            cache = FeatureCache(Path(runtime.cache), encoder, about)
-        workers = resolve_workers(runtime.workers)
-        return Machine(self.devices, runtime.batch_size, workers, runtime.memory_gib, cache)
-
-    def patches(
-        self,
-        images: LabelledImages,
-        *,
-        size: tuple[int, int] | None = None,
-        interpolation: Interpolation = "bicubic",
-        precision: FeaturePrecision = "float32",
-        unit: bool = True,
-    ) -> PatchFeatures:
-        """Return the features of all patches of images, with the class counts of each patch.
-
-        Features are cached by encoder, image and size, and are shared between protocols.
-
-        Args:
-            images: images to encode.
-            size: (height, width) in pixels of all images; None rounds each size to multiples of the patch size.
-            interpolation: interpolation of resized images.
-            precision: precision of the stored features.
-            unit: whether features are scaled to unit length.
-
-        Raises:
-            UnreadableImage, DataError: an image or label map is unusable.
-            ValueError: the features do not fit in memory or on the disk.
-        """
-        encoder = self.encoder
-        views = [EncodedView(index) for index in range(len(images))]
-        preparation = Preparation(encoder.patch_size, size, interpolation, unit=unit)
-        with Phases(self.console) as progress:
-            return extract_patches(
-                encoder,
-                images,
-                views,
-                preparation,
-                machine=self.machine(encoder),
-                precision=precision,
-                progress=progress,
-            )
-
-    def facts(self, protocol: Protocol) -> dict[str, Any]:
-        """Return the description of the data in `results.json`, as far as known before the measurement."""
-        return {protocol.roles.get(name, name): value for name, value in self.data.about.items()}
-
-    def has_result(self, result: EvaluationResult, protocol: Protocol) -> bool:
-        """Whether a result has the same backbone, protocol, settings and data (at the same path) as this run."""
-        wanted = {
-            "evaluation": protocol.name,
-            "fingerprint": self.about["fingerprint"],
-            "settings": protocol.used(self),
-            "data": self.facts(protocol),
-        }
-        found = {
-            "evaluation": result.evaluation,
-            "fingerprint": result.backbone.get("fingerprint"),
-            "settings": result.settings,
-            "data": {name: result.data.get(name) for name in wanted["data"]},
-        }
-        return plain(wanted) == found
-
-    def identity(self, protocol: Protocol) -> dict[str, Any]:
-        """Return the settings that must be unchanged when an evaluation is resumed."""
-        about = {name: value for name, value in self.data.about.items() if name not in PLACES}
-        settings = protocol.used(self)
-        return {"evaluation": protocol.name, "backbone": self.about["fingerprint"], "data": about, "settings": settings}
 
 
 def evaluate(
@@ -255,7 +135,7 @@ def evaluate_run(
             evaluation=protocol.name,
             settings=protocol.used(run),
             backbone=run.about,
-            data={**run.facts(protocol), **outcome.data},
+            data={**data_facts(run, protocol), **outcome.data},
             classes=list(outcome.classes),
             metrics=list(protocol.metrics),
             varies=protocol.varies,
@@ -289,7 +169,7 @@ def evaluate_run(
     with evaluation_folder(
         out,
         name,
-        run.identity(protocol),
+        identity(run, protocol),
         overwrite=overwrite,
         resume=resume,
         runtime=runtime,
@@ -343,3 +223,32 @@ def calibrate_batch_norms(backbone: Backbone, images: LabelledImages) -> None:
         return normalise(pixels, mean=backbone.mean, std=backbone.std)
 
     update_bn(map(normalised, range(min(_CALIBRATION_IMAGES, len(images)))), backbone)
+
+
+def data_facts(run: Run, protocol: Protocol) -> dict[str, Any]:
+    """Return the description of the data in `results.json`, as far as known before the measurement."""
+    return {protocol.roles.get(name, name): value for name, value in run.data.about.items()}
+
+
+def is_result_of(result: EvaluationResult, run: Run, protocol: Protocol) -> bool:
+    """Whether a result has the same backbone, protocol, settings and data (at the same path) as a run."""
+    wanted = {
+        "evaluation": protocol.name,
+        "fingerprint": run.about["fingerprint"],
+        "settings": protocol.used(run),
+        "data": data_facts(run, protocol),
+    }
+    found = {
+        "evaluation": result.evaluation,
+        "fingerprint": result.backbone.get("fingerprint"),
+        "settings": result.settings,
+        "data": {name: result.data.get(name) for name in wanted["data"]},
+    }
+    return plain(wanted) == found
+
+
+def identity(run: Run, protocol: Protocol) -> dict[str, Any]:
+    """Return the settings that must be unchanged when an evaluation is resumed."""
+    about = {name: value for name, value in run.data.about.items() if name not in PLACES}
+    settings = protocol.used(run)
+    return {"evaluation": protocol.name, "backbone": run.about["fingerprint"], "data": about, "settings": settings}

@@ -25,7 +25,7 @@ from cribo.evaluation.results import OUT, RESULTS, EvaluationResult, read_result
 from cribo.evaluation.runtime import TrainingRuntime
 from cribo.files import read_json, remove_parts, write_json
 from cribo.folders import MARKER, ResultFolder, describe_changes, flat, require_same
-from cribo.processes import end_with_launcher, is_first_process
+from cribo.machine import end_with_launcher, is_first_process
 from cribo.redaction import masked
 from cribo.training.checkpoints import Checkpoints, checkpoint_files, resume_point
 from cribo.training.events import open_loggers

@@ -6,7 +6,7 @@ from pathlib import Path
 from cribo.checks import require_least, require_positive
 from cribo.data.limits import DEFAULT_READING, Reading
 from cribo.errors import ConfigError
-from cribo.retrieval.source import BackboneSource
+from cribo.retrieval.config import BackboneSource
 
 
 @dataclass(frozen=True)

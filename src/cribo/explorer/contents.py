@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cribo.allocator import keep_freed_memory
 from cribo.console import Progress
 from cribo.data.images import ImageFiles, ImageSource, open_images, require, require_readable
 from cribo.data.limits import Reading, spread
@@ -18,6 +17,7 @@ from cribo.explorer.images import FolderImages
 from cribo.explorer.network import SharedEncoder
 from cribo.explorer.objects import ObjectFinder
 from cribo.explorer.segmenting import Visitors
+from cribo.machine import keep_freed_memory
 from cribo.object_search import DatabaseInfo, ObjectDatabase, ObjectSettings, index_images
 from cribo.pretraining.files import CONFIG
 from cribo.probes.fitting import default_blocks

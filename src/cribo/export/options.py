@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from cribo.checks import require_packages
-from cribo.retrieval.choices import FeaturePrecision
+from cribo.packages import require_packages
+from cribo.retrieval.config import FeaturePrecision
 
 Target = Literal["timm", "transformers", "onnx", "torch-export"]
 """Name of a format that a backbone is exported to."""

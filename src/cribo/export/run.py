@@ -21,7 +21,7 @@ from cribo.folders import ResultFolder
 from cribo.models import Backbone, Features, describe, normalise
 from cribo.models.card import CARD, model_card
 from cribo.models.hub import source_name
-from cribo.retrieval.choices import FeaturePrecision
+from cribo.retrieval.config import FeaturePrecision
 
 ABOUT = "export.json"
 """The file that describes an export, in its folder."""

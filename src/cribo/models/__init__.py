@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from cribo.models.adopting import LoadedWeights as LoadedWeights
     from cribo.models.backbone import Backbone as Backbone
     from cribo.models.backbone import Features as Features
     from cribo.models.backbone import evaluation_mode as evaluation_mode
@@ -13,6 +12,7 @@ if TYPE_CHECKING:
     from cribo.models.hub import HubName as HubName
     from cribo.models.hub import hub_name as hub_name
     from cribo.models.licences import Licence as Licence
+    from cribo.models.origin import LoadedWeights as LoadedWeights
     from cribo.models.saving import describe as describe
     from cribo.models.saving import save_backbone as save_backbone
     from cribo.models.weights import build_backbone as build_backbone

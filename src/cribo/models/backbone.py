@@ -32,8 +32,8 @@ from cribo.models.numerics import Numerics, apply_numerics, norm_epsilons
 from cribo.models.positions import RelativePositions, RelativeResizing
 
 if TYPE_CHECKING:
-    from cribo.models.adopting import LoadedWeights
     from cribo.models.licences import Licence
+    from cribo.models.origin import LoadedWeights
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 

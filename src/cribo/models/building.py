@@ -19,11 +19,10 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
-from cribo.arguments import import_by_path
 from cribo.errors import InputError
 from cribo.models import networks
 from cribo.models.backbone import RESERVED_ARGS, Backbone
-from cribo.trust import check_import
+from cribo.trust import check_import, import_by_path
 
 
 def build_network(

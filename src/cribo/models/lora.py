@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from cribo.errors import InputError, MissingPackage
-from cribo.installation import install_command
 from cribo.models.backbone import Backbone
+from cribo.packages import install_command
 
 Module = TypeVar("Module", bound=nn.Module)
 

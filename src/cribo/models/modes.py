@@ -10,3 +10,6 @@ CUDA_GRAPH_MODES: tuple[CompileMode, ...] = ("reduce-overhead", "max-autotune")
 
 NormalisedLayers = Literal["all", "last"]
 """Concatenated layers to which the final norm of a backbone is applied."""
+
+NetworkName = Literal["teacher", "student"]
+"""Network of a checkpoint that contains two."""

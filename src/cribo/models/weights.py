@@ -13,14 +13,14 @@ from timm.models import load_state_dict_from_hf
 
 from cribo.errors import Damaged, InputError
 from cribo.files import check_archive, nearest_path
-from cribo.models.adopting import LoadedWeights, adopt, build
+from cribo.models.adopting import adopt, build
 from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, RESERVED_ARGS, Backbone
 from cribo.models.building import build_network, nearest_names, untrained
 from cribo.models.formats.architecture import Architecture, infer_architecture
 from cribo.models.formats.distributed import METADATA
 from cribo.models.formats.hub import HUB_CONFIG, HUB_IMAGES, activation_of, hub_config, image_normalisation, read_beside
 from cribo.models.formats.reading import ORBAX_FILES, flatten, read_weights
-from cribo.models.formats.recognising import NetworkName, Recognised, first_keys, recognise
+from cribo.models.formats.recognising import Recognised, first_keys, recognise
 from cribo.models.formats.table import SHARD, Expected
 from cribo.models.formats.training_configs import (
     apply_detectron2_config,
@@ -32,6 +32,8 @@ from cribo.models.formats.training_configs import (
 )
 from cribo.models.hub import WEIGHT_SUFFIXES, WEIGHTS, Download, download, hub_name, suggested_name
 from cribo.models.licences import README, Licence, licences_of, read_licence, timm_licence
+from cribo.models.modes import NetworkName
+from cribo.models.origin import LoadedWeights
 from cribo.models.positions import Resizing
 from cribo.models.saving import (
     DESCRIBED,

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from cribo.object_search.merging import MergedDatabase as MergedDatabase
     from cribo.object_search.merging import merge_databases as merge_databases
     from cribo.object_search.run import index_collection as index_collection
+    from cribo.retrieval.config import ObjectSettings as ObjectSettings
     from cribo.retrieval.object_extraction import ImageObjects as ImageObjects
     from cribo.retrieval.object_extraction import extract_objects as extract_objects
-    from cribo.retrieval.object_settings import ObjectSettings as ObjectSettings
     from cribo.retrieval.objects import GridMask as GridMask
     from cribo.retrieval.objects import ImageObject as ImageObject
 else:

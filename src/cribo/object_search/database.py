@@ -35,11 +35,10 @@ from cribo.data.limits import Reading
 from cribo.data.reading import EncodedImage
 from cribo.errors import ConfigError, DatabaseError, DataError, InputError
 from cribo.files import parse_json
-from cribo.lance_loading import load_lance
+from cribo.packages import load_lance
 from cribo.redaction import masked
-from cribo.retrieval.object_settings import ObjectSettings
+from cribo.retrieval.config import BackboneSource, ObjectSettings, portable_source
 from cribo.retrieval.objects import GridMask, ImageObject
-from cribo.retrieval.source import BackboneSource, portable_source
 from cribo.trust import check_address, check_import, is_address
 from cribo.wording import command_line
 

@@ -17,12 +17,11 @@ from cribo.devices import resolve_threads
 from cribo.errors import UnreadableImage
 from cribo.object_search.database import SIDES
 from cribo.prefetching import prefetch_parts
+from cribo.retrieval.config import BackboneSource, ObjectSettings
 from cribo.retrieval.encoders import map_by_size
 from cribo.retrieval.lazy_network import LazyNetwork, OpenEncoder
 from cribo.retrieval.object_extraction import PreparedImage, extract_prepared, read_prepared
-from cribo.retrieval.object_settings import ObjectSettings
 from cribo.retrieval.objects import ImageObject
-from cribo.retrieval.source import BackboneSource
 
 READ_AHEAD = 4  # batches; images of equal size among them are encoded together
 _PLACES = (*SIDES, "area")

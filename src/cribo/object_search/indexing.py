@@ -13,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cribo.cluster.engines import Engine, LocalEngine
+from cribo.cluster.engines import LocalEngine
 from cribo.cluster.parts import ImagePart, part_size
+from cribo.cluster.work import Engine
 from cribo.console import Progress
 from cribo.data.collection import ImageCollection
 from cribo.data.reading import FileState

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from cribo.checks import require_packages
 from cribo.cluster.engines import open_engine
 from cribo.console import Phases
 from cribo.data.collection import ImageCollection, names_hash, open_collection, without_repeats
@@ -25,10 +24,10 @@ from cribo.object_search.database import (
     require_free,
 )
 from cribo.object_search.indexing import IndexQuality, IndexSummary, index_images, index_lock, index_vectors
+from cribo.packages import require_packages
 from cribo.redaction import masked
+from cribo.retrieval.config import BackboneSource, ObjectSettings
 from cribo.retrieval.lazy_network import LazyNetwork
-from cribo.retrieval.object_settings import ObjectSettings
-from cribo.retrieval.source import BackboneSource
 from cribo.trust import check_address
 
 log = logging.getLogger("cribo")

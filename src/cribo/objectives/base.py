@@ -16,7 +16,6 @@ from lightning.pytorch.callbacks import Callback
 from timm.models import Beit, ConvNeXt, EfficientNet, Eva, ResNet, VisionTransformer
 from torch import Tensor, nn
 
-from cribo.arguments import import_by_path
 from cribo.console import Progress
 from cribo.data.images import ImageSource
 from cribo.data.randomness import keyed_generator
@@ -26,6 +25,7 @@ from cribo.models import Backbone, build_backbone
 from cribo.models.lora import add_adapters, has_adapters, merged_parameters
 from cribo.models.modes import CompileMode
 from cribo.objectives.options import ObjectiveOptions
+from cribo.trust import import_by_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

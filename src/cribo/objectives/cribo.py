@@ -347,7 +347,7 @@ class CrIBo(Distillation):
         """Draw the bootstrapping ratio, clusters on view pairs, and matches across images."""
         from cribo.objectives.pictures import object_figures
 
-        return object_figures(self, rows, dataset)
+        return object_figures(self.exported(), self.options, rows, dataset)
 
     def callbacks(self, folder: Path, dataset: SampleDataset) -> Iterable[Callback]:
         """Return the callback that records clusters."""

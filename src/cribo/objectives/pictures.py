@@ -1,7 +1,6 @@
 """Figures in the report of a CrIBo run: bootstrapping ratio, clusters on view pairs, matches."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -18,10 +17,9 @@ from cribo.drawing import (
     panel_grid,
     plot_curve,
 )
+from cribo.models import Backbone
+from cribo.objectives.options import ObjectiveOptions
 from cribo.objectives.sampling import ObjectSample, match_sample, sample_objects
-
-if TYPE_CHECKING:
-    from cribo.objectives.cribo import CrIBo
 
 _CLUSTER_PAIRS = 6
 _FEW_EPOCHS = 5
@@ -32,14 +30,16 @@ CYCLE_CONSISTENT = "a search back, from the second view of the found object, fin
 """What it means that a match is cycle-consistent, in plain words."""
 
 
-def object_figures(objective: "CrIBo", rows: Sequence[dict[str, float]], dataset: SampleDataset) -> dict[str, Figure]:
-    """Draw figures of the run's objects, by name; computed on the teacher's device."""
+def object_figures(
+    backbone: Backbone, options: ObjectiveOptions, rows: Sequence[dict[str, float]], dataset: SampleDataset
+) -> dict[str, Figure]:
+    """Draw figures of the run's objects, by name; computed on the backbone's device."""
     figures: dict[str, Figure] = {}
     if sum("bootstrapping_ratio" in row for row in rows) > 1:
         figures["bootstrapping_ratio"] = draw_bootstrapping({"": rows})
         figures["bootstrapping_ratio"].axes[0].set_title("Share of objects with a cycle-consistent match")
-    if objective.options.needs_objects:
-        sample = sample_objects(objective.exported(), dataset.source, objective.options, count=_GALLERY)
+    if options.needs_objects:
+        sample = sample_objects(backbone, dataset.source, options, count=_GALLERY)
         figures |= {"clusters": draw_clusters(sample), "matches": draw_matches(sample)}
     return figures
 

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from cribo.errors import MissingPackage
-from cribo.installation import install_command
+from cribo.packages import install_command
 
 SEARCH_SIDE = 512
 """Longest side in pixels of the image that selective search reads; larger images are reduced."""

@@ -20,9 +20,9 @@ from jaxtyping import Float, Int
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from cribo.allocator import give_freed_memory_back
 from cribo.data.samples import Batch
 from cribo.errors import ConfigError
+from cribo.machine import give_freed_memory_back
 from cribo.method import NO_MATCH, Matches, MemoryBank
 from cribo.objectives.cribo import CrIBo
 from cribo.objectives.distillation import Network

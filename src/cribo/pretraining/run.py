@@ -19,6 +19,7 @@ from cribo.console import Phases
 from cribo.errors import ConfigError, FolderError, if_interrupted
 from cribo.files import read_json, remove_parts, write_json, write_text
 from cribo.folders import ResultFolder, describe_changes, flat, named_folder, require_same
+from cribo.machine import end_with_launcher
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import CONFIG, REPORT, SUMMARY, TRUNK_CACHE
@@ -32,7 +33,6 @@ from cribo.pretraining.report import write_report
 from cribo.pretraining.score import AgreementScore, RetrievalScore, judges_without_labels, score_data_name
 from cribo.pretraining.session import Session
 from cribo.pretraining.stages import RunStages
-from cribo.processes import end_with_launcher
 from cribo.training.checkpoints import Checkpoints, checkpoint_files, resume_point
 from cribo.training.events import open_loggers
 from cribo.training.folder import claim, open_on_all_ranks

@@ -15,7 +15,6 @@ from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cribo.checks import require_packages
 from cribo.data import ImageSource, open_collection
 from cribo.data.cache import CachedImages
 from cribo.data.clips import Clips
@@ -28,6 +27,7 @@ from cribo.devices import multiplies_bfloat16
 from cribo.errors import ConfigError, DataError
 from cribo.objectives.base import BUILT_IN, Stages, objective_class
 from cribo.objectives.trunk_cache import fill
+from cribo.packages import require_packages
 from cribo.pretraining.batches import advice_for_few, advice_for_groups
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.module import PretrainingModule

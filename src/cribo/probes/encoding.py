@@ -10,7 +10,7 @@ from torch import Tensor
 from cribo.errors import InputError, MissingBlocks
 from cribo.models import Backbone
 from cribo.probes.fitting import block_sets
-from cribo.probes.settings import ProbeSettings
+from cribo.retrieval.config import ProbeSettings
 from cribo.retrieval.encoders import PatchEncoder, backbone_encoder, blocks_encoder, map_by_size
 from cribo.retrieval.grid import window_starts
 

@@ -17,7 +17,7 @@ from torch.nn.functional import normalize
 
 from cribo.console import Progress, no_progress
 from cribo.evaluation.scores import calibration_error, iou
-from cribo.probes.settings import Head, ProbeSettings
+from cribo.retrieval.config import Head, ProbeSettings
 from cribo.retrieval.search import Neighbours, TensorKeys, nearest
 from cribo.retrieval.voting import Voters, label_shares
 from cribo.retrieval.whitening import Moments, partial_whitening

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from cribo.retrieval.config import BackboneSource as BackboneSource
+    from cribo.retrieval.config import backbone_name as backbone_name
     from cribo.retrieval.encoders import PatchEncoder as PatchEncoder
     from cribo.retrieval.encoders import backbone_encoder as backbone_encoder
     from cribo.retrieval.encoders import mean_colour_encoder as mean_colour_encoder
@@ -14,8 +16,6 @@ if TYPE_CHECKING:
     from cribo.retrieval.pca import pca_colours as pca_colours
     from cribo.retrieval.search import Neighbours as Neighbours
     from cribo.retrieval.search import nearest as nearest
-    from cribo.retrieval.source import BackboneSource as BackboneSource
-    from cribo.retrieval.source import backbone_name as backbone_name
     from cribo.retrieval.whitening import Moments as Moments
     from cribo.retrieval.whitening import partial_whitening as partial_whitening
 else:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from cribo.errors import ConfigError, InputError
 from cribo.models import Backbone, evaluation_mode, load_backbone, normalise
 from cribo.models.licences import describe_licences
+from cribo.retrieval.config import MEAN_COLOUR, BackboneSource, backbone_name
 from cribo.retrieval.grid import encoding_size
 from cribo.retrieval.patches import resize_image
-from cribo.retrieval.source import MEAN_COLOUR, BackboneSource, backbone_name
 
 _MEAN_COLOUR_PATCH = 16
 

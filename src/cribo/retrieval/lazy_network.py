@@ -11,8 +11,8 @@ import torch
 from cribo.devices import resolve_device
 from cribo.errors import ConfigError
 from cribo.models import Backbone
+from cribo.retrieval.config import BackboneSource, portable_source
 from cribo.retrieval.encoders import PatchEncoder, backbone_encoder, blocks_encoder, open_network
-from cribo.retrieval.source import BackboneSource, portable_source
 
 
 class _Opened(NamedTuple):

@@ -23,9 +23,9 @@ from cribo.data.randomness import keyed_generator
 from cribo.data.reading import EncodedImage, read_reduced
 from cribo.errors import InputError
 from cribo.method import cluster_tokens, draw_initial_tokens
+from cribo.retrieval.config import ObjectSettings
 from cribo.retrieval.encoders import PatchEncoder, map_by_size
 from cribo.retrieval.grid import patch_of_pixel
-from cribo.retrieval.object_settings import ObjectSettings
 from cribo.retrieval.objects import Box, GridMask, ImageObject
 from cribo.retrieval.patches import resize_image
 

@@ -12,7 +12,7 @@ from torchvision.transforms.v2 import functional as TF
 from cribo.data.crops import resize_labels
 from cribo.data.randomness import keyed_generator
 from cribo.errors import InputError
-from cribo.retrieval.choices import Interpolation, Unlabelled
+from cribo.retrieval.config import Interpolation, Unlabelled
 from cribo.retrieval.grid import patch_of_pixel
 
 _MODES = {"bicubic": InterpolationMode.BICUBIC, "bilinear": InterpolationMode.BILINEAR}

@@ -16,11 +16,10 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from cribo.devices import multiplies_bfloat16
+from cribo.devices import available_memory, multiplies_bfloat16
 from cribo.errors import InputError, MissingPackage
-from cribo.installation import install_command
 from cribo.models.linear import linear
-from cribo.retrieval.free_memory import available_memory
+from cribo.packages import install_command
 
 _GROUP = 64  # rows of a product are padded to it, so that libraries sum all inner products in the same order
 _KEPT_GROUPS = 8  # groups of keys merged with the neighbours of a query at once

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int, Num
 from torch import Tensor
 
-from cribo.retrieval.choices import PatchLabels, Vote
+from cribo.retrieval.config import PatchLabels, Vote
 from cribo.retrieval.search import Neighbours
 
 _BLOCK = 4096  # queries per block

@@ -8,7 +8,7 @@ from cribo.checks import require_least
 from cribo.cluster.config import EngineOptions
 from cribo.data.limits import MAX_PIXELS
 from cribo.errors import ConfigError
-from cribo.retrieval.source import BackboneSource
+from cribo.retrieval.config import BackboneSource
 
 
 @dataclass

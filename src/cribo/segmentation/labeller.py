@@ -20,7 +20,7 @@ from cribo.data.reading import read_image
 from cribo.devices import resolve_device, resolve_threads
 from cribo.errors import InputError, UnreadableImage
 from cribo.prefetching import BUDGET, prefetch_parts
-from cribo.retrieval.source import BackboneSource, portable_source
+from cribo.retrieval.config import BackboneSource, portable_source
 from cribo.segmentation.memory import Segmentation, SegmentationMemory
 from cribo.segmentation.pixels import write_confidence, write_labels
 

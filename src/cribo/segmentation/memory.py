@@ -32,8 +32,8 @@ from cribo.probes.fitting import (
     left_out_confusions,
     thinned,
 )
+from cribo.retrieval.config import BackboneSource
 from cribo.retrieval.encoders import PatchEncoder, open_network
-from cribo.retrieval.source import BackboneSource
 from cribo.segmentation.inputs import ImageLike, LabelsLike, open_image, open_labels
 from cribo.segmentation.pixels import label_pixels
 from cribo.segmentation.settings import SegmentationSettings

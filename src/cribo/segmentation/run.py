@@ -19,8 +19,9 @@ from PIL import Image
 from rich.console import Console
 from torch import Tensor
 
-from cribo.cluster.engines import Engine, open_engine
+from cribo.cluster.engines import open_engine
 from cribo.cluster.parts import ImagePart, part_size
+from cribo.cluster.work import Engine
 from cribo.colours import Colour
 from cribo.console import Phases, duration
 from cribo.data.coco import BACKGROUND

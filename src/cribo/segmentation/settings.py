@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from cribo.checks import require_positive
 from cribo.data.limits import Reading
 from cribo.errors import InputError
-from cribo.probes.settings import ProbeSettings
+from cribo.retrieval.config import ProbeSettings
 
 Refine = Literal["none", "bilateral"]
 OF_FEATURES = ("size", "scale", "window", "stride", "precision", "range")

@@ -12,10 +12,10 @@ from cribo.devices import resolve_devices
 from cribo.errors import ConfigError, InputError
 from cribo.evaluation.data import Splits
 from cribo.evaluation.protocol import Protocol, find_protocol
-from cribo.evaluation.runner import Run
+from cribo.evaluation.run import Run
 from cribo.evaluation.runtime import TrainingRuntime
 from cribo.models import Backbone
-from cribo.retrieval.source import BackboneSource
+from cribo.retrieval.config import BackboneSource
 
 _EVALUATION = "evaluation"
 _CELL = "cell"  # stands for the source of a backbone until it is trained

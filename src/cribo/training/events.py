@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from cribo.errors import ConfigError, FolderError, Interrupted
 from cribo.files import write_json
 from cribo.folders import flat
-from cribo.processes import is_first_process
+from cribo.machine import is_first_process
 from cribo.redaction import without_secrets
 from cribo.training.loggers import SERVICES, TENSORBOARD, Service, Status, plain_settings, run_name
 

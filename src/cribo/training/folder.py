@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from cribo.errors import FolderError
 from cribo.folders import ResultFolder
-from cribo.processes import LAUNCHER
+from cribo.machine import LAUNCHER
 
 log = logging.getLogger("cribo")
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 
 from cribo.errors import Interrupted
-from cribo.processes import is_first_process
+from cribo.machine import is_first_process
 
 log = logging.getLogger("cribo")
 

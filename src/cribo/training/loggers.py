@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from cribo.checks import require_distinct, require_packages
+from cribo.checks import require_distinct
 from cribo.errors import ConfigError
 from cribo.folders import result_kind
+from cribo.packages import require_packages
 from cribo.redaction import without_secrets
 
 log = logging.getLogger("cribo")

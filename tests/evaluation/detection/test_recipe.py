@@ -13,7 +13,7 @@ from cribo.evaluation.detection.model import build_yolos
 from cribo.evaluation.detection.protocol import Detection, DetectionData
 from cribo.evaluation.runtime import TrainingRuntime
 from cribo.models import Backbone
-from cribo.retrieval.source import BackboneSource
+from cribo.retrieval.config import BackboneSource
 
 
 def test_the_paper_schedule_is_that_of_yolos_s_with_the_batch_of_cribo() -> None:

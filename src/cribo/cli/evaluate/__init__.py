@@ -15,7 +15,7 @@ from cribo.console import importing
 from cribo.data.limits import READING_SHORT, Reading
 from cribo.errors import ConfigError
 from cribo.evaluation.protocol import PROTOCOLS
-from cribo.processes import is_first_process
+from cribo.machine import is_first_process
 from cribo.training.loggers import TENSORBOARD
 
 USAGE = """\
@@ -101,7 +101,7 @@ def evaluation_parser(name: str, protocol: type[Any]) -> Parser:
         name: name on the command line.
         protocol: class of the protocol.
     """
-    from cribo.retrieval.source import BackboneSource
+    from cribo.retrieval.config import BackboneSource
 
     parts = {"backbone": BackboneSource, "data": protocol.data_type, "runtime": protocol.runtime_type, "": protocol}
     options = {

@@ -12,7 +12,7 @@ from cribo.evaluation.protocol import Outcome, PatchProtocol
 from cribo.evaluation.settings import QUICK_SIDE, require_whole_patches, square
 
 if TYPE_CHECKING:
-    from cribo.evaluation.runner import Run
+    from cribo.evaluation.run import Run
 
 _SIDE = 768  # of the square images in DIFT
 

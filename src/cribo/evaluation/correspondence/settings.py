@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from cribo.errors import InputError
 from cribo.evaluation.settings import UNDECIDED, Decided, Settings
-from cribo.retrieval.choices import FeaturePrecision, Interpolation
+from cribo.retrieval.config import FeaturePrecision, Interpolation
 
 
 @dataclass(frozen=True, kw_only=True)

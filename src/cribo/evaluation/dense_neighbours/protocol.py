@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from cribo.checks import require_packages
 from cribo.evaluation.dense_neighbours.settings import DenseNNSettings
 from cribo.evaluation.protocol import Outcome, Protocol
 from cribo.evaluation.settings import QUICK_SIDE, square
+from cribo.packages import require_packages
 
 if TYPE_CHECKING:
-    from cribo.evaluation.runner import Run
+    from cribo.evaluation.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)

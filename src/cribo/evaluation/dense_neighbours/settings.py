@@ -9,7 +9,7 @@ from cribo.checks import require_least, require_positive
 from cribo.data.sets import SEGMENTATION_SETS
 from cribo.errors import InputError
 from cribo.evaluation.settings import UNDECIDED, Decided, Settings, require_whole_patches, square
-from cribo.retrieval.choices import FeaturePrecision, Interpolation, PatchLabels, Unlabelled, Vote
+from cribo.retrieval.config import FeaturePrecision, Interpolation, PatchLabels, Unlabelled, Vote
 
 Variant = Literal["cribo", "hummingbird", "hummingbird-strict", "dip", "franca"]
 ScoreLevel = Literal["patch", "pixel", "resized"]

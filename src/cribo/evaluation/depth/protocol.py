@@ -13,7 +13,7 @@ from cribo.evaluation.protocol import Outcome, PatchProtocol
 from cribo.evaluation.settings import require_whole_patches, square
 
 if TYPE_CHECKING:
-    from cribo.evaluation.runner import Run
+    from cribo.evaluation.run import Run
 
 
 @dataclass

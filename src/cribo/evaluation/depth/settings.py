@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from cribo.checks import require_distinct, require_least, require_positive
 from cribo.evaluation.settings import Settings
-from cribo.retrieval.choices import FeaturePrecision, Interpolation, Vote
+from cribo.retrieval.config import FeaturePrecision, Interpolation, Vote
 
 METHODS = ("neighbours", "linear")
 

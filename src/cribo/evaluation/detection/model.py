@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from cribo.errors import ConfigError, MissingPackage
 from cribo.evaluation.detection.settings import ADVICE
-from cribo.installation import install_command
 from cribo.models import Backbone
 from cribo.models.formats.naming import State
 from cribo.models.formats.table import NAMINGS
 from cribo.models.inverse import write_as
 from cribo.models.linear import use_onednn
+from cribo.packages import install_command
 
 if TYPE_CHECKING:
     from transformers import YolosForObjectDetection

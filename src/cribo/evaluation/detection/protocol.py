@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from cribo.checks import require_least, require_packages
+from cribo.checks import require_least
 from cribo.data.limits import spread
 from cribo.errors import ConfigError
 from cribo.evaluation.data import Splits, about_splits
@@ -19,14 +19,15 @@ from cribo.evaluation.detection.settings import (
 )
 from cribo.evaluation.protocol import Outcome, Protocol
 from cribo.evaluation.runtime import TrainingRuntime
-from cribo.retrieval.source import MEAN_COLOUR, BackboneSource
+from cribo.packages import require_packages
+from cribo.retrieval.config import MEAN_COLOUR, BackboneSource
 from cribo.wording import command_line
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from cribo.evaluation.results import EvaluationResult
-    from cribo.evaluation.runner import Run
+    from cribo.evaluation.run import Run
 
 
 @dataclass

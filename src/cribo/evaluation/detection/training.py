@@ -15,7 +15,7 @@ from cribo.evaluation.detection.views import Collate, Sizes, TrainingViews, Whol
 from cribo.evaluation.pages import write_pages
 from cribo.evaluation.protocol import Outcome
 from cribo.evaluation.results import EvaluationResult
-from cribo.evaluation.runner import Run
+from cribo.evaluation.run import Run
 from cribo.evaluation.training import fit
 from cribo.files import write_folder_whole, write_json
 from cribo.models import Backbone

@@ -12,10 +12,10 @@ from cribo.evaluation.data import Splits, absolute, described
 from cribo.evaluation.discovery.settings import DiscoverySettings
 from cribo.evaluation.protocol import Outcome, Protocol
 from cribo.evaluation.settings import QUICK_SIDE
-from cribo.retrieval.source import BackboneSource
+from cribo.retrieval.config import BackboneSource
 
 if TYPE_CHECKING:
-    from cribo.evaluation.runner import Run
+    from cribo.evaluation.run import Run
 
 log = logging.getLogger(__name__)
 

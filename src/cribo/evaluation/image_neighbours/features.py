@@ -22,7 +22,7 @@ from cribo.data.batches import Batches
 from cribo.data.classification import ClassifiedFiles
 from cribo.errors import InputError, UnreadableImage
 from cribo.evaluation.cache import DTYPES, FeatureCache, Machine, in_blocks, require_room, store, stored
-from cribo.retrieval.choices import FeaturePrecision
+from cribo.retrieval.config import FeaturePrecision
 from cribo.retrieval.encoders import ImageEncoder
 
 _BLOCK = 1024  # number of images per cache file; at most this many are lost by an interruption

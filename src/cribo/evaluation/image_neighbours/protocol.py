@@ -9,11 +9,11 @@ from cribo.errors import ConfigError
 from cribo.evaluation.data import ImageData
 from cribo.evaluation.image_neighbours.settings import PUBLISHED, ImageNNSettings
 from cribo.evaluation.protocol import Outcome, Protocol
-from cribo.retrieval.source import BackboneSource
+from cribo.retrieval.config import BackboneSource
 
 if TYPE_CHECKING:
     from cribo.evaluation.results import EvaluationResult
-    from cribo.evaluation.runner import Run
+    from cribo.evaluation.run import Run
 
 
 _SHOWN_PAIRS = 10

@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 from cribo.checks import require_least, require_positive
 from cribo.errors import ConfigError
 from cribo.evaluation.settings import UNDECIDED, Decided, Settings
-from cribo.retrieval.choices import FeaturePrecision
+from cribo.retrieval.config import FeaturePrecision
 
 NEIGHBOURS = (10, 20, 100, 200)
 """Commonly reported values of k."""

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from cribo.checks import require_packages
 from cribo.evaluation.overclustering.settings import OverclusteringSettings
 from cribo.evaluation.protocol import Outcome, PatchProtocol
 from cribo.evaluation.settings import QUICK_SIDE, square
+from cribo.packages import require_packages
 
 if TYPE_CHECKING:
-    from cribo.evaluation.runner import Run
+    from cribo.evaluation.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 from cribo.checks import require_least
 from cribo.errors import InputError
 from cribo.evaluation.settings import UNDECIDED, Decided, Settings, require_whole_patches, square
-from cribo.retrieval.choices import FeaturePrecision, Interpolation
+from cribo.retrieval.config import FeaturePrecision, Interpolation
 
 CLUSTERS = (300, 500)
 """Numbers of clusters reported in papers, in addition to the number of classes."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cribo.errors import FolderError
 from cribo.evaluation.protocol import Outcome
-from cribo.evaluation.runner import Run
+from cribo.evaluation.run import Run
 from cribo.evaluation.scores import mean_iou
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
 from cribo.evaluation.segmentation.module import follow_rules
@@ -24,7 +24,7 @@ from cribo.evaluation.segmentation.segmenter import Segmenter, SegmenterFinetuni
 from cribo.evaluation.segmentation.settings import SegmenterSettings, scale_of
 from cribo.evaluation.segmentation.trained import SEGMENTER_FILE, TrainedSegmenter, load_segmenter, save_segmenter
 from cribo.files import write_json
-from cribo.processes import is_first_process
+from cribo.machine import is_first_process
 from cribo.retrieval.encoders import open_backbone
 from cribo.training.checkpoints import CHECKPOINTS
 

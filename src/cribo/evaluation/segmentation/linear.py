@@ -11,15 +11,15 @@ from cribo.data.crops import WholeImages
 from cribo.data.randomness import keyed_generator
 from cribo.errors import ConfigError
 from cribo.evaluation.protocol import Outcome
-from cribo.evaluation.runner import Run
+from cribo.evaluation.run import Run
 from cribo.evaluation.segmentation.inference import Inference
 from cribo.evaluation.segmentation.module import SegmentationModule, follow_rules
 from cribo.evaluation.segmentation.outcome import outcome, preparation, rows_of, train
 from cribo.evaluation.segmentation.rules import PAPER, Rules
 from cribo.evaluation.segmentation.settings import LinearSettings
 from cribo.models import Backbone
+from cribo.retrieval.config import MEAN_COLOUR
 from cribo.retrieval.encoders import open_backbone
-from cribo.retrieval.source import MEAN_COLOUR
 
 _HEAD = 0x6C696E65  # key of these draws, distinct from other uses of the seed
 _STD = 0.01

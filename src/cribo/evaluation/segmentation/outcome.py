@@ -14,12 +14,12 @@ from cribo.data.limits import spread
 from cribo.evaluation.pictures import panel_of
 from cribo.evaluation.protocol import Outcome
 from cribo.evaluation.results import best_place
-from cribo.evaluation.runner import Run
+from cribo.evaluation.run import Run
 from cribo.evaluation.scores import iou
 from cribo.evaluation.segmentation.module import SegmentationModule
 from cribo.evaluation.segmentation.settings import SegmentationTrainingSettings, scale_of
 from cribo.evaluation.training import fit
-from cribo.processes import is_first_process
+from cribo.machine import is_first_process
 
 
 def preparation(settings: SegmentationTrainingSettings, run: Run) -> Preparation:

@@ -14,13 +14,13 @@ from cribo.evaluation.segmentation.settings import (
     SegmenterSettings,
     scale_of,
 )
-from cribo.retrieval.source import MEAN_COLOUR, BackboneSource
+from cribo.retrieval.config import MEAN_COLOUR, BackboneSource
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from cribo.evaluation.results import EvaluationResult
-    from cribo.evaluation.runner import Run
+    from cribo.evaluation.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from cribo.evaluation.settings import square
 from cribo.evaluation.video.settings import VideoPropagationSettings
 
 if TYPE_CHECKING:
-    from cribo.evaluation.runner import Run
+    from cribo.evaluation.run import Run
 
 _MULTIPLE = 64  # pixels, of the longer side in DINO
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from cribo.checks import require_least, require_positive
 from cribo.evaluation.settings import Settings
-from cribo.retrieval.choices import FeaturePrecision, Interpolation
+from cribo.retrieval.config import FeaturePrecision, Interpolation
 
 
 @dataclass(frozen=True, kw_only=True)

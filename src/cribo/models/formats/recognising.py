@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 from torch import Tensor
 
@@ -28,10 +28,9 @@ from cribo.models.formats.table import (
     Project,
     Rules,
 )
+from cribo.models.modes import NetworkName
 from cribo.models.numerics import Numerics
 from cribo.models.positions import Resizing
-
-NetworkName = Literal["teacher", "student"]
 
 # Names of the network to evaluate.
 _TEACHER_LIKE = r"(^|[./_])(teacher|ema|model_ema|ema_params|momentum\w*|target\w*)([./_]|$)"

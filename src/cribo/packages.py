@@ -1,15 +1,19 @@
-"""How this package was installed, and the command that adds its optional packages."""
+"""Optional packages: checks, imports, and the command that installs them as this package was installed."""
 
+import importlib.util
 import json
 import os
 import shutil
 import sys
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from packaging.requirements import Requirement
+
+from cribo.errors import MissingPackage
 
 PACKAGE = "cribo-ssl"
 """Name of this package's distribution."""
@@ -26,6 +30,36 @@ def install_command(extra: str) -> str:
         True
     """
     return command_for(distribution(PACKAGE), extra)
+
+
+def require_packages(purpose: str, *packages: str, extra: str, otherwise: str = "") -> None:
+    """Check that optional packages are installed, without importing them.
+
+    Args:
+        purpose: feature that needs them, for the error message.
+        packages: import names.
+        extra: extra of this package that installs them.
+        otherwise: alternative to installing them, appended to the error message.
+
+    Raises:
+        MissingPackage: a package is not installed.
+    """
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise MissingPackage(f"{purpose} needs {', '.join(missing)}: {install_command(extra)}{otherwise}")
+
+
+def load_lance(purpose: str) -> Any:
+    """Import Lance.
+
+    Raises:
+        MissingPackage: it is not installed; the message begins with `purpose`.
+    """
+    os.environ.setdefault("LANCE_LOG", "error")  # read at import; it warns about every table that it creates
+    try:
+        import lance
+    except ModuleNotFoundError as error:
+        raise MissingPackage(f"{purpose} needs Lance: {install_command('search')}") from error
+    return lance
 
 
 def command_for(installed: Distribution, extra: str) -> str:
