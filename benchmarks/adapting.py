@@ -17,17 +17,17 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 
-from cribo.adaptation.averaging import averaged
-from cribo.adaptation.closed_form import choose_closed_form, refit_whitening
-from cribo.adaptation.config import AdaptConfig
-from cribo.adaptation.indicators import measure_indicators
-from cribo.adaptation.labelled import gain, open_labelled, score_images
-from cribo.adaptation.run import planned_training
-from cribo.console import Phases
+from cribo.apps.adapt.averaging import averaged
+from cribo.apps.adapt.closed_form import choose_closed_form, refit_whitening
+from cribo.apps.adapt.config import AdaptConfig
+from cribo.apps.adapt.indicators import measure_indicators
+from cribo.apps.adapt.labelled import gain, open_labelled, score_images
+from cribo.apps.adapt.run import planned_training
+from cribo.base.console import Phases
 from cribo.data import LabelledSubset, open_images
+from cribo.features import BackboneSource
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.pretraining import load_config, pretrain
-from cribo.retrieval import BackboneSource
 
 POWER = 0.6
 _ALIGNMENT = {"points": 0, "cross_view": 0, "cross_image": 0, "object_neighbours": 0, "patch_neighbours": 0}

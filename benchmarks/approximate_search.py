@@ -27,8 +27,8 @@ from rich.table import Table
 from torch import Tensor
 
 from cribo.data import open_segmentation
-from cribo.retrieval.search import ApproximateIndex, Neighbours, TensorKeys, nearest, recall
-from cribo.retrieval.voting import Voters, label_shares
+from cribo.features.search import ApproximateIndex, Neighbours, TensorKeys, nearest, recall
+from cribo.features.voting import Voters, label_shares
 
 K = 30
 

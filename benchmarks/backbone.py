@@ -30,10 +30,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from cribo.machine import keep_freed_memory
+from cribo.base.machine import keep_freed_memory
 from cribo.models import Backbone, build_backbone
+from cribo.models.config import Checkpointing, CompileMode
 from cribo.models.linear import Linear
-from cribo.models.modes import Checkpointing, CompileMode
 
 # FLOPs of each measurement, in passes of the network.
 PASSES = {"forward": 1, "with backward": 3, "step": 4}

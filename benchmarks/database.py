@@ -28,10 +28,10 @@ from jaxtyping import Float
 from rich.console import Console
 from rich.table import Table
 
-import cribo.object_search.database as implementation
-from cribo.object_search import DatabaseInfo, IndexedImage, ObjectDatabase, ObjectSettings, ObjectWriter, index_vectors
-from cribo.object_search.database import new_entry
-from cribo.retrieval.objects import GridMask, ImageObject
+import cribo.apps.search.database as implementation
+from cribo.apps.search import DatabaseInfo, IndexedImage, ObjectDatabase, ObjectSettings, ObjectWriter, index_vectors
+from cribo.apps.search.database import new_entry
+from cribo.features.objects import GridMask, ImageObject
 
 DIM = 384
 K = 10

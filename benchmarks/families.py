@@ -18,7 +18,7 @@ from pathlib import Path
 import timm
 from rich.console import Console
 
-from cribo.files import write_json
+from cribo.base.files import write_json
 
 PAGE = Path(__file__).parents[1] / "docs/families.md"
 BEGIN, END = "<!-- table: python -m benchmarks.families -->", "<!-- end of the table -->"
@@ -47,7 +47,7 @@ def attempt(family: str) -> Result:
     """Encode and export the smallest network of a family."""
     import torch
 
-    from cribo.export import export_backbone
+    from cribo.apps.export import export_backbone
     from cribo.models import build_backbone
 
     name = smallest(family)

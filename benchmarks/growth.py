@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import nnls
 
-from cribo.drawing import house_style, write_figure
-from cribo.files import write_json
+from cribo.base.drawing import house_style, write_figure
+from cribo.base.files import write_json
 
 Law = Callable[[np.ndarray], list[np.ndarray]]
 

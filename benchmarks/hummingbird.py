@@ -21,8 +21,8 @@ from torchvision.transforms.v2 import functional as TF
 
 from cribo.data import LabelledImages, LabelledSubset, open_segmentation
 from cribo.evaluation import DenseNN, dense_nn
+from cribo.features import backbone_encoder
 from cribo.models import build_backbone
-from cribo.retrieval import backbone_encoder
 
 CAMVID = Path(__file__).parents[2] / "shared" / "data" / "camvid"
 IMAGES, SIDE, PATCH, NEIGHBOURS, TEMPERATURE = 30, 224, 16, 30, 0.02

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from cribo.base.errors import UnreadableImage
 from cribo.data import ImageFiles, ImageSource, open_images
 from cribo.data.loading import BatchLoader
 from cribo.data.samples import Batch, SampleDataset, StepBatchSampler
-from cribo.errors import UnreadableImage
 from cribo.method import ViewRecipe
 from cribo.objectives.cribo import ViewPairs
 

@@ -31,15 +31,15 @@ from jaxtyping import Float, Int
 from rich.console import Console
 from rich.table import Table
 
+from cribo.apps.search import DatabaseInfo, IndexedImage, ObjectDatabase, ObjectSettings, index_images, index_lock
+from cribo.base.machine import keep_freed_memory
 from cribo.data import LabelledImages, open_images, open_segmentation
 from cribo.data.reading import read_image
-from cribo.machine import keep_freed_memory
+from cribo.features import BackboneSource, PatchEncoder, backbone_encoder, mean_colour_encoder, nearest
+from cribo.features.object_extraction import extract_objects, extract_prepared, prepare_image
+from cribo.features.objects import ImageObject
+from cribo.features.search import TensorKeys
 from cribo.models import build_backbone, load_backbone
-from cribo.object_search import DatabaseInfo, IndexedImage, ObjectDatabase, ObjectSettings, index_images, index_lock
-from cribo.retrieval import BackboneSource, PatchEncoder, backbone_encoder, mean_colour_encoder, nearest
-from cribo.retrieval.object_extraction import extract_objects, extract_prepared, prepare_image
-from cribo.retrieval.objects import ImageObject
-from cribo.retrieval.search import TensorKeys
 
 DIM = 384
 PER_IMAGE = 16
@@ -166,7 +166,7 @@ def latency(sizes: Sequence[int], queries: int) -> Table:
             add(table, size, "Lance, index", measure(by_index, query, worst), built, own)
         held = vectors.nbytes / MIB
         in_memory = partial(by_ours, TensorKeys(torch.from_numpy(vectors)))
-        add(table, size, "cribo.retrieval, exact", measure(in_memory, query, worst, held), None, None)
+        add(table, size, "cribo.features, exact", measure(in_memory, query, worst, held), None, None)
         flat = faiss.IndexFlatIP(DIM)
         faiss.omp_set_num_threads(torch.get_num_threads())
         flat.add(vectors)

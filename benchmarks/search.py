@@ -31,10 +31,10 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as TF
 
 from cribo.data import LabelledImages, open_segmentation
+from cribo.features import backbone_encoder
+from cribo.features.search import Neighbours, TensorKeys, nearest, recall
+from cribo.features.voting import Voters, label_shares
 from cribo.models import load_backbone
-from cribo.retrieval import backbone_encoder
-from cribo.retrieval.search import Neighbours, TensorKeys, nearest, recall
-from cribo.retrieval.voting import Voters, label_shares
 
 CAMVID = Path(__file__).parents[2] / "shared" / "data" / "camvid"
 GRID = 32  # patches along each side of an image

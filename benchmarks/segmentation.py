@@ -21,17 +21,17 @@ import torch
 from benchmarks.measuring import timed
 from torch import Tensor
 
-from cribo.adaptation.labelled import open_labelled
+from cribo.apps.adapt.labelled import open_labelled
+from cribo.apps.segment import Example, SegmentationMemory, SegmentationSettings, probe_encoder
+from cribo.apps.segment.suggesting import suggest
+from cribo.base.machine import keep_freed_memory
 from cribo.data import LabelledSubset
-from cribo.data.limits import spread
+from cribo.data.config import spread
 from cribo.data.randomness import keyed_generator
-from cribo.evaluation.scores import calibration_error, iou
-from cribo.machine import keep_freed_memory
+from cribo.features import PatchEncoder
+from cribo.features.probes.fitting import default_blocks
+from cribo.features.scores import calibration_error, iou
 from cribo.models import Backbone, build_backbone, load_backbone
-from cribo.probes.fitting import default_blocks
-from cribo.retrieval import PatchEncoder
-from cribo.segmentation import Example, SegmentationMemory, SegmentationSettings, probe_encoder
-from cribo.segmentation.suggesting import suggest
 
 _DRAW = 0x736567
 _EVERY = 7  # pixels for the calibration error

@@ -20,10 +20,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from cribo.data import ShardedImages, open_images, open_shards, write_shards
-from cribo.data.images import ImageSource, PackedNames
 from cribo.data.samples import SampleDataset
-from cribo.data.storage import LocalShards
-from cribo.data.tars import ShardIndex
+from cribo.data.sources.images import ImageSource, PackedNames
+from cribo.data.sources.storage import LocalShards
+from cribo.data.sources.tars import ShardIndex
 from cribo.method import ViewRecipe
 from cribo.objectives.views import ViewPairs
 

@@ -14,8 +14,8 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from cribo.console import Phases
-from cribo.pretraining.presets import load_config
+from cribo.base.console import Phases
+from cribo.pretraining.loading import load_config
 from cribo.pretraining.profile_report import profile_table
 from cribo.pretraining.profiling import Profile, profile
 

@@ -49,7 +49,7 @@ COMMON: dict[str, Any] = {
 def train(config: str, callback: L.Callback) -> None:
     """Train until the callback stops training."""
     from cribo.pretraining import pretrain
-    from cribo.pretraining.presets import load_config
+    from cribo.pretraining.loading import load_config
 
     changes = COMMON | (VIT_S16 if config.startswith("imagenet") else {})
     with tempfile.TemporaryDirectory() as folder:

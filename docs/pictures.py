@@ -23,10 +23,10 @@ import torch
 from PIL import Image
 from torchvision.transforms.v2.functional import to_pil_image
 
+from cribo.base.painting import region_places
 from cribo.cli import main as cribo
 from cribo.data.scenes import Scenes
 from cribo.models import build_backbone, save_backbone
-from cribo.painting import region_places
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

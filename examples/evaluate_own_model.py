@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cribo.data.scenes import Scenes
 from cribo.evaluation import DenseNN, dense_nn
-from cribo.retrieval import PatchEncoder, mean_colour_encoder
+from cribo.features import PatchEncoder, mean_colour_encoder
 
 PATCH = 8
 network = nn.Sequential(nn.Conv2d(3, 64, PATCH, PATCH), nn.GELU()).requires_grad_(False)

@@ -38,7 +38,7 @@ class ClassMeans(Protocol):
         import torch
         import torch.nn.functional as F
 
-        from cribo.evaluation.scores import count_confusion, iou
+        from cribo.features.scores import count_confusion, iou
 
         classes, rows = run.data.train.classes, []
         for size in self.sizes:

@@ -28,7 +28,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cribo.arguments import Parser
+from cribo.base.arguments import Parser
 from cribo.cli import COMMANDS, main
 from cribo.cli.evaluate import EVALUATIONS
 from cribo.data.scenes import Scenes
@@ -335,7 +335,7 @@ def test_names_exist(page: Path, code: Code, options: set[str]) -> None:
 @pytest.mark.parametrize(
     "span",
     [
-        *("--gone 1", "cribo segment --gone", "cribo.gone", "cribo.segmentation.gone", "SegmentationMemory.gone"),
+        *("--gone 1", "cribo segment --gone", "cribo.gone", "cribo.apps.segment.gone", "SegmentationMemory.gone"),
         *("gone()", "memory.gone(1)", "a_name_that_is_gone", "GoneConfig", "method/gone.py"),
     ],
 )

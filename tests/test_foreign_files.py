@@ -25,8 +25,8 @@ import yaml
 from PIL import Image
 from torch import nn
 
+from cribo.base.errors import InputError, Untrusted
 from cribo.cli import main
-from cribo.errors import InputError, Untrusted
 from cribo.models import build_backbone, load_backbone, save_backbone
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Stranger:
 
     def run(self, changes: Mapping[str, Any] | None = None, name: str = "run") -> Path:
         """Write the folder of a run with changed options."""
-        from cribo.pretraining.presets import dump_config
+        from cribo.pretraining.loading import dump_config
 
         place = self.files / name
         network = {"args": self.config.backbone.args, "image_size": self.config.views.size}
@@ -109,7 +109,7 @@ class Stranger:
     def database(self, changes: Mapping[str, Any]) -> Path:
         """Write a database of the user's images with a changed description."""
         pytest.importorskip("lance")
-        from cribo.object_search.database import ObjectDatabase
+        from cribo.apps.search.database import ObjectDatabase
 
         place = self.files / "stranger.db"
         assert self.command("index", "--backbone", "mean-colour", "--images", self.own / "images", "--db", place) == 0
@@ -191,7 +191,7 @@ def _(stranger: Stranger) -> None:
 
 @case("weights: other places of cribo are as foreign as the rest")
 def _(stranger: Stranger) -> None:
-    for number, name in enumerate(("cribo.cli.main", "cribo.models.networks.timm", "cribo.files.write_text")):
+    for number, name in enumerate(("cribo.cli.main", "cribo.models.networks.timm", "cribo.base.files.write_text")):
         with pytest.raises(Untrusted, match="--trust"):
             load_backbone(stranger.saved(name, {}, f"weights{number}"))
 
@@ -240,7 +240,7 @@ def _(stranger: Stranger) -> None:
 
 @case("weights: a program behind a second list of files")
 def _(stranger: Stranger) -> None:
-    from tests.models.test_reading import Canary, with_another_directory
+    from tests.models.formats.test_reading import Canary, with_another_directory
 
     program = io.BytesIO()
     with warnings.catch_warnings(action="ignore"):
@@ -278,7 +278,7 @@ def _(stranger: Stranger) -> None:
     from cribo.objectives.cluster_record import CLUSTERS, read_clusters
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cribo.files.ARCHIVE_BYTES", 2**16)
+        patch.setattr("cribo.base.files.ARCHIVE_BYTES", 2**16)
         readers: tuple[tuple[str, Callable[[Path], object]], ...] = (
             ("weights.npz", load_backbone),
             (COUNTS, lambda path: read_counts(path.parent, 1)),
@@ -342,8 +342,8 @@ def _(stranger: Stranger) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from cribo.base.errors import UnreadableImage
     from cribo.data import open_collection
-    from cribo.errors import UnreadableImage
     from cribo.pretraining.run import resume
 
     listed, table, rows = (stranger.files / name for name in ("list.txt", "table.parquet", "rows.parquet"))
@@ -398,8 +398,8 @@ def _(stranger: Stranger) -> None:
 def _(stranger: Stranger) -> None:
     from cribo.explorer.config import ExploreConfig
     from cribo.explorer.contents import open_contents
-    from cribo.figures import write_figures
-    from cribo.figures.config import FigureConfig
+    from cribo.pretraining.figures import write_figures
+    from cribo.pretraining.figures.config import FigureConfig
 
     (stranger.files / "linked").mkdir()
     (stranger.files / "linked" / "it's").symlink_to(stranger.outside)
@@ -415,8 +415,8 @@ def _(stranger: Stranger) -> None:
 
 @case("a run: figures without its code")
 def _(stranger: Stranger) -> None:
-    from cribo.figures import write_figures
-    from cribo.figures.config import FigureConfig
+    from cribo.pretraining.figures import write_figures
+    from cribo.pretraining.figures.config import FigureConfig
 
     run = stranger.run({"data.root": str(stranger.outside), "objective.name": f"{CODE}.strike"})
     small = FigureConfig(only=("features",), pictures=2, format=("png",), images=str(stranger.own / "images"))
@@ -456,7 +456,7 @@ def _(stranger: Stranger) -> None:
 
 @case("a memory: its backbone is only a name")
 def _(stranger: Stranger) -> None:
-    from cribo.segmentation.storage import read_memory, write_memory
+    from cribo.apps.segment.storage import read_memory, write_memory
 
     labels = Image.new("L", (48, 48))
     labels.paste(1, (0, 0, 24, 48))

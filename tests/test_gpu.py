@@ -12,16 +12,17 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 
 import cribo
+from cribo.cli.doctor.examination import examine
+from cribo.cli.doctor.speed import measure_speed
 from cribo.data import apply_photometric, sample_photometric
 from cribo.data.scenes import Scenes
-from cribo.doctor import examine, measure_speed
-from cribo.evaluation import DenseNN, Machine, dense_nn
+from cribo.evaluation import DenseNN, dense_nn
 from cribo.evaluation.dense_neighbours.settings import Variant
+from cribo.features import Machine, backbone_encoder, nearest
+from cribo.features.search import TensorKeys
 from cribo.method import MemoryBank, SelfDistillation, cluster_tokens, cross_view_loss, match_objects, pool_objects
 from cribo.method.recipe import ViewRecipe
 from cribo.models import build_backbone
-from cribo.retrieval import backbone_encoder, nearest
-from cribo.retrieval.search import TensorKeys
 
 pytestmark = [
     pytest.mark.gpu,

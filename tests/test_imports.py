@@ -15,32 +15,27 @@ HOUSE = """
     __main__
     cli
     __init__
-    explorer  studies  doctor
-    segmentation  object_search  embedding  adaptation  export  figures  benchmark
-    probes
+    explorer
+    apps
     pretraining
-    objectives
     evaluation
-    training
-    cluster
-    retrieval
-    data
-    models
+    objectives
+    features
+    training  models  data
     method
+    base
 """
-"""Packages of cribo by floor; those on one floor know nothing of each other. All other modules are on the ground."""
+"""Rooms of cribo by floor; those on one floor know nothing of each other, nor do the applications in `apps`."""
 
-FLOORS = {package: floor for floor, packages in enumerate(HOUSE.split("\n")) for package in packages.split()}
-GROUND = max(FLOORS.values()) + 1
+FLOORS = {room: floor for floor, rooms in enumerate(HOUSE.split("\n")) for room in rooms.split()}
 
 
 class Import(NamedTuple):
-    """An import of a name from a module, or of a module if there is no name; `typing` if it never runs."""
+    """An import of a name from a module, or of a module if there is no name."""
 
     module: str
     name: str
     line: int
-    typing: bool
 
 
 def module_name(path: Path) -> str:
@@ -54,21 +49,15 @@ MODULES = {module_name(path): path for path in sorted(SOURCE.glob("cribo/**/*.py
 def imports(text: str, package: str) -> Iterator[Import]:
     """Yield the imports of cribo's modules in the source text of a module of a package."""
 
-    def walk(nodes: Iterable[ast.AST], typing: bool) -> Iterator[Import]:
-        for node in nodes:
-            if isinstance(node, ast.Import):
-                yield from (Import(alias.name, "", node.lineno, typing) for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                parents = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
-                module = ".".join([*parents, *([node.module] if node.module else [])])
-                yield from (Import(module, alias.name, node.lineno, typing) for alias in node.names)
-            elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-                yield from walk(node.body, True)
-                yield from walk(node.orelse, typing)
-            else:
-                yield from walk(ast.iter_child_nodes(node), typing)
-
-    return (found for found in walk([ast.parse(text)], False) if found.module.partition(".")[0] == "cribo")
+    for node in ast.walk(ast.parse(text)):
+        found: Iterable[Import] = ()
+        if isinstance(node, ast.Import):
+            found = (Import(alias.name, "", node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
+            module = ".".join([*parents, *([node.module] if node.module else [])])
+            found = (Import(module, alias.name, node.lineno) for alias in node.names)
+        yield from (each for each in found if each.module.partition(".")[0] == "cribo")
 
 
 def imports_of(module: str) -> list[Import]:
@@ -82,15 +71,16 @@ def is_package(module: str) -> bool:
     return MODULES[module].name == "__init__.py"
 
 
-def place(module: str) -> str:
-    """Return the part of the house to which a module belongs: a package of cribo, or the ground."""
+def room(module: str) -> str:
+    """Return the room of a module; the application, for one in `apps`."""
     parts = module.split(".")
-    top = parts[1] if len(parts) > 1 else "__init__"
-    return top if top in FLOORS else "the ground"
+    if parts[1:2] == ["apps"]:
+        return ".".join(parts[1:3])
+    return parts[1] if len(parts) > 1 else "__init__"
 
 
 def floor(module: str) -> int:
-    return FLOORS.get(place(module), GROUND)
+    return FLOORS[room(module).partition(".")[0]]
 
 
 def target(found: Import) -> str:
@@ -112,7 +102,7 @@ def definition(found: Import) -> str:
 def test_all_kinds_of_imports_are_found() -> None:
     text = """
 from typing import TYPE_CHECKING
-import numpy, cribo.files
+import numpy, cribo.base.files
 if TYPE_CHECKING:
     from cribo.models import Backbone
 else:
@@ -120,40 +110,37 @@ else:
 def load():
     from . import sets
     class Inner:
-        from ..colours import colour_map
+        from ..base.colours import colour_map
 """
-    assert list(imports(text, "cribo.data")) == [
-        Import("cribo.files", "", 3, False),
-        Import("cribo.models", "Backbone", 5, True),
-        Import("cribo.data", "Images", 7, False),
-        Import("cribo.data", "sets", 9, False),
-        Import("cribo.colours", "colour_map", 11, False),
+    assert sorted(imports(text, "cribo.data"), key=lambda found: found.line) == [
+        Import("cribo.base.files", "", 3),
+        Import("cribo.models", "Backbone", 5),
+        Import("cribo.data", "Images", 7),
+        Import("cribo.data", "sets", 9),
+        Import("cribo.base.colours", "colour_map", 11),
     ]
-    assert definition(Import("cribo", "adapt", 1, False)) == "cribo.adaptation.run"
+    assert definition(Import("cribo", "adapt", 1)) == "cribo.apps.adapt.run"
 
 
-def test_every_package_has_a_floor() -> None:
-    packages = {path.parent.name for path in SOURCE.glob("cribo/*/__init__.py")}
-    assert packages <= set(FLOORS)
-    assert set(FLOORS) <= packages | {path.stem for path in SOURCE.glob("cribo/*.py")}
+def test_every_module_is_in_a_room() -> None:
+    found = {path.relative_to(SOURCE / "cribo").parts[0].removesuffix(".py") for path in MODULES.values()}
+    assert found == set(FLOORS)
 
 
-@pytest.mark.parametrize("package", [*FLOORS, "the ground"])
-def test_imports_point_down(package: str) -> None:
+@pytest.mark.parametrize("name", FLOORS)
+def test_imports_point_down(name: str) -> None:
     up = [
         f"{module}:{found.line} imports {target(found)}"
         for module in MODULES
-        if place(module) == package
+        if room(module).partition(".")[0] == name
         for found in imports_of(module)
-        if place(target(found)) != package and floor(target(found)) <= floor(module)
+        if room(target(found)) != room(module) and floor(target(found)) <= floor(module)
     ]
     assert not up
 
 
-def test_no_import_inside_a_function_hides_a_circle() -> None:
-    loaded = {
-        module: {definition(found) for found in imports_of(module) if not found.typing} - {module} for module in MODULES
-    }
+def test_no_import_inside_a_function_or_for_type_checking_hides_a_circle() -> None:
+    loaded = {module: {definition(found) for found in imports_of(module)} - {module} for module in MODULES}
     circle: list[str] = []
     try:
         TopologicalSorter(loaded).prepare()

@@ -38,7 +38,11 @@ def test_the_wheel_contains_the_package_alone(wheel: zipfile.ZipFile) -> None:
     about = f"cribo_ssl-{Parser().parsestr(metadata(wheel))['Version']}.dist-info"
     extra = {f"{about}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
     assert {*wheel.namelist()} == source_files() | extra
-    assert {"cribo/py.typed", "cribo/presets/quickstart.yaml", "cribo/explorer/painter/painter.js"} <= source_files()
+    assert {
+        "cribo/py.typed",
+        "cribo/pretraining/presets/quickstart.yaml",
+        "cribo/explorer/painter/painter.js",
+    } <= source_files()
 
 
 def test_the_source_distribution_builds_the_same_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> None:

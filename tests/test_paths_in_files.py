@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cribo.data.coco import CocoFile
-from cribo.data.collection import read_named
-from cribo.data.depth import _listed as nyu_pairs
-from cribo.data.video import open_videos
-from cribo.data.voc import VocBoxes
-from cribo.embedding.config import EmbedConfig
-from cribo.embedding.merging import merge_embeddings
-from cribo.embedding.run import embed_images
-from cribo.errors import InputError
-from cribo.export.publishing import _pictures
-from cribo.files import link_or_copy, path_inside
-from cribo.retrieval import BackboneSource
-from cribo.studies.comparison import compare_studies
+from cribo.apps.embed.config import EmbedConfig
+from cribo.apps.embed.merging import merge_embeddings
+from cribo.apps.embed.run import embed_images
+from cribo.apps.export.publishing import _pictures
+from cribo.apps.studies.comparison import compare_studies
+from cribo.base.errors import InputError
+from cribo.base.files import link_or_copy, path_inside
+from cribo.data.labelled.coco import CocoFile
+from cribo.data.labelled.depth import _listed as nyu_pairs
+from cribo.data.labelled.video import open_videos
+from cribo.data.labelled.voc import VocBoxes
+from cribo.data.sources.collection import read_named
+from cribo.features import BackboneSource
 
 OUTSIDE = ["../secret.png", "a/../../secret.png", "..", ".", "", "/etc/hostname", "link/secret.png", "a\0b", None, 3]
 
@@ -70,7 +70,7 @@ def test_links_and_copies_replace_nothing(home: Path, monkeypatch: pytest.Monkey
 
 
 def embed_shares(home: Path, kind: Any, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    monkeypatch.setattr("cribo.embedding.run._MOST_IMAGES", 1)
+    monkeypatch.setattr("cribo.apps.embed.run._MOST_IMAGES", 1)
     (home / "images").mkdir()
     for number in range(2):
         pixels = np.random.default_rng(number).integers(0, 256, (32, 32, 3), dtype=np.uint8)

@@ -5,17 +5,17 @@
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from cribo.adaptation import AdaptConfig as AdaptConfig
-    from cribo.adaptation import DistillConfig as DistillConfig
-    from cribo.adaptation import adapt as adapt
-    from cribo.adaptation import distill as distill
+    from cribo.apps.adapt import AdaptConfig as AdaptConfig
+    from cribo.apps.adapt import DistillConfig as DistillConfig
+    from cribo.apps.adapt import adapt as adapt
+    from cribo.apps.adapt import distill as distill
+    from cribo.apps.segment import SegmentationMemory as SegmentationMemory
+    from cribo.apps.studies import run_study as run_study
     from cribo.evaluation import evaluate as evaluate
     from cribo.models import load_backbone as load_backbone
     from cribo.pretraining import load_config as load_config
     from cribo.pretraining import pretrain as pretrain
     from cribo.pretraining import resume as resume
-    from cribo.segmentation import SegmentationMemory as SegmentationMemory
-    from cribo.studies import run_study as run_study
 
     __version__: str
 else:
@@ -27,7 +27,7 @@ else:
             return version("cribo-ssl")
         if name.startswith("__") and name != "__all__":  # looked up by the import system
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from cribo.lazy import lazy_names
+        from cribo.base.lazy import lazy_names
 
         get, names = lazy_names(__name__)
         return [*names, "__version__"] if name == "__all__" else get(name)

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cribo.data.images import ImageSource
 from cribo.data.samples import Batch, SampleDataset
+from cribo.data.sources.images import ImageSource
 from cribo.method import ViewRecipe
 from cribo.objectives.cribo import ViewPairs
 

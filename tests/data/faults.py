@@ -12,8 +12,8 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from cribo.data.images import ImageFiles, ImageSource
-from cribo.errors import UnreadableImage
+from cribo.base.errors import UnreadableImage
+from cribo.data.sources.images import ImageFiles, ImageSource
 
 Fault = Callable[[], None]
 ALWAYS = 10**9

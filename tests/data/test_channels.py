@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from cribo.base.errors import UnreadableImage
 from cribo.data.channels import DIM_IMAGES
-from cribo.data.limits import Reading
+from cribo.data.config import Reading
 from cribo.data.reading import image_size, read_image, read_reduced
-from cribo.errors import UnreadableImage
 
 HEIGHT, WIDTH = 6, 8
 

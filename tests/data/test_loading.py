@@ -37,10 +37,10 @@ from tests.data.faults import (
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from cribo.data.images import ImageSource, open_images
+from cribo.base.errors import DataError, MissingData, ShardError, WorkersFailed
 from cribo.data.loading import BatchLoader
 from cribo.data.samples import Batch, StepBatchSampler, Unreadable
-from cribo.errors import DataError, MissingData, ShardError, WorkersFailed
+from cribo.data.sources.images import ImageSource, open_images
 
 BATCH = 4
 IMAGES = 41  # ten batches and one image that is skipped

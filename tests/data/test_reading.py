@@ -11,9 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
-from cribo.data.limits import MAX_PIXELS, Reading
+from cribo.base.errors import UnreadableImage
+from cribo.data.config import MAX_PIXELS, Reading
 from cribo.data.reading import image_size, read_image, read_reduced
-from cribo.errors import UnreadableImage
 
 
 def gradient(height: int = 24, width: int = 40) -> np.ndarray:

@@ -13,12 +13,12 @@ from tests.data.faults import Noise
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from cribo.data.images import ImageFiles, open_images
+from cribo.base.errors import DataError
 from cribo.data.loading import BatchLoader
 from cribo.data.photometric import Photometric
 from cribo.data.reduction import largest_reduction, reduced_crops
 from cribo.data.samples import Batch, LazyImage, Sample, SampleDataset, StepBatchSampler, Unreadable
-from cribo.errors import DataError
+from cribo.data.sources.images import ImageFiles, open_images
 from cribo.method import Crops, ViewRecipe, cut_views, sample_crops
 from cribo.objectives.cribo import ViewPairs
 

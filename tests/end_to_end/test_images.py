@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cribo.adaptation.planning import open_listable
+from cribo.apps.adapt.planning import open_listable
+from cribo.base.errors import DataError
 from cribo.cli import main
-from cribo.data.limits import DEFAULT_READING
-from cribo.errors import DataError
+from cribo.data.config import DEFAULT_READING
 from cribo.evaluation.protocol import PROTOCOLS
 
 Run = Callable[..., str]

@@ -13,9 +13,9 @@ import pytest
 import torch
 from PIL import Image
 
+from cribo.base.console import Phases
 from cribo.cli import main
-from cribo.console import Phases
-from cribo.pretraining.presets import dump_config
+from cribo.pretraining.loading import dump_config
 
 if TYPE_CHECKING:
     from cribo.pretraining import PretrainConfig
@@ -110,7 +110,7 @@ def test_ctrl_c_during_imports_exits_at_once() -> None:
 import signal
 import subprocess
 import sys
-from cribo.console import command_console, importing
+from cribo.base.console import command_console, importing
 
 with importing(command_console()):
     try:

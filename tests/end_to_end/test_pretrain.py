@@ -35,7 +35,7 @@ def images(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def config(tmp_path: Path, tiny: "Callable[..., PretrainConfig]") -> Path:
-    from cribo.pretraining.presets import dump_config
+    from cribo.pretraining.loading import dump_config
 
     path = tmp_path / "tiny.yaml"
     path.write_text(dump_config(tiny({"optim.epochs": 2})))

@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
+from cribo.apps.search import ObjectDatabase
 from cribo.cli import main
 from cribo.models import build_backbone, load_backbone, save_backbone
-from cribo.object_search import ObjectDatabase
 from cribo.objectives import Setting
 from cribo.pretraining import PretrainConfig, pretrain
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from cribo.cli import main
 from cribo.data.scenes import Scenes
-from cribo.pretraining.presets import dump_config
+from cribo.pretraining.loading import dump_config
 
 if TYPE_CHECKING:
     from cribo.pretraining import PretrainConfig

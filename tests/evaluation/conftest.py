@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from cribo.data import colour_map
-from cribo.retrieval import PatchEncoder
+from cribo.features import PatchEncoder
 
 
 @dataclass

@@ -8,16 +8,16 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from cribo.base.errors import FolderError, ResultError
 from cribo.data import SEGMENTATION_SETS
-from cribo.errors import FolderError, ResultError
 from cribo.evaluation import DenseNN
 from cribo.evaluation.comparison import COMPARISON, Comparison, compare
 from cribo.evaluation.protocol import find_protocol
 from cribo.evaluation.published import published_beside
 from cribo.evaluation.results import NONE, EvaluationResult
 from cribo.evaluation.segmentation.protocol import Linear
+from cribo.features import BackboneSource
 from cribo.models import build_backbone
-from cribo.retrieval import BackboneSource
 
 SETTINGS = {
     "variant": "cribo",

@@ -7,11 +7,11 @@ import pytest
 import torch
 from PIL import Image
 
-from cribo.colours import class_colours
+from cribo.base.colours import class_colours
+from cribo.base.errors import ConfigError, DataError
 from cribo.data.scenes import Scenes
-from cribo.errors import ConfigError, DataError
 from cribo.evaluation.data import ImageData, SegmentationData
-from cribo.evaluation.features import content_hash
+from cribo.features.extraction import content_hash
 
 
 def own_set(root: str | None, split: str) -> SimpleNamespace:

@@ -10,7 +10,7 @@ from cribo.evaluation.intervals import (
     seed_difference,
     write_counts,
 )
-from cribo.evaluation.scores import mean_iou
+from cribo.features.scores import mean_iou
 
 
 def test_counts_of_images_give_the_mean_iou_of_their_sum() -> None:

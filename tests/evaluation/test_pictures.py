@@ -10,6 +10,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 
+from cribo.base.painting import paint_classes
 from cribo.data import colour_map
 from cribo.evaluation.pictures import (
     RIGHT,
@@ -21,7 +22,6 @@ from cribo.evaluation.pictures import (
     write_pictures,
 )
 from cribo.evaluation.results import EvaluationResult
-from cribo.painting import paint_classes
 
 CLASSES = ["sky", "road", "car", "tree", "sign"]
 PALETTE = colour_map(6)[1:]

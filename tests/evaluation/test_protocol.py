@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 import pytest
 
+from cribo.base.errors import ConfigError, InputError
 from cribo.cli import main
-from cribo.errors import ConfigError, InputError
 from cribo.evaluation import (
     DenseNN,
     EvaluationRuntime,

@@ -8,9 +8,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from cribo.errors import FolderError, ResultError
+from cribo.base.errors import FolderError, ResultError
 from cribo.evaluation.results import RESULTS, EvaluationResult, percent, read_result, result_tables
-from cribo.evaluation.scores import iou
+from cribo.features.scores import iou
 
 
 def a_result(count: int = 3, **changes: Any) -> EvaluationResult:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torchmetrics import SumMetric
 
+from cribo.base.errors import ConfigError, FolderError, Interrupted, NonFiniteLoss, UnreadableImage
 from cribo.data.randomness import keyed_generator
-from cribo.errors import ConfigError, FolderError, Interrupted, NonFiniteLoss, UnreadableImage
 from cribo.evaluation.runtime import TrainingRuntime
 from cribo.evaluation.training import SETTINGS, KeyStream, evaluation_folder, fit
 from cribo.training.checkpoints import checkpoint_files
@@ -271,7 +271,7 @@ def test_a_service_has_the_settings_of_the_evaluation_and_its_numbers(
 
 
 def test_a_line_shows_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr("cribo.console._LINE_SECONDS", 0)
+    monkeypatch.setattr("cribo.base.console._LINE_SECONDS", 0)
     run(tmp_path, console=Console(soft_wrap=True))
     output = capsys.readouterr().out
     assert re.search(r"linear: 11/12, ETA \d:\d\d loss [\d.]+", output)

@@ -53,9 +53,9 @@ def database(squares: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("lance")
     import dataclasses
 
-    from cribo.data.images import open_images
-    from cribo.object_search import DatabaseInfo, ObjectDatabase, ObjectSettings, index_images
-    from cribo.retrieval import BackboneSource, open_encoder
+    from cribo.apps.search import DatabaseInfo, ObjectDatabase, ObjectSettings, index_images
+    from cribo.data.sources.images import open_images
+    from cribo.features import BackboneSource, open_encoder
 
     config = BackboneSource("mean-colour")
     encoder, about = open_encoder(config, "cpu")
@@ -70,7 +70,7 @@ def database(squares: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_folder(tiny: "Callable[..., PretrainConfig]", tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write the folder of a short run on synthetic scenes, without training."""
     from cribo.models import build_backbone, save_backbone
-    from cribo.pretraining.presets import dump_config
+    from cribo.pretraining.loading import dump_config
 
     folder = tmp_path_factory.mktemp("runs") / "streets"
     folder.mkdir()

@@ -8,14 +8,14 @@ import pytest
 import torch
 from PIL import Image
 
-from cribo.data.images import open_images
+from cribo.data.sources.images import open_images
 from cribo.explorer.candidates import Candidates
 from cribo.explorer.images import FolderImages
 from cribo.explorer.network import SharedEncoder
 from cribo.explorer.segmenting import empty_memory, probe_of
 from cribo.explorer.uploads import Refused
-from cribo.probes.fitting import Choice
-from cribo.retrieval import mean_colour_encoder
+from cribo.features import mean_colour_encoder
+from cribo.features.probes.fitting import Choice
 
 SHADES = (0, 5, 10, 120, 125, 250)
 

@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cribo.colours import distinct_colours
-from cribo.errors import InputError
+from cribo.base.colours import distinct_colours
+from cribo.base.errors import InputError
 from cribo.explorer.config import ExploreConfig
 from cribo.explorer.contents import Contents, open_contents
 from cribo.explorer.uploads import Refused
 from cribo.explorer.view_pairs import PairSample
-from cribo.retrieval import BackboneSource
+from cribo.features import BackboneSource
 
 
 def opened(config: ExploreConfig, workspace: Path) -> Contents:

@@ -8,13 +8,13 @@ import torch
 from PIL import Image
 from tests.explorer.conftest import encoded
 
+from cribo.apps.segment.examples import find_examples
+from cribo.apps.segment.inputs import open_labels
+from cribo.base.errors import InputError
 from cribo.data.reading import EncodedImage
-from cribo.errors import InputError
 from cribo.explorer.example_folder import ExampleFolder, ExistingLabels, Written
 from cribo.explorer.images import PageImage
 from cribo.explorer.uploads import Refused
-from cribo.segmentation.examples import find_examples
-from cribo.segmentation.inputs import open_labels
 
 
 def picture(name: str, shade: int = 0, size: tuple[int, int] = (40, 30)) -> PageImage:

@@ -1,9 +1,9 @@
 import numpy as np
 import torch
 
+from cribo.base.painting import MARK
 from cribo.explorer.features import colour_picture, cosines, patch_similarity
 from cribo.explorer.network import Dense
-from cribo.painting import MARK
 
 
 def two_halves() -> Dense:

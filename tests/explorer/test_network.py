@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cribo.explorer.network import Dense, SharedEncoder
+from cribo.features import PatchEncoder, backbone_encoder
 from cribo.models import build_backbone
-from cribo.retrieval import PatchEncoder, backbone_encoder
 
 
 class Counting:

@@ -7,14 +7,14 @@ import torch
 from PIL import Image
 from tests.explorer.conftest import COLOURS, SECRET, draw_square
 
-from cribo.data.images import open_images
-from cribo.data.limits import Reading
+from cribo.apps.search import ObjectDatabase, index_images
+from cribo.data.config import Reading
+from cribo.data.sources.images import open_images
 from cribo.explorer.collection import Collection
 from cribo.explorer.network import SharedEncoder
 from cribo.explorer.objects import ObjectFinder, query_picture, query_sentence
 from cribo.explorer.uploads import Refused
-from cribo.object_search import ObjectDatabase, index_images
-from cribo.retrieval import mean_colour_encoder
+from cribo.features import mean_colour_encoder
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ pytest.importorskip("playwright.sync_api")
 from playwright.sync_api import Locator, Page, expect
 from tests.explorer.conftest import COLOURS, Watched, draw_square
 
+from cribo.apps.segment.inputs import open_labels
 from cribo.explorer.example_folder import ExampleFolder, Written
 from cribo.explorer.images import PageImage
-from cribo.segmentation.inputs import open_labels
 
 expect.set_options(timeout=60_000)  # other tests may occupy the cores
 

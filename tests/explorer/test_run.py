@@ -10,7 +10,7 @@ from rich.console import Console
 pytest.importorskip("gradio")
 from cribo.explorer import run
 from cribo.explorer.config import ExploreConfig, Limits
-from cribo.retrieval.config import BackboneSource
+from cribo.features.config import BackboneSource
 
 
 def test_the_page_is_imported_while_loading_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

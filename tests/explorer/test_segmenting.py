@@ -13,10 +13,12 @@ import torch
 from PIL import Image
 from tests.explorer.conftest import COLOURS, draw_square, encoded
 
+from cribo.apps.segment.examples import find_examples
+from cribo.apps.segment.inputs import open_labels
+from cribo.base.errors import InputError
 from cribo.cli import main
-from cribo.data.images import open_images
-from cribo.data.limits import Reading
-from cribo.errors import InputError
+from cribo.data.config import Reading
+from cribo.data.sources.images import open_images
 from cribo.explorer import segmenting
 from cribo.explorer.example_folder import ExampleFolder
 from cribo.explorer.images import FolderImages
@@ -24,9 +26,7 @@ from cribo.explorer.network import SharedEncoder
 from cribo.explorer.painting import from_runs, to_runs
 from cribo.explorer.segmenting import Session, Visitors
 from cribo.explorer.uploads import Refused
-from cribo.retrieval import mean_colour_encoder
-from cribo.segmentation.examples import find_examples
-from cribo.segmentation.inputs import open_labels
+from cribo.features import mean_colour_encoder
 
 SQUARE, GROUND = (4, 4, 44, 44), (60, 60, 90, 90)  # of the images whose name starts with 0
 KEYS = {f"{place}-{colour}": f"c{4 * place + n}" for place in (0, 1) for n, colour in enumerate(sorted(COLOURS))}

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.cluster.toy import (
+from tests.commands import Commands, seconds_until_ended
+from tests.features.spread.toy import (
     DRIVER,
     ENVIRONMENT,
     Part,
@@ -21,12 +22,11 @@ from tests.cluster.toy import (
     running_cluster,
     workers_of,
 )
-from tests.commands import Commands, seconds_until_ended
 
-from cribo.cluster.config import RayOptions
+from cribo.features.spread.config import RayOptions
 
 if TYPE_CHECKING:
-    from cribo.cluster.work import Engine
+    from cribo.features.spread.work import Engine
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.endurance]
@@ -40,7 +40,7 @@ CLEARED_SECONDS = 60
 
 @pytest.fixture(scope="module")
 def engine() -> "Iterator[Engine]":
-    from cribo.cluster.ray_engine import open_ray
+    from cribo.features.spread.ray_engine import open_ray
 
     with running_cluster() as address, open_ray(RayOptions(address=address, workers=2), writes_to=None) as engine:
         yield engine

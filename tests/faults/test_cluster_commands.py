@@ -11,11 +11,16 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.cluster.inputs import assert_equal_databases, assert_equal_features, assert_equal_labels, write_inputs
-from tests.cluster.toy import running_cluster
 from tests.commands import Commands, RunningCommand
+from tests.features.spread.inputs import (
+    assert_equal_databases,
+    assert_equal_features,
+    assert_equal_labels,
+    write_inputs,
+)
+from tests.features.spread.toy import running_cluster
 
-from cribo.object_search import ObjectDatabase
+from cribo.apps.search import ObjectDatabase
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.endurance]

@@ -13,7 +13,7 @@ from scipy.stats import theilslopes
 from tests.commands import Commands, RunningCommand
 
 from cribo.pretraining import PretrainConfig
-from cribo.pretraining.presets import dump_config
+from cribo.pretraining.loading import dump_config
 
 pytestmark = pytest.mark.slow
 

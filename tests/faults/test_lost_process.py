@@ -13,7 +13,7 @@ from tests.commands import WITHOUT_PICTURES, Commands, RunningCommand, seconds_u
 from tests.faults.runs import assert_same_run, last_row
 
 from cribo.pretraining import PretrainConfig
-from cribo.pretraining.presets import dump_config
+from cribo.pretraining.loading import dump_config
 
 pytestmark = pytest.mark.slow
 

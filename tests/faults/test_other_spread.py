@@ -11,7 +11,7 @@ from tests.commands import WITHOUT_PICTURES, Commands
 from torch import Tensor
 
 from cribo.pretraining import PretrainConfig
-from cribo.pretraining.presets import dump_config
+from cribo.pretraining.loading import dump_config
 from cribo.training.checkpoints import checkpoint_files
 
 pytestmark = pytest.mark.endurance  # tests/pretraining/test_spread.py resumes a shorter run

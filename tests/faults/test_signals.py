@@ -10,7 +10,7 @@ from tests.commands import Commands, seconds_until_ended
 from tests.faults.runs import last_row
 
 from cribo.pretraining import PretrainConfig
-from cribo.pretraining.presets import dump_config
+from cribo.pretraining.loading import dump_config
 from cribo.training.checkpoints import checkpoint_files
 
 pytestmark = pytest.mark.slow

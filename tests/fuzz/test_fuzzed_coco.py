@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from cribo.data.coco import CocoLabels
-from cribo.data.detection import BoxedImages
-from cribo.errors import InputError
+from cribo.base.errors import InputError
+from cribo.data.labelled.coco import CocoLabels
+from cribo.data.labelled.detection import BoxedImages
 
 FUZZED = settings(
     max_examples=settings().max_examples,

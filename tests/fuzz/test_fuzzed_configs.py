@@ -13,9 +13,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cribo.errors import ConfigError
+from cribo.base.errors import ConfigError
 from cribo.pretraining.config import PretrainConfig
-from cribo.pretraining.presets import ConfigParser, config_from, dump_config, load_config
+from cribo.pretraining.loading import ConfigParser, config_from, dump_config, load_config
 
 FUZZED = settings(
     max_examples=settings().max_examples // 10,

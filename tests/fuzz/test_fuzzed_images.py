@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from cribo.data.limits import Reading
+from cribo.base.errors import UnreadableImage
+from cribo.data.config import Reading
 from cribo.data.reading import EncodedImage, image_size, read_image, read_reduced
-from cribo.errors import UnreadableImage
 
 FUZZED = settings(
     max_examples=settings().max_examples // 4,

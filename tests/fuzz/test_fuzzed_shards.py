@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from cribo.data.shards import ShardedImages
-from cribo.data.storage import LocalShards
-from cribo.data.tars import HEADER, image_members
-from cribo.errors import DataError
+from cribo.base.errors import DataError
+from cribo.data.sources.shards import ShardedImages
+from cribo.data.sources.storage import LocalShards
+from cribo.data.sources.tars import HEADER, image_members
 
 FUZZED = settings(
     max_examples=settings().max_examples // 4,

@@ -9,7 +9,7 @@ import timm
 import torch
 from timm.layers.attention import Attention
 
-from cribo.errors import InputError
+from cribo.base.errors import InputError
 from cribo.models import build_backbone, load_backbone, save_backbone
 from cribo.models.building import first_blocks, with_stride
 from cribo.models.numerics import Numerics

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cribo.models import Backbone, build_backbone
-from cribo.models.modes import Checkpointing
+from cribo.models.config import Checkpointing
 
 VIT: tuple[str, dict[str, Any]] = (
     "vit_tiny_patch16_224",

@@ -7,11 +7,11 @@ import torch
 from benchmarks.backbones import BEGIN, END, GATED, PAGE, row, table
 from tests.hub_server import Hub
 
+from cribo.base.errors import InputError
 from cribo.cli import main
 from cribo.cli.running import SUGGESTED
-from cribo.errors import InputError
 from cribo.models import Backbone, build_backbone, load_backbone, load_pretrained, save_backbone
-from cribo.models.hub import source_name
+from cribo.models.hub.download import source_name
 from cribo.models.licences import Licence, describe_licences, licences_of, read_header, read_licence, with_teacher
 
 TINY = {"embed_dim": 32, "depth": 1, "num_heads": 2}

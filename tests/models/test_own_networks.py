@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cribo.errors import InputError, Untrusted
+from cribo.base.errors import InputError, Untrusted
 from cribo.models import build_backbone, load_backbone, save_backbone
 
 NETWORK = """

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cribo.base.errors import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
-from cribo.errors import ConfigError
 from cribo.method import MemoryBank, patch_coordinates, pool_objects
 from cribo.models import load_backbone
 from cribo.objectives import Setting, Step

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.commands import Commands
 
-from cribo.errors import ConfigError, DataError
+from cribo.base.errors import ConfigError, DataError
 from cribo.objectives import Setting, Step, make_objective
 from cribo.pretraining import PretrainConfig, pretrain, resume
 from cribo.training.checkpoints import checkpoint_files

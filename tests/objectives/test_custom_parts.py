@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from cribo.base.errors import ConfigError
 from cribo.data.scenes import Scenes
-from cribo.errors import ConfigError
 from cribo.objectives.cluster_record import read_clusters
 from cribo.objectives.sampling import sample_objects
 from cribo.pretraining import PretrainConfig, pretrain

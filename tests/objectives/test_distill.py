@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cribo.base.errors import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
-from cribo.errors import ConfigError
 from cribo.models import Backbone, Features, Licence, build_backbone, load_backbone, save_backbone
 from cribo.objectives import Setting, Step
 from cribo.objectives.distill import Distill, at_common_grid, resample

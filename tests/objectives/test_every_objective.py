@@ -11,7 +11,7 @@ import torch
 from tests.commands import Commands
 from tests.pretraining.test_spread import Runs, assert_same_checkpoint, last
 
-from cribo.errors import ConfigError
+from cribo.base.errors import ConfigError
 from cribo.models import build_backbone, load_backbone, save_backbone
 from cribo.pretraining import PretrainConfig, pretrain
 from cribo.pretraining.monitoring import read_metrics
@@ -38,8 +38,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ibot": {"objective.args": {"local_crops": 2, "local_size": 16}},
     "loca": {"objective.args": {"local_crops": 2, "local_size": 16}, "head.init_std": 0.2},
     "neco": {"objective.args": {"local_crops": 2, "local_size": 16, "grid": 3}},
-    "cribo.studies.controls.RandomPairsCrIBo": {},
-    "cribo.studies.controls.SupervisedCrIBo": {"losses.cross_image_from_epoch": 0},
+    "cribo.objectives.controls.RandomPairsCrIBo": {},
+    "cribo.objectives.controls.SupervisedCrIBo": {"losses.cross_image_from_epoch": 0},
     "slotcon": {"objective.args": {"batch_norm": False}, "head.init_std": 0.2},
     "timet": {"objective.args": {"frames": 3}, "data.scenes.frames": 4, "head.init_std": 0.2},
     "contextual": {"objective.args": {"memory_images": 20, "pooling_queries": 2}, "head.init_std": 0.2},

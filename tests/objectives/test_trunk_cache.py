@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from cribo.base.errors import ConfigError
 from cribo.data.samples import SampleDataset
 from cribo.data.scenes import Scenes
-from cribo.errors import ConfigError
 from cribo.objectives import Setting, Step
 from cribo.objectives.base import make_objective
 from cribo.objectives.trunk_cache import fill

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from cribo.pretraining import PretrainConfig, Run, pretrain, resume
-from cribo.pretraining.presets import dump_config
+from cribo.pretraining.loading import dump_config
 from cribo.training.checkpoints import checkpoint_files
 
 

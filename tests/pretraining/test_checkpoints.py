@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.commands import Commands
 
-from cribo.errors import FolderError, UnusableCheckpoint
+from cribo.base.errors import FolderError, UnusableCheckpoint
 from cribo.pretraining import PretrainConfig, pretrain
-from cribo.pretraining.presets import dump_config
+from cribo.pretraining.loading import dump_config
 from cribo.training.checkpoints import (
     CHECKPOINT_FORMAT,
     AtomicCheckpointIO,

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from cribo.base.errors import ConfigError
 from cribo.cli import main
-from cribo.errors import ConfigError
 from cribo.objectives.banks import resolve_bank_images
 from cribo.pretraining import PretrainConfig, load_config
 from cribo.pretraining.config import _RANGES, ObjectiveConfig
-from cribo.pretraining.presets import dump_config, preset_names
+from cribo.pretraining.loading import dump_config, preset_names
 
 
 def outside() -> list[Any]:

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from cribo.base.errors import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
-from cribo.errors import ConfigError
 from cribo.method import SelfDistillation
 from cribo.objectives import Setting, Step
 from cribo.objectives import cribo as module
 from cribo.objectives.collapse import prototype_entropy
+from cribo.objectives.config import ObjectsConfig
 from cribo.objectives.cribo import CrIBo, Result
 from cribo.objectives.headfree import soft_neighbour_loss
 from cribo.objectives.objects import find_clustering, find_criterion, label_tokens
-from cribo.objectives.options import ObjectsConfig
 from cribo.objectives.views import normalised_views
 from cribo.pretraining import PretrainConfig
 

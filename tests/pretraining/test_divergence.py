@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cribo.errors import NonFiniteLoss
+from cribo.base.errors import NonFiniteLoss
 from cribo.objectives.cribo import CrIBo
 from cribo.pretraining import PretrainConfig, PretrainingModule
 from cribo.pretraining.monitoring import read_metrics

@@ -19,11 +19,11 @@ from tests.commands import Commands
 from tests.data.faults import Faulty, Noise, drawn, fails
 from tests.faults.runs import last_row
 
+from cribo.base.errors import UnreadableImage, WorkersFailed
 from cribo.data import open_images, write_shards
 from cribo.data.scenes import Scenes
-from cribo.errors import UnreadableImage, WorkersFailed
 from cribo.pretraining import PretrainConfig
-from cribo.pretraining.presets import dump_config
+from cribo.pretraining.loading import dump_config
 
 Tiny = Callable[..., PretrainConfig]
 Train = Callable[..., Any]

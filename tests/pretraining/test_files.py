@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cribo.files import remove_parts, write_beside, write_text, write_whole
+from cribo.base.files import remove_parts, write_beside, write_text, write_whole
 
 
 def test_a_failed_write_keeps_only_the_old_file(tmp_path: Path) -> None:

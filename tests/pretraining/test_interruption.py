@@ -12,9 +12,9 @@ import pytest
 import torch
 from tests.commands import Commands
 
-from cribo.errors import Interrupted
+from cribo.base.errors import Interrupted
 from cribo.pretraining import PretrainConfig
-from cribo.pretraining.presets import dump_config
+from cribo.pretraining.loading import dump_config
 from cribo.training.interruption import requeue
 
 Tiny = Callable[..., PretrainConfig]

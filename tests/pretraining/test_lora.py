@@ -7,7 +7,7 @@ import lightning as L
 import pytest
 import torch
 
-from cribo.errors import ConfigError
+from cribo.base.errors import ConfigError
 from cribo.models import load_backbone
 from cribo.models.lora import plain_copy
 from cribo.objectives import Setting, make_objective

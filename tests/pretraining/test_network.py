@@ -10,9 +10,9 @@ from torch import nn
 
 from cribo.models import build_backbone
 from cribo.objectives.base import move_towards
+from cribo.objectives.config import HeadConfig
 from cribo.objectives.cribo import CrIBo
-from cribo.objectives.distillation import Network
-from cribo.objectives.options import HeadConfig
+from cribo.objectives.self_distillation import Network
 from cribo.pretraining import PretrainConfig, PretrainingModule
 
 Tiny = Callable[..., PretrainConfig]

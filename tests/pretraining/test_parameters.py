@@ -2,10 +2,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cribo.errors import ConfigError
+from cribo.base.errors import ConfigError
 from cribo.models import build_backbone
-from cribo.objectives.distillation import Network
-from cribo.objectives.options import HeadConfig, OptimConfig
+from cribo.objectives.config import HeadConfig, OptimConfig
+from cribo.objectives.self_distillation import Network
 from cribo.pretraining.parameters import block_names, clip_each, drop_gradients, make_optimiser, parameter_groups
 
 SMALL = {"patch_size": 8, "depth": 3, "embed_dim": 32, "num_heads": 2}

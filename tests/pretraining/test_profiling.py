@@ -4,12 +4,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from cribo.base.errors import ConfigError
 from cribo.cli import main
-from cribo.errors import ConfigError
 from cribo.method import MemoryBank
 from cribo.objectives.cribo import CrIBo
 from cribo.pretraining.config import PretrainConfig
-from cribo.pretraining.presets import load_config
+from cribo.pretraining.loading import load_config
 from cribo.pretraining.profiling import Profile, fill_bank, profile
 from cribo.pretraining.session import Session
 

@@ -8,8 +8,8 @@ import lightning as L
 import pytest
 import torch
 
-from cribo.errors import ConfigError, FolderError
-from cribo.folders import ResultFolder
+from cribo.base.errors import ConfigError, FolderError
+from cribo.base.folders import ResultFolder
 from cribo.pretraining import PretrainConfig, load_config, pretrain
 
 Tiny = Callable[..., PretrainConfig]

@@ -14,11 +14,11 @@ import timm
 import torch
 from PIL import Image
 
-from cribo.errors import ConfigError, TooManyUnreadable
+from cribo.base.errors import ConfigError, TooManyUnreadable
 from cribo.models import load_backbone
 from cribo.objectives.pictures import draw_bootstrapping
 from cribo.pretraining import PretrainConfig, load_config, pretrain
-from cribo.pretraining.presets import dump_config
+from cribo.pretraining.loading import dump_config
 from cribo.pretraining.run import latest_run, overrides_in
 from cribo.training.folder import RUN_LOCK
 

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from cribo.objectives import Setting, Step
+from cribo.objectives.config import BackboneConfig, HeadConfig, LossConfig, ObjectiveOptions, OptimConfig
 from cribo.objectives.cribo import CrIBo
-from cribo.objectives.options import BackboneConfig, HeadConfig, LossConfig, ObjectiveOptions, OptimConfig
 from cribo.pretraining.schedules import Schedules
 
 EPOCHS, STEPS = 20, 7

@@ -16,12 +16,12 @@ from cribo.data.randomness import keyed_generator
 from cribo.data.scenes import Scenes
 from cribo.evaluation import DenseNN, EvaluationRuntime, SegmentationData, evaluate
 from cribo.evaluation.runner import calibrate_batch_norms
+from cribo.features import BackboneSource
 from cribo.models import build_backbone
 from cribo.pretraining import PretrainConfig
-from cribo.pretraining.presets import dump_config, load_config
+from cribo.pretraining.loading import dump_config, load_config
 from cribo.pretraining.score import open_score_data
 from cribo.pretraining.session import Session
-from cribo.retrieval import BackboneSource
 
 Tiny = Callable[..., PretrainConfig]
 Train = Callable[..., Any]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cribo.errors import ConfigError, DataError
+from cribo.base.errors import ConfigError, DataError
 from cribo.pretraining import PretrainConfig
 from cribo.pretraining.batches import fit_batch
 from cribo.pretraining.session import Session, local_processes

@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
+from cribo.base.errors import ShardError
 from cribo.data import open_images, write_shards
 from cribo.data.scenes import Scenes
-from cribo.errors import ShardError
 from cribo.pretraining import PretrainConfig
 
 Tiny = Callable[..., PretrainConfig]
@@ -20,7 +20,7 @@ Tiny = Callable[..., PretrainConfig]
 @pytest.fixture
 def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """36 scenes in about a dozen shards, eight of which are read at a time."""
-    monkeypatch.setattr("cribo.data.shards.WINDOW_SHARDS", 1)
+    monkeypatch.setattr("cribo.data.sources.shards.WINDOW_SHARDS", 1)
     scenes = Scenes(36, size=40, seed=0)
     folder = tmp_path / "files"
     folder.mkdir()

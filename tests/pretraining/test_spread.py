@@ -14,7 +14,7 @@ from tests.commands import WITHOUT_PICTURES, Commands, RunningCommand, free_port
 from torch import Tensor
 
 from cribo.pretraining import PretrainConfig
-from cribo.pretraining.presets import dump_config
+from cribo.pretraining.loading import dump_config
 from cribo.training.checkpoints import checkpoint_files
 
 Tiny = Callable[..., PretrainConfig]

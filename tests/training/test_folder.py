@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tests.commands import Commands, RunningCommand
 
-from cribo.errors import FolderError
-from cribo.folders import MARKER, ResultFolder
+from cribo.base.errors import FolderError
+from cribo.base.folders import MARKER, ResultFolder
 from cribo.training.folder import RUN_LOCK, claim, run_lock
 
 HOLD = """

@@ -20,15 +20,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cribo.adaptation.config import AdaptConfig
-from cribo.adaptation.planning import load_recipe
+from cribo.apps.adapt.config import AdaptConfig
+from cribo.apps.adapt.planning import load_recipe
+from cribo.base.errors import ConfigError, FolderError, MissingPackage
+from cribo.base.folders import ResultFolder
+from cribo.base.packages import install_command
 from cribo.cli import main
-from cribo.errors import ConfigError, FolderError, MissingPackage
-from cribo.folders import ResultFolder
-from cribo.packages import install_command
+from cribo.features.config import BackboneSource
 from cribo.pretraining import PretrainConfig, load_config, pretrain, resume
 from cribo.pretraining.monitoring import read_metrics
-from cribo.retrieval.config import BackboneSource
 from cribo.training import events
 from cribo.training.events import RUN_IDS, open_loggers
 from cribo.training.loggers import LOGGERS, SERVICES, run_name

@@ -2,10 +2,10 @@
 
 from rich.console import Console
 
+from cribo.base.console import importing
+from cribo.base.wording import command_line
 from cribo.cli.running import BACKBONE_SHORT, NETWORK, SUGGESTED, SUGGESTION, add_named_results, print_places
-from cribo.console import importing
-from cribo.data.limits import READING_SHORT
-from cribo.wording import command_line
+from cribo.data.config import READING_SHORT
 
 HELP = f"""\
 Adapt a pretrained backbone to your images: without labels, in a quarter of an hour on a laptop.
@@ -29,8 +29,8 @@ LESS_MEMORY = """set --training '{"optim.micro_batches": 2}'"""
 
 def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    from cribo.adaptation.config import AdaptConfig
-    from cribo.arguments import Parser
+    from cribo.apps.adapt.config import AdaptConfig
+    from cribo.base.arguments import Parser
 
     parser = Parser(
         prog="cribo adapt",
@@ -46,8 +46,8 @@ def run(words: list[str], console: Console) -> None:
     parsed = parser.parse_args(words)
     config = parser.build(AdaptConfig, parsed)
     with importing(console):
-        from cribo.adaptation.planning import VERDICT
-        from cribo.adaptation.run import PICTURE, adapt
+        from cribo.apps.adapt.planning import VERDICT
+        from cribo.apps.adapt.run import PICTURE, adapt
         from cribo.models.saving import WEIGHTS_FILE
 
     adapted = adapt(

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cribo.base.console import importing
 from cribo.cli.running import BACKBONE_SHORT, print_places
-from cribo.console import importing
-from cribo.data.limits import READING_SHORT
+from cribo.data.config import READING_SHORT
 
 HELP = """\
 Evaluate a backbone by every protocol on every dataset of a folder, and write a card: a table with baselines, a
@@ -29,8 +29,8 @@ LESS_MEMORY = "lower --runtime.batch_size or --runtime.memory_gib, or omit the l
 
 def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    from cribo.arguments import Parser
-    from cribo.benchmark.config import BenchmarkConfig
+    from cribo.base.arguments import Parser
+    from cribo.evaluation.benchmark.config import BenchmarkConfig
 
     parser = Parser(
         prog="cribo benchmark",
@@ -51,8 +51,8 @@ def run(words: list[str], console: Console) -> None:
     parsed = parser.parse_args(words)
     config = parser.build(BenchmarkConfig, parsed)
     with importing(console):
-        from cribo.benchmark.card import CARD, CHART
-        from cribo.benchmark.run import benchmark
+        from cribo.evaluation.benchmark.card import CARD, CHART
+        from cribo.evaluation.benchmark.run import benchmark
         from cribo.evaluation.results import RESULTS
 
     command = shlex.join(["cribo", "benchmark", *words])

@@ -2,10 +2,10 @@
 
 from rich.console import Console
 
+from cribo.base.console import importing
+from cribo.base.wording import command_line
 from cribo.cli.running import BACKBONE_SHORT, NETWORK, add_named_results, print_places
-from cribo.console import importing
-from cribo.data.limits import READING_SHORT
-from cribo.wording import command_line
+from cribo.data.config import READING_SHORT
 
 HELP = """\
 Train a small network to predict the dense features of another one, on your images and without labels.
@@ -28,8 +28,8 @@ LESS_MEMORY = """set --training '{"optim.micro_batches": 2}'"""
 
 def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    from cribo.adaptation.config import DistillConfig
-    from cribo.arguments import Parser
+    from cribo.apps.adapt.config import DistillConfig
+    from cribo.base.arguments import Parser
 
     parser = Parser(
         prog="cribo distill",
@@ -45,8 +45,8 @@ def run(words: list[str], console: Console) -> None:
     parsed = parser.parse_args(words)
     config = parser.build(DistillConfig, parsed)
     with importing(console):
-        from cribo.adaptation.distilling import distill
-        from cribo.adaptation.planning import VERDICT
+        from cribo.apps.adapt.distilling import distill
+        from cribo.apps.adapt.planning import VERDICT
         from cribo.models.saving import WEIGHTS_FILE
 
     distilled = distill(

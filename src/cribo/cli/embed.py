@@ -5,10 +5,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cribo.base.console import duration, importing
+from cribo.base.wording import counted
 from cribo.cli.running import BACKBONE_SHORT, print_places, print_unreadable
-from cribo.console import duration, importing
-from cribo.data.limits import READING_SHORT
-from cribo.wording import counted
+from cribo.data.config import READING_SHORT
 
 HELP = """\
 Write the features of many images to Parquet, Lance, NumPy or safetensors files.
@@ -28,8 +28,8 @@ LESS_MEMORY = "lower --batch_size, or --size"
 
 def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    from cribo.arguments import Parser
-    from cribo.embedding.config import EmbedConfig
+    from cribo.apps.embed.config import EmbedConfig
+    from cribo.base.arguments import Parser
 
     parser = Parser(
         prog="cribo embed",
@@ -47,7 +47,7 @@ def run(words: list[str], console: Console) -> None:
     parsed = parser.parse_args(words)
     config = parser.build(EmbedConfig, parsed)
     with importing(console):
-        from cribo.embedding.run import ABOUT, SKIPPED, embed_images
+        from cribo.apps.embed.run import ABOUT, SKIPPED, embed_images
 
     embedded = embed_images(
         config,

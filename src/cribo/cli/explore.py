@@ -6,13 +6,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cribo.base.console import importing
 from cribo.cli.running import (
     BACKBONE_SHORT,
     add_optional_backbone,
     optional_backbone,
 )
-from cribo.console import importing
-from cribo.data.limits import READING_SHORT
+from cribo.data.config import READING_SHORT
 
 HELP = """\
 Open a web page with the view pairs of a run and their clusters, nearest objects across a collection of images, features
@@ -40,7 +40,7 @@ PASSWORD = "CRIBO_PASSWORD"
 
 def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    from cribo.arguments import Parser
+    from cribo.base.arguments import Parser
     from cribo.explorer.config import ExploreConfig, Limits
 
     parser = Parser(
@@ -86,7 +86,7 @@ def run(words: list[str], console: Console) -> None:
 
 def _password(given: str | None, file: Path | None, *, none: bool) -> str | None:
     """Return the password of the options or of the environment variable; None if there is none."""
-    from cribo.errors import ConfigError
+    from cribo.base.errors import ConfigError
 
     options = {"--password": given, "--password_file": file, "--no_password": none or None}
     named = [name for name, value in options.items() if value is not None]

@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from cribo.base.console import Phases, importing
 from cribo.cli.running import BACKBONE_SHORT, NETWORK, print_places
-from cribo.console import Phases, importing
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
 
-    from cribo.export import ExportReport
-    from cribo.export.options import ExportOptions
-    from cribo.retrieval.config import BackboneSource
+    from cribo.apps.export import ExportReport
+    from cribo.apps.export.options import ExportOptions
+    from cribo.features.config import BackboneSource
 
 HELP = """\
 Write a backbone for other libraries. The export is loaded back by the other library, and kept only if its features
@@ -37,10 +37,10 @@ LESS_MEMORY = "use --to timm, which needs the least memory"
 
 def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    from cribo.arguments import Parser
-    from cribo.errors import ConfigError
-    from cribo.export.options import TARGETS, ExportOptions, require_target
-    from cribo.retrieval.config import BackboneSource, backbone_name
+    from cribo.apps.export.options import TARGETS, ExportOptions, require_target
+    from cribo.base.arguments import Parser
+    from cribo.base.errors import ConfigError
+    from cribo.features.config import BackboneSource, backbone_name
 
     parser = Parser(
         prog="cribo export",
@@ -83,8 +83,8 @@ def run(words: list[str], console: Console) -> None:
     require_target(parsed.to)
     out = parsed.out or Path("exports") / f"{backbone_name(config)}-{parsed.to}"
     with importing(console):
-        from cribo.export.run import export_backbone
-        from cribo.retrieval.encoders import open_backbone
+        from cribo.apps.export.run import export_backbone
+        from cribo.features.encoder import open_backbone
 
     backbone = open_backbone(config, image_size=parsed.image_size)
     with Phases(console, first_line=0) as progress:
@@ -105,12 +105,12 @@ def run(words: list[str], console: Console) -> None:
 
 def _publish(parsed: "Namespace", config: "BackboneSource", options: "ExportOptions", console: Console) -> None:
     """Check the repository, then load the backbone and upload it."""
-    from cribo.models.publishing import require_publishable
+    from cribo.models.hub.publishing import require_publishable
 
     private, overwrite = parsed.private, parsed.overwrite
     with importing(console):
-        from cribo.export.publishing import publish_backbone, require_card
-        from cribo.retrieval.encoders import open_backbone
+        from cribo.apps.export.publishing import publish_backbone, require_card
+        from cribo.features.encoder import open_backbone
     if parsed.card is not None:
         require_card(parsed.card)
     require_publishable(parsed.repo, overwrite=overwrite, private=private)

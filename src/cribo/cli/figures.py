@@ -4,10 +4,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cribo.base.console import Phases, importing
+from cribo.base.wording import counted
 from cribo.cli.running import print_places
-from cribo.console import Phases, importing
-from cribo.data.limits import READING_SHORT
-from cribo.wording import counted
+from cribo.data.config import READING_SHORT
 
 HELP = """\
 Draw the figures of a paper from a run: vector text in embedded fonts, 300 dpi, two-column layout, no titles.
@@ -30,9 +30,9 @@ LESS_MEMORY = "lower --size or --pictures"
 
 def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    from cribo.arguments import Parser
-    from cribo.errors import ConfigError
-    from cribo.figures.config import FigureConfig
+    from cribo.base.arguments import Parser
+    from cribo.base.errors import ConfigError
+    from cribo.pretraining.figures.config import FigureConfig
 
     parser = Parser(
         prog="cribo figures", description=HELP, usage="cribo figures --run RUN [options]", short=READING_SHORT
@@ -53,8 +53,8 @@ def run(words: list[str], console: Console) -> None:
         )
     config = parser.build(FigureConfig, parsed)
     with importing(console):
-        from cribo.devices import resolve_devices
-        from cribo.figures.run import write_figures
+        from cribo.base.devices import resolve_devices
+        from cribo.pretraining.figures.run import write_figures
 
     device = resolve_devices([parsed.device] if parsed.device else None, "--device")[0]
     with Phases(console) as progress:

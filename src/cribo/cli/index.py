@@ -2,6 +2,8 @@
 
 from rich.console import Console
 
+from cribo.base.console import duration, importing
+from cribo.base.wording import command_line, counted
 from cribo.cli.running import (
     BACKBONE_SHORT,
     add_optional_backbone,
@@ -9,9 +11,7 @@ from cribo.cli.running import (
     print_places,
     print_unreadable,
 )
-from cribo.console import duration, importing
-from cribo.data.limits import READING_SHORT
-from cribo.wording import command_line, counted
+from cribo.data.config import READING_SHORT
 
 HELP = """\
 Find the objects in every image of a collection and store them in a database (Lance) for cribo search.
@@ -31,8 +31,8 @@ LESS_MEMORY = "lower --batch_size, or --size"
 
 def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    from cribo.arguments import Parser
-    from cribo.object_search.config import IndexConfig
+    from cribo.apps.search.config import IndexConfig
+    from cribo.base.arguments import Parser
 
     parser = Parser(
         prog="cribo index",
@@ -49,7 +49,7 @@ def run(words: list[str], console: Console) -> None:
     parsed = parser.parse_args(words)
     config = parser.build(IndexConfig, parsed, backbone=optional_backbone(parsed), trust=parsed.backbone.trust)
     with importing(console):
-        from cribo.object_search.run import index_collection
+        from cribo.apps.search.run import index_collection
 
     summary, database, quality = index_collection(config, console=console)
     print_unreadable(console, [*summary.unreadable, *summary.unread])

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cribo.base.console import importing
+from cribo.base.wording import command_line, counted
 from cribo.cli.running import print_places, print_unreadable
-from cribo.console import importing
-from cribo.wording import command_line, counted
 
 HELP = """\
 Join the results of cribo embed, index or segment on the shares of a collection, as one command would have written them.
@@ -29,7 +29,7 @@ LESS_MEMORY = "merge on a machine with more memory"
 
 def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    from cribo.arguments import Parser
+    from cribo.base.arguments import Parser
 
     parser = Parser(prog="cribo merge", description=HELP, usage="cribo merge PART [PART ...] --out FOLDER [options]")
     parser.add_argument(
@@ -50,8 +50,8 @@ def run(words: list[str], console: Console) -> None:
 
 def _kind(place: str, console: Console) -> str:
     """Return the kind of results in a folder or at a URL: embedding, segmentation or database."""
-    from cribo.errors import DataError
-    from cribo.folders import result_kind
+    from cribo.base.errors import DataError
+    from cribo.base.folders import result_kind
 
     kind = None if "://" in place else result_kind(Path(place).expanduser())
     if kind in ("embedding", "segmentation"):
@@ -59,8 +59,8 @@ def _kind(place: str, console: Console) -> str:
     if kind is not None:
         raise DataError(f"{place} contains {kind} results: give results of cribo embed, index or segment")
     with importing(console):
-        from cribo.data.images import require
-        from cribo.object_search.database import holds_database
+        from cribo.apps.search.database import holds_database
+        from cribo.data.sources.images import require
     if "://" not in place:
         require(Path(place).expanduser())
     if not holds_database(place):
@@ -70,8 +70,8 @@ def _kind(place: str, console: Console) -> str:
 
 def _merge_embeddings(parts: Sequence[str], out: Path, overwrite: bool, command: str, console: Console) -> None:
     with importing(console):
-        from cribo.embedding.merging import merge_embeddings
-        from cribo.embedding.run import ABOUT, SKIPPED
+        from cribo.apps.embed.merging import merge_embeddings
+        from cribo.apps.embed.run import ABOUT, SKIPPED
 
     merged = merge_embeddings(parts, out=out, overwrite=overwrite, command=command)
     console.print(f"{counted(merged.images, 'image')} of {counted(len(parts), 'part')}")
@@ -81,8 +81,8 @@ def _merge_embeddings(parts: Sequence[str], out: Path, overwrite: bool, command:
 
 def _merge_segmentations(parts: Sequence[str], out: Path, overwrite: bool, command: str, console: Console) -> None:
     with importing(console):
-        from cribo.segmentation.merging import merge_segmentations
-        from cribo.segmentation.results import FOLDERS, SUMMARY
+        from cribo.apps.segment.merging import merge_segmentations
+        from cribo.apps.segment.results import FOLDERS, SUMMARY
 
     merged = merge_segmentations(parts, out=out, overwrite=overwrite, command=command)
     console.print(f"{counted(merged.images, 'image')} of {counted(len(parts), 'part')}")
@@ -91,12 +91,12 @@ def _merge_segmentations(parts: Sequence[str], out: Path, overwrite: bool, comma
 
 
 def _merge_databases(parts: Sequence[str], out: str, overwrite: bool, console: Console) -> None:
-    from cribo.errors import ConfigError
+    from cribo.base.errors import ConfigError
 
     if overwrite:
         raise ConfigError(f"--overwrite cannot replace a database: delete {out}, or choose another --out")
     with importing(console):
-        from cribo.object_search.merging import merge_databases
+        from cribo.apps.search.merging import merge_databases
 
     merged = merge_databases(parts, out=out, console=console)
     database = merged.database

@@ -7,10 +7,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cribo.base.console import duration, importing
+from cribo.base.errors import InputError
+from cribo.base.wording import command_line, counted
 from cribo.cli.running import print_places
-from cribo.console import duration, importing
-from cribo.errors import InputError
-from cribo.wording import command_line, counted
 
 if TYPE_CHECKING:
     from cribo.pretraining.run import Run
@@ -37,13 +37,7 @@ def run(words: list[str], console: Console) -> None:
     """Run the command."""
     # Local imports: `--help` and invalid options do not import torch and Lightning.
     from cribo.pretraining.config import PretrainConfig
-    from cribo.pretraining.presets import (
-        SHORT,
-        ConfigParser,
-        config_from,
-        config_name,
-        with_preset,
-    )
+    from cribo.pretraining.loading import SHORT, ConfigParser, config_from, config_name, with_preset
 
     parser = ConfigParser(
         prog="cribo pretrain",

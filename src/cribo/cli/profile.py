@@ -5,8 +5,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cribo.base.console import Phases, importing
 from cribo.cli.running import print_places
-from cribo.console import Phases, importing
 
 HELP = """\
 Measure the cost of each part of a training step on this machine: the paper's profiling table for your configuration,
@@ -24,9 +24,9 @@ LESS_MEMORY = "raise --optim.micro_batches, lower --optim.batch_size, or set --b
 
 def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    from cribo.folders import ResultFolder
+    from cribo.base.folders import ResultFolder
     from cribo.pretraining.config import PretrainConfig
-    from cribo.pretraining.presets import ConfigParser, config_from, config_name, with_preset
+    from cribo.pretraining.loading import ConfigParser, config_from, config_name, with_preset
 
     parser = ConfigParser(
         prog="cribo profile",

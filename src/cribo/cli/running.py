@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cribo.errors import InputError, MissingPackage, Stopped, full_disk, is_out_of_memory
-from cribo.machine import is_first_process
-from cribo.redaction import mask_messages, without_secrets
-from cribo.wording import counted, nearest, printable
+from cribo.base.errors import InputError, MissingPackage, Stopped, full_disk, is_out_of_memory
+from cribo.base.machine import is_first_process
+from cribo.base.redaction import mask_messages, without_secrets
+from cribo.base.wording import counted, nearest, printable
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
     from rich.console import Console
 
-    from cribo.arguments import Parser
-    from cribo.retrieval.config import BackboneSource
+    from cribo.base.arguments import Parser
+    from cribo.features.config import BackboneSource
 
 DEBUG = "--debug"
 """Option of all commands to print the traceback of every error."""
@@ -80,7 +80,7 @@ def run_command(
     Returns:
         The exit status.
     """
-    from cribo.console import command_console, log_to
+    from cribo.base.console import command_console, log_to
 
     name = f"cribo {name}"
     mask_messages()
@@ -124,7 +124,7 @@ def _report_dim_images() -> None:
 
 def _request_for_report(name: str) -> str:
     """Return the request to report an error that is not the user's."""
-    from cribo.versions import project_url
+    from cribo.base.versions import project_url
 
     address = project_url("Issues")
     where = "" if address is None else f" at {address}"
@@ -139,7 +139,7 @@ def _failed(name: str, error: object, status: int) -> int:
 
 def add_optional_backbone(parser: "Parser", explanation: str) -> None:
     """Add the options of a `BackboneSource` that may be omitted, with the explanation of `--backbone`."""
-    from cribo.retrieval.config import BackboneSource
+    from cribo.features.config import BackboneSource
 
     parser.add_class_arguments(BackboneSource, "backbone", skip={"source"})
     parser.add_argument("--backbone.source", type=str, help=explanation)
@@ -147,7 +147,7 @@ def add_optional_backbone(parser: "Parser", explanation: str) -> None:
 
 def optional_backbone(parsed: "Namespace") -> "BackboneSource | None":
     """Return the backbone of `add_optional_backbone`, or None if it was omitted."""
-    from cribo.retrieval.config import BackboneSource
+    from cribo.features.config import BackboneSource
 
     return None if parsed.backbone.source is None else BackboneSource(**vars(parsed.backbone))
 

@@ -8,15 +8,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cribo.base.console import importing
+from cribo.base.wording import command_line, counted
 from cribo.cli.running import print_places
-from cribo.console import importing
-from cribo.data.limits import READING_SHORT
-from cribo.wording import command_line, counted
+from cribo.data.config import READING_SHORT
 
 if TYPE_CHECKING:
-    from cribo.object_search.config import SearchConfig
-    from cribo.object_search.duplicates import DuplicatePair
-    from cribo.object_search.search import SearchResult
+    from cribo.apps.search.config import SearchConfig
+    from cribo.apps.search.duplicates import DuplicatePair
+    from cribo.apps.search.search import SearchResult
 
 HELP = """\
 Find the objects in a database of `cribo index` that are most similar to a given one.
@@ -39,8 +39,8 @@ LESS_MEMORY = "use --device cpu, or a smaller image"
 
 def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    from cribo.arguments import Parser
-    from cribo.object_search.config import SearchConfig
+    from cribo.apps.search.config import SearchConfig
+    from cribo.base.arguments import Parser
 
     parser = Parser(
         prog="cribo search",
@@ -55,7 +55,7 @@ def run(words: list[str], console: Console) -> None:
     parsed = parser.parse_args(words)
     config = parser.build(SearchConfig, parsed)
     with importing(console):
-        from cribo.object_search.search import COCO, RESULTS, SHEET, search_duplicates, search_objects
+        from cribo.apps.search.search import COCO, RESULTS, SHEET, search_duplicates, search_objects
 
     command = shlex.join(["cribo", "search", *words])
     if config.duplicates:

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cribo.base.console import importing
 from cribo.cli.running import BACKBONE_SHORT, SUGGESTED, SUGGESTION, print_places, print_unreadable
-from cribo.console import importing
 
 HELP = f"""\
 Label the pixels of many images given a few labelled examples; two are enough to start. The backbone is not trained. Its
@@ -37,9 +37,9 @@ LESS_MEMORY = "lower --batch_size or --size, or use --window"
 
 def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    from cribo.arguments import Parser
-    from cribo.segmentation.config import SegmentConfig
-    from cribo.segmentation.settings import SegmentationSettings
+    from cribo.apps.segment.config import SegmentConfig
+    from cribo.apps.segment.settings import SegmentationSettings
+    from cribo.base.arguments import Parser
 
     if {"--list", "--remove"} & {word.partition("=")[0] for word in words}:
         _edit_memory(words, console)
@@ -64,7 +64,7 @@ def run(words: list[str], console: Console) -> None:
     settings = {field.name: given[field.name] for field in fields(SegmentationSettings) if field.name in given}
     config = parser.build(SegmentConfig, parsed, settings=settings)
     with importing(console):
-        from cribo.segmentation.run import COCO, OVERVIEW, SUGGESTED, SUMMARY, segment_images
+        from cribo.apps.segment.run import COCO, OVERVIEW, SUGGESTED, SUMMARY, segment_images
 
     segmented = segment_images(
         config,
@@ -101,7 +101,7 @@ def run(words: list[str], console: Console) -> None:
 
 def _edit_memory(words: list[str], console: Console) -> None:
     """Print the examples of a memory, after removing those of --remove."""
-    from cribo.arguments import Parser
+    from cribo.base.arguments import Parser
 
     parser = Parser(prog="cribo segment", usage="cribo segment --memory FILE (--list | --remove EXAMPLE ...)")
     parser.add_argument("--memory", type=str, required=True, help="file of the memory")
@@ -109,9 +109,9 @@ def _edit_memory(words: list[str], console: Console) -> None:
     parser.add_argument("--remove", type=str, nargs="+", default=[], help="names or numbers of examples to remove")
     parsed = parser.parse_args(words)
     with importing(console):
-        from cribo.segmentation.editing import list_examples, remove_examples
-        from cribo.segmentation.memory import SegmentationMemory
-        from cribo.segmentation.run import describe_memory
+        from cribo.apps.segment.editing import list_examples, remove_examples
+        from cribo.apps.segment.memory import SegmentationMemory
+        from cribo.apps.segment.run import describe_memory
 
     if parsed.remove:
         memory = remove_examples(parsed.memory, parsed.remove)

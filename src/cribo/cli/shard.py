@@ -4,9 +4,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cribo.base.console import Phases, importing
+from cribo.base.wording import command_line, counted
 from cribo.cli.running import print_places
-from cribo.console import Phases, importing
-from cribo.wording import command_line, counted
 
 HELP = """\
 Pack images into a few large tar files, which are faster to read from network file systems and object storage than
@@ -25,8 +25,8 @@ LESS_MEMORY = "lower --workers"
 
 def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    from cribo.arguments import Parser
-    from cribo.data.limits import Reading
+    from cribo.base.arguments import Parser
+    from cribo.data.config import Reading
 
     parser = Parser(prog="cribo shard", description=HELP, usage="cribo shard IMAGES OUT [options]")
     parser.add_argument("images", metavar="IMAGES", type=str, help="a folder, or a text file that lists images")
@@ -40,8 +40,8 @@ def run(words: list[str], console: Console) -> None:
     parser.add_argument("--workers", type=int, help="number of threads that read images; by default one per core")
     parsed = parser.parse_args(words)
     with importing(console):
-        from cribo.data.images import open_images
-        from cribo.data.shard_writing import write_shards
+        from cribo.data.sources.images import open_images
+        from cribo.data.sources.shard_writing import write_shards
 
     source = open_images(parsed.images, reading=parser.build(Reading, parsed))
     with Phases(console) as progress:

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from cribo.base.console import duration, importing
+from cribo.base.errors import InputError
+from cribo.base.wording import command_line, counted
 from cribo.cli.running import print_places
-from cribo.console import duration, importing
-from cribo.errors import InputError
-from cribo.wording import command_line, counted
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
 
-    from cribo.studies.run import Study
+    from cribo.apps.studies.run import Study
 
 HELP = """\
 Train a table of configurations with several seeds, score each, and write the means with intervals of their differences.
@@ -55,8 +55,8 @@ def run(words: list[str], console: Console) -> None:
     if words[:1] == [COMPARE]:
         _compare(words[1:], console)
         return
-    from cribo.arguments import Parser
-    from cribo.studies.config import load_study, share_of, study_names
+    from cribo.apps.studies.config import load_study, share_of, study_names
+    from cribo.base.arguments import Parser
 
     parser = Parser(
         prog="cribo study",
@@ -87,8 +87,8 @@ def run(words: list[str], console: Console) -> None:
     if parsed.slurm is not None and parsed.slurm < 1:
         raise InputError(f"--slurm must be a number of parts >= 1, got {parsed.slurm}")
     with importing(console):
-        from cribo.studies.run import Study, run_study
-        from cribo.studies.table import FIGURE, TABLE
+        from cribo.apps.studies.run import Study, run_study
+        from cribo.apps.studies.table import FIGURE, TABLE
 
     if planned:
         study = Study(config, parsed.out / name)
@@ -117,7 +117,7 @@ def _print_plan(study: "Study", console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from cribo.studies.cells import make_cells
+    from cribo.apps.studies.cells import make_cells
 
     plans = study.plan(timed=True)
     cells = make_cells(study.study, {row: plan.epochs for row, plan in plans.items()})
@@ -140,7 +140,7 @@ def _print_plan(study: "Study", console: Console) -> None:
 
 
 def _write_job(study: "Study", parsed: "Namespace", name: str, console: Console) -> None:
-    from cribo.files import write_text
+    from cribo.base.files import write_text
 
     study.start()
     # The job's PATH may lack `cribo`, such as after `uv run`.
@@ -153,7 +153,7 @@ def _write_job(study: "Study", parsed: "Namespace", name: str, console: Console)
 
 
 def _compare(words: list[str], console: Console) -> None:
-    from cribo.arguments import Parser
+    from cribo.base.arguments import Parser
 
     parser = Parser(
         prog="cribo study compare",
@@ -164,7 +164,7 @@ def _compare(words: list[str], console: Console) -> None:
     parser.add_argument("after", type=Path, help="folder of another study")
     parsed = parser.parse_args(words)
     with importing(console):
-        from cribo.studies.comparison import compare_studies
+        from cribo.apps.studies.comparison import compare_studies
 
     for section in compare_studies(parsed.before, parsed.after):
         console.print(section)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from cribo.errors import Stopped
+from cribo.base.errors import Stopped
 
 PREFETCHED = 4  # batches per worker
 

@@ -14,8 +14,8 @@ import numpy as np
 from PIL import Image
 from PIL.TiffImagePlugin import ImageFileDirectory_v2, TiffImageFile
 
-from cribo.errors import InputError
-from cribo.wording import counted
+from cribo.base.errors import InputError
+from cribo.base.wording import counted
 
 _CODESTREAM = b"\xff\x4f\xff\x51"  # the markers that start JPEG 2000 data
 _FULL = 2**16 - 1

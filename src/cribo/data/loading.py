@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from cribo.base.errors import WorkersFailed
 from cribo.data.batches import Batches, unchanged
 from cribo.data.channels import DIM_IMAGES
 from cribo.data.samples import Batch, SampleDataset, StepBatchSampler
 from cribo.data.workers import BackgroundReader, WorkerFault
-from cribo.errors import WorkersFailed
 
 log = logging.getLogger("cribo")
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 import numpy as np
 from PIL import Image, ImageChops, UnidentifiedImageError
 
+from cribo.base.errors import UnreadableImage
+from cribo.base.wording import is_utf8
 from cribo.data.channels import (
     Samples,
     colour_of_16_bits,
@@ -25,9 +27,7 @@ from cribo.data.channels import (
     samples_of,
     why_no_tiff,
 )
-from cribo.data.limits import DEFAULT_READING, Reading
-from cribo.errors import UnreadableImage
-from cribo.wording import is_utf8
+from cribo.data.config import DEFAULT_READING, Reading
 
 if TYPE_CHECKING:
     from jaxtyping import UInt8

@@ -15,13 +15,13 @@ from jaxtyping import Int, UInt8
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler, default_collate, get_worker_info
 
+from cribo.base.errors import DataError, InputError, UnreadableImage
+from cribo.base.wording import counted
 from cribo.data.channels import DIM_IMAGES
-from cribo.data.clips import Clips
-from cribo.data.images import ImageSource, OrderedSource, ReducingSource
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import temporary_errno
-from cribo.errors import DataError, InputError, UnreadableImage
-from cribo.wording import counted
+from cribo.data.sources.clips import Clips
+from cribo.data.sources.images import ImageSource, OrderedSource, ReducingSource
 
 # Keys that separate the streams of random draws.
 _SAMPLE, _ORDER, _REPLACEMENT = 0, 1, 2

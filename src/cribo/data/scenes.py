@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from cribo.colours import Colour, class_colours
-from cribo.data.sets import HELD_OUT_SCENES
-from cribo.errors import InputError
+from cribo.base.colours import Colour, class_colours
+from cribo.base.errors import InputError
+from cribo.data.labelled.sets import HELD_OUT_SCENES
 
 OBJECT_CLASSES = (
     "striped disc",

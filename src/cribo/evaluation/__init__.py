@@ -2,10 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from cribo.lazy import lazy_names
+from cribo.base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from cribo.evaluation.cache import Machine as Machine
     from cribo.evaluation.comparison import compare as compare
     from cribo.evaluation.correspondence.protocol import Correspondence as Correspondence
     from cribo.evaluation.correspondence.protocol import CorrespondenceData as CorrespondenceData
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from cribo.evaluation.runner import evaluate as evaluate
     from cribo.evaluation.runtime import EvaluationRuntime as EvaluationRuntime
     from cribo.evaluation.runtime import TrainingRuntime as TrainingRuntime
-    from cribo.evaluation.scores import iou as iou
     from cribo.evaluation.segmentation.protocol import FinetunedSegmenter as FinetunedSegmenter
     from cribo.evaluation.segmentation.protocol import Linear as Linear
     from cribo.evaluation.segmentation.trained import load_segmenter as load_segmenter

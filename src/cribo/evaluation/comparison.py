@@ -13,8 +13,9 @@ from matplotlib.figure import Figure
 from rich.console import Group as Stack
 from rich.console import RenderableType
 
-from cribo.drawing import PAGE_WIDTH, house_style, write_figure
-from cribo.errors import FolderError, ResultError
+from cribo.base.drawing import PAGE_WIDTH, house_style, write_figure
+from cribo.base.errors import FolderError, ResultError
+from cribo.base.files import write_json, write_text
 from cribo.evaluation.curves import Curve, legend_height, plot_curves, varied_values
 from cribo.evaluation.data import PLACES
 from cribo.evaluation.published import PublishedRow, architecture_name, published_beside
@@ -34,7 +35,6 @@ from cribo.evaluation.results import (
     varied_title,
     varied_value,
 )
-from cribo.files import write_json, write_text
 
 COMPARISON = "compare.json"
 """File name of a comparison, which identifies its folder."""

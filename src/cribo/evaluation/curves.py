@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
 
-from cribo.colours import LINE_COLOURS
-from cribo.drawing import LEGEND_LINE, legend_columns
+from cribo.base.colours import LINE_COLOURS
+from cribo.base.drawing import LEGEND_LINE, legend_columns
 from cribo.evaluation.results import NONE, EvaluationResult, metric_title, varied_title, varied_value
 
 _MARKERS = "osDv^P"

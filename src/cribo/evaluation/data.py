@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from cribo.checks import require_least
-from cribo.data.limits import Reading, spread
-from cribo.data.sets import HELD_OUT_SCENES, SEGMENTATION_SETS, SegmentationSet, segmentation_set
-from cribo.errors import ConfigError, DataError
-from cribo.trust import import_by_path
+from cribo.base.bounds import require_least
+from cribo.base.errors import ConfigError, DataError
+from cribo.base.trust import import_by_path
+from cribo.data.config import Reading, spread
+from cribo.data.labelled.sets import HELD_OUT_SCENES, SEGMENTATION_SETS, SegmentationSet, segmentation_set
 
 SCENES = "scenes"
 PLACES = ("root", "train_annotations", "val_annotations")
@@ -190,7 +190,7 @@ class ImageData:
     @classmethod
     def find(cls, folder: Path) -> Self | None:
         """Return the data set in a folder with a subfolder per class, also below `images`; None if there is none."""
-        from cribo.data.classification import has_class_folders, is_imagenet
+        from cribo.data.labelled.classification import has_class_folders, is_imagenet
 
         if is_imagenet(folder):
             return cls("imagenet", str(folder))
@@ -206,7 +206,7 @@ class ImageData:
         """
         if self.root is None:
             raise ConfigError(f"data.root is required: the folder of {self.name}")
-        from cribo.data.classification import open_classification
+        from cribo.data.labelled.classification import open_classification
 
         found = open_classification(self.name, self.root, train=self.train, val=self.val, partial=self.partial)
         train, val = found.train, found.val
@@ -229,7 +229,7 @@ def _found(data: SegmentationData | ImageData) -> tuple[str, str]:
     """
     folder = Path(data.name).expanduser()
     if not folder.exists():
-        from cribo.data.images import require
+        from cribo.data.sources.images import require
 
         require(folder)
     if not folder.is_dir():

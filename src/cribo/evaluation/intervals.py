@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from scipy.stats import norm, t
 from torch import Tensor
 
+from cribo.base.files import open_arrays
 from cribo.data.randomness import keyed_generator
-from cribo.files import open_arrays
 
 COUNTS = "images.npz"
 """File name of the counts of each scored image, beside the result of an evaluation."""

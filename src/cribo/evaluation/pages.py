@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from cribo.data.limits import spread
-from cribo.drawing import house_style, write_figure
+from cribo.base.drawing import house_style, write_figure
+from cribo.data.config import spread
 
 _T = TypeVar("_T")
 

@@ -16,16 +16,24 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 from torch import Tensor
 
-from cribo.colours import Colour, rgb
+from cribo.base.colours import Colour, rgb
+from cribo.base.drawing import (
+    PAGE_WIDTH,
+    house_style,
+    number_regions,
+    panel_grid,
+    stripes_handle,
+    title_row,
+    write_figure,
+)
+from cribo.base.errors import InputError
+from cribo.base.painting import paint_classes, stripes, tint
 from cribo.data import LabelledImages
-from cribo.data.crops import resize_labels
-from cribo.drawing import PAGE_WIDTH, house_style, number_regions, panel_grid, stripes_handle, title_row, write_figure
-from cribo.errors import InputError
+from cribo.data.labelled.crops import resize_labels
 from cribo.evaluation.curves import Curve, plot_curves, varied_values
 from cribo.evaluation.pages import write_pages
 from cribo.evaluation.results import EvaluationResult, percent, varied_title, varied_value
-from cribo.evaluation.scores import accuracy, count_confusion, iou, mean_iou
-from cribo.painting import paint_classes, stripes, tint
+from cribo.features.scores import accuracy, count_confusion, iou, mean_iou
 
 RIGHT: Colour = (0, 158, 115)
 """Colour of correct pixels."""

@@ -6,12 +6,12 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from cribo.errors import ConfigError, InputError
+from cribo.base.errors import ConfigError, InputError
+from cribo.base.trust import import_by_path
 from cribo.evaluation.data import SegmentationData
 from cribo.evaluation.runtime import EvaluationRuntime, TrainingRuntime
 from cribo.evaluation.settings import Settings
-from cribo.retrieval.config import BackboneSource
-from cribo.trust import import_by_path
+from cribo.features.config import BackboneSource
 
 if TYPE_CHECKING:
     from jaxtyping import Int

@@ -14,11 +14,11 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cribo.console import duration
+from cribo.base.console import duration
+from cribo.base.errors import DataError, FolderError, InputError, MissingData, ResultError
+from cribo.base.files import read_json, write_text
+from cribo.base.folders import flat
 from cribo.data import SEGMENTATION_SETS
-from cribo.errors import DataError, FolderError, InputError, MissingData, ResultError
-from cribo.files import read_json, write_text
-from cribo.folders import flat
 
 RESULTS = "results.json"
 """File name of a result."""

@@ -8,16 +8,16 @@ from typing import Any
 
 from rich.console import Console
 
-from cribo.console import Phases
+from cribo.base.console import Phases
+from cribo.base.devices import resolve_devices, resolve_workers
 from cribo.data import LabelledImages
-from cribo.devices import resolve_devices, resolve_workers
-from cribo.evaluation.cache import FeatureCache, Machine
 from cribo.evaluation.data import Splits
-from cribo.evaluation.features import EncodedView, PatchFeatures, Preparation, extract_patches
 from cribo.evaluation.runtime import EvaluationRuntime
+from cribo.features.cache import FeatureCache, Machine
+from cribo.features.config import BackboneSource, FeaturePrecision, Interpolation
+from cribo.features.encoder import ImageEncoder, PatchEncoder, backbone_encoder
+from cribo.features.extraction import EncodedView, PatchFeatures, Preparation, extract_patches
 from cribo.models import Backbone
-from cribo.retrieval.config import BackboneSource, FeaturePrecision, Interpolation
-from cribo.retrieval.encoders import ImageEncoder, PatchEncoder, backbone_encoder
 
 
 @dataclass

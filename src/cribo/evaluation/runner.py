@@ -11,9 +11,12 @@ from rich.console import Console
 from torch import Tensor
 from torch.optim.swa_utils import update_bn
 
+from cribo.base.errors import ConfigError, InputError
+from cribo.base.folders import ResultFolder
+from cribo.base.machine import is_first_process
+from cribo.base.versions import versions
 from cribo.data import LabelledImages
-from cribo.data.limits import DEFAULT_READING, Reading
-from cribo.errors import ConfigError, InputError
+from cribo.data.config import DEFAULT_READING, Reading
 from cribo.evaluation.data import PLACES, Splits
 from cribo.evaluation.intervals import write_counts
 from cribo.evaluation.pictures import write_pictures
@@ -21,13 +24,10 @@ from cribo.evaluation.protocol import Outcome, Protocol
 from cribo.evaluation.results import OUT, EvaluationResult, plain
 from cribo.evaluation.run import Run
 from cribo.evaluation.runtime import EvaluationRuntime
-from cribo.folders import ResultFolder
-from cribo.machine import is_first_process
+from cribo.features.config import BackboneSource
+from cribo.features.encoder import open_network
+from cribo.features.patches import resize_image
 from cribo.models import Backbone, normalise
-from cribo.retrieval.config import BackboneSource
-from cribo.retrieval.encoders import open_network
-from cribo.retrieval.patches import resize_image
-from cribo.versions import versions
 
 log = logging.getLogger("cribo")
 

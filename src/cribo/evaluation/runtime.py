@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from cribo.checks import require_least, require_positive
-from cribo.errors import ConfigError
+from cribo.base.bounds import require_least, require_positive
+from cribo.base.errors import ConfigError
 from cribo.training.loggers import TENSORBOARD, require_known
 
 TrainerPrecision = Literal["32-true", "bf16-mixed", "16-mixed"]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Optional, Self, TypeVar, get_args, get_type_hints
 
-from cribo.errors import InputError
+from cribo.base.errors import InputError
 
 if TYPE_CHECKING:
     _T = TypeVar("_T")

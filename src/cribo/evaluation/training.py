@@ -17,16 +17,17 @@ from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
 from torch.utils.data import Dataset, Sampler, default_collate
 
+from cribo.base.devices import resolve_workers
+from cribo.base.errors import ConfigError, Stopped, if_interrupted
+from cribo.base.files import read_json, remove_parts, write_json
+from cribo.base.folders import MARKER, ResultFolder, describe_changes, flat, require_same
+from cribo.base.machine import end_with_launcher, is_first_process
+from cribo.base.redaction import masked
+from cribo.base.wording import command_line
 from cribo.data.batches import Batches
 from cribo.data.randomness import keyed_generator
-from cribo.devices import resolve_workers
-from cribo.errors import ConfigError, Stopped, if_interrupted
 from cribo.evaluation.results import OUT, RESULTS, EvaluationResult, read_result
 from cribo.evaluation.runtime import TrainingRuntime
-from cribo.files import read_json, remove_parts, write_json
-from cribo.folders import MARKER, ResultFolder, describe_changes, flat, require_same
-from cribo.machine import end_with_launcher, is_first_process
-from cribo.redaction import masked
 from cribo.training.checkpoints import Checkpoints, checkpoint_files, resume_point
 from cribo.training.events import open_loggers
 from cribo.training.folder import RUN_LOCK, claim, open_on_all_ranks
@@ -35,7 +36,6 @@ from cribo.training.lightning import interruptible, make_trainer, quiet_lightnin
 from cribo.training.loggers import require_loggers, require_logins
 from cribo.training.module import ResumableModule
 from cribo.training.progress import StepProgress
-from cribo.wording import command_line
 
 log = logging.getLogger("cribo")
 

@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from cribo.apps.segment.suggesting import cover, sample, similarity
 from cribo.data.randomness import keyed_generator
 from cribo.explorer.images import FolderImages
 from cribo.explorer.uploads import Refused
-from cribo.probes.encoding import GridEncoder
-from cribo.probes.fitting import FittedProbe, concatenate
-from cribo.segmentation.suggesting import cover, sample, similarity
+from cribo.features.probes.encoding import GridEncoder
+from cribo.features.probes.fitting import FittedProbe, concatenate
 
 log = logging.getLogger("cribo")
 

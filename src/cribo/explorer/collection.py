@@ -7,12 +7,12 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from cribo.data.limits import Reading
-from cribo.errors import InputError
+from cribo.apps.search import FoundObject, ImageObject, IndexedImage, ObjectDatabase
+from cribo.apps.search.database import index_command
+from cribo.base.errors import InputError
+from cribo.data.config import Reading
 from cribo.explorer.images import image_in
 from cribo.explorer.uploads import Refused
-from cribo.object_search import FoundObject, ImageObject, IndexedImage, ObjectDatabase
-from cribo.object_search.database import index_command
 
 
 class Collection:

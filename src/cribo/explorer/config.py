@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from cribo.checks import require_least, require_positive
-from cribo.data.limits import DEFAULT_READING, Reading
-from cribo.errors import ConfigError
-from cribo.retrieval.config import BackboneSource
+from cribo.base.bounds import require_least, require_positive
+from cribo.base.errors import ConfigError
+from cribo.data.config import DEFAULT_READING, Reading
+from cribo.features.config import BackboneSource
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cribo.console import Progress
-from cribo.data.images import ImageFiles, ImageSource, open_images, require, require_readable
-from cribo.data.limits import Reading, spread
-from cribo.devices import resolve_devices
-from cribo.errors import InputError, Untrusted
+from cribo.apps.search import DatabaseInfo, ObjectDatabase, ObjectSettings, index_images
+from cribo.apps.segment import probe_encoder
+from cribo.base.console import Progress
+from cribo.base.devices import resolve_devices
+from cribo.base.errors import InputError, Untrusted
+from cribo.base.machine import keep_freed_memory
+from cribo.base.redaction import without_secrets
+from cribo.data.config import Reading, spread
+from cribo.data.sources.images import ImageFiles, ImageSource, open_images, require, require_readable
 from cribo.explorer.collection import Collection
 from cribo.explorer.config import ExploreConfig
 from cribo.explorer.example_folder import ExampleFolder
@@ -17,14 +21,10 @@ from cribo.explorer.images import FolderImages
 from cribo.explorer.network import SharedEncoder
 from cribo.explorer.objects import ObjectFinder
 from cribo.explorer.segmenting import Visitors
-from cribo.machine import keep_freed_memory
-from cribo.object_search import DatabaseInfo, ObjectDatabase, ObjectSettings, index_images
+from cribo.features import BackboneSource, backbone_encoder
+from cribo.features.encoder import blocks_encoder, open_network
+from cribo.features.probes.fitting import default_blocks
 from cribo.pretraining.files import CONFIG
-from cribo.probes.fitting import default_blocks
-from cribo.redaction import without_secrets
-from cribo.retrieval import BackboneSource, backbone_encoder
-from cribo.retrieval.encoders import blocks_encoder, open_network
-from cribo.segmentation import probe_encoder
 
 if TYPE_CHECKING:
     from cribo.explorer.view_pairs import PairSample

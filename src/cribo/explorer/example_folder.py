@@ -11,21 +11,21 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from cribo.colours import Colour, class_colours
-from cribo.data.coco import find_coco
-from cribo.data.crops import resize_labels
-from cribo.data.images import EXTENSIONS, composed, has_images, list_files
-from cribo.data.label_maps import IGNORE_INDEX, MASKS, LabelMap, LabelValues, read_classes
-from cribo.data.segmentation import LabelledFiles
-from cribo.errors import InputError
+from cribo.apps.segment.examples import CLASSES_FILE, Examples, find_examples
+from cribo.apps.segment.inputs import open_labels
+from cribo.apps.segment.pixels import write_labels
+from cribo.apps.segment.storage import memory_lock
+from cribo.base.colours import Colour, class_colours
+from cribo.base.errors import InputError
+from cribo.base.files import write_beside, write_text
+from cribo.base.folders import require_writable
+from cribo.data.labelled.coco import find_coco
+from cribo.data.labelled.crops import resize_labels
+from cribo.data.labelled.label_maps import IGNORE_INDEX, MASKS, LabelMap, LabelValues, read_classes
+from cribo.data.labelled.segmentation import LabelledFiles
+from cribo.data.sources.images import EXTENSIONS, composed, has_images, list_files
 from cribo.explorer.images import PageImage
 from cribo.explorer.uploads import Refused
-from cribo.files import write_beside, write_text
-from cribo.folders import require_writable
-from cribo.segmentation.examples import CLASSES_FILE, Examples, find_examples
-from cribo.segmentation.inputs import open_labels
-from cribo.segmentation.pixels import write_labels
-from cribo.segmentation.storage import memory_lock
 
 
 class ExistingLabels(Refused):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cribo.explorer.network import Dense
 from cribo.explorer.pictures import as_shown, box_of_patch, heat_picture, shown_size, with_box
-from cribo.retrieval import PCAColours
+from cribo.features import PCAColours
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from jaxtyping import UInt8
 from torch import Tensor
 from torchvision.transforms.v2 import functional as TF
 
-from cribo.data.images import ImageFiles
-from cribo.data.limits import DEFAULT_READING, Reading
+from cribo.base.errors import UnreadableImage
+from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.reading import EncodedImage, image_size, read_reduced
-from cribo.errors import UnreadableImage
+from cribo.data.sources.images import ImageFiles
 from cribo.explorer.uploads import Refused
 
 

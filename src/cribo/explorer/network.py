@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from cribo.retrieval import PatchEncoder
+from cribo.features import PatchEncoder
 
 
 @dataclass(frozen=True)

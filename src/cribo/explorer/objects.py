@@ -10,13 +10,13 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from cribo.apps.search import FoundObject, ImageObject, extract_objects
+from cribo.base.painting import outline_region
 from cribo.explorer.collection import Collection
 from cribo.explorer.network import SharedEncoder
 from cribo.explorer.pictures import SHOWN, as_shown
 from cribo.explorer.text import as_text
 from cribo.explorer.uploads import Refused
-from cribo.object_search import FoundObject, ImageObject, extract_objects
-from cribo.painting import outline_region
 
 PAGE = 24
 """Images per page of the collection."""

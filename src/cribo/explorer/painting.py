@@ -8,7 +8,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from cribo.data.label_maps import IGNORE_INDEX
+from cribo.data.labelled.label_maps import IGNORE_INDEX
 from cribo.explorer.uploads import Refused
 
 

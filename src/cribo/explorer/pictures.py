@@ -10,8 +10,8 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torchvision.transforms.v2 import functional as TF
 
-from cribo.colours import Colour
-from cribo.painting import MARK, region_places
+from cribo.base.colours import Colour
+from cribo.base.painting import MARK, region_places
 
 SHOWN = 768
 """Longer side of a picture on the page, in pixels."""

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cribo.console import Phases, loading
-from cribo.errors import if_interrupted
+from cribo.base.console import Phases, loading
+from cribo.base.errors import if_interrupted
+from cribo.base.packages import require_packages
 from cribo.explorer.config import ExploreConfig, Limits
 from cribo.explorer.contents import open_contents
 from cribo.explorer.server import USER, is_loopback, listening, serve, uploads_folder
-from cribo.packages import require_packages
 
 
 def explore(

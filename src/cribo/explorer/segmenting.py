@@ -19,13 +19,18 @@ from jaxtyping import UInt8
 from torch import Tensor
 from torchvision.transforms.v2.functional import to_pil_image
 
-from cribo.colours import Colour, class_colours
-from cribo.console import Progress
-from cribo.data.crops import resize_labels
-from cribo.data.label_maps import IGNORE_INDEX
-from cribo.data.limits import Reading
+from cribo.apps.segment import SegmentationMemory, SegmentationSettings
+from cribo.apps.segment.inputs import open_labels
+from cribo.apps.segment.pictures import overlay
+from cribo.apps.segment.pixels import label_pixels
+from cribo.apps.segment.settings import Refine
+from cribo.base.colours import Colour, class_colours
+from cribo.base.console import Progress
+from cribo.base.errors import InputError, UnreadableImage
+from cribo.data.config import Reading
+from cribo.data.labelled.crops import resize_labels
+from cribo.data.labelled.label_maps import IGNORE_INDEX
 from cribo.data.reading import EncodedImage, open_header
-from cribo.errors import InputError, UnreadableImage
 from cribo.explorer.candidates import ENCODED, Candidates
 from cribo.explorer.example_folder import ExampleFolder, ExistingLabels, Written
 from cribo.explorer.images import FolderImages, PageImage, bounded
@@ -33,12 +38,7 @@ from cribo.explorer.network import SharedEncoder
 from cribo.explorer.painting import Painting, from_runs, to_runs
 from cribo.explorer.text import as_text
 from cribo.explorer.uploads import Refused
-from cribo.probes.fitting import Choice, FittedProbe, Probe, candidate_probes, default_probe
-from cribo.segmentation import SegmentationMemory, SegmentationSettings
-from cribo.segmentation.inputs import open_labels
-from cribo.segmentation.pictures import overlay
-from cribo.segmentation.pixels import label_pixels
-from cribo.segmentation.settings import Refine
+from cribo.features.probes.fitting import Choice, FittedProbe, Probe, candidate_probes, default_probe
 
 log = logging.getLogger("cribo")
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cribo.errors import CannotListen
+from cribo.base.errors import CannotListen
 from cribo.explorer.config import Limits
 from cribo.explorer.uploads import Uploads
 

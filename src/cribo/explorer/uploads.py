@@ -7,9 +7,9 @@ from typing import Any
 from jaxtyping import UInt8
 from torch import Tensor
 
-from cribo.data.limits import Reading
+from cribo.base.errors import InputError, UnreadableImage
+from cribo.data.config import Reading
 from cribo.data.reading import EncodedImage, read_image
-from cribo.errors import InputError, UnreadableImage
 from cribo.explorer.config import Limits
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
-from cribo.data.limits import DEFAULT_READING, Reading
-from cribo.errors import Untrusted
+from cribo.base.errors import Untrusted
+from cribo.data.config import DEFAULT_READING, Reading
 from cribo.explorer.pictures import shown_size, with_numbers
 from cribo.explorer.uploads import Refused
 from cribo.models import load_backbone

@@ -6,7 +6,7 @@ the order of a step: `views`, `clustering`, `objects`, `matching`, `bank`, `head
 
 from typing import TYPE_CHECKING
 
-from cribo.lazy import lazy_names
+from cribo.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cribo.method.bank import Matches as Matches

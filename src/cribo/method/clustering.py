@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from cribo.errors import InputError
+from cribo.base.errors import InputError
 from cribo.method.blocks import rows_per_block
 from cribo.method.precision import in_float32
 from cribo.method.recipe import Marginals

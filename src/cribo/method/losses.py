@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from cribo.errors import InputError
+from cribo.base.errors import InputError
 from cribo.method.blocks import rows_per_block
 from cribo.method.precision import at_least_float32, in_float32, tf32_under_autocast
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from cribo.errors import InputError
+from cribo.base.errors import InputError
 from cribo.method.blocks import rows_per_block
 from cribo.method.precision import in_float32, inner_products
 from cribo.method.recipe import Criterion

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from cribo.errors import InputError
+from cribo.base.errors import InputError
 
 Marginals = Literal["adaptive", "uniform"]
 Criterion = Literal["cycle", "none"]

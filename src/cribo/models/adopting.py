@@ -14,12 +14,12 @@ import torch
 from timm.models import Beit, VisionTransformer
 from torch import Tensor
 
-from cribo.errors import InputError
+from cribo.base.errors import InputError
 from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, Backbone
 from cribo.models.building import build_network, check_network
 from cribo.models.formats.architecture import Architecture, project_of_fixed_positions
 from cribo.models.formats.recognising import Recognised, first_keys, required_keys
-from cribo.models.hub import hub_name
+from cribo.models.hub.download import hub_name
 from cribo.models.licences import Licence, log_licences
 from cribo.models.numerics import Numerics
 from cribo.models.origin import LoadedWeights

@@ -21,13 +21,13 @@ from timm.models.beit import Attention as BeitAttention
 from timm.models.vision_transformer import ResPostBlock
 from torch import Tensor, nn
 
-from cribo.errors import InputError
-from cribo.folders import ResultFolder
+from cribo.base.errors import InputError
+from cribo.base.folders import ResultFolder
 from cribo.models import networks
 from cribo.models.checkpointing import DropPathNoise, set_checkpointing
+from cribo.models.config import CUDA_GRAPH_MODES, Checkpointing, CompileMode, NormalisedLayers
 from cribo.models.linear import use_onednn
 from cribo.models.masking import Mask, MaskedEmbedding
-from cribo.models.modes import CUDA_GRAPH_MODES, Checkpointing, CompileMode, NormalisedLayers
 from cribo.models.numerics import Numerics, apply_numerics, norm_epsilons
 from cribo.models.positions import RelativePositions, RelativeResizing
 
@@ -712,7 +712,7 @@ class Backbone(nn.Module, ModelHubMixin):
 
 def _hub_methods() -> Any:
     """Return the module with the methods for the hub, which builds on this one: it cannot be imported before."""
-    return import_module("cribo.models.hub_methods")
+    return import_module("cribo.models.hub.methods")
 
 
 def _has_argument(model: nn.Module, argument: str) -> bool:

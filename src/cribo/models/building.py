@@ -19,10 +19,10 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
-from cribo.errors import InputError
+from cribo.base.errors import InputError
+from cribo.base.trust import check_import, import_by_path
 from cribo.models import networks
 from cribo.models.backbone import RESERVED_ARGS, Backbone
-from cribo.trust import check_import, import_by_path
 
 
 def build_network(

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from cribo.models.modes import Checkpointing
+from cribo.models.config import Checkpointing
 
 # Operators whose outputs `selective` saves: products and attention, which take most of a block's time, on any device.
 _KEPT = {

@@ -9,9 +9,9 @@ from urllib.parse import urljoin
 
 import yaml
 
-from cribo.errors import InputError
-from cribo.files import parse_yaml, read_text
-from cribo.models.hub import address, hub_name, source_name
+from cribo.base.errors import InputError
+from cribo.base.files import parse_yaml, read_text
+from cribo.models.hub.download import address, hub_name, source_name
 
 README = "README.md"
 """The file in whose header the Hugging Face hub stores the licence."""

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from cribo.errors import InputError, MissingPackage
+from cribo.base.errors import InputError, MissingPackage
+from cribo.base.packages import install_command
 from cribo.models.backbone import Backbone
-from cribo.packages import install_command
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cribo.errors import InputError
+from cribo.base.errors import InputError
 
 
 def resnet_with_stem(name: str, stem_channels: int, **args: Any) -> nn.Module:

@@ -11,7 +11,7 @@ from timm.models import ResNet, VisionTransformer
 from timm.models.swin_transformer import SwinTransformerBlock
 from torch import nn
 
-from cribo.errors import InputError
+from cribo.base.errors import InputError
 from cribo.models.positions import RESIZINGS, RelativeResizing, Resizing, Windows, attend_in_windows, embed_positions
 
 

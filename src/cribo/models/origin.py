@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cribo.models.modes import NetworkName
+from cribo.models.config import NetworkName
 
 _COMMIT = 7  # shown digits
 

@@ -14,7 +14,7 @@ from timm.models.beit import gen_relative_position_index
 from timm.models.swin_transformer import window_partition, window_reverse
 from torch import Tensor
 
-from cribo.errors import InputError
+from cribo.base.errors import InputError
 
 Resizing = Literal["timm", "bicubic", "bicubic_offset", "bilinear", "bilinear_antialiased", "bilinear_corners"]
 """`timm`: bicubic, antialiased (also DINOv2 with registers, open_clip). `bicubic`: without antialiasing (Hugging Face,

@@ -13,8 +13,8 @@ import torch
 from timm.models import Beit, ConvNeXt, Eva, NaFlexVit, VisionTransformer, Xcit
 from torch import Tensor, nn
 
-from cribo.errors import InputError
-from cribo.files import sync, write_beside
+from cribo.base.errors import InputError
+from cribo.base.files import sync, write_beside
 from cribo.models.adopting import adopt, build
 from cribo.models.backbone import RESERVED_ARGS, Backbone
 from cribo.models.formats.architecture import Architecture

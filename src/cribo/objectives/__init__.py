@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from cribo.lazy import lazy_names
+from cribo.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cribo.objectives.base import Columns as Columns

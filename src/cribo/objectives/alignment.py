@@ -11,14 +11,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from cribo.base.errors import ConfigError
 from cribo.data.samples import Batch
-from cribo.errors import ConfigError
 from cribo.method import pool_objects
 from cribo.models import Backbone
+from cribo.models.config import CompileMode
 from cribo.models.lora import plain_copy
-from cribo.models.modes import CompileMode
 from cribo.objectives.banks import PatchBank, object_bank
 from cribo.objectives.base import Columns, Objective, Output, Setting, Step, check_weights, move_towards
+from cribo.objectives.config import ObjectiveOptions
 from cribo.objectives.extras import LABELS, Anchor, StepFeatures, make_extras
 from cribo.objectives.headfree import cosine_distance, mean_or_zero
 from cribo.objectives.objects import (
@@ -30,7 +31,6 @@ from cribo.objectives.objects import (
     label_tokens,
     mean_over_groups,
 )
-from cribo.objectives.options import ObjectiveOptions
 from cribo.objectives.points import GRID, Points, find_points
 from cribo.objectives.trunk import encode, inputs_of
 from cribo.objectives.views import ViewPairs, drop_path_noise

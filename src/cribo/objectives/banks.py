@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from cribo.base.errors import ConfigError
 from cribo.data.randomness import keyed_generator
-from cribo.errors import ConfigError
 from cribo.method import Matches, MemoryBank
 from cribo.objectives.base import Step
+from cribo.objectives.config import ObjectiveOptions
 from cribo.objectives.objects import RowPairs
-from cribo.objectives.options import ObjectiveOptions
 from cribo.objectives.points import Points
 
 _PATCHES_PER_IMAGE = 8

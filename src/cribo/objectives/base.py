@@ -16,39 +16,39 @@ from lightning.pytorch.callbacks import Callback
 from timm.models import Beit, ConvNeXt, EfficientNet, Eva, ResNet, VisionTransformer
 from torch import Tensor, nn
 
-from cribo.console import Progress
-from cribo.data.images import ImageSource
+from cribo.base.console import Progress
+from cribo.base.errors import ConfigError, InputError
+from cribo.base.trust import import_by_path
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, SampleDataset, SampleTransform
-from cribo.errors import ConfigError, InputError
+from cribo.data.sources.images import ImageSource
 from cribo.models import Backbone, build_backbone
+from cribo.models.config import CompileMode
 from cribo.models.lora import add_adapters, has_adapters, merged_parameters
-from cribo.models.modes import CompileMode
-from cribo.objectives.options import ObjectiveOptions
-from cribo.trust import import_by_path
+from cribo.objectives.config import ObjectiveOptions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BUILT_IN = {
     "cribo": "cribo.objectives.cribo.CrIBo",
-    "croc": "cribo.objectives.croc.CrOC",
-    "slotcon": "cribo.objectives.slotcon.SlotCon",
-    "orl": "cribo.objectives.orl.ORL",
-    "byol": "cribo.objectives.byol.BYOL",
-    "dino": "cribo.objectives.dino.DINO",
-    "ibot": "cribo.objectives.ibot.IBOT",
-    "mae": "cribo.objectives.mae.MAE",
-    "loca": "cribo.objectives.loca.LOCA",
-    "contextual": "cribo.objectives.contextual.Contextual",
-    "neco": "cribo.objectives.neco.NeCo",
-    "timet": "cribo.objectives.timet.TimeT",
+    "croc": "cribo.objectives.rivals.croc.CrOC",
+    "slotcon": "cribo.objectives.rivals.slotcon.SlotCon",
+    "orl": "cribo.objectives.rivals.orl.ORL",
+    "byol": "cribo.objectives.rivals.byol.BYOL",
+    "dino": "cribo.objectives.rivals.dino.DINO",
+    "ibot": "cribo.objectives.rivals.ibot.IBOT",
+    "mae": "cribo.objectives.rivals.mae.MAE",
+    "loca": "cribo.objectives.rivals.loca.LOCA",
+    "contextual": "cribo.objectives.rivals.contextual.Contextual",
+    "neco": "cribo.objectives.rivals.neco.NeCo",
+    "timet": "cribo.objectives.rivals.timet.TimeT",
     "alignment": "cribo.objectives.alignment.Alignment",
     "distill": "cribo.objectives.distill.Distill",
 }
 """Built-in objectives, by name."""
 
-CONTROLS = ("cribo.studies.controls.SupervisedCrIBo", "cribo.studies.controls.RandomPairsCrIBo")
+CONTROLS = ("cribo.objectives.controls.SupervisedCrIBo", "cribo.objectives.controls.RandomPairsCrIBo")
 """Objectives of controls in studies, by import path."""
 
 

@@ -13,12 +13,12 @@ import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
-from cribo.data.images import ImageSource
+from cribo.base.errors import DataError, InputError, UnreadableImage
+from cribo.base.files import open_arrays, write_whole
 from cribo.data.samples import Batch
-from cribo.errors import DataError, InputError, UnreadableImage
-from cribo.files import open_arrays, write_whole
+from cribo.data.sources.images import ImageSource
 from cribo.models import Backbone
-from cribo.objectives.options import ObjectiveOptions
+from cribo.objectives.config import ObjectiveOptions
 from cribo.objectives.sampling import cluster_pairs, sample_pairs
 
 log = logging.getLogger("cribo")

@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float, Int
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from cribo.base.errors import ConfigError
 from cribo.data.samples import Batch, SampleDataset
-from cribo.errors import ConfigError
 from cribo.method import (
     Centre,
     Matches,
@@ -21,11 +21,11 @@ from cribo.method import (
     cross_view_loss,
     pool_objects,
 )
-from cribo.models.modes import CompileMode
+from cribo.models.config import CompileMode
 from cribo.objectives.banks import PatchBank, object_bank
 from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.collapse import collapse_advice, measure_collapse
-from cribo.objectives.distillation import Distillation, Network
+from cribo.objectives.config import ObjectiveOptions
 from cribo.objectives.extras import LABELS, Anchor, StepFeatures, make_extras
 from cribo.objectives.objects import (
     Objects,
@@ -35,8 +35,8 @@ from cribo.objectives.objects import (
     find_objects,
     label_tokens,
 )
-from cribo.objectives.options import ObjectiveOptions
 from cribo.objectives.points import GRID, Points, find_points
+from cribo.objectives.self_distillation import Distillation, Network
 from cribo.objectives.trunk import Inputs, encode, inputs_of
 from cribo.objectives.views import ViewPairs, drop_path_noise, split_views
 

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from cribo.base.errors import ConfigError
 from cribo.data.photometric import apply_photometric
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch
-from cribo.errors import ConfigError
 from cribo.method.precision import at_least_float32, in_float32
 from cribo.models import Backbone, Features, load_backbone, normalise
+from cribo.models.config import CompileMode
 from cribo.models.licences import with_teacher
-from cribo.models.modes import CompileMode
 from cribo.objectives.base import Columns, Objective, Output, Setting, Step, check_weights, sum_over_ranks
 from cribo.objectives.views import ViewPairs, drop_path_noise
 

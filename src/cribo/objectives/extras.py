@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from cribo.models import Backbone
 from cribo.objectives.banks import RunBank
 from cribo.objectives.base import Step
+from cribo.objectives.config import AnchorKind, LossConfig
 from cribo.objectives.headfree import cosine_distance, gram_loss, mean_or_zero, soft_neighbour_loss
 from cribo.objectives.objects import RowPairs, mean_over_groups
-from cribo.objectives.options import AnchorKind, LossConfig
 from cribo.objectives.trunk import Inputs, encode
 
 

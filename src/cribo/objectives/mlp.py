@@ -3,7 +3,7 @@
 from torch import nn
 
 from cribo.method import ProjectionHead
-from cribo.objectives.options import HeadConfig
+from cribo.objectives.config import HeadConfig
 
 
 def make_mlp(

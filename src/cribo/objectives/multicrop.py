@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from cribo.base.errors import ConfigError
 from cribo.data.photometric import Photometric, apply_photometric, sample_photometric
 from cribo.data.samples import Batch, LazyImage, Sample
-from cribo.errors import ConfigError
 from cribo.method import Crops, ViewRecipe, cut_views, sample_crops
 from cribo.models import Backbone, normalise
 from cribo.objectives.views import load_for_crops

@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from cribo.base.errors import ConfigError, InputError
+from cribo.base.trust import import_by_path
 from cribo.data.samples import Batch
-from cribo.errors import ConfigError, InputError
 from cribo.method import cluster_tokens, cluster_tokens_kmeans, pool_objects
-from cribo.objectives.options import ObjectiveOptions, ObjectsConfig
-from cribo.trust import import_by_path
+from cribo.objectives.config import ObjectiveOptions, ObjectsConfig
 
 Clustering = Callable[..., Int[Tensor, "b t"]]
 """(tokens (B, T, D), coordinates (B, T, 2), num_objects=K, initial_tokens (B, K)=...) -> labels (B, T) in [0, K)."""

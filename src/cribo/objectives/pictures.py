@@ -6,8 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from cribo.data.samples import SampleDataset
-from cribo.drawing import (
+from cribo.base.drawing import (
     curves_figure,
     frame,
     from_zero,
@@ -17,8 +16,9 @@ from cribo.drawing import (
     panel_grid,
     plot_curve,
 )
+from cribo.data.samples import SampleDataset
 from cribo.models import Backbone
-from cribo.objectives.options import ObjectiveOptions
+from cribo.objectives.config import ObjectiveOptions
 from cribo.objectives.sampling import ObjectSample, match_sample, sample_objects
 
 _CLUSTER_PAIRS = 6

@@ -9,16 +9,16 @@ import torch.nn.functional as F
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
-from cribo.colours import Colour, distinct_colours
-from cribo.data.images import ImageSource
+from cribo.base.colours import Colour, distinct_colours
+from cribo.base.painting import outline_region, paint_regions
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, SampleDataset
+from cribo.data.sources.images import ImageSource
 from cribo.method import NO_MATCH, MemoryBank, pool_objects
 from cribo.models import Backbone, evaluation_mode, normalise
+from cribo.objectives.config import ObjectiveOptions
 from cribo.objectives.objects import Objects, find_objects, label_tokens
-from cribo.objectives.options import ObjectiveOptions
 from cribo.objectives.views import ViewPairs
-from cribo.painting import outline_region, paint_regions
 
 _ENCODED_AT_ONCE = 32
 

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cribo.errors import InputError
+from cribo.base.errors import InputError
 from cribo.method.blocks import rows_per_block
 from cribo.method.precision import in_float32
 

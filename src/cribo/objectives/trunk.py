@@ -9,7 +9,7 @@ from cribo.data.samples import Batch
 from cribo.models import Backbone
 from cribo.models.backbone import Features, Trunk
 from cribo.models.masking import Mask
-from cribo.objectives.options import BackboneConfig, ObjectiveOptions
+from cribo.objectives.config import BackboneConfig, ObjectiveOptions
 from cribo.objectives.views import normalised_views
 
 Inputs = Float[Tensor, "b 3 h w"] | Trunk

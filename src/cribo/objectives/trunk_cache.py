@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from jaxtyping import Float16
 
+from cribo.base.errors import ConfigError, UnreadableImage
+from cribo.base.files import write_json
 from cribo.data.batches import Batches, unchanged
-from cribo.data.collection import sampled_hash
-from cribo.data.images import ImageSource
 from cribo.data.samples import Batch, LazyImage, Sample, SampleDataset
-from cribo.errors import ConfigError, UnreadableImage
-from cribo.files import write_json
+from cribo.data.sources.collection import sampled_hash
+from cribo.data.sources.images import ImageSource
 from cribo.objectives.base import Objective
 from cribo.objectives.trunk import shared_blocks
 from cribo.objectives.views import ViewPairs, normalised_views

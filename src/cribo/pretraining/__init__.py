@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from cribo.lazy import lazy_names
+from cribo.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cribo.pretraining.config import PretrainConfig as PretrainConfig
+    from cribo.pretraining.loading import load_config as load_config
     from cribo.pretraining.module import PretrainingModule as PretrainingModule
-    from cribo.pretraining.presets import load_config as load_config
     from cribo.pretraining.profiling import Profile as Profile
     from cribo.pretraining.profiling import profile as profile
     from cribo.pretraining.run import Run as Run

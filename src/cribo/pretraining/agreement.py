@@ -8,11 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from cribo.base.errors import DataError, InputError, UnreadableImage
 from cribo.data import ImageSource
-from cribo.data.limits import spread
+from cribo.data.config import spread
 from cribo.data.photometric import apply_photometric, sample_photometric
 from cribo.data.randomness import keyed_generator
-from cribo.errors import DataError, InputError, UnreadableImage
 from cribo.method import ViewRecipe, cut_views, patch_coordinates, sample_crops
 from cribo.models import Backbone, Features, evaluation_mode, normalise
 from cribo.objectives.points import overlap_points, sample_tokens

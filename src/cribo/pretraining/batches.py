@@ -3,8 +3,8 @@
 import math
 from dataclasses import replace
 
+from cribo.base.wording import joined
 from cribo.pretraining.config import PretrainConfig
-from cribo.wording import joined
 
 
 def fit_batch(config: PretrainConfig, num_images: int, devices: int = 1) -> PretrainConfig:

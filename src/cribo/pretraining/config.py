@@ -5,11 +5,11 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cribo.data.limits import MAX_PIXELS, Reading
-from cribo.data.sets import HELD_OUT_SCENES
-from cribo.errors import InputError
-from cribo.models.modes import CUDA_GRAPH_MODES, CompileMode
-from cribo.objectives.options import ObjectiveOptions
+from cribo.base.errors import InputError
+from cribo.data.config import MAX_PIXELS, Reading
+from cribo.data.labelled.sets import HELD_OUT_SCENES
+from cribo.models.config import CUDA_GRAPH_MODES, CompileMode
+from cribo.objectives.config import ObjectiveOptions
 from cribo.training.loggers import TENSORBOARD, require_known
 
 Compile = Literal["none"] | CompileMode

@@ -9,8 +9,9 @@ import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
+from cribo.base.errors import ConfigError, InputError, NonFiniteLoss
+from cribo.base.redaction import masked
 from cribo.data.samples import Batch
-from cribo.errors import ConfigError, InputError, NonFiniteLoss
 from cribo.models import describe
 from cribo.objectives import Setting, Step, make_objective
 from cribo.objectives.base import check_output
@@ -18,7 +19,6 @@ from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.parameters import clip_each, drop_gradients, make_optimiser, parameter_groups
 from cribo.pretraining.schedules import Schedules
 from cribo.pretraining.sums import RunningSums
-from cribo.redaction import masked
 from cribo.training.module import ResumableModule
 
 

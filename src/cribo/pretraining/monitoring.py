@@ -12,10 +12,10 @@ from typing import Any
 import lightning as L
 import torch
 
+from cribo.base.errors import TooManyUnreadable
+from cribo.base.files import read_text, write_text
 from cribo.data.loading import BatchLoader
 from cribo.data.samples import Batch
-from cribo.errors import TooManyUnreadable
-from cribo.files import read_text, write_text
 from cribo.pretraining.files import METRICS, SKIPPED
 from cribo.pretraining.module import PretrainingModule
 from cribo.training.events import log_write_errors

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cribo.errors import ConfigError
-from cribo.objectives.options import OptimConfig
+from cribo.base.errors import ConfigError
+from cribo.objectives.config import OptimConfig
 
 
 def make_optimiser(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:

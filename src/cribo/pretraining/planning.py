@@ -10,10 +10,10 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 
-from cribo.console import duration
-from cribo.errors import ConfigError
+from cribo.base.console import duration
+from cribo.base.errors import ConfigError
 from cribo.pretraining.config import PretrainConfig
-from cribo.pretraining.presets import DEFAULT_PRESET, load_config
+from cribo.pretraining.loading import DEFAULT_PRESET, load_config
 from cribo.pretraining.session import Forever, Session
 from cribo.training.lightning import interruptible, quiet_lightning
 

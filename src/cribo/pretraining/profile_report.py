@@ -6,9 +6,9 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from cribo.colours import LINE_COLOURS
-from cribo.drawing import house_style, write_figure
-from cribo.files import write_json
+from cribo.base.colours import LINE_COLOURS
+from cribo.base.drawing import house_style, write_figure
+from cribo.base.files import write_json
 from cribo.pretraining.profiling import OF_OBJECTS, TABLE, Profile, StepProfile
 
 PROFILE, FIGURE = "profile.json", "profile.png"

@@ -20,12 +20,12 @@ from jaxtyping import Float, Int
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from cribo.base.errors import ConfigError
+from cribo.base.machine import give_freed_memory_back
 from cribo.data.samples import Batch
-from cribo.errors import ConfigError
-from cribo.machine import give_freed_memory_back
 from cribo.method import NO_MATCH, Matches, MemoryBank
 from cribo.objectives.cribo import CrIBo
-from cribo.objectives.distillation import Network
+from cribo.objectives.self_distillation import Network
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.footprint import peak_bytes, reset_peak
 from cribo.pretraining.module import PretrainingModule

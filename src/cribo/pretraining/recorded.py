@@ -7,19 +7,19 @@ from typing import Any, get_args, get_type_hints
 
 import yaml
 
+from cribo.base.errors import ConfigError, Untrusted
+from cribo.base.trust import check_address, check_import, is_address
+from cribo.base.wording import command_line
 from cribo.data import ImageSource
-from cribo.data.images import has_images, read_list
-from cribo.data.limits import Reading
-from cribo.data.parquet import PARQUET, list_parquet, open_parquet
-from cribo.errors import ConfigError, Untrusted
+from cribo.data.config import Reading
+from cribo.data.sources.images import has_images, read_list
+from cribo.data.sources.parquet import PARQUET, list_parquet, open_parquet
 from cribo.models.building import BUILT_IN_NETWORKS, is_import_path
 from cribo.objectives.base import BUILT_IN, CONTROLS
 from cribo.pretraining.config import DataConfig, ObjectiveConfig, PretrainConfig
 from cribo.pretraining.files import CONFIG
-from cribo.pretraining.presets import ConfigParser, load_config
+from cribo.pretraining.loading import ConfigParser, load_config
 from cribo.pretraining.session import open_source
-from cribo.trust import check_address, check_import, is_address
-from cribo.wording import command_line
 
 
 def read_run_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> PretrainConfig:

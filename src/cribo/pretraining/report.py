@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from cribo.base.drawing import curves_figure, from_zero, house_style, legend, plot_curve, write_figure
 from cribo.data.samples import SampleDataset
-from cribo.drawing import curves_figure, from_zero, house_style, legend, plot_curve, write_figure
 from cribo.objectives import Columns, Objective
 from cribo.pretraining.files import REPORT
 from cribo.pretraining.schedules import Schedules

@@ -15,18 +15,20 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
 
-from cribo.console import Phases
-from cribo.errors import ConfigError, FolderError, if_interrupted
-from cribo.files import read_json, remove_parts, write_json, write_text
-from cribo.folders import ResultFolder, describe_changes, flat, named_folder, require_same
-from cribo.machine import end_with_launcher
+from cribo.base.console import Phases
+from cribo.base.errors import ConfigError, FolderError, if_interrupted
+from cribo.base.files import read_json, remove_parts, write_json, write_text
+from cribo.base.folders import ResultFolder, describe_changes, flat, named_folder, require_same
+from cribo.base.machine import end_with_launcher
+from cribo.base.versions import versions
+from cribo.base.wording import command_line
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import CONFIG, REPORT, SUMMARY, TRUNK_CACHE
 from cribo.pretraining.footprint import peak_rss_bytes
+from cribo.pretraining.loading import DEFAULT_PRESET, config_name, dump_config, load_config
 from cribo.pretraining.monitoring import LoadingFaults, Metrics, Watch
 from cribo.pretraining.planning import TimeEstimate, plan, with_epochs
-from cribo.pretraining.presets import DEFAULT_PRESET, config_name, dump_config, load_config
 from cribo.pretraining.progress import progress_text, run_progress
 from cribo.pretraining.recorded import check_run_config, read_run_config
 from cribo.pretraining.report import write_report
@@ -39,8 +41,6 @@ from cribo.training.folder import claim, open_on_all_ranks
 from cribo.training.interruption import Interruption, interrupted_by_signals
 from cribo.training.lightning import interruptible, quiet_lightning
 from cribo.training.loggers import require_logins
-from cribo.versions import versions
-from cribo.wording import command_line
 
 log = logging.getLogger("cribo")
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cribo.objectives.base import Step
-from cribo.objectives.options import OptimConfig
+from cribo.objectives.config import OptimConfig
 
 
 def _none(step: Step) -> dict[str, float]:

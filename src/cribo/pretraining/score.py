@@ -9,21 +9,21 @@ from typing import Any
 import lightning as L
 import torch
 
+from cribo.base.errors import DataError, InputError, UnreadableImage
+from cribo.base.wording import counted
 from cribo.data import ImageFiles, ImageSource, open_segmentation
-from cribo.data.images import PackedNames
-from cribo.data.limits import spread
+from cribo.data.config import spread
 from cribo.data.scenes import held_out_scenes
-from cribo.errors import DataError, InputError, UnreadableImage
+from cribo.data.sources.images import PackedNames
 from cribo.evaluation import DenseNN, Splits
 from cribo.evaluation.runner import calibrate_batch_norms, measure
+from cribo.features.encoder import mean_colour_backbone
 from cribo.models import Backbone
 from cribo.objectives.base import objective_class
 from cribo.pretraining.agreement import INDICATOR_IMAGES, neighbour_agreement, view_points
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.monitoring import Metrics
-from cribo.retrieval.encoders import mean_colour_backbone
-from cribo.wording import counted
 
 log = logging.getLogger("cribo")
 

@@ -15,26 +15,26 @@ from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from cribo.base.devices import multiplies_bfloat16
+from cribo.base.errors import ConfigError, DataError
+from cribo.base.packages import require_packages
+from cribo.base.wording import counted
 from cribo.data import ImageSource, open_collection
-from cribo.data.cache import CachedImages
-from cribo.data.clips import Clips
-from cribo.data.images import has_images, require_readable
 from cribo.data.loading import BatchLoader
 from cribo.data.samples import SampleDataset, StepBatchSampler
 from cribo.data.scenes import Scenes
-from cribo.data.video_files import has_video_files, open_video_files
-from cribo.devices import multiplies_bfloat16
-from cribo.errors import ConfigError, DataError
+from cribo.data.sources.cache import CachedImages
+from cribo.data.sources.clips import Clips
+from cribo.data.sources.images import has_images, require_readable
+from cribo.data.sources.video_files import has_video_files, open_video_files
 from cribo.objectives.base import BUILT_IN, Stages, objective_class
 from cribo.objectives.trunk_cache import fill
-from cribo.packages import require_packages
 from cribo.pretraining.batches import advice_for_few, advice_for_groups
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.score import open_score_data, split_held_out
 from cribo.training.lightning import make_trainer, require_launched
 from cribo.training.loggers import require_loggers
-from cribo.wording import counted
 
 # Rendering a scene takes longer than cropping it; each worker caches this many bytes.
 _SCENE_CACHE_BYTES = 256 * 2**20

@@ -12,9 +12,9 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import Console
 
-from cribo.console import Phases, duration
+from cribo.base.console import Phases, duration
+from cribo.base.errors import FolderError
 from cribo.data import ImageSource
-from cribo.errors import FolderError
 from cribo.objectives import Objective
 from cribo.pretraining.config import ObjectiveConfig, PretrainConfig
 from cribo.pretraining.files import SUMMARY

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from cribo.errors import Damaged, FolderError, InputError, Stopped, UnusableCheckpoint
-from cribo.files import check_archive, remove_parts, write_whole
+from cribo.base.errors import Damaged, FolderError, InputError, Stopped, UnusableCheckpoint
+from cribo.base.files import check_archive, remove_parts, write_whole
 from cribo.training.module import ResumableModule
 
 log = logging.getLogger("cribo")

@@ -11,11 +11,11 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
-from cribo.errors import ConfigError, FolderError, Interrupted
-from cribo.files import write_json
-from cribo.folders import flat
-from cribo.machine import is_first_process
-from cribo.redaction import without_secrets
+from cribo.base.errors import ConfigError, FolderError, Interrupted
+from cribo.base.files import write_json
+from cribo.base.folders import flat
+from cribo.base.machine import is_first_process
+from cribo.base.redaction import without_secrets
 from cribo.training.loggers import SERVICES, TENSORBOARD, Service, Status, plain_settings, run_name
 
 log = logging.getLogger("cribo")

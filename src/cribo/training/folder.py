@@ -10,9 +10,9 @@ from pathlib import Path
 import lightning as L
 from filelock import FileLock, Timeout
 
-from cribo.errors import FolderError
-from cribo.folders import ResultFolder
-from cribo.machine import LAUNCHER
+from cribo.base.errors import FolderError
+from cribo.base.folders import ResultFolder
+from cribo.base.machine import LAUNCHER
 
 log = logging.getLogger("cribo")
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 
-from cribo.errors import Interrupted
-from cribo.machine import is_first_process
+from cribo.base.errors import Interrupted
+from cribo.base.machine import is_first_process
 
 log = logging.getLogger("cribo")
 

@@ -17,9 +17,9 @@ from lightning.pytorch.plugins import LayerSync
 from timm.layers.norm_act import convert_sync_batchnorm
 from torch.nn import Module
 
-from cribo.console import log_level
-from cribo.errors import ConfigError
-from cribo.machine import keep_freed_memory
+from cribo.base.console import log_level
+from cribo.base.errors import ConfigError
+from cribo.base.machine import keep_freed_memory
 from cribo.training.checkpoints import AtomicCheckpointIO
 
 log = logging.getLogger("cribo")

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from cribo.checks import require_distinct
-from cribo.errors import ConfigError
-from cribo.folders import result_kind
-from cribo.packages import require_packages
-from cribo.redaction import without_secrets
+from cribo.base.bounds import require_distinct
+from cribo.base.errors import ConfigError
+from cribo.base.folders import result_kind
+from cribo.base.packages import require_packages
+from cribo.base.redaction import without_secrets
 
 log = logging.getLogger("cribo")
 

@@ -6,7 +6,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from cribo.errors import NonFiniteLoss
+from cribo.base.errors import NonFiniteLoss
 
 
 class ResumableModule(L.LightningModule):

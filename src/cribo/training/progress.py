@@ -7,7 +7,7 @@ import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 
-from cribo.console import Phases
+from cribo.base.console import Phases
 
 _FIRST_LINE_SECONDS = 5.0
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cribo.data.correspondence import Pair, PairedImages
+from cribo.data.labelled.correspondence import Pair, PairedImages
 from cribo.evaluation.correspondence.matching import are_correct, features_at, nearest_pixels, row, upsampled_norms
 
 SIZES = (37, 50), (41, 33)

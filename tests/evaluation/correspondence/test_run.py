@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from cribo.base.errors import DataError, MissingData
 from cribo.cli import main
-from cribo.data import correspondence as data
-from cribo.data.correspondence import open_pairs
-from cribo.errors import DataError, MissingData
+from cribo.data.labelled import correspondence as data
+from cribo.data.labelled.correspondence import open_pairs
 from cribo.evaluation import read_result
 
 COLOURS = np.array([[230, 30, 30], [30, 230, 30], [30, 30, 230], [230, 230, 30]])

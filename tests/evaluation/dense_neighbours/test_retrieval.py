@@ -8,15 +8,15 @@ import torch.nn.functional as F
 from tests.evaluation.conftest import PERFECT, Coded, blocks, random_maps
 from torchmetrics.classification import MulticlassJaccardIndex
 
+from cribo.base.errors import InputError
 from cribo.data import SEGMENTATION_SETS, open_segmentation
 from cribo.data.scenes import Scenes
-from cribo.errors import InputError
-from cribo.evaluation import DenseNN, Machine, dense_nn
+from cribo.evaluation import DenseNN, dense_nn
 from cribo.evaluation.dense_neighbours.retrieval import draw_images, images_of
-from cribo.evaluation.features import EncodedView, Preparation
+from cribo.features import Machine, PatchEncoder, backbone_encoder, mean_colour_encoder
+from cribo.features.extraction import EncodedView, Preparation
+from cribo.features.patches import class_counts
 from cribo.models import build_backbone
-from cribo.retrieval import PatchEncoder, backbone_encoder, mean_colour_encoder
-from cribo.retrieval.patches import class_counts
 
 CLASSES = ["a", "b", "c", "d"]
 
@@ -544,7 +544,7 @@ def test_labels_are_read_once_for_all_memories(monkeypatch: pytest.MonkeyPatch) 
     read = []
     labels = queries.labels
     monkeypatch.setattr(queries, "labels", lambda index: read.append(index) or labels(index))
-    monkeypatch.setattr("cribo.evaluation.features.available_memory", lambda device: 1)
+    monkeypatch.setattr("cribo.features.extraction.available_memory", lambda device: 1)
     one_by_one = dense_nn(PERFECT, memory, queries, chosen).rows
     assert [score["draws"] for score in one_by_one] == [score["draws"] for score in together]
     assert sorted(read) == [0, 0, 1, 1, 2, 2]  # for the counts, and for the score

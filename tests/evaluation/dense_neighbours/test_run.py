@@ -257,7 +257,7 @@ def test_a_device_without_enough_memory(
     def encode(*args: Any, **options: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...")
 
-    monkeypatch.setattr("cribo.evaluation.features.F.normalize", encode)
+    monkeypatch.setattr("cribo.features.extraction.F.normalize", encode)
     said = refused(*words(data, "--backbone", "mean-colour"), status=1)
     assert said == "cribo evaluate dense-nn: CUDA out of memory: lower --runtime.batch_size or --runtime.memory_gib\n"
 

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from cribo.errors import InputError
-from cribo.evaluation import Depth, Machine
+from cribo.base.errors import InputError
+from cribo.evaluation import Depth
 from cribo.evaluation.depth.prediction import patch_depths, predict_by_neighbours, predict_linearly
 from cribo.evaluation.depth.scoring import DepthScore, row, score_depth, upsample
-from cribo.evaluation.features import EncodedView, PatchFeatures, SparseCounts
+from cribo.features import Machine
+from cribo.features.extraction import EncodedView, PatchFeatures, SparseCounts
 
 GRID = 4, 5
 DIM = 6

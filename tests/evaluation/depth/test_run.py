@@ -7,10 +7,10 @@ import pytest
 import torch
 from PIL import Image
 
+from cribo.base.errors import DataError, MissingData
 from cribo.cli import main
-from cribo.data import depth as data
-from cribo.data.depth import EIGEN_CROP, open_depth
-from cribo.errors import DataError, MissingData
+from cribo.data.labelled import depth as data
+from cribo.data.labelled.depth import EIGEN_CROP, open_depth
 from cribo.evaluation import compare, read_result
 
 RUN = ("--cache", "none", "--devices", "cpu", "--runtime.workers", "0")

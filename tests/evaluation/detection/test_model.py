@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import YolosForObjectDetection
 
-from cribo.errors import ConfigError
+from cribo.base.errors import ConfigError
 from cribo.evaluation.detection.model import build_yolos
 from cribo.models import Backbone, build_backbone
 from cribo.models.numerics import Numerics

@@ -5,7 +5,7 @@ import pytest
 import torch
 from matplotlib.patches import Rectangle
 
-from cribo.data.detection import BoxedImages, open_detection
+from cribo.data.labelled.detection import BoxedImages, open_detection
 from cribo.evaluation.detection.pictures import draw_boxes
 from cribo.evaluation.detection.scoring import Detections
 from cribo.evaluation.pages import write_pages

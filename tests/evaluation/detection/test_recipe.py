@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
-from cribo.data.detection import open_detection
-from cribo.errors import ConfigError
+from cribo.base.errors import ConfigError
+from cribo.data.labelled.detection import open_detection
 from cribo.evaluation.detection import detector
 from cribo.evaluation.detection.detector import Detector, optimiser
 from cribo.evaluation.detection.model import build_yolos
 from cribo.evaluation.detection.protocol import Detection, DetectionData
 from cribo.evaluation.runtime import TrainingRuntime
+from cribo.features.config import BackboneSource
 from cribo.models import Backbone
-from cribo.retrieval.config import BackboneSource
 
 
 def test_the_paper_schedule_is_that_of_yolos_s_with_the_batch_of_cribo() -> None:

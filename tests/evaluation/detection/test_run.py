@@ -16,7 +16,7 @@ from transformers import AutoImageProcessor, YolosForObjectDetection
 import cribo.evaluation.detection.training as detection_training
 from cribo.cli import main
 from cribo.data import read_image
-from cribo.data.detection import open_detection
+from cribo.data.labelled.detection import open_detection
 from cribo.evaluation import read_result
 from cribo.evaluation.detection.detector import Detector
 from cribo.evaluation.detection.model import build_yolos

@@ -6,7 +6,7 @@ import torch
 from faster_coco_eval.core.coco import COCO
 from faster_coco_eval.core.faster_eval_api import COCOeval_faster
 
-from cribo.data.detection import BoxedImages, open_detection
+from cribo.data.labelled.detection import BoxedImages, open_detection
 from cribo.evaluation.detection.scoring import Detections, Gathered, average_precision, read_off, write_detections
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cribo.data.detection import open_detection
+from cribo.data.labelled.detection import open_detection
 from cribo.evaluation.detection.views import (
     Collate,
     DetectionView,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
+from cribo.base.errors import DataError, InputError, MissingData
 from cribo.cli import main
-from cribo.data.voc import VocBoxes, is_voc
-from cribo.errors import DataError, InputError, MissingData
+from cribo.data.labelled.voc import VocBoxes, is_voc
 from cribo.evaluation import Discovery, DiscoveryData, EvaluationRuntime, evaluate, read_result
 from cribo.evaluation.discovery import discovery
 from cribo.models import build_backbone, normalise

@@ -9,16 +9,16 @@ import pytest
 import torch
 from PIL import Image
 
+from cribo.base.errors import ConfigError, UnreadableImage
 from cribo.data import ImageFiles
-from cribo.data.classification import ClassifiedFiles
-from cribo.errors import ConfigError, UnreadableImage
-from cribo.evaluation.cache import FeatureCache, Machine
-from cribo.evaluation.image_neighbours import features as features_module
+from cribo.data.labelled.classification import ClassifiedFiles
 from cribo.evaluation.image_neighbours import retrieval as module
-from cribo.evaluation.image_neighbours.features import SquareCrop, extract_global
 from cribo.evaluation.image_neighbours.protocol import ImageNN
 from cribo.evaluation.image_neighbours.retrieval import ImageRetrieval, image_nn, places
-from cribo.retrieval.encoders import ImageEncoder
+from cribo.features import image_features as features_module
+from cribo.features.cache import FeatureCache, Machine
+from cribo.features.encoder import ImageEncoder
+from cribo.features.image_features import SquareCrop, extract_global
 
 SIDE = 4
 CLASSES = ["a", "b", "c", "d", "e", "f", "g"]
@@ -256,7 +256,7 @@ def test_non_finite_features_name_their_image(tmp_path: Path) -> None:
 
 def test_features_beyond_memory_are_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images, _ = drawn(tmp_path, 8, 0, [0, 1])
-    monkeypatch.setattr("cribo.evaluation.cache.available_memory", lambda device: 95)  # 8 * 3 * 4 bytes are needed
+    monkeypatch.setattr("cribo.features.cache.available_memory", lambda device: 95)  # 8 * 3 * 4 bytes are needed
     colours = Colours()
     with pytest.raises(ValueError, match=r"memory has .* free: store them on disk"):
         rows(images, colours)

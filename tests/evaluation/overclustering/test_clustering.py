@@ -8,15 +8,15 @@ import pytest
 import torch
 from tests.evaluation.conftest import PERFECT, Coded, blocks, random_maps
 
-from cribo.errors import InputError
-from cribo.evaluation.features import EncodedView, PatchFeatures, Preparation, extract_patches
+from cribo.base.errors import InputError
 from cribo.evaluation.overclustering.clustering import (
     match_clusters,
     overclustering,
     principal_components,
 )
 from cribo.evaluation.overclustering.protocol import Overclustering
-from cribo.evaluation.scores import pairwise_iou
+from cribo.features.extraction import EncodedView, PatchFeatures, Preparation, extract_patches
+from cribo.features.scores import pairwise_iou
 
 SIZE = (20, 24)
 

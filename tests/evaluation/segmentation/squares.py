@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import default_collate
 
 from cribo.data import colour_map
-from cribo.data.crops import Crops, WholeImages
+from cribo.data.labelled.crops import Crops, WholeImages
 from cribo.evaluation.segmentation.module import SegmentationModule
 from cribo.models import Backbone, build_backbone
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from cribo.errors import ConfigError
+from cribo.base.errors import ConfigError
 from cribo.evaluation.segmentation.protocol import Linear
+from cribo.features import BackboneSource
 from cribo.models import Backbone
-from cribo.retrieval import BackboneSource
 
 from .squares import tiny_vit
 

@@ -12,18 +12,18 @@ import torch
 from safetensors.torch import load_file
 from tests.commands import Commands
 
+from cribo.base.errors import ConfigError, FolderError
 from cribo.cli import main
 from cribo.data import open_segmentation
-from cribo.errors import ConfigError, FolderError
 from cribo.evaluation import evaluate, read_result
 from cribo.evaluation.data import SegmentationData
 from cribo.evaluation.runtime import TrainingRuntime
-from cribo.evaluation.scores import iou
 from cribo.evaluation.segmentation.finetuning import build_segmenter
 from cribo.evaluation.segmentation.protocol import DecoderConfig, FinetunedSegmenter
 from cribo.evaluation.segmentation.trained import load_segmenter
+from cribo.features import BackboneSource
+from cribo.features.scores import iou
 from cribo.models import build_backbone, save_backbone
-from cribo.retrieval import BackboneSource
 
 from .squares import Squares
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from cribo.data.crops import Crops, MMSegPreparation, WholeImages
+from cribo.data.labelled.crops import Crops, MMSegPreparation, WholeImages
 from cribo.evaluation.segmentation.linear import LinearSegmentation, linear_head
 from cribo.models import build_backbone
 

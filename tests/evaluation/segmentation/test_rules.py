@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from cribo.data.crops import Crops, MMSegPreparation
-from cribo.errors import ConfigError
+from cribo.base.errors import ConfigError
+from cribo.data.labelled.crops import Crops, MMSegPreparation
 from cribo.evaluation import evaluate
 from cribo.evaluation.data import SegmentationData
 from cribo.evaluation.runtime import TrainingRuntime
@@ -29,8 +29,8 @@ from cribo.evaluation.segmentation.outcome import preparation
 from cribo.evaluation.segmentation.protocol import FinetunedSegmenter, Linear
 from cribo.evaluation.segmentation.rules import LINEAR, SEGMENTER, Rules
 from cribo.evaluation.segmentation.trained import load_segmenter
+from cribo.features import BackboneSource
 from cribo.models import Backbone, build_backbone
-from cribo.retrieval import BackboneSource
 
 from .squares import Squares, tiny_vit
 

@@ -11,13 +11,13 @@ import torch
 from PIL import Image
 from tests.commands import Commands
 
+from cribo.base.errors import ConfigError, DataError, FolderError
 from cribo.cli import main
-from cribo.errors import ConfigError, DataError, FolderError
 from cribo.evaluation import evaluate, read_result
 from cribo.evaluation.data import SegmentationData
 from cribo.evaluation.runtime import TrainingRuntime
 from cribo.evaluation.segmentation.protocol import Linear
-from cribo.retrieval import BackboneSource
+from cribo.features import BackboneSource
 
 from .squares import Squares
 

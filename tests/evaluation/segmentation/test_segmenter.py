@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cribo.data.crops import Crops, MMSegPreparation, WholeImages
+from cribo.data.labelled.crops import Crops, MMSegPreparation, WholeImages
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
 from cribo.evaluation.segmentation.segmenter import Segmenter, SegmenterFinetuning
 from cribo.models import build_backbone

@@ -7,8 +7,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from cribo.data.crops import Crops, MMSegPreparation, WholeImages
-from cribo.errors import InputError
+from cribo.base.errors import InputError
+from cribo.data.labelled.crops import Crops, MMSegPreparation, WholeImages
 from cribo.evaluation.segmentation.inference import Inference
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
 from cribo.evaluation.segmentation.segmenter import Segmenter, SegmenterFinetuning

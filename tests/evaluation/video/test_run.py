@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from cribo.base.errors import DataError, MissingData
 from cribo.cli import main
-from cribo.data import video as data
-from cribo.data.video import open_videos, read_objects
-from cribo.errors import DataError, MissingData
+from cribo.data.labelled import video as data
+from cribo.data.labelled.video import open_videos, read_objects
 from cribo.evaluation import read_result
 
 RUN = ("--cache", "none", "--devices", "cpu", "--runtime.workers", "0", "--side", "64")

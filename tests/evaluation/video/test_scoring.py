@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from cribo.data.video import Video
+from cribo.data.labelled.video import Video
 from cribo.evaluation.video.scoring import (
     boundary,
     boundary_accuracy,

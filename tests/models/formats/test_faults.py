@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from cribo.models import build_backbone, load_backbone, load_pretrained, save_backbone
-from cribo.models.modes import NetworkName
+from cribo.models.config import NetworkName
 
 State = dict[str, Tensor]
 WIDTH, HEADS, DEPTH, PATCH, SIDE = 64, 1, 2, 16, 3

@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from cribo.errors import InputError
+from cribo.base.errors import InputError
 from cribo.models import load_backbone
-from cribo.models.hub import HubName, choose_files
+from cribo.models.hub.download import HubName, choose_files
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from rich.console import Console
 
-from cribo.arguments import Parser
+from cribo.base.arguments import Parser
+from cribo.base.console import importing
+from cribo.base.errors import ConfigError
+from cribo.base.machine import is_first_process
 from cribo.cli.running import BACKBONE_SHORT, dispatch, print_places, run_command
-from cribo.console import importing
-from cribo.data.limits import READING_SHORT, Reading
-from cribo.errors import ConfigError
+from cribo.data.config import READING_SHORT, Reading
 from cribo.evaluation.protocol import PROTOCOLS
-from cribo.machine import is_first_process
 from cribo.training.loggers import TENSORBOARD
 
 USAGE = """\
@@ -101,7 +101,7 @@ def evaluation_parser(name: str, protocol: type[Any]) -> Parser:
         name: name on the command line.
         protocol: class of the protocol.
     """
-    from cribo.retrieval.config import BackboneSource
+    from cribo.features.config import BackboneSource
 
     parts = {"backbone": BackboneSource, "data": protocol.data_type, "runtime": protocol.runtime_type, "": protocol}
     options = {

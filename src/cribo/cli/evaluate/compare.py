@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cribo.console import importing
+from cribo.base.console import importing
 
 HELP = """\
 Compare results: the settings that differ, the classes that differ most, and published figures of the same variant
@@ -18,7 +18,7 @@ LESS_MEMORY = "compare fewer results at once"
 
 def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    from cribo.arguments import Parser
+    from cribo.base.arguments import Parser
 
     parser = Parser(prog="cribo evaluate compare", description=HELP)
     parser.add_argument("results", nargs="+", type=Path, help="folders of evaluations, or their results.json")

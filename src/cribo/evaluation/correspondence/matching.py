@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from cribo.console import Progress, no_progress
-from cribo.data.correspondence import Pair, PairedImages
+from cribo.base.console import Progress, no_progress
+from cribo.data.labelled.correspondence import Pair, PairedImages
 from cribo.data.reading import image_size
-from cribo.evaluation.features import EncodedView, PatchFeatures
+from cribo.features.extraction import EncodedView, PatchFeatures
 
 _CHANNELS = 64  # number of channels upsampled at once
 

@@ -6,9 +6,9 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from cribo.colours import rgb
-from cribo.data.correspondence import PairedImages
-from cribo.drawing import marker_handle, panel_grid, title_row
+from cribo.base.colours import rgb
+from cribo.base.drawing import marker_handle, panel_grid, title_row
+from cribo.data.labelled.correspondence import PairedImages
 from cribo.evaluation.correspondence.matching import are_correct
 from cribo.evaluation.pages import draw_box, show_image
 from cribo.evaluation.pictures import RIGHT, WRONG

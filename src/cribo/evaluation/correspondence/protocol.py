@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from cribo.checks import require_least
+from cribo.base.bounds import require_least
 from cribo.evaluation.correspondence.settings import CorrespondenceSettings
 from cribo.evaluation.data import Splits, absolute, described
 from cribo.evaluation.protocol import Outcome, PatchProtocol
@@ -51,7 +51,7 @@ class CorrespondenceData:
         Raises:
             DataError: see `open_pairs`.
         """
-        from cribo.data.correspondence import open_pairs
+        from cribo.data.labelled.correspondence import open_pairs
 
         images = open_pairs(self.root, self.split, partial=self.partial, limit=self.limit)
         root = absolute(self.root)
@@ -104,7 +104,7 @@ Features are cached on disk. For a quick trial: --limit 50 --size 448
 
     def measure(self, run: "Run") -> Outcome:
         """Match and score the keypoints of all pairs."""
-        from cribo.console import Phases
+        from cribo.base.console import Phases
         from cribo.evaluation.correspondence.matching import match_pairs, row
         from cribo.evaluation.correspondence.pictures import draw_pairs
         from cribo.evaluation.pages import write_pages

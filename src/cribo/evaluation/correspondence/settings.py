@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cribo.errors import InputError
+from cribo.base.errors import InputError
 from cribo.evaluation.settings import UNDECIDED, Decided, Settings
-from cribo.retrieval.config import FeaturePrecision, Interpolation
+from cribo.features.config import FeaturePrecision, Interpolation
 
 
 @dataclass(frozen=True, kw_only=True)

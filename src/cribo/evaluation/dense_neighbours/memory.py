@@ -8,12 +8,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cribo.data.randomness import keyed_generator
-from cribo.evaluation.cache import Machine
 from cribo.evaluation.dense_neighbours.settings import DenseNNSettings
-from cribo.evaluation.features import EncodedView, PatchFeatures, SelectedKeys
-from cribo.retrieval.patches import labels_in_memory, rarest_patches
-from cribo.retrieval.search import ApproximateIndex, Neighbours, recall
-from cribo.retrieval.voting import LabelShares, Voters, label_shares
+from cribo.features.cache import Machine
+from cribo.features.extraction import EncodedView, PatchFeatures, SelectedKeys
+from cribo.features.patches import labels_in_memory, rarest_patches
+from cribo.features.search import ApproximateIndex, Neighbours, recall
+from cribo.features.voting import LabelShares, Voters, label_shares
 
 _PATCH_DRAW = 0x706174  # key of the draws of patches, distinct from other uses of the seed
 _RECALL_QUERIES = 1000

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from cribo.base.packages import require_packages
 from cribo.evaluation.dense_neighbours.settings import DenseNNSettings
 from cribo.evaluation.protocol import Outcome, Protocol
 from cribo.evaluation.settings import QUICK_SIDE, square
-from cribo.packages import require_packages
 
 if TYPE_CHECKING:
     from cribo.evaluation.run import Run
@@ -60,7 +60,7 @@ disk and reused by further evaluations of the same backbone and images. For a qu
 
     def measure(self, run: "Run") -> Outcome:
         """Label the patches of val by their nearest patches in train."""
-        from cribo.console import Phases
+        from cribo.base.console import Phases
         from cribo.evaluation.dense_neighbours.retrieval import dense_nn
 
         encoder = run.encoder

@@ -17,21 +17,21 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from cribo.console import Progress, no_progress
+from cribo.base.console import Progress, no_progress
+from cribo.base.errors import InputError
 from cribo.data import LabelledImages
-from cribo.data.crops import resize_labels
+from cribo.data.labelled.crops import resize_labels
 from cribo.data.randomness import keyed_generator
-from cribo.errors import InputError
-from cribo.evaluation.cache import Machine
 from cribo.evaluation.dense_neighbours.memory import PatchMemory
 from cribo.evaluation.dense_neighbours.settings import DenseNNSettings
-from cribo.evaluation.features import EncodedView, PatchFeatures, Preparation, extract_patches, in_chunks
 from cribo.evaluation.intervals import image_counts
 from cribo.evaluation.pictures import Panel, panel_of
-from cribo.evaluation.scores import count_confusion, iou, iou_row, matched_iou
-from cribo.retrieval.encoders import PatchEncoder
-from cribo.retrieval.patches import majority_label
-from cribo.retrieval.search import Neighbours
+from cribo.features.cache import Machine
+from cribo.features.encoder import PatchEncoder
+from cribo.features.extraction import EncodedView, PatchFeatures, Preparation, extract_patches, in_chunks
+from cribo.features.patches import majority_label
+from cribo.features.scores import count_confusion, iou, iou_row, matched_iou
+from cribo.features.search import Neighbours
 
 _MEMORY_DRAW = 0x6D656D  # key of the draws of images, distinct from other uses of the seed
 _NOT_SCORED = -1

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
-from cribo.checks import require_least, require_positive
-from cribo.data.sets import SEGMENTATION_SETS
-from cribo.errors import InputError
+from cribo.base.bounds import require_least, require_positive
+from cribo.base.errors import InputError
+from cribo.data.labelled.sets import SEGMENTATION_SETS
 from cribo.evaluation.settings import UNDECIDED, Decided, Settings, require_whole_patches, square
-from cribo.retrieval.config import FeaturePrecision, Interpolation, PatchLabels, Unlabelled, Vote
+from cribo.features.config import FeaturePrecision, Interpolation, PatchLabels, Unlabelled, Vote
 
 Variant = Literal["cribo", "hummingbird", "hummingbird-strict", "dip", "franca"]
 ScoreLevel = Literal["patch", "pixel", "resized"]

@@ -9,14 +9,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from cribo.data.depth import DepthImages
-from cribo.drawing import panel_grid, stripes_handle, title_row
+from cribo.base.drawing import panel_grid, stripes_handle, title_row
+from cribo.base.painting import stripes
+from cribo.data.labelled.depth import DepthImages
 from cribo.evaluation.depth.prediction import Predictions
 from cribo.evaluation.depth.scoring import DepthScore, upsample
-from cribo.evaluation.features import EncodedView
 from cribo.evaluation.pages import show_image
 from cribo.evaluation.results import percent
-from cribo.painting import stripes
+from cribo.features.extraction import EncodedView
 
 _SHADES = 6  # in the legend
 

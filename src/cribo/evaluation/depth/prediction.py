@@ -7,15 +7,15 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from cribo.console import Progress, no_progress
-from cribo.data.depth import DepthImages
-from cribo.errors import InputError
-from cribo.evaluation.cache import Machine
+from cribo.base.console import Progress, no_progress
+from cribo.base.errors import InputError
+from cribo.data.labelled.depth import DepthImages
 from cribo.evaluation.depth.settings import DepthSettings
-from cribo.evaluation.features import EncodedView, PatchFeatures, SelectedKeys, in_chunks
-from cribo.retrieval.grid import patch_of_pixel
-from cribo.retrieval.voting import vote_weights
-from cribo.retrieval.whitening import Moments
+from cribo.features.cache import Machine
+from cribo.features.extraction import EncodedView, PatchFeatures, SelectedKeys, in_chunks
+from cribo.features.grid import patch_of_pixel
+from cribo.features.voting import vote_weights
+from cribo.features.whitening import Moments
 
 PatchDepths = Mapping[EncodedView, Float[Tensor, " n"]]
 """Depth of each patch of images in metres; NaN without measurement."""

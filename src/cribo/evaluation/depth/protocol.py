@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from cribo.checks import require_least, require_positive
-from cribo.data.limits import spread
+from cribo.base.bounds import require_least, require_positive
+from cribo.data.config import spread
 from cribo.evaluation.data import Splits, about_splits, absolute
 from cribo.evaluation.depth.settings import DepthSettings
 from cribo.evaluation.protocol import Outcome, PatchProtocol
@@ -45,7 +45,7 @@ class DepthData:
     @classmethod
     def find(cls, folder: Path) -> Self | None:
         """Return the data set in a folder with depth maps, None if there are none."""
-        from cribo.data.depth import is_nyu
+        from cribo.data.labelled.depth import is_nyu
 
         return cls(str(folder)) if is_nyu(folder) or (folder / "depth").is_dir() else None
 
@@ -56,7 +56,7 @@ class DepthData:
             MissingData: a folder, list, image or depth map does not exist.
             DataError: another layout, no images, or depth maps in another format or unit.
         """
-        from cribo.data.depth import is_nyu, open_depth
+        from cribo.data.labelled.depth import is_nyu, open_depth
 
         train, val = open_depth(self.root, scale=self.scale, max_depth=self.max_depth, partial=self.partial)
         if self.limit is not None:
@@ -94,7 +94,7 @@ Features are cached on disk. For a quick trial: --limit 50
 
     def measure(self, run: "Run") -> Outcome:
         """Predict the depth of val by each method, and score it."""
-        from cribo.console import Phases
+        from cribo.base.console import Phases
         from cribo.evaluation.depth.pictures import draw_depths
         from cribo.evaluation.depth.prediction import predict
         from cribo.evaluation.depth.scoring import row, score_images

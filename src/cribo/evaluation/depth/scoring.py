@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from cribo.console import Progress, no_progress
-from cribo.data.depth import DepthImages
-from cribo.errors import InputError
+from cribo.base.console import Progress, no_progress
+from cribo.base.errors import InputError
+from cribo.data.labelled.depth import DepthImages
 from cribo.evaluation.depth.prediction import Predictions
-from cribo.evaluation.features import EncodedView
+from cribo.features.extraction import EncodedView
 
 MIN_DEPTH = 1e-3
 """Minimum of predicted depth in metres."""

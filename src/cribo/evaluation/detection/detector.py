@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from cribo.data.detection import BoxedImages
-from cribo.errors import NonFiniteLoss
+from cribo.base.errors import NonFiniteLoss
+from cribo.data.labelled.detection import BoxedImages
 from cribo.evaluation.detection.criterion import SetLoss
 from cribo.evaluation.detection.scoring import Detections, Gathered, average_precision, read_off
 from cribo.evaluation.detection.settings import CLIP, FINAL_LEARNING_RATE, METRICS, WEIGHT_DECAY

@@ -13,14 +13,14 @@ from timm.layers.weight_init import trunc_normal_
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from cribo.errors import ConfigError, MissingPackage
+from cribo.base.errors import ConfigError, MissingPackage
+from cribo.base.packages import install_command
 from cribo.evaluation.detection.settings import ADVICE
 from cribo.models import Backbone
+from cribo.models.formats.inverse import write_as
 from cribo.models.formats.naming import State
 from cribo.models.formats.table import NAMINGS
-from cribo.models.inverse import write_as
 from cribo.models.linear import use_onednn
-from cribo.packages import install_command
 
 if TYPE_CHECKING:
     from transformers import YolosForObjectDetection

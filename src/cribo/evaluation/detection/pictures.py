@@ -7,12 +7,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from cribo.colours import distinct_colours, rgb
-from cribo.data.detection import BoxedImages
-from cribo.drawing import line_handle, panel_grid, title_row
+from cribo.base.colours import distinct_colours, rgb
+from cribo.base.drawing import line_handle, panel_grid, title_row
+from cribo.base.wording import counted
+from cribo.data.labelled.detection import BoxedImages
 from cribo.evaluation.detection.scoring import Detections
 from cribo.evaluation.pages import draw_box, show_image
-from cribo.wording import counted
 
 SURE = 0.5
 """Minimum probability of the predictions to draw."""

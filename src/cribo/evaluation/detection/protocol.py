@@ -4,9 +4,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from cribo.checks import require_least
-from cribo.data.limits import spread
-from cribo.errors import ConfigError
+from cribo.base.bounds import require_least
+from cribo.base.errors import ConfigError
+from cribo.base.packages import require_packages
+from cribo.base.wording import command_line
+from cribo.data.config import spread
 from cribo.evaluation.data import Splits, about_splits
 from cribo.evaluation.detection.settings import (
     ADVICE,
@@ -19,9 +21,7 @@ from cribo.evaluation.detection.settings import (
 )
 from cribo.evaluation.protocol import Outcome, Protocol
 from cribo.evaluation.runtime import TrainingRuntime
-from cribo.packages import require_packages
-from cribo.retrieval.config import MEAN_COLOUR, BackboneSource
-from cribo.wording import command_line
+from cribo.features.config import MEAN_COLOUR, BackboneSource
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,7 +60,7 @@ class DetectionData:
     @classmethod
     def find(cls, folder: "Path") -> Self | None:
         """Return the data set in a folder with annotations in one of the layouts, None if there are none."""
-        from cribo.data.detection import has_annotations
+        from cribo.data.labelled.detection import has_annotations
 
         return cls(str(folder)) if has_annotations(folder) else None
 
@@ -70,7 +70,7 @@ class DetectionData:
         Raises:
             DataError: see `open_detection`.
         """
-        from cribo.data.detection import open_detection
+        from cribo.data.labelled.detection import open_detection
 
         places = {name: value for name, value in dataclasses.asdict(self).items() if name not in ("root", "limit")}
         found = open_detection(self.root, **places)

@@ -12,10 +12,10 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchvision.ops import box_convert
 
-from cribo.data.detection import BoxedImages
-from cribo.errors import InputError
+from cribo.base.errors import InputError
+from cribo.base.files import write_text
+from cribo.data.labelled.detection import BoxedImages
 from cribo.evaluation.detection.settings import METRICS
-from cribo.files import write_text
 
 # In the order of the statistics of COCO's evaluation.
 SIZES = ("small", "medium", "large")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from cribo.checks import require_least, require_positive
+from cribo.base.bounds import require_least, require_positive
 from cribo.evaluation.runtime import Schedule
 from cribo.evaluation.settings import UNDECIDED, Decided, Settings
 

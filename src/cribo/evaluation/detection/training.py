@@ -5,7 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cribo.errors import ConfigError
+from cribo.base.errors import ConfigError
+from cribo.base.files import write_folder_whole, write_json
 from cribo.evaluation.detection.detector import Detector
 from cribo.evaluation.detection.model import build_yolos, require_transformers, save_yolos
 from cribo.evaluation.detection.pictures import draw_boxes
@@ -17,7 +18,6 @@ from cribo.evaluation.protocol import Outcome
 from cribo.evaluation.results import EvaluationResult
 from cribo.evaluation.run import Run
 from cribo.evaluation.training import fit
-from cribo.files import write_folder_whole, write_json
 from cribo.models import Backbone
 
 log = logging.getLogger("cribo")

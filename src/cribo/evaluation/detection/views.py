@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from torchvision.ops import box_convert
 from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat
 
-from cribo.data.detection import BoxedImages
+from cribo.data.labelled.detection import BoxedImages
 from cribo.data.randomness import keyed_generator
 
 _VIEWS = 0x59_4F_4C_4F  # key of these draws, distinct from other uses of the seed

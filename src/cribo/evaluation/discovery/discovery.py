@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.ops import box_iou
 
-from cribo.console import Progress, no_progress
+from cribo.base.console import Progress, no_progress
+from cribo.base.errors import InputError
 from cribo.data.batches import Batches
-from cribo.errors import InputError
 from cribo.evaluation.discovery.methods import FoundObject, lost, tokencut
 from cribo.evaluation.discovery.settings import DiscoverySettings
+from cribo.features.patches import resize_image
 from cribo.models import Backbone, evaluation_mode, normalise
-from cribo.retrieval.patches import resize_image
 
 FOUND = 0.5
 """Minimum IoU of a correctly found object."""

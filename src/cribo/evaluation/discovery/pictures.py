@@ -8,12 +8,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cribo.colours import rgb
-from cribo.drawing import line_handle, marker_handle, panel_grid, title_row
+from cribo.base.colours import rgb
+from cribo.base.drawing import line_handle, marker_handle, panel_grid, title_row
+from cribo.base.files import write_json
 from cribo.evaluation.discovery.discovery import Discovered
 from cribo.evaluation.pages import draw_box, show_image, write_pages
 from cribo.evaluation.pictures import RIGHT, WRONG
-from cribo.files import write_json
 
 _OBJECT = "#F0E442"
 _TITLES = {"lost": "LOST", "tokencut": "TokenCut"}

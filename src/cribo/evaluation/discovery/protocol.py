@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from cribo.checks import require_least
-from cribo.data.limits import spread
-from cribo.errors import ConfigError, DataError, InputError
+from cribo.base.bounds import require_least
+from cribo.base.errors import ConfigError, DataError, InputError
+from cribo.data.config import spread
 from cribo.evaluation.data import Splits, absolute, described
 from cribo.evaluation.discovery.settings import DiscoverySettings
 from cribo.evaluation.protocol import Outcome, Protocol
 from cribo.evaluation.settings import QUICK_SIDE
-from cribo.retrieval.config import BackboneSource
+from cribo.features.config import BackboneSource
 
 if TYPE_CHECKING:
     from cribo.evaluation.run import Run
@@ -51,8 +51,8 @@ class DiscoveryData:
     @classmethod
     def find(cls, folder: Path) -> Self | None:
         """Return the data set in a folder with a layout of Pascal VOC or COCO, None if there is none."""
-        from cribo.data.detection import has_annotations
-        from cribo.data.voc import is_voc
+        from cribo.data.labelled.detection import has_annotations
+        from cribo.data.labelled.voc import is_voc
 
         return cls(str(folder)) if is_voc(folder) or has_annotations(folder) else None
 
@@ -62,8 +62,8 @@ class DiscoveryData:
         Raises:
             DataError: no image has an object; see also `VocBoxes` and `open_boxes`.
         """
-        from cribo.data.detection import open_boxes
-        from cribo.data.voc import VocBoxes, is_voc
+        from cribo.data.labelled.detection import open_boxes
+        from cribo.data.labelled.voc import VocBoxes, is_voc
 
         if self.annotations is None and self.root is not None and is_voc(self.root):
             split = self.split or "trainval"
@@ -138,8 +138,8 @@ For a quick trial: --limit 50 --size 320
         """Find an object in each image, and compare it with the annotated boxes."""
         import scipy
 
-        from cribo.console import Phases
-        from cribo.devices import resolve_workers
+        from cribo.base.console import Phases
+        from cribo.base.devices import resolve_workers
         from cribo.evaluation.discovery.discovery import discover
         from cribo.evaluation.discovery.pictures import write_objects
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from cribo.checks import require_distinct, require_least
-from cribo.errors import InputError
+from cribo.base.bounds import require_distinct, require_least
+from cribo.base.errors import InputError
 from cribo.evaluation.settings import UNDECIDED, Decided, Settings
 
 METHODS = ("lost", "tokencut")

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from cribo.colours import rgb
-from cribo.data.classification import ClassifiedFiles
-from cribo.data.limits import spread
-from cribo.drawing import frame, line_handle, panel_grid, title_row
-from cribo.evaluation.image_neighbours.features import SquareCrop
+from cribo.base.colours import rgb
+from cribo.base.drawing import frame, line_handle, panel_grid, title_row
+from cribo.data.config import spread
+from cribo.data.labelled.classification import ClassifiedFiles
 from cribo.evaluation.image_neighbours.retrieval import ImageRetrieval, Predictions, vote_weights
 from cribo.evaluation.pages import write_pages
 from cribo.evaluation.pictures import RIGHT, WRONG
+from cribo.features.image_features import SquareCrop
 
 _NEIGHBOURS = 5  # maximum number of neighbours per image
 _CAPTION = 0.32  # height of a caption of two lines in inches

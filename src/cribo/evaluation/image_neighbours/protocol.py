@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from cribo.errors import ConfigError
+from cribo.base.errors import ConfigError
 from cribo.evaluation.data import ImageData
 from cribo.evaluation.image_neighbours.settings import PUBLISHED, ImageNNSettings
 from cribo.evaluation.protocol import Outcome, Protocol
-from cribo.retrieval.config import BackboneSource
+from cribo.features.config import BackboneSource
 
 if TYPE_CHECKING:
     from cribo.evaluation.results import EvaluationResult
@@ -64,10 +64,10 @@ same backbone and images. For a quick trial: --limit 200
 
     def measure(self, run: "Run") -> Outcome:
         """Classify the images of val, or each training image by the others."""
-        from cribo.console import Phases
+        from cribo.base.console import Phases
         from cribo.evaluation.image_neighbours.pictures import write_neighbours
         from cribo.evaluation.image_neighbours.retrieval import image_nn
-        from cribo.retrieval.encoders import image_encoders
+        from cribo.features.encoder import image_encoders
 
         train, val = run.data.train, run.data.val
         queries = train if val is None else val

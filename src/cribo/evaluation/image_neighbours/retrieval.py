@@ -13,15 +13,15 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from cribo.console import Progress, no_progress
-from cribo.data.classification import ClassifiedFiles
-from cribo.errors import InputError
-from cribo.evaluation.cache import Machine
-from cribo.evaluation.image_neighbours.features import SquareCrop, extract_global
+from cribo.base.console import Progress, no_progress
+from cribo.base.errors import InputError
+from cribo.data.labelled.classification import ClassifiedFiles
 from cribo.evaluation.image_neighbours.settings import PUBLISHED, ImageNNSettings
-from cribo.evaluation.scores import accuracy, count_confusion
-from cribo.retrieval.encoders import ImageEncoder
-from cribo.retrieval.search import Neighbours
+from cribo.features.cache import Machine
+from cribo.features.encoder import ImageEncoder
+from cribo.features.image_features import SquareCrop, extract_global
+from cribo.features.scores import accuracy, count_confusion
+from cribo.features.search import Neighbours
 
 _VOTES_AT_ONCE = 2**24  # maximum number of images times classes
 _PAIRS = 50  # number of confused pairs of classes to report

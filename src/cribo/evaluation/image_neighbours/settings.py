@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from cribo.checks import require_least, require_positive
-from cribo.errors import ConfigError
+from cribo.base.bounds import require_least, require_positive
+from cribo.base.errors import ConfigError
 from cribo.evaluation.settings import UNDECIDED, Decided, Settings
-from cribo.retrieval.config import FeaturePrecision
+from cribo.features.config import FeaturePrecision
 
 NEIGHBOURS = (10, 20, 100, 200)
 """Commonly reported values of k."""

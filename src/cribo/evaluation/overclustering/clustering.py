@@ -8,16 +8,16 @@ import torch
 from jaxtyping import Float32, Int, Int64, UInt8
 from torch import Tensor
 
-from cribo.console import Progress, no_progress
+from cribo.base.console import Progress, no_progress
+from cribo.base.errors import InputError
 from cribo.data import LabelledImages
-from cribo.data.crops import resize_labels
-from cribo.data.limits import spread
-from cribo.errors import InputError
-from cribo.evaluation.features import EncodedView, PatchFeatures
+from cribo.data.config import spread
+from cribo.data.labelled.crops import resize_labels
 from cribo.evaluation.overclustering.settings import OverclusteringSettings, require_patches
 from cribo.evaluation.pictures import Panel, panel_of
-from cribo.evaluation.scores import count_confusion, iou, iou_row, pairwise_iou
-from cribo.retrieval.whitening import Moments
+from cribo.features.extraction import EncodedView, PatchFeatures
+from cribo.features.scores import count_confusion, iou, iou_row, pairwise_iou
+from cribo.features.whitening import Moments
 
 
 def overclustering(

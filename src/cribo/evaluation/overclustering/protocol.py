@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from cribo.base.packages import require_packages
 from cribo.evaluation.overclustering.settings import OverclusteringSettings
 from cribo.evaluation.protocol import Outcome, PatchProtocol
 from cribo.evaluation.settings import QUICK_SIDE, square
-from cribo.packages import require_packages
 
 if TYPE_CHECKING:
     from cribo.evaluation.run import Run
@@ -52,7 +52,7 @@ Requires the extra evaluation (README.md, Install).
         import faiss
         import scipy
 
-        from cribo.console import Phases
+        from cribo.base.console import Phases
         from cribo.evaluation.overclustering.clustering import overclustering
 
         val = run.data.val

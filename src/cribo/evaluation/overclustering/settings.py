@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from cribo.checks import require_least
-from cribo.errors import InputError
+from cribo.base.bounds import require_least
+from cribo.base.errors import InputError
 from cribo.evaluation.settings import UNDECIDED, Decided, Settings, require_whole_patches, square
-from cribo.retrieval.config import FeaturePrecision, Interpolation
+from cribo.features.config import FeaturePrecision, Interpolation
 
 CLUSTERS = (300, 500)
 """Numbers of clusters reported in papers, in addition to the number of classes."""

@@ -13,19 +13,19 @@ import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
-from cribo.errors import FolderError
+from cribo.base.errors import FolderError
+from cribo.base.files import write_json
+from cribo.base.machine import is_first_process
 from cribo.evaluation.protocol import Outcome
 from cribo.evaluation.run import Run
-from cribo.evaluation.scores import mean_iou
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
 from cribo.evaluation.segmentation.module import follow_rules
 from cribo.evaluation.segmentation.outcome import outcome, rows_of, train
 from cribo.evaluation.segmentation.segmenter import Segmenter, SegmenterFinetuning
 from cribo.evaluation.segmentation.settings import SegmenterSettings, scale_of
 from cribo.evaluation.segmentation.trained import SEGMENTER_FILE, TrainedSegmenter, load_segmenter, save_segmenter
-from cribo.files import write_json
-from cribo.machine import is_first_process
-from cribo.retrieval.encoders import open_backbone
+from cribo.features.encoder import open_backbone
+from cribo.features.scores import mean_iou
 from cribo.training.checkpoints import CHECKPOINTS
 
 log = logging.getLogger("cribo")

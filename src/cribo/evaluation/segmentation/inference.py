@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from cribo.checks import require_least
-from cribo.errors import InputError
+from cribo.base.bounds import require_least
+from cribo.base.errors import InputError
 from cribo.evaluation.segmentation.rules import InferenceMode
+from cribo.features.grid import window_starts
 from cribo.models import Backbone, normalise
-from cribo.retrieval.grid import window_starts
 
 Logits = Callable[[Float[Tensor, "b 3 h w"]], Float[Tensor, "heads b c rows columns"]]
 """Returns the logits of each class on the grid of patches, for one or more heads, of normalised images."""

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
-from cribo.data.crops import WholeImages
+from cribo.base.errors import ConfigError
+from cribo.data.labelled.crops import WholeImages
 from cribo.data.randomness import keyed_generator
-from cribo.errors import ConfigError
 from cribo.evaluation.protocol import Outcome
 from cribo.evaluation.run import Run
 from cribo.evaluation.segmentation.inference import Inference
@@ -17,9 +17,9 @@ from cribo.evaluation.segmentation.module import SegmentationModule, follow_rule
 from cribo.evaluation.segmentation.outcome import outcome, preparation, rows_of, train
 from cribo.evaluation.segmentation.rules import PAPER, Rules
 from cribo.evaluation.segmentation.settings import LinearSettings
+from cribo.features.config import MEAN_COLOUR
+from cribo.features.encoder import open_backbone
 from cribo.models import Backbone
-from cribo.retrieval.config import MEAN_COLOUR
-from cribo.retrieval.encoders import open_backbone
 
 _HEAD = 0x6C696E65  # key of these draws, distinct from other uses of the seed
 _STD = 0.01

@@ -7,7 +7,7 @@ from timm.layers.weight_init import trunc_normal_
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from cribo.errors import InputError
+from cribo.base.errors import InputError
 from cribo.evaluation.segmentation.rules import InitialWeights
 from cribo.models.backbone import DropPathNoise, replace_drop_path
 from cribo.models.linear import use_onednn

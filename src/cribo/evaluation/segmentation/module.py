@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from cribo.data.crops import Crop, WholeImage
-from cribo.data.segmentation import IGNORE_INDEX
-from cribo.evaluation.scores import mean_iou
+from cribo.data.labelled.crops import Crop, WholeImage
+from cribo.data.labelled.segmentation import IGNORE_INDEX
 from cribo.evaluation.segmentation.inference import Inference, segment_pixels
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
 from cribo.evaluation.segmentation.rules import PAPER, Rules
+from cribo.features.scores import mean_iou
 from cribo.models import Backbone, normalise
 from cribo.models.backbone import drop_feed_forward_only
 from cribo.training.module import ResumableModule

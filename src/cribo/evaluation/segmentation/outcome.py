@@ -8,18 +8,18 @@ import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
-from cribo.console import Phases
-from cribo.data.crops import Crops, MMSegPreparation, Preparation, SquarePreparation, WholeImages
-from cribo.data.limits import spread
+from cribo.base.console import Phases
+from cribo.base.machine import is_first_process
+from cribo.data.config import spread
+from cribo.data.labelled.crops import Crops, MMSegPreparation, Preparation, SquarePreparation, WholeImages
 from cribo.evaluation.pictures import panel_of
 from cribo.evaluation.protocol import Outcome
 from cribo.evaluation.results import best_place
 from cribo.evaluation.run import Run
-from cribo.evaluation.scores import iou
 from cribo.evaluation.segmentation.module import SegmentationModule
 from cribo.evaluation.segmentation.settings import SegmentationTrainingSettings, scale_of
 from cribo.evaluation.training import fit
-from cribo.machine import is_first_process
+from cribo.features.scores import iou
 
 
 def preparation(settings: SegmentationTrainingSettings, run: Run) -> Preparation:

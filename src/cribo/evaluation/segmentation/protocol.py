@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from cribo.errors import ConfigError, DataError
+from cribo.base.errors import ConfigError, DataError
 from cribo.evaluation.protocol import Outcome, Protocol
 from cribo.evaluation.runtime import TrainingRuntime
 from cribo.evaluation.segmentation.settings import (
@@ -14,7 +14,7 @@ from cribo.evaluation.segmentation.settings import (
     SegmenterSettings,
     scale_of,
 )
-from cribo.retrieval.config import MEAN_COLOUR, BackboneSource
+from cribo.features.config import MEAN_COLOUR, BackboneSource
 
 if TYPE_CHECKING:
     from pathlib import Path

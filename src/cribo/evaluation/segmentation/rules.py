@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from cribo.models.modes import NormalisedLayers
+from cribo.models.config import NormalisedLayers
 
 InferenceMode = Literal["whole", "slide"]
 InitialWeights = Literal["segmenter", "mmsegmentation"]

@@ -5,16 +5,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from cribo.checks import require_least
-from cribo.data.sets import SEGMENTATION_SETS
-from cribo.errors import ConfigError
+from cribo.base.bounds import require_least
+from cribo.base.errors import ConfigError
+from cribo.data.labelled.sets import SEGMENTATION_SETS
 from cribo.evaluation.runtime import Schedule
 from cribo.evaluation.segmentation.rules import LINEAR, SEGMENTER, InferenceMode, Rules
 from cribo.evaluation.settings import UNDECIDED, Decided, Settings
-from cribo.models.modes import Checkpointing
+from cribo.models.config import Checkpointing
 
 if TYPE_CHECKING:
-    from cribo.data.crops import Scale
+    from cribo.data.labelled.crops import Scale
     from cribo.evaluation.segmentation.inference import Inference
     from cribo.models import Backbone
 

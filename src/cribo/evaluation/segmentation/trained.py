@@ -14,20 +14,20 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from cribo.colours import Colour
-from cribo.data.crops import Scale, fitted_size, resize
-from cribo.errors import InputError
+from cribo.base.colours import Colour
+from cribo.base.errors import InputError
+from cribo.base.files import parse_json, write_whole
+from cribo.base.redaction import masked
+from cribo.data.labelled.crops import Scale, fitted_size, resize
 from cribo.evaluation.segmentation.inference import Inference, segment_pixels
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
 from cribo.evaluation.segmentation.segmenter import Segmenter
-from cribo.files import parse_json, write_whole
 from cribo.models import describe
 from cribo.models.backbone import RESERVED_ARGS
 from cribo.models.building import build_network, check_network, limited_size
-from cribo.models.hub import source_name
+from cribo.models.hub.download import source_name
 from cribo.models.licences import Licence, licences_of
 from cribo.models.saving import numerics_of
-from cribo.redaction import masked
 
 SEGMENTER_FILE = "segmenter.safetensors"
 """File of the network with the best learning rate of `cribo evaluate segmenter`."""

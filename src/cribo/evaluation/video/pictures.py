@@ -9,16 +9,16 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
 
-from cribo.colours import rgb
+from cribo.base.colours import rgb
+from cribo.base.drawing import marker_handle, panel_grid, title_row
+from cribo.base.files import write_whole
+from cribo.base.painting import tint
+from cribo.data.labelled.video import VideoFrames, object_palette
 from cribo.data.reading import image_size
-from cribo.data.video import VideoFrames, object_palette
-from cribo.drawing import marker_handle, panel_grid, title_row
 from cribo.evaluation.pages import write_pages
 from cribo.evaluation.results import percent
 from cribo.evaluation.video.scoring import boundary
 from cribo.evaluation.video.segmenting import Segmented
-from cribo.files import write_whole
-from cribo.painting import tint
 
 _SHOWN_AT = (0, 0.25, 0.5, 0.75, 1)  # of the frames of a video, without the last, which is not scored
 _OUTLINE = 255  # white

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from cribo.data.crops import resize_labels
+from cribo.data.labelled.crops import resize_labels
 from cribo.evaluation.video.settings import VideoPropagationSettings
-from cribo.retrieval.propagation import LabelledFrame, label_frame
+from cribo.features.propagation import LabelledFrame, label_frame
 
 
 def propagate(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from cribo.checks import require_least
+from cribo.base.bounds import require_least
 from cribo.evaluation.data import Splits, absolute, described
 from cribo.evaluation.protocol import Outcome, PatchProtocol
 from cribo.evaluation.settings import square
@@ -43,7 +43,7 @@ class VideoData:
     @classmethod
     def find(cls, folder: Path) -> Self | None:
         """Return the videos in a folder, None if there are none."""
-        from cribo.data.video import has_videos
+        from cribo.data.labelled.video import has_videos
 
         return cls(str(folder)) if has_videos(folder) else None
 
@@ -52,9 +52,9 @@ class VideoData:
 
         Raises:
             MissingData: a folder, list, frame or annotation does not exist.
-            DataError: a video cannot be scored, as in `cribo.data.video.open_videos`.
+            DataError: a video cannot be scored, as in `cribo.data.labelled.video.open_videos`.
         """
-        from cribo.data.video import open_videos
+        from cribo.data.labelled.video import open_videos
 
         images = open_videos(self.root, self.split, partial=self.partial, limit=self.limit)
         root = absolute(self.root)
@@ -92,8 +92,8 @@ Features are cached on disk. For a quick trial: --limit 2 --side 240
 
     def measure(self, run: "Run") -> Outcome:
         """Propagate and score the objects of all videos."""
-        from cribo.console import Phases
-        from cribo.data.segmentation import LabelledSubset
+        from cribo.base.console import Phases
+        from cribo.data.labelled.segmentation import LabelledSubset
         from cribo.evaluation.video.pictures import write_videos
         from cribo.evaluation.video.segmenting import row, segment_videos, videos_by_size
 

@@ -11,13 +11,13 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
-from cribo.console import Progress, no_progress
+from cribo.base.console import Progress, no_progress
+from cribo.data.labelled.video import Video, VideoFrames, object_palette
 from cribo.data.reading import image_size
-from cribo.data.video import Video, VideoFrames, object_palette
-from cribo.evaluation.features import EncodedView, PatchFeatures
 from cribo.evaluation.video.propagation import object_map, propagate
 from cribo.evaluation.video.scoring import score_frame
 from cribo.evaluation.video.settings import VideoPropagationSettings
+from cribo.features.extraction import EncodedView, PatchFeatures
 
 _RECALLED = 0.5
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cribo.checks import require_least, require_positive
+from cribo.base.bounds import require_least, require_positive
 from cribo.evaluation.settings import Settings
-from cribo.retrieval.config import FeaturePrecision, Interpolation
+from cribo.features.config import FeaturePrecision, Interpolation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import gradio as gr
 
-from cribo.data.limits import Reading
+from cribo.data.config import Reading
 from cribo.explorer.segmenting import Session, Tile, Visitors
 from cribo.explorer.tabs.fields import HIDDEN, REQUEST, show_errors, whole_number
 from cribo.explorer.uploads import Refused, Uploads

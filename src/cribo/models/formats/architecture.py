@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cribo.errors import InputError
+from cribo.base.errors import InputError
 from cribo.models import networks
 
 # Names of widths and depths, and the attention heads of each width. Most have 64 channels per head, but not all:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cribo.errors import InputError
-from cribo.files import path_inside, require_regular
+from cribo.base.errors import InputError
+from cribo.base.files import path_inside, require_regular
 from cribo.models.formats.plain_pickle import PlainUnpickler
 
 METADATA = ".metadata"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cribo.errors import InputError
+from cribo.base.errors import InputError
 from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD
 from cribo.models.formats.reading import read_json
 from cribo.models.formats.table import Expected

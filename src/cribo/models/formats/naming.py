@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from cribo.errors import InputError
+from cribo.base.errors import InputError
 
 State = dict[str, Tensor]
 Replacements = tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]

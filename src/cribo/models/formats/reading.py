@@ -16,14 +16,14 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from cribo import files
-from cribo.errors import InputError, MissingPackage, UntrustedFile
+from cribo.base import files
+from cribo.base.errors import InputError, MissingPackage, UntrustedFile
+from cribo.base.packages import install_command
 from cribo.models.formats.distributed import METADATA, read_distributed
 from cribo.models.formats.plain_pickle import ForbiddenName, PlainUnpickler, forbidden_names
 from cribo.models.formats.table import SHARD
 from cribo.models.formats.torch_files import is_tar, is_torch_file, read_torch_file
-from cribo.models.hub import SHARD_INDEX
-from cribo.packages import install_command
+from cribo.models.hub.download import SHARD_INDEX
 
 _AGAIN = "copy or download it again"
 _HEADER_BYTES = 512

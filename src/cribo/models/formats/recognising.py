@@ -12,8 +12,9 @@ from typing import get_args
 
 from torch import Tensor
 
-from cribo.errors import InputError
+from cribo.base.errors import InputError
 from cribo.models.backbone import Backbone
+from cribo.models.config import NetworkName
 from cribo.models.formats.naming import State
 from cribo.models.formats.table import (
     BESIDE,
@@ -28,7 +29,6 @@ from cribo.models.formats.table import (
     Project,
     Rules,
 )
-from cribo.models.modes import NetworkName
 from cribo.models.numerics import Numerics
 from cribo.models.positions import Resizing
 

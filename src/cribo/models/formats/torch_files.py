@@ -18,7 +18,7 @@ from typing import IO, Any, cast
 import torch
 from torch.serialization import MAGIC_NUMBER
 
-from cribo.errors import InputError
+from cribo.base.errors import InputError
 from cribo.models.formats.plain_pickle import PlainUnpickler, Storage
 
 _ARCHIVE = b"PK"

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from cribo.errors import InputError
-from cribo.files import YAML_BYTES, parse_yaml, read_text
+from cribo.base.errors import InputError
+from cribo.base.files import YAML_BYTES, parse_yaml, read_text
 from cribo.models.formats.recognising import Recognised
 from cribo.models.formats.table import Expected
 from cribo.models.positions import Resizing

@@ -1,0 +1,59 @@
+"""Options of `cribo segment`, shared by the command line and Python."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cribo.base.bounds import require_least
+from cribo.base.errors import ConfigError
+from cribo.data.config import MAX_PIXELS
+from cribo.features.config import BackboneSource
+from cribo.features.spread.config import EngineOptions
+
+
+@dataclass
+class SegmentConfig(EngineOptions):
+    """Segment many images given a few labelled examples.
+
+    Attributes:
+        backbone: the network to use.
+        images: images to label: a folder, a glob in quotes ('frames/**/*.jpg'), one image, a text file that lists
+            images, tar shards, a Parquet file or a folder of them, or a URL of any of these.
+        column: of a Parquet file, the column of paths or bytes of images. [the only one, or image, bytes, path, ...]
+        examples: folder of labelled images: a.jpg next to a.png or a_labels.png; or images/a.jpg and labels/a.png; or
+            images and a JSON file in COCO format. Label maps are PNGs of class indices, 255 for no class; or only of 0
+            and 255 (background and foreground); or of the colours that `classes` lists.
+        labels: labels of the examples, if they are elsewhere: a folder of label maps, or a JSON file.
+        classes: text file with the name of each class, and its colour (#rrggbb or r g b) for coloured label maps.
+            [classes.txt in the folder of the examples, if it exists]
+        memory: file of the memory of the examples. Without --examples it is used unchanged; otherwise new examples
+            are added.
+        settings: fields of `SegmentationSettings` by name; others are those of the memory file, or the defaults.
+        max_pixels: larger images count as unreadable, since a small file can expand to more pixels than fit into
+            memory. Raise it for larger images.
+        batch_size: number of images or windows of equal size to encode at once. Lower it if the device runs out of
+            memory.
+        workers: number of threads that read and write images. [half of the cores]
+        device: such as cuda:0 or cpu. [the first GPU, else the CPU]
+    """
+
+    backbone: BackboneSource
+    images: str
+    column: str | None = None
+    examples: str | None = None
+    labels: str | None = None
+    classes: str | None = None
+    memory: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    max_pixels: int = MAX_PIXELS
+    batch_size: int = 8
+    workers: int | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.examples is None and self.memory is None:
+            raise ConfigError("give --examples, a folder of labelled images, or --memory, an existing memory file")
+        if self.examples is None and self.labels is not None:
+            raise ConfigError("--labels requires --examples, the folder of the labelled images")
+        require_least(self, {"batch_size": 1, "workers": 0})
+        self.check_engine()

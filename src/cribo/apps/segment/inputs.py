@@ -1,0 +1,65 @@
+"""Conversion of images and label maps from files, Pillow images, arrays or tensors."""
+
+import os
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from PIL import Image
+from torch import Tensor
+
+from cribo.base.errors import DataError, InputError
+from cribo.data.config import DEFAULT_READING, Reading
+from cribo.data.labelled.label_maps import IGNORE_INDEX, LabelMap, class_indices, open_label_map
+from cribo.data.reading import decode, read_image
+
+ImageLike = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
+"""A file; a Pillow image; a uint8 array (H, W, 3); or a uint8 tensor (3, H, W)."""
+
+LabelsLike = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor | LabelMap
+"""A grey or palette PNG whose values are class indices; such a Pillow image; integers (H, W); or a label map."""
+
+
+def open_image(image: ImageLike, reading: Reading = DEFAULT_READING) -> UInt8[Tensor, "3 h w"]:
+    """Return an image as an RGB tensor on the CPU.
+
+    Raises:
+        UnreadableImage: the file cannot be read as an image.
+        ValueError: an array has the wrong shape or type, or the range of the values of a Pillow image is unknown.
+    """
+    if isinstance(image, str | os.PathLike):
+        return read_image(image, reading=reading)
+    if isinstance(image, Image.Image):
+        return decode(image, reading)
+    if isinstance(image, np.ndarray):
+        if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
+            raise InputError(f"an image must be a uint8 array (H, W, 3), got {image.dtype} {image.shape}")
+        return torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)
+    if image.ndim != 3 or image.shape[0] != 3 or image.dtype != torch.uint8:
+        raise InputError(f"an image must be a uint8 tensor (3, H, W), got {image.dtype} {tuple(image.shape)}")
+    return image.detach().cpu()
+
+
+def open_labels(labels: LabelsLike) -> LabelMap:
+    """Return a label map as a tensor on the CPU.
+
+    Raises:
+        UnreadableImage: the file cannot be read as an image.
+        DataError: the image has colours or fractions, or a value is not in 0-255.
+        ValueError: an array has the wrong shape or type.
+    """
+    if isinstance(labels, LabelMap):
+        return labels
+    if isinstance(labels, str | os.PathLike):
+        return class_indices(IGNORE_INDEX).read(open_label_map(labels), os.fspath(labels))
+    if isinstance(labels, Image.Image):
+        return class_indices(IGNORE_INDEX).read(labels, "labels")
+    values = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else labels
+    if values.ndim != 2 or values.dtype.kind not in "iub":
+        raise InputError(f"labels must be integers (H, W), got {values.dtype} {values.shape}")
+    if values.dtype != np.uint8 and (wrong := values[(values < 0) | (values > IGNORE_INDEX)]).size:
+        raise DataError(
+            f"labels must be classes 0 to {IGNORE_INDEX - 1}, or {IGNORE_INDEX} for no class, got {int(wrong[0])} at "
+            f"{wrong.size} of {values.size} pixels"
+        )
+    return LabelMap(torch.from_numpy(np.array(values, dtype=np.uint8)))

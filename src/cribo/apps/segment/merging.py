@@ -1,0 +1,166 @@
+"""Implementation of `cribo merge` for labels: join the results of `cribo segment` on the shares of a collection."""
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cribo.apps.segment.examples import result_name
+from cribo.apps.segment.results import (
+    ABOUT,
+    DONE,
+    FOLDERS,
+    SUMMARY,
+    Record,
+    changes_between,
+    class_shares,
+    files_of,
+    read_records,
+    write_finished,
+    write_summary,
+)
+from cribo.apps.segment.run import Segmented
+from cribo.base.errors import DataError
+from cribo.base.files import link_or_copy, path_inside, write_text
+from cribo.base.folders import ResultFolder, lock_replaced, read_finished
+from cribo.data.sources.images import require
+from cribo.features.spread.shares import Share, order_shares, require_mergeable
+
+
+def merge_segmentations(
+    parts: Sequence[str | Path], *, out: Path, overwrite: bool = False, command: str = ""
+) -> Segmented:
+    """Join the labels of all shares of a collection, as if they had been written by one command.
+
+    Files are hard links to those of the shares, or copies on another file system. Nothing is labelled, and the results
+    appear in `out` once they are complete. Pictures and COCO files are not joined.
+
+    Args:
+        parts: output folders of `segment_images` with `part` 1/n to n/n, in any order.
+        out: output folder.
+        overwrite: replace existing results in `out`.
+        command: command line to record in the results.
+
+    Raises:
+        ValueError: shares are missing, repeated, not finished, damaged, or of different images, memories or settings,
+            or the output folder is invalid; raised before anything is written.
+        FileNotFoundError: a folder does not exist.
+        OSError: results cannot be written.
+
+    >>> merge_segmentations(["part-1", "part-2"], out=Path("all"))  # doctest: +SKIP
+    """
+    folders = [Path(part).expanduser() for part in parts]
+    target = ResultFolder(out, "segmentation", overwrite=overwrite, inputs=folders)
+    for folder in folders:
+        require(folder)
+    abouts = [read_finished(folder, "segmentation", ABOUT) for folder in folders]
+    names = [str(folder) for folder in folders]
+    order = order_shares(names, [about["images"].get("part", str(Share())) for about in abouts])
+    whole = _of_all_images(abouts[order[0]])
+    for index in order:
+        require_mergeable(names[order[0]], names[index], _changes(whole, _of_all_images(abouts[index])))
+    merged = _Merged()
+    for index in order:
+        merged.add(folders[index], abouts[index]["images"]["found"])
+    merged.drop_earlier()
+    everything = {**merged.records, **merged.earlier}
+    sources = {name: files_of(place, name) for name, place in merged.places.items() if name in everything}
+    for name, paths in sources.items():  # links in a share may lead anywhere
+        for path in paths:
+            path_inside(place := merged.places[name], str(path.relative_to(place)), source=place / DONE)
+
+    def write(folder: Path) -> None:
+        for name in FOLDERS:
+            (folder / name).mkdir()
+        for name in everything:
+            for source, linked in zip(sources[name], files_of(folder, name), strict=True):
+                linked.parent.mkdir(parents=True, exist_ok=True)
+                link_or_copy(source, linked)
+        write_text(folder / DONE, "".join(f"{json.dumps(asdict(record))}\n" for record in everything.values()))
+        write_summary(folder, merged.names, merged.records, merged.earlier, merged.skipped, whole["classes"])
+        write_finished(
+            folder,
+            {**whole, "command": command},
+            seconds=seconds,
+            found=len(merged.names),
+            segmented=len(merged.records) - reused,
+            reused=reused,
+            earlier=len(merged.earlier),
+            skipped=len(merged.skipped),
+        )
+
+    seconds = sum(about["seconds"] for about in abouts)
+    reused = sum(about["images"]["reused"] for about in abouts)
+    with lock_replaced(target, command="cribo segment"):
+        target.create(write)
+    shares = class_shares([*everything.values()], whole["classes"])
+    counts = len(merged.records), len(merged.records), len(merged.earlier)
+    return Segmented(target.path, *counts, merged.skipped, 0.0, 0.0, shares)
+
+
+def _of_all_images(about: dict[str, Any]) -> dict[str, Any]:
+    """Return a description of results for all images instead of a share."""
+    return {**about, "images": {**about["images"], "part": str(Share())}}
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return the differences between two descriptions, as text."""
+    changes = [*changes_between(before, now)]
+    first, second = (about["images"]["collection"] for about in (before, now))
+    if not changes and first != second:
+        first, second = (text.partition(" ")[0] for text in (first, second))
+        changes = [f"images were added, removed or renamed: the collection had {first} images, has {second}"]
+    return changes
+
+
+@dataclass
+class _Merged:
+    """Joined results.
+
+    Attributes:
+        names: names of the images of all shares, in order.
+        records: records of the labelled images by name, in order.
+        earlier: records of images of earlier calls that are no longer among the images.
+        skipped: reasons why images could not be read, by name.
+        places: folder of the files of each record, by name.
+    """
+
+    names: list[str] = field(default_factory=list)
+    records: dict[str, Record] = field(default_factory=dict)
+    earlier: dict[str, Record] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    places: dict[str, Path] = field(default_factory=dict)
+
+    def add(self, folder: Path, found: int) -> None:
+        """Add the results in a folder with so many images; raises DataError if they are incomplete."""
+        records = read_records(folder)
+        try:
+            with (folder / SUMMARY).open(encoding="utf-8", newline="") as file:
+                rows = [(row[0], row[-1]) for row in csv.reader(file)][1:]
+        except (OSError, ValueError, IndexError, csv.Error) as error:
+            raise DataError(f"{folder / SUMMARY} is damaged: {_AGAIN}") from error
+        for name, reason in rows[:found]:
+            if reason:
+                self.skipped[name] = reason
+            elif name in records:
+                self.records[name] = records[name]
+                self.places[name] = folder
+            else:
+                raise DataError(f"{folder} lacks the results of {name}, or some of its files: {_AGAIN}")
+        self.names += [name for name, _ in rows[:found]]
+        if len(rows) < found:
+            raise DataError(f"{folder} lacks the results of {found - len(rows)} of {found} images: {_AGAIN}")
+        for name, _ in rows[found:]:
+            if name in records:
+                self.earlier[name] = records[name]
+                self.places.setdefault(name, folder)
+
+    def drop_earlier(self) -> None:
+        """Drop records of earlier images whose results have the name of those of a present one."""
+        present = {result_name(name) for name in self.names}
+        self.earlier = {name: record for name, record in self.earlier.items() if result_name(name) not in present}
+
+
+_AGAIN = "repeat its command with --resume"

@@ -1,0 +1,154 @@
+"""Files that describe the results of `cribo segment`: a record for each image, the summary and the settings."""
+
+import csv
+import io
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cribo.apps.segment.examples import result_name
+from cribo.base.files import read_json_lines, write_json, write_text
+from cribo.base.folders import describe_changes
+from cribo.base.wording import enumerated
+from cribo.features.probes.fitting import Choice
+
+ABOUT = "about.json"
+"""File in the output folder that describes the results."""
+
+SUMMARY = "summary.csv"
+
+DONE = "segmented.jsonl"
+"""File with a line for each image whose files are complete."""
+
+FOLDERS = ("labels", "overlays", "confidence")
+
+
+@dataclass(frozen=True)
+class Record:
+    """Row of `SUMMARY` for an image, with the hash of the image file.
+
+    Attributes:
+        name: name of the image.
+        content: SHA-256 of its file.
+        size: height and width in pixels.
+        shares: share of each class in its pixels, by name.
+        confidence: mean confidence, 0 to 1.
+    """
+
+    name: str
+    content: str
+    size: tuple[int, int]
+    shares: Mapping[str, float]
+    confidence: float
+
+
+def files_of(folder: Path, name: str) -> tuple[Path, Path, Path]:
+    """Return the paths of label map, overlay and confidence of an image."""
+    stem = result_name(name)
+    return (
+        folder / "labels" / f"{stem}.png",
+        folder / "overlays" / f"{stem}.jpg",
+        folder / "confidence" / f"{stem}.png",
+    )
+
+
+def read_records(folder: Path) -> dict[str, Record]:
+    """Return the records of images whose files are complete, by name."""
+    records: dict[str, Record] = {}
+    for values in read_json_lines(folder / DONE):
+        record = Record(**{**values, "size": tuple(values["size"])})
+        if all(path.is_file() for path in files_of(folder, record.name)):
+            # Images that differ only in the extension share files; keep the last one.
+            records[result_name(record.name)] = record
+    return {record.name: record for record in records.values()}
+
+
+def changes_between(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """Yield the differences between two descriptions of results: image folder, share, memory or settings."""
+    both = before, now
+
+    def changed(values: Callable[[dict[str, Any]], dict[str, Any]]) -> list[str]:
+        return list(describe_changes(*map(values, both)))
+
+    def of_features(about: dict[str, Any]) -> dict[str, Any]:
+        backbone = {
+            f"{name} of the backbone": value
+            for name, value in about["backbone"].items()
+            if name not in ("revision", "licences")  # they do not change features
+        }
+        return {**about["settings"], **backbone, "the list of classes": ", ".join(about["classes"])}
+
+    if all(about["images"].get("folder") for about in both):  # earlier versions did not record it
+        yield from changed(lambda about: {"the folder of the images": about["images"]["folder"]})
+    yield from changed(lambda about: {"part": about["images"].get("part", "1/1")})
+    if len({about["memory"]["fingerprint"] for about in both}) == 1:
+        yield from changed(lambda about: {"the probe": Choice.from_json(about["choice"]).probe})
+        return
+    yield from (
+        changed(of_features)
+        or changed(lambda about: {"the list of examples": enumerated(about["memory"]["examples"])})
+        or ["the images or labels of the examples have changed"]
+    )
+
+
+def class_shares(records: Sequence[Record], classes: Sequence[str]) -> dict[str, float]:
+    """Return the share of each class in the pixels of all images, in descending order."""
+    pixels = dict.fromkeys(classes, 0.0)
+    for record in records:
+        for name, share in record.shares.items():
+            pixels[name] += share * math.prod(record.size)
+    total = sum(math.prod(record.size) for record in records) or 1
+    return {name: count / total for name, count in sorted(pixels.items(), key=lambda pair: -pair[1])}
+
+
+def write_summary(
+    folder: Path,
+    names: Iterable[str],
+    records: Mapping[str, Record],
+    earlier: Mapping[str, Record],
+    skipped: Mapping[str, str],
+    classes: Sequence[str],
+) -> None:
+    """Write `SUMMARY`.
+
+    Args:
+        folder: output folder.
+        names: names of all images.
+        records: records of the labelled images by name.
+        earlier: records of images of earlier calls that are no longer among the images.
+        skipped: reasons why the other images could not be read, by name.
+        classes: names of the classes.
+    """
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["image", "width", "height", "confidence", *classes, "error"])
+    for name in (*names, *earlier):
+        if name in skipped:
+            table.writerow([name, *[""] * (3 + len(classes)), skipped[name]])
+            continue
+        record = records.get(name) or earlier[name]
+        shares = [f"{record.shares.get(c, 0):.6f}" for c in classes]
+        table.writerow([name, *reversed(record.size), f"{record.confidence:.4f}", *shares, ""])
+    write_text(folder / SUMMARY, text.getvalue())
+
+
+def write_finished(folder: Path, about: Mapping[str, Any], *, seconds: float, **images: int) -> None:
+    """Write the final `ABOUT`.
+
+    Args:
+        folder: output folder.
+        about: backbone, memory and settings.
+        seconds: duration of labelling.
+        images: numbers of images: found, segmented, reused, earlier and skipped.
+    """
+    fresh = images["segmented"]
+    final = {
+        **about,
+        "finished": True,
+        "images": {**about["images"], **images},
+        "seconds": round(seconds, 3),
+        "seconds_per_image": round(seconds / fresh, 4) if fresh else None,
+    }
+    write_json(folder / ABOUT, final)

@@ -1,0 +1,630 @@
+"""Implementation of `cribo segment`: add examples, label images and write the results."""
+
+import errno
+import json
+import logging
+import os
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import asdict, dataclass, replace
+from itertools import islice, tee
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from PIL import Image
+from rich.console import Console
+from torch import Tensor
+
+from cribo.apps.segment.config import SegmentConfig
+from cribo.apps.segment.examples import Examples, find_examples, open_targets, result_name
+from cribo.apps.segment.labeller import LabelledImage, Labeller
+from cribo.apps.segment.memory import SegmentationMemory
+from cribo.apps.segment.pictures import SegmentedPanel, draw_overview, overlay
+from cribo.apps.segment.pixels import write_confidence, write_labels
+from cribo.apps.segment.results import (
+    ABOUT,
+    DONE,
+    FOLDERS,
+    SUMMARY,
+    Record,
+    changes_between,
+    class_shares,
+    files_of,
+    read_records,
+    write_finished,
+    write_summary,
+)
+from cribo.apps.segment.settings import SegmentationSettings
+from cribo.apps.segment.storage import memory_lock, stored_range
+from cribo.apps.segment.suggesting import suggest
+from cribo.base.colours import Colour
+from cribo.base.console import Phases, duration
+from cribo.base.devices import resolve_device, resolve_threads
+from cribo.base.drawing import write_figure
+from cribo.base.errors import DataError, FolderError, InputError, Stopped, if_interrupted
+from cribo.base.files import append_json, read_json, remove_parts, write_json, write_text, write_whole
+from cribo.base.folders import ResultFolder, lock_replaced, lock_writer, require_same, require_writable
+from cribo.base.redaction import masked
+from cribo.base.versions import versions
+from cribo.base.wording import counted
+from cribo.data.config import Reading, spread
+from cribo.data.labelled.coco import BACKGROUND
+from cribo.data.labelled.coco_writing import outline, write_coco
+from cribo.data.labelled.label_maps import IGNORE_INDEX
+from cribo.data.reading import open_header
+from cribo.data.sources.collection import ImageCollection, names_hash
+from cribo.data.sources.images import ImageFiles, is_url, require, require_readable
+from cribo.features.prefetching import prefetch
+from cribo.features.spread.engines import open_engine
+from cribo.features.spread.parts import ImagePart, part_size
+from cribo.features.spread.work import Engine
+
+log = logging.getLogger("cribo")
+
+OVERVIEW = "contact.png"
+COCO = "coco.json"
+SUGGESTED, SUGGESTED_PICTURE = "suggested.txt", "suggested.png"
+
+_MEMORY = "memory.safetensors"  # in the output folder, for workers in other processes
+_MOST_IMAGES = 256  # limit per part; an interrupted part is labelled again
+_OF_NAMES = (errno.ENAMETOOLONG, errno.EILSEQ, errno.EINVAL)  # too long or not allowed on the file system
+_JPEG_QUALITY = 90
+_WEAKEST = 3  # number of classes to name
+_SUGGESTED_FROM = 300  # limit on the images to choose from
+_OVERVIEW_SIDE = 480  # limit on the longer side of an image in the overview, in pixels
+
+
+@dataclass(frozen=True)
+class Segmented:
+    """Result of `segment_images`.
+
+    Attributes:
+        folder: output folder.
+        images: number of labelled images.
+        reused: number of images that were already labelled.
+        earlier: number of images of earlier calls that are no longer among the images; their results are kept.
+        skipped: reasons why images could not be read, by name.
+        seconds: duration of the command, without imports.
+        labelling_seconds: duration of labelling the other images.
+        shares: share of each class in the pixels of all images.
+    """
+
+    folder: Path
+    images: int
+    reused: int
+    earlier: int
+    skipped: dict[str, str]
+    seconds: float
+    labelling_seconds: float
+    shares: dict[str, float]
+
+    @property
+    def speed(self) -> str:
+        """Number of images, duration and speed, as text."""
+        fresh = self.images - self.reused
+        text = f"{counted(fresh, 'image')} in {duration(self.seconds)}"
+        if fresh:
+            speed = f"{fresh / self.labelling_seconds:.1f} images/s"
+            text += f", of which labelling took {duration(self.labelling_seconds)} ({speed})"
+        if self.reused:
+            text += f", {self.reused} already labelled"
+        if self.earlier:
+            text += f", results of {counted(self.earlier, 'earlier image')} kept"
+        return text
+
+
+def segment_images(
+    config: SegmentConfig,
+    *,
+    out: Path,
+    resume: bool = False,
+    overwrite: bool = False,
+    pictures: int = 6,
+    suggestions: int = 0,
+    coco: bool = False,
+    command: str = "",
+    console: Console | None = None,
+) -> Segmented:
+    """Label images given a few examples, and write label maps, overlays, confidences and a summary.
+
+    Args:
+        config: options of the command.
+        out: output folder.
+        resume: resume results in `out` that were created with images of the same folder, the same memory and the same
+            settings. New and changed images are labelled; results of images that were removed are kept.
+        overwrite: replace existing results in `out`.
+        pictures: number of images in the overview; 0 for no overview.
+        suggestions: number of images to suggest for labelling next.
+        coco: also write all labels to one file in COCO format.
+        command: command line to record in the results.
+        console: console for progress.
+
+    Raises:
+        ValueError: backbone, images, examples, memory, settings or folder are invalid, or no image can be read; raised
+            before anything is written.
+        FileNotFoundError: a file of the backbone, the examples or the images does not exist.
+        ConnectionError: timm's weights cannot be downloaded.
+        OSError: results cannot be written.
+    """
+    console = console or Console(quiet=True)
+    started = time.perf_counter()
+    if pictures < 0:
+        raise InputError(f"pictures must be >= 0, got {pictures}")
+    if resume and overwrite:
+        raise InputError("--resume and --overwrite exclude each other: choose one")
+    target = ResultFolder(
+        out,
+        "segmentation",
+        overwrite=overwrite,
+        resume=resume,
+        known_by=ABOUT,
+        inputs=(
+            config.images,
+            config.examples,
+            config.labels,
+            config.classes,
+            config.memory,
+            config.backbone.source,
+        ),
+        advice="choose another --out, continue it with --resume, or replace it with --overwrite",
+    )
+    settings = SegmentationSettings(**config.settings)
+    file = None if config.memory is None else Path(config.memory).expanduser()
+    reading = Reading(config.max_pixels, settings.range or (None if file is None else stored_range(file)))
+    images = open_targets(config.images, column=config.column, apart_from=out, reading=reading)
+    require_readable(images, config.images)
+    collection = names_hash(images)
+    images = images.part(config.share.of(range(len(images))))
+    if not 0 <= suggestions <= len(images):
+        raise InputError(f"--suggest must be from 0 to {len(images)}, the number of images, got {suggestions}")
+    if file is not None:
+        _check_memory_file(file, may_be_new=config.examples is not None)
+    with open_engine(config, writes_to=out) as engine, Phases(console) as progress:
+        with nullcontext() if file is None or config.examples is None else memory_lock(file):
+            memory, has_new = _open_memory(config, file, settings, progress)
+            _require_two_classes(memory)
+            memory.fit(progress)
+            describe_memory(memory, console)
+            results = _Results(out, images, collection, memory, config, command)
+            if target.resumes:
+                require_same(out / ABOUT, results.changes)
+            else:
+                with lock_replaced(target, command="cribo segment"):
+                    target.create()
+            if file is not None and has_new:  # after all checks, so that a failed command leaves the file unchanged
+                memory.save(file)
+        with lock_writer(out, command="cribo segment", advice="choose another --out"):
+            with if_interrupted(results.kept):
+                segmented = _segment_all(results, config, engine, progress)
+                if pictures and results.records:
+                    shown = [*results.records]
+                    results.draw([shown[place] for place in spread(len(shown), pictures)], OVERVIEW)
+                if coco:
+                    results.write_coco(progress)
+                if suggestions and results.records:
+                    _suggest(results, suggestions, progress)
+            return replace(segmented, seconds=time.perf_counter() - started)
+
+
+# -------------------------------------------------------------------------------------------------------- memory
+
+
+def _check_memory_file(file: Path, *, may_be_new: bool) -> None:
+    if not may_be_new:
+        require(file)
+    if not file.parent.is_dir():
+        raise FolderError(f"the folder of --memory {file} does not exist: create it, or choose another")
+    if file.is_dir():
+        raise FolderError(f"--memory {file} is a folder: give a file")
+    if may_be_new:
+        require_writable(file.parent, "--memory")
+
+
+def _open_memory(
+    config: SegmentConfig, file: Path | None, settings: SegmentationSettings, progress: Phases
+) -> tuple[SegmentationMemory, bool]:
+    """Load the memory file or create a memory, and add the examples; return whether examples are new."""
+    device = resolve_device(config.device)
+    options = {"device": device, "batch_size": config.batch_size}
+    memory = None
+    if file is not None and file.exists():
+        memory = SegmentationMemory.load(file, config.backbone, changes=config.settings, **options)
+    if config.examples is None:
+        assert memory is not None  # `SegmentConfig` requires examples or a memory
+        return memory, False
+    examples = find_examples(
+        config.examples,
+        labels=config.labels,
+        classes=config.classes,
+        known_classes=None if memory is None else len(memory.classes),
+    )
+    examples.images.reading = Reading(config.max_pixels, (settings if memory is None else memory.settings).range)
+    if memory is None:
+        memory = SegmentationMemory(
+            config.backbone, classes=examples.new_classes, palette=examples.palette, settings=settings, **options
+        )
+    elif examples.classes is not None and examples.classes != memory.classes:
+        raise DataError(
+            f"the examples in {config.examples} have the classes {', '.join(examples.classes)}, but the memory {file} "
+            f"has {', '.join(memory.classes)}: use the same list for both, or create another memory"
+        )
+    memory.reading = examples.images.reading
+    return memory, _add_examples(memory, examples, config, progress)
+
+
+def _add_examples(memory: SegmentationMemory, examples: Examples, config: SegmentConfig, progress: Phases) -> bool:
+    """Add new examples to the memory; return whether the memory has changed."""
+    changed = 0
+    progress("examples", 0, len(examples))
+    for start in range(0, len(examples), config.batch_size):
+        part = range(start, min(len(examples), start + config.batch_size))
+        changed += memory.extend([examples[number] for number in part])
+        progress("examples", part[-1] + 1, len(examples))
+    if changed < len(examples):
+        log.info("already in the memory: %d of %s", len(examples) - changed, counted(len(examples), "example"))
+    return changed > 0
+
+
+def _require_two_classes(memory: SegmentationMemory) -> None:
+    present = [name for name, count in zip(memory.classes, memory.holding, strict=True) if count]
+    if len(present) == 1:
+        raise DataError(
+            f"the examples show only one class, {_named(present[0])}: label at least two. (In label maps, "
+            f"{IGNORE_INDEX} means no class, unless all of them contain only 0 and {IGNORE_INDEX})"
+        )
+
+
+def describe_memory(memory: SegmentationMemory, console: Console) -> None:
+    """Print the contents of the memory, the chosen probe, and its expected score."""
+    about = (
+        f"memory: {counted(len(memory), 'example')}, {counted(memory.patches, 'patch', 'patches')}, "
+        f"{counted(len(memory.classes), 'class', 'classes')}"
+    )
+    for sentence in (about, *_describe_choice(memory)):
+        console.print(sentence, markup=False, highlight=False)
+    if memory.uncalibrated:
+        log.warning("the confidence is not calibrated and may be far too high: %s", memory.uncalibrated)
+    if memory.absent:
+        log.warning("classes without examples, which are never predicted: %s", ", ".join(map(_named, memory.absent)))
+
+
+def _describe_choice(memory: SegmentationMemory) -> list[str]:
+    """Describe the chosen probe, its expected score, and the classes that need more examples."""
+    choice, classes, holding = memory.fit(), memory.classes, memory.holding
+    if choice.expected is None or choice.last_block is None:
+        return [f"reads {choice.probe}; its score is unknown, because {memory.unmeasured}"]
+    # With few examples of many classes, most classes are not measured, and often only the easiest are.
+    score = f"{choice.expected:.0%} mIoU{choice.coverage(len(classes))}"
+    compared = f"(nearest neighbours on the last block: {choice.last_block:.0%})"
+    if len(memory) == 1:  # on CamVid the halves gave 42 %, new images 28 % (benchmarks/RESULTS.md)
+        sentences = [
+            f"reads {choice.probe}: {score} {compared} between the halves of the single example; "
+            "new images reach much less. Add a second example for an estimate"
+        ]
+    else:
+        sentences = [
+            f"reads {choice.probe}: {score} expected from {len(memory)} examples {compared}; "
+            f"measured by leaving out {choice.left_out}"
+        ]
+    weakest = sorted(choice.per_class, key=lambda label: choice.per_class[label])[:_WEAKEST]
+    weak = [
+        f"{_named(classes[label])}: {choice.per_class[label]:.0%} (in {counted(holding[label], 'example')})"
+        for label in weakest
+        if choice.per_class[label] < choice.expected
+    ]
+    if weak:
+        sentences.append(f"weakest classes, which need more examples: {', '.join(weak)}")
+    unmeasured = [_named(name) for c, name in enumerate(classes) if holding[c] and c not in choice.per_class]
+    if unmeasured:
+        sentences.append(f"not measured (in a single example only): {', '.join(unmeasured)}")
+    return sentences
+
+
+def _named(name: str) -> str:
+    """Return the name of a class for a sentence."""
+    return f"class {name}" if name.isdecimal() else name
+
+
+# -------------------------------------------------------------------------------------------------------- images
+
+
+def _segment_all(results: "_Results", config: SegmentConfig, engine: Engine, progress: Phases) -> Segmented:
+    """Label all images that are not labelled yet, and write the summary."""
+    images, done = results.images, read_records(results.folder)
+    stems = {result_name(name) for name in results.names}
+    results.earlier = {name: record for name, record in done.items() if result_name(name) not in stems}
+    results.begin()
+    # In this process, a small part loses less when it is interrupted, and costs nothing.
+    size = config.batch_size if config.engine == "local" else part_size(len(images), most=_MOST_IMAGES)
+    parts = []
+    for start in range(0, len(images), size):
+        part = images.part(range(start, min(start + size, len(images))))
+        names = map(part.name, range(len(part)))
+        parts.append(ImagePart(part, [done[name].content if name in done else "" for name in names]))
+    work = _LabelParts(results.labeller(config), results.writer, config.workers)
+    reused = 0
+    progress("images", 0, len(images))
+    begun = time.perf_counter()
+    try:
+        with closing(engine.run(work, parts)) as found:
+            for part in found:
+                results.skipped |= part.skipped
+                results.records |= {name: done[name] for name in part.unchanged}
+                results.add(part.records)
+                reused += len(part.unchanged)
+                progress("images", len(results.records) + len(results.skipped), len(images))
+    except Exception:
+        log.warning(results.kept())
+        raise
+    seconds = time.perf_counter() - begun
+    results.sum_up(seconds, reused)
+    if len(results.skipped) == len(images) and config.share.shares == 1:  # although one could be read at first
+        raise Stopped(f"the images can no longer be read: see {SUMMARY} in {results.folder}")
+    return Segmented(
+        results.folder,
+        len(results.records),
+        reused,
+        len(results.earlier),
+        results.skipped,
+        seconds,
+        seconds,
+        results.shares(),
+    )
+
+
+def _suggest(results: "_Results", count: int, progress: Phases) -> None:
+    """Write the names of the images to label next, and draw their present labels."""
+    names = [*results.records]
+    looked_at = [names[place] for place in spread(len(names), max(_SUGGESTED_FROM, count))]
+
+    def images() -> Iterator[Tensor]:
+        for done, name in enumerate(looked_at, start=1):
+            yield results.load(name)
+            progress("images to label next", done, len(looked_at))
+
+    chosen = [looked_at[index] for index in suggest(results.memory, images(), count)]
+    write_text(results.folder / SUGGESTED, "".join(f"{name}\n" for name in chosen))
+    results.draw(chosen, SUGGESTED_PICTURE)
+
+
+class _LabelledPart(NamedTuple):
+    """Result of a part: records of newly labelled images, names of unchanged ones, and reasons for unreadable ones."""
+
+    records: list[Record]
+    unchanged: list[str]
+    skipped: dict[str, str]
+
+
+class _LabelParts:
+    """Labels the images of each part and writes their files; run by an engine."""
+
+    def __init__(self, labeller: Labeller, writer: "_Writer", workers: int | None) -> None:
+        self.labeller, self.writer, self.workers = labeller, writer, workers
+
+    def __call__(self, parts: Iterable[ImagePart]) -> Generator[_LabelledPart, None, None]:
+        labelled_next, written_next = tee(parts)
+        threads = resolve_threads(self.workers)
+        with closing(self.labeller.stream(labelled_next)) as labelled:
+            written = prefetch(
+                self._written,
+                (each for _, images in labelled for each in images),
+                threads=threads,
+                ahead=2 * threads + self.labeller.batch_size,
+                nbytes=lambda each, _: each.nbytes,
+            )
+            with closing(written):
+                for part in written_next:
+                    yield self._account(islice(written, len(part)))
+
+    def _written(self, each: LabelledImage) -> Record | LabelledImage:
+        """Write the files of an image; a name that cannot be written makes it unreadable."""
+        if each.found is None:
+            return each
+        try:
+            return self.writer.write(each)
+        except OSError as error:
+            if error.errno not in _OF_NAMES:
+                raise
+            return LabelledImage(each.name, error=f"its results cannot be written: {error.strerror}")
+
+    @staticmethod
+    def _account(written: Iterable[Record | LabelledImage]) -> _LabelledPart:
+        """Sort the images of a part: newly labelled, unchanged, or unreadable."""
+        part = _LabelledPart([], [], {})
+        for each in written:
+            if isinstance(each, Record):
+                part.records.append(each)
+            elif each.unchanged:
+                part.unchanged.append(each.name)
+            else:
+                part.skipped[each.name] = each.error
+        return part
+
+
+# ------------------------------------------------------------------------------------------------------- results
+
+
+class _Writer(NamedTuple):
+    """Writes the files of an image.
+
+    Attributes:
+        folder: absolute path of the output folder.
+        palette: colour of each class.
+    """
+
+    folder: Path
+    palette: list[Colour]
+
+    def write(self, labelled: LabelledImage) -> Record:
+        """Write the files of an image, each atomically."""
+        image, found = labelled.image, labelled.found
+        assert image is not None
+        assert found is not None
+        labels, painted, confidence = files_of(self.folder, labelled.name)
+        for path in (labels, painted, confidence):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(labels, lambda part: write_labels(found.labels, self.palette, part))
+        drawn = Image.fromarray(overlay(image, found.labels, self.palette))
+        write_whole(painted, lambda part: drawn.save(part, "JPEG", quality=_JPEG_QUALITY))
+        write_whole(confidence, lambda part: write_confidence(found.confidence, part))
+        size = (found.labels.shape[0], found.labels.shape[1])
+        return Record(labelled.name, labelled.sha256, size, found.shares, float(found.confidence.mean()))
+
+
+class _Results:
+    """The output folder.
+
+    Args:
+        collection: `names_hash` of the images of all shares.
+
+    Attributes:
+        images: the images to label.
+        records: records of the labelled images by name.
+        earlier: records of images of earlier calls that are no longer among the images.
+        skipped: reasons why images could not be read, by name.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        images: ImageCollection,
+        collection: str,
+        memory: SegmentationMemory,
+        config: SegmentConfig,
+        command: str,
+    ) -> None:
+        self.folder, self.images, self.memory = folder, images, memory
+        self.names = {images.name(place): place for place in range(len(images))}
+        self.records: dict[str, Record] = {}
+        self.earlier: dict[str, Record] = {}
+        self.skipped: dict[str, str] = {}
+        self.classes, self.palette = memory.classes, memory.palette
+        self.writer = _Writer(folder.absolute(), memory.palette)
+        source = images.folder if isinstance(images, ImageFiles) else config.images
+        about = {
+            "format": 1,
+            "command": command,
+            "finished": False,
+            "images": {
+                "folder": source if is_url(source) else os.path.realpath(source),
+                "part": str(config.share),
+                "collection": collection,
+            },
+            "memory": {
+                "fingerprint": memory.fingerprint,
+                "file": config.memory,
+                "examples": memory.names,
+                "patches": memory.patches,
+            },
+            "backbone": memory.backbone,
+            "settings": asdict(memory.settings),
+            "classes": self.classes,
+            "palette": self.palette,
+            "choice": memory.fit().as_json(),
+            "confidence": "255 times the probability, 0 to 1, that the label is right"
+            + (f"; not calibrated: {memory.uncalibrated}" if memory.uncalibrated else ""),
+            "versions": versions(str(memory.encoder.device)),
+        }
+        self._about: dict[str, Any] = json.loads(json.dumps(masked(about)))  # as `changes` reads it
+
+    def labeller(self, config: SegmentConfig) -> Labeller:
+        """Return the unit of work; workers of another process open the memory from a file."""
+        if config.engine == "local":
+            return Labeller(self.memory, batch_size=config.batch_size, workers=config.workers)
+        file = self.folder / _MEMORY
+        self.memory.save(file)
+        options = {"batch_size": config.batch_size, "workers": config.workers, "device": config.device}
+        return Labeller(file, config.backbone, **options)
+
+    def load(self, name: str) -> UInt8[Tensor, "3 h w"]:
+        """Load an image by its name."""
+        return self.images.load(self.names[name])
+
+    def kept(self) -> str:
+        """Return the message for an interruption: what is kept, and how to continue."""
+        return (
+            f"{len(self.records)} of {len(self.images)} images are done in {self.folder}; to continue, repeat the "
+            "command with --resume"
+        )
+
+    def changes(self) -> Iterator[str]:
+        """Yield what has changed since the results in the folder were created: images, memory or settings."""
+        before = read_json(self.folder / ABOUT)
+        return changes_between(before, self._about)
+
+    def begin(self) -> None:
+        """Create the folders and write the description of the results.
+
+        Raises:
+            OSError: the folder is not writable.
+        """
+        for part in FOLDERS:
+            (self.folder / part).mkdir(exist_ok=True)
+        found = {**self._about["images"], "found": len(self.images)}
+        write_json(self.folder / ABOUT, {**self._about, "images": found})
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Record images whose files are complete."""
+        for record in records:
+            append_json(self.folder / DONE, asdict(record))
+            self.records[record.name] = record
+
+    def shares(self) -> dict[str, float]:
+        """Return the share of each class in the pixels of all images, in descending order."""
+        return class_shares([*self.records.values(), *self.earlier.values()], self.classes)
+
+    def sum_up(self, seconds: float, reused: int) -> None:
+        """Write the summary and the final description of the results."""
+        self.records = {name: self.records[name] for name in self.names if name in self.records}  # in their order
+        write_summary(self.folder, self.names, self.records, self.earlier, self.skipped, self.classes)
+        write_finished(
+            self.folder,
+            self._about,
+            seconds=seconds,
+            found=len(self.images),
+            segmented=len(self.records) - reused,
+            reused=reused,
+            earlier=len(self.earlier),
+            skipped=len(self.skipped),
+        )
+        for path in (self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())):
+            remove_parts(path)
+
+    def write_coco(self, progress: Phases) -> None:
+        """Write labels in COCO format, with one annotation per image and class except the background."""
+        things = [c for c, name in enumerate(self.classes) if name.lower() != BACKGROUND]
+        sizes = {name: record.size for name, record in self.records.items()}
+
+        def annotations() -> Iterator[dict[str, Any]]:
+            for number, name in enumerate(sizes, start=1):
+                labels = _read_grey(files_of(self.folder, name)[0]).numpy()
+                present = set(np.unique(labels).tolist())
+                for category, label in enumerate(things, start=1):
+                    if label in present:
+                        yield {"image_id": number, "category_id": category, **outline(labels == label)}
+                progress(COCO, number, len(sizes))
+
+        images = [{"file_name": name, "width": width, "height": height} for name, (height, width) in sizes.items()]
+        write_coco(self.folder / COCO, images, [self.classes[c] for c in things], annotations())
+
+    def draw(self, names: Sequence[str], file: str) -> None:
+        """Draw some images with their labels and confidence."""
+        panels = []
+        for name in names:
+            labels, _, confidence = files_of(self.folder, name)
+            image = self.load(name)
+            step = max(1, -(-max(image.shape[1:]) // _OVERVIEW_SIDE))
+            grey = _read_grey(confidence)[::step, ::step].float() / 255
+            panels.append(SegmentedPanel(name, image[:, ::step, ::step], _read_grey(labels)[::step, ::step], grey))
+        expected, uncalibrated = self.memory.fit().per_class, self.memory.uncalibrated
+        figure = draw_overview(panels, self.classes, self.palette, expected, uncalibrated)
+        write_figure(self.folder / file, figure)
+
+
+def _read_grey(path: Path) -> UInt8[Tensor, "h w"]:
+    with open_header(path) as image:
+        return torch.from_numpy(np.array(image))

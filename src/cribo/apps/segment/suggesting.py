@@ -1,0 +1,80 @@
+"""Suggestions of images to label next."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from cribo.apps.segment.memory import SegmentationMemory
+from cribo.data.randomness import keyed_generator
+
+_PATCHES = 24  # per image
+_LABELLED = 2048  # limit on the labelled patches that images are compared with
+
+
+def suggest(memory: SegmentationMemory, images: Iterable[UInt8[Tensor, "3 h w"]], count: int) -> list[int]:
+    """Return indices of images with uncertain regions to label next, at most `count` (see `cover`).
+
+    Raises:
+        DataError: the memory is empty.
+    """
+    fitted = memory.fitted()
+    groups = []
+    for index, image in enumerate(images):
+        (features,) = memory.encoder.encode([image], blocks=fitted.choice.probe.blocks)
+        groups.append(fitted.rows(sample(features, index)))
+    if not groups:
+        return []
+    rows = torch.cat(groups)
+    similar = torch.stack([similarity(rows, group) for group in groups])
+    return cover(similar, fitted(rows), similarity(rows, fitted.known_rows(_LABELLED)), count)
+
+
+def sample(features: Float[Tensor, "rows columns l d"], key: int) -> Float[Tensor, "p l d"]:
+    """Return a few random patches of an image, on the CPU; the choice depends only on `key`."""
+    patches = features.flatten(0, 1).cpu()
+    return patches[torch.randperm(len(patches), generator=keyed_generator(key))[:_PATCHES]]
+
+
+def similarity(rows: Float[Tensor, "n e"], others: Float[Tensor, "m e"]) -> Float[Tensor, " n"]:
+    """Return the cosine similarity of each row to the nearest of the others; all have unit length."""
+    return (rows @ others.T).amax(dim=1)
+
+
+def cover(
+    similar: Float[Tensor, "images n"],
+    probabilities: Float[Tensor, "n c"],
+    covered: Float[Tensor, " n"],
+    count: int,
+    *,
+    first: Sequence[int] = (),
+) -> list[int]:
+    """Return indices of images close to many patches with uncertain labels, at most `count`.
+
+    Greedy facility location: the gain of an image is the increase in similarity between the patches of all images and
+    their nearest labelled or chosen patch, weighted by the uncertainty of their labels. Gains are summed per possible
+    class, and the square roots of the sums are added, so that frequent classes do not dominate.
+
+    Args:
+        similar: similarity of each image to each of the N patches of all images (see `similarity`).
+        probabilities: probability of each class for each patch.
+        covered: similarity of each patch to the nearest labelled patch.
+        count: number of images to choose.
+        first: images that are already chosen.
+    """
+    uncertainty = 1 - probabilities.amax(dim=1)
+    patches_per_class = probabilities.sum(dim=0).clamp(min=1)
+    gained = torch.zeros_like(patches_per_class)
+    taken = list(first)
+    for image in first:
+        covered = torch.maximum(covered, similar[image])
+    while len(taken) < min(len(first) + count, len(similar)):
+        gains = ((similar - covered).clamp(min=0) * uncertainty) @ probabilities  # (images, C)
+        scores = ((gained + gains) / patches_per_class).sqrt().sum(dim=1)
+        scores[taken] = -1
+        best = int(scores.argmax())
+        taken.append(best)
+        gained += gains[best]
+        covered = torch.maximum(covered, similar[best])
+    return taken[len(first) :]

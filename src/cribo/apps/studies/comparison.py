@@ -1,0 +1,84 @@
+"""Comparison of the rows that two studies have in common."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cribo.apps.studies.table import RESULTS, Measured, Scored, compare_rows
+from cribo.base.errors import FolderError, InputError
+from cribo.base.files import path_inside, read_json
+from cribo.base.folders import flat
+from cribo.evaluation.intervals import read_counts
+from cribo.evaluation.results import NONE, Section, metric_heading, metric_value
+
+
+def compare_studies(before: str | Path, after: str | Path) -> list[Section]:
+    """Return a table for each score that two studies have in common: their means, and the difference with an interval.
+
+    Only their results are read, so the studies may be of different versions, and their data may be elsewhere.
+
+    Args:
+        before: folder of a study.
+        after: folder of another study.
+
+    Raises:
+        FolderError: a folder contains no results of a study.
+        InputError: the studies have no score and row in common, or a score was computed in another way.
+    """
+    first, second = (_read(Path(folder)) for folder in (before, after))
+    names = [Path(folder).name for folder in (before, after)]
+    if names[0] == names[1]:
+        names = [str(before), str(after)]
+    sections = []
+    for score, one in first.items():
+        other = second.get(score)
+        if other is None:
+            continue
+        _require_same(score, one, other)
+        cells = []
+        for row in (row for row in one.results if row in other.results):
+            pair = compare_rows(other, row, one, row)
+            values = (metric_value(one.metric, part.mean(row), part.std(row)) for part in (one, other))
+            cells.append([row, *values, pair.text(one.metric) if pair else NONE])
+        if cells:
+            sections.append(Section(f"{score}, {metric_heading(one.metric)}", ["row", *names, "difference"], [cells]))
+    if not sections:
+        raise InputError(
+            f"{before} and {after} have no score and row in common: the first has the scores {', '.join(first)}, the "
+            f"second {', '.join(second)}"
+        )
+    return sections
+
+
+def _require_same(score: str, before: Measured, after: Measured) -> None:
+    own, others = (flat({"metric": one.metric, "of": one.varied, **one.settings}) for one in (before, after))
+    for key in sorted(own.keys() | others.keys()):
+        if own.get(key) != others.get(key):
+            raise InputError(
+                f"the scores {score} cannot be compared: {key} is {own.get(key)} in the first study, and "
+                f"{others.get(key)} in the second"
+            )
+
+
+def _read(folder: Path) -> dict[str, Measured]:
+    """Return the results of a study by score."""
+    try:
+        content = read_json(folder / RESULTS)
+        scores = content["scores"] if content["kind"] == "study" else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FolderError(f"{folder} has no results of a study: give a folder such as studies/losses_small") from error
+    if scores is None:
+        raise FolderError(f"{folder} contains a {content['kind']}, not a study")
+    return {name: _measured(folder, score) for name, score in scores.items()}
+
+
+def _measured(folder: Path, score: dict[str, Any]) -> Measured:
+    place = partial(path_inside, folder, source=folder / RESULTS)
+    results = {
+        row: {
+            int(seed): Scored(value, own["folders"][seed], read_counts(place(own["folders"][seed]), score["varied"]))
+            for seed, value in own["seeds"].items()
+        }
+        for row, own in score["rows"].items()
+    }
+    return Measured(score["metric"], results, score["varied"], score["settings"])

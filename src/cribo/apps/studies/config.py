@@ -1,0 +1,277 @@
+"""A study: rows of changes to a configuration, seeds and evaluations. This module does not import torch."""
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from cribo.base.arguments import Parser
+from cribo.base.bounds import require_least, require_positive
+from cribo.base.errors import ConfigError
+from cribo.base.wording import nearest
+from cribo.pretraining.config import PretrainConfig
+from cribo.pretraining.loading import DEFAULT_PRESET, load_config
+
+_UNCHANGED = "base"  # name of the row without changes, if axes are varied one at a time
+_PRESET = "base"  # key of a row that names another preset than that of the study
+
+
+@dataclass
+class Budget:
+    """Length of the training of each cell; the length that the preset has if nothing is given.
+
+    Attributes:
+        epochs: number of epochs.
+        steps: number of optimiser steps, rounded to whole epochs.
+        images: number of images seen, rounded to whole epochs.
+        cpu_seconds: CPU seconds of the training steps, by timing some steps of each row; rounded to whole epochs.
+            Requires data.workers 0, because the time of other processes is not counted.
+    """
+
+    epochs: int | None = None
+    steps: int | None = None
+    images: int | None = None
+    cpu_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        require_least(self, {"epochs": 1, "steps": 1, "images": 1}, "budget.")
+        require_positive(self, "cpu_seconds", prefix="budget.")
+        if len(given := [part.name for part in fields(self) if getattr(self, part.name) is not None]) > 1:
+            raise ConfigError(f"budget must be one number, got {' and '.join(given)}: remove one of them")
+
+
+@dataclass
+class StudyConfig:
+    """A study of a pretraining.
+
+    Attributes:
+        title: title of tables and figures.
+        base: preset or YAML file of `cribo pretrain` that all rows change.
+        changes: changes of all rows to it, by dotted name, such as {optim.epochs: 20}.
+        axes: values of options to try, by dotted name, such as {losses.cross_image: [0, 1]}.
+        combine: `all` for a row for each combination of the axes' values; `one at a time` for the base and a row for
+            each value of each axis.
+        rows: further rows, by name: changes by dotted name. The key `base` names another preset for a row.
+        seeds: seeds of each row.
+        budget: length of each training.
+        scores: evaluations of each trained network, by name: the options of `cribo evaluate`, and `evaluation`, its
+            first word, if that is not the name.
+        compare: pairs (row, reference) of names of rows. [each row with the first]
+        paper: published scores in %, by names of score and row, to compare with.
+        source: where these are published.
+
+    Raises:
+        ConfigError: an option is invalid.
+    """
+
+    title: str
+    scores: dict[str, dict[str, Any]]
+    base: str = DEFAULT_PRESET
+    changes: dict[str, Any] = field(default_factory=dict)
+    axes: dict[str, list[Any]] = field(default_factory=dict)
+    combine: Literal["all", "one at a time"] = "all"
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    budget: Budget = field(default_factory=Budget)
+    compare: list[tuple[str, str]] | None = None
+    paper: dict[str, dict[str, float]] = field(default_factory=dict)
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name, values in self.axes.items():
+            if len(values) < 2:
+                raise ConfigError(f"axes.{name} must have at least two values, got {values}: put it into changes")
+            if repeated := _repeated(values):
+                raise ConfigError(f"axes.{name} has the value {repeated[0]} twice: remove one")
+        if not self.seeds:
+            raise ConfigError("seeds must have at least one seed, got none")
+        if repeated := _repeated(self.seeds):
+            raise ConfigError(f"seeds has the seed {repeated[0]} twice: remove one")
+        if not self.scores:
+            raise ConfigError("scores must have at least one evaluation, such as {dense-nn: {data: scenes}}")
+        if quoted := [name for name in self.rows if isinstance(name, bool)]:
+            raise ConfigError(f"rows has the name {quoted[0]}: YAML reads yes, no, on and off so; quote it")
+        self.rows = {str(name): changes for name, changes in self.rows.items()}
+        self.paper = {score: {str(row): value for row, value in rows.items()} for score, rows in self.paper.items()}
+        if self.compare is not None:
+            self.compare = [(str(row), str(reference)) for row, reference in self.compare]
+        made = self._rows_of_axes()
+        if doubled := [name for name in self.rows if name in made]:
+            raise ConfigError(f"rows.{doubled[0]} has the name of a row of the axes: choose another")
+        length = "optim.epochs" if self.budget != Budget() else ""
+        for changes in (self.changes, *(made | self.rows).values()):
+            for option, place in (("seed", "seeds"), (length, "budget")):
+                if option in changes:
+                    raise ConfigError(f"{option} is set by {place}: remove it from changes, axes and rows")
+            for option, value in changes.items():
+                if isinstance(value, Mapping) and "." not in option:
+                    raise ConfigError(
+                        f"{option} must be an option, such as {option}.{next(iter(value), 'name')}: use dots"
+                    )
+        names = list(made | self.rows)
+        if len(names) < 2:
+            raise ConfigError(f"a study must have at least two rows, got {len(names)}: add axes or rows")
+        for row, reference in self.compare or ():
+            if row == reference:
+                raise ConfigError(f"compare has the row {row!r} with itself: remove it")
+        wanted = [row for pair in self.compare or () for row in pair]
+        wanted += [row for rows in self.paper.values() for row in rows]
+        for row in wanted:
+            if row not in names:
+                raise ConfigError(f"there is no row {row!r}: {nearest(row, names)}")
+        for score in self.paper:
+            if score not in self.scores:
+                raise ConfigError(f"paper.{score} is not one of the scores: {nearest(score, self.scores)}")
+
+    @property
+    def changes_of_rows(self) -> dict[str, dict[str, Any]]:
+        """Changes of each row, including those of all rows, by name of the row."""
+        rows = self._rows_of_axes() | self.rows
+        return {name: {**self.changes, **changes} for name, changes in rows.items()}
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Pairs (row, reference) to compare."""
+        first, *others = self.changes_of_rows
+        return [(row, first) for row in others] if self.compare is None else list(self.compare)
+
+    def configuration(self, row: str, seed: int) -> PretrainConfig:
+        """Return the configuration of a cell, before the budget is applied.
+
+        Raises:
+            ConfigError: an option is unknown or invalid; the message names the row.
+        """
+        changes = dict(self.changes_of_rows[row])
+        base = changes.pop(_PRESET, self.base)
+        try:
+            return load_config(base, {**changes, "seed": seed})
+        except ValueError as error:
+            raise ConfigError(f"row {row!r}: {error}") from error
+
+    def _rows_of_axes(self) -> dict[str, dict[str, Any]]:
+        if not self.axes:
+            return {}
+        short = _short_names(list(self.axes))
+        if self.combine == "all":
+            changes = [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
+        else:
+            changes = [{}, *({name: value} for name, values in self.axes.items() for value in values)]
+        return {
+            ", ".join(f"{short[name]} {_word(value)}" for name, value in change.items()) or _UNCHANGED: change
+            for change in changes
+        }
+
+
+def study_names() -> list[str]:
+    """Return the names of the studies that are part of the package."""
+    folder = resources.files("cribo.apps.studies")
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def find_study(name: str | Path) -> Path:
+    """Return the file of a study, by its path or the name of one that is part of the package.
+
+    Raises:
+        ConfigError: there is no such file or name.
+    """
+    if str(name) in study_names():
+        return Path(str(resources.files("cribo.apps.studies") / f"{name}.yaml"))
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    raise ConfigError(f"no study or file named {name}: {nearest(str(name), study_names())}")
+
+
+def load_study(name: str | Path) -> StudyConfig:
+    """Load a study from a file, or a study of the package by its name.
+
+    Raises:
+        ConfigError: the file does not exist, or an option is unknown or invalid.
+
+    Example:
+        >>> list(load_study("losses_small").changes_of_rows)
+        ['image', 'image + cross-view', 'all']
+    """
+    path = find_study(name)
+    parser = Parser()
+    parser.add_class_arguments(StudyConfig)
+    keys = [part.name for part in fields(StudyConfig)]
+    try:
+        content = yaml.safe_load(parser.read_config(path))
+        for key in content:
+            if key == "seeds" and not isinstance(content[key], list):
+                raise ConfigError(f"seeds must be a list, such as [0, 1, 2], got {content[key]}")
+            if key not in keys:
+                raise ConfigError(f"unknown key {key}: {nearest(str(key), keys)}")
+        if isinstance(rows := content.get("rows"), dict):
+            for row, changes in rows.items():
+                if changes is None:
+                    raise ConfigError(f"row {row} has no value: for a row without changes, write {row}: {{}}")
+        return parser.build(StudyConfig, parser.parse_args(["--config", str(path)]))
+    except ConfigError as error:
+        names_file = str(error).startswith(f"{path}")
+        raise ConfigError(str(error) if names_file else f"{path.name}: {error}") from error
+
+
+def dump_study(study: StudyConfig) -> str:
+    """Return a study as YAML, from which `load_study` restores it."""
+    content = {name: value for name, value in asdict(study).items() if value is not None}
+    content["seeds"] = list(study.seeds)
+    content["compare"] = [list(pair) for pair in study.pairs]
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+
+
+def share_of(part: str) -> slice:
+    """Return the slice of all cells that belongs to a part, such as "2/5" for the second of five.
+
+    Raises:
+        ConfigError: the part has another form or is out of range.
+
+    Example:
+        >>> list("abcdefg")[share_of("2/3")]
+        ['b', 'e']
+    """
+    number, _, parts = part.partition("/")
+    if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):
+        raise ConfigError(f"--part must be i/n with i from 1 to n, such as 2/5, got {part}")
+    return slice(int(number) - 1, None, int(parts))
+
+
+def folder_names(names: Sequence[str]) -> dict[str, str]:
+    """Return distinct names for the folders of rows or scores.
+
+    Example:
+        >>> list(folder_names(["image + cross-view", "lr -0.1", "lr 0.1"]).values())
+        ['image-cross-view', 'lr-0.1', 'lr-0.1-2']
+    """
+    folders: dict[str, str] = {}
+    for name in names:
+        plain = re.sub(r"[^\w.]+", "-", name).strip("-.") or "row"
+        folder, number = plain, 1
+        while folder in folders.values():
+            number += 1
+            folder = f"{plain}-{number}"
+        folders[name] = folder
+    return folders
+
+
+def _short_names(names: list[str]) -> dict[str, str]:
+    """Return the last part of each dotted name, or the whole name if two share their last part."""
+    last = {name: name.rpartition(".")[2] for name in names}
+    return {name: short if list(last.values()).count(short) == 1 else name for name, short in last.items()}
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return " ".join(f"{name}={_word(own)}" for name, own in value.items())
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def _repeated(values: Any) -> list[Any]:
+    seen: list[Any] = []
+    return [value for value in values if value in seen or seen.append(value)]

@@ -1,0 +1,351 @@
+"""The result of a study: mean scores of its rows, their differences with intervals, and the paper's figures."""
+
+import csv
+import io
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from cribo.apps.studies.config import StudyConfig
+from cribo.base.colours import LINE_COLOURS
+from cribo.base.drawing import PAGE_WIDTH, house_style, write_figure
+from cribo.base.files import write_json, write_text
+from cribo.base.wording import counted
+from cribo.evaluation.intervals import LEAST_SEEDS, Difference, miou_difference, seed_difference
+from cribo.evaluation.results import Section, metric_heading, metric_title, metric_value
+
+TABLE, CSV, LATEX, FIGURE, RESULTS = "table.md", "table.csv", "table.tex", "figure.png", "results.json"
+"""File names in the folder of a study."""
+
+STUDY_FORMAT = 1
+
+_ROW_HEIGHT = 0.32  # inch
+_DOTS: Mapping[str, dict[str, Any]] = {
+    "seed": {"marker": "o", "color": LINE_COLOURS[0], "alpha": 0.45, "markersize": 5, "linestyle": "none"},
+    "mean": {"marker": "|", "color": LINE_COLOURS[0], "markersize": 13, "markeredgewidth": 2, "linestyle": "none"},
+    "paper": {"marker": "D", "color": LINE_COLOURS[1], "markerfacecolor": "white", "linestyle": "none"},
+}
+_LATEX = str.maketrans(
+    {letter: rf"\{letter}" for letter in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}"}
+)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Result of one evaluation.
+
+    Attributes:
+        value: the metric.
+        folder: folder of the result, relative to that of the study.
+        counts: counts of each draw and scored image (`intervals.image_counts`); None if they are not recorded.
+    """
+
+    value: float
+    folder: str
+    counts: Int[Tensor, "d q 3 c"] | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Results of one evaluation of all rows.
+
+    Attributes:
+        metric: name of the metric.
+        results: results by row and seed, of finished cells.
+        varied: value of the varied setting, such as the ratio, that is compared.
+        settings: settings of the evaluation and description of its data, without places.
+    """
+
+    metric: str
+    results: Mapping[str, Mapping[int, Scored]]
+    varied: Any = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def values(self, row: str) -> list[float]:
+        """Return the metric of each finished seed."""
+        return [scored.value for scored in self.results[row].values()]
+
+    def mean(self, row: str) -> float | None:
+        """Return the mean over seeds; None without finished cells."""
+        return statistics.fmean(values) if (values := self.values(row)) else None
+
+    def std(self, row: str) -> float | None:
+        """Return the standard deviation over seeds; None for fewer than two."""
+        return statistics.stdev(values) if len(values := self.values(row)) > 1 else None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Comparison of a row of a study with a reference row.
+
+    Attributes:
+        row, reference: their names.
+        seeds: seeds that both have.
+        difference: row minus reference.
+        paper: the same difference in the paper, in 0-1; None if it is not published.
+    """
+
+    row: str
+    reference: str
+    seeds: Sequence[int]
+    difference: Difference
+    paper: float | None = None
+
+    @property
+    def sign(self) -> int:
+        """1 or -1 if the interval lies above or below zero, else 0."""
+        low, high = self.difference.low, self.difference.high
+        return 0 if low is None or high is None else (low > 0) - (high < 0)
+
+    def text(self, metric: str) -> str:
+        """Return the difference with its interval in the unit of the metric's heading."""
+        low, high = self.difference.low, self.difference.high
+        bounds = "" if low is None or high is None else f" [{signed(metric, low)}, {signed(metric, high)}]"
+        return signed(metric, self.difference.mean) + bounds
+
+    def sentence(self, metric: str) -> str:
+        """Return a sentence with the difference, whether it is significant, and the paper's difference."""
+        found = {1: "higher", -1: "lower", 0: "no significant difference"}[self.sign]
+        if self.difference.low is None:
+            found = f"too few seeds for an interval ({len(self.seeds)} of {LEAST_SEEDS})"
+        text = f"{self.row} against {self.reference}: {metric_title(metric)} {self.text(metric)}, {found}"
+        if self.paper is not None:
+            text += f"; in the paper {signed(metric, self.paper)}"
+            if self.sign and self.paper:
+                text += ", the same sign" if self.sign * self.paper > 0 else ", the opposite sign"
+        return text + "."
+
+
+def signed(metric: str, value: float) -> str:
+    """Return a difference with its sign, in the unit of the metric's heading.
+
+    Example:
+        >>> signed("miou", 0.012), signed("miou", -0.0001), signed("rmse", -0.03)
+        ('+1.2', '+0.0', '-0.030')
+    """
+    size = metric_value(metric, abs(value))
+    return f"{'-' if value < 0 and float(size) else '+'}{size}"
+
+
+def compare_rows(
+    measured: Measured, row: str, other: Measured, reference: str, *, paper: float | None = None
+) -> Pair | None:
+    """Compare two rows, of the same study or of two; None if no seed of both is finished, or all share their cells."""
+    pairs = {
+        seed: (other.results[reference][seed], scored)
+        for seed, scored in measured.results[row].items()
+        if seed in other.results[reference]
+    }
+    if not pairs or (measured is other and all(before.folder == after.folder for before, after in pairs.values())):
+        return None
+    before, after = zip(*pairs.values(), strict=True)
+    counts = [[scored.counts for scored in one] for one in (before, after)]
+    shapes = {None if each is None else each.shape for one in counts for each in one}
+    if measured.metric == "miou" and None not in shapes and len(shapes) == 1:
+        difference = miou_difference(*(torch.stack(one) for one in counts))
+    else:
+        difference = seed_difference(*(torch.tensor([scored.value for scored in one]) for one in (before, after)))
+    return Pair(row, reference, list(pairs), difference, paper)
+
+
+@dataclass(frozen=True)
+class StudyTable:
+    """Scores of a study's rows, and their comparisons.
+
+    Attributes:
+        study: the study.
+        measured: the scores by name.
+    """
+
+    study: StudyConfig
+    measured: Mapping[str, Measured]
+
+    @property
+    def rows(self) -> list[str]:
+        """Names of the rows."""
+        return list(self.study.changes_of_rows)
+
+    @cached_property
+    def pairs(self) -> dict[str, list[Pair]]:
+        """The comparisons of each score whose rows have a finished seed in common."""
+        return {
+            name: [
+                pair
+                for row, reference in self.study.pairs
+                if (pair := compare_rows(one, row, one, reference, paper=self._paper_difference(name, row, reference)))
+            ]
+            for name, one in self.measured.items()
+        }
+
+    @property
+    def sentences(self) -> list[str]:
+        """The sentence of each comparison."""
+        prefixes = {name: f"{name}: " if len(self.measured) > 1 else "" for name in self.measured}
+        return [
+            prefixes[name] + pair.sentence(one.metric)
+            for name, one in self.measured.items()
+            for pair in self.pairs[name]
+        ]
+
+    def sections(self) -> list[Section]:
+        """Return a table for each score."""
+        return [self._section(name) for name in self.measured]
+
+    def markdown(self) -> str:
+        """Return the tables and the sentences of the comparisons as Markdown."""
+        lines = [f"# {self.study.title}", "", f"![{self.study.title}]({FIGURE})", ""]
+        lines += [line for section in self.sections() for line in section.markdown()]
+        lines += [f"- {sentence}" for sentence in self.sentences]
+        lines += ["", self.conditions]
+        return "\n".join(lines) + "\n"
+
+    @property
+    def conditions(self) -> str:
+        """Sentences about the seeds, the intervals and the source of published figures."""
+        finished = [len(results) for one in self.measured.values() for results in one.results.values()]
+        fewest, most = min(finished), max(finished)
+        up_to = "up to " if fewest < most else ""
+        seeds = f"Mean and standard deviation of {up_to}{counted(most, 'seed')}." if most > 1 else "One seed."
+        images = "images, where the evaluation records them"
+        over = f"{images}, and over seeds from {LEAST_SEEDS} on" if most >= LEAST_SEEDS else images
+        paper = f" The paper's figures: {self.study.source}." if self.study.paper and self.study.source else ""
+        return f"{seeds} Intervals: 95 %, paired bootstrap over {over}.{paper}"
+
+    def csv(self) -> str:
+        """Return a line for each score, row and seed."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["score", "metric", "row", "seed", "value"])
+        for name, one in self.measured.items():
+            for row, results in one.results.items():
+                writer.writerows([name, one.metric, row, seed, scored.value] for seed, scored in results.items())
+        return text.getvalue()
+
+    def latex(self) -> str:
+        """Return the mean scores as a table for LaTeX with the package booktabs."""
+        names = list(self.measured)
+        columns = [f"{name}, {metric_heading(self.measured[name].metric)}" for name in names]
+        lines = [
+            f"% {self.study.title}. {self.conditions}",
+            rf"\begin{{tabular}}{{l{'c' * len(names)}}}",
+            r"\toprule",
+            " & ".join(["", *(column.translate(_LATEX) for column in columns)]) + r" \\",
+            r"\midrule",
+        ]
+        for row in self.rows:
+            cells = [self._value(self.measured[name], row).replace("±", r"$\pm$") for name in names]
+            lines.append(" & ".join([row.translate(_LATEX), *cells]) + r" \\")
+        return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+    def record(self) -> dict[str, Any]:
+        """Return everything as JSON types; scores in 0-1 or metres."""
+        return {
+            "format": STUDY_FORMAT,
+            "kind": "study",
+            "title": self.study.title,
+            "scores": {
+                name: {
+                    "metric": one.metric,
+                    "varied": one.varied,
+                    "settings": one.settings,
+                    "rows": {
+                        row: {
+                            "mean": one.mean(row),
+                            "std": one.std(row),
+                            "seeds": {str(seed): scored.value for seed, scored in one.results[row].items()},
+                            "folders": {str(seed): scored.folder for seed, scored in one.results[row].items()},
+                            "paper": self._paper(name, row),
+                        }
+                        for row in self.rows
+                    },
+                    "comparisons": [
+                        {
+                            "row": pair.row,
+                            "reference": pair.reference,
+                            "seeds": list(pair.seeds),
+                            "difference": pair.difference.mean,
+                            "interval": [pair.difference.low, pair.difference.high],
+                            "paper": pair.paper,
+                            "reading": pair.sentence(one.metric),
+                        }
+                        for pair in self.pairs[name]
+                    ],
+                }
+                for name, one in self.measured.items()
+            },
+        }
+
+    @house_style()
+    def figure(self) -> Figure:
+        """Draw the score of each seed, the means, and the paper's figures, with a panel for each score."""
+        height = len(self.measured) * (len(self.rows) * _ROW_HEIGHT + 0.9) + 0.4
+        figure = Figure(figsize=(PAGE_WIDTH, height), layout="constrained")
+        figure.suptitle(self.study.title)
+        panels = figure.subplots(len(self.measured), 1, squeeze=False)[:, 0]
+        for axes, name in zip(panels, self.measured, strict=True):
+            self._draw(axes, name)
+        return figure
+
+    def write(self, folder: Path) -> None:
+        """Write the tables, the figure and all numbers to a folder; each replaces an older one.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        write_figure(folder / FIGURE, self.figure())
+        write_text(folder / TABLE, self.markdown())
+        write_text(folder / CSV, self.csv())
+        write_text(folder / LATEX, self.latex())
+        write_json(folder / RESULTS, self.record())
+
+    def _section(self, name: str) -> Section:
+        one, published = self.measured[name], self.study.paper.get(name, {})
+        header = ["row", metric_heading(one.metric), *(["paper"] if published else [])]
+        rows = [[row, self._value(one, row)] for row in self.rows]
+        for cells in rows if published else ():
+            cells.append(metric_value(one.metric, self._paper(name, cells[0])))
+        return Section(f"{self.study.title}: {name}", header, [rows])
+
+    def _value(self, one: Measured, row: str) -> str:
+        value, finished = metric_value(one.metric, one.mean(row), one.std(row)), len(one.results[row])
+        return value if finished in (0, len(self.study.seeds)) else f"{value} ({counted(finished, 'seed')})"
+
+    def _paper(self, name: str, row: str) -> float | None:
+        value = self.study.paper.get(name, {}).get(row)
+        return None if value is None else value / 100
+
+    def _paper_difference(self, name: str, row: str, reference: str) -> float | None:
+        own, other = self._paper(name, row), self._paper(name, reference)
+        return None if own is None or other is None else own - other
+
+    def _draw(self, axes: Axes, name: str) -> None:
+        one, places = self.measured[name], list(enumerate(self.rows))
+        points = {
+            "seed": [(value, place) for place, row in places for value in one.values(row)],
+            "mean": [(mean, place) for place, row in places if (mean := one.mean(row)) is not None],
+            "paper": [(paper, place) for place, row in places if (paper := self._paper(name, row)) is not None],
+        }
+        for label, found in points.items():
+            if found:
+                axes.plot(
+                    [100 * value for value, _ in found], [place for _, place in found], label=label, **_DOTS[label]
+                )
+        axes.set_yticks(range(len(self.rows)), self.rows)
+        axes.set_ylim(len(self.rows) - 0.5, -0.5)
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="y", color="0.9", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.set_xlabel(metric_heading(one.metric))
+        axes.set_title(name if len(self.measured) > 1 else "", loc="left")
+        if any(points.values()):
+            axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=3)

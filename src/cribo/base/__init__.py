@@ -1,0 +1,1 @@
+"""Parts that all rooms share: errors, files, settings, console and drawing. They import nothing else of cribo."""

@@ -1,0 +1,1 @@
+"""Labelled images: standard data sets and formats of annotations."""

@@ -1,0 +1,97 @@
+"""Images with object boxes in Pascal VOC's layout."""
+
+import copy
+import os
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from cribo.base.errors import DataError, MissingData
+from cribo.base.files import path_inside
+from cribo.data.labelled.detection import Boxes
+from cribo.data.sources.images import ImageFiles, PackedNames, require
+
+_FOLDERS = ("Annotations", "ImageSets", "JPEGImages")
+
+
+def is_voc(root: str | os.PathLike[str]) -> bool:
+    """Whether a folder has the layout of Pascal VOC."""
+    return all((Path(root).expanduser() / name).is_dir() for name in _FOLDERS)
+
+
+class VocBoxes(ImageFiles):
+    """The images of a split of Pascal VOC, with boxes of all objects.
+
+    Boxes of difficult and truncated objects are included. VOC counts pixels from 1, and boxes include the last pixel;
+    `boxes` returns corners between 0 and width or height. `classes` are sorted.
+
+    Args:
+        root: the folder with `Annotations`, `ImageSets/Main` and `JPEGImages`, such as VOCdevkit/VOC2007.
+        split: name of the list in `ImageSets/Main`.
+
+    Raises:
+        MissingData: the list, or an image or annotation of the list, does not exist.
+        DataError: the list is empty, or an annotation is invalid.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], split: str) -> None:
+        folder = Path(root).expanduser()
+        listed = folder / "ImageSets" / "Main" / f"{split}.txt"
+        require(listed)
+        stems = [line.split()[0] for line in listed.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+        if not stems:
+            raise DataError(f"{listed} lists no images")
+        images, annotations = folder / "JPEGImages", folder / "Annotations"
+        for stem in stems:
+            path_inside(images, stem, source=listed, follow_links=True)
+        for place, ending in ((images, ".jpg"), (annotations, ".xml")):
+            missing = [stem for stem in stems if not (place / f"{stem}{ending}").is_file()]
+            if missing:
+                raise MissingData(
+                    f"{len(missing)} of the {len(stems)} images of {listed} have no {ending} file in {place}, the "
+                    f"first is {missing[0]}: complete the set, or list the existing images in another file in "
+                    f"{listed.parent} and use its name as the split"
+                )
+        super().__init__(images, (f"{stem}.jpg" for stem in stems))
+        objects = [_read_objects(annotations / f"{stem}.xml") for stem in stems]
+        self.classes = sorted({name for each in objects for name, _ in each})
+        places = {name: place for place, name in enumerate(self.classes)}
+        self._boxes = [_boxes([(places[name], corners) for name, corners in each]) for each in objects]
+
+    def boxes(self, index: int) -> Boxes:
+        """Return the objects of an image, possibly none."""
+        return self._boxes[index]
+
+    def subset(self, indices: Sequence[int]) -> "VocBoxes":
+        """Return a subset of the images in the given order, with the same classes.
+
+        Raises:
+            IndexError: an index does not exist.
+        """
+        part = copy.copy(self)
+        part.names = PackedNames(map(self.name, indices))
+        part._boxes = [self._boxes[index] for index in indices]
+        return part
+
+
+def _read_objects(path: Path) -> list[tuple[str, tuple[float, ...]]]:
+    """Return the name and corners of each object in an annotation."""
+    try:
+        objects = []
+        for entry in ET.parse(path).getroot().findall("object"):
+            left, top, right, bottom = (
+                float(entry.findtext(f"bndbox/{side}", "")) for side in ("xmin", "ymin", "xmax", "ymax")
+            )
+            objects.append((entry.findtext("name", ""), (left - 1, top - 1, right, bottom)))
+    except (ET.ParseError, ValueError) as error:
+        raise DataError(f"{path} is not an annotation of Pascal VOC ({error})") from error
+    return objects
+
+
+def _boxes(objects: list[tuple[int, tuple[float, ...]]]) -> Boxes:
+    corners = torch.tensor([corners for _, corners in objects], dtype=torch.float64).view(-1, 4)
+    sides = corners[:, 2:] - corners[:, :2]
+    labels = torch.tensor([label for label, _ in objects], dtype=torch.long)
+    return Boxes(corners, labels, torch.zeros(len(objects), dtype=torch.bool), sides.prod(dim=1))

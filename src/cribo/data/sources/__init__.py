@@ -1,0 +1,1 @@
+"""Sources of images: folders, lists, shards, Parquet, object storage and videos."""

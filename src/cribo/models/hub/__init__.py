@@ -1,0 +1,1 @@
+"""Weights on the Hugging Face hub: downloads, model cards, and publication."""

@@ -1,0 +1,1 @@
+"""Objectives of other papers, for comparison with CrIBo (docs/objectives.md)."""

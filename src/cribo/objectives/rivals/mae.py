@@ -1,0 +1,179 @@
+"""MAE (He et al. 2022): a vision transformer encodes the visible patches, a small decoder predicts the others."""
+
+import torch
+from jaxtyping import Float, Int
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+
+from cribo.base.errors import ConfigError
+from cribo.data.randomness import keyed_generator
+from cribo.data.samples import Batch, LazyImage, Sample
+from cribo.method import Crops, ViewRecipe, cut_views, sample_crops
+from cribo.models import Backbone, normalise
+from cribo.models.config import CompileMode
+from cribo.objectives.base import Columns, Objective, Output, Setting, Step
+from cribo.objectives.rivals.dropping import accept_drops, gather_tokens
+from cribo.objectives.views import load_for_crops
+
+
+class MaskedView:
+    """Transform of an image into one cropped and flipped view, and a random order of its patches, visible ones first.
+
+    A batch contains `view` (B, 3, S, S) in 8 bits and `order` (B, N).
+
+    Args:
+        recipe: distribution of the view; photometric values are ignored.
+        patches: N, number of patches.
+    """
+
+    def __init__(self, recipe: ViewRecipe, *, patches: int) -> None:
+        self.recipe = recipe
+        self.patches = patches
+
+    def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
+        """Decode the image, cut the view, and draw the order."""
+
+        def draw(height: int, width: int) -> list[tuple[Crops, int]]:
+            pair = sample_crops(height, width, self.recipe, generator=generator)
+            return [(Crops(pair.boxes[:1], pair.flips[:1]), self.recipe.size)]
+
+        pixels, (crops,), _ = load_for_crops(image, draw)
+        return {
+            "view": cut_views(pixels, crops, self.recipe.size)[0],
+            "order": torch.randperm(self.patches, generator=generator),
+        }
+
+
+class Decoder(nn.Module):
+    """Transformer that inserts a mask token for each masked patch and predicts the pixels of all patches.
+
+    Args:
+        embed_dim: D, channels of the encoder's tokens.
+        grid: (h, w) patches of a view.
+        pixels: P, values per patch.
+        dim, depth, heads: width, number of blocks and attention heads.
+    """
+
+    def __init__(self, embed_dim: int, grid: tuple[int, int], pixels: int, *, dim: int, depth: int, heads: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(embed_dim, dim)
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, dim))
+        nn.init.normal_(self.mask_token, std=0.02)
+        self.register_buffer("positions", sincos_positions(grid, dim), persistent=False)
+        self.blocks = nn.Sequential(*(Block(dim, heads, qkv_bias=True) for _ in range(depth)))
+        self.norm = nn.LayerNorm(dim)
+        self.predict = nn.Linear(dim, pixels)
+
+    def forward(self, seen: Float[Tensor, "b s d"], order: Int[Tensor, "b n"]) -> Float[Tensor, "b n p"]:
+        """Predict the pixels of all patches, in grid order, from the tokens of the first s patches of `order`."""
+        tokens = self.embed(seen)
+        masks = self.mask_token.to(tokens.dtype).expand(len(tokens), order.shape[1] - tokens.shape[1], -1)
+        tokens = gather_tokens(torch.cat((tokens, masks), dim=1), order.argsort(dim=1))
+        positions = self.get_buffer("positions").to(tokens.dtype)
+        return self.predict(self.norm(self.blocks(tokens + positions)))
+
+
+class MAE(Objective):
+    """Masked autoencoding of pixels. Reads `views` (area, aspect, flip, size), `backbone` and `optim`.
+
+    Args:
+        setting: the run.
+        mask_ratio: share of the patches that are masked.
+        decoder_dim: width of the decoder.
+        decoder_depth: number of blocks of the decoder.
+        decoder_heads: attention heads of the decoder.
+        normalise_patches: whether to normalise each patch's target pixels by their mean and variance.
+
+    Raises:
+        ConfigError: the backbone cannot drop patches, or a value out of range.
+    """
+
+    columns = Columns(labels={"mae": "MAE, masked patches"})
+
+    def __init__(
+        self,
+        setting: Setting,
+        *,
+        mask_ratio: float = 0.75,
+        decoder_dim: int = 512,
+        decoder_depth: int = 8,
+        decoder_heads: int = 16,
+        normalise_patches: bool = True,
+    ) -> None:
+        super().__init__(setting)
+        options = setting.options
+        self.backbone = setting.build_backbone()
+        self.keep = accept_drops(self.backbone, "MAE")
+        side = options.views.size // self.backbone.patch_size
+        self.patches, self.normalise_patches = side * side, normalise_patches
+        self.seen = round(self.patches * (1 - mask_ratio))
+        if not 0 < self.seen < self.patches:
+            raise ConfigError(
+                f"objective.args.mask_ratio must leave 1 to {self.patches - 1} of {self.patches} patches visible, got "
+                f"{mask_ratio}"
+            )
+        if decoder_dim % 4 or decoder_dim % decoder_heads:
+            raise ConfigError(
+                f"objective.args.decoder_dim must be a multiple of 4 and of decoder_heads {decoder_heads}, got "
+                f"{decoder_dim}"
+            )
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(keyed_generator(options.seed, 1).initial_seed())
+            self.decoder = Decoder(
+                self.backbone.embed_dim,
+                (side, side),
+                3 * self.backbone.patch_size**2,
+                dim=decoder_dim,
+                depth=decoder_depth,
+                heads=decoder_heads,
+            )
+
+    def samples(self) -> MaskedView:
+        """Return the transform to one view and an order of its patches."""
+        return MaskedView(self.options.views, patches=self.patches)
+
+    def exported(self) -> Backbone:
+        """Return the encoder."""
+        return self.backbone
+
+    def compile_parts(self, mode: CompileMode) -> None:
+        """Compile the decoder only: the encoder's visible patches change with every batch."""
+        self.decoder.compile(mode=mode)
+
+    def forward(self, batch: Batch, step: Step) -> Output:
+        """Compute the mean squared error over the masked patches."""
+        order: Int[Tensor, "b n"] = batch["order"]
+        pixels = batch["view"].float() / 255
+        images = normalise(pixels, mean=self.backbone.mean, std=self.backbone.std)
+        with self.keep.only(order[:, : self.seen]):
+            seen = self.backbone(images).tokens
+        predicted = self.decoder(seen, order)
+        targets = patchify(images.to(predicted.dtype), self.backbone.patch_size)
+        if self.normalise_patches:
+            variance, mean = torch.var_mean(targets, dim=-1, keepdim=True)
+            targets = (targets - mean) / (variance + 1e-6).sqrt()
+        return Output({"mae": masked_error(predicted, targets, order[:, self.seen :])})
+
+
+def masked_error(
+    predicted: Float[Tensor, "b n p"], targets: Float[Tensor, "b n p"], masked: Int[Tensor, "b m"]
+) -> Float[Tensor, ""]:
+    """Mean squared error over the pixels of the masked patches."""
+    return (gather_tokens(predicted, masked) - gather_tokens(targets, masked)).float().square().mean()
+
+
+def patchify(images: Float[Tensor, "b 3 h w"], size: int) -> Float[Tensor, "b n p"]:
+    """Return the pixels of each patch in row-major order: (B, N, 3 * size * size), channels last."""
+    patches = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # (B, 3, h, size, w, size)
+    return patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+
+
+def sincos_positions(grid: tuple[int, int], dim: int) -> Float[Tensor, "1 n d"]:
+    """Fixed sine and cosine position embeddings: half of the channels for the row, half for the column.
+
+    Source: MAE, appendix A.1, after Vaswani et al. 2017.
+    """
+    frequencies = 10_000.0 ** (-torch.arange(dim // 4) / (dim // 4))
+    rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
+    angles = [place.flatten()[:, None] * frequencies for place in (rows, columns)]
+    return torch.cat([part for angle in angles for part in (angle.sin(), angle.cos())], dim=1)[None]

@@ -1,0 +1,389 @@
+"""NeCo (Pariza et al. 2025): student and teacher must rank the neighbours of a patch in the same order.
+
+In the overlap of two crops, student and teacher compare the same places with the same patches of other images. A
+differentiable sorting network ranks these references by similarity, and the student learns the teacher's ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from cribo.base.errors import ConfigError
+from cribo.data.samples import Batch, LazyImage, Sample
+from cribo.method import Crops, ViewRecipe, sample_crops
+from cribo.method.blocks import rows_per_block
+from cribo.method.precision import in_float32
+from cribo.objectives.base import Columns, Output, Setting, Step
+from cribo.objectives.multicrop import MultiCrop, augmented_crops, check_local_crops, concatenate_crops, crop_noise
+from cribo.objectives.overlap import align, overlap_area, overlap_boxes
+from cribo.objectives.rivals.sorting import SortingKind, SortingNetwork
+from cribo.objectives.self_distillation import Distillation, Network
+from cribo.objectives.trunk import encode, encode_frozen
+from cribo.objectives.views import load_for_crops
+
+Similarity = Literal["cosine", "euclidean"]
+
+LEAST_OVERLAP = 0.01
+"""Smallest overlap of a local and a global crop, as a share of the image; twice as much for the global crops."""
+
+_LOCAL_SIZE = 98
+_CROP_ATTEMPTS = 100
+
+
+class OverlappingCrops(MultiCrop):
+    """Transform of an image into overlapping global and local crops, with the boxes of the overlaps.
+
+    Crops are redrawn until each overlaps both global crops by more than `LEAST_OVERLAP` of the image, and the global
+    crops each other by twice as much. After a hundred draws, the second global crop is the first, and local crops are
+    centred on the overlap of the global ones.
+
+    In addition to that of `MultiCrop`, a batch contains `boxes` (B, V, V, 4), the overlaps of all pairs of crops as in
+    `overlap_boxes`, global crops first, `flips` (B, V), and `order` (B, P, n), a random number for each of the n
+    patches of an overlap in each of P pairs of crops.
+
+    Args:
+        recipe: distribution of the global crops; all but size and area also apply to local crops.
+        local_crops: number of local crops per image; V is larger by 2.
+        local_size: side of a local crop in pixels.
+        local_area: (low, high) share of the image that a local crop covers.
+        patches: n, number of patches of an overlap.
+        drop_path_sites: number of uniform random numbers to draw per crop.
+    """
+
+    def __init__(
+        self,
+        recipe: ViewRecipe,
+        *,
+        local_crops: int,
+        local_size: int,
+        local_area: tuple[float, float],
+        patches: int,
+        drop_path_sites: int,
+    ) -> None:
+        super().__init__(
+            recipe,
+            local_crops=local_crops,
+            local_size=local_size,
+            local_area=local_area,
+            drop_path_sites=drop_path_sites,
+        )
+        self.local = replace(self.local, blur=recipe.blur, solarise=recipe.solarise)
+        self.patches = patches
+
+    def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
+        """Decode the image, cut the crops, and draw the other random numbers."""
+        pixels, (views, local), _ = load_for_crops(image, partial(self.draw_crops, generator=generator))
+        crops = concatenate_crops([views, local])
+        return {
+            **self.cut_crops(pixels, views, local, generator),
+            "boxes": overlap_boxes(crops),
+            "flips": crops.flips,
+            "order": torch.rand((len(crop_pairs(len(crops.flips))), self.patches), generator=generator),
+        }
+
+    def draw_crops(self, height: int, width: int, generator: torch.Generator) -> list[tuple[Crops, int]]:
+        """Draw the global crops and the local ones, each with the size of their views."""
+        views = self._draw_global(height, width, generator)
+        local = self._draw_local(height, width, generator, views)
+        return [(views, self.recipe.size), (local, self.local.size)]
+
+    def _draw_global(self, height: int, width: int, generator: torch.Generator) -> Crops:
+        for _ in range(_CROP_ATTEMPTS):
+            views = sample_crops(height, width, self.recipe, generator=generator)
+            if overlap_area(views)[0, 1] > 2 * LEAST_OVERLAP * height * width:
+                return views
+        views = sample_crops(height, width, self.recipe, generator=generator)
+        return Crops(views.boxes[[0, 0]], views.flips)
+
+    def _draw_local(self, height: int, width: int, generator: torch.Generator, views: Crops) -> Crops:
+        accepted: list[Crops] = []
+        for _ in range(_CROP_ATTEMPTS):
+            pair = sample_crops(height, width, self.local, generator=generator)
+            area = overlap_area(concatenate_crops([views, pair]))[:2, 2:]
+            overlaps = (area > LEAST_OVERLAP * height * width).all(dim=0)
+            accepted.append(Crops(pair.boxes[overlaps], pair.flips[overlaps]))
+            if sum(len(crops.flips) for crops in accepted) >= self.local_crops:
+                return concatenate_crops(accepted, limit=self.local_crops)
+        pair = sample_crops(height, width, self.local, generator=generator)
+        boxes = _centred(pair.boxes[:1], views, (height, width))
+        centred = Crops(boxes.expand(self.local_crops, -1), pair.flips[:1].expand(self.local_crops))
+        return concatenate_crops([*accepted, centred], limit=self.local_crops)
+
+
+def _centred(boxes: Int[Tensor, "n 4"], views: Crops, size: tuple[int, int]) -> Int[Tensor, "n 4"]:
+    """Move boxes to the centre of the overlap of two views, inside the image."""
+    start = views.boxes[:, :2].amax(dim=0)
+    end = (views.boxes[:, :2] + views.boxes[:, 2:]).amin(dim=0)
+    sides = boxes[:, 2:]
+    places = ((start + end - sides) // 2).clamp_min(0).minimum(torch.tensor(size) - sides)
+    return torch.cat((places, sides), dim=1)
+
+
+class NeCo(Distillation):
+    """Consistency of patch neighbours, for pretrained networks with patch tokens or a feature map.
+
+    Reads `views` (the global crops; the others differ in size and area), `backbone`, `head` (its MLP), `optim`, and
+    `objects.group_size`: the references of a patch are drawn from the images of its group.
+
+    The released code draws references from the whole batch of a device, or for DINOv2 from a queue of earlier batches;
+    updates the teacher before the optimiser's step; and computes boxes for 98 pixels in local crops where the network
+    sees 96. It resizes crops bilinearly and never flips them; here they are resized bicubically, and `views.flip` 0
+    disables flips.
+
+    Args:
+        setting: the run.
+        local_crops: number of local crops per image.
+        local_size: side of a local crop in pixels. [98, or the next lower multiple of the patch size]
+        local_area: (low, high) share of the image that a local crop covers.
+        grid: an overlap is divided into grid x grid patches, and each is compared with as many references.
+        similarity: order of the references: `cosine` similarity, or `euclidean` distance.
+        sorting: sorting network: `bitonic`, or `odd_even`, whose ranks are softer.
+        steepness: (student, teacher) steepness of the sorting networks; larger values give harder ranks. The released
+            code has 100 for both. From random weights, give the teacher a larger value: with equal ones, all references
+            become equally similar.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    columns = Columns(
+        labels={"neco": "NeCo", "rank_entropy": "entropy of the teacher's ranks"},
+        progress={"rank_entropy": "entropy {:.2f}"},
+    )
+    # optim.lr is the rate of the head, which starts from random weights. With that of the preset `adapt`, 1e-4, both
+    # parts have the released rates.
+    lr_factors = {"backbone.": 0.1}
+
+    def __init__(
+        self,
+        setting: Setting,
+        *,
+        local_crops: int = 4,
+        local_size: int | None = None,
+        local_area: tuple[float, float] = (0.05, 0.25),
+        grid: int = 7,
+        similarity: Similarity = "cosine",
+        sorting: SortingKind = "bitonic",
+        steepness: tuple[float, float] = (100.0, 100.0),
+    ) -> None:
+        super().__init__(setting, levels={})
+        backbone, recipe = self.student.backbone, setting.options.views
+        if local_size is None:
+            local_size = max(1, _LOCAL_SIZE // backbone.patch_size) * backbone.patch_size
+        check_local_crops(local_crops, local_size, local_area, backbone, views=recipe.size)
+        for name, high, least in (
+            ("views.area", recipe.area[1], 2 * LEAST_OVERLAP),
+            ("objective.args.local_area", local_area[1], LEAST_OVERLAP),
+        ):
+            if high <= least:
+                raise ConfigError(
+                    f"{name} must end above {least:g} for crops that overlap by that share of the image, got {high:g}"
+                )
+        if grid < 2:
+            raise ConfigError(f"objective.args.grid must be >= 2, got {grid}")
+        if not all(0 < value < float("inf") for value in steepness):
+            raise ConfigError(f"objective.args.steepness must be > 0 and finite, got {steepness}")
+        self.grid = grid
+        self.similarity: Similarity = similarity
+        self.student_sorting = SortingNetwork(grid**2, sorting, steepness=steepness[0])
+        self.teacher_sorting = SortingNetwork(grid**2, sorting, steepness=steepness[1])
+        self.images_per_group = setting.options.objects.group_size
+        self.uses_all_parameters = False  # those of the global token, such as attention pooling, get no gradient
+        self.crops = OverlappingCrops(
+            recipe,
+            local_crops=local_crops,
+            local_size=local_size,
+            local_area=(local_area[0], local_area[1]),
+            patches=grid**2,
+            drop_path_sites=backbone.num_drop_path_sites,
+        )
+
+    def samples(self) -> OverlappingCrops:
+        """Return the transform to crops that overlap."""
+        return self.crops
+
+    def forward(self, batch: Batch, step: Step) -> Output:
+        """Cross-entropy between the teacher's and the student's ranks over all pairs of a global and another crop.
+
+        Raises:
+            ValueError: the batch is not a whole number of groups.
+        """
+        self.image_groups(len(batch))  # raises errors before any work
+        backbone, config = self.student.backbone, self.options.backbone
+        parts = augmented_crops(batch, self.crops.recipe, backbone)
+        inputs = [encode_frozen(self.teacher.backbone, views, config) for views in parts]
+        with torch.no_grad():
+            features = encode(self.teacher.backbone, inputs[0])
+            teacher = _maps(self.teacher, features.tokens, features.grid, len(batch))
+        students: list[Float[Tensor, "b e h w"]] = []
+        for views, noise in zip(inputs, crop_noise(batch), strict=True):
+            features = encode(backbone, views, drop_path_noise=noise)
+            students += _maps(self.student, features.tokens, features.grid, len(batch))
+        sizes = torch.tensor([[w, h, w, h] for *_, h, w in (maps.shape for maps in students)])
+        boxes = batch["boxes"] * sizes[:, None].to(batch["boxes"].device)  # in positions of the crops' maps
+        pairs = aligned_pairs(teacher, students, boxes[:, :2], boxes[:, :, :2], batch["flips"], grid=self.grid)
+        order = batch["order"].unflatten(0, (-1, self.images_per_group))  # (groups, images, P, n)
+        order = order.permute(2, 0, 1, 3).flatten(2).argsort(dim=-1, stable=True)
+        networks = self.student_sorting, self.teacher_sorting
+        losses, entropies = neighbour_losses(*pairs, order, networks, similarity=self.similarity)
+        return Output({"neco": losses.mean()}, {"rank_entropy": entropies.mean()})
+
+    def schedules(self, step: Step) -> dict[str, float]:
+        """Return the teacher's momentum."""
+        return {"momentum": step.cosine(*self.options.optim.momentum)}
+
+    def after_step(self, step: Step) -> None:
+        """Update the teacher."""
+        self.move_teacher(step)
+
+
+def _maps(network: Network, tokens: Tensor, grid: tuple[int, int], images: int) -> Float[Tensor, "v b e h w"]:
+    """Return the embeddings of all patches as maps of V crops."""
+    return network.head(tokens).unflatten(0, (-1, images)).transpose(2, 3).unflatten(3, grid)
+
+
+def crop_pairs(crops: int) -> list[tuple[int, int]]:
+    """Return the pairs of a global crop, 0 or 1, and another crop.
+
+    Example:
+        >>> crop_pairs(3)
+        [(0, 1), (0, 2), (1, 0), (1, 2)]
+    """
+    return [(first, other) for first in (0, 1) for other in range(crops) if other != first]
+
+
+@in_float32
+def aligned_pairs(
+    teacher: Float[Tensor, "2 b e h w"],
+    students: Sequence[Float[Tensor, "b e s s"]],
+    teacher_boxes: Float[Tensor, "b 2 v 4"],
+    student_boxes: Float[Tensor, "b v 2 4"],
+    flips: Bool[Tensor, "b v"],
+    *,
+    grid: int,
+) -> tuple[Float[Tensor, "p b n e"], Float[Tensor, "p b n e"]]:
+    """Align the teacher's maps of global crops and the student's maps of other crops on their overlaps.
+
+    Args:
+        teacher: (2, B, E, h, w) the teacher's maps of the global crops.
+        students: V maps (B, E, s, s) of the student, global crops first.
+        teacher_boxes: (B, 2, V, 4) overlap of each global crop and each crop, (x1, y1, x2, y2) in positions of the
+            global crop's map.
+        student_boxes: (B, V, 2, 4) the same overlaps in positions of each crop's map.
+        flips: (B, V) whether a crop is mirrored.
+        grid: an overlap is divided into grid x grid patches.
+
+    Returns:
+        (P, B, n, E) teacher's and student's rows of the n = grid^2 patches, for each of `crop_pairs`.
+
+    Source: as in the released code, apart from flips.
+    """
+
+    def rows(maps: Tensor, boxes: Tensor, flipped: Tensor) -> Float[Tensor, "b n e"]:
+        low, high = boxes.split(2, dim=1)
+        found = align(maps, torch.cat((low, torch.maximum(low, high)), dim=1), grid)
+        return torch.where(flipped[:, None, None, None], found.flip(-1), found).flatten(2).transpose(1, 2)
+
+    pairs = crop_pairs(len(students))
+    return (
+        torch.stack([rows(teacher[g], teacher_boxes[:, g, v], flips[:, g]) for g, v in pairs]),
+        torch.stack([rows(students[v], student_boxes[:, v, g], flips[:, v]) for g, v in pairs]),
+    )
+
+
+@in_float32
+def neighbour_losses(
+    teacher: Float[Tensor, "p b n e"],
+    student: Float[Tensor, "p b n e"],
+    order: Int[Tensor, "p k m"],
+    networks: tuple[SortingNetwork, SortingNetwork],
+    *,
+    similarity: Similarity = "cosine",
+) -> tuple[Float[Tensor, " p"], Float[Tensor, " p"]]:
+    """Cross-entropy between the teacher's and the student's ranks of the same references, for P pairs of crops.
+
+    The references of an image are n of the teacher's rows of its group, different ones for each image.
+
+    Args:
+        teacher: (P, B, n, E) the teacher's rows, any scale.
+        student: (P, B, n, E) the student's rows of the same patches.
+        order: (P, k, m) a permutation of the m = B n / k rows of each of k groups, which deals them to the images.
+        networks: networks of student and teacher that sort n numbers.
+        similarity: what references are sorted by, in ascending order.
+
+    Returns:
+        (P,) losses, and (P,) the entropies of the teacher's ranks, which are lower bounds of the losses.
+
+    Source: Pariza et al. 2025; details as in the released code.
+    """
+    rows = teacher.reshape(*order.shape, teacher.shape[-1])
+    references = rows.gather(2, order[..., None].expand_as(rows)).view_as(teacher)
+    numbers = [similarities(each, references, similarity).flatten(0, 2) for each in (student, teacher)]
+
+    entropies = _InBlocks.apply(*numbers, *networks)
+    assert isinstance(entropies, Tensor)
+    losses, least = entropies.view(2, len(teacher), -1).mean(dim=2)
+    return losses, least.detach()
+
+
+def rank_entropies(
+    student: Float[Tensor, "r n"], teacher: Float[Tensor, "r n"], networks: tuple[SortingNetwork, SortingNetwork]
+) -> Float[Tensor, "2 r"]:
+    """Cross-entropy between the teacher's and the student's ranks of each row, and entropy of the teacher's ranks.
+
+    Args:
+        student: (R, n) similarities of each of the student's rows to its n references.
+        teacher: (R, n) those of the teacher's rows.
+        networks: networks of student and teacher that sort n numbers.
+
+    Returns:
+        (2, R) means over the references.
+    """
+    ranks, targets = (network(numbers)[1] for network, numbers in zip(networks, (student, teacher), strict=True))
+    return torch.stack([-(targets * other.log()).sum(dim=2).mean(dim=1) for other in (ranks, targets)])
+
+
+class _InBlocks(torch.autograd.Function):
+    """Entropies and gradients of each block of rows in turn, so that only one block's matrices are in memory.
+
+    Takes half of the time of `torch.utils.checkpoint`, which keeps a graph for each block. These fragment the heap: for
+    5,880 rows of 49 numbers, a process on a CPU grew by 900 MiB instead of 130.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, student: Tensor, teacher: Tensor, student_network: SortingNetwork, teacher_network: SortingNetwork
+    ) -> Float[Tensor, "2 r"]:
+        # Each layer of the network saves about half of a matrix (n, n) for each row.
+        size = rows_per_block(len(student_network.comparators) * student_network.count**2 // 2, student.device)
+        values, gradients = [], []
+        with torch.set_grad_enabled(ctx.needs_input_grad[0]):
+            for own, other in zip(student.split(size), teacher.split(size), strict=True):
+                own = own.detach().requires_grad_(ctx.needs_input_grad[0])
+                entropies = rank_entropies(own, other, (student_network, teacher_network))
+                values.append(entropies.detach())
+                if ctx.needs_input_grad[0]:
+                    gradients += torch.autograd.grad(entropies[0].sum(), own)
+        ctx.save_for_backward(*([torch.cat(gradients)] if gradients else []))
+        return torch.cat(values, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (own,) = ctx.saved_tensors
+        return gradients[0][0][:, None] * own, None, None, None
+
+
+def similarities(
+    rows: Float[Tensor, "*b n e"], references: Float[Tensor, "*b m e"], similarity: Similarity
+) -> Float[Tensor, "*b n m"]:
+    """Return the cosine similarity or the Euclidean distance of each row and each reference."""
+    if similarity == "cosine":
+        return F.normalize(rows, dim=-1) @ F.normalize(references, dim=-1).transpose(-2, -1)
+    # The matrix product that cdist uses by default loses the digits of small distances.
+    return torch.cdist(rows, references, compute_mode="donot_use_mm_for_euclid_dist")

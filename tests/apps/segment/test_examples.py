@@ -1,0 +1,242 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cribo.apps.segment.examples import find_examples, open_targets
+from cribo.apps.segment.inputs import open_labels
+from cribo.base.errors import DataError, MissingData
+from cribo.data.sources.images import ImageFiles
+
+from .coded import blocks, save_example, save_image, save_labels
+
+LABELS = blocks([0, 1])
+OUTLINE = {"image_id": 1, "category_id": 3, "segmentation": [[0, 0, 4, 0, 4, 4, 0, 4]]}
+COCO = {
+    "images": [{"id": 1, "file_name": "a.bmp", "height": 4, "width": 8}],
+    "annotations": [OUTLINE],
+    "categories": [{"id": 3, "name": "cell"}],
+}
+
+
+@pytest.mark.parametrize("ending", ["", "_labels"])
+def test_side_by_side(tmp_path: Path, ending: str) -> None:
+    for name in ("b", "deep/a"):
+        save_example(tmp_path / Path(name).parent, Path(name).name, LABELS, label_name=f"{Path(name).name}{ending}")
+    (tmp_path / "classes.txt").write_text("road\nsky\n")
+    found = find_examples(tmp_path)
+    assert found.classes == ["road", "sky"]
+    assert [example.name for example in found] == ["b.bmp", "deep/a.bmp"]
+    assert found[1].image == str(tmp_path / "deep/a.bmp")
+    assert torch.equal(open_labels(found[1].labels).labels, LABELS)
+
+
+def test_png_images_beside_their_labels(tmp_path: Path) -> None:
+    save_image(tmp_path / "a.png", LABELS)
+    save_labels(tmp_path / "a_labels.png", LABELS)
+    found = find_examples(tmp_path)
+    assert (found[0].image, found[0].name) == (str(tmp_path / "a.png"), "a.png")
+    assert (found.classes, found.new_classes) == (None, None)
+
+
+def test_images_and_labels_in_two_folders(tmp_path: Path) -> None:
+    save_image(tmp_path / "images" / "x" / "a.bmp", LABELS)
+    save_labels(tmp_path / "labels" / "x" / "a.png", LABELS)
+    (tmp_path / "classes.txt").write_text("road\nsky\n")
+    (tmp_path / "mine.txt").write_text("grass\nwater\n")
+    found = find_examples(tmp_path)
+    assert found.classes == ["road", "sky"]
+    assert (found[0].image, found[0].name) == (str(tmp_path / "images/x/a.bmp"), "x/a.bmp")
+    (tmp_path / "images" / "list.txt").write_text(f"{tmp_path}/images/x/a.bmp\n")
+    for source in (tmp_path / "images", tmp_path / "images" / "list.txt"):
+        elsewhere = find_examples(source, labels=tmp_path / "labels", classes=tmp_path / "mine.txt")
+        assert (elsewhere[0].name, elsewhere.classes) == ("x/a.bmp", ["grass", "water"])
+
+
+def test_folders_of_pascal_voc(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_image(tmp_path / "JPEGImages" / f"{name}.bmp", LABELS)
+    save_labels(tmp_path / "SegmentationClass" / "b.png", LABELS)
+    assert [example.name for example in find_examples(tmp_path)] == ["b.bmp"]
+    save_labels(tmp_path / "SegmentationClass" / "c.png", LABELS)
+    with pytest.raises(DataError, match=r"the labels .*SegmentationClass/c\.png have no image: .*JPEGImages"):
+        find_examples(tmp_path)
+
+
+def test_masks_of_0_and_255_are_two_classes_unless_more_are_known(tmp_path: Path) -> None:
+    save_example(tmp_path, "a", torch.where(LABELS == 1, 255, 0))
+    found = find_examples(tmp_path)
+    assert (found.classes, found.new_classes) == (None, ["background", "foreground"])
+    assert torch.equal(open_labels(found[0].labels).labels, LABELS)
+    of_memory = find_examples(tmp_path, known_classes=3)
+    assert open_labels(of_memory[0].labels).labels.unique().tolist() == [0, 255]
+
+
+def test_colours_of_the_list_become_the_palette(tmp_path: Path) -> None:
+    save_example(tmp_path, "a", LABELS)
+    (tmp_path / "classes.txt").write_text("road 0 0 0\nsky 1 1 1\n")
+    assert find_examples(tmp_path).palette == [(0, 0, 0), (1, 1, 1)]
+
+
+def test_annotations_of_cocos_format(tmp_path: Path) -> None:
+    save_image(tmp_path / "a.bmp", LABELS)
+    (tmp_path / "a.json").write_text(json.dumps(COCO))
+    (tmp_path / "other.json").write_text("{}")
+    for found in (find_examples(tmp_path), find_examples(tmp_path, labels=tmp_path / "a.json")):
+        assert found.classes == ["background", "cell"]
+        labels = found[0].labels
+        assert isinstance(labels, torch.Tensor)
+        assert torch.equal(labels, blocks([1, 0]))
+    (tmp_path / "names.txt").write_text("x\ny")
+    with pytest.raises(DataError, match="cannot be used with COCO annotations"):
+        find_examples(tmp_path, classes=tmp_path / "names.txt")
+    (tmp_path / "b.json").write_text(json.dumps(COCO))
+    with pytest.raises(DataError, match=r"several annotation files \(a\.json, b\.json\): choose one with --labels"):
+        find_examples(tmp_path)
+
+
+def test_an_image_without_labels(tmp_path: Path) -> None:
+    save_example(tmp_path, "a", LABELS)
+    save_image(tmp_path / "b.bmp", LABELS)
+    with pytest.raises(DataError, match=r"image b\.bmp has no labels: .* contains neither b\.png nor b_labels\.png"):
+        find_examples(tmp_path)
+    save_image(tmp_path / "png" / "b.png", LABELS)
+    with pytest.raises(DataError, match=r"image b\.png has no labels: .* does not contain b_labels\.png"):
+        find_examples(tmp_path / "png")  # b.png is there: it is the image
+    (tmp_path / "png" / "b.png").unlink()
+    (tmp_path / "b.json").write_text('{"shapes": [], "imagePath": "b.bmp"}')
+    with pytest.raises(DataError, match=r"nor b_labels\.png, but b\.json, which is in labelme's format"):
+        find_examples(tmp_path)
+    save_image(tmp_path / "two" / "images" / "b.bmp", LABELS)
+    (tmp_path / "two" / "labels").mkdir()
+    with pytest.raises(MissingData, match=r"the image b\.bmp has no labels"):
+        find_examples(tmp_path / "two")
+
+
+@pytest.mark.parametrize("image", ["b.bmp", "b.png"])
+def test_labels_with_other_names_are_named(tmp_path: Path, image: str) -> None:
+    save_image(tmp_path / image, LABELS)
+    save_labels(tmp_path / "b_mask.png", LABELS)
+    right = r"b\.png" if image == "b.bmp" else r"b_labels\.png"
+    with pytest.raises(DataError, match=rf"but b_mask\.png: give each label map the name of its image, {right}"):
+        find_examples(tmp_path)
+    save_image(tmp_path / "voc" / "JPEGImages" / "b.bmp", LABELS)
+    save_image(tmp_path / "voc" / "SegmentationClass" / "b_mask.jpg", LABELS)
+    with pytest.raises(DataError, match=r"must be PNG, got b_mask\.jpg"):
+        find_examples(tmp_path / "voc")
+    save_labels(tmp_path / "voc" / "SegmentationClass" / "b_mask.png", LABELS)
+    with pytest.raises(DataError, match=r"but b\.bmp: give the label map its name, b\.png"):
+        find_examples(tmp_path / "voc")
+
+
+def test_a_damaged_annotation_file_is_not_absent(tmp_path: Path) -> None:
+    save_image(tmp_path / "a.bmp", LABELS)
+    (tmp_path / "a.json").write_text(json.dumps(COCO)[:-20])
+    with pytest.raises(DataError, match=r"a\.json is not valid JSON"):
+        find_examples(tmp_path)
+    (tmp_path / "b.json").write_text(json.dumps(COCO))
+    with pytest.raises(DataError, match=r"a\.json is not valid JSON"):
+        find_examples(tmp_path)
+    (tmp_path / "b.json").unlink()
+    save_labels(tmp_path / "a.png", LABELS)  # another layout, which is complete
+    assert [example.name for example in find_examples(tmp_path)] == ["a.bmp"]
+
+
+def test_labels_without_an_image(tmp_path: Path) -> None:
+    save_example(tmp_path / "one", "a", LABELS)
+    save_labels(tmp_path / "one" / "b_labels.png", LABELS)
+    with pytest.raises(DataError, match=r"the labels b_labels\.png have no image"):
+        find_examples(tmp_path / "one")
+    save_image(tmp_path / "two" / "images" / "a.bmp", LABELS)
+    for name in ("a", "b"):
+        save_labels(tmp_path / "two" / "labels" / f"{name}.png", LABELS)
+    with pytest.raises(DataError, match=r"the labels .*b\.png have no image"):
+        find_examples(tmp_path / "two")
+
+
+def test_an_image_with_two_label_maps(tmp_path: Path) -> None:
+    save_example(tmp_path, "a", LABELS)
+    save_labels(tmp_path / "a_labels.png", LABELS)
+    with pytest.raises(DataError, match=r"a\.bmp has two label maps in .*, a\.png and a_labels\.png: remove one"):
+        find_examples(tmp_path)
+
+
+def test_folders_without_examples(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no images in"):
+        find_examples(tmp_path)
+    with pytest.raises(MissingData, match="there is no 'nothing'"):
+        find_examples(tmp_path / "nothing")
+    (tmp_path / "file.txt").write_text("")
+    with pytest.raises(DataError, match="is a file: give the folder of its label maps with --labels"):
+        find_examples(tmp_path / "file.txt")
+    (tmp_path / "coco.json").write_text(json.dumps(COCO))
+    with pytest.raises(DataError, match=r"coco\.json is a file: give the folder of its images, .* --labels"):
+        find_examples(tmp_path / "coco.json")
+
+
+# ------------------------------------------------------------------------------------------------ images to label
+
+
+@pytest.fixture
+def frames(tmp_path: Path) -> Path:
+    for name in ("1.bmp", "a/2.bmp", "a/b/3.png", "note.txt"):
+        save_image(tmp_path / "frames" / Path(name).with_suffix(".bmp"), LABELS)
+    (tmp_path / "frames" / "note.bmp").unlink()
+    (tmp_path / "frames" / "note.txt").write_text("1.bmp\na/2.bmp\n")
+    save_image(tmp_path / "lists" / "0.bmp", LABELS)
+    (tmp_path / "lists" / "above.txt").write_text("../frames/1.bmp\n0.bmp\n")
+    (tmp_path / "lists" / "elsewhere.txt").write_text(f"{tmp_path}/frames/a/2.bmp\n../frames/1.bmp\n")
+    return tmp_path / "frames"
+
+
+def targets(source: Path, apart_from: Path | None = None) -> tuple[Path, list[str]]:
+    """Return the folder and the names of the images to label."""
+    images = open_targets(str(source), apart_from=apart_from)
+    assert isinstance(images, ImageFiles)
+    return Path(images.folder), [*images.names]
+
+
+@pytest.mark.parametrize(
+    ("source", "folder", "names"),
+    [
+        ("frames", "frames", ["1.bmp", "a/2.bmp", "a/b/3.bmp"]),
+        ("frames/**/*.bmp", "frames", ["1.bmp", "a/2.bmp", "a/b/3.bmp"]),
+        ("frames/a/*", "frames/a", ["2.bmp"]),
+        ("frames/?/b/[1-3].bmp", "frames", ["a/b/3.bmp"]),
+        ("frames/note.txt", "frames", ["1.bmp", "a/2.bmp"]),
+        ("frames/a/2.bmp", "frames/a", ["2.bmp"]),
+        ("lists/above.txt", "", ["frames/1.bmp", "lists/0.bmp"]),
+        ("lists/elsewhere.txt", "frames", ["a/2.bmp", "1.bmp"]),
+    ],
+)
+def test_images_by_folder_glob_list_and_name(frames: Path, source: str, folder: str, names: list[str]) -> None:
+    assert targets(frames.parent / source) == (frames.parent / folder, names)
+
+
+def test_a_folder_with_brackets_is_no_wildcard(frames: Path) -> None:
+    folder = frames.rename(frames.with_name("frames [1]"))
+    assert targets(folder / "**" / "*.bmp") == (folder, ["1.bmp", "a/2.bmp", "a/b/3.bmp"])
+
+
+def test_earlier_results_are_not_images(frames: Path) -> None:
+    assert targets(frames, apart_from=frames / "a") == (frames, ["1.bmp"])
+    with pytest.raises(DataError, match=r"all images of .* are in .*frames, the output folder"):
+        open_targets(str(frames), apart_from=frames)
+
+
+def test_missing_images_raise(frames: Path) -> None:
+    with pytest.raises(DataError, match=r"no images match .*\*\.jpg: searched .* for \.jpg"):
+        open_targets(str(frames / "*.jpg"))
+    with pytest.raises(MissingData, match="did you mean 'frames'"):
+        open_targets(str(frames.parent / "frame"))
+
+
+def test_images_with_colliding_results(frames: Path) -> None:
+    save_image(frames / "1.png", LABELS)
+    with pytest.raises(DataError, match=r"results of 1\.bmp and 1\.png would have the same name, 1: rename one"):
+        open_targets(str(frames))
+    (frames / "1.png").rename(frames / "1.x")
+    (frames / "note.txt").write_text("1.x\na/../1.bmp\n")
+    with pytest.raises(DataError, match=r"results of 1\.x and 1\.bmp would have the same name"):
+        open_targets(str(frames / "note.txt"))

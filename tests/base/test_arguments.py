@@ -1,0 +1,231 @@
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from cribo.base.arguments import Parser
+from cribo.base.errors import ConfigError
+
+
+@dataclass
+class Source:
+    """Source.
+
+    Attributes:
+        name: a name.
+        trust: a switch.
+    """
+
+    name: str
+    trust: bool = False
+
+
+@dataclass
+class Options:
+    """Options.
+
+    Attributes:
+        source: a source.
+        ratios: some numbers.
+        size: height and width.
+        counts: two numbers.
+        area: two bounds.
+        devices: some names.
+        search: a choice.
+        temperature: a number.
+    """
+
+    source: Source
+    ratios: tuple[int, ...] = (1, 8)
+    size: tuple[int, int] | None = None
+    counts: tuple[int, int] = (400, 100)
+    area: tuple[float, float] = (0.25, 1.0)
+    devices: tuple[str, ...] | None = None
+    search: Literal["exact", "faiss"] | None = None
+    temperature: float = 0.02
+
+
+def parser() -> Parser:
+    made = Parser(
+        prog="try",
+        short={"--source": "--source.name", "--trust": "--source.trust"},
+    )
+    made.add_class_arguments(Options)
+    made.add_argument("--run", nargs="+")
+    made.add_argument("--format", choices=("pdf", "png"), default="pdf")
+    return made
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--source", "a", "--trust", "--ratios", "2,4"],
+        ["--source=a", "--trust=true", "--ratios=2,4"],
+        ["--source.name", "a", "--source.trust", "true", "--ratios", "[2, 4]"],
+        ["--trust", "--ratios", "(2,4)", "--source", "a"],
+        ["--trust", "--ratios", "2", "4", "--source", "a"],
+        ["--ratios", "[2,", "4]", "--trust", "--source", "a"],
+    ],
+)
+def test_short_names_switches_and_lists(words: list[str]) -> None:
+    parsed = parser().parse_args(words)
+    assert (parsed.source.name, parsed.source.trust, parsed.ratios) == ("a", True, (2, 4))
+
+
+def test_a_value_that_looks_like_a_short_name_is_a_value() -> None:
+    assert parser().parse_args(["--source", "trust", "--size", "3,4"]).size == (3, 4)
+    assert parser().parse_args(["--source", "a", "--size", "null"]).size is None
+    assert parser().parse_args(["--source", "a", "--ratios", "7"]).ratios == (7,)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--size", "364", "364"],
+        ["--size", "364"],
+        ["--size", "364,364"],
+        ["--size", "[364,364]"],
+        ["--size", "[364]"],
+        ["--size=364"],
+        ["--size=364,364"],
+        ["--size=[364, 364]"],
+    ],
+)
+def test_a_size_can_be_given_in_any_syntax(words: list[str]) -> None:
+    assert parser().parse_args([*words, "--source", "a"]).size == (364, 364)
+    assert parser().parse_args(["--source", "a", *words]).size == (364, 364)
+
+
+@pytest.mark.parametrize(("said", "size"), [("364", (364, 364)), ("[32, 64]", (32, 64)), ("null", None)])
+def test_a_size_in_a_file(tmp_path: Path, said: str, size: tuple[int, int] | None) -> None:
+    made = parser()
+    made.add_class_arguments(Options, "inner")
+    (tmp_path / "a.yaml").write_text(f"size: {said}\ninner:\n  size: {said}\n  counts: [7, 8]\n")
+    parsed = made.parse_args(["--config", str(tmp_path / "a.yaml"), "--source", "a", "--inner.source.name", "a"])
+    assert (parsed.size, parsed.inner.size, parsed.inner.counts) == (size, size, (7, 8))
+    (tmp_path / "a.yaml").write_text(f"inner:\n  size: {said}\n")
+    parsed = made.parse_args(["--config", str(tmp_path / "a.yaml"), "--source", "a", "--inner.source.name", "a"])
+    assert (parsed.size, parsed.inner.size) == (None, size)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "source: a\ntrust: true\nratios: 2,4\nrun: x",
+        "trust: true\nsource: {name: a}\nratios: [2, 4]\nrun: [x]",
+        "source.name: a\nsource: {trust: true}\nratios: (2, 4)\nrun: x",
+    ],
+)
+def test_a_file_uses_the_syntax_of_the_command_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.yaml").write_text(content)
+    words = ["--config", str(tmp_path / "a.yaml")]
+    parsed = parser().parse_args(words)
+    assert (parsed.source.name, parsed.source.trust, parsed.ratios, parsed.run) == ("a", True, (2, 4), ["x"])
+    parsed = parser().parse_args(["--run", "y", "--ratios", "3", "--run=z", "--source", "b", *words])
+    assert (parsed.source.name, parsed.source.trust, parsed.ratios, parsed.run) == ("b", True, (3,), ["y", "z"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty: add a value, such as overwrite: true"),
+        ("[a, b]", "must be a mapping of names to values in YAML, got a list"),
+        ("ratios: [1", "is not YAML"),
+        ("a: &b {}\nsource: *b", "must not contain YAML aliases"),
+        ("rations: 3", "did you mean ratios?"),
+        ("source: {nam: a}", "did you mean source.name?"),
+        ("temperature: x", "temperature must be a number, got 'x'"),
+    ],
+)
+def test_invalid_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "a.yaml").write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        parser().parse_args(["--config", str(tmp_path / "a.yaml"), "--source", "a"])
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["size: [1, 2, 3]", "size: x", "counts: 7", "size: {a: 7}"])
+def test_an_invalid_size_in_a_file_is_refused(tmp_path: Path, content: str) -> None:
+    made = parser()
+    (tmp_path / "a.yaml").write_text(content)
+    with pytest.raises(ConfigError, match="must be two integers separated by commas"):
+        made.parse_args(["--config", str(tmp_path / "a.yaml"), "--source", "a"])
+
+
+def test_height_comes_before_width_and_only_a_size_can_be_square() -> None:
+    assert parser().parse_args(["--source", "a", "--size", "32", "64"]).size == (32, 64)
+    assert parser().parse_args(["--source", "a", "--counts", "4", "2"]).counts == (4, 2)
+    with pytest.raises(ConfigError, match=r"counts must be two integers separated by commas, got \[4\]"):
+        parser().parse_args(["--source", "a", "--counts", "4"])
+
+
+def test_pairs_of_numbers_and_lists_of_names() -> None:
+    parsed = parser().parse_args(["--source", "a", "--area", "-1", "1e-3", "--devices", "cuda:0,cuda:1"])
+    assert (parsed.area, parsed.devices) == ((-1.0, 0.001), ("cuda:0", "cuda:1"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--source is required"),
+        (["--sourc", "a"], "did you mean source?"),
+        (["--source", "a", "--rations", "1"], "did you mean ratios?"),
+        (["--source", "a", "--source.trusty", "1"], "did you mean source.trust?"),
+        (["--source", "a", "--ratios", "x"], "ratios must be integers separated by commas, got 'x'"),
+        (["--source", "a", "--size", "1,2,3"], "size must be two integers separated by commas, got [1, 2, 3]"),
+        (["--source", "a", "--size", "1", "2", "3"], "size must be two integers separated by commas, got [1, 2, 3]"),
+        (["--source", "a", "--area", "1"], "area must be two numbers separated by commas, got [1]"),
+        (["--source", "a", "--search", "fais"], "search must be exact or faiss, got 'fais'"),
+        (["--source", "a", "--temperature", "x"], "temperature must be a number, got 'x'"),
+        (["--source", "a", "--trust", "x"], "--trust must be true or false, got 'x'"),
+        (["--source", "a", "--format", "gif"], "format must be pdf or png, got 'gif'"),
+        (["--source", "a", "--size"], "argument --size: expected one argument"),
+        (["--source", "--ratios", "1"], "argument --source: expected one argument"),
+    ],
+)
+def test_invalid_arguments_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parser().parse_args(words)
+    assert message in str(caught.value)
+
+
+def test_help_contains_the_short_names() -> None:
+    said = parser().format_help()
+    assert "--source NAME" in said
+    assert "--source.name" not in said
+    assert "--trust" in said
+    assert "Path to a configuration file" not in said
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["--source", "a", "--run", ""], "--run"),
+        (["--source=", "--run", "b"], "--source"),
+        (["--source", ""], "--source"),
+        (["", "--source", "a"], "an argument"),
+    ],
+)
+def test_an_empty_argument_is_not_the_current_folder(words: list[str], option: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{option} must not be empty"):
+        parser().parse_args(words)
+
+
+def test_a_group_of_options_with_another_file_than_a_configuration(tmp_path: Path) -> None:
+    (tmp_path / "weights.pth").write_bytes(b"PK\x03\x04\x80\xff")
+    (tmp_path / "source.yaml").write_text("name: mine")
+    made = Parser(prog="try")  # without a short name for the group's option
+    made.add_class_arguments(Options)
+    assert made.parse_args(["--source", str(tmp_path / "source.yaml")]).source.name == "mine"
+    for words in (["--source", str(tmp_path / "weights.pth")], [f"--source={tmp_path / 'weights.pth'}"]):
+        with pytest.raises(ConfigError, match=r"^--source is a group of options \(--source\.name, --source\.trust\)"):
+            made.parse_args(words)
+
+
+def test_no_arguments_and_arguments_unlike_any_option() -> None:
+    with pytest.raises(ConfigError, match="--source is required"):
+        parser().parse_args([])
+    for words in (["--zzz", "1"], ["zzz"]):
+        with pytest.raises(ConfigError, match=r"zzz.*try --help lists the options"):
+            parser().parse_args(["--source", "a", *words])

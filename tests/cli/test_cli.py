@@ -1,0 +1,304 @@
+"""The command line."""
+
+import importlib
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import cribo
+from cribo.cli import main
+from cribo.cli.evaluate import EVALUATIONS
+from cribo.evaluation.protocol import PROTOCOLS, find_protocol
+
+if TYPE_CHECKING:
+    from cribo.pretraining import PretrainConfig
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny: "Callable[..., PretrainConfig]", monkeypatch: pytest.MonkeyPatch) -> str:
+    """Write the configuration of a run of about a second to the working folder."""
+    from cribo.pretraining.loading import dump_config
+
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(dump_config(tiny({"optim.epochs": 1})))
+    return "tiny.yaml"
+
+
+@pytest.fixture
+def refused(config: str, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command that must fail without writing files, and return its error message."""
+
+    def call(*words: str, status: int = 2) -> str:
+        before = sorted(Path().rglob("*"))
+        capsys.readouterr()
+        assert main(words) == status
+        assert sorted(Path().rglob("*")) == before
+        said = capsys.readouterr()
+        assert "Traceback" not in said.err
+        return said.err
+
+    return call
+
+
+# ------------------------------------------------------------------ arguments
+
+
+def test_without_a_command_it_prints_its_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    said = capsys.readouterr().out
+    assert len(re.findall(r"^  cribo \w", said, re.M)) == 3  # examples
+    page = re.search(r"docs/\w+\.md", said)
+    assert page is not None
+    assert (Path(__file__).parents[2] / page[0]).exists()
+
+
+def test_help_shows_often_used_options_first_and_each_option_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["segment", "--help"])
+    said = capsys.readouterr().out
+    often = said[said.index("often used:") : said.index("\n\noptions:")]
+    for option in ("--out", "--backbone", "--examples", "--images", "--memory", "--suggest"):
+        assert f"  {option} " in often  # usage and examples name them
+    for option in ("--pictures", "--temperature", "--trust"):
+        assert option not in often
+    named = re.findall(r"^  (--[\w.]+)", said, re.M)
+    assert len(named) == len(set(named)) > 30
+
+
+def test_help_has_no_heading_without_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["evaluate", "detection", "--help"])  # all options of the data are among the often used ones
+    assert re.findall(r"^(\S.*:)\n\n", capsys.readouterr().out, re.M) == []
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word]) == 0
+    assert "usage: cribo <command>" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == cribo.__version__
+
+
+def test_threads_spin_briefly_unless_the_user_chose_how_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "active")
+        monkeypatch.delenv(name)
+    main(["--version"])
+    assert os.environ.pop("GOMP_SPINCOUNT").isdigit()
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    main(["--version"])
+    assert "GOMP_SPINCOUNT" not in os.environ
+
+
+def test_help_of_pretrain_lists_and_explains_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["pretrain", "--help"])
+    assert caught.value.code == 0
+    said = capsys.readouterr().out
+    for words in ("--data.root", "--optim.epochs", "--resume", "--print_config", "lambda_pos", "quickstart"):
+        assert words in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["pretrian"], "unknown command 'pretrian'"),
+        (["pretrain", "--optim.epoch", "3"], "did you mean optim.epochs?"),
+        (["pretrain", "--optim.epo=3"], "did you mean optim.epochs?"),  # no abbreviations
+        (["pretrain", "--overwrit"], "did you mean overwrite?"),
+        (["segment", "--min-confidence", "0.5"], "did you mean min_confidence?"),
+        (["segment"], "--out, --backbone and --images are required; usage: cribo segment --backbone SOURCE"),
+        (["embed"], "IMAGES, --out and --backbone are required"),
+        (["search", "--db", "x", "--image", "x", "--point", "3"], "must be two integers separated by commas, got [3]"),
+        (["export", "--backbone", "mean-colour", "--to", "timm"], "mean-colour is a baseline without weights"),
+        (["pretrain", "--preset", "adapt"], "did you mean config?"),
+        (["pretrain", "--config", "camvit"], "did you mean camvid?"),
+        (["pretrain", "--config=imagenet_vitb61"], "did you mean imagenet_vitb16?"),
+        (["pretrain", "--config", "nothing like it"], "the presets are adapt, byol_resnet50, camvid"),
+        (["pretrain", "--config", "unknown_key.yaml"], "did you mean optim.epochs?"),
+        (["pretrain", "--config", "unknown_group.yaml"], "did you mean optim.epochs?"),
+        (["pretrain", "--config", "broken.yaml"], "broken.yaml is not YAML: while parsing a flow node"),
+        (["pretrain", "--config"], "expected one argument"),
+        (["pretrain", "stray"], "stray"),
+        (["pretrain", "--optim.epochs", "many"], "optim.epochs"),
+        (["pretrain", "--runtime.precision", "64"], "bf16-mixed"),
+        (["pretrain", "--optim.lr", "-1"], "optim.lr must be > 0 and <= 10, got -1.0"),
+        (["pretrain", "--runtime.accelerator", "cpu", "--runtime.devices", "3"], "32 x 1 x 3 = 96, got"),
+        (["pretrain", "--views.flip", "2"], "views.flip must be between 0 and 1, got 2.0"),
+    ],
+)
+def test_invalid_arguments_are_refused(words: list[str], message: str, refused: Callable[..., str]) -> None:
+    Path("unknown_key.yaml").write_text("optim: {epoch: 3}\n")
+    Path("unknown_group.yaml").write_text("optm: {epochs: 3}\n")
+    Path("broken.yaml").write_text("optim: [\n")
+    assert message in refused(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--views.size", "30"], "views.size: image size 30 is not divisible by the patch size 8: use 24 or 32"),
+        (["--objects.num_objects", "33"], "objects.num_objects must be at most 32, the patches of both views, got 33"),
+        (["--objects.bank_images", "7"], "must hold at least one batch of 8 images, got 7"),
+        (["--data.scenes.count", "7"], "has 7 images, fewer than one batch of 8"),
+        (["--data.root", "nowhere"], "there is no 'nowhere'"),
+        (["--data.root", "empty"], "no images in empty"),
+        (["--data.root", "file"], "give a folder of images, or a .txt file"),
+        (["--data.root", "empty", "--data.images", "train"], "there is no 'train'"),
+        (["--data.root", "texts"], "none of the 8 images of data.root can be read"),
+        (["--backbone.name", "vit_tiny_patch16_242"], "did you mean vit_tiny_patch16_224"),
+        (["--backbone.args", "{depht: 3}"], "has no argument 'depht'"),
+        (["--backbone.pretrained", "nothing.pth"], "no weights at nothing.pth"),
+        (["--out", "file"], "file is a file, not a folder: choose another --out"),
+        (["--out", "file/deeper"], "file is a file, not a folder"),
+        (["--name", "file", "--out", "."], "file is a file, not a folder"),
+        (["--minutes", "0"], "minutes must be > 0, got 0.0"),
+        (["--score.root", "empty"], "there is no 'images'"),
+        (["--score.root", "scenes", "--score.size", "[30, 32]"], "score.size must be multiples of the patch size 8"),
+        (["--runtime.devices", "0"], "runtime.accelerator cpu"),
+        (["--runtime.accelerator", "abacus"], "abacus"),
+        (["--resume", "empty"], "--config cannot be used with --resume"),
+    ],
+)
+def test_invalid_values_are_refused_before_any_file_is_written(
+    words: list[str], message: str, refused: Callable[..., str], config: str
+) -> None:
+    Path("empty").mkdir()
+    Path("file").write_text("")
+    Path("texts").mkdir()
+    for number in range(8):
+        Path(f"texts/{number}.jpg").write_text("no image")
+    assert message in refused("pretrain", "--config", config, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--resume", "nothing"], "it is not a run that can be resumed"),
+        (["--resume", "--out", "nothing"], "no run to resume in nothing"),
+        (["--resume", "a", "--name", "b"], "--name cannot be used with --resume"),
+        (["--resume", "a", "--minutes", "3"], "--minutes cannot be used with --resume"),
+        (["--resume", "run", "--optim.lr", "0.1"], "optim.lr cannot change when a run is resumed"),
+        (["--resume", "run", "--seed=3"], "seed cannot change when a run is resumed"),
+        (["--resume", "run", "--objects", "{num_objects: 3}"], "objects cannot change when a run is resumed"),
+    ],
+)
+def test_invalid_resumes_are_refused(words: list[str], message: str, refused: Callable[..., str], config: str) -> None:
+    Path("run").mkdir()
+    Path("run/config.yaml").write_text(Path(config).read_text())
+    assert message in refused("pretrain", *words)
+
+
+# ------------------------------------------------------------------ configurations
+
+
+def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        main(["pretrain", *words, "--print_config"])
+    assert caught.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_a_printed_configuration_can_be_loaded(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    first = printed(["--config", config, "--optim.epochs", "17"], capsys)
+    assert "epochs: 17" in first
+    Path("printed.yaml").write_text(first)
+    assert printed(["--config", "printed.yaml"], capsys) == first
+
+
+def test_a_printed_configuration_can_be_loaded_in_python(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from cribo.pretraining import load_config
+
+    Path("printed.yaml").write_text(printed(["--config", config, "--optim.epochs", "17"], capsys))
+    assert load_config("printed.yaml").optim.epochs == 17
+
+
+def test_values_after_the_configuration_override_it_and_the_default_is_quickstart(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cribo.pretraining import load_config
+
+    assert "num_objects: 11" in printed(["--config", config, "--objects.num_objects=11"], capsys)
+    quickstart = load_config("quickstart")
+    assert f"count: {quickstart.data.scenes.count}\n" in printed(["--optim.clip", "0.7"], capsys)
+    assert "clip: 0.7" in printed(["--optim.clip", "0.7"], capsys)
+
+
+# ------------------------------------------------------------------ runs
+
+
+def test_a_run_prints_its_results_and_files(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["pretrain", "--config", config, "--name", "mine", "--score.root", "scenes", "--score.images", "[4, 2]"]
+    words += ["--score.neighbours", "10"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    summary = json.loads(Path("runs/mine/summary.json").read_text())
+    for name in ("before", "after", "mean_color"):
+        assert f"{100 * summary['dense_nn'][name]:.1f} %" in said
+    assert "runs/mine/backbone.safetensors" in said
+    assert "4 steps in" in said
+    # Repeated: refused with a name, numbered without, replaced on request.
+    assert main(words) == 2
+    assert "runs/mine already exists" in capsys.readouterr().err
+    assert main([*words, "--overwrite", "--seed", "5"]) == 0
+    assert "seed: 5" in Path("runs/mine/config.yaml").read_text()
+    # Resuming a finished run is not an error.
+    assert main(["pretrain", "--resume"]) == 0
+    assert "already finished" in capsys.readouterr().out
+
+
+def test_a_short_run_of_the_quickstart_is_called_too_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cribo.pretraining.loading import dump_config, load_config
+
+    monkeypatch.chdir(tmp_path)
+
+    def finished(epochs: int) -> str:
+        folder = Path("runs") / f"of-{epochs}"
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(dump_config(load_config("quickstart", {"optim.epochs": epochs})))
+        summary = {"epochs": epochs, "steps": 1, "seconds": 10.0, "images_per_second": 1.0, "peak_rss_bytes": 1}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        assert main(["pretrain", "--optim.epochs", str(epochs), "--name", folder.name, "--continue"]) == 0
+        return capsys.readouterr().out
+
+    whole = load_config("quickstart").optim.epochs
+    assert f"2 epochs are too few to judge: `cribo pretrain` trains {whole}, in about" in finished(2)
+    assert "too few" not in finished(whole)
+
+
+def test_a_diverged_run_ends_with_status_1(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pretrain", "--config", config, "--losses.student_temperature", "1e-44"]) == 1
+    assert "the loss image was not finite, seen at step 1" in capsys.readouterr().err
+
+
+def test_an_interrupt_at_any_time_ends_with_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(words: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cribo.cli.evaluate.main", interrupted)
+    assert main(["evaluate", "dense-nn"]) == 130
+
+
+@pytest.mark.parametrize("command", ["pretrain", "profile", *(f"evaluate {name}" for name in EVALUATIONS)])
+def test_the_advice_for_out_of_memory_names_existing_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    known = capsys.readouterr().out
+    name = command.removeprefix("evaluate ")
+    if name in PROTOCOLS:
+        advice = find_protocol(name).less_memory
+    else:
+        advice = importlib.import_module(f"cribo.cli.{command.replace(' ', '.')}").LESS_MEMORY
+    for option in re.findall(r"--[\w.]+", advice):
+        assert f"{option} " in known

@@ -1,0 +1,114 @@
+"""DINO, against its definition."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cribo.base.errors import ConfigError
+from cribo.data.samples import Batch, SampleDataset
+from cribo.data.scenes import Scenes
+from cribo.objectives import Setting, Step
+from cribo.objectives.multicrop import augmented_crops
+from cribo.objectives.rivals.dino import DINO, dino_loss
+from cribo.pretraining import PretrainConfig, pretrain
+
+Tiny = Callable[..., PretrainConfig]
+STEP = Step(6, steps_per_epoch=4, total_steps=12)
+
+
+def make(tiny: Tiny, changes: dict[str, Any] | None = None, **args: Any) -> DINO:
+    return DINO(Setting(tiny(changes), 36, 4), **{"local_crops": 3, "local_size": 16, **args})
+
+
+def batch_of(objective: DINO, count: int = 4) -> Batch:
+    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
+    return dataset.__getitems__([(0, image) for image in range(count)])
+
+
+def test_the_loss_is_the_mean_over_pairs_of_different_crops() -> None:
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.rand(2, 3, 5, generator=generator).softmax(dim=-1)
+    logits = torch.rand(4, 3, 5, generator=generator)
+    terms = []
+    for teacher in range(2):
+        for student in range(4):
+            if student != teacher:
+                for image in range(3):
+                    terms.append(-(targets[teacher, image] * F.log_softmax(logits[student, image], dim=0)).sum())
+    assert len(terms) == 3 * 2 * 3
+    torch.testing.assert_close(dino_loss(targets, logits), torch.stack(terms).mean())
+
+
+def test_forward_returns_this_loss_of_teacher_and_student(tiny: Tiny) -> None:
+    objective = make(tiny, {"backbone.drop_path": 0.0})
+    with torch.no_grad():
+        objective.image_centre.value += torch.randn(32, generator=torch.Generator().manual_seed(1))
+    batch = batch_of(objective)
+    temperature = objective.schedules(STEP)["teacher_temperature"]
+    output = objective(batch, STEP)
+    crops = augmented_crops(batch, objective.options.views, objective.exported())
+    assert [tuple(part.shape) for part in crops] == [(8, 3, 32, 32), (12, 3, 16, 16)]
+
+    def logits(network: Any, views: torch.Tensor) -> torch.Tensor:
+        return network.image_prototypes(network.head(network.backbone(views).global_token))
+
+    targets = logits(objective.teacher, crops[0]).unflatten(0, (2, 4))
+    targets = ((targets - objective.image_centre.value) / temperature).softmax(dim=-1)
+    students = torch.cat([logits(objective.student, part) for part in crops]).unflatten(0, (5, 4))
+    torch.testing.assert_close(output.losses["dino"], dino_loss(targets, students / 0.1))
+
+
+def test_a_step_updates_centre_and_teacher(tiny: Tiny) -> None:
+    objective = make(tiny, {"losses.centre_momentum": 0.8})
+    batch = batch_of(objective)
+    for part in batch.split(2):
+        objective(part, STEP)
+    before = {name: value.clone() for name, value in objective.teacher.named_parameters()}
+    views = augmented_crops(batch, objective.options.views, objective.exported())[0]
+    embeddings = objective.teacher.head(objective.teacher.backbone(views).global_token)
+    expected = 0.2 * (embeddings @ objective.teacher.prototypes("image").weight.T).mean(dim=0)
+    with torch.no_grad():
+        for parameter in objective.student.parameters():
+            parameter += 0.1
+    objective.after_step(STEP)
+    torch.testing.assert_close(objective.image_centre.value, expected, rtol=1e-4, atol=1e-6)
+    momentum = objective.schedules(STEP)["momentum"]
+    for name, value in objective.teacher.named_parameters():
+        torch.testing.assert_close(value, before[name] + (1 - momentum) * 0.1, rtol=1e-4, atol=1e-6)
+
+
+def test_local_crops_are_small_and_keyed(tiny: Tiny) -> None:
+    objective = make(tiny, {"views.area": (0.5, 1.0)}, local_area=(0.1, 0.2))
+    first, again = batch_of(objective), batch_of(objective)
+    assert first["global"].shape == (4, 2, 3, 32, 32)
+    assert first["local"].shape == (4, 3, 3, 16, 16)
+    assert first["photometric"].sigma.shape == (4, 5)
+    assert torch.equal(first["local"], again["local"])
+    assert not torch.equal(first["local"][0, 0], first["local"][0, 1])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"local_size": 20}, "local_size must be a multiple of the patch size 8, got 20"),
+        ({"local_crops": 0}, "local_crops must be >= 1, got 0"),
+        ({"local_area": (0.5, 0.2)}, r"local_area must be ordered \(low, high\) within 0 to 1"),
+    ],
+)
+def test_invalid_options_are_rejected(tiny: Tiny, args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(tiny, **args)
+
+
+@pytest.mark.parametrize("centring", ["mean", "sinkhorn"])
+def test_it_trains(tiny: Tiny, tmp_path: Any, centring: str) -> None:
+    config = tiny({"losses.centring": centring, "optim.micro_batches": 2, "backbone.drop_path": 0.2})
+    args = {"local_crops": 2, "local_size": 16}
+    config = dataclasses.replace(config, objective=dataclasses.replace(config.objective, name="dino", args=args))
+    run = pretrain(config, out=tmp_path)
+    assert 0 < run.summary["losses"]["dino"] < 10
+    assert run.backbone().embed_dim == 32

@@ -1,0 +1,212 @@
+"""iBOT, against the values of its released code and its definition."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.objectives import golden
+from torch import Tensor
+
+from cribo.base.errors import ConfigError
+from cribo.data.samples import Batch, SampleDataset
+from cribo.data.scenes import Scenes
+from cribo.method import Centre, ProjectionHead, PrototypeLayer, SelfDistillation
+from cribo.objectives import Setting, Step
+from cribo.objectives.multicrop import augmented_crops
+from cribo.objectives.rivals.dino import dino_loss
+from cribo.objectives.rivals.ibot import IBOT, draw_block_mask, masked_patch_loss
+from cribo.pretraining import PretrainConfig
+
+Tiny = Callable[..., PretrainConfig]
+STEP = Step(6, steps_per_epoch=4, total_steps=12)
+
+
+# ------------------------------------------------------------------ the released code
+
+
+@pytest.mark.parametrize("path", golden.cases("ibot_loss"), ids=lambda path: path.stem)
+def test_losses_and_gradients_are_those_of_the_released_code(path: Path) -> None:
+    case = golden.load(path)
+    masks = case["masks"].flatten(2)
+    images = masks.shape[1]
+    students = {name: case[f"student_{name}"].requires_grad_() for name in ("cls", "patches", "local_cls")}
+    temperature = float(case["teacher_temperatures"][case["epoch"]])
+    targets = ((case["teacher_cls"] - case["centre_before"]) / temperature).softmax(dim=-1).unflatten(0, (2, images))
+    logits = torch.cat((students["cls"], students["local_cls"])).unflatten(0, (-1, images)) / 0.1
+    cls = dino_loss(targets, logits)
+    # With identity prototypes, embeddings are logits.
+    identity = torch.eye(case["student_patches"].shape[2], dtype=logits.dtype)
+    own = float(case["teacher_patch_temperatures"][case["epoch"]])
+    level = SelfDistillation(identity, identity, case["patch_centre_before"].flatten(), 0.1, own)
+    rows = masks.flatten(0, 1).bool()
+    patches = masked_patch_loss(students["patches"][rows], case["teacher_patches"][rows], masks.bool(), level)
+    assert cls.item() == pytest.approx(case["cls_loss"], rel=1e-6)
+    assert patches.item() == pytest.approx(case["patch_loss"], rel=1e-6)
+    (cls + patches).backward()
+    for name, value in students.items():
+        torch.testing.assert_close(value.grad, case[f"student_{name}_grad"], rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("path", golden.cases("ibot_loss"), ids=lambda path: path.stem)
+@pytest.mark.parametrize(("rows", "prefix"), [("teacher_cls", ""), ("teacher_patches", "patch_")])
+def test_centres_are_those_of_the_released_code(path: Path, rows: str, prefix: str) -> None:
+    case = golden.load(path)
+    logits = case[rows].flatten(0, -2)
+    centre = Centre(logits.shape[1]).to(logits.dtype)
+    centre.value.copy_(case[f"{prefix}centre_before"].flatten())
+    centre.update(logits.sum(dim=0), torch.tensor(len(logits)), torch.eye(logits.shape[1], dtype=logits.dtype))
+    torch.testing.assert_close(centre.value, case[f"{prefix}centre_after"].flatten(), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("path", golden.cases("ibot_head"), ids=lambda path: path.stem)
+def test_the_head_is_that_of_the_released_code(path: Path) -> None:
+    case = golden.load(path)
+    layers = [name for name in case if name.startswith("mlp") and name.endswith("weight")]
+    hidden, dim = case[layers[0]].shape
+    size = len(case[layers[-1]])
+    head = ProjectionHead(dim, hidden_dim=hidden, bottleneck_dim=size, num_layers=len(layers)).double()
+    head.load_state_dict({name: value for name, value in case.items() if name.startswith("mlp")})
+    last = PrototypeLayer(size, len(case["last_layer.weight_v"])).double()
+    last.load_state_dict({"direction": case["last_layer.weight_v"], "gain": case["last_layer.weight_g"]})
+    expected = torch.cat((case["cls_logits"][:, None], case["patch_logits"]), dim=1)
+    torch.testing.assert_close(last(head(case["tokens"])), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("path", golden.cases("ibot_masks"), ids=lambda path: path.stem)
+@pytest.mark.parametrize("kind", ["mixed", "fixed"])
+def test_masks_are_distributed_as_those_of_the_released_code(path: Path, kind: str, tiny: Tiny) -> None:
+    case = golden.load(path)
+    side = case[kind].shape[-1]
+    objective = make(tiny, {"views.size": 8 * side}, mask_ratio=(0.1, 0.5) if kind == "mixed" else (0.3, 0.3))
+    probability = 0.5 if kind == "mixed" else 1.0
+    objective.masked_crops.probability = probability
+    generator = torch.Generator().manual_seed(0)
+    masks = torch.stack([objective.masked_crops.draw_mask(generator) for _ in range(1500)]).unflatten(1, (side, side))
+    share = masks.flatten(1).double().mean(dim=1)
+    expected = case[f"{kind}_fraction"]
+    quantiles = torch.linspace(0.02, 0.98, 25, dtype=torch.float64)
+    assert float((share == 0).double().mean()) == pytest.approx(float((expected == 0).double().mean()), abs=0.04)
+    own, other = (each[each > 0].quantile(quantiles) for each in (share, expected))
+    torch.testing.assert_close(own, other, rtol=0, atol=0.025)
+    # Neighbours are masked together as often: blocks have the same sizes and shapes.
+    for axis in (1, 2):
+        own_pairs, pairs = (pairs_along(each.bool(), axis) for each in (masks, case[kind]))
+        assert own_pairs == pytest.approx(pairs, abs=0.03)
+    middle = slice(side // 2 - side // 7, side // 2 + side // 7)
+    own_middle, in_middle = (float(each[:, middle, middle].double().mean()) for each in (masks, case[kind]))
+    assert own_middle == pytest.approx(in_middle, abs=0.05)
+
+
+def pairs_along(masks: Tensor, axis: int) -> float:
+    """Return the share of masked patches whose next patch along an axis is also masked."""
+    length = masks.shape[axis] - 1
+    first, second = masks.narrow(axis, 0, length), masks.narrow(axis, 1, length)
+    return float((first & second).sum() / first.sum())
+
+
+# ------------------------------------------------------------------ masks
+
+
+def test_a_ratio_of_zero_masks_nothing_and_small_grids_work() -> None:
+    generator = torch.Generator().manual_seed(0)
+    assert not draw_block_mask((14, 14), 0.0, generator=generator).any()
+    for grid in ((2, 2), (1, 1), (4, 4), (3, 9)):
+        for _ in range(20):
+            assert draw_block_mask(grid, 0.5, generator=generator).sum() <= 0.5 * grid[0] * grid[1]
+
+
+# ------------------------------------------------------------------ the objective
+
+
+def make(tiny: Tiny, changes: dict[str, Any] | None = None, **args: Any) -> IBOT:
+    return IBOT(Setting(tiny(changes), 36, 4), **{"local_crops": 3, "local_size": 16, **args})
+
+
+def batch_of(objective: IBOT, count: int = 4) -> Batch:
+    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
+    return dataset.__getitems__([(0, image) for image in range(count)])
+
+
+def logits(network: Any, tokens: Tensor) -> Tensor:
+    return network.image_prototypes(network.head(tokens))
+
+
+def test_forward_is_the_definition(tiny: Tiny) -> None:
+    """With a loop over views and images; the student's masked patches are replaced before the positions are added."""
+    objective = make(tiny, {"backbone.drop_path": 0.0}).double()
+    student, teacher = objective.student, objective.teacher
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        objective.patch_centre.value += torch.randn(32, generator=generator)
+        student.get_parameter("mask_token").normal_(generator=generator)
+    batch = batch_of(objective, 6)
+    output = objective(batch, STEP)
+    temperature = objective.schedules(STEP)["teacher_temperature"]
+    views = augmented_crops(batch, objective.options.views, objective.exported())[0].unflatten(0, (2, 6)).double()
+    masks = batch["masks"]
+    assert (masks.sum(dim=2) == 0).any()
+    assert (masks.sum(dim=2) > 0).any()
+    terms = []
+    for view in range(2):
+        for image in range(6):
+            masked = masks[image, view]
+            if not masked.any():
+                terms.append(torch.zeros((), dtype=torch.float64))
+                continue
+            seen = views[view, image][None]
+            model = student.backbone.model
+            embedded = model.patch_embed(seen).clone()
+            embedded.view(1, -1, 32)[0, masked] = student.get_parameter("mask_token")
+            tokens = model.norm(model.blocks(model._pos_embed(embedded)))[0, 1:]
+            target = logits(teacher, teacher.backbone(seen).tokens)[0] - objective.patch_centre.value
+            predicted = F.log_softmax(logits(student, tokens)[masked] / 0.1, dim=-1)
+            terms.append(-((target[masked] / temperature).softmax(dim=-1) * predicted).sum(dim=1).mean())
+    torch.testing.assert_close(output.losses["mim"], torch.stack(terms).mean())
+
+
+def test_masks_change_only_the_student_and_its_global_crops(tiny: Tiny) -> None:
+    objective = make(tiny, {"backbone.drop_path": 0.0})
+    batch = batch_of(objective)
+    output = objective(batch, STEP)
+    output.losses["mim"].backward()
+    assert objective.student.get_parameter("mask_token").grad is not None
+    batch["masks"].zero_()
+    again = objective(batch, STEP)
+    assert again.losses["mim"] == 0
+    assert again.losses["cls"] != output.losses["cls"]
+    assert torch.equal(objective._patches[0], objective._patches[1])
+
+
+def test_frozen_blocks_freeze_the_mask_token(tiny: Tiny) -> None:
+    objective = make(tiny, {"backbone.train_blocks": 1})
+    output = objective(batch_of(objective), STEP)
+    (output.losses["cls"] + output.losses["mim"]).backward()
+    trained = {name for name, value in objective.student.named_parameters() if value.grad is not None}
+    assert "mask_token" not in trained
+    assert {name for name in trained if "blocks.0" in name} == set()
+    assert any("blocks.1" in name for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("changes", "args", "message"),
+    [
+        (
+            {"backbone.name": "resnet18", "backbone.args": {}},
+            {"local_size": 32},
+            r"global token is \[CLS\], not resnet18",
+        ),
+        (
+            {"backbone.name": "beit_base_patch16_224", "backbone.args": {"depth": 1, "global_pool": "token"}},
+            {},
+            "local_size must be 32 for beit_base_patch16_224, which accepts no other size, got 16: use another network",
+        ),
+        ({}, {"mask_probability": 0.0}, "mask_probability must be > 0 and at most 1, got 0.0"),
+        ({}, {"mask_ratio": (0.5, 0.1)}, r"mask_ratio must be ordered \(low, high\) within 0 to 1"),
+    ],
+)
+def test_invalid_options_are_rejected(tiny: Tiny, changes: Any, args: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(tiny, changes, **args)
