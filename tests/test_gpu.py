@@ -21,7 +21,7 @@ from cribo.evaluation.dense_neighbours.settings import Variant
 from cribo.features import Machine, backbone_encoder, nearest
 from cribo.features.search import TensorKeys
 from cribo.method import MemoryBank, SelfDistillation, cluster_tokens, cross_view_loss, match_objects, pool_objects
-from cribo.method.recipe import ViewRecipe
+from cribo.method.config import ViewRecipe
 from cribo.models import build_backbone
 
 pytestmark = [

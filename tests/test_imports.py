@@ -1,6 +1,8 @@
 """Imports point down the house, those inside functions and for type checking too, and form no circle."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
 from itertools import pairwise
@@ -147,3 +149,9 @@ def test_no_import_inside_a_function_or_for_type_checking_hides_a_circle() -> No
     except ValueError as error:  # CycleError
         circle = [f"{first} is imported by {second}" for first, second in pairwise(error.args[1])]
     assert not circle
+
+
+def test_settings_do_not_import_torch() -> None:
+    settings = [module for module in MODULES if module.endswith(".config")]
+    program = f"import {', '.join(settings)}, sys; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"

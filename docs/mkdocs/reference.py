@@ -16,7 +16,7 @@ class ExampleSections(Extension):
 
 
 class LazyNames(Extension):
-    """Exports what a package imports under `TYPE_CHECKING`: `__all__`, which griffe cannot compute (cribo/lazy.py)."""
+    """Exports what a package imports under `TYPE_CHECKING`: `__all__`, which griffe cannot compute (base/lazy.py)."""
 
     def on_module(self, *, mod: Module, **kwargs: Any) -> None:
         """Set the exports of a package that calls `lazy_names`; `cribo` itself defines its own `TYPE_CHECKING`."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jsonargparse import Namespace
 
     from cribo.apps.export import ExportReport
-    from cribo.apps.export.options import ExportOptions
+    from cribo.apps.export.config import ExportOptions
     from cribo.features.config import BackboneSource
 
 HELP = """\
@@ -37,7 +37,7 @@ LESS_MEMORY = "use --to timm, which needs the least memory"
 
 def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    from cribo.apps.export.options import TARGETS, ExportOptions, require_target
+    from cribo.apps.export.config import TARGETS, ExportOptions, require_target
     from cribo.base.arguments import Parser
     from cribo.base.errors import ConfigError
     from cribo.features.config import BackboneSource, backbone_name

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from cribo.method.blocks import rows_per_block
-from cribo.method.recipe import ViewRecipe
+from cribo.method.config import ViewRecipe
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, as in PIL and torchvision
 _CONTRAST, _HUE = 1, 3  # numbers of operations in `Photometric.order`

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from cribo.base.bounds import require_least, require_positive, sorted_blocks
 from cribo.base.errors import ConfigError, InputError
 from cribo.base.redaction import without_secrets
-from cribo.method.recipe import Marginals
+from cribo.method.config import Marginals
 from cribo.models.hub.download import hub_name
 
 FeaturePrecision = Literal["float32", "float16"]

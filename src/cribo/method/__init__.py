@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cribo.method.clustering import cluster_tokens as cluster_tokens
     from cribo.method.clustering import cluster_tokens_kmeans as cluster_tokens_kmeans
     from cribo.method.clustering import draw_initial_tokens as draw_initial_tokens
+    from cribo.method.config import ViewRecipe as ViewRecipe
     from cribo.method.heads import ProjectionHead as ProjectionHead
     from cribo.method.heads import PrototypeLayer as PrototypeLayer
     from cribo.method.losses import Centre as Centre
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from cribo.method.matching import cycle_consistency as cycle_consistency
     from cribo.method.matching import match_objects as match_objects
     from cribo.method.objects import pool_objects as pool_objects
-    from cribo.method.recipe import ViewRecipe as ViewRecipe
     from cribo.method.views import Crops as Crops
     from cribo.method.views import cut_views as cut_views
     from cribo.method.views import patch_coordinates as patch_coordinates

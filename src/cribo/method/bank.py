@@ -10,9 +10,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from cribo.base.errors import InputError
+from cribo.method.config import Criterion
 from cribo.method.matching import Rows, match_rows
 from cribo.method.precision import at_least_float32, in_float32
-from cribo.method.recipe import Criterion
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cribo.base.errors import InputError
 from cribo.method.blocks import rows_per_block
+from cribo.method.config import Marginals
 from cribo.method.precision import in_float32
-from cribo.method.recipe import Marginals
 
 EMPTY_CLUSTER_SIZE = 0.01
 """Added to every cluster's size in the adaptive marginals, so that an empty cluster can regain tokens."""

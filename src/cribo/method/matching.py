@@ -11,8 +11,8 @@ from torch import Tensor
 
 from cribo.base.errors import InputError
 from cribo.method.blocks import rows_per_block
+from cribo.method.config import Criterion
 from cribo.method.precision import in_float32, inner_products
-from cribo.method.recipe import Criterion
 
 NO_MATCH = -1
 """Index that marks a query without a match in the bank."""

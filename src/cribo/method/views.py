@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-from cribo.method.recipe import ViewRecipe
+from cribo.method.config import ViewRecipe
 
 _CROP_ATTEMPTS = 10
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cribo.method.recipe import Marginals, ViewRecipe
+from cribo.method.config import Marginals, ViewRecipe
 from cribo.models.config import Checkpointing
 
 Centring = Literal["mean", "sinkhorn"]

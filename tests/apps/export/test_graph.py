@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from cribo.apps.export import export_backbone
+from cribo.apps.export.config import ExportOptions
 from cribo.apps.export.graph import load_onnx, load_torch
-from cribo.apps.export.options import ExportOptions
 from cribo.apps.export.run import TOLERANCES, compare_features
 from cribo.base.errors import DifferentFeatures, InputError
 from cribo.models import Backbone, build_backbone, normalise

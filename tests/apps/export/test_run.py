@@ -18,7 +18,7 @@ from transformers import AutoImageProcessor, AutoModel
 
 from cribo import load_backbone
 from cribo.apps.export import export_backbone
-from cribo.apps.export.options import ExportOptions
+from cribo.apps.export.config import ExportOptions
 from cribo.apps.export.run import compare_features
 from cribo.apps.export.timm_folder import load as load_timm
 from cribo.base.errors import DifferentFeatures, FolderError, InputError

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from cribo.base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from cribo.apps.export.options import TARGETS as TARGETS
-    from cribo.apps.export.options import Target as Target
+    from cribo.apps.export.config import TARGETS as TARGETS
+    from cribo.apps.export.config import Target as Target
     from cribo.apps.export.publishing import Published as Published
     from cribo.apps.export.publishing import publish_backbone as publish_backbone
     from cribo.apps.export.run import ExportReport as ExportReport

@@ -25,7 +25,7 @@ from torch._export.serde.serialize import SerializeError
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
-from cribo.apps.export.options import ExportOptions
+from cribo.apps.export.config import ExportOptions
 from cribo.apps.export.target import Encode, Exporter, Step, Written, data_type, no_step
 from cribo.base.console import log_level
 from cribo.base.errors import InputError

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import quote
 
-from cribo.apps.export.options import ExportOptions
+from cribo.apps.export.config import ExportOptions
 from cribo.apps.export.run import ExportReport, check_section, export_backbone
 from cribo.apps.export.target import data_type
 from cribo.base.errors import InputError

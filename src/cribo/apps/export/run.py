@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cribo.apps.export.options import TARGETS, ExportOptions, Target, require_target
+from cribo.apps.export.config import TARGETS, ExportOptions, Target, require_target
 from cribo.apps.export.target import Encode, Exporter, data_type
 from cribo.base.errors import DifferentFeatures, InputError
 from cribo.base.files import write_json, write_text

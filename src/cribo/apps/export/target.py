@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cribo.apps.export.options import ExportOptions
+from cribo.apps.export.config import ExportOptions
 from cribo.models import Backbone
 
 Encode = Callable[[Float[Tensor, "b 3 h w"]], tuple[Float[Tensor, "b n d"], Float[Tensor, "b d"]]]

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from timm.data.config import resolve_data_config
 from torch import Tensor, nn
 
-from cribo.apps.export.options import ExportOptions
+from cribo.apps.export.config import ExportOptions
 from cribo.apps.export.target import Encode, Exporter, Step, Written, data_type, no_step
 from cribo.models import Backbone, normalise
 from cribo.models.hub.timm_layout import how_to_load, not_of_timm, notes_on, resizes_otherwise, write_timm_layout

@@ -20,7 +20,7 @@ from timm.models import Eva, VisionTransformer
 from torch import Tensor, nn
 
 from cribo.apps.export import timm_folder
-from cribo.apps.export.options import ExportOptions
+from cribo.apps.export.config import ExportOptions
 from cribo.apps.export.target import Encode, Exporter, Step, Written, data_type, in_precision, no_step
 from cribo.models import Backbone, normalise
 from cribo.models.formats.inverse import write_as

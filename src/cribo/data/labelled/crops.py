@@ -13,7 +13,7 @@ from torchvision.transforms.v2 import functional as TF
 
 from cribo.data.labelled.segmentation import LabelledImages
 from cribo.data.randomness import keyed_generator
-from cribo.method.recipe import ViewRecipe
+from cribo.method.config import ViewRecipe
 from cribo.method.views import sample_crops
 
 Scale = tuple[int, int]

@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from cribo.base.errors import InputError
+from cribo.method.config import Marginals
 from cribo.method.precision import in_float32
-from cribo.method.recipe import Marginals
 
 MARGINAL_TEMPERATURE = 2.0
 """Temperature of the softmax over similarities to [CLS] that gives the marginals (released code)."""
