@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.pretraining.conftest import begun, resumed, train, whole, without_report  # noqa: F401 (fixtures)
 from tests.pretraining.test_spread import assert_same_checkpoint
 
 from cribo.pretraining import PretrainConfig, pretrain, resume
@@ -18,12 +19,12 @@ def resumed_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[
     def call(config: PretrainConfig) -> dict[str, Any]:
         folder = pretrain(config, out=tmp_path).folder
         last, *_ = checkpoint_files(folder)
-        whole = torch.load(last, weights_only=False)["state_dict"]
+        final = torch.load(last, weights_only=False)["state_dict"]
         for file in (last, folder / "summary.json", folder / "backbone.safetensors"):
             file.unlink()
         resume(folder)
         again = torch.load(last, weights_only=False)["state_dict"]
-        assert_same_checkpoint(whole, again, 0)
-        return whole
+        assert_same_checkpoint(final, again, 0)
+        return final
 
     return call
