@@ -1,1 +1,1 @@
-"""Applications: each in its folder, built on features and jobs; they do not import each other."""
+"""Applications, each in its own folder; they do not import each other."""

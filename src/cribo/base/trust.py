@@ -2,8 +2,8 @@
 
 Weights, runs, databases and other files may come from anyone. A name that the user writes on the command line, in a
 configuration or in Python is the user's word; a name that is read from such a file is not, whether or not its module
-has been imported. Every reader of such a file
-calls `check_import` or `check_address` before it imports or opens what it names.
+has been imported. Every reader of such a file calls `check_import` or `check_address` before it imports or opens what
+it names.
 """
 
 import difflib
