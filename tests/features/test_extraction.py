@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from tests.evaluation.coded import Coded, blocks, random_maps
 
 from cribo.base.errors import UnreadableImage
 from cribo.data import LabelledFolder
@@ -27,8 +28,6 @@ from cribo.features.extraction import (
     sparse_counts,
 )
 from cribo.features.patches import class_counts
-
-from .conftest import Coded, blocks, random_maps
 
 SIDE = 8
 SIZES = [(16, 24), (24, 24), (16, 24), (40, 16), (24, 24), (16, 24), (17, 25)]

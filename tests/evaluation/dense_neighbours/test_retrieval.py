@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.evaluation.conftest import PERFECT, Coded, blocks, random_maps
+from tests.evaluation.coded import PERFECT, Coded, blocks, random_maps
 from torchmetrics.classification import MulticlassJaccardIndex
 
 from cribo.base.errors import InputError

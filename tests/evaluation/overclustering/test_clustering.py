@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.evaluation.conftest import PERFECT, Coded, blocks, random_maps
+from tests.evaluation.coded import PERFECT, Coded, blocks, random_maps
 
 from cribo.base.errors import InputError
 from cribo.evaluation.overclustering.clustering import (
