@@ -3,6 +3,7 @@ import logging
 import os
 import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -176,6 +177,18 @@ def test_a_local_cluster_is_private_and_ends_with_its_killed_driver() -> None:
     while place.exists():
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv")
+def test_workers_have_the_environment_of_a_driver_under_uv(tmp_path: Path) -> None:
+    """Ray itself would run them by `uv run` in a copy of the working folder, whose environment has no packages."""
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "mine"\nversion = "1"\nrequires-python = ">=3.11"\n')
+    (tmp_path / "out").mkdir()
+    command = ["uv", "run", "--no-sync", sys.executable, "-c", DRIVER, str(tmp_path / "out"), "2", "0"]
+    environment = {**os.environ, **ENVIRONMENT, "UV_OFFLINE": "1"}
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert sorted(ran.stdout.split()) == ["000", "001"], ran.stderr
 
 
 _IDLE = """
