@@ -187,6 +187,7 @@ def test_workers_have_the_environment_of_a_driver_under_uv(tmp_path: Path) -> No
     (tmp_path / "out").mkdir()
     command = ["uv", "run", "--no-sync", sys.executable, "-c", DRIVER, str(tmp_path / "out"), "2", "0"]
     environment = {**os.environ, **ENVIRONMENT, "UV_OFFLINE": "1"}
+    environment.pop("RAY_ENABLE_UV_RUN_RUNTIME_ENV")  # set for the tests
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert sorted(ran.stdout.split()) == ["000", "001"], ran.stderr
 
