@@ -10,8 +10,9 @@ import numpy
 import pytest
 import torch
 
+import cribo
 from cribo.cli.doctor.examination import examine
-from cribo.cli.doctor.findings import Section
+from cribo.cli.doctor.findings import Section, short
 from cribo.cli.doctor.gpus import examine_devices
 from cribo.cli.doctor.processor import examine_processor
 from cribo.cli.doctor.software import examine_environment, examine_software
@@ -37,9 +38,8 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_sections_have_facts_and_nothing_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "cribo.cli.doctor.packages.broken_modules", lambda names: ({}, [])
-    )  # has its own tests; takes long
+    # It has tests of its own, and takes long.
+    monkeypatch.setattr("cribo.cli.doctor.packages.broken_modules", lambda names: ({}, []))
     sections = {section.title: section for section in examine()}
     assert list(sections) == [
         *("Software", "Devices", "Processor", "Memory and disk", "Environment", "Optional packages"),
@@ -49,6 +49,7 @@ def test_all_sections_have_facts_and_nothing_is_unknown(monkeypatch: pytest.Monk
         assert "error" not in section.facts
         assert not [value for value in section.facts.values() if value.startswith("unknown")]
     software = sections["Software"].facts
+    assert software["cribo"].endswith(short(Path(cribo.__file__).parent))
     assert software["numpy"] == numpy.__version__
     assert software["torch"].startswith(torch.__version__.partition("+")[0])
     assert f"{os.cpu_count()}" in sections["Processor"].facts["cores"]

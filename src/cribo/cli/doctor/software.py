@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import traceback
-from pathlib import Path
+from importlib.resources import files
 
 from cribo.base.packages import PACKAGE
 from cribo.base.redaction import without_secrets
@@ -25,7 +25,7 @@ _VARIABLES = (
 
 def examine_software(section: Section) -> None:
     """Add the versions of this package, of Python and of the main libraries, which are imported."""
-    section.note("cribo", lambda: f"{importlib.metadata.version(PACKAGE)}, {short(Path(__file__).parents[1])}")
+    section.note("cribo", lambda: f"{importlib.metadata.version(PACKAGE)}, {short(str(files('cribo')))}")
     section.note("python", lambda: f"{platform.python_version()}, {short(sys.executable)}")
     section.note("system", platform.platform)
     for name in _LIBRARIES:
