@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
 
-# Under `uv run`, Ray would otherwise install the project anew for its workers. It reads this when it is imported, which
-# some tests do before `cribo` sets it.
+# If pytest runs under `uv run`, Ray reinstalls the project for its workers. It reads this variable on import, and some
+# tests import Ray before cribo sets it.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 import jaxtyping

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cribo.base.machine import core_limit, is_first_process, memory_limit
+from cribo.base.machine import core_limit, free_memory_of_groups, is_first_process, memory_limit
 
 
 @pytest.mark.parametrize(
@@ -108,3 +108,23 @@ def test_the_lowest_limit_of_a_group_and_its_parents_applies(tmp_path: Path, ver
 def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
     assert core_limit(tmp_path / "none", tmp_path) is None
     assert memory_limit(tmp_path / "none", tmp_path) is None
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_limits_of_control_groups_are_respected(tmp_path: Path, version: int) -> None:
+    """The parent group has less free memory; reclaimable page cache counts as free."""
+    root = tmp_path if version == 2 else tmp_path / "memory"
+    limit, usage = (
+        ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    )
+    for folder, values in ((root / "outer" / "inner", (1000, 900, 50)), (root / "outer", (950, 930, 40))):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, value in zip((limit, usage), values, strict=False):
+            (folder / name).write_text(f"{value}\n")
+        (folder / "memory.stat").write_text(f"anon 7\ninactive_file {values[2]}\n")
+    groups = tmp_path / "groups"
+    groups.write_text("0::/outer/inner\n" if version == 2 else "5:devices:/\n4:cpu,memory:/outer/inner\n")
+    assert free_memory_of_groups(groups, tmp_path) == [150, 60]
+    (root / "outer" / limit).write_text("max\n")
+    assert free_memory_of_groups(groups, tmp_path) == [150]
+    assert free_memory_of_groups(tmp_path / "none", tmp_path) == []

@@ -282,7 +282,7 @@ def test_an_interruption_while_waiting_for_a_batch_loses_nothing(tmp_path: Path)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         names = [each.f_code.co_name for each, _ in traceback.walk_stack(frame)]
-        if names[0] == "wait" and "next" in names:  # neither while workers start, nor while a lock is taken
+        if names[0] == "wait" and "next" in names:  # not while workers start or a lock is acquired
             raise Interrupted
         signal.setitimer(signal.ITIMER_REAL, 0.01)
 

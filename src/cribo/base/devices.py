@@ -1,15 +1,14 @@
-"""Devices: defaults, free memory, numbers of worker processes, and the processor's support for bfloat16."""
+"""Default devices, their free memory, numbers of workers, and bfloat16 support of the CPU."""
 
 import platform
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import psutil
 import torch
 
 from cribo.base.errors import ConfigError
-from cribo.base.machine import MOUNT, PROC, available_cores, group_folders, keep_freed_memory
+from cribo.base.machine import available_cores, free_memory_of_groups, keep_freed_memory
 
 _MAX_WORKERS = 16
 _THREADS_PER_WORKER = 2  # one core for the worker, one for the network
@@ -83,30 +82,13 @@ def multiplies_bfloat16() -> bool:
 
 
 def available_memory(device: torch.device | str) -> int:
-    """Return the free memory of a device in bytes, on the CPU within the limits of control groups.
+    """Return the free memory of a device in bytes.
 
-    Containers and SLURM set such limits.
+    On the CPU, this respects the limits of control groups, which containers and SLURM set.
     """
     device = torch.device(device)
     if device.type == "cuda":
         # Include memory that PyTorch has reserved but does not use.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    return min((psutil.virtual_memory().available, *_free_in_groups()))
-
-
-def _free_in_groups(proc: Path = PROC, mount: Path = MOUNT) -> list[int]:
-    """Return the free bytes in each control group (v1 or v2) of this process; psutil ignores these limits."""
-    free = []
-    for folder, version in group_folders("memory", proc, mount):
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
-        try:
-            limit, usage = (int((folder / name).read_text(encoding="ascii")) for name in names)
-            statistics = (folder / "memory.stat").read_text(encoding="ascii").split()
-        except (OSError, ValueError):  # not visible in this container, above the mount, or unlimited ("max")
-            continue
-        # The reclaimable page cache; in v1, total_inactive_file includes child groups.
-        counts = dict(zip(statistics[::2], map(int, statistics[1::2]), strict=True))
-        cached = max(counts.get("inactive_file", 0), counts.get("total_inactive_file", 0))
-        free.append(max(0, limit - usage + cached))
-    return free
+    return min((psutil.virtual_memory().available, *free_memory_of_groups()))

@@ -43,7 +43,7 @@ class ConfigError(InputError):
 
 
 class TooShort(ConfigError):
-    """The time does not suffice for training."""
+    """The time limit is too short for training."""
 
 
 class FolderError(InputError):
@@ -59,7 +59,7 @@ class Untrusted(InputError):
 
 
 class UntrustedFile(InputError):
-    """Reading the file would run code, which is not allowed or not possible."""
+    """Reading the file would execute code, which is not allowed or not supported."""
 
 
 class MissingBlocks(InputError):
@@ -67,7 +67,7 @@ class MissingBlocks(InputError):
 
 
 class ResultError(InputError):
-    """Raised if a result cannot be read or used."""
+    """The result of an evaluation cannot be read or used."""
 
 
 class DatabaseError(DataError):
@@ -96,13 +96,13 @@ class UnreadableImage(Stopped):
 
 
 class TooManyUnreadable(Stopped):
-    """More images than allowed could not be read."""
+    """During training, more images were unreadable than `data.max_unreadable` allows."""
 
     everywhere = True
 
 
 class TooManySkipped(Stopped):
-    """More images than allowed are unreadable."""
+    """While writing shards, more images were unreadable than `max_unreadable` allows."""
 
 
 class ShardError(Stopped):
@@ -110,11 +110,11 @@ class ShardError(Stopped):
 
 
 class WorkersFailed(Stopped):
-    """Workers died or hung too often."""
+    """Data loading workers died or hung too often."""
 
 
 class WorkerLost(Stopped):
-    """The worker process ended several times while it worked on the same part."""
+    """A worker process died repeatedly on the same part."""
 
 
 class NonFiniteLoss(Stopped):
@@ -198,7 +198,7 @@ def full_disk(error: BaseException) -> OSError | None:
 
 @contextmanager
 def if_interrupted(advice: Callable[[], str]) -> Iterator[None]:
-    """Give a KeyboardInterrupt a message, unless it has one: what is kept, and how to continue.
+    """Add a message to a KeyboardInterrupt that has none: what is kept, and how to continue.
 
     Args:
         advice: returns the message; called only on Ctrl-C.

@@ -1,4 +1,4 @@
-"""The machine of a process: its cores, rank and launcher, limits of control groups, and settings of the allocator."""
+"""The machine as a process sees it: cores, rank, launcher, control groups, and the memory allocator."""
 
 import ctypes
 import os
@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 LAUNCHER = "CRIBO_LAUNCHER"
-"""Environment variable with the process id of the launcher, set for the processes of further devices."""
+"""Environment variable with the process id of the launcher, set for the processes of other ranks."""
 
 PROC, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-"""File with the control groups of this process, and folder where they are mounted."""
+"""File that lists the control groups of this process, and folder where they are mounted."""
 
 _POLL_SECONDS = 1.0
 # Parameters of glibc's mallopt, from malloc.h.
@@ -21,7 +21,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use, by its affinity and the limits of its control groups."""
+    """Return the number of cores available to this process, within its CPU affinity and control groups."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = core_limit()
     return cores if limit is None else max(1, min(cores, int(limit)))
@@ -61,7 +61,7 @@ def _exit_with_parent(launcher: int) -> None:
 
 
 def group_folders(controller: str, proc: Path = PROC, mount: Path = MOUNT) -> Iterator[tuple[Path, int]]:
-    """Yield the folder of each control group that may limit this process, and its version: 1 or 2.
+    """Yield the folder and the version (1 or 2) of each control group that applies to this process.
 
     Args:
         controller: the controller, such as `memory` or `cpu`.
@@ -78,7 +78,7 @@ def group_folders(controller: str, proc: Path = PROC, mount: Path = MOUNT) -> It
 
 
 def memory_limit(proc: Path = PROC, mount: Path = MOUNT) -> int | None:
-    """Return the lowest limit of memory in bytes; None without a limit."""
+    """Return the lowest memory limit in bytes, or None if there is no limit."""
     limits = []
     for folder, version in group_folders("memory", proc, mount):
         with suppress(OSError, ValueError):  # not visible in this container, above the mount, or unlimited ("max")
@@ -86,8 +86,25 @@ def memory_limit(proc: Path = PROC, mount: Path = MOUNT) -> int | None:
     return min((limit for limit in limits if limit < 2**60), default=None)  # v1 writes almost 2^63 for no limit
 
 
+def free_memory_of_groups(proc: Path = PROC, mount: Path = MOUNT) -> list[int]:
+    """Return the free bytes in each control group of this process; psutil ignores these limits."""
+    free = []
+    for folder, version in group_folders("memory", proc, mount):
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
+        try:
+            limit, usage = (int((folder / name).read_text(encoding="ascii")) for name in names)
+            statistics = (folder / "memory.stat").read_text(encoding="ascii").split()
+        except (OSError, ValueError):  # not visible in this container, above the mount, or unlimited ("max")
+            continue
+        # The reclaimable page cache; in v1, total_inactive_file includes child groups.
+        counts = dict(zip(statistics[::2], map(int, statistics[1::2]), strict=True))
+        cached = max(counts.get("inactive_file", 0), counts.get("total_inactive_file", 0))
+        free.append(max(0, limit - usage + cached))
+    return free
+
+
 def core_limit(proc: Path = PROC, mount: Path = MOUNT) -> float | None:
-    """Return the lowest limit of processor time in cores; None without a limit."""
+    """Return the lowest CPU limit in cores, or None if there is no limit."""
     limits = []
     for folder, version in group_folders("cpu", proc, mount):
         with suppress(OSError, ValueError):
@@ -102,7 +119,7 @@ def core_limit(proc: Path = PROC, mount: Path = MOUNT) -> float | None:
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc allocate large arrays from its heap and keep freed memory.
+    """Make glibc allocate large arrays on its heap and keep freed memory for reuse.
 
     A training step allocates the same large arrays repeatedly. By default, glibc maps new memory for each, whose pages
     the kernel clears. This takes a tenth of a training step for a small network, a third for a larger one, and up to

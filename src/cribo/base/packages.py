@@ -1,4 +1,4 @@
-"""Optional packages: checks, imports, and the command that installs them as this package was installed."""
+"""Optional packages: checks, imports, and the command that installs them."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Context of a running evaluation, which its protocol reads."""
+"""Context of a running evaluation."""
 
 import time
 from dataclasses import dataclass, field

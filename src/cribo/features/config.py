@@ -1,4 +1,4 @@
-"""Settings of backbones, objects and probes. This module does not import torch, so that command lines start quickly."""
+"""Settings of backbones, objects and probes; does not import torch, so that commands start quickly."""
 
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -17,15 +17,18 @@ Vote = Literal["majority", "similarity", "attention"]
 PatchLabels = Literal["hard", "soft"]
 Interpolation = Literal["bicubic", "bilinear"]
 Unlabelled = Literal["drop", "outvote", "class", "first"]
-
+Head = Literal["knn", "ridge", "both"]
 
 MEAN_COLOUR = "mean-colour"
 """Name of the baseline without a network."""
 
+_ENLARGED = 2.0
+_LEAST, _LARGEST = 384, 1024  # limits of the shorter side in pixels
+
 
 @dataclass
 class BackboneSource:
-    """Source and options of a backbone whose features are used.
+    """Source and options of a backbone.
 
     Attributes:
         source: a run folder or backbone.safetensors of cribo; a timm name (vit_small_patch16_224.dino); a
@@ -160,12 +163,6 @@ class ObjectSettings:
             raise ConfigError(f"min_share must be >= 0 and < 1, got {self.min_share}")
 
 
-Head = Literal["knn", "ridge", "both"]
-
-_ENLARGED = 2.0
-_LEAST, _LARGEST = 384, 1024  # limits of the shorter side in pixels
-
-
 @dataclass(frozen=True, kw_only=True)
 class ProbeSettings:
     """Settings for encoding images, and for choosing a probe.
@@ -232,7 +229,7 @@ class ProbeSettings:
         return min(_ENLARGED, max(1.0, _LEAST / shorter), _LARGEST / shorter)
 
     def check(self, patch_size: int) -> None:
-        """Check that windows fit the patches of a backbone.
+        """Check that windows align with the patches of a backbone.
 
         Raises:
             ValueError: window or stride is not a positive multiple of the patch size.

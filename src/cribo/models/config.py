@@ -12,4 +12,4 @@ NormalisedLayers = Literal["all", "last"]
 """Concatenated layers to which the final norm of a backbone is applied."""
 
 NetworkName = Literal["teacher", "student"]
-"""Network of a checkpoint that contains two."""
+"""Which network to load from a checkpoint that contains a teacher and a student."""

@@ -182,7 +182,7 @@ def test_a_local_cluster_is_private_and_ends_with_its_killed_driver() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv")
 def test_workers_have_the_environment_of_a_driver_under_uv(tmp_path: Path) -> None:
-    """Ray itself would run them by `uv run` in a copy of the working folder, whose environment has no packages."""
+    """By default, Ray starts them by `uv run` in a copy of the working folder, here without any packages."""
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "mine"\nversion = "1"\nrequires-python = ">=3.11"\n')
     (tmp_path / "out").mkdir()
     command = ["uv", "run", "--no-sync", sys.executable, "-c", DRIVER, str(tmp_path / "out"), "2", "0"]

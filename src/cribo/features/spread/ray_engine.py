@@ -47,7 +47,7 @@ _SETTINGS = {
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".*",  # messages of the raylets about workers that ended
     "RAY_SCHEDULER_EVENTS": "0",
     "RAY_worker_niceness": "0",  # as --engine local; Ray's default of 15 starves workers on a busy machine
-    # Of a driver under `uv run`, Ray would copy the working folder, and install its project anew for the workers.
+    # If the driver runs under `uv run`, Ray copies its working folder and reinstalls the project for the workers.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # workers of 0 GPUs see none; unset, Ray prints a notice
 }
