@@ -22,7 +22,7 @@ from cribo.apps.adapt.closed_form import choose_closed_form, refit_whitening
 from cribo.apps.adapt.config import AdaptConfig
 from cribo.apps.adapt.indicators import measure_indicators
 from cribo.apps.adapt.labelled import gain, open_labelled, score_images
-from cribo.apps.adapt.run import planned_training
+from cribo.apps.adapt.run import Adaptation
 from cribo.base.console import Phases
 from cribo.data import LabelledSubset, open_images
 from cribo.features import BackboneSource
@@ -117,11 +117,11 @@ def closed_form(original: Backbone, arguments: argparse.Namespace, console: Cons
 def train(row: str, start: Backbone, arguments: argparse.Namespace, console: Console) -> Backbone:
     """Train a row and refit its whitening to the images."""
     changes = {"seed": arguments.seed, "backbone.cache_trunk": arguments.cache, **ROWS[row]}
-    recipe = load_config("adapt", {key: "null" if value is None else value for key, value in changes.items()})
+    training = {key: "null" if value is None else value for key, value in changes.items()}
     images, source = open_images(arguments.images), BackboneSource(str(arguments.backbone))
-    steps = arguments.epochs * (len(images) // recipe.optim.batch_size)
-    config = AdaptConfig(str(arguments.images), source, steps=steps)
-    planned = planned_training(config, recipe, start, images, arguments.out, seconds=0)
+    steps = arguments.epochs * (len(images) // load_config("adapt", training).optim.batch_size)
+    config = AdaptConfig(str(arguments.images), source, steps=steps, training=training)
+    planned = Adaptation(config, images).plan(start, arguments.out, seconds=0)
     name = f"{re.sub('[^a-z_]+', '-', row.lower())}-{arguments.seed}"
     run = pretrain(planned, out=arguments.out, name=name, continue_run=True, console=console)
     adapted = averaged(start, run.backbone(), 1.0)

@@ -15,12 +15,13 @@ from PIL import Image
 from rich.console import Console
 
 from cribo.base.errors import InputError, MissingPackage
-from cribo.base.folders import ResultFolder
+from cribo.base.files import require
+from cribo.base.job import Job
 from cribo.base.versions import project_url
 from cribo.cli import main
 from cribo.cli.running import run_command
 from cribo.data.channels import DIM_IMAGES
-from cribo.data.sources.images import open_images, require
+from cribo.data.sources.images import open_images
 from cribo.features import PCAColours
 from cribo.models import build_backbone, save_backbone
 
@@ -64,7 +65,7 @@ def of_python() -> None:
 
 
 def of_a_library_in_our_code() -> None:
-    ResultFolder(Path("a\0b"), "search")
+    Job(Path("a\0b"), "search")
 
 
 def of_a_users_own_code() -> None:

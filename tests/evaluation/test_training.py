@@ -18,11 +18,11 @@ from torch.utils.data import Dataset
 from torchmetrics import SumMetric
 
 from cribo.base.errors import ConfigError, FolderError, Interrupted, NonFiniteLoss, UnreadableImage
+from cribo.base.job import RECORD
 from cribo.data.randomness import keyed_generator
 from cribo.evaluation.runtime import TrainingRuntime
-from cribo.evaluation.training import SETTINGS, KeyStream, evaluation_folder, fit
+from cribo.evaluation.training import KIND, KeyStream, evaluation_folder, fit
 from cribo.training.checkpoints import checkpoint_files
-from cribo.training.folder import run_lock
 from cribo.training.loggers import SERVICES, Service, Status
 from cribo.training.module import ResumableModule
 
@@ -254,8 +254,8 @@ def test_a_service_has_the_settings_of_the_evaluation_and_its_numbers(
     ended: list[Status] = []
     monkeypatch.setitem(SERVICES, "trackio", Memory)
     (tmp_path / "lr=0.1").mkdir()
-    for name, content in {"cribo.json": {"made_by": "cribo", "kind": "x"}, SETTINGS: {"data": {"name": "voc"}}}.items():
-        (tmp_path / name).write_text(json.dumps(content))
+    record = {"made_by": "cribo", "kind": KIND, "identity": {"data": {"name": "voc"}}}
+    (tmp_path / RECORD).write_text(json.dumps(record))
     runtime = {"logger": ("trackio",)}
     with pytest.raises(Interrupted):
         run(tmp_path / "lr=0.1", runtime=runtime, callbacks=[Stop(5)])
@@ -327,52 +327,6 @@ def test_a_folder_is_resumed_only_with_the_same_settings(opened: Callable[..., A
     with pytest.raises(FolderError, match=r"cannot be resumed: data\.name was voc, is ade20k"):
         opened({"layers": 1, "data": {"name": "ade20k"}}, resume=True).__enter__()
     assert (tmp_path / "out" / "work").exists()
-
-
-def test_a_folder_is_replaced_only_with_overwrite(opened: Callable[..., Any], tmp_path: Path) -> None:
-    with opened({}) as folder:
-        (folder / "work").touch()
-    with pytest.raises(FolderError, match="--resume"):
-        opened({}).__enter__()
-    with opened({}, overwrite=True) as folder:
-        assert not (folder / "work").exists()
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").touch()
-    for choice in ("overwrite", "resume"):
-        with pytest.raises(FolderError):
-            opened({}, out="mine", **{choice: True}).__enter__()
-    assert (tmp_path / "mine" / "thesis.tex").exists()
-
-
-def test_a_folder_in_use_is_refused(opened: Callable[..., Any]) -> None:
-    with opened({}) as folder:
-        pass
-    with run_lock(folder):
-        for choice in ("overwrite", "resume"):
-            with pytest.raises(FolderError, match="in use"):
-                opened({}, **{choice: True}).__enter__()
-
-
-def test_errors_before_the_first_step_leave_no_files(opened: Callable[..., Any], tmp_path: Path) -> None:
-    def refuse(*, worked: bool) -> None:
-        with opened({}) as folder:
-            if worked:
-                (folder / "work").touch()
-            raise ConfigError("three do not share a batch of four")
-
-    with pytest.raises(ConfigError, match="three"):
-        refuse(worked=False)
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(ConfigError, match="three"):
-        refuse(worked=True)
-    assert (tmp_path / "out" / "work").exists()
-
-
-def test_a_training_killed_at_its_start_is_resumed(opened: Callable[..., Any], tmp_path: Path) -> None:
-    with opened({}) as folder:
-        (folder / "evaluation.json").unlink()
-    with opened({}, resume=True) as folder:
-        assert (folder / "evaluation.json").is_file()
 
 
 def test_folders_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A run depends only on its seed; a stopped run resumes with identical results."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from cribo.base.errors import ConfigError, FolderError
-from cribo.base.folders import ResultFolder
+from cribo.base.job import RECORD
 from cribo.pretraining import PretrainConfig, load_config, pretrain
 
 Tiny = Callable[..., PretrainConfig]
@@ -203,9 +204,15 @@ def test_a_run_is_not_resumed_with_another_configuration(tiny: Tiny, begun: Trai
 
 
 def test_a_start_that_was_killed_before_the_configuration_was_written(tiny: Tiny, begun: Train, tmp_path: Path) -> None:
-    left = ResultFolder(tmp_path / "run", "pretraining").create() / f".config.yaml.{'0' * 32}.part"
+    config = tiny({"optim.epochs": 1})
+    with pytest.raises(RuntimeError, match="stopped"):
+        begun(config, callbacks=[StopAfter(1)])
+    for path in (tmp_path / "run").iterdir():
+        if path.name != RECORD:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    left = tmp_path / "run" / f".config.yaml.{'0' * 32}.part"
     left.write_text("seed")
-    assert begun(tiny({"optim.epochs": 1})).run.summary["steps"] == 4
+    assert begun(config).run.summary["steps"] == 4
     assert not left.exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")

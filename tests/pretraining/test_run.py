@@ -15,12 +15,12 @@ import torch
 from PIL import Image
 
 from cribo.base.errors import ConfigError, TooManyUnreadable
+from cribo.base.job import LOCK
 from cribo.models import load_backbone
 from cribo.objectives.pictures import draw_bootstrapping
 from cribo.pretraining import PretrainConfig, load_config, pretrain
 from cribo.pretraining.loading import dump_config
 from cribo.pretraining.run import latest_run, overrides_in
-from cribo.training.folder import RUN_LOCK
 
 Tiny = Callable[..., PretrainConfig]
 Train = Callable[..., Any]
@@ -116,7 +116,7 @@ def test_no_other_files_are_written(whole_run: tuple[PretrainConfig, Any]) -> No
     _, run = whole_run
     files = {"cribo.json", "config.yaml", "metrics.csv", "summary.json", "clusters.npz"}
     files |= {"backbone.safetensors", "backbone.json"}
-    kept = {path.name for path in run.folder.iterdir()} - {RUN_LOCK}  # filelock removes its file or not, by version
+    kept = {path.name for path in run.folder.iterdir()} - {LOCK}  # filelock removes its file or not, by version
     assert kept == files | {"checkpoints", "report", "tensorboard"}
     assert not [path for path in run.folder.rglob("*") if path.name.endswith(".part")]
     assert list((run.folder / "tensorboard").glob("events.*"))

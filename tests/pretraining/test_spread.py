@@ -13,6 +13,7 @@ import torch
 from tests.commands import WITHOUT_PICTURES, Commands, RunningCommand, free_port
 from torch import Tensor
 
+from cribo.base.job import RECORD
 from cribo.pretraining import PretrainConfig
 from cribo.pretraining.loading import dump_config
 from cribo.training.checkpoints import checkpoint_files
@@ -112,7 +113,8 @@ class Runs:
         name = f"{folder.name}-resumed-on-{processes}"
         half = self.folder / name
         (half / "checkpoints").mkdir(parents=True)
-        shutil.copy(folder / "config.yaml", half)
+        for file in ("config.yaml", RECORD):
+            shutil.copy(folder / file, half)
         shutil.copy(checkpoint_path(folder, KILLED_AT), half / "checkpoints")
         for code, said in self.train(processes, self.folder / f"{name}.yaml", RESUME % processes):
             assert code == 0, said[-5000:]

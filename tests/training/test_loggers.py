@@ -23,7 +23,7 @@ from PIL import Image
 from cribo.apps.adapt.config import AdaptConfig
 from cribo.apps.adapt.planning import load_recipe
 from cribo.base.errors import ConfigError, FolderError, MissingPackage
-from cribo.base.folders import ResultFolder
+from cribo.base.job import Job
 from cribo.base.packages import install_command
 from cribo.cli import main
 from cribo.features.config import BackboneSource
@@ -376,7 +376,7 @@ def test_other_ranks_have_no_services(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_name_of_a_training_includes_the_results_it_is_part_of(tmp_path: Path) -> None:
-    study = ResultFolder(tmp_path / "study", "study").create()
+    study = Job(tmp_path / "study", "study").create()
     assert run_name(study / "full-seed0") == "study/full-seed0"
     assert run_name(tmp_path / "other" / "mine") == "mine"
 

@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 
 from cribo.base.errors import Damaged, DataError, FolderError, InputError, MissingData, full_disk
 from cribo.base.redaction import masked, without_secrets
+from cribo.base.wording import enumerated
 
 # Temporary names of `write_beside`.
 _LONGEST = 100  # bytes of the name in a temporary name: names have at most 255, on some file systems 143
@@ -512,3 +513,32 @@ def check_archive(path: Path) -> None:
         raise Damaged(f"truncated, damaged, or not a PyTorch file ({error})") from error
     if damaged is not None:
         raise Damaged(f"the checksum of {damaged} in the archive does not match")
+
+
+def require(path: Path) -> None:
+    """Raise MissingData if `path` does not exist, and suggest the nearest existing name."""
+    if path.exists():
+        return
+    missing = path
+    while not missing.parent.exists():
+        missing = missing.parent
+    parent = missing.parent
+    message = f"there is no {missing.name!r} in {absolute_path(parent)}"
+    if missing != path:
+        message += f" (required: {path})"
+    if not parent.is_dir():
+        raise MissingData(f"{message}, which is a file")
+    if {"*", "?"} & set(missing.name):
+        raise MissingData(f"{message}, and patterns are not expanded: give a folder, or a .txt file that lists files")
+    there = sorted(entry.name for entry in os.scandir(parent) if not entry.name.startswith("."))
+    nearest = difflib.get_close_matches(missing.name, there, n=1, cutoff=0.5)
+    if nearest:
+        raise MissingData(f"{message}; did you mean {nearest[0]!r}?")
+    if folders := [name for name in there if (parent / name).is_dir()]:
+        raise MissingData(f"{message}; folders there: {enumerated(folders)}")
+    raise MissingData(f"{message}; files there: {enumerated(there)}" if there else f"{message}, which is empty")
+
+
+def absolute_path(path: Path) -> Path:
+    """Return an absolute path without `..`."""
+    return path.resolve() if ".." in path.parts else path.absolute()

@@ -46,8 +46,8 @@ def run(words: list[str], console: Console) -> None:
     parsed = parser.parse_args(words)
     config = parser.build(AdaptConfig, parsed)
     with importing(console):
-        from cribo.apps.adapt.planning import VERDICT
         from cribo.apps.adapt.run import PICTURE, adapt
+        from cribo.apps.adapt.sequence import VERDICT
         from cribo.models.saving import WEIGHTS_FILE
 
     adapted = adapt(

@@ -46,7 +46,7 @@ def run(words: list[str], console: Console) -> None:
     config = parser.build(DistillConfig, parsed)
     with importing(console):
         from cribo.apps.adapt.distilling import distill
-        from cribo.apps.adapt.planning import VERDICT
+        from cribo.apps.adapt.sequence import VERDICT
         from cribo.models.saving import WEIGHTS_FILE
 
     distilled = distill(

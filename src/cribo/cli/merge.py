@@ -51,7 +51,7 @@ def run(words: list[str], console: Console) -> None:
 def _kind(place: str, console: Console) -> str:
     """Return the kind of results in a folder or at a URL: embedding, segmentation or database."""
     from cribo.base.errors import DataError
-    from cribo.base.folders import result_kind
+    from cribo.base.job import result_kind
 
     kind = None if "://" in place else result_kind(Path(place).expanduser())
     if kind in ("embedding", "segmentation"):
@@ -60,7 +60,7 @@ def _kind(place: str, console: Console) -> str:
         raise DataError(f"{place} contains {kind} results: give results of cribo embed, index or segment")
     with importing(console):
         from cribo.apps.search.database import holds_database
-        from cribo.data.sources.images import require
+        from cribo.base.files import require
     if "://" not in place:
         require(Path(place).expanduser())
     if not holds_database(place):

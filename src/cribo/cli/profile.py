@@ -24,7 +24,7 @@ LESS_MEMORY = "raise --optim.micro_batches, lower --optim.batch_size, or set --b
 
 def run(words: list[str], console: Console) -> None:
     """Run the command."""
-    from cribo.base.folders import ResultFolder
+    from cribo.base.job import Job
     from cribo.pretraining.config import PretrainConfig
     from cribo.pretraining.loading import ConfigParser, config_from, config_name, with_preset
 
@@ -56,7 +56,7 @@ def run(words: list[str], console: Console) -> None:
         from cribo.pretraining.profile_report import profile_table, write_profile
         from cribo.pretraining.profiling import profile
 
-    target = ResultFolder(parsed.out / config_name(parsed.config[-1]), "profile", numbered=True)
+    target = Job(parsed.out / config_name(parsed.config[-1]), "profile", numbered=True)
     with Phases(console) as progress:
         measured = profile(
             config,

@@ -229,7 +229,7 @@ def _found(data: SegmentationData | ImageData) -> tuple[str, str]:
     """
     folder = Path(data.name).expanduser()
     if not folder.exists():
-        from cribo.data.sources.images import require
+        from cribo.base.files import require
 
         require(folder)
     if not folder.is_dir():

@@ -17,7 +17,7 @@ from rich.text import Text
 from cribo.base.console import duration
 from cribo.base.errors import DataError, FolderError, InputError, MissingData, ResultError
 from cribo.base.files import read_json, write_text
-from cribo.base.folders import flat
+from cribo.base.job import flat
 from cribo.data import SEGMENTATION_SETS
 
 RESULTS = "results.json"

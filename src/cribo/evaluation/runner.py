@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.swa_utils import update_bn
 
 from cribo.base.errors import ConfigError, InputError
-from cribo.base.folders import ResultFolder
+from cribo.base.job import Job
 from cribo.base.machine import is_first_process
 from cribo.base.versions import versions
 from cribo.data import LabelledImages
@@ -161,7 +161,7 @@ def evaluate_run(
         result.write(folder)  # written last: marks the evaluation as finished
 
     if not protocol.trains():
-        target = ResultFolder(out or OUT / name, "evaluation", numbered=out is None, overwrite=overwrite, inputs=inputs)
+        target = Job(out or OUT / name, "evaluation", numbered=out is None, overwrite=overwrite, inputs=inputs)
         outcome, result = measured()
         return result, target.create(lambda part: write(outcome, result, part))
     from cribo.evaluation.training import evaluation_folder, finished_result

@@ -3,8 +3,8 @@
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -18,9 +18,9 @@ from rich.console import Console
 from torch.utils.data import Dataset, Sampler, default_collate
 
 from cribo.base.devices import resolve_workers
-from cribo.base.errors import ConfigError, Stopped, if_interrupted
-from cribo.base.files import read_json, remove_parts, write_json
-from cribo.base.folders import MARKER, ResultFolder, describe_changes, flat, require_same
+from cribo.base.errors import ConfigError, Stopped
+from cribo.base.files import remove_parts
+from cribo.base.job import Job, read_record, result_kind
 from cribo.base.machine import end_with_launcher, is_first_process
 from cribo.base.redaction import masked
 from cribo.base.wording import command_line
@@ -30,7 +30,7 @@ from cribo.evaluation.results import OUT, RESULTS, EvaluationResult, read_result
 from cribo.evaluation.runtime import TrainingRuntime
 from cribo.training.checkpoints import Checkpoints, checkpoint_files, resume_point
 from cribo.training.events import open_loggers
-from cribo.training.folder import RUN_LOCK, claim, open_on_all_ranks
+from cribo.training.folder import open_on_all_ranks
 from cribo.training.interruption import Interruption
 from cribo.training.lightning import interruptible, make_trainer, quiet_lightning, require_launched
 from cribo.training.loggers import require_loggers, require_logins
@@ -39,8 +39,7 @@ from cribo.training.progress import StepProgress
 
 log = logging.getLogger("cribo")
 
-SETTINGS = "evaluation.json"
-"""File of the settings of an evaluation that trains; resuming requires equal settings."""
+KIND = "trained evaluation"
 
 _KEPT_CHECKPOINTS = 2
 _ORDER = 0x6F7264  # key of the random order, distinct from other uses of the seed
@@ -218,55 +217,38 @@ def evaluation_folder(
             service of a logger.
         MissingPackage: the package of a logger is not installed.
     """
-    if resume and (overwrite or out is None):
-        raise ConfigError("--resume cannot be combined with --overwrite" if overwrite else "--resume requires --out")
     end_with_launcher()
     require_launched(runtime.devices, runtime.num_nodes)
     require_loggers(runtime.logger)
-    settings = json.loads(json.dumps(masked(settings)))
-    with (
-        ExitStack() as last,
-        open_on_all_ranks(
-            _trainer(runtime, None, [], 1),
-            lambda held: _open(
-                held, out, name, settings, inputs, loggers=runtime.logger, overwrite=overwrite, resume=resume
-            ),
-        ) as folder,
-    ):
-        again = command_line("--out", folder, "--resume")
-        try:
-            with if_interrupted(lambda: f"to continue, repeat the command with {again}"):
-                yield folder
-        except ConfigError:  # raised before training: remove the new folder after the lock is released
-            if is_first_process() and {path.name for path in folder.iterdir()} <= {MARKER, SETTINGS, RUN_LOCK}:
-                for file in (MARKER, SETTINGS):
-                    (folder / file).unlink(missing_ok=True)
-                last.callback(_remove_if_empty, folder)
-            raise
 
+    def open_folder(held: ExitStack) -> Path:
+        require_logins(runtime.logger)
+        job = Job(out or OUT / name, KIND, numbered=out is None, resume=resume, overwrite=overwrite, inputs=inputs)
+        held.enter_context(job.open(settings, again=lambda path: command_line("--out", path, "--resume")))
+        remove_parts(job.path)
+        jobs.append(job)
+        return job.path
 
-def _remove_if_empty(folder: Path) -> None:
-    with suppress(OSError):  # rmdir removes only empty folders
-        folder.rmdir()
+    jobs: list[Job] = []  # on rank 0
+    with open_on_all_ranks(_trainer(runtime, None, [], 1), open_folder) as folder:
+        yield folder
+        for job in jobs:
+            job.finish()
 
 
 def is_evaluation_of(folder: Path, settings: dict[str, Any]) -> bool:
     """Whether a folder has an unfinished evaluation with these settings, which can be resumed."""
     try:
-        begun = _read_settings(folder)
+        record = read_record(folder, KIND)
     except (OSError, ValueError):
         return False
-    return begun == json.loads(json.dumps(masked(settings))) and not (folder / RESULTS).exists()
+    return record.identity == json.loads(json.dumps(masked(settings))) and not (folder / RESULTS).exists()
 
 
-def _settings_of(folder: Path) -> dict[str, Any]:
-    """Read the settings of the evaluation that a training in this folder, or in the one above, is part of."""
-    found = next((parent for parent in (folder, folder.parent) if (parent / SETTINGS).is_file()), None)
-    return {} if found is None else _read_settings(found)
-
-
-def _read_settings(folder: Path) -> dict[str, Any]:
-    return read_json(folder / SETTINGS)
+def _settings_of(folder: Path) -> Mapping[str, Any]:
+    """Return the settings of the evaluation that a training in this folder, or in the one above, is part of."""
+    found = next((parent for parent in (folder, folder.parent) if result_kind(parent) == KIND), None)
+    return {} if found is None else read_record(found, KIND).identity or {}
 
 
 def finished_result(out: Path | None, *, resume: bool) -> EvaluationResult | None:
@@ -276,43 +258,6 @@ def finished_result(out: Path | None, *, resume: bool) -> EvaluationResult | Non
     if is_first_process():
         log.info("%s is already finished: nothing to resume", out)
     return read_result(out)
-
-
-def _open(
-    held: ExitStack,
-    out: Path | None,
-    name: str,
-    settings: dict[str, Any],
-    inputs: Sequence[str | os.PathLike[str] | None],
-    *,
-    loggers: Sequence[str],
-    overwrite: bool,
-    resume: bool,
-) -> Path:
-    require_logins(loggers)
-    folder = claim(
-        held,
-        ResultFolder(
-            out or OUT / name,
-            "trained evaluation",
-            numbered=out is None,
-            overwrite=overwrite,
-            resume=resume,
-            known_by=SETTINGS,
-            inputs=inputs,
-            advice="choose another --out, resume it with --resume, or replace it with --overwrite",
-        ),
-    )
-    if (folder / SETTINGS).is_file():
-        require_same(
-            folder / SETTINGS,
-            lambda: describe_changes(flat(_read_settings(folder)), flat(settings)),
-            advice="Use the same settings to resume it, or choose another --out",
-        )
-        remove_parts(folder)
-    else:
-        write_json(folder / SETTINGS, settings)
-    return folder
 
 
 def _trainer(

@@ -10,10 +10,11 @@ from cribo.apps.segment import probe_encoder
 from cribo.base.console import Progress
 from cribo.base.devices import resolve_devices
 from cribo.base.errors import InputError, Untrusted
+from cribo.base.files import require
 from cribo.base.machine import keep_freed_memory
 from cribo.base.redaction import without_secrets
 from cribo.data.config import Reading, spread
-from cribo.data.sources.images import ImageFiles, ImageSource, open_images, require, require_readable
+from cribo.data.sources.images import ImageFiles, ImageSource, open_images, require_readable
 from cribo.explorer.collection import Collection
 from cribo.explorer.config import ExploreConfig
 from cribo.explorer.example_folder import ExampleFolder

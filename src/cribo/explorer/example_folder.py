@@ -18,7 +18,7 @@ from cribo.apps.segment.storage import memory_lock
 from cribo.base.colours import Colour, class_colours
 from cribo.base.errors import InputError
 from cribo.base.files import write_beside, write_text
-from cribo.base.folders import require_writable
+from cribo.base.job import require_writable
 from cribo.data.labelled.coco import find_coco
 from cribo.data.labelled.crops import resize_labels
 from cribo.data.labelled.label_maps import IGNORE_INDEX, MASKS, LabelMap, LabelValues, read_classes

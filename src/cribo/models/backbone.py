@@ -22,7 +22,7 @@ from timm.models.vision_transformer import ResPostBlock
 from torch import Tensor, nn
 
 from cribo.base.errors import InputError
-from cribo.base.folders import ResultFolder
+from cribo.base.job import Job
 from cribo.models import networks
 from cribo.models.checkpointing import DropPathNoise, set_checkpointing
 from cribo.models.config import CUDA_GRAPH_MODES, Checkpointing, CompileMode, NormalisedLayers
@@ -509,7 +509,7 @@ class Backbone(nn.Module, ModelHubMixin):
             return self.push_to_hub(repo, overwrite=overwrite, **options)
         advice = "choose another folder, or replace it with overwrite=True"
         write = super().save_pretrained
-        ResultFolder(folder, "export", overwrite=overwrite, advice=advice).create(
+        Job(folder, "export", overwrite=overwrite, advice=advice).create(
             lambda part: write(part, config=options.get("config"), model_card_kwargs=options.get("model_card_kwargs"))
         )
         return None

@@ -18,7 +18,7 @@ from rich.console import Console
 from cribo.base.console import Phases
 from cribo.base.errors import ConfigError, FolderError, if_interrupted
 from cribo.base.files import read_json, remove_parts, write_json, write_text
-from cribo.base.folders import ResultFolder, describe_changes, flat, named_folder, require_same
+from cribo.base.job import Job, describe_changes, flat, named_folder
 from cribo.base.machine import end_with_launcher
 from cribo.base.versions import versions
 from cribo.base.wording import command_line
@@ -37,18 +37,21 @@ from cribo.pretraining.session import Session
 from cribo.pretraining.stages import RunStages
 from cribo.training.checkpoints import Checkpoints, checkpoint_files, resume_point
 from cribo.training.events import open_loggers
-from cribo.training.folder import claim, open_on_all_ranks
+from cribo.training.folder import open_on_all_ranks
 from cribo.training.interruption import Interruption, interrupted_by_signals
 from cribo.training.lightning import interruptible, quiet_lightning
 from cribo.training.loggers import require_logins
 
 log = logging.getLogger("cribo")
 
+KIND = "pretraining"
+
 # Options that may change when a run is resumed, in addition to runtime.*.
 _OF_READING = (
     *("data.root", "data.workers", "data.cache_dir", "data.cache_gib"),
     *("data.max_unreadable", "data.timeout", "data.max_restarts"),
 )
+_MAY_CHANGE = f"Only runtime.* and {', '.join(_OF_READING)} can change: keep the old value, or choose another --name"
 
 
 @dataclass(frozen=True)
@@ -241,29 +244,33 @@ def _run(
     def open_folder(held: ExitStack) -> Path:
         require_logins(config.runtime.logger)
         again = command_line("--resume", out / (name or ""))
-        choose = f"choose another --name, resume it with {again} or --continue, or --overwrite it"
-        target = ResultFolder(
+        job = Job(
             named_folder(out, name or default_name),
-            "pretraining",
+            KIND,
             numbered=name is None,
-            overwrite=overwrite,
             resume=resume,
-            known_by=CONFIG,
+            overwrite=overwrite,
             inputs=(config.data.root, config.backbone.pretrained),
-            advice=choose,
+            option="--name",
+            advice=f"choose another --name, resume it with {again} or --continue, or --overwrite it",
         )
-        folder = claim(held, target)
-        _begin(folder, session.config)
-        return folder
+        held.enter_context(job.open(_fixed(session.config), advice=_MAY_CHANGE))
+        _begin(job.path, session.config)
+        jobs.append(job)
+        return job.path
 
+    jobs: list[Job] = []  # on rank 0
     with open_on_all_ranks(session.probe, open_folder) as folder:
         advice = advice or f"continue with {command_line('cribo', 'pretrain', '--resume', folder)}"
         with if_interrupted(lambda: advice):
-            return _train(session, folder, callbacks, advice, console or Console(quiet=True))
+            run = _train(session, folder, callbacks, advice, console or Console(quiet=True))
+        for job in jobs:
+            job.finish()
+        return run
 
 
 def _begin(folder: Path, config: PretrainConfig) -> None:
-    """Write the configuration to a folder, or prepare it for being resumed."""
+    """Write the configuration of a run, or of a stage of it, to its folder, or prepare it for being resumed."""
     if (folder / CONFIG).is_file():
         _require_same(folder, config)
         if not (folder / SUMMARY).is_file():
@@ -409,19 +416,18 @@ def _may_change(name: str) -> bool:
     return name.startswith("runtime.") or name in _OF_READING
 
 
+def _fixed(config: PretrainConfig) -> dict[str, Any]:
+    """Return the values of a configuration that affect the results, by dotted name."""
+    values = flat(yaml.safe_load(dump_config(config)))
+    return {name: value for name, value in values.items() if not _may_change(name)}
+
+
 def _require_same(folder: Path, config: PretrainConfig) -> None:
     """Require that a resumed run has the configuration of the run, except for what does not affect its results."""
-
-    def fixed(config: PretrainConfig) -> dict[str, Any]:
-        values = flat(yaml.safe_load(dump_config(config)))
-        return {name: value for name, value in values.items() if not _may_change(name)}
-
-    before = read_run_config(folder)
-    require_same(
-        folder / CONFIG,
-        lambda: describe_changes(fixed(before), fixed(config)),
-        advice=f"Only runtime.* and {', '.join(_OF_READING)} can change: keep the old value, or choose another --name",
-    )
+    if changes := [*describe_changes(_fixed(read_run_config(folder)), _fixed(config))]:
+        raise FolderError(
+            f"{folder} was created with different inputs and cannot be resumed: {'; '.join(changes)}. {_MAY_CHANGE}"
+        )
 
 
 def _mean(rows: Sequence[dict[str, float]], name: str) -> float:

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 from cribo.base.errors import ConfigError, FolderError, Interrupted
 from cribo.base.files import write_json
-from cribo.base.folders import flat
+from cribo.base.job import flat
 from cribo.base.machine import is_first_process
 from cribo.base.redaction import without_secrets
 from cribo.training.loggers import SERVICES, TENSORBOARD, Service, Status, plain_settings, run_name

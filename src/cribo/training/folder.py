@@ -1,6 +1,5 @@
-"""Create and lock the output folder of a training, the same on all ranks."""
+"""The output folder of a training, the same on all ranks."""
 
-import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -8,15 +7,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import lightning as L
-from filelock import FileLock, Timeout
 
-from cribo.base.errors import FolderError
-from cribo.base.folders import ResultFolder
 from cribo.base.machine import LAUNCHER
 
 log = logging.getLogger("cribo")
-
-RUN_LOCK = "run.lock"
 
 # Environment variable with the folder, for processes that Lightning starts for further devices.
 _OPENED = "CRIBO_FOLDER"
@@ -62,48 +56,3 @@ def _agree(trainer: L.Trainer, make: Callable[[], Path]) -> Path:
         raise error
     assert made is not None
     return made
-
-
-def claim(held: ExitStack, folder: ResultFolder) -> Path:
-    """Create the folder of a training, or keep that of a resumed one, and lock it.
-
-    Args:
-        held: context that holds the lock.
-        folder: folder of the training.
-
-    Raises:
-        FolderError: the folder is in use, or cannot be written to.
-    """
-    if folder.replaces:
-        with run_lock(folder.path):  # fails if the folder to replace is in use
-            pass
-    path = folder.path if folder.resumes else folder.create()
-    held.enter_context(run_lock(path))
-    return path
-
-
-@contextmanager
-def run_lock(folder: Path) -> Iterator[None]:
-    """Lock a folder until this process ends, even if it is killed. Warn if the file system does not support locks.
-
-    Raises:
-        FolderError: another run holds the lock, or the folder cannot be written to.
-    """
-    lock, owner = FileLock(folder / RUN_LOCK), os.getpid()
-    try:
-        lock.acquire(timeout=0)
-    except NotImplementedError:
-        log.warning("cannot lock %s: make sure that no other run uses this folder", folder)
-    except (Timeout, RuntimeError) as error:  # RuntimeError: held by this process
-        raise FolderError(
-            f"{folder} is in use by another run: wait until it ends, stop it, or use another --name or --out"
-        ) from error
-    except OSError as error:
-        raise FolderError(f"cannot write to {folder}: {error.strerror}; use another folder") from error
-    try:
-        yield
-    finally:
-        if os.getpid() == owner:  # not in a forked process that raised an exception
-            with contextlib.suppress(OSError):
-                (folder / RUN_LOCK).unlink()
-            lock.release()

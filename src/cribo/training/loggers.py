@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from cribo.base.bounds import require_distinct
 from cribo.base.errors import ConfigError
-from cribo.base.folders import result_kind
+from cribo.base.job import result_kind
 from cribo.base.packages import require_packages
 from cribo.base.redaction import without_secrets
 

@@ -85,7 +85,7 @@ def test_an_interrupted_distillation_continues_to_the_same_weights(
     again = distill(asked, out=tmp_path, name="cut", resume=True)
     assert again.verdict == whole.verdict
     assert (folder / "backbone.safetensors").read_bytes() == weights
-    with pytest.raises(ValueError, match=r"was started with steps 10, got 12: use the old value, or choose another"):
+    with pytest.raises(ValueError, match=r"steps was 10, is 12\. Choose another --name"):
         distill(wanted(scenes, networks, steps=12), out=tmp_path, name="cut", resume=True)
 
 

@@ -1,6 +1,7 @@
 """`cribo adapt` on the command line, with a small network and synthetic scenes."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,13 @@ from PIL import Image
 from cribo.apps.adapt import AdaptConfig, adapt, planning
 from cribo.apps.adapt.averaging import averaged
 from cribo.apps.adapt.encoding import encode
-from cribo.apps.adapt.run import planned_training
-from cribo.base.errors import ConfigError
+from cribo.apps.adapt.run import Adaptation
+from cribo.base.errors import ConfigError, FolderError
 from cribo.cli import main
 from cribo.data import open_images
 from cribo.data.scenes import Scenes
 from cribo.features.config import BackboneSource
 from cribo.models import build_backbone, load_backbone, save_backbone
-from cribo.pretraining import load_config
 
 SMALL = {"depth": 4, "embed_dim": 32, "num_heads": 2, "patch_size": 8}
 
@@ -164,10 +164,25 @@ def test_an_interrupted_adaptation_continues_to_the_same_weights(scenes: Path, s
     again = adapt(asked, out=tmp_path, name="cut", resume=True)
     assert again.verdict == whole.verdict
     assert (folder / "backbone.safetensors").read_bytes() == weights
-    with pytest.raises(ValueError, match=r"was started with power None, got 0\.5"):
+    with pytest.raises(ValueError, match="power was None"):
         adapt(_asked(scenes, source, keep="adapted", power=0.5), out=tmp_path, name="cut", resume=True)
     with pytest.raises(ValueError, match="already exists"):
         adapt(asked, out=tmp_path, name="cut")
+
+
+def test_other_images_of_equal_names_and_sizes_are_not_continued(scenes: Path, source: Path, tmp_path: Path) -> None:
+    images = tmp_path / "images"
+    shutil.copytree(scenes / "images", images)
+    for path in images.iterdir():
+        Image.open(path).save(path.with_suffix(".bmp"))  # all of one size
+        path.unlink()
+    asked = replace(_asked(scenes, source, steps=None, minutes=1), images=str(images))
+    whole = adapt(asked, out=tmp_path, name="cut")
+    (images / "00.bmp").write_bytes((images / "00.bmp").read_bytes())  # a copy
+    assert adapt(asked, out=tmp_path, name="cut", resume=True).verdict == whole.verdict
+    (images / "00.bmp").write_bytes((images / "01.bmp").read_bytes())
+    with pytest.raises(FolderError, match="--name"):
+        adapt(asked, out=tmp_path, name="cut", resume=True)
 
 
 def test_weights_are_averaged_except_a_resized_position_embedding() -> None:
@@ -235,10 +250,10 @@ def test_a_too_short_budget_names_the_required_minutes(scenes: Path, source: Pat
     asked = _asked(scenes, source, steps=None, minutes=2)
     adapt(replace(asked, minutes=1), out=tmp_path, name="start")
     folder = tmp_path / "start"
-    start, images = load_backbone(folder / "closed_form"), open_images(asked.images)
+    start, steps = load_backbone(folder / "closed_form"), Adaptation(asked, open_images(asked.images))
     with pytest.raises(ValueError, match=r"--minutes 2 suffices for 0 steps.*use --minutes 3"):
-        planned_training(asked, load_config("adapt", TRAINING), start, images, folder, seconds=1e-6)
-    planned = planned_training(asked, load_config("adapt", TRAINING), start, images, folder, seconds=10_000.0)
+        steps.plan(start, folder, seconds=1e-6)
+    planned = steps.plan(start, folder, seconds=10_000.0)
     assert planned.optim.epochs * (20 // 4) == 500  # the default maximum, on any machine
 
 

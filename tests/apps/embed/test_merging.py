@@ -12,9 +12,8 @@ import cribo.apps.embed.run as run
 from cribo.apps.embed.config import EmbedConfig
 from cribo.apps.embed.merging import merge_embeddings
 from cribo.apps.embed.run import Embedded, embed_images
-from cribo.apps.embed.writing import complete_parts
 from cribo.base.errors import ConfigError, DataError, FolderError, MissingData
-from cribo.base.folders import ResultFolder, lock_writer
+from cribo.base.job import RECORD, Job
 from cribo.cli import main
 from cribo.features import BackboneSource
 
@@ -50,7 +49,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
-        if path.is_file() and path.name not in (".lock", "about.json")
+        if path.is_file() and path.name not in (RECORD, "about.json")
     }
 
 
@@ -112,7 +111,7 @@ def test_parts_that_do_not_belong_together_are_refused(folder: Path) -> None:
         merge_embeddings([p1, p2, folder / "copy"], out=out)
     with pytest.raises(MissingData, match="there is no 'p9'"):
         merge_embeddings([p1, folder / "p9"], out=out)
-    ResultFolder(folder / "found", "search").create()
+    Job(folder / "found", "search").create()
     with pytest.raises(FolderError, match="found contains search results, not embedding results"):
         merge_embeddings([p1, folder / "found"], out=out)
     with pytest.raises(FolderError, match="images contains no results of cribo"):
@@ -126,15 +125,15 @@ def test_parts_that_do_not_belong_together_are_refused(folder: Path) -> None:
 
 def test_incomplete_parts_are_refused(folder: Path) -> None:
     parts = embed_shares(folder, 2)
-    about = parts[1] / "about.json"
-    content = json.loads(about.read_text())
-    about.write_text(json.dumps({**content, "finished": False}))
+    record = parts[1] / RECORD
+    content = json.loads(record.read_text())
+    record.write_text(json.dumps({**content, "finished": False}))
     with pytest.raises(FolderError, match=r"p2 is not finished: repeat its command with --resume"):
         merge_embeddings(parts, out=folder / "all")
-    about.write_text("{")
-    with pytest.raises(FolderError, match=r"about\.json is damaged"):
+    record.write_text(json.dumps({**content, "identity": "mine"}))
+    with pytest.raises(FolderError, match=r"cribo\.json is damaged"):
         merge_embeddings(parts, out=folder / "all")
-    about.write_text(json.dumps(content))
+    record.write_text(json.dumps(content))
     first, second = sorted((parts[1] / "features").iterdir())
     foreign = parts[1] / "features" / "part-00000-00000000.npz"
     first.rename(foreign)
@@ -150,34 +149,11 @@ def test_incomplete_parts_are_refused(folder: Path) -> None:
     assert not (folder / "all").exists()
 
 
-def test_an_existing_folder_is_replaced_only_on_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_not_replaced_by_what_is_merged_from_them(folder: Path) -> None:
     parts = embed_shares(folder, 2)
-    out = folder / "all"
     for overwrite in (False, True):
         with pytest.raises(FolderError, match=r"the input .*p1 is inside the results folder .*: choose another --out"):
             merge_embeddings(parts, out=parts[0], overwrite=overwrite)
-    embed(folder, "all", precision="float16")
-    before = contents(out)
-    with pytest.raises(FolderError, match="all already exists"):
-        merge_embeddings(parts, out=out)
-    with (
-        lock_writer(out, command="cribo embed", advice=""),
-        pytest.raises(FolderError, match=r"another cribo embed is writing to .*all"),
-    ):
-        merge_embeddings(parts, out=out, overwrite=True)
-
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("cribo.apps.embed.merging.complete_parts", killed)
-        with pytest.raises(KeyboardInterrupt):
-            merge_embeddings(parts, out=out, overwrite=True)
-    assert contents(out) == before
-    assert not list(folder.glob(".all*"))
-    assert complete_parts(parts[0], "numpy").is_dir()  # unchanged
-    assert merge_embeddings(parts, out=out, overwrite=True).images == 5
-    assert contents(out) != before
 
 
 def test_more_shares_than_parts_are_refused(folder: Path) -> None:

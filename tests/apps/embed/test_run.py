@@ -15,7 +15,7 @@ from cribo.apps.embed.config import EmbedConfig
 from cribo.apps.embed.run import Embedded, embed_images
 from cribo.apps.search import ObjectSettings, extract_objects
 from cribo.base.errors import ConfigError, DataError, FolderError
-from cribo.base.folders import lock_writer
+from cribo.base.job import read_record
 from cribo.cli import main
 from cribo.data.reading import read_image
 from cribo.features import BackboneSource, backbone_encoder
@@ -148,8 +148,8 @@ def test_a_stopped_run_resumes_and_a_finished_one_is_kept(images: Path, monkeypa
     monkeypatch.setattr(run, "write_part", stopped)
     with pytest.raises(KeyboardInterrupt):
         embed(images, "mean-colour")
-    assert not json.loads((images.parent / "out" / "about.json").read_text())["finished"]
-    with pytest.raises(FolderError, match="continue it with --resume"):
+    assert not read_record(images.parent / "out", "embedding").finished
+    with pytest.raises(FolderError, match="resume it with --resume"):
         embed(images, "mean-colour")
     [first] = (images.parent / "out" / "features").glob("part-00000-*.npz")
     before = first.stat().st_mtime_ns
@@ -162,7 +162,7 @@ def test_a_stopped_run_resumes_and_a_finished_one_is_kept(images: Path, monkeypa
         assert len(own) == len(expected) == (name != "a/broken.png")
         np.testing.assert_array_equal([v for _, v in own], [v for _, v in expected])
     assert embed(images, "mean-colour", resume=True).reused == 5
-    assert json.loads((images.parent / "out" / "about.json").read_text())["finished"]
+    assert read_record(images.parent / "out", "embedding").finished
 
 
 def test_other_settings_or_images_are_not_resumed(images: Path) -> None:
@@ -217,21 +217,6 @@ def test_the_command(images: Path, backbone: Path, capsys: pytest.CaptureFixture
 def test_other_batches_are_resumed(images: Path) -> None:
     embed(images, "mean-colour", batch_size=4)
     assert embed(images, "mean-colour", batch_size=1, resume=True).reused == 5
-
-
-def test_results_of_a_running_command_are_not_replaced(images: Path) -> None:
-    embed(images, "mean-colour")
-    out = images.parent / "out"
-    config = EmbedConfig(str(images), BackboneSource("mean-colour"), size=64, device="cpu", format="numpy")
-    with (
-        lock_writer(out, command="cribo embed", advice=""),
-        pytest.raises(FolderError, match=r"another cribo embed is writing to .*out: wait until"),
-    ):
-        embed_images(config, out=out, overwrite=True)
-    assert json.loads((out / "about.json").read_text())["same"]["size"] is None
-    before = {path.name for path in (out / "features").iterdir()}
-    embed_images(config, out=out, overwrite=True)
-    assert before.isdisjoint(path.name for path in (out / "features").iterdir())  # names depend on the options
 
 
 def test_an_image_that_can_be_read_again_is_not_listed(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,7 @@ def test_images_and_objects_are_looked_up_by_indices(index: Index, pictures: Pat
 def test_two_concurrent_indexers_are_rejected(tmp_path: Path) -> None:
     with (
         index_lock(str(tmp_path / "objects.db")),
-        pytest.raises(FolderError, match=r"another cribo index is writing to .*: wait until it has finished"),
+        pytest.raises(FolderError, match=r"objects\.db is in use by another process: wait .*, or use another --db"),
         index_lock(str(tmp_path / "objects.db")),
     ):
         pass

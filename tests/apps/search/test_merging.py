@@ -11,7 +11,7 @@ from cribo.apps.search.indexing import IndexSummary
 from cribo.apps.search.merging import merge_databases
 from cribo.apps.search.run import index_collection
 from cribo.base.errors import ConfigError, DatabaseError, MissingData
-from cribo.base.folders import ResultFolder
+from cribo.base.job import Job
 from cribo.cli import main
 from cribo.data.config import Reading
 from cribo.features import BackboneSource
@@ -112,7 +112,7 @@ def test_parts_that_do_not_belong_together_are_refused(pictures: Path) -> None:
     p1, p2 = index_shares(pictures, 2)
     index(pictures, "other.db", "2/2", num_objects=5)
     index(pictures, "place.db", "2/2", images=str(pictures / "b"))
-    ResultFolder(folder / "found", "embedding").create()
+    Job(folder / "found", "embedding").create()
     out = folder / "all.db"
     refused: list[tuple[list[Path], str]] = [
         ([p1], r"part 2/2 is missing: run the command with --part 2/2, or give its results"),

@@ -13,7 +13,7 @@ from faster_coco_eval.core.coco import COCO
 from PIL import Image
 
 from cribo.apps.search import ObjectDatabase, extract_objects, index_vectors
-from cribo.base.folders import ResultFolder
+from cribo.base.job import Job
 from cribo.cli import main
 from cribo.data.labelled.coco import CocoFile
 from cribo.data.reading import read_image
@@ -323,9 +323,7 @@ def test_results_are_not_overwritten_by_default(cribo: Run, indexed: Path) -> No
     cribo(*words)
     assert "already exists" in cribo(*words, status=2)
     cribo(*words, "--overwrite")
-    trained = ResultFolder(Path("segmenter"), "trained evaluation").create(
-        lambda part: (part / "results.json").write_text("{}")
-    )
+    trained = Job(Path("segmenter"), "trained evaluation").create(lambda part: (part / "results.json").write_text("{}"))
     assert "contains trained evaluation results" in cribo(*words[:-1], trained, "--overwrite", status=2)
     assert (trained / "results.json").read_text() == "{}"
 

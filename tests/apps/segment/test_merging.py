@@ -6,6 +6,7 @@ import pytest
 
 from cribo.apps.segment.merging import merge_segmentations
 from cribo.base.errors import ConfigError, DataError, FolderError
+from cribo.base.job import RECORD
 from cribo.cli import main
 
 from .coded import save_image
@@ -70,8 +71,8 @@ def test_parts_that_do_not_belong_together_are_refused(folder: Path) -> None:  #
     segment(folder, out="new", part="2/2")
     with pytest.raises(ConfigError, match=r"the collection had 3 images, has 4\. Run"):
         merge_segmentations([p1, folder / "new"], out=out)
-    about = json.loads((p2 / "about.json").read_text())
-    (p2 / "about.json").write_text(json.dumps({**about, "finished": False}))
+    record = json.loads((p2 / RECORD).read_text())
+    (p2 / RECORD).write_text(json.dumps({**record, "finished": False}))
     with pytest.raises(FolderError, match=r"p2 is not finished: repeat its command with --resume"):
         merge_segmentations([p1, p2], out=out)
     assert not out.exists()

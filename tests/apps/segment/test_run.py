@@ -25,10 +25,9 @@ from cribo.apps.segment.memory import SegmentationMemory
 from cribo.apps.segment.run import Segmented, segment_images
 from cribo.apps.segment.settings import SegmentationSettings
 from cribo.base.errors import ConfigError, DataError, FolderError, InputError, MissingData
+from cribo.base.job import PARTS, RECORD, read_record
 from cribo.cli import main
 from cribo.data.labelled.coco import CocoLabels
-from cribo.data.sources.collection import names_hash
-from cribo.data.sources.images import open_images
 from cribo.features import BackboneSource
 from cribo.models import build_backbone, save_backbone
 
@@ -107,13 +106,12 @@ def test_written_files(folder: Path) -> None:
     assert sum(float(rows[1][name]) for name in ("road", "sky", "car", "tree")) == pytest.approx(1, abs=1e-5)
     assert float(rows[1]["confidence"]) == pytest.approx(measured, abs=0.003)
     about = json.loads((out / "about.json").read_text())
-    assert about["finished"]
+    assert read_record(out, "segmentation").finished
     assert about["classes"] == ["road", "sky", "car", "tree"]
     assert about["memory"]["examples"] == ["a.bmp", "b.bmp"]
     assert about["settings"]["neighbours"] == 1
     counts = {"found": 3, "segmented": 3, "reused": 0, "earlier": 0, "skipped": 0}
-    collection = names_hash(open_images(folder / "images"))
-    place = {"folder": str(folder / "images"), "part": "1/1", "collection": collection}
+    place = {"folder": str(folder / "images"), "part": "1/1"}
     assert about["images"] == {**place, **counts}
     assert about["confidence"] == "255 times the probability, 0 to 1, that the label is right"
     assert not list(out.rglob("*.part"))
@@ -210,13 +208,11 @@ def test_an_interrupted_command_resumes(folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(run._Writer, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         segment(folder, batch_size=1)
-    assert not json.loads((folder / "out" / "about.json").read_text())["finished"]
+    assert not read_record(folder / "out", "segmentation").finished
     assert not (folder / "out" / "summary.csv").exists()
-    with pytest.raises(FolderError, match=r"out already exists: .* continue it with --resume"):
+    with pytest.raises(FolderError, match=r"out already exists: .* resume it with --resume"):
         segment(folder)
     (folder / "out" / "labels" / "1.png").unlink()  # a lost file is written again
-    with (folder / "out" / "segmented.jsonl").open("a") as file:
-        file.write('{"name": "sub/3.bmp", "con')  # incomplete line of a killed process
     written.clear()
     monkeypatch.setattr(
         run._Writer, "write", lambda self, labelled: (written.append(labelled.name), write(self, labelled))[1]
@@ -226,7 +222,7 @@ def test_an_interrupted_command_resumes(folder: Path, monkeypatch: pytest.Monkey
     assert (done.images, done.reused) == (3, 1)
     whole, after = files(folder / "whole"), files(folder / "out")
     assert whole.keys() == after.keys()
-    assert all(whole[name] == after[name] for name in whole if name not in ("about.json", "segmented.jsonl"))
+    assert all(whole[name] == after[name] for name in whole if name not in ("about.json", RECORD, PARTS))
 
 
 def test_changed_and_new_images_are_labelled_on_resume(folder: Path) -> None:

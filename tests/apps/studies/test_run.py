@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import yaml
-from filelock import FileLock
 from PIL import Image
 from tests.commands import Commands
 from tests.faults.runs import last_row
@@ -193,8 +192,7 @@ def test_a_cell_of_another_process_is_left_to_it(study: Written) -> None:
     path = study(seeds=[0], rows={"image": ROWS["image"], "all": {}}, paper={})
     started = Study(load_study(path), Path("studies/mine"))
     first, second = started.start()
-    (started.folder / "locks").mkdir()
-    with FileLock(started.folder / "locks" / first.name):
+    with started.job.claim(first.name):
         result = run_study(path)
     assert not result.failed
     assert result.unfinished == [first.name]
@@ -275,29 +273,21 @@ def test_a_changed_study_is_not_continued(study: Written) -> None:
     study(title="Another title", compare=[["image", "all"]])  # does not change the cells
     Study(load_study(path), Path("studies/mine"))
     study(budget={"epochs": 2})
-    with pytest.raises(InputError, match=r"was started with budget.epochs 1, got 2: restore it, or choose another"):
+    with pytest.raises(InputError, match=r"budget\.epochs was 1, is 2\. Restore it, or choose another --name"):
         Study(load_study(path), Path("studies/mine"))
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ({**ROWS, "extra": {}}, "was started with rows image, all, the same, got image, all, the same, extra"),
-        ({**ROWS, "all": {"losses.cross_image": 0.5}}, r"was started with all\.losses\.cross_image 1\.0, got 0\.5"),
+        ({**ROWS, "extra": {}}, "rows was image, all, the same, is image, all, the same, extra"),
+        ({**ROWS, "all": {"losses.cross_image": 0.5}}, r"rows\.all\.losses\.cross_image was 1\.0, is 0\.5"),
     ],
 )
 def test_changed_rows_are_found(study: Written, rows: dict[str, Any], message: str) -> None:
     Study(load_study(study()), Path("studies/mine")).start()
     with pytest.raises(InputError, match=message):
         Study(load_study(study(rows=rows)), Path("studies/mine"))
-
-
-def test_a_study_that_was_interrupted_at_its_start_begins_again(study: Written) -> None:
-    path = study()
-    Study(load_study(path), Path("studies/mine")).start()
-    Path("studies/mine/study.yaml").unlink()
-    Path("studies/mine/.study.yaml.0123456789abcdef0123456789abcdef.part").touch()  # of a process that was killed
-    assert len(Study(load_study(path), Path("studies/mine")).start()) == 4
 
 
 def test_a_full_disk_is_found_before_the_folder_is_made(study: Written, monkeypatch: pytest.MonkeyPatch) -> None:

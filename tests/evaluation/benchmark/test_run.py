@@ -11,6 +11,7 @@ import pytest
 from matplotlib.image import imread
 
 from cribo.base.errors import FolderError, InputError
+from cribo.base.job import Job
 from cribo.cli import main
 from cribo.evaluation import (
     DenseNN,
@@ -22,7 +23,7 @@ from cribo.evaluation import (
     read_result,
 )
 from cribo.evaluation.benchmark import BenchmarkConfig, BenchmarkData, benchmark
-from cribo.evaluation.training import SETTINGS, is_evaluation_of
+from cribo.evaluation.training import KIND, is_evaluation_of
 from cribo.features.config import BackboneSource
 from cribo.models import load_backbone
 
@@ -174,9 +175,11 @@ def test_the_command(sets: Path, make_backbone: Make, capsys: pytest.CaptureFixt
 
 def test_an_unfinished_training_is_recognised_by_its_settings(tmp_path: Path) -> None:
     settings = {"evaluation": "linear", "settings": {"learning_rates": (1e-3, 1e-4)}}
-    assert not is_evaluation_of(tmp_path, settings)
-    (tmp_path / SETTINGS).write_text(json.dumps(settings))
-    assert is_evaluation_of(tmp_path, settings)
-    assert not is_evaluation_of(tmp_path, {**settings, "evaluation": "segmenter"})
-    (tmp_path / "results.json").touch()
-    assert not is_evaluation_of(tmp_path, settings)
+    out = tmp_path / "out"
+    assert not is_evaluation_of(out, settings)
+    with Job(out, KIND).open(settings):
+        pass
+    assert is_evaluation_of(out, settings)
+    assert not is_evaluation_of(out, {**settings, "evaluation": "segmenter"})
+    (out / "results.json").touch()
+    assert not is_evaluation_of(out, settings)

@@ -184,14 +184,6 @@ def test_a_killed_training_resumes_with_identical_results(
     assert Path("killed/results.json").stat().st_mtime_ns == before
 
 
-def test_old_results_are_replaced_only_with_overwrite(words: list[str], refused: Callable[..., str]) -> None:
-    words = [*words, "--epochs", "1", "--pictures", "0", "--out", "result"]
-    assert main(words) == 0
-    assert "already exists" in refused(*words)
-    assert main([*words, "--overwrite", "--learning_rate", "1e-3"]) == 0
-    assert read_result("result").results[0]["learning_rate"] == 1e-3
-
-
 @pytest.mark.slow
 def test_two_processes_score_each_image_once_and_one_prints(words: list[str], commands: Commands) -> None:
     words = [*words, "--epochs", "1", "--pictures", "0", "--limit", "3", "--tokens", "1"]

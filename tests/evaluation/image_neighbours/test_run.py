@@ -1,6 +1,5 @@
 """Image-level nearest neighbours from the command line, on images and weights on disk."""
 
-import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -165,20 +164,6 @@ def test_invalid_folders(data: Path, refused: Callable[..., str]) -> None:
 def test_a_broken_image_is_named_and_nothing_is_written(data: Path, refused: Callable[..., str]) -> None:
     (data / "train" / "red" / "3.png").write_bytes(b"no image")
     assert "red/3.png: not an image of a known format" in refused(*words(data), status=1)
-
-
-def test_results_are_replaced_only_by_complete_ones(data: Path) -> None:
-    assert main(words(data, "--out", "result", "--neighbours", "1,2")) == 0
-    before = Path("result/results.json").read_text()
-    image = data / "val" / "red" / "1.png"
-    content = image.read_bytes()
-    image.write_bytes(b"no image")
-    assert main(words(data, "--out", "result", "--overwrite")) == 1
-    assert Path("result/results.json").read_text() == before
-    image.write_bytes(content)
-    assert main(words(data, "--out", "result", "--overwrite", "--neighbours", "3", "--pictures", "0")) == 0
-    assert [row["neighbours"] for row in json.loads(Path("result/results.json").read_text())["results"]] == [3]
-    assert not Path("result/top1.png").exists()  # of the one before
 
 
 def test_half_of_the_pictures_show_errors_if_possible() -> None:

@@ -3,8 +3,8 @@ import dataclasses
 import pytest
 
 from cribo.base.errors import ConfigError
+from cribo.base.shares import Share
 from cribo.features.spread.config import EngineOptions, RayOptions
-from cribo.features.spread.shares import Share
 
 
 @pytest.mark.parametrize("name", ["workers", "cpus_per_worker"])

@@ -28,6 +28,7 @@ from tests.features.spread.toy import (
 )
 
 from cribo.base.errors import ConfigError, MissingPackage, Stopped, WorkerLost
+from cribo.base.job import Job, read_record
 from cribo.base.packages import install_command
 from cribo.features.spread.config import RayOptions
 from cribo.features.spread.ray_engine import (
@@ -78,6 +79,32 @@ def test_each_part_has_one_result_though_a_worker_is_killed(
     assert "a worker process ended during Part(name='c'" in caplog.text
     assert {part.name: attempts_of(tmp_path, part) for part in parts} == {part.name: 1 for part in parts} | {"c": 2}
     assert len({account.pid for account in accounts} | {*workers_of(tmp_path, parts[2])}) == 3
+
+
+@pytest.mark.slow
+def test_a_job_continues_on_a_cluster_after_an_interruption_and_killed_workers(
+    engine: "Engine", tmp_path: Path
+) -> None:
+    parts = {part.name: part for part in parts_with(b="kill once", g="kill once")}
+    (tmp_path / "written").mkdir()
+
+    def work(job: Job, last: int) -> None:
+        with job.open({}):
+            missing = [parts[name] for name in job.missing([*parts])]
+            for number, account in enumerate(engine.run(ToyWork(tmp_path / "written", seconds=0.1), missing), start=1):
+                job.done(account.name)
+                if number == last:
+                    raise KeyboardInterrupt
+            job.finish()
+
+    with pytest.raises(KeyboardInterrupt, match="3 of 8 parts are done"):
+        work(Job(tmp_path / "out", "toy"), 3)
+    resumed = Job(tmp_path / "out", "toy", resume=True)
+    assert len(resumed.accounts) == 3
+    work(resumed, 8 + 1)
+    assert sorted(resumed.accounts) == sorted(parts)
+    assert read_record(tmp_path / "out", "toy").finished
+    assert_complete(tmp_path / "written", [*parts.values()])
 
 
 @pytest.mark.slow

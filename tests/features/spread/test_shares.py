@@ -1,7 +1,7 @@
 import pytest
 
 from cribo.base.errors import ConfigError
-from cribo.features.spread.shares import Share, order_shares
+from cribo.base.shares import Share, order_shares
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 10])

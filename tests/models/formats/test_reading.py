@@ -23,7 +23,7 @@ import torch
 
 from cribo.base.errors import Damaged, InputError
 from cribo.base.files import check_archive
-from cribo.base.folders import MARKER, result_kind
+from cribo.base.job import RECORD, result_kind
 from cribo.models.formats.reading import flatten, read_json, read_weights
 from cribo.models.formats.torch_files import is_tar
 from cribo.models.formats.training_configs import read_yaml
@@ -369,5 +369,5 @@ def test_devices_and_pipes_are_not_read(tmp_path: Path):
                 continue
             with pytest.raises(InputError, match="not a regular file"):
                 read(path)
-    (tmp_path / MARKER).symlink_to("pipe")
+    (tmp_path / RECORD).symlink_to("pipe")
     assert result_kind(tmp_path) is None

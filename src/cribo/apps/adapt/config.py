@@ -90,6 +90,11 @@ class AdaptConfig:
         """Whether weights are trained after the closed form."""
         return self.steps is not None or self.minutes > CLOSED_FORM_ALONE
 
+    @property
+    def inputs(self) -> tuple[str | None, ...]:
+        """Files and folders that are read."""
+        return self.images, self.labelled, self.second, self.backbone.source
+
 
 @dataclass
 class DistillConfig:
@@ -139,3 +144,13 @@ class DistillConfig:
                 raise ConfigError(f"--{option} {MEAN_COLOUR} has no weights: choose a network")
             if source.layers != 1:
                 raise ConfigError(f"distill does not support --{option}.layers {source.layers}: remove it")
+
+    @property
+    def trains(self) -> bool:
+        """Whether weights are trained after the closed form: always."""
+        return True
+
+    @property
+    def inputs(self) -> tuple[str | None, ...]:
+        """Files and folders that are read."""
+        return self.images, self.labelled, self.teacher.source, self.backbone.source

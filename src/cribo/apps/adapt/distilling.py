@@ -1,58 +1,31 @@
 """Steps of `cribo distill`: closed form, training by the objective `distill`, verdict, and export."""
 
 import copy
-import json
-import logging
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
 from cribo.apps.adapt.averaging import averaged
 from cribo.apps.adapt.config import DistillConfig
-from cribo.apps.adapt.labelled import mean_iou, open_labelled
-from cribo.apps.adapt.planning import (
-    CLOSED_FORM,
-    VERDICT,
-    Exported,
-    fast_precision,
-    load_recipe,
-    open_listable,
-    plan_training,
-    record_options,
-    require_time,
-    result_folder,
-    to_continue,
-    train,
-    try_objective,
-)
+from cribo.apps.adapt.labelled import mean_iou
+from cribo.apps.adapt.planning import fast_precision, plan_training
 from cribo.apps.adapt.regression import predict_teacher
+from cribo.apps.adapt.sequence import Exported, Start, Steps, run_steps
 from cribo.apps.adapt.verdict import DISTILLATION, Candidate, Measures, Verdict, judge, measure
-from cribo.base.console import Phases, Progress
-from cribo.base.devices import resolve_devices
-from cribo.base.errors import if_interrupted
-from cribo.base.files import write_json
-from cribo.base.folders import named_folder
+from cribo.base.console import Progress
 from cribo.data import ImageFiles
-from cribo.features.config import backbone_name
 from cribo.features.encoder import open_backbone
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.models.building import is_import_path
 from cribo.models.saving import DESCRIPTION_FILE, reserve_readout
 from cribo.pretraining.batches import fit_batch
 from cribo.pretraining.config import PretrainConfig
-from cribo.training.folder import claim
+from cribo.pretraining.run import Run
 
-log = logging.getLogger("cribo")
-
-OPTIONS = "distill.json"
 _TEACHER = "teacher"
-_SHARE = "predicted.json"
 
 _SIZE = "views.size"
 _PRECISION = "runtime.precision"
@@ -114,118 +87,88 @@ def distill(
         FileNotFoundError: a file of a network or the images does not exist.
         Interrupted: SIGTERM or SIGUSR1 was received during training, which can be resumed.
     """
-    started = time.perf_counter()
-    console = console or Console(quiet=True)
-    target = result_folder(
-        named_folder(out, name or f"{backbone_name(config.backbone)}-distilled"),
-        "distillation",
-        numbered=name is None,
-        overwrite=overwrite,
-        resume=resume,
-        known_by=OPTIONS,
-        inputs=(config.images, config.labelled, config.teacher.source, config.backbone.source),
+    folder, kept, verdict = run_steps(
+        Distillation, config, out=out, name=name, resume=resume, overwrite=overwrite, console=console
     )
-    images = open_listable(config.images, config.reading)
-    labelled = None if config.labelled is None else open_labelled(config.labelled, reading=config.reading)
-    device = resolve_devices(None if config.device is None else [config.device], "device")[0]
-    recipe = load_recipe(config)
-    teacher, student = (open_backbone(source).to(device) for source in (config.teacher, config.backbone))
-    reserve_readout(copy.deepcopy(student), teacher.embed_dim)  # raises an error if the network does not support it
-    if not (resume and (target.path / CLOSED_FORM / _SHARE).is_file()):
-        require_time(config, (teacher, student), images, otherwise="fewer images or a smaller teacher")
-    with TemporaryDirectory() as copied:
-        save_backbone(teacher, Path(copied) / _TEACHER)
-        try_objective(_for_networks(config, recipe, student, images, teacher.name, Path(copied)), images)
-    with ExitStack() as stack:
-        folder = claim(stack, target)
-        stack.enter_context(if_interrupted(lambda: to_continue(folder)))
-        record_options(folder / OPTIONS, config, images)
-        # A copy, so that the training does not depend on the options with which the teacher was loaded.
-        if not (folder / _TEACHER / DESCRIPTION_FILE).is_file():
-            save_backbone(teacher, folder / _TEACHER)
-        teacher = load_backbone(folder / _TEACHER, name=teacher.name).to(device)
-        with Phases(console) as progress:
-            start, before = _closed_form(student, teacher, images, folder, progress)
-        plan = partial(_planned_training, config, recipe, start, images, teacher.name, folder)
-        run = train(
-            plan,
-            _for_networks(config, recipe, start, images, teacher.name, folder),
-            folder,
-            minutes=config.minutes,
-            started=started,
-            logger=recipe.runtime.logger,
-            console=console,
+    return Distilled(folder, kept.name, verdict)
+
+
+class Distillation(Steps[DistillConfig, DistillVerdict]):
+    """Closed-form linear layer to the teacher's features, and training by the objective `distill`."""
+
+    kind = "distillation"
+    suffix = "distilled"
+    otherwise = "fewer images or a smaller teacher"
+
+    def __init__(self, config: DistillConfig, images: ImageFiles) -> None:
+        super().__init__(config, images)
+        self.teacher, self.student = (
+            open_backbone(source).to(self.device) for source in (config.teacher, config.backbone)
         )
+        self.networks = (self.teacher, self.student)
+        reserve_readout(copy.deepcopy(self.student), self.teacher.embed_dim)  # an error if this is not possible
+
+    def begin(self, folder: Path) -> None:
+        """Copy the teacher, so that the training does not depend on the options with which it was loaded."""
+        if not (folder / _TEACHER / DESCRIPTION_FILE).is_file():
+            save_backbone(self.teacher, folder / _TEACHER)
+        self.teacher = load_backbone(folder / _TEACHER, name=self.teacher.name).to(self.device)
+
+    def adjusted(self, network: Backbone, folder: Path) -> PretrainConfig:
+        """Set the student, the teacher that is saved in `folder`, the views and the batch size of the recipe."""
+        given = self.config.training
+        recipe = fit_batch(self.recipe, len(self.images))
+        arguments = {**recipe.objective.args, "teacher": str((folder / _TEACHER).absolute())}
+        if is_import_path(self.teacher.name):
+            arguments["teacher_network"] = self.teacher.name
+        size = given.get(_SIZE) or network.fixed_size or _GRID * network.patch_size
+        return replace(
+            recipe,
+            objective=replace(recipe.objective, args=arguments),
+            backbone=replace(recipe.backbone, name=network.name, args=network.args),
+            views=replace(recipe.views, size=size),
+            runtime=replace(recipe.runtime, precision=given.get(_PRECISION) or fast_precision(network)),
+        )
+
+    def fit(self, progress: Progress) -> Start:
+        """Fit a linear layer that predicts the teacher's features, with the share of variance that it predicts."""
+        fitting = partial(progress, "prediction of the teacher's patches")
+        [(start, share)] = predict_teacher([self.student], self.teacher, self.images, progress=fitting)
+        return Start(start, {"share": share})
+
+    def describe(self, start: Start) -> str:
+        """Return the share of variance that is predicted."""
+        return f"a linear layer predicts {100 * start.account['share']:.0f} % of the variance of the teacher's patches"
+
+    def plan(self, start: Backbone, folder: Path, seconds: float) -> PretrainConfig:
+        """Return the configuration of the training."""
+        otherwise = """, or smaller views, such as --training '{"views.size": 160}'"""
+        recipe = self.adjusted(start, folder)
+        return plan_training(recipe, self.config, self.images, folder, seconds, otherwise=otherwise)
+
+    def judge(self, start: Start, run: Run | None, folder: Path, progress: Progress) -> tuple[DistillVerdict, Backbone]:
+        """Compare the student, the closed form, the trained student and an average, and measure the teacher."""
         students = {
-            "original student": (student, 0.0),  # without a linear layer, it predicts nothing
-            "closed form": (start, before),
+            "original student": (self.student, 0.0),  # without a linear layer, it predicts nothing
+            "closed form": (start.backbone, start.account["share"]),
         }
         if run is not None:
-            trained = run.backbone().to(device)
-            with Phases(console) as progress:
-                again = partial(progress, "closed forms of the averaged and the trained student")
-                fitted = predict_teacher([averaged(trained, start, 0.5), trained], teacher, images, progress=again)
+            trained = run.backbone().to(self.device)
+            networks = [averaged(trained, start.backbone, 0.5), trained]
+            refitting = partial(progress, "closed forms of the averaged and the trained student")
+            fitted = predict_teacher(networks, self.teacher, self.images, progress=refitting)
             students |= dict(zip(("averaged student", "trained student"), fitted, strict=True))
-        candidates = [Candidate(name, network) for name, (network, _) in students.items()]
-        indicators = {name: {DISTILLATION.criterion: share} for name, (_, share) in students.items()}
-        keep_last = config.keep == "trained" and run is not None
-        with Phases(console) as progress:
-            verdict = judge(
-                candidates, indicators, labelled, None, keep_last=keep_last, process=DISTILLATION, progress=progress
-            )
-            measured = measure([Candidate(_TEACHER, teacher)], labelled, None, progress=progress)
-        save_backbone(students[verdict.kept][0], folder)
-        verdict = _with_teacher(verdict, measured)
-        write_json(folder / VERDICT, asdict(verdict))
-    return Distilled(folder, student.name, verdict)
-
-
-def _closed_form(
-    student: Backbone, teacher: Backbone, images: ImageFiles, folder: Path, progress: Progress
-) -> tuple[Backbone, float]:
-    """Fit the closed form and save it with the share of variance that it predicts, or load both."""
-    own = folder / CLOSED_FORM
-    if not (own / _SHARE).is_file():
-        fitting = partial(progress, "prediction of the teacher's patches")
-        [(start, share)] = predict_teacher([student], teacher, images, progress=fitting)
-        save_backbone(start, own)
-        write_json(own / _SHARE, {DISTILLATION.criterion: share})
-    share = json.loads((own / _SHARE).read_text(encoding="utf-8"))[DISTILLATION.criterion]
-    log.info("closed form: a linear layer predicts %.0f %% of the variance of the teacher's patches", 100 * share)
-    return load_backbone(own, name=student.name).to(next(student.parameters()).device), share
-
-
-def _planned_training(
-    config: DistillConfig,
-    recipe: PretrainConfig,
-    start: Backbone,
-    images: ImageFiles,
-    teacher: str,
-    folder: Path,
-    seconds: float,
-) -> PretrainConfig:
-    """Adjust the recipe to the images, the networks in `folder`, and the speed of the machine."""
-    adjusted = _for_networks(config, recipe, start, images, teacher, folder)
-    otherwise = """, or smaller views, such as --training '{"views.size": 160}'"""
-    return plan_training(adjusted, config, images, folder, seconds, otherwise=otherwise)
-
-
-def _for_networks(
-    config: DistillConfig, recipe: PretrainConfig, start: Backbone, images: ImageFiles, teacher: str, folder: Path
-) -> PretrainConfig:
-    """Set the student, the teacher, of this network and saved in `folder`, and the batch size of the recipe."""
-    recipe = fit_batch(recipe, len(images))
-    arguments = {**recipe.objective.args, "teacher": str((folder / _TEACHER).absolute())}
-    if is_import_path(teacher):
-        arguments["teacher_network"] = teacher
-    size = config.training.get(_SIZE) or start.fixed_size or _GRID * start.patch_size
-    return replace(
-        recipe,
-        objective=replace(recipe.objective, args=arguments),
-        backbone=replace(recipe.backbone, name=start.name, args=start.args),
-        views=replace(recipe.views, size=size),
-        runtime=replace(recipe.runtime, precision=config.training.get(_PRECISION) or fast_precision(start)),
-    )
+        verdict = judge(
+            [Candidate(name, network) for name, (network, _) in students.items()],
+            {name: {DISTILLATION.criterion: share} for name, (_, share) in students.items()},
+            self.labelled,
+            None,
+            keep_last=self.config.keep == "trained" and run is not None,
+            process=DISTILLATION,
+            progress=progress,
+        )
+        measured = measure([Candidate(_TEACHER, self.teacher)], self.labelled, None, progress=progress)
+        return _with_teacher(verdict, measured), students[verdict.kept][0]
 
 
 def _with_teacher(students: Verdict, measured: Measures) -> DistillVerdict:

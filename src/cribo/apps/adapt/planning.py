@@ -1,124 +1,40 @@
-"""Folder, options and training of `cribo adapt` and `cribo distill`."""
+"""Time, images and training of `cribo adapt` and `cribo distill`."""
 
-import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from cribo.apps.adapt.closed_form import STATISTICS_IMAGES
 from cribo.apps.adapt.config import AdaptConfig, DistillConfig
 from cribo.apps.adapt.encoding import encode
 from cribo.base.devices import multiplies_bfloat16
 from cribo.base.errors import ConfigError, DataError, TooShort, UnreadableImage
-from cribo.base.files import write_json, write_text
-from cribo.base.folders import ResultFolder
-from cribo.base.redaction import masked
-from cribo.base.wording import command_line, counted, is_utf8
+from cribo.base.files import write_text
+from cribo.base.wording import counted, is_utf8
 from cribo.data import ImageFiles, open_images
-from cribo.data.config import DEFAULT_READING, Reading, spread
-from cribo.data.sources.collection import sampled_hash
-from cribo.models import Backbone, load_backbone
+from cribo.data.config import Reading, spread
+from cribo.models import Backbone
 from cribo.models.saving import WEIGHTS_FILE
 from cribo.objectives.base import objective_class
 from cribo.pretraining.config import Precision, PretrainConfig
-from cribo.pretraining.files import CONFIG
 from cribo.pretraining.loading import load_config
 from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.planning import seconds_per_step, with_epochs
-from cribo.pretraining.recorded import check_run_config, names_in, read_run_config
-from cribo.pretraining.run import Run, pretrain
 from cribo.pretraining.session import Session, check_packages, open_source
 from cribo.training.loggers import require_logins
 
 log = logging.getLogger("cribo")
 
-VERDICT = "verdict.json"
 CLOSED_FORM = "closed_form"
-_TRAINING = "training"
+TRAINING = "training"
 _IMAGES = "images.txt"
-_CONTENT = "images_content"
 _LEAST_STEPS = 10
 _TIMED_IMAGES = 3
-
-
-@dataclass(frozen=True)
-class Exported:
-    """A finished adaptation or distillation.
-
-    Attributes:
-        folder: folder of the exported backbone and the verdict.
-        network: name of the backbone's network.
-    """
-
-    folder: Path
-    network: str = field(repr=False)
-
-    def backbone(self) -> Backbone:
-        """Load the exported backbone."""
-        return load_backbone(self.folder, name=self.network)
-
-
-def result_folder(
-    path: Path, kind: str, *, numbered: bool, overwrite: bool, resume: bool, known_by: str, inputs: Sequence[str | None]
-) -> ResultFolder:
-    """Return the folder to write or resume; the arguments are those of `ResultFolder`.
-
-    Raises:
-        ConfigError: `resume` is given without a name, or with `overwrite`.
-    """
-    if resume and (numbered or overwrite):
-        raise ConfigError("--resume requires --name and cannot be combined with --overwrite")
-    return ResultFolder(
-        path,
-        kind,
-        numbered=numbered,
-        overwrite=overwrite,
-        resume=resume,
-        known_by=known_by,
-        inputs=inputs,
-        advice="choose another --name, resume it with --resume, or replace it with --overwrite",
-    )
-
-
-def to_continue(folder: Path) -> str:
-    """Return how to continue after an interruption."""
-    return f"to continue, repeat the command with {command_line('--name', folder.name, '--resume')}"
-
-
-def record_options(path: Path, config: AdaptConfig | DistillConfig, images: ImageFiles) -> None:
-    """Write the options, or compare them with the stored options of what is resumed.
-
-    The time can be changed until the training has begun.
-
-    Raises:
-        ConfigError: an option that affects the result has changed, or the images have.
-    """
-    content = sampled_hash(images)
-    options = {**json.loads(json.dumps(masked(asdict(config)))), _CONTENT: content}
-    if path.is_file():
-        before = {"reading": asdict(DEFAULT_READING), **json.loads(path.read_text(encoding="utf-8"))}
-        free = {"logger", "workers", "device"}
-        if not (path.parent / _TRAINING).exists():
-            free |= {"minutes", "steps"}
-        if before.get(_CONTENT, content) != content:
-            raise ConfigError(
-                f"{path.parent} was started with other images in {config.images}: restore them, or "
-                "choose another --name"
-            )
-        free.add(_CONTENT)  # earlier versions did not record it
-        changed = [name for name in options if before.get(name) != options[name] and name not in free]
-        if changed:
-            raise ConfigError(
-                f"{path.parent} was started with {changed[0]} {before.get(changed[0])}, got {options[changed[0]]}: "
-                "use the old value, or choose another --name"
-            )
-    write_json(path, options)
 
 
 def load_recipe(config: AdaptConfig | DistillConfig) -> PretrainConfig:
@@ -172,44 +88,6 @@ def _seconds_per_image(networks: Sequence[Backbone], images: ImageFiles) -> floa
             encode(network, pixels).tokens.cpu()
         times.append(time.perf_counter() - begun)
     return min(times, default=0.0)  # the first includes the initialisation of the device
-
-
-def train(
-    plan: Callable[[float], PretrainConfig],
-    adjusted: PretrainConfig,
-    folder: Path,
-    *,
-    minutes: float,
-    started: float,
-    logger: tuple[str, ...],
-    console: Console,
-) -> Run | None:
-    """Train in a run folder inside `folder`, or resume this run; return None if there is too little time for it.
-
-    Args:
-        plan: returns the configuration for a number of seconds; not called if the run exists.
-        adjusted: the recipe for this network; a run that exists may name no other code.
-        folder: the result folder.
-        minutes: total time.
-        started: start of the command, by `time.perf_counter`. As much time as has passed is left for the verdict.
-        logger: names of the loggers.
-        console: console for progress.
-    """
-    if (folder / _TRAINING / CONFIG).is_file():
-        planned = read_run_config(folder / _TRAINING, {"runtime.logger": list(logger)})
-        check_run_config(planned, folder / _TRAINING, trust=False, given=names_in(adjusted))
-    else:
-        try:
-            planned = plan(60 * minutes - 2 * (time.perf_counter() - started))
-        except TooShort as error:
-            again = command_line("--name", folder.name, "--resume")
-            log.warning(
-                "without training, only the closed form is judged: %s; to train, repeat the command with %s",
-                error,
-                again,
-            )
-            return None
-    return pretrain(planned, out=folder, name=_TRAINING, continue_run=True, advice=to_continue(folder), console=console)
 
 
 def plan_training(

@@ -1,10 +1,5 @@
 """Steps of `cribo adapt`: closed form, training, closed form of the trained weights, verdict, and export."""
 
-import json
-import logging
-import time
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,44 +12,22 @@ from cribo.apps.adapt.config import AdaptConfig
 from cribo.apps.adapt.indicators import measure_indicators
 from cribo.apps.adapt.labelled import open_labelled
 from cribo.apps.adapt.pictures import draw_neighbours
-from cribo.apps.adapt.planning import (
-    CLOSED_FORM,
-    VERDICT,
-    Exported,
-    fast_precision,
-    load_recipe,
-    open_listable,
-    plan_training,
-    record_options,
-    require_time,
-    result_folder,
-    to_continue,
-    train,
-    try_objective,
-)
+from cribo.apps.adapt.planning import fast_precision, plan_training
+from cribo.apps.adapt.sequence import Exported, Start, Steps, run_steps
 from cribo.apps.adapt.verdict import ADAPTATION, Candidate, Verdict, judge
-from cribo.base.console import Phases
-from cribo.base.devices import resolve_devices
+from cribo.base.console import Progress
 from cribo.base.drawing import write_figure
-from cribo.base.errors import ConfigError, if_interrupted
-from cribo.base.files import write_json
-from cribo.base.folders import named_folder
+from cribo.base.errors import ConfigError
 from cribo.data import ImageFiles
-from cribo.features.config import backbone_name
 from cribo.features.encoder import open_backbone
-from cribo.models import Backbone, load_backbone, save_backbone
+from cribo.models import Backbone
 from cribo.models.building import with_stride
 from cribo.pretraining.batches import fit_batch
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.recorded import read_run_config
 from cribo.pretraining.run import Run
-from cribo.training.folder import claim
 
-log = logging.getLogger("cribo")
-
-OPTIONS = "adapt.json"
 PICTURE = "neighbours.png"
-_CHOICE = "choice.json"
 
 _TRAIN_BLOCKS = "backbone.train_blocks"
 _PRECISION = "runtime.precision"
@@ -99,73 +72,99 @@ def adapt(
         FileNotFoundError: a file of the backbone or the images does not exist.
         Interrupted: SIGTERM or SIGUSR1 was received during training, which can be resumed.
     """
-    started = time.perf_counter()
-    console = console or Console(quiet=True)
-    target = result_folder(
-        named_folder(out, name or f"{backbone_name(config.backbone)}-adapted"),
-        "adaptation",
-        numbered=name is None,
-        overwrite=overwrite,
-        resume=resume,
-        known_by=OPTIONS,
-        inputs=(config.images, config.labelled, config.second, config.backbone.source),
+    folder, kept, verdict = run_steps(
+        Adaptation, config, out=out, name=name, resume=resume, overwrite=overwrite, console=console
     )
-    images = open_listable(config.images, config.reading)
-    sets = [
-        None if folder is None else open_labelled(folder, reading=config.reading)
-        for folder in (config.labelled, config.second)
-    ]
-    device = resolve_devices(None if config.device is None else [config.device], "device")[0]
-    recipe = load_recipe(config)
-    original = open_backbone(config.backbone).to(device)
-    _check_network(config, original)
-    if config.trains:
-        if not (resume and (target.path / CLOSED_FORM / _CHOICE).is_file()):
-            require_time(config, [original], images, otherwise="or --minutes 1 for the closed form only")
-        try_objective(_for_network(config, recipe, original, images), images)
-    with ExitStack() as stack:
-        folder = claim(stack, target)
-        stack.enter_context(if_interrupted(lambda: to_continue(folder)))
-        record_options(folder / OPTIONS, config, images)
-        with Phases(console) as progress:
-            start, choice = _closed_form(original, images, recipe, config, folder, progress)
-        log.info(_described(choice))
-        candidates = [Candidate("starting weights", original), Candidate("closed form", start)]
-        if config.trains:
-            plan = partial(planned_training, config, recipe, start, images, folder)
-            run = train(
-                plan,
-                _for_network(config, recipe, start, images),
-                folder,
-                minutes=config.minutes,
-                started=started,
-                logger=recipe.runtime.logger,
-                console=console,
-            )
-            if run is not None:
-                trained = _with_start(run, start, config.trained_share).to(device)
-                if choice.power is not None:
-                    with Phases(console) as progress:
-                        again = partial(progress, "closed form of the adapted weights")
-                        refit_whitening(trained, images, power=choice.power, dims=config.dims, progress=again)
-                candidates.append(Candidate("adapted weights", trained))
-        with Phases(console) as progress:
-            indicators = {
-                each.name: asdict(
-                    measure_indicators(
-                        each.backbone, images, recipe.views, partial(progress, f"indicators of the {each.name}")
-                    )
-                )
-                for each in candidates
-            }
-            keep_last = config.keep == "adapted"
-            verdict = judge(candidates, indicators, *sets, keep_last=keep_last, process=ADAPTATION, progress=progress)
-            kept = next(each.backbone for each in candidates if each.name == verdict.kept)
-            figure = draw_neighbours(candidates[0], candidates[-1], images, progress)
-        write_figure(folder / PICTURE, figure)
-        save_backbone(kept, folder)
-        write_json(folder / VERDICT, asdict(verdict))
     return Adapted(folder, kept.name, verdict)
+
+
+class Adaptation(Steps[AdaptConfig, Verdict]):
+    """Closed form of the block to read and its whitening, training, and closed form of the trained weights."""
+
+    kind = "adaptation"
+    suffix = "adapted"
+    otherwise = "or --minutes 1 for the closed form only"
+
+    def __init__(self, config: AdaptConfig, images: ImageFiles) -> None:
+        super().__init__(config, images)
+        self.second = None if config.second is None else open_labelled(config.second, reading=config.reading)
+        self.original = open_backbone(config.backbone).to(self.device)
+        self.networks = (self.original,)
+        _check_network(config, self.original)
+
+    def adjusted(self, network: Backbone, folder: Path) -> PretrainConfig:
+        """Adjust the recipe to the network and the number of images."""
+        given = self.config.training
+        recipe = fit_batch(self.recipe, len(self.images))
+        group = min(recipe.objects.group_size, recipe.optim.batch_size)
+        train_blocks = recipe.backbone.train_blocks
+        if network.depth > 1:
+            train_blocks = min(train_blocks or network.depth, network.depth)
+        elif _TRAIN_BLOCKS not in given:
+            train_blocks = None  # the value of the preset applies to vision transformers
+        return replace(
+            recipe,
+            backbone=replace(recipe.backbone, name=network.name, args=network.args, train_blocks=train_blocks),
+            objects=replace(recipe.objects, group_size=group),
+            runtime=replace(recipe.runtime, precision=given.get(_PRECISION) or fast_precision(network)),
+        )
+
+    def fit(self, progress: Progress) -> Start:
+        """Choose the block and the whitening."""
+        config, wanted = self.config, self.original
+        if config.stride not in (None, wanted.patch_size):
+            wanted = with_stride(wanted, config.stride)
+        start, choice = choose_closed_form(
+            wanted,
+            self.images,
+            self.recipe.views,
+            blocks=config.blocks,
+            power=config.power,
+            dims=config.dims,
+            progress=progress,
+        )
+        return Start(start, asdict(choice))
+
+    def describe(self, start: Start) -> str:
+        """Return the choice and its neighbour agreement."""
+        choice = Choice(**start.account)
+        where = "" if choice.blocks is None else f"block {choice.blocks}, "
+        how = "no whitening" if choice.power is None else f"whitening with power {choice.power:g}"
+        return f"{where}{how}; neighbour agreement across views {choice.agreement:.0%} (before: {choice.before:.0%})"
+
+    def plan(self, start: Backbone, folder: Path, seconds: float) -> PretrainConfig:
+        """Return the configuration of the training, of at most 500 steps if the time decides."""
+        recipe = self.adjusted(start, folder)
+        return plan_training(recipe, self.config, self.images, folder, seconds, most=MOST_STEPS)
+
+    def judge(self, start: Start, run: Run | None, folder: Path, progress: Progress) -> tuple[Verdict, Backbone]:
+        """Compare the given network, the closed form and the trained weights, and draw neighbours of some patches."""
+        candidates = [Candidate("starting weights", self.original), Candidate("closed form", start.backbone)]
+        if run is not None:
+            trained = _with_start(run, start.backbone, self.config.trained_share).to(self.device)
+            if (power := Choice(**start.account).power) is not None:
+                refitting = partial(progress, "closed form of the adapted weights")
+                refit_whitening(trained, self.images, power=power, dims=self.config.dims, progress=refitting)
+            candidates.append(Candidate("adapted weights", trained))
+        indicators = {
+            each.name: asdict(
+                measure_indicators(
+                    each.backbone, self.images, self.recipe.views, partial(progress, f"indicators of the {each.name}")
+                )
+            )
+            for each in candidates
+        }
+        verdict = judge(
+            candidates,
+            indicators,
+            self.labelled,
+            self.second,
+            keep_last=self.config.keep == "adapted",
+            process=ADAPTATION,
+            progress=progress,
+        )
+        write_figure(folder / PICTURE, draw_neighbours(candidates[0], candidates[-1], self.images, progress))
+        return verdict, next(each.backbone for each in candidates if each.name == verdict.kept)
 
 
 def _check_network(config: AdaptConfig, backbone: Backbone) -> None:
@@ -189,43 +188,6 @@ def _check_network(config: AdaptConfig, backbone: Backbone) -> None:
         )
 
 
-def _closed_form(
-    original: Backbone,
-    images: ImageFiles,
-    recipe: PretrainConfig,
-    config: AdaptConfig,
-    folder: Path,
-    progress: Callable[[str, int, int], None],
-) -> tuple[Backbone, Choice]:
-    """Fit and save the closed form, or load a saved one."""
-    own = folder / CLOSED_FORM
-    if (own / _CHOICE).is_file():
-        choice = Choice(**json.loads((own / _CHOICE).read_text(encoding="utf-8")))
-        return load_backbone(own, name=original.name).to(next(original.parameters()).device), choice
-    wanted = original if config.stride in (None, original.patch_size) else with_stride(original, config.stride)
-    start, choice = choose_closed_form(
-        wanted,
-        images,
-        recipe.views,
-        blocks=config.blocks,
-        power=config.power,
-        dims=config.dims,
-        progress=progress,
-    )
-    save_backbone(start, own)
-    write_json(own / _CHOICE, asdict(choice))
-    return start, choice
-
-
-def _described(choice: Choice) -> str:
-    where = "" if choice.blocks is None else f"block {choice.blocks}, "
-    how = "no whitening" if choice.power is None else f"whitening with power {choice.power:g}"
-    return (
-        f"closed form: {where}{how}; neighbour agreement across views {choice.agreement:.0%} "
-        f"(before: {choice.before:.0%})"
-    )
-
-
 def _with_start(run: Run, start: Backbone, share: float) -> Backbone:
     """Average the trained weights with those of the closed form."""
     trained = run.backbone()
@@ -234,37 +196,3 @@ def _with_start(run: Run, start: Backbone, share: float) -> Backbone:
     if planned.backbone.train_blocks is None and planned.backbone.lora is None:
         return averaged(trained, start, 1 - share)
     return averaged(start, trained, share)
-
-
-def planned_training(
-    config: AdaptConfig,
-    recipe: PretrainConfig,
-    start: Backbone,
-    images: ImageFiles,
-    folder: Path,
-    seconds: float,
-) -> PretrainConfig:
-    """Adjust the recipe to the images, the network and the speed of the machine.
-
-    Raises:
-        TooShort: the time does not suffice for ten steps.
-    """
-    adjusted = _for_network(config, recipe, start, images)
-    return plan_training(adjusted, config, images, folder, seconds, most=MOST_STEPS)
-
-
-def _for_network(config: AdaptConfig, recipe: PretrainConfig, start: Backbone, images: ImageFiles) -> PretrainConfig:
-    """Adjust the recipe to the network and the number of images."""
-    recipe = fit_batch(recipe, len(images))
-    group = min(recipe.objects.group_size, recipe.optim.batch_size)
-    train_blocks = recipe.backbone.train_blocks
-    if start.depth > 1:
-        train_blocks = min(train_blocks or start.depth, start.depth)
-    elif _TRAIN_BLOCKS not in config.training:
-        train_blocks = None  # the value of the preset applies to vision transformers
-    return replace(
-        recipe,
-        backbone=replace(recipe.backbone, name=start.name, args=start.args, train_blocks=train_blocks),
-        objects=replace(recipe.objects, group_size=group),
-        runtime=replace(recipe.runtime, precision=config.training.get(_PRECISION) or fast_precision(start)),
-    )

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import tee
@@ -17,9 +17,10 @@ from cribo.apps.embed.config import EmbedConfig, Format
 from cribo.apps.embed.embedder import Embedder
 from cribo.apps.embed.writing import PARTS, complete_parts, part_path, require_writer, write_part
 from cribo.base.console import Phases
-from cribo.base.errors import InputError, Stopped, if_interrupted
-from cribo.base.files import read_json_lines, remove_parts, write_json, write_text
-from cribo.base.folders import ResultFolder, describe_changes, lock_replaced, lock_writer, require_same
+from cribo.base.errors import Stopped
+from cribo.base.files import write_json, write_text
+from cribo.base.job import Account, Job, describe_changes
+from cribo.base.shares import Share
 from cribo.base.versions import versions
 from cribo.base.wording import counted
 from cribo.data.sources.collection import ImageCollection, content_hash, fingerprint, open_collection, without_repeats
@@ -29,19 +30,11 @@ from cribo.features.object_extraction import MAX_PATCHES
 from cribo.features.prefetching import BUDGET
 from cribo.features.spread.engines import open_engine
 from cribo.features.spread.parts import part_size
-from cribo.features.spread.shares import Share
 
+KIND = "embedding"
 ABOUT, SKIPPED = "about.json", "skipped.jsonl"
-FORMAT = 3
-"""Version of the results."""
-SKIPPED_IN_PARTS = ".skipped"
-"""Folder with a list for each part that has unreadable images."""
-
-IMAGES_OF_PARTS = ".images"
-"""Folder with a file for each part: hashes of the modification times and of the contents of its images."""
 
 _MOST_IMAGES = 512  # limit per part; an interrupted part is encoded again
-_ADVICE = "choose another --out, continue it with --resume, or replace it with --overwrite"
 
 
 @dataclass(frozen=True)
@@ -93,17 +86,8 @@ def embed_images(
         OSError: results cannot be written.
     """
     console = console or Console(quiet=True)
-    if resume and overwrite:
-        raise InputError("--resume and --overwrite exclude each other: choose one")
     require_writer(config.format)
-    target = ResultFolder(
-        out,
-        "embedding",
-        overwrite=overwrite,
-        resume=resume,
-        inputs=(config.images, config.backbone.source),
-        advice=_ADVICE,
-    )
+    job = Job(out, KIND, resume=resume, overwrite=overwrite, inputs=(config.images, config.backbone.source))
     images = open_collection(config.images, column=config.column, reading=config.reading)
     require_readable(images, config.images)
     embedder = Embedder(
@@ -121,38 +105,37 @@ def embed_images(
     embedder.network.expect(described.network.encoder.identity)
     options = _options(config, described)
     plan = _Plan(images, config.share, _images_in_part(config, described, len(images)), options)
-    about = _about(config, described, plan, options, command)
-    with open_engine(config, writes_to=out) as engine, Phases(console) as progress:
-        if target.resumes:
-            require_same(out / ABOUT, lambda: _changes(out, about, plan, config.format))
-        else:
-            with lock_replaced(target, command="cribo embed"):
-                target.create(lambda part: write_json(part / ABOUT, about))
-        with lock_writer(out, command="cribo embed", advice="choose another --out"):
-            for folder in (PARTS, IMAGES_OF_PARTS):
-                (out / folder).mkdir(exist_ok=True)
-            started = time.perf_counter()
-            with if_interrupted(lambda: f"complete parts are in {out}; to continue, repeat the command with --resume"):
-                missing = [part for part in plan.parts if not part_path(out, part.name, config.format).exists()]
-                work = _EmbedParts(embedder, out, config.format)
-                total = sum(len(part.images) for part in plan.parts)
-                reused = total - sum(len(part.images) for part in missing)
-                done = 0
-                progress("images", reused, total)
-                with closing(engine.run(work, missing)) as results:
-                    for count in results:
-                        done += count
-                        progress("images", reused + done, total)
-            skipped = write_skipped(out, [part.name for part in plan.parts])
-            if len(skipped) == plan.images:  # although one could be read at first
-                raise Stopped(f"the images can no longer be read: see {SKIPPED} in {out}")
-            features = complete_parts(out, config.format)
-            write_json(out / ABOUT, {**about, "finished": True, "skipped": len(skipped)})
-            for folder in (PARTS, IMAGES_OF_PARTS):
-                remove_parts(out / folder)
-            new = {part.name for part in missing}
-            reused -= sum(name in skipped for part in plan.parts if part.name not in new for name in part.names)
-            return Embedded(out, features, total - len(skipped), reused, skipped, time.perf_counter() - started)
+    place = config.images if is_url(config.images) else os.path.realpath(config.images)
+    identity = {**options, "images": plan.images, "files": plan.fingerprint, "parts": plan.count, "place": place}
+
+    def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+        yield from changes_between(before, now) or _changed_content(job, plan.parts, place)
+
+    with (
+        open_engine(config, writes_to=out) as engine,
+        Phases(console) as progress,
+        job.open(identity, command=command, share=str(config.share), changes=changes),
+    ):
+        (out / PARTS).mkdir(exist_ok=True)
+        missing = job.missing(plan.parts, lambda part: part_path(out, part.name, config.format).exists())
+        started = time.perf_counter()
+        total = sum(len(part.images) for part in plan.parts)
+        done = reused = total - sum(len(part.images) for part in missing)
+        progress("images", done, total)
+        with closing(engine.run(_EmbedParts(embedder, out, config.format), missing)) as results:
+            for name, account in results:
+                job.done(name, **account)
+                done += account["images"]
+                progress("images", done, total)
+        skipped = write_skipped(out, [job.accounts[part.name] for part in plan.parts])
+        if len(skipped) == plan.images:  # although one could be read at first
+            raise Stopped(f"the images can no longer be read: see {SKIPPED} in {out}")
+        features = complete_parts(out, config.format)
+        write_json(out / ABOUT, _about(identity, described, command, len(skipped)))
+        job.finish()
+        new = {part.name for part in missing}
+        reused -= sum(len(job.accounts[part.name]["skipped"]) for part in plan.parts if part.name not in new)
+        return Embedded(out, features, total - len(skipped), reused, skipped, time.perf_counter() - started)
 
 
 def _settings(config: EmbedConfig) -> ObjectSettings | None:
@@ -177,11 +160,6 @@ class _Part(NamedTuple):
 
     def __str__(self) -> str:
         return self.name
-
-    @property
-    def names(self) -> list[str]:
-        """Names of its images."""
-        return [self.images.name(index) for index in range(len(self.images))]
 
 
 class _Plan:
@@ -227,100 +205,73 @@ def _options(config: EmbedConfig, embedder: Embedder) -> dict[str, Any]:
     }
 
 
-def _about(
-    config: EmbedConfig, embedder: Embedder, plan: _Plan, options: Mapping[str, Any], command: str
-) -> dict[str, Any]:
+def _about(identity: Mapping[str, Any], embedder: Embedder, command: str, skipped: int) -> dict[str, Any]:
+    """Describe the results for their readers."""
     network = embedder.network
     return {
-        "format": FORMAT,
         "command": command,
-        "finished": False,
-        "same": {
-            "range": None,
-            **options,
-            "images": plan.images,
-            "files": plan.fingerprint,
-            "parts": plan.count,
-            "part": str(config.share),
-        },
-        "images": config.images if is_url(config.images) else os.path.realpath(config.images),
+        "same": {name: value for name, value in identity.items() if name != "place"},
+        "images": identity["place"],
         "backbone": network.about,
         "blocks": list(network.encoder.blocks),
         "channels": embedder.dim,
+        "skipped": skipped,
         "versions": versions(network.device),
     }
 
 
-def changes_between(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """Yield the differences between two descriptions of results: images, backbone or settings."""
-    if before["format"] != now["format"]:
-        yield "it was written by another version of cribo"
-        return
-    settings = {name: value for name, value in now["same"].items() if name not in ("files", "parts")}
-    changes = [*describe_changes({name: before["same"].get(name) for name in settings}, settings)]
-    yield from changes
+def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the differences between two identities: images, backbone or settings."""
+    settings = {name: value for name, value in now.items() if name not in ("files", "parts", "place")}
+    changes = [*describe_changes({name: before.get(name) for name in settings}, settings)]
     # The hash depends on the division into parts, and that on the options.
-    divided_alike = not changes or before["same"]["parts"] == now["same"]["parts"]
-    if divided_alike and before["same"]["files"] != now["same"]["files"]:
-        place, folder = "the place of the images", before["images"]
-        moved = list(describe_changes({place: folder}, {place: now["images"]}))
-        yield from moved or [f"images of {folder} were added, removed or changed"]
+    divided_alike = not changes or before.get("parts") == now["parts"]
+    if divided_alike and before.get("files") != now["files"]:
+        moved = [
+            *describe_changes({"the place of the images": before["place"]}, {"the place of the images": now["place"]})
+        ]
+        changes += moved or [f"images of {now['place']} were added, removed or changed"]
+    return changes
 
 
-def _changes(folder: Path, about: dict[str, Any], plan: _Plan, kind: Format) -> Iterator[str]:
-    """Yield the differences between the results in a folder and those to write.
+def _changed_content(job: Job, parts: Sequence[_Part], place: str) -> Iterator[str]:
+    """Yield the first part whose images have changed.
 
     Modification times tell whether images may have changed; if so, they are read again, since copies have other times.
     """
-    changes = [*changes_between(json.loads((folder / ABOUT).read_text(encoding="utf-8")), about)]
-    yield from changes
-    for part in plan.parts if not changes else ():
-        record = folder / IMAGES_OF_PARTS / f"{part.name}.json"
-        if not part_path(folder, part.name, kind).exists():
+    for part in parts:
+        account = job.accounts.get(part.name)
+        if account is None or account["times"] == part.times:
             continue
-        before = json.loads(record.read_text(encoding="utf-8"))
-        if before["times"] == part.times:
-            continue
-        if before["content"] != content_hash(part.images):
-            names = part.names
-            yield f"the content of images of {about['images']} has changed, among {names[0]} to {names[-1]}"
+        if account["content"] != content_hash(part.images):
+            names = [part.images.name(index) for index in (0, len(part.images) - 1)]
+            yield f"the content of images of {place} has changed, among {names[0]} to {names[1]}"
             return
-        write_json(record, {**before, "times": part.times})
+        job.done(part.name, **{**account, "times": part.times})
 
 
 class _EmbedParts:
-    """Writes the features of each part and yields its number of images; run by an engine."""
+    """Writes the features of each part and yields its name and account; run by an engine."""
 
     def __init__(self, embedder: Embedder, folder: Path, kind: Format) -> None:
         self.embedder, self.folder = embedder, folder.absolute()
         self.kind: Format = kind
 
-    def __call__(self, parts: Iterable[_Part]) -> Generator[int, None, None]:
+    def __call__(self, parts: Iterable[_Part]) -> Generator[tuple[str, Account], None, None]:
         first, second = tee(parts)
         found = self.embedder.stream(part.images for part in first)
         with closing(found):
             for part, features in zip(second, found, strict=True):
-                skipped = self.folder / SKIPPED_IN_PARTS / f"{part.name}.jsonl"
-                skipped.unlink(missing_ok=True)  # of an attempt that was killed
-                if features.errors:  # before the part, so that a complete part has its list
-                    (self.folder / SKIPPED_IN_PARTS).mkdir(exist_ok=True)
-                    lines = ({"image": features.names[i], "reason": why} for i, why in features.errors.items())
-                    write_text(skipped, _json_lines(lines))
-                record = {"times": part.times, "content": features.content}
-                write_json(self.folder / IMAGES_OF_PARTS / f"{part.name}.json", record)
                 write_part(self.folder, part.name, self.kind, features)
-                yield len(part.images)
+                skipped = {features.names[place]: reason for place, reason in features.errors.items()}
+                account = {"images": len(part.images), "times": part.times, "content": features.content}
+                yield part.name, {**account, "skipped": skipped}
 
 
-def write_skipped(folder: Path, parts: Iterable[str]) -> dict[str, str]:
-    """Join the lists of the parts, given by name; return the reasons why images could not be read, by name."""
-    lists = (read_json_lines(folder / SKIPPED_IN_PARTS / f"{part}.jsonl") for part in parts)
-    skipped = {entry["image"]: entry["reason"] for entries in lists for entry in entries}
+def write_skipped(folder: Path, accounts: Iterable[Account]) -> dict[str, str]:
+    """Write the list of unreadable images; return the reasons why they could not be read, by name."""
+    skipped = {name: reason for account in accounts for name, reason in account["skipped"].items()}
     if skipped:
-        lines = ({"image": name, "reason": reason} for name, reason in skipped.items())
-        write_text(folder / SKIPPED, _json_lines(lines))
+        lines = (json.dumps({"image": name, "reason": reason}) for name, reason in skipped.items())
+        write_text(folder / SKIPPED, "".join(f"{line}\n" for line in lines))
     return skipped
-
-
-def _json_lines(entries: Iterable[dict[str, str]]) -> str:
-    return "".join(f"{json.dumps(entry)}\n" for entry in entries)

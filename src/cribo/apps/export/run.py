@@ -16,7 +16,7 @@ from cribo.apps.export.config import TARGETS, ExportOptions, Target, require_tar
 from cribo.apps.export.target import Encode, Exporter, data_type
 from cribo.base.errors import DifferentFeatures, InputError
 from cribo.base.files import write_json, write_text
-from cribo.base.folders import ResultFolder
+from cribo.base.job import Job
 from cribo.data.randomness import keyed_generator
 from cribo.features.config import FeaturePrecision
 from cribo.models import Backbone, Features, describe, normalise
@@ -130,7 +130,7 @@ def export_backbone(
     require_target(to)
     _check(backbone, to, chosen)
     source = None if backbone.loaded is None else backbone.loaded.source
-    target = ResultFolder(out, "export", overwrite=overwrite, inputs=[source])
+    target = Job(out, "export", overwrite=overwrite, inputs=[source])
     plain = _plain(backbone)
     reports: list[ExportReport] = []
 

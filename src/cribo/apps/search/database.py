@@ -30,7 +30,7 @@ from jaxtyping import Float, Int
 
 from cribo.base.console import Progress
 from cribo.base.errors import ConfigError, DatabaseError, DataError, InputError
-from cribo.base.files import parse_json
+from cribo.base.files import parse_json, require
 from cribo.base.packages import load_lance
 from cribo.base.redaction import masked
 from cribo.base.trust import check_address, check_import, is_address
@@ -38,7 +38,7 @@ from cribo.base.wording import command_line
 from cribo.data.config import Reading
 from cribo.data.reading import EncodedImage
 from cribo.data.sources.collection import locate_image, read_named
-from cribo.data.sources.images import is_url, require
+from cribo.data.sources.images import is_url
 from cribo.features.config import BackboneSource, ObjectSettings, portable_source
 from cribo.features.objects import GridMask, ImageObject
 

@@ -17,7 +17,7 @@ from cribo.apps.search.database import IndexedImage, ObjectDatabase, is_remote, 
 from cribo.apps.search.extractor import READ_AHEAD, ExtractedImage, ObjectExtractor
 from cribo.base.console import Progress
 from cribo.base.errors import DataError, FolderError
-from cribo.base.folders import lock_writer
+from cribo.base.job import locked
 from cribo.data.reading import FileState
 from cribo.data.sources.collection import ImageCollection
 from cribo.features.encoder import PatchEncoder
@@ -83,7 +83,7 @@ def index_lock(uri: str) -> AbstractContextManager[object]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FolderError(f"cannot write to {folder}: {error.strerror or error}; {advice}") from error
-    return lock_writer(folder, INDEX_LOCK, command="cribo index", advice=advice)
+    return locked(folder, INDEX_LOCK, otherwise=advice)
 
 
 def index_images(

@@ -13,11 +13,10 @@ from cribo.apps.search.database import DatabaseInfo, ObjectDatabase, as_uri, hol
 from cribo.apps.search.indexing import IndexQuality, index_vectors
 from cribo.base.console import Phases
 from cribo.base.errors import DatabaseError
-from cribo.base.files import write_folder_whole
-from cribo.base.folders import describe_changes, require_writable, result_kind
+from cribo.base.files import require, write_folder_whole
+from cribo.base.job import describe_changes, require_writable, result_kind
+from cribo.base.shares import Share, order_shares, require_mergeable
 from cribo.base.wording import command_line, counted
-from cribo.data.sources.images import require
-from cribo.features.spread.shares import Share, order_shares, require_mergeable
 
 log = logging.getLogger("cribo")
 

@@ -13,9 +13,9 @@ from jaxtyping import Bool, Float
 
 from cribo.apps.search.database import IndexedImage, ObjectDatabase
 from cribo.base.errors import ConfigError, DatabaseError, DataError
+from cribo.base.files import require
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.reading import EncodedImage, image_size, require_utf8
-from cribo.data.sources.images import require
 from cribo.features.objects import Box, ImageObject
 
 if TYPE_CHECKING:

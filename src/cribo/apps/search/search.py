@@ -13,7 +13,7 @@ from cribo.apps.search.pictures import write_pairs, write_sheet
 from cribo.apps.search.queries import Query, QueryPlace, make_query
 from cribo.base.errors import ConfigError, DatabaseError
 from cribo.base.files import write_json
-from cribo.base.folders import ResultFolder
+from cribo.base.job import Job
 from cribo.data.labelled.coco_writing import outline, write_coco
 
 if TYPE_CHECKING:
@@ -113,10 +113,8 @@ def search_duplicates(
     return pairs, folder.create(write)
 
 
-def _open_search(
-    config: SearchConfig, name: str, out: Path | None, overwrite: bool
-) -> tuple[ResultFolder, ObjectDatabase]:
-    folder = ResultFolder(
+def _open_search(config: SearchConfig, name: str, out: Path | None, overwrite: bool) -> tuple[Job, ObjectDatabase]:
+    folder = Job(
         out or _OUT / name,
         "search",
         numbered=out is None,

@@ -8,22 +8,14 @@ from pathlib import Path
 from cribo.apps.segment.memory import Example
 from cribo.base.colours import Colour
 from cribo.base.errors import DataError
-from cribo.base.files import matching_files
+from cribo.base.files import matching_files, require
 from cribo.base.wording import enumerated
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.labelled.coco import CocoLabels, find_coco
 from cribo.data.labelled.label_maps import MASK_CLASSES, MASKS, ClassList, LabelValues, read_classes
 from cribo.data.labelled.segmentation import LabelledFiles, LabelledFolder, by_stem, is_marked, other_annotations
 from cribo.data.sources.collection import ImageCollection, open_collection, without_repeats
-from cribo.data.sources.images import (
-    EXTENSIONS,
-    ImageFiles,
-    is_url,
-    list_files,
-    named_below_one_folder,
-    open_images,
-    require,
-)
+from cribo.data.sources.images import EXTENSIONS, ImageFiles, is_url, list_files, named_below_one_folder, open_images
 
 CLASSES_FILE = "classes.txt"
 

@@ -1,17 +1,16 @@
 """Implementation of `cribo merge` for labels: join the results of `cribo segment` on the shares of a collection."""
 
 import csv
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cribo.apps.segment.examples import result_name
 from cribo.apps.segment.results import (
     ABOUT,
-    DONE,
     FOLDERS,
+    KIND,
     SUMMARY,
     Record,
     changes_between,
@@ -23,10 +22,9 @@ from cribo.apps.segment.results import (
 )
 from cribo.apps.segment.run import Segmented
 from cribo.base.errors import DataError
-from cribo.base.files import link_or_copy, path_inside, write_text
-from cribo.base.folders import ResultFolder, lock_replaced, read_finished
-from cribo.data.sources.images import require
-from cribo.features.spread.shares import Share, order_shares, require_mergeable
+from cribo.base.files import link_or_copy, path_inside, read_json
+from cribo.base.job import PARTS, FinishedShare, Job, finished_shares
+from cribo.base.shares import Share
 
 
 def merge_segmentations(
@@ -52,24 +50,19 @@ def merge_segmentations(
     >>> merge_segmentations(["part-1", "part-2"], out=Path("all"))  # doctest: +SKIP
     """
     folders = [Path(part).expanduser() for part in parts]
-    target = ResultFolder(out, "segmentation", overwrite=overwrite, inputs=folders)
-    for folder in folders:
-        require(folder)
-    abouts = [read_finished(folder, "segmentation", ABOUT) for folder in folders]
-    names = [str(folder) for folder in folders]
-    order = order_shares(names, [about["images"].get("part", str(Share())) for about in abouts])
-    whole = _of_all_images(abouts[order[0]])
-    for index in order:
-        require_mergeable(names[order[0]], names[index], _changes(whole, _of_all_images(abouts[index])))
+    job = Job(out, KIND, overwrite=overwrite, inputs=folders)
+    shares = finished_shares(folders, KIND, changes=_changes)
+    abouts = [read_json(share.folder / ABOUT) for share in shares]
+    classes = shares[0].identity["classes"]
     merged = _Merged()
-    for index in order:
-        merged.add(folders[index], abouts[index]["images"]["found"])
+    for share, about in zip(shares, abouts, strict=True):
+        merged.add(share, about["images"]["found"])
     merged.drop_earlier()
     everything = {**merged.records, **merged.earlier}
     sources = {name: files_of(place, name) for name, place in merged.places.items() if name in everything}
     for name, paths in sources.items():  # links in a share may lead anywhere
         for path in paths:
-            path_inside(place := merged.places[name], str(path.relative_to(place)), source=place / DONE)
+            path_inside(place := merged.places[name], str(path.relative_to(place)), source=place / PARTS)
 
     def write(folder: Path) -> None:
         for name in FOLDERS:
@@ -78,12 +71,11 @@ def merge_segmentations(
             for source, linked in zip(sources[name], files_of(folder, name), strict=True):
                 linked.parent.mkdir(parents=True, exist_ok=True)
                 link_or_copy(source, linked)
-        write_text(folder / DONE, "".join(f"{json.dumps(asdict(record))}\n" for record in everything.values()))
-        write_summary(folder, merged.names, merged.records, merged.earlier, merged.skipped, whole["classes"])
+        write_summary(folder, merged.names, merged.records, merged.earlier, merged.skipped, classes)
         write_finished(
             folder,
-            {**whole, "command": command},
-            seconds=seconds,
+            {**abouts[0], "command": command, "images": {**abouts[0]["images"], "part": str(Share())}},
+            seconds=sum(about["seconds"] for about in abouts),
             found=len(merged.names),
             segmented=len(merged.records) - reused,
             reused=reused,
@@ -91,24 +83,16 @@ def merge_segmentations(
             skipped=len(merged.skipped),
         )
 
-    seconds = sum(about["seconds"] for about in abouts)
     reused = sum(about["images"]["reused"] for about in abouts)
-    with lock_replaced(target, command="cribo segment"):
-        target.create(write)
-    shares = class_shares([*everything.values()], whole["classes"])
+    job.merge(shares, write, command=command)
     counts = len(merged.records), len(merged.records), len(merged.earlier)
-    return Segmented(target.path, *counts, merged.skipped, 0.0, 0.0, shares)
+    return Segmented(job.path, *counts, merged.skipped, 0.0, 0.0, class_shares([*everything.values()], classes))
 
 
-def _of_all_images(about: dict[str, Any]) -> dict[str, Any]:
-    """Return a description of results for all images instead of a share."""
-    return {**about, "images": {**about["images"], "part": str(Share())}}
-
-
-def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the differences between two descriptions, as text."""
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the differences between two identities, as text."""
     changes = [*changes_between(before, now)]
-    first, second = (about["images"]["collection"] for about in (before, now))
+    first, second = (identity["collection"] for identity in (before, now))
     if not changes and first != second:
         first, second = (text.partition(" ")[0] for text in (first, second))
         changes = [f"images were added, removed or renamed: the collection had {first} images, has {second}"]
@@ -133,9 +117,10 @@ class _Merged:
     skipped: dict[str, str] = field(default_factory=dict)
     places: dict[str, Path] = field(default_factory=dict)
 
-    def add(self, folder: Path, found: int) -> None:
-        """Add the results in a folder with so many images; raises DataError if they are incomplete."""
-        records = read_records(folder)
+    def add(self, share: FinishedShare, found: int) -> None:
+        """Add the results of a share of so many images; raises DataError if they are incomplete."""
+        folder = share.folder
+        records = read_records(folder, share.accounts)
         try:
             with (folder / SUMMARY).open(encoding="utf-8", newline="") as file:
                 rows = [(row[0], row[-1]) for row in csv.reader(file)][1:]

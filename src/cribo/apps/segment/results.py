@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from cribo.apps.segment.examples import result_name
-from cribo.base.files import read_json_lines, write_json, write_text
-from cribo.base.folders import describe_changes
+from cribo.base.files import write_json, write_text
+from cribo.base.job import Account, describe_changes
 from cribo.base.wording import enumerated
 from cribo.features.probes.fitting import Choice
+
+KIND = "segmentation"
 
 ABOUT = "about.json"
 """File in the output folder that describes the results."""
 
 SUMMARY = "summary.csv"
-
-DONE = "segmented.jsonl"
-"""File with a line for each image whose files are complete."""
 
 FOLDERS = ("labels", "overlays", "confidence")
 
@@ -54,41 +53,44 @@ def files_of(folder: Path, name: str) -> tuple[Path, Path, Path]:
     )
 
 
-def read_records(folder: Path) -> dict[str, Record]:
-    """Return the records of images whose files are complete, by name."""
+def read_records(folder: Path, accounts: Mapping[str, Account]) -> dict[str, Record]:
+    """Return the records of images whose files are complete, by name.
+
+    Args:
+        folder: output folder.
+        accounts: those of its job, by name of the image.
+    """
     records: dict[str, Record] = {}
-    for values in read_json_lines(folder / DONE):
-        record = Record(**{**values, "size": tuple(values["size"])})
+    for name, values in accounts.items():
+        record = Record(name, **{**values, "size": tuple(values["size"])})
         if all(path.is_file() for path in files_of(folder, record.name)):
             # Images that differ only in the extension share files; keep the last one.
             records[result_name(record.name)] = record
     return {record.name: record for record in records.values()}
 
 
-def changes_between(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """Yield the differences between two descriptions of results: image folder, share, memory or settings."""
+def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the differences between the identities of two results: image folder, memory or settings."""
     both = before, now
 
-    def changed(values: Callable[[dict[str, Any]], dict[str, Any]]) -> list[str]:
+    def changed(values: Callable[[Mapping[str, Any]], dict[str, Any]]) -> list[str]:
         return list(describe_changes(*map(values, both)))
 
-    def of_features(about: dict[str, Any]) -> dict[str, Any]:
+    def of_features(identity: Mapping[str, Any]) -> dict[str, Any]:
         backbone = {
             f"{name} of the backbone": value
-            for name, value in about["backbone"].items()
+            for name, value in identity["backbone"].items()
             if name not in ("revision", "licences")  # they do not change features
         }
-        return {**about["settings"], **backbone, "the list of classes": ", ".join(about["classes"])}
+        return {**identity["settings"], **backbone, "the list of classes": ", ".join(identity["classes"])}
 
-    if all(about["images"].get("folder") for about in both):  # earlier versions did not record it
-        yield from changed(lambda about: {"the folder of the images": about["images"]["folder"]})
-    yield from changed(lambda about: {"part": about["images"].get("part", "1/1")})
-    if len({about["memory"]["fingerprint"] for about in both}) == 1:
-        yield from changed(lambda about: {"the probe": Choice.from_json(about["choice"]).probe})
+    yield from changed(lambda identity: {"the folder of the images": identity["folder"]})
+    if before["memory"] == now["memory"]:
+        yield from changed(lambda identity: {"the probe": Choice.from_json(identity["choice"]).probe})
         return
     yield from (
         changed(of_features)
-        or changed(lambda about: {"the list of examples": enumerated(about["memory"]["examples"])})
+        or changed(lambda identity: {"the list of examples": enumerated(identity["examples"])})
         or ["the images or labels of the examples have changed"]
     )
 

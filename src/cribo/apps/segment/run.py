@@ -1,12 +1,11 @@
 """Implementation of `cribo segment`: add examples, label images and write the results."""
 
 import errno
-import json
 import logging
 import os
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, tee
 from pathlib import Path
@@ -26,9 +25,8 @@ from cribo.apps.segment.memory import SegmentationMemory
 from cribo.apps.segment.pictures import SegmentedPanel, draw_overview, overlay
 from cribo.apps.segment.pixels import write_confidence, write_labels
 from cribo.apps.segment.results import (
-    ABOUT,
-    DONE,
     FOLDERS,
+    KIND,
     SUMMARY,
     Record,
     changes_between,
@@ -45,10 +43,9 @@ from cribo.base.colours import Colour
 from cribo.base.console import Phases, duration
 from cribo.base.devices import resolve_device, resolve_threads
 from cribo.base.drawing import write_figure
-from cribo.base.errors import DataError, FolderError, InputError, Stopped, if_interrupted
-from cribo.base.files import append_json, read_json, remove_parts, write_json, write_text, write_whole
-from cribo.base.folders import ResultFolder, lock_replaced, lock_writer, require_same, require_writable
-from cribo.base.redaction import masked
+from cribo.base.errors import DataError, FolderError, InputError, Stopped
+from cribo.base.files import require, write_text, write_whole
+from cribo.base.job import Job, require_writable
 from cribo.base.versions import versions
 from cribo.base.wording import counted
 from cribo.data.config import Reading, spread
@@ -57,7 +54,7 @@ from cribo.data.labelled.coco_writing import outline, write_coco
 from cribo.data.labelled.label_maps import IGNORE_INDEX
 from cribo.data.reading import open_header
 from cribo.data.sources.collection import ImageCollection, names_hash
-from cribo.data.sources.images import ImageFiles, is_url, require, require_readable
+from cribo.data.sources.images import ImageFiles, is_url, require_readable
 from cribo.features.prefetching import prefetch
 from cribo.features.spread.engines import open_engine
 from cribo.features.spread.parts import ImagePart, part_size
@@ -154,14 +151,11 @@ def segment_images(
     started = time.perf_counter()
     if pictures < 0:
         raise InputError(f"pictures must be >= 0, got {pictures}")
-    if resume and overwrite:
-        raise InputError("--resume and --overwrite exclude each other: choose one")
-    target = ResultFolder(
+    job = Job(
         out,
-        "segmentation",
-        overwrite=overwrite,
+        KIND,
         resume=resume,
-        known_by=ABOUT,
+        overwrite=overwrite,
         inputs=(
             config.images,
             config.examples,
@@ -170,7 +164,6 @@ def segment_images(
             config.memory,
             config.backbone.source,
         ),
-        advice="choose another --out, continue it with --resume, or replace it with --overwrite",
     )
     settings = SegmentationSettings(**config.settings)
     file = None if config.memory is None else Path(config.memory).expanduser()
@@ -183,31 +176,31 @@ def segment_images(
         raise InputError(f"--suggest must be from 0 to {len(images)}, the number of images, got {suggestions}")
     if file is not None:
         _check_memory_file(file, may_be_new=config.examples is not None)
-    with open_engine(config, writes_to=out) as engine, Phases(console) as progress:
+    with ExitStack() as held:
+        engine = held.enter_context(open_engine(config, writes_to=out))
+        progress = held.enter_context(Phases(console))
         with nullcontext() if file is None or config.examples is None else memory_lock(file):
             memory, has_new = _open_memory(config, file, settings, progress)
             _require_two_classes(memory)
             memory.fit(progress)
             describe_memory(memory, console)
-            results = _Results(out, images, collection, memory, config, command)
-            if target.resumes:
-                require_same(out / ABOUT, results.changes)
-            else:
-                with lock_replaced(target, command="cribo segment"):
-                    target.create()
+            results = _Results(job, images, memory, config)
+            held.enter_context(
+                job.open(
+                    results.identity(collection), command=command, share=str(config.share), changes=changes_between
+                )
+            )
             if file is not None and has_new:  # after all checks, so that a failed command leaves the file unchanged
                 memory.save(file)
-        with lock_writer(out, command="cribo segment", advice="choose another --out"):
-            with if_interrupted(results.kept):
-                segmented = _segment_all(results, config, engine, progress)
-                if pictures and results.records:
-                    shown = [*results.records]
-                    results.draw([shown[place] for place in spread(len(shown), pictures)], OVERVIEW)
-                if coco:
-                    results.write_coco(progress)
-                if suggestions and results.records:
-                    _suggest(results, suggestions, progress)
-            return replace(segmented, seconds=time.perf_counter() - started)
+        segmented = _segment_all(results, config, engine, progress, command)
+        if pictures and results.records:
+            shown = [*results.records]
+            results.draw([shown[place] for place in spread(len(shown), pictures)], OVERVIEW)
+        if coco:
+            results.write_coco(progress)
+        if suggestions and results.records:
+            _suggest(results, suggestions, progress)
+        return replace(segmented, seconds=time.perf_counter() - started)
 
 
 # -------------------------------------------------------------------------------------------------------- memory
@@ -332,12 +325,16 @@ def _named(name: str) -> str:
 # -------------------------------------------------------------------------------------------------------- images
 
 
-def _segment_all(results: "_Results", config: SegmentConfig, engine: Engine, progress: Phases) -> Segmented:
+def _segment_all(
+    results: "_Results", config: SegmentConfig, engine: Engine, progress: Phases, command: str
+) -> Segmented:
     """Label all images that are not labelled yet, and write the summary."""
-    images, done = results.images, read_records(results.folder)
+    images, done = results.images, read_records(results.folder, results.job.accounts)
+    results.job.missing([*results.names], unit="images")
     stems = {result_name(name) for name in results.names}
     results.earlier = {name: record for name, record in done.items() if result_name(name) not in stems}
-    results.begin()
+    for folder in FOLDERS:
+        (results.folder / folder).mkdir(exist_ok=True)
     # In this process, a small part loses less when it is interrupted, and costs nothing.
     size = config.batch_size if config.engine == "local" else part_size(len(images), most=_MOST_IMAGES)
     parts = []
@@ -349,19 +346,15 @@ def _segment_all(results: "_Results", config: SegmentConfig, engine: Engine, pro
     reused = 0
     progress("images", 0, len(images))
     begun = time.perf_counter()
-    try:
-        with closing(engine.run(work, parts)) as found:
-            for part in found:
-                results.skipped |= part.skipped
-                results.records |= {name: done[name] for name in part.unchanged}
-                results.add(part.records)
-                reused += len(part.unchanged)
-                progress("images", len(results.records) + len(results.skipped), len(images))
-    except Exception:
-        log.warning(results.kept())
-        raise
+    with closing(engine.run(work, parts)) as found:
+        for part in found:
+            results.skipped |= part.skipped
+            results.records |= {name: done[name] for name in part.unchanged}
+            results.add(part.records)
+            reused += len(part.unchanged)
+            progress("images", len(results.records) + len(results.skipped), len(images))
     seconds = time.perf_counter() - begun
-    results.sum_up(seconds, reused)
+    results.sum_up(command, seconds, reused)
     if len(results.skipped) == len(images) and config.share.shares == 1:  # although one could be read at first
         raise Stopped(f"the images can no longer be read: see {SUMMARY} in {results.folder}")
     return Segmented(
@@ -476,10 +469,7 @@ class _Writer(NamedTuple):
 
 
 class _Results:
-    """The output folder.
-
-    Args:
-        collection: `names_hash` of the images of all shares.
+    """The results in the output folder.
 
     Attributes:
         images: the images to label.
@@ -488,35 +478,41 @@ class _Results:
         skipped: reasons why images could not be read, by name.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        images: ImageCollection,
-        collection: str,
-        memory: SegmentationMemory,
-        config: SegmentConfig,
-        command: str,
-    ) -> None:
-        self.folder, self.images, self.memory = folder, images, memory
+    def __init__(self, job: Job, images: ImageCollection, memory: SegmentationMemory, config: SegmentConfig) -> None:
+        self.job, self.images, self.memory, self.config = job, images, memory, config
+        self.folder = job.path
         self.names = {images.name(place): place for place in range(len(images))}
         self.records: dict[str, Record] = {}
         self.earlier: dict[str, Record] = {}
         self.skipped: dict[str, str] = {}
         self.classes, self.palette = memory.classes, memory.palette
-        self.writer = _Writer(folder.absolute(), memory.palette)
+        self.writer = _Writer(self.folder.absolute(), memory.palette)
         source = images.folder if isinstance(images, ImageFiles) else config.images
-        about = {
-            "format": 1,
+        self.place = source if is_url(source) else os.path.realpath(source)
+
+    def identity(self, collection: str) -> dict[str, Any]:
+        """Return what must be equal to resume the results; `collection` is the hash of the names of all images."""
+        memory = self.memory
+        return {
+            "folder": self.place,
+            "collection": collection,
+            "memory": memory.fingerprint,
+            "examples": memory.names,
+            "backbone": memory.backbone,
+            "settings": asdict(memory.settings),
+            "classes": self.classes,
+            "choice": memory.fit().as_json(),
+        }
+
+    def about(self, command: str) -> dict[str, Any]:
+        """Describe the results for their readers."""
+        memory = self.memory
+        return {
             "command": command,
-            "finished": False,
-            "images": {
-                "folder": source if is_url(source) else os.path.realpath(source),
-                "part": str(config.share),
-                "collection": collection,
-            },
+            "images": {"folder": self.place, "part": str(self.config.share), "found": len(self.images)},
             "memory": {
                 "fingerprint": memory.fingerprint,
-                "file": config.memory,
+                "file": self.config.memory,
                 "examples": memory.names,
                 "patches": memory.patches,
             },
@@ -529,7 +525,6 @@ class _Results:
             + (f"; not calibrated: {memory.uncalibrated}" if memory.uncalibrated else ""),
             "versions": versions(str(memory.encoder.device)),
         }
-        self._about: dict[str, Any] = json.loads(json.dumps(masked(about)))  # as `changes` reads it
 
     def labeller(self, config: SegmentConfig) -> Labeller:
         """Return the unit of work; workers of another process open the memory from a file."""
@@ -544,46 +539,23 @@ class _Results:
         """Load an image by its name."""
         return self.images.load(self.names[name])
 
-    def kept(self) -> str:
-        """Return the message for an interruption: what is kept, and how to continue."""
-        return (
-            f"{len(self.records)} of {len(self.images)} images are done in {self.folder}; to continue, repeat the "
-            "command with --resume"
-        )
-
-    def changes(self) -> Iterator[str]:
-        """Yield what has changed since the results in the folder were created: images, memory or settings."""
-        before = read_json(self.folder / ABOUT)
-        return changes_between(before, self._about)
-
-    def begin(self) -> None:
-        """Create the folders and write the description of the results.
-
-        Raises:
-            OSError: the folder is not writable.
-        """
-        for part in FOLDERS:
-            (self.folder / part).mkdir(exist_ok=True)
-        found = {**self._about["images"], "found": len(self.images)}
-        write_json(self.folder / ABOUT, {**self._about, "images": found})
-
     def add(self, records: Iterable[Record]) -> None:
         """Record images whose files are complete."""
         for record in records:
-            append_json(self.folder / DONE, asdict(record))
+            self.job.done(record.name, **{name: value for name, value in asdict(record).items() if name != "name"})
             self.records[record.name] = record
 
     def shares(self) -> dict[str, float]:
         """Return the share of each class in the pixels of all images, in descending order."""
         return class_shares([*self.records.values(), *self.earlier.values()], self.classes)
 
-    def sum_up(self, seconds: float, reused: int) -> None:
-        """Write the summary and the final description of the results."""
+    def sum_up(self, command: str, seconds: float, reused: int) -> None:
+        """Write the summary and the description of the results, which are complete."""
         self.records = {name: self.records[name] for name in self.names if name in self.records}  # in their order
         write_summary(self.folder, self.names, self.records, self.earlier, self.skipped, self.classes)
         write_finished(
             self.folder,
-            self._about,
+            self.about(command),
             seconds=seconds,
             found=len(self.images),
             segmented=len(self.records) - reused,
@@ -591,8 +563,7 @@ class _Results:
             earlier=len(self.earlier),
             skipped=len(self.skipped),
         )
-        for path in (self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())):
-            remove_parts(path)
+        self.job.finish()
 
     def write_coco(self, progress: Phases) -> None:
         """Write labels in COCO format, with one annotation per image and class except the background."""

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from cribo.base.colours import Colour
 from cribo.base.errors import DataError, InputError
-from cribo.base.files import parse_json, require_regular, write_whole
+from cribo.base.files import parse_json, require, require_regular, write_whole
 from cribo.base.redaction import masked
-from cribo.data.sources.images import require
 from cribo.features.probes.examples import EncodedExample
 
 log = logging.getLogger("cribo")

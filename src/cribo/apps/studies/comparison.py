@@ -7,7 +7,7 @@ from typing import Any
 from cribo.apps.studies.table import RESULTS, Measured, Scored, compare_rows
 from cribo.base.errors import FolderError, InputError
 from cribo.base.files import path_inside, read_json
-from cribo.base.folders import flat
+from cribo.base.job import flat
 from cribo.evaluation.intervals import read_counts
 from cribo.evaluation.results import NONE, Section, metric_heading, metric_value
 

@@ -5,13 +5,11 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from filelock import FileLock, Timeout
 from rich.console import Console
 
 from cribo.apps.studies.cells import Cell, RowPlan, make_cells, plan_rows, require_space
@@ -19,10 +17,9 @@ from cribo.apps.studies.config import StudyConfig, dump_study, folder_names, loa
 from cribo.apps.studies.scores import Score, open_scores
 from cribo.apps.studies.table import Measured, Scored, StudyTable
 from cribo.base.console import duration
-from cribo.base.errors import FolderError, InputError, Interrupted, MissingPackage, Stopped
-from cribo.base.files import is_part, write_json, write_text
-from cribo.base.folders import flat, named_folder, require_writable
-from cribo.base.redaction import masked
+from cribo.base.errors import InputError, Interrupted, MissingPackage, Stopped
+from cribo.base.files import write_json, write_text
+from cribo.base.job import Job, describe_changes, flat, named_folder
 from cribo.evaluation.data import PLACES
 from cribo.evaluation.intervals import read_counts
 from cribo.evaluation.results import RESULTS, read_result
@@ -41,8 +38,6 @@ OUT = Path("studies")
 """Parent folder of studies."""
 
 _PLAN, _CELLS, _SCORES = "plan.json", "cells", "scores"
-_LOCK, _LOCKS = "study.lock", "locks"
-_BEFORE_THE_START = {_PLAN, _LOCK}  # files of a study that was interrupted before it was recorded
 _CONTINUE = "to continue the study, repeat the command"
 
 
@@ -76,10 +71,9 @@ class Study:
 
     def __init__(self, study: StudyConfig, folder: Path) -> None:
         self.study, self.folder = study, folder
-        if (folder / STUDY).is_file():
-            self._require_same()
-        elif folder.exists() and {path.name for path in folder.iterdir() if not is_part(path.name)} - _BEFORE_THE_START:
-            raise FolderError(f"{folder} is not empty and has no {STUDY}: choose another --name or --out")
+        self.job = Job(folder, "study", resume=True)
+        if self.job.resumes:
+            self._join()
         self.scores = open_scores(study.scores)
         self._score_folders = folder_names(list(study.scores))
 
@@ -100,20 +94,12 @@ class Study:
         Raises:
             ValueError: a row cannot be trained or scored, or the disk has too little space.
         """
-        if (self.folder / STUDY).is_file():
-            return make_cells(self.study, self._planned_epochs())
-        require_writable(self.folder)
-        plans = self.plan()
-        cells = make_cells(self.study, {row: plan.epochs for row, plan in plans.items()})
-        require_space(self.folder, sum(plans[cell.rows[0]].disk for cell in cells))
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with self._locked():
-            if not (self.folder / STUDY).is_file():
-                rows = {row: {"epochs": plan.epochs, "config": self._configuration(row)} for row, plan in plans.items()}
-                write_json(self.folder / _PLAN, {"rows": rows})
-                write_text(self.folder / STUDY, dump_study(self.study))
-        # Parts that start together may time different numbers of epochs: all use those that were written first.
-        self._require_same()
+        if not self.job.resumes:
+            plans = self.plan()
+            epochs = {row: plan.epochs for row, plan in plans.items()}
+            require_space(self.folder, sum(plans[cell.rows[0]].disk for cell in make_cells(self.study, epochs)))
+            self._join(epochs)
+        # Parts that start together may time different numbers of epochs: all use those of the first.
         return make_cells(self.study, self._planned_epochs())
 
     def run_folder(self, cell: Cell) -> Path:
@@ -135,16 +121,10 @@ class Study:
         Raises:
             Exception: errors of `pretrain` and `evaluate`.
         """
-        (self.folder / _LOCKS).mkdir(exist_ok=True)
-        lock = FileLock(self.folder / _LOCKS / cell.name)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            log.info("%s is being trained by another process", cell.name)
-            return
-        except NotImplementedError:  # the file system does not support locks
-            pass
-        try:
+        with self.job.claim(cell.name) as claimed:
+            if not claimed:
+                log.info("%s is being trained by another process", cell.name)
+                return
             run = pretrain(
                 cell.config,
                 out=self.folder / _CELLS,
@@ -159,14 +139,14 @@ class Study:
                 raise Interrupted(error.signal, None, _CONTINUE) from error
             except KeyboardInterrupt as error:
                 raise KeyboardInterrupt(_CONTINUE) from error
-        finally:
-            lock.release()
 
     def table(self, cells: Sequence[Cell]) -> StudyTable:
         """Collect the scores of the finished cells, and write the table."""
-        with self._locked():
+        with self.job.alone():
             table = StudyTable(self.study, {score.name: self._measured(score, cells) for score in self.scores})
             table.write(self.folder)
+            if all(map(self.is_finished, cells)):
+                self.job.finish()
         return table
 
     def _evaluate(self, cell: Cell, run: Path, console: Console) -> None:
@@ -207,54 +187,33 @@ class Study:
                 results[row][cell.seed] = scored
         return Measured(metric, results, value, settings)
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Wait until no other process starts the study or writes its table."""
-        lock = FileLock(self.folder / _LOCK)
-        try:
-            lock.acquire()
-        except NotImplementedError:
-            log.warning("cannot lock %s: do not start parts at the same moment", self.folder)
-        try:
-            yield
-        finally:
-            lock.release()
+    def _join(self, epochs: Mapping[str, int] | None = None) -> None:
+        """Create the folder with the planned epochs, or accept one of the same study."""
 
-    def _planned(self) -> dict[str, Any]:
-        path = self.folder / _PLAN
-        return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else {}
+        def write(folder: Path) -> None:
+            write_json(folder / _PLAN, {"epochs": epochs})
+            write_text(folder / STUDY, dump_study(self.study))
+
+        study, seed = self.study, self.study.seeds[0]
+        identity = {
+            "seeds": study.seeds,
+            "budget": asdict(study.budget),
+            "scores": study.scores,
+            "rows": {row: asdict(study.configuration(row, seed)) for row in study.changes_of_rows},
+        }
+        self.job.join(identity, write, changes=_changes, advice="Restore it, or choose another --name")
 
     def _planned_epochs(self) -> dict[str, int]:
-        return {row: plan["epochs"] for row, plan in self._planned().items()}
+        path = self.folder / _PLAN
+        return json.loads(path.read_text(encoding="utf-8"))["epochs"] if path.is_file() else {}
 
-    def _configuration(self, row: str) -> dict[str, Any]:
-        """Return the configuration of a row as JSON types."""
-        return json.loads(json.dumps(masked(asdict(self.study.configuration(row, self.study.seeds[0])))))
 
-    def _require_same(self) -> None:
-        """Raise an error if the study of the folder differs, apart from how it is reported."""
-        begun = load_study(self.folder / STUDY)
-        own, planned = self.study, self._planned()
-        for name in ("seeds", "budget", "scores"):
-            before, now = (flat({name: _plain(getattr(study, name))}) for study in (begun, own))
-            self._require_equal(before, now)
-        before, now = list(planned), list(own.changes_of_rows)
-        if before != now:
-            raise self._changed("rows", ", ".join(before), ", ".join(now))
-        for row, plan in planned.items():
-            before, now = (flat({row: config}) for config in (plan["config"], self._configuration(row)))
-            self._require_equal(before, now)
-
-    def _require_equal(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        for key in sorted(before.keys() | now.keys()):
-            if before.get(key) != now.get(key):
-                raise self._changed(key, before.get(key), now.get(key))
-
-    def _changed(self, what: str, before: object, now: object) -> FolderError:
-        return FolderError(
-            f"the study in {self.folder} was started with {what} {before}, got {now}: restore it, or choose another "
-            "--name"
-        )
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Describe changes of a study; of rows that were added, removed or renamed, only the names."""
+    names = [{"rows": ", ".join(each["rows"])} for each in (before, now)]
+    rows = [*describe_changes(*names)]
+    values = ({name: value for name, value in each.items() if not rows or name != "rows"} for each in (before, now))
+    yield from (*rows, *describe_changes(*map(flat, values)))
 
 
 def run_study(
@@ -311,8 +270,3 @@ def run_study(
             else:
                 run.table(cells)
     return StudyResult(run.folder, run.table(cells), failed, [cell.name for cell in cells if not run.is_finished(cell)])
-
-
-def _plain(value: Any) -> Any:
-    """Return a field of a study as JSON types."""
-    return json.loads(json.dumps(masked(asdict(value) if dataclasses.is_dataclass(value) else value)))  # pyright: ignore[reportArgumentType]

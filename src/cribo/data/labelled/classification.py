@@ -12,8 +12,9 @@ import numpy as np
 from jaxtyping import Int, Int64
 
 from cribo.base.errors import DataError, InputError, MissingData
+from cribo.base.files import require
 from cribo.base.wording import enumerated
-from cribo.data.sources.images import EXTENSIONS, ImageFiles, composed, list_files, require
+from cribo.data.sources.images import EXTENSIONS, ImageFiles, composed, list_files
 
 IMAGENET_SIZES = {"train": 1_281_167, "val": 50_000}
 """Images of each split of ImageNet-1k (ILSVRC 2012)."""

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from cribo.base.colours import class_colours
 from cribo.base.errors import DataError, InputError, MissingData
-from cribo.base.files import path_inside, read_json
+from cribo.base.files import path_inside, read_json, require
 from cribo.base.wording import counted, enumerated
 from cribo.data.labelled.label_maps import IGNORE_INDEX, read_classes
 from cribo.data.labelled.run_lengths import decompressed, mask_of, require_counts
 from cribo.data.reading import image_size
-from cribo.data.sources.images import FilesBelow, ImageFiles, require
+from cribo.data.sources.images import FilesBelow, ImageFiles
 
 log = logging.getLogger("cribo")
 

@@ -12,12 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cribo.base.errors import DataError, MissingData
-from cribo.base.files import path_inside, read_json
+from cribo.base.files import path_inside, read_json, require
 from cribo.data.config import spread
 from cribo.data.labelled.coco import is_number
 from cribo.data.labelled.segmentation import UnlabelledFiles
 from cribo.data.reading import image_size
-from cribo.data.sources.images import require
 
 SPAIR_SIZES = {"trn": 53_340, "val": 5_384, "test": 12_234}
 """Pairs of each split of SPair-71k."""

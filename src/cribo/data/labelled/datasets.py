@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from cribo.base.errors import DataError, MissingData
+from cribo.base.files import require
 from cribo.base.wording import enumerated
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.labelled.label_maps import class_indices, read_classes
 from cribo.data.labelled.segmentation import LabelledFiles, LabelledFolder, by_stem, missing_labels
 from cribo.data.labelled.sets import Layout, SegmentationSet, segmentation_set
-from cribo.data.sources.images import EXTENSIONS, ImageFiles, composed, list_files, require
+from cribo.data.sources.images import EXTENSIONS, ImageFiles, composed, list_files
 
 
 def open_segmentation(

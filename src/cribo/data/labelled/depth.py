@@ -10,11 +10,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cribo.base.errors import DataError, MissingData
-from cribo.base.files import path_inside
+from cribo.base.files import path_inside, require
 from cribo.data.config import spread
 from cribo.data.labelled.segmentation import UnlabelledFiles, by_stem
 from cribo.data.reading import open_header
-from cribo.data.sources.images import EXTENSIONS, ImageFiles, list_files, open_images, require
+from cribo.data.sources.images import EXTENSIONS, ImageFiles, list_files, open_images
 
 NYU_SIZES = {"train": 24_231, "val": 654}
 """Images of NYU-Depth v2 in the lists of BTS."""

@@ -15,8 +15,9 @@ from jaxtyping import Bool, Float64, Int64, UInt8
 from torch import Tensor
 
 from cribo.base.errors import DataError, MissingData
+from cribo.base.files import require
 from cribo.data.labelled.coco import FAR, Annotation, CocoFile, is_number, require_size
-from cribo.data.sources.images import ImageFiles, PackedNames, require
+from cribo.data.sources.images import ImageFiles, PackedNames
 
 log = logging.getLogger("cribo")
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from cribo.base.colours import Colour
 from cribo.base.errors import DataError
+from cribo.base.files import require
 from cribo.base.wording import counted, enumerated
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.reading import open_header
-from cribo.data.sources.images import require
 
 IGNORE_INDEX = 255
 """Label of pixels that memories and scores ignore."""

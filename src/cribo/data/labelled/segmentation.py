@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cribo.base.colours import Colour, class_colours
 from cribo.base.errors import DataError, MissingData
-from cribo.base.files import read_json
+from cribo.base.files import read_json, require
 from cribo.base.wording import enumerated
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.labelled.label_maps import (
@@ -41,7 +41,6 @@ from cribo.data.sources.images import (
     list_files,
     named_below_one_folder,
     open_images,
-    require,
 )
 
 log = logging.getLogger("cribo")

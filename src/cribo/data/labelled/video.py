@@ -13,11 +13,11 @@ from torch import Tensor
 
 from cribo.base.colours import BLACK, Colour, distinct_colours
 from cribo.base.errors import DataError, MissingData
-from cribo.base.files import path_inside
+from cribo.base.files import path_inside, require
 from cribo.data.config import spread
 from cribo.data.labelled.segmentation import IGNORE_INDEX, UnlabelledFiles, by_stem
 from cribo.data.reading import image_size, open_header
-from cribo.data.sources.images import EXTENSIONS, ImageFiles, list_files, require
+from cribo.data.sources.images import EXTENSIONS, ImageFiles, list_files
 
 DAVIS_SIZES = {"train": 60, "val": 30}
 """Videos of the splits of DAVIS 2017 with public annotations."""

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from cribo.base.errors import DataError, MissingData
-from cribo.base.files import path_inside
+from cribo.base.files import path_inside, require
 from cribo.data.labelled.detection import Boxes
-from cribo.data.sources.images import ImageFiles, PackedNames, require
+from cribo.data.sources.images import ImageFiles, PackedNames
 
 _FOLDERS = ("Annotations", "ImageSets", "JPEGImages")
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, TypeVar, cast
 import numpy as np
 
 from cribo.base.errors import DataError, InputError, UnreadableImage
-from cribo.base.files import path_inside
+from cribo.base.files import path_inside, require
 from cribo.base.redaction import is_masked, without_secrets
 from cribo.base.wording import enumerated
 from cribo.data.config import DEFAULT_READING, Reading, spread
@@ -29,7 +29,6 @@ from cribo.data.sources.images import (
     is_url,
     open_images,
     read_list,
-    require,
 )
 from cribo.data.sources.parquet import PARQUET, list_parquet, open_parquet, open_row
 from cribo.data.sources.remote import located, open_mixed_list, open_remote

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import logging
 import os
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from cribo.base.errors import DataError, InputError, MissingData, UnreadableImage
+from cribo.base.files import absolute_path, require
 from cribo.base.wording import counted, enumerated, is_utf8, printable
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.reading import NOT_UTF8, EncodedImage, FileState, image_size, read_image, read_reduced, require_utf8
@@ -472,37 +472,8 @@ def require_files(path: Path, names: list[str]) -> None:
         verb = "does" if len(missing) == 1 else "do"
         raise MissingData(
             f"{len(missing)} of the {counted(len(names), 'image')} listed in {path} {verb} not exist, the first is "
-            f"{missing[0]!r} (looked for at {_shown(path.parent / missing[0])})"
+            f"{missing[0]!r} (looked for at {absolute_path(path.parent / missing[0])})"
         )
-
-
-def require(path: Path) -> None:
-    """Raise MissingData if `path` does not exist, and suggest the nearest existing name."""
-    if path.exists():
-        return
-    missing = path
-    while not missing.parent.exists():
-        missing = missing.parent
-    parent = missing.parent
-    message = f"there is no {missing.name!r} in {_shown(parent)}"
-    if missing != path:
-        message += f" (required: {path})"
-    if not parent.is_dir():
-        raise MissingData(f"{message}, which is a file")
-    if {"*", "?"} & set(missing.name):
-        raise MissingData(f"{message}, and patterns are not expanded: give a folder, or a .txt file that lists files")
-    there = sorted(entry.name for entry in os.scandir(parent) if not entry.name.startswith("."))
-    nearest = difflib.get_close_matches(missing.name, there, n=1, cutoff=0.5)
-    if nearest:
-        raise MissingData(f"{message}; did you mean {nearest[0]!r}?")
-    if folders := [name for name in there if (parent / name).is_dir()]:
-        raise MissingData(f"{message}; folders there: {enumerated(folders)}")
-    raise MissingData(f"{message}; files there: {enumerated(there)}" if there else f"{message}, which is empty")
-
-
-def _shown(path: Path) -> Path:
-    """Return an absolute path without `..`."""
-    return path.resolve() if ".." in path.parts else path.absolute()
 
 
 def _nothing_found(folder: Path) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from cribo.base.console import Progress
 from cribo.base.errors import DataError, FolderError, TooManySkipped, UnreadableImage
 from cribo.base.files import write_folder_whole
-from cribo.base.folders import require_writable
+from cribo.base.job import require_writable
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import EncodedImage, read_image, read_reduced
 from cribo.data.sources.images import ImageFiles

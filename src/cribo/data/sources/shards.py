@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from cribo.base.errors import DataError
+from cribo.base.files import require
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.reading import EncodedImage, FileState
-from cribo.data.sources.images import EncodedImages, ascending, is_url, require
+from cribo.data.sources.images import EncodedImages, ascending, is_url
 from cribo.data.sources.storage import (
     CACHE_DIR,
     CACHE_GIB,

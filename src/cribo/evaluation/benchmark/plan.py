@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cribo.base.errors import ConfigError, DataError, MissingPackage
-from cribo.data.sources.images import require
+from cribo.base.files import require
 from cribo.evaluation.benchmark.config import BenchmarkConfig
 from cribo.evaluation.protocol import PROTOCOLS, Protocol, find_protocol
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from cribo.base.errors import InputError, MissingPackage, if_interrupted
-from cribo.base.folders import ResultFolder
+from cribo.base.job import Job
 from cribo.evaluation.benchmark.card import BACKBONE, MEAN, UNTRAINED, Card, CardRow
 from cribo.evaluation.benchmark.config import BenchmarkConfig
 from cribo.evaluation.benchmark.plan import PlannedRow, make_plan
@@ -77,7 +77,7 @@ def benchmark(
     network, about = open_network(config.backbone)
     subjects = _subjects(config.backbone, network)
     del network
-    target = ResultFolder(
+    target = Job(
         out or CARDS / about["name"],
         "card",
         numbered=out is None,

@@ -6,7 +6,7 @@ from typing import Literal
 from cribo.base.bounds import require_least
 from cribo.base.errors import ConfigError
 from cribo.base.packages import require_packages
-from cribo.features.spread.shares import Share
+from cribo.base.shares import Share
 
 
 @dataclass

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cribo.base.errors import InputError
-from cribo.base.folders import MARKER
+from cribo.base.job import RECORD
 from cribo.models.hub.download import LOG_IN, WEIGHTS, HubName, address, explained_errors, hub_name
 from cribo.models.licences import README, split_header
 
@@ -152,7 +152,7 @@ def _require_empty(repo: str, files: Sequence[str], token: str | bool | None) ->
     if not others:
         return
     listed = ", ".join(others[:_LISTED]) + (", ..." if len(others) > _LISTED else "")
-    what = "an earlier export" if MARKER in files else "other files"
+    what = "an earlier export" if RECORD in files else "other files"
     raise InputError(
         f"{address(repo)} contains {what} ({listed}): choose another repository, or set --overwrite (overwrite=True), "
         "which replaces the weights and their description in a new commit (earlier commits are kept)"

@@ -3,7 +3,6 @@
 Images are processed in parts; each part is written to a file once it is complete.
 """
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,8 +19,8 @@ from torch import Tensor
 
 from cribo.base.console import Progress
 from cribo.base.errors import ConfigError, DataError, FolderError, UnreadableImage
-from cribo.base.files import remove_parts, write_json, write_whole
-from cribo.base.folders import describe_changes, flat, require_same
+from cribo.base.files import remove_parts, write_whole
+from cribo.base.job import Job
 from cribo.data.batches import Batches, unchanged
 from cribo.data.config import spread
 from cribo.data.randomness import keyed_generator
@@ -170,15 +169,9 @@ def find_pairs(
     }
 
     def begin() -> None:
-        folder.mkdir(exist_ok=True)
-        remove_parts(folder)
-        if not (folder / _ABOUT).is_file():
-            write_json(folder / _ABOUT, about)
-        require_same(
-            folder / _ABOUT,
-            lambda: describe_changes(flat(json.loads((folder / _ABOUT).read_text(encoding="utf-8"))), flat(about)),
-            advice=f"Delete {folder} to search the images again, or start a new run",
-        )
+        advice = f"Delete {folder} to search the images again, or start a new run"
+        with Job(folder, "regions", resume=True).open(about, advice=advice):
+            remove_parts(folder)
 
     stages.on_rank_0(begin)
     if not (folder / _PAIRS).is_file():

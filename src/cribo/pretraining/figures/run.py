@@ -14,12 +14,11 @@ from torch import Tensor
 
 from cribo.base.drawing import paper_style, write_figure
 from cribo.base.errors import ConfigError, DataError, Untrusted
-from cribo.base.files import matching_files, write_json, write_text
-from cribo.base.folders import ResultFolder
+from cribo.base.files import matching_files, require, write_json, write_text
+from cribo.base.job import Job
 from cribo.data import ImageSource
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import read_image
-from cribo.data.sources.images import require
 from cribo.features import PCAColours, backbone_encoder
 from cribo.features.patches import resize_image
 from cribo.models import Backbone, load_backbone
@@ -102,7 +101,7 @@ def write_figures(
         require(folder)
         if not (folder / CONFIG).is_file():
             raise FileNotFoundError(f"{folder} is not a run (no {CONFIG}): give the folder that cribo pretrain printed")
-    target = ResultFolder(out, "figures", overwrite=overwrite, inputs=[*runs.values(), config.images])
+    target = Job(out, "figures", overwrite=overwrite, inputs=[*runs.values(), config.images])
     drawer = _Drawer(runs, config, device)
     captions: dict[str, str] = {}
     left_out: dict[str, str] = {}
