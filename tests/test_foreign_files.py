@@ -26,6 +26,7 @@ from PIL import Image
 from torch import nn
 
 from cribo.base.errors import InputError, Untrusted
+from cribo.base.job import RECORD
 from cribo.cli import main
 from cribo.models import build_backbone, load_backbone, save_backbone
 
@@ -518,12 +519,11 @@ def _(stranger: Stranger) -> None:
     embed = ("embed", stranger.own / "images", "--backbone", "mean-colour", "--format", "numpy", "--device", "cpu")
     for number, share in enumerate(shares, start=1):
         assert stranger.command(*embed, "--part", f"{number}/2", "--out", share) == 0
-    before = [(share / "about.json").read_text() for share in shares]
-    for change in ({"parts": 10**12}, {"part": f"1/{10**12}"}):
-        for share, text in zip(shares, before, strict=True):
-            about = json.loads(text)
-            about["same"] |= change if "parts" in change or share == shares[0] else {"part": f"2/{10**12}"}
-            (share / "about.json").write_text(json.dumps(about))
+    before = [json.loads((share / RECORD).read_text()) for share in shares]
+    for of_all, division in ({"parts": 10**12}, 2), ({}, 10**12):
+        for number, (share, record) in enumerate(zip(shares, before, strict=True), start=1):
+            forged = {**record, "identity": record["identity"] | of_all, "share": f"{number}/{division}"}
+            (share / RECORD).write_text(json.dumps(forged))
         assert stranger.command("merge", *shares, "--out", stranger.own / "merged") == 2
 
 

@@ -54,7 +54,7 @@ CASES = {
     "linear": (
         ["evaluate", "linear", *MEAN, "--data", "folder", "--data.root", ".", "--out", "scores", "--schedule", "short"],
         "linear",
-        "to continue, repeat the command with --out scores --resume",
+        "what is done is kept in scores; to continue, repeat the command with --out scores --resume",
     ),
     "segment before the first image": (
         ["segment", *MEAN, *EXAMPLES, "--images", "images/val", "--out", "segmented"],
@@ -69,7 +69,7 @@ CASES = {
     "embed": (
         ["embed", "images/val", *MEAN, "--out", "features"],
         "images",
-        "complete parts are in features; to continue, repeat the command with --resume",
+        "1 of 1 parts are done in features; to continue, repeat the command with --resume",
     ),
     "index": (
         ["index", *MEAN, "--images", "images/val", "--db", "objects.db"],

@@ -50,9 +50,12 @@ def append_json(path: Path, content: dict[str, Any]) -> None:
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Read the lines of `append_json`, without the incomplete line of a killed process; empty without a file."""
     found: list[dict[str, Any]] = []
-    for line in read_text(path).splitlines() if path.is_file() else ():
-        with contextlib.suppress(ValueError):
-            found.append(parse_json(line))
+    if not path.is_file():
+        return found
+    with path.open(encoding="utf-8", errors="replace") as file:  # line by line: a file of a million images is large
+        while line := file.readline(TEXT_BYTES):
+            with contextlib.suppress(ValueError):
+                found.append(parse_json(line))
     return found
 
 

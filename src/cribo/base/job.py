@@ -232,7 +232,8 @@ class Job:
                 self._record = read_record(self.path, self.kind)
                 self.accounts = _read_accounts(self.path)  # again, now that no other process adds to them
                 self._require_same(now, share, changes or _flat_changes, advice)
-                self._write_accounts(self.path)  # without the incomplete line of a killed process
+                if self.accounts:
+                    self._write_accounts(self.path)  # without the incomplete line of a killed process
                 self._record = replace(self._record, identity=now, command=command)
                 self._write_record(self.path)
             try:

@@ -92,7 +92,7 @@ def test_a_run_has_three_stages(whole: Run) -> None:
     assert list(summary["stages"]) == ["image_level", "regions", "training"]
     assert all(seconds > 0 for seconds in summary["stages"].values())
     assert (folder / "image_level" / "backbone.safetensors").is_file()
-    assert sorted(path.name for path in (folder / "regions").iterdir()) == ["about.json", "pairs.safetensors"]
+    assert sorted(path.name for path in (folder / "regions").iterdir()) == ["cribo.json", "pairs.safetensors"]
     pairs = RegionPairs(**load_file(folder / "regions" / "pairs.safetensors"))
     assert len(pairs.counts) == 24
     assert pairs.counts.min() >= 1
@@ -163,19 +163,24 @@ def test_a_run_resumes_in_every_stage(
     assert again.summary["stages"].keys() == whole.summary["stages"].keys()
 
 
+def copy_changed(run: Path, folder: Path, name: str, before: int, now: int) -> None:
+    """Copy the record and the configuration of a run, with another value of an option."""
+    for file, quote in (("config.yaml", ""), ("cribo.json", '"')):
+        text = (run / file).read_text()
+        (folder / file).write_text(text.replace(f"{name}{quote}: {before}", f"{name}{quote}: {now}", 1))
+
+
 def test_stages_of_another_network_are_rejected(tiny: Tiny, whole: Run, tmp_path: Path) -> None:
     """Files of the stages of another run: other settings, and the same settings with other weights."""
     folder = tmp_path / "run"
     shutil.copytree(whole.folder / "image_level", folder / "image_level")
-    (folder / "config.yaml").write_text(
-        (whole.folder / "config.yaml").read_text().replace("hidden_dim: 32", "hidden_dim: 48")
-    )
+    copy_changed(whole.folder, folder, "hidden_dim", 32, 48)
     with pytest.raises(FolderError, match=r"image_level was created with .* head.hidden_dim was 32, is 48\."):
         resume(folder)
     shutil.rmtree(folder)
     shutil.copytree(whole.folder / "regions", folder / "regions")
     other = config(tiny, {"seed": 1})
-    (folder / "config.yaml").write_text((whole.folder / "config.yaml").read_text().replace("seed: 0", "seed: 1", 1))
+    copy_changed(whole.folder, folder, "seed", 0, 1)
     with pytest.raises(FolderError, match=r"regions was created with .* weights was .* Delete .*regions"):
         pretrain(other, out=tmp_path, name="run", continue_run=True)
 
