@@ -21,7 +21,7 @@ from torchvision.transforms.v2 import functional as TF
 
 from cribo.data import LabelledImages, LabelledSubset, open_segmentation
 from cribo.evaluation import DenseNN, dense_nn
-from cribo.features import backbone_encoder
+from cribo.features import Encoder
 from cribo.models import build_backbone
 
 CAMVID = Path(__file__).parents[2] / "shared" / "data" / "camvid"
@@ -89,7 +89,7 @@ def main() -> None:
         raise SystemExit(f"the CamVid data are required in {CAMVID}")
     opened = (open_segmentation("camvid", CAMVID, split) for split in ("train", "val"))
     memory, queries = (LabelledSubset(s, [n * len(s) // IMAGES for n in range(IMAGES)]) for s in opened)
-    encoder = backbone_encoder(build_backbone("vit_tiny_patch16_224").eval())
+    encoder = Encoder(build_backbone("vit_tiny_patch16_224").eval())
 
     def ours(**settings: Any) -> float:
         chosen = DenseNN(variant="hummingbird", ratios=(1,), size=(SIDE, SIDE), **settings)
@@ -98,13 +98,13 @@ def main() -> None:
     print("no augmentation, all patches")
     print(f"  --variant hummingbird       {ours(augmentations=0):.6f}")
     for name, rounding in (("centres", CENTRES), ("corners", CORNERS)):
-        print(f"  plain, labels by {name}    {plain(encoder.encode, memory, queries, rounding, 0, None):.6f}")
+        print(f"  plain, labels by {name}    {plain(encoder.tokens, memory, queries, rounding, 0, None):.6f}")
     print(f"two epochs of augmentation, half of the patches; mean and deviation of {SEEDS} seeds")
     scores = {"--variant hummingbird": [], "plain, labels by corners": []}
     for seed in range(SEEDS):
         torch.manual_seed(seed)
         scores["--variant hummingbird"].append(ours(seed=seed, memory_patches=HALF))
-        scores["plain, labels by corners"].append(plain(encoder.encode, memory, queries, CORNERS, EPOCHS, HALF))
+        scores["plain, labels by corners"].append(plain(encoder.tokens, memory, queries, CORNERS, EPOCHS, HALF))
     for name, values in scores.items():
         print(f"  {name:26}  {fmean(values):.4f} ± {stdev(values):.4f}")
 

@@ -35,7 +35,7 @@ from cribo.apps.search import DatabaseInfo, IndexedImage, ObjectDatabase, Object
 from cribo.base.machine import keep_freed_memory
 from cribo.data import LabelledImages, open_images, open_segmentation
 from cribo.data.reading import read_image
-from cribo.features import BackboneSource, PatchEncoder, backbone_encoder, mean_colour_encoder, nearest
+from cribo.features import BackboneSource, Encoder, mean_colour_encoder, nearest
 from cribo.features.object_extraction import extract_objects, extract_prepared, prepare_image
 from cribo.features.objects import ImageObject
 from cribo.features.search import TensorKeys
@@ -53,7 +53,7 @@ NO_CLASS = 255
 # ------------------------------------------------------------------ indexing
 
 
-def indexing(encoder: PatchEncoder, folder: Path | None, number: int) -> Table:
+def indexing(encoder: Encoder, folder: Path | None, number: int) -> Table:
     """Measure the throughput of indexing, and the time of each part with a single reading thread."""
     with tempfile.TemporaryDirectory() as place:
         folder = folder or synthetic_images(Path(place) / "images", number)
@@ -77,7 +77,7 @@ def indexing(encoder: PatchEncoder, folder: Path | None, number: int) -> Table:
         return table
 
 
-def parts_of(encoder: PatchEncoder, paths: Sequence[str], settings: ObjectSettings) -> dict[str, float]:
+def parts_of(encoder: Encoder, paths: Sequence[str], settings: ObjectSettings) -> dict[str, float]:
     """Measure the seconds per image of each part separately."""
     begun = time.perf_counter()
     images = [read_image(path) for path in paths]
@@ -85,7 +85,7 @@ def parts_of(encoder: PatchEncoder, paths: Sequence[str], settings: ObjectSettin
     prepared = [prepare_image(image, encoder, settings) for image in images]
     resized = time.perf_counter()
     for image in prepared:
-        encoder.encode(image.pixels[None].float().div_(255))
+        encoder.tokens(image.pixels[None].float().div_(255))
     encoded = time.perf_counter()
     extract_prepared(encoder, prepared, settings)
     ended = time.perf_counter()
@@ -112,9 +112,9 @@ def synthetic_images(folder: Path, number: int) -> Path:
     return folder
 
 
-def info(encoder: PatchEncoder, settings: ObjectSettings, folder: Path, dim: int | None = None) -> DatabaseInfo:
+def info(encoder: Encoder, settings: ObjectSettings, folder: Path, dim: int | None = None) -> DatabaseInfo:
     """Return the metadata of a database for a measurement."""
-    width = dim or encoder.encode(torch.zeros(1, 3, 2 * encoder.patch_size, 2 * encoder.patch_size)).shape[2]
+    width = dim or encoder.tokens(torch.zeros(1, 3, 2 * encoder.patch_size, 2 * encoder.patch_size)).shape[2]
     config = dataclasses.asdict(BackboneSource("benchmark"))
     return DatabaseInfo(encoder.identity or "benchmark", {"name": "benchmark"}, config, width, settings, str(folder))
 
@@ -265,7 +265,7 @@ class Labelled(NamedTuple):
 
 
 def labelled_objects(
-    encoders: dict[str, PatchEncoder], images: LabelledImages, every: int
+    encoders: dict[str, Encoder], images: LabelledImages, every: int
 ) -> tuple[dict[str, Labelled], dict[str, Labelled]]:
     """Extract the objects of every `every`-th image by each encoder, and encode those of the first with each encoder.
 
@@ -311,7 +311,7 @@ def precision(keys: Labelled, queries: Labelled) -> tuple[float, float]:
     return float(right.mean()), float(np.mean([right[queries.classes == each].mean() for each in set(queries.classes)]))
 
 
-def quality(encoders: dict[str, PatchEncoder], camvid: Path, every: int) -> Table:
+def quality(encoders: dict[str, Encoder], camvid: Path, every: int) -> Table:
     """Measure each encoder with its own objects, and with those of the first encoder."""
     train, val = (open_segmentation("camvid", camvid, split) for split in ("train", "val"))
     (keys, same_keys), (queries, same) = (labelled_objects(encoders, images, every) for images in (train, val))
@@ -344,17 +344,17 @@ def timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def encoders_of(source: str | None) -> dict[str, PatchEncoder]:
+def encoders_of(source: str | None) -> dict[str, Encoder]:
     """Return encoders of a trained backbone, the same network untrained, and the mean colour; by default small ones."""
     if source is None:
         args = {"depth": 2, "embed_dim": 64, "num_heads": 2}
         untrained = build_backbone("vit_tiny_patch16_224", args=args, image_size=224).eval()
-        return {"untrained": backbone_encoder(untrained), "mean colour": mean_colour_encoder(16)}
+        return {"untrained": Encoder(untrained), "mean colour": mean_colour_encoder(16)}
     trained = load_backbone(source).eval()
     untrained = build_backbone(trained.name, args=trained.args, image_size=trained.image_size, seed=0).eval()
     return {
-        "trained": backbone_encoder(trained),
-        "untrained": backbone_encoder(untrained),
+        "trained": Encoder(trained),
+        "untrained": Encoder(untrained),
         "mean colour": mean_colour_encoder(trained.patch_size),
     }
 

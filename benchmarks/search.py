@@ -31,7 +31,7 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as TF
 
 from cribo.data import LabelledImages, open_segmentation
-from cribo.features import backbone_encoder
+from cribo.features import Encoder
 from cribo.features.search import Neighbours, TensorKeys, nearest, recall
 from cribo.features.voting import Voters, label_shares
 from cribo.models import load_backbone
@@ -68,12 +68,12 @@ def random_data(keys: int, queries: int, dim: int) -> Data:
 @torch.no_grad()
 def encoded(backbone: str, images: LabelledImages, chosen: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
     """Encode images, by default all, as squares of 32 x 32 patches; return features and class shares of the patches."""
-    encoder = backbone_encoder(load_backbone(backbone).eval())
+    encoder = Encoder(load_backbone(backbone).eval())
     side = GRID * encoder.patch_size
     features, shares = [], []
     for index in range(len(images)) if chosen is None else chosen:
         pixels = TF.resize(images.load(index), [side, side], antialias=True)
-        features.append(encoder.grids(pixels[None], "cpu").float().flatten(0, 2))
+        features.append(encoder.grids(pixels[None]).float().flatten(0, 2))
         labels = TF.resize(images.labels(index)[None], [side, side], interpolation=InterpolationMode.NEAREST)[0].long()
         table = F.one_hot(labels.where(labels != images.ignore_index, len(images.classes)), len(images.classes) + 1)
         shares.append(F.avg_pool2d(table.permute(2, 0, 1).float()[None], encoder.patch_size)[0].flatten(1).mT)

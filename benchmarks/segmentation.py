@@ -28,7 +28,7 @@ from cribo.base.machine import keep_freed_memory
 from cribo.data import LabelledSubset
 from cribo.data.config import spread
 from cribo.data.randomness import keyed_generator
-from cribo.features import PatchEncoder
+from cribo.features import Encoder
 from cribo.features.probes.fitting import default_blocks
 from cribo.features.scores import calibration_error, iou
 from cribo.models import Backbone, build_backbone, load_backbone
@@ -37,7 +37,7 @@ _DRAW = 0x736567
 _EVERY = 7  # pixels for the calibration error
 
 
-def remembering(backbone: Backbone) -> PatchEncoder:
+def remembering(backbone: Backbone) -> Encoder:
     """Return the encoder of all candidate blocks with a cache of features."""
     encoder = probe_encoder(backbone)
     known: dict[str, Tensor] = {}
@@ -46,10 +46,10 @@ def remembering(backbone: Backbone) -> PatchEncoder:
         keys = [hashlib.sha256(image.numpy().tobytes()).hexdigest() for image in images]
         for key, image in zip(keys, images, strict=True):
             if key not in known:
-                known[key] = encoder.encode(image[None])[0].half()
+                known[key] = encoder.tokens(image[None])[0].half()
         return torch.stack([known[key] for key in keys]).float()
 
-    return dataclasses.replace(encoder, encode=encode)
+    return encoder.through(encode)
 
 
 def rows_of(blocks: Sequence[int]) -> dict[str, dict[str, object]]:
@@ -99,7 +99,7 @@ def scored(memory: SegmentationMemory, queries: LabelledSubset) -> tuple[float, 
     return 100 * score, 100 * calibration_error(torch.cat(confidence), torch.cat(right))
 
 
-def quality(train: LabelledSubset, val: LabelledSubset, encoder: PatchEncoder, arguments: argparse.Namespace) -> None:
+def quality(train: LabelledSubset, val: LabelledSubset, encoder: Encoder, arguments: argparse.Namespace) -> None:
     """Print a table of mIoU and calibration error by the number of examples."""
     found: dict[str, list[str]] = {}
     for count in arguments.examples:
@@ -125,9 +125,7 @@ def quality(train: LabelledSubset, val: LabelledSubset, encoder: PatchEncoder, a
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
-def suggestions(
-    train: LabelledSubset, val: LabelledSubset, encoder: PatchEncoder, arguments: argparse.Namespace
-) -> None:
+def suggestions(train: LabelledSubset, val: LabelledSubset, encoder: Encoder, arguments: argparse.Namespace) -> None:
     """Print the mIoU after labelling suggested or random images, starting from the same two examples."""
     pool = LabelledSubset(train, spread(len(train), arguments.pool))
     curves: dict[str, list[list[float]]] = {"suggested": [], "random": []}
@@ -165,7 +163,7 @@ def cost(train: LabelledSubset, val: LabelledSubset, backbone: Backbone, argumen
         begun = time.perf_counter()
         fitted = memory.fitted()
         choosing = time.perf_counter() - begun
-        encode = partial(memory.encoder.encode, [image], blocks=fitted.choice.probe.blocks)
+        encode = partial(memory.encode, [image], fitted.choice.probe.blocks)
         patches = fitted.rows(encode()[0].flatten(0, 1))
         parts = [encode, partial(fitted, patches), partial(memory.segment, image)]
         medians = [statistics.median(timed(part, "cpu") for _ in range(arguments.rounds)) for part in parts]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cribo.data.scenes import Scenes
 from cribo.evaluation import DenseNN, dense_nn
-from cribo.features import PatchEncoder, mean_colour_encoder
+from cribo.features import Encoder, mean_colour_encoder
 
 PATCH = 8
 network = nn.Sequential(nn.Conv2d(3, 64, PATCH, PATCH), nn.GELU()).requires_grad_(False)
@@ -25,7 +25,7 @@ def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n d"]:
 # Labelled images implement __len__, load(index) -> (3, h, w), labels(index) -> (h, w), name(index) and classes.
 memory, queries = Scenes(60), Scenes(20, first=60)
 settings = DenseNN(ratios=(1, 8), neighbours=20)
-encoders = {"random convolution": PatchEncoder(encode, PATCH), "mean colour": mean_colour_encoder(PATCH)}
+encoders = {"random convolution": Encoder.from_function(encode, PATCH), "mean colour": mean_colour_encoder(PATCH)}
 torch.set_num_threads(2)
 for name, encoder in encoders.items():
     for row in dense_nn(encoder, memory, queries, settings).rows:

@@ -18,7 +18,7 @@ from cribo.data import apply_photometric, sample_photometric
 from cribo.data.scenes import Scenes
 from cribo.evaluation import DenseNN, dense_nn
 from cribo.evaluation.dense_neighbours.settings import Variant
-from cribo.features import Machine, backbone_encoder, nearest
+from cribo.features import Encoder, Machine, nearest
 from cribo.features.search import TensorKeys
 from cribo.method import MemoryBank, SelfDistillation, cluster_tokens, cross_view_loss, match_objects, pool_objects
 from cribo.method.config import ViewRecipe
@@ -130,7 +130,7 @@ def test_dense_retrieval_agrees_with_the_cpu(variant: Variant):
     for device in ("cpu", "cuda"):
         backbone = build_backbone("vit_tiny_patch16_224", args={"depth": 2, "patch_size": 8}, image_size=64).to(device)
         settings = DenseNN(variant=variant, ratios=(1, 4), draws=2, size=(64, 64))
-        encoder, machine = backbone_encoder(backbone), Machine(devices=(device,))
+        encoder, machine = Encoder(backbone), Machine(devices=(device,))
         scores.append(dense_nn(encoder, memory, queries, settings, machine=machine).rows)
     for on_cpu, on_gpu in zip(*scores, strict=True):
         # A few patches with nearly equal votes may differ.

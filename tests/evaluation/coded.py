@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from cribo.data import colour_map
-from cribo.features import PatchEncoder
+from cribo.features import Encoder
 
 
 @dataclass
@@ -58,4 +58,4 @@ def one_hot_of_red(images: torch.Tensor) -> torch.Tensor:
     return F.one_hot((red / 20).round().long(), 16).float()
 
 
-PERFECT = PatchEncoder(one_hot_of_red, 4, "one-hot")
+PERFECT = Encoder.from_function(one_hot_of_red, 4, identity="one-hot")

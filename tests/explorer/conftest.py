@@ -51,16 +51,15 @@ def squares(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def database(squares: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Index the squares with the mean-colour baseline."""
     pytest.importorskip("lance")
-    import dataclasses
 
     from cribo.apps.search import DatabaseInfo, ObjectDatabase, ObjectSettings, index_images
     from cribo.data.sources.images import open_images
-    from cribo.features import BackboneSource, open_encoder
+    from cribo.features import BackboneSource, Encoder
 
     config = BackboneSource("mean-colour")
-    encoder, about = open_encoder(config, "cpu")
+    encoder = Encoder(config, device="cpu")
     settings = ObjectSettings(num_objects=4, marginals="uniform", position_weight=0.0, size=96)
-    info = DatabaseInfo(str(encoder.identity), about, dataclasses.asdict(config), 3, settings, str(squares))
+    info = DatabaseInfo.of(encoder, config, settings, str(squares))
     place = tmp_path_factory.mktemp("databases") / "squares.db"
     index_images(ObjectDatabase.create(place, info), encoder, open_images(squares))
     return place

@@ -11,7 +11,7 @@ from PIL import Image
 from cribo.data.sources.images import open_images
 from cribo.explorer.candidates import Candidates
 from cribo.explorer.images import FolderImages
-from cribo.explorer.network import SharedEncoder
+from cribo.explorer.network import SharedNetwork
 from cribo.explorer.segmenting import empty_memory, probe_of
 from cribo.explorer.uploads import Refused
 from cribo.features import mean_colour_encoder
@@ -21,18 +21,18 @@ SHADES = (0, 5, 10, 120, 125, 250)
 
 
 @pytest.fixture
-def encoder() -> SharedEncoder:
-    return SharedEncoder(mean_colour_encoder(16), "cpu")
+def encoder() -> SharedNetwork:
+    return SharedNetwork(mean_colour_encoder(16))
 
 
 @pytest.fixture
-def candidates(encoder: SharedEncoder, tmp_path: Path) -> Iterator[Candidates]:
+def candidates(encoder: SharedNetwork, tmp_path: Path) -> Iterator[Candidates]:
     """Encode six images of one colour each, and a file that is not an image."""
     for number, shade in enumerate(SHADES):
         Image.fromarray(np.full((32, 32, 3), (shade, 128, 255 - shade), np.uint8)).save(tmp_path / f"{number}.png")
     (tmp_path / "6.png").write_bytes(b"not an image")
     memory = empty_memory(encoder)
-    candidates = Candidates(FolderImages(open_images(tmp_path)), memory.encoder, probe_of(encoder).blocks)
+    candidates = Candidates(FolderImages(open_images(tmp_path)), memory.encode, probe_of(encoder).blocks)
     yield candidates
     candidates.stop()
 
@@ -55,7 +55,7 @@ def test_suggestions_cover_the_collection(candidates: Candidates) -> None:
     assert {*candidates.order(None, [], {5}, 9)} == {0, 1, 2, 3, 4}
 
 
-def test_images_with_uncertain_labels_are_suggested_first(candidates: Candidates, encoder: SharedEncoder) -> None:
+def test_images_with_uncertain_labels_are_suggested_first(candidates: Candidates, encoder: SharedNetwork) -> None:
     encode_all(candidates)
     memory = empty_memory(encoder)
     for label, number in enumerate((0, 5)):

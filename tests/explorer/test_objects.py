@@ -11,7 +11,7 @@ from cribo.apps.search import ObjectDatabase, index_images
 from cribo.data.config import Reading
 from cribo.data.sources.images import open_images
 from cribo.explorer.collection import Collection
-from cribo.explorer.network import SharedEncoder
+from cribo.explorer.network import SharedNetwork
 from cribo.explorer.objects import ObjectFinder, query_picture, query_sentence
 from cribo.explorer.uploads import Refused
 from cribo.features import mean_colour_encoder
@@ -26,7 +26,7 @@ def images(squares: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def finder(database: Path, images: Path) -> ObjectFinder:
     collection = Collection(ObjectDatabase.open(database, images=images), reading=Reading(10**6))
-    return ObjectFinder(collection, SharedEncoder(mean_colour_encoder(16), "cpu"))
+    return ObjectFinder(collection, SharedNetwork(mean_colour_encoder(16)))
 
 
 def test_each_square_finds_the_same_colour_first(finder: ObjectFinder) -> None:
@@ -96,7 +96,7 @@ def test_changed_images_are_reported(finder: ObjectFinder, images: Path) -> None
 def test_reindexed_images_are_shown_again(database: Path, images: Path, tmp_path: Path) -> None:
     own = shutil.copytree(database, tmp_path / "own.db")
     collection = Collection(ObjectDatabase.open(own, images=images), reading=Reading(10**6))
-    finder = ObjectFinder(collection, SharedEncoder(mean_colour_encoder(16), "cpu"))
+    finder = ObjectFinder(collection, SharedNetwork(mean_colour_encoder(16)))
     draw_square(COLOURS["yellow"], (0, 0)).save(images / "0-red.png")
     (images / "0-blue.png").unlink()
     with pytest.raises(Refused, match=r"0-red.png has changed since it was indexed"):

@@ -22,7 +22,7 @@ from cribo.data.sources.images import open_images
 from cribo.explorer import segmenting
 from cribo.explorer.example_folder import ExampleFolder
 from cribo.explorer.images import FolderImages
-from cribo.explorer.network import SharedEncoder
+from cribo.explorer.network import SharedNetwork
 from cribo.explorer.painting import from_runs, to_runs
 from cribo.explorer.segmenting import Session, Visitors
 from cribo.explorer.uploads import Refused
@@ -61,7 +61,7 @@ def visit(squares: Path) -> Iterator[Callable[..., Visitors]]:
     opened: list[Visitors] = []
 
     def visit(examples: Path | None = None) -> Visitors:
-        encoder = SharedEncoder(mean_colour_encoder(16), "cpu")
+        encoder = SharedNetwork(mean_colour_encoder(16))
         folder = None if examples is None else ExampleFolder(examples)
         opened.append(Visitors(encoder, FolderImages(open_images(squares)), folder))
         return opened[-1]
@@ -192,7 +192,7 @@ def test_uploaded_pictures_are_used_like_those_of_the_collection(session: Sessio
 
 
 def test_without_a_collection_a_picture_is_requested() -> None:
-    session = Session(SharedEncoder(mean_colour_encoder(16), "cpu"))
+    session = Session(SharedNetwork(mean_colour_encoder(16)))
     session.begin()
     assert session.canvas() == {"key": None, "classes": []}
     assert session.advice == "Upload a picture to paint on."

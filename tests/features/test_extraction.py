@@ -15,7 +15,7 @@ from tests.evaluation.coded import Coded, blocks, random_maps
 
 from cribo.base.errors import UnreadableImage
 from cribo.data import LabelledFolder
-from cribo.features import PatchEncoder
+from cribo.features import Encoder
 from cribo.features import cache as cache_module
 from cribo.features import extraction as module
 from cribo.features.cache import FeatureCache, Machine
@@ -50,8 +50,8 @@ class Counting:
     def images(self) -> int:
         return sum(self.batches)
 
-    def encoder(self, identity: str | None = "counting") -> PatchEncoder:
-        return PatchEncoder(self, SIDE, identity)
+    def encoder(self, identity: str | None = "counting") -> Encoder:
+        return Encoder.from_function(self, SIDE, identity=identity)
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ PREPARATION = Preparation(SIDE)
 
 def run(folder: Path, encode: Counting, cache: Path | None = None, **options) -> PatchFeatures:
     encoder = encode.encoder()
-    kept = None if cache is None else FeatureCache(cache, encoder)
+    kept = None if cache is None else FeatureCache(cache, encoder.identity)
     preparation, precision = options.pop("preparation", PREPARATION), options.pop("precision", "float32")
     machine = Machine(cache=kept, **options)
     return extract_patches(encoder, open_folder(folder), VIEWS, preparation, machine=machine, precision=precision)
@@ -135,7 +135,7 @@ def test_half_precision_takes_half_the_memory(folder: Path) -> None:
 
 
 def test_an_encoder_with_another_grid_is_refused(folder: Path) -> None:
-    encoder = PatchEncoder(lambda images: torch.ones(len(images), 5, 2), SIDE)
+    encoder = Encoder.from_function(lambda images: torch.ones(len(images), 5, 2), SIDE)
     with pytest.raises(ValueError, match="the encoder must return 6 patch features, got 5"):
         extract_patches(encoder, open_folder(folder), VIEWS, PREPARATION)
 
@@ -196,7 +196,7 @@ def test_other_precisions_and_encoders_are_cached_separately(folder: Path, tmp_p
     half, other = Counting(), Counting()
     assert run(folder, half, tmp_path / "cache", precision="float16").features(VIEWS[0]).dtype == torch.float16
     encoder = other.encoder("another")
-    machine = Machine(cache=FeatureCache(tmp_path / "cache", encoder))
+    machine = Machine(cache=FeatureCache(tmp_path / "cache", encoder.identity))
     extract_patches(encoder, open_folder(folder), VIEWS, PREPARATION, machine=machine)
     assert (half.images, other.images) == (len(SIZES), len(SIZES))
 
@@ -208,7 +208,7 @@ def test_augmented_views_are_cached_by_draw(folder: Path, tmp_path: Path) -> Non
         counting = Counting()
         encoder = counting.encoder()
         preparation = Preparation(SIDE, (24, 24), "bilinear", seed)
-        cache = FeatureCache(tmp_path / "cache", encoder)
+        cache = FeatureCache(tmp_path / "cache", encoder.identity)
         found = extract_patches(encoder, open_folder(folder), views, preparation, machine=Machine(cache=cache))
         return counting.images, found
 
@@ -269,7 +269,7 @@ def test_a_cache_that_cannot_be_written_is_refused(folder: Path, tmp_path: Path)
 
 def test_an_encoder_without_identity_is_not_cached(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="without identity cannot be cached"):
-        FeatureCache(tmp_path, Counting().encoder(None))
+        FeatureCache(tmp_path, Counting().encoder(None).identity)
 
 
 def test_images_without_files_are_distinguished_by_pixels(tmp_path: Path) -> None:
@@ -280,8 +280,8 @@ def test_images_without_files_are_distinguished_by_pixels(tmp_path: Path) -> Non
         encode.batches.append(len(images))
         return F.avg_pool2d(images, 4).flatten(2).mT
 
-    encoder = PatchEncoder(pool, 4, "counting")
-    cache = FeatureCache(tmp_path, encoder)
+    encoder = Encoder.from_function(pool, 4, identity="counting")
+    cache = FeatureCache(tmp_path, encoder.identity)
     views = [EncodedView(0), EncodedView(1), EncodedView(2)]
     extract_patches(encoder, Coded(maps), views, Preparation(4), machine=Machine(cache=cache))
     extract_patches(encoder, Coded([*maps[::-1]]), views, Preparation(4), machine=Machine(cache=cache))

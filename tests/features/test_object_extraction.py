@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cribo.base.errors import ConfigError
 from cribo.data.reading import read_image
-from cribo.features import PatchEncoder, backbone_encoder, mean_colour_encoder, object_extraction
+from cribo.features import Encoder, mean_colour_encoder, object_extraction
 from cribo.features.config import ObjectSettings
 from cribo.features.object_extraction import extract_objects, patch_of_pixel, prepare_image, read_prepared
 from cribo.models import build_backbone
@@ -52,7 +52,7 @@ def test_vectors_are_the_directions_of_the_mean_tokens() -> None:
 
 def test_an_image_has_the_same_objects_in_any_company() -> None:
     backbone = build_backbone("vit_tiny_patch16_224", args={"depth": 2, "embed_dim": 32, "num_heads": 2}, image_size=32)
-    encoder = backbone_encoder(backbone)
+    encoder = Encoder(backbone)
     images = [street(seed, *size) for seed, size in enumerate([(70, 100), (64, 96), (70, 100), (160, 90), (70, 100)])]
     settings = ObjectSettings(num_objects=5, size=128)
     together = extract_objects(encoder, images, settings)
@@ -129,10 +129,10 @@ def test_settings_out_of_range(values: dict[str, object], said: str) -> None:
 
 
 def test_invalid_encoders_are_rejected() -> None:
-    short = PatchEncoder(lambda images: torch.ones(len(images), 3, 4), 8)
+    short = Encoder.from_function(lambda images: torch.ones(len(images), 3, 4), 8)
     with pytest.raises(ValueError, match="must return 64 patch features, got 3"):
         extract_objects(short, [street(0, 64, 64)], SETTINGS)
-    broken = PatchEncoder(lambda images: torch.full((len(images), 64, 4), torch.nan), 8)
+    broken = Encoder.from_function(lambda images: torch.full((len(images), 64, 4), torch.nan), 8)
     with pytest.raises(ValueError, match="not finite"):
         extract_objects(broken, [street(0, 64, 64)], SETTINGS)
 
@@ -161,7 +161,7 @@ def test_a_large_jpeg_is_reduced_while_it_is_decoded(tmp_path: Path, monkeypatch
 
 def test_networks_of_fixed_size_encode_images_at_that_size() -> None:
     args = {"depth": 4, "embed_dim": 32, "num_heads": 2}
-    encoder = backbone_encoder(build_backbone("beit_base_patch16_224", args=args, image_size=64))
+    encoder = Encoder(build_backbone("beit_base_patch16_224", args=args, image_size=64))
     [found] = extract_objects(encoder, [street(0)], SETTINGS)
     assert found.grid == (64 // encoder.patch_size, 64 // encoder.patch_size)
     assert sum(each.area for each in found.objects) == 70 * 100

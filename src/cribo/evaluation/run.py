@@ -15,7 +15,7 @@ from cribo.evaluation.data import Splits
 from cribo.evaluation.runtime import EvaluationRuntime
 from cribo.features.cache import FeatureCache, Machine
 from cribo.features.config import BackboneSource, FeaturePrecision, Interpolation
-from cribo.features.encoder import ImageEncoder, PatchEncoder, backbone_encoder
+from cribo.features.encoder import Encoder
 from cribo.features.extraction import EncodedView, PatchFeatures, Preparation, extract_patches
 from cribo.models import Backbone
 
@@ -56,16 +56,16 @@ class Run:
         return ("cuda" if self.runtime.on_gpu else "cpu",)
 
     @cached_property
-    def encoder(self) -> PatchEncoder:
-        """Patch encoder on the first device, with the features of the last `source.layers` blocks."""
-        return backbone_encoder(self.backbone.to(self.devices[0]), layers=self.source.layers)
+    def encoder(self) -> Encoder:
+        """The network on the first device, with the features of the last `source.layers` blocks."""
+        return Encoder(self.backbone.to(self.devices[0]), layers=self.source.layers)
 
-    def machine(self, encoder: PatchEncoder | ImageEncoder) -> Machine:
-        """Return the resources of a protocol that does not train, with the feature cache of an encoder."""
+    def machine(self, identity: str | None) -> Machine:
+        """Return the resources of a protocol that does not train, with the cache of features with this identity."""
         runtime, cache = self.runtime, None
         if runtime.cache != "none":
             about = {name: self.about[name] for name in ("source", "architecture")}
-            cache = FeatureCache(Path(runtime.cache), encoder, about)
+            cache = FeatureCache(Path(runtime.cache), identity, about)
         workers = resolve_workers(runtime.workers)
         return Machine(self.devices, runtime.batch_size, workers, runtime.memory_gib, cache)
 
@@ -102,7 +102,7 @@ class Run:
                 images,
                 views,
                 preparation,
-                machine=self.machine(encoder),
+                machine=self.machine(encoder.identity),
                 precision=precision,
                 progress=progress,
             )

@@ -2,21 +2,23 @@
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from cribo.apps.segment.suggesting import cover, sample, similarity
 from cribo.data.randomness import keyed_generator
 from cribo.explorer.images import FolderImages
 from cribo.explorer.uploads import Refused
-from cribo.features.probes.encoding import GridEncoder
 from cribo.features.probes.fitting import FittedProbe, concatenate
 
 log = logging.getLogger("cribo")
+
+Encode = Callable[[Sequence[UInt8[Tensor, "3 h w"]], Sequence[int]], list[Float[Tensor, "rows columns l d"]]]
+"""Returns the features of some blocks of images, as `SegmentationMemory.encode`."""
 
 ENCODED = 512
 """Longer side in pixels to which images are reduced before they are encoded."""
@@ -33,13 +35,13 @@ class Candidates:
 
     Args:
         images: the collection; up to 200 random images of it are candidates.
-        encoder: encoder that caches the features of images.
+        encode: encodes images, and keeps their features.
         blocks: numbers of the blocks whose features are compared.
     """
 
-    def __init__(self, images: FolderImages, encoder: GridEncoder, blocks: Sequence[int]) -> None:
+    def __init__(self, images: FolderImages, encode: Encode, blocks: Sequence[int]) -> None:
         self.images = images
-        self._encoder, self._blocks = encoder, blocks
+        self._encode_images, self._blocks = encode, blocks
         order = torch.randperm(len(images), generator=keyed_generator(len(images)))
         self._waiting: list[int] = order[:_MOST].tolist()
         self._numbers: list[int] = []  # of the encoded candidates
@@ -135,7 +137,7 @@ class Candidates:
         except Refused as error:
             log.warning("not suggested: %s", error)
             return None
-        (features,) = self._encoder.encode([image], blocks=self._blocks)
+        (features,) = self._encode_images([image], self._blocks)
         return concatenate(sample(features, number), range(len(self._blocks)), None)
 
     def _add(self, number: int, rows: Float[Tensor, "p e"]) -> None:

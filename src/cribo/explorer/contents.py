@@ -19,11 +19,10 @@ from cribo.explorer.collection import Collection
 from cribo.explorer.config import ExploreConfig
 from cribo.explorer.example_folder import ExampleFolder
 from cribo.explorer.images import FolderImages
-from cribo.explorer.network import SharedEncoder
+from cribo.explorer.network import SharedNetwork
 from cribo.explorer.objects import ObjectFinder
 from cribo.explorer.segmenting import Visitors
-from cribo.features import BackboneSource, backbone_encoder
-from cribo.features.encoder import blocks_encoder, open_network
+from cribo.features import BackboneSource, Encoder
 from cribo.features.probes.fitting import default_blocks
 from cribo.pretraining.files import CONFIG
 
@@ -50,7 +49,7 @@ class Contents:
     """
 
     title: str
-    encoder: SharedEncoder
+    encoder: SharedNetwork
     visitors: Visitors
     notes: tuple[str, ...] = ()
     pairs: "PairSample | None" = None
@@ -86,14 +85,11 @@ def open_contents(config: ExploreConfig, workspace: Path, progress: Progress) ->
         from cribo.explorer.view_pairs import PairSample  # imports Lightning, which a database does not need
 
         pairs = PairSample(config.run, of_run, config.images, device, reading=config.reading, trust=config.trust)
-    backbone, about = open_network(source)
-    backbone.eval().to(device)
-    blocks = None if database is None else database.info.blocks
-    plain = blocks_encoder(backbone, blocks) if blocks else backbone_encoder(backbone, layers=source.layers)
-    probed = probe_encoder(backbone)
-    encoder = SharedEncoder(plain, device, probed=probe_encoder(backbone, default_blocks(probed.blocks)))
+    plain = Encoder(source, blocks=None if database is None else database.info.blocks, device=device)
+    probed = probe_encoder(plain.backbone)
+    encoder = SharedNetwork(plain, probed=probe_encoder(plain.backbone, default_blocks(probed.blocks)))
     if database is not None:
-        database.require_encoder(plain, str(about["name"]))
+        database.require_encoder(plain, str(plain.about["name"]))
     notes: list[str] = []
     files = _files_of(database, reading) if database is not None else _images(config, workspace, notes, progress)
     folder = None if config.examples is None else _example_folder(config.examples, files)
@@ -101,11 +97,11 @@ def open_contents(config: ExploreConfig, workspace: Path, progress: Progress) ->
     visitors.warm(progress)
     if database is None and files is not None and config.limit:
         root = str(Path(files.folder).absolute())
-        info = replace(DatabaseInfo.of(plain, device, about, source, ObjectSettings(), root), range=reading.range)
+        info = replace(DatabaseInfo.of(plain, source, ObjectSettings(), root), range=reading.range)
         database = ObjectDatabase.create(workspace / "objects.db", info)
         chosen = spread(len(files), config.limit)
         some = ImageFiles(files.folder, (files.name(number) for number in chosen), reading=files.reading)
-        index_images(database, encoder.encoder, some, device=device, progress=progress)
+        index_images(database, encoder.encoder, some, progress=progress)
         if len(chosen) < len(files):
             notes.append(
                 f"Objects are those of {len(chosen)} of {len(files)} images: for all, use cribo index and --db."

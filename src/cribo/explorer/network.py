@@ -1,6 +1,5 @@
 """The network shared by all visitors of the page, with a lock and a feature cache."""
 
-import dataclasses
 import hashlib
 import threading
 from collections import OrderedDict
@@ -10,7 +9,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from cribo.features import PatchEncoder
+from cribo.features import Encoder
 
 
 @dataclass(frozen=True)
@@ -41,15 +40,14 @@ class Dense:
         return min(max(row, 0), self.grid[0] - 1), min(max(column, 0), self.grid[1] - 1)
 
 
-class SharedEncoder:
+class SharedNetwork:
     """A network shared by concurrent visitors.
 
     Requests are processed one at a time. Features of recent images are cached, since visitors usually send several
     requests for the same image.
 
     Args:
-        encoder: patch encoder.
-        device: device of the network.
+        encoder: the encoder.
         probed: the same network with the features of all blocks that segmentation may use; `encoder` by default.
         max_patches: maximum number of patches per image; larger images are reduced.
         cache_bytes: maximum size of the cache in bytes.
@@ -61,14 +59,12 @@ class SharedEncoder:
 
     def __init__(
         self,
-        encoder: PatchEncoder,
-        device: str,
+        encoder: Encoder,
         *,
-        probed: PatchEncoder | None = None,
+        probed: Encoder | None = None,
         max_patches: int = 4096,
         cache_bytes: int = 2**30,
     ) -> None:
-        self.device = device
         self.max_patches = max_patches
         self.cache_bytes = cache_bytes
         self._lock = threading.RLock()
@@ -89,20 +85,20 @@ class SharedEncoder:
             ValueError: the network does not accept images of this size.
         """
         pixels = self.encoder.resized(image, max_patches=self.max_patches)
-        tokens = self.encoder.grids(pixels[None], self.device)[0]
+        tokens = self.encoder.grids(pixels[None])[0]
         return Dense(tokens.cpu(), (image.shape[1], image.shape[2]))
 
-    def _shared(self, encoder: PatchEncoder, precision: torch.dtype) -> PatchEncoder:
+    def _shared(self, encoder: Encoder, precision: torch.dtype) -> Encoder:
         def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n d"]:
             if len(images) > 1:  # batches of a collection, whose images are encoded only once
                 with self._lock:
-                    return encoder.encode(images)
+                    return encoder.tokens(images)
             about = f"{encoder.blocks} {precision} {tuple(images.shape)}".encode()
             key = hashlib.sha256(about + images.cpu().contiguous().numpy().tobytes()).digest()
             with self._lock:
                 features = self._kept.get(key)
                 if features is None:
-                    features = encoder.encode(images).to("cpu", copy=True)
+                    features = encoder.tokens(images).to("cpu", copy=True)
                     rounded = features.to(precision)
                     features = self._kept[key] = rounded if rounded.isfinite().all() else features
                 self._kept.move_to_end(key)
@@ -110,4 +106,4 @@ class SharedEncoder:
                     self._kept.popitem(last=False)
             return features.to(images.device, torch.float32)
 
-        return dataclasses.replace(encoder, encode=encode)
+        return encoder.through(encode)

@@ -13,7 +13,7 @@ from torch import Tensor
 from cribo.apps.search import FoundObject, ImageObject, extract_objects
 from cribo.base.painting import outline_region
 from cribo.explorer.collection import Collection
-from cribo.explorer.network import SharedEncoder
+from cribo.explorer.network import SharedNetwork
 from cribo.explorer.pictures import SHOWN, as_shown
 from cribo.explorer.text import as_text
 from cribo.explorer.uploads import Refused
@@ -75,7 +75,7 @@ class ObjectFinder:
         encoder: the encoder with which the collection was indexed.
     """
 
-    def __init__(self, collection: Collection, encoder: SharedEncoder) -> None:
+    def __init__(self, collection: Collection, encoder: SharedNetwork) -> None:
         self.collection = collection
         self.encoder = encoder
         self._lock = threading.Lock()
@@ -114,7 +114,7 @@ class ObjectFinder:
             objects = self._found.get(key)
         if objects is None:
             settings = self.collection.database.info.settings
-            [found] = extract_objects(self.encoder.encoder, [image], settings, device=self.encoder.device)
+            [found] = extract_objects(self.encoder.encoder, [image], settings)
             objects = found.objects
         with self._lock:
             self._found[key] = objects

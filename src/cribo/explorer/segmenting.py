@@ -34,7 +34,7 @@ from cribo.data.reading import EncodedImage, open_header
 from cribo.explorer.candidates import ENCODED, Candidates
 from cribo.explorer.example_folder import ExampleFolder, ExistingLabels, Written
 from cribo.explorer.images import FolderImages, PageImage, bounded
-from cribo.explorer.network import SharedEncoder
+from cribo.explorer.network import SharedNetwork
 from cribo.explorer.painting import Painting, from_runs, to_runs
 from cribo.explorer.text import as_text
 from cribo.explorer.uploads import Refused
@@ -97,7 +97,7 @@ class Session:
 
     def __init__(
         self,
-        encoder: SharedEncoder,
+        encoder: SharedNetwork,
         candidates: Candidates | None = None,
         folder: ExampleFolder | None = None,
         *,
@@ -420,10 +420,9 @@ class Session:
         """Return the predicted labels of an image at the shown size; None without examples."""
         if (fitted := self._fitted()) is None:
             return None
-        encoder = self._memory.encoder
-        (features,) = encoder.encode([image.load(ENCODED)], blocks=fitted.choice.probe.blocks)
+        (features,) = self._memory.encode([image.load(ENCODED)], fitted.choice.probe.blocks)
         votes = fitted(fitted.rows(features.flatten(0, 1).cpu())).unflatten(0, features.shape[:2])
-        return label_pixels(votes, shown, patch_size=encoder.encoder.patch_size, refine=refine).labels
+        return label_pixels(votes, shown, patch_size=self._memory.encoder.patch_size, refine=refine).labels
 
     def canvas(self) -> dict[str, Any]:
         """Return the classes, and the current image with its painting and predicted labels, as JSON."""
@@ -535,13 +534,13 @@ class Visitors:
     """
 
     def __init__(
-        self, encoder: SharedEncoder, images: FolderImages | None = None, folder: ExampleFolder | None = None
+        self, encoder: SharedNetwork, images: FolderImages | None = None, folder: ExampleFolder | None = None
     ) -> None:
         self.images = images
         self._encoder, self._folder = encoder, folder
         self._candidates = None
         if images is not None:
-            self._candidates = Candidates(images, empty_memory(encoder).encoder, probe_of(encoder).blocks)
+            self._candidates = Candidates(images, empty_memory(encoder).encode, probe_of(encoder).blocks)
         self._lock = threading.Lock()
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._active: dict[str, float] = {}  # time of the last request of each session
@@ -607,17 +606,17 @@ class Visitors:
         return sum(session.nbytes for session in self._sessions.values())
 
 
-def probe_of(encoder: SharedEncoder) -> Probe:
+def probe_of(encoder: SharedNetwork) -> Probe:
     """Return the default probe: comparing probes would take several seconds after each example."""
     blocks = encoder.probed.blocks
     return default_probe(candidate_probes(blocks, blocks=None, whiten=None, head=None), blocks)
 
 
-def empty_memory(encoder: SharedEncoder) -> SegmentationMemory:
+def empty_memory(encoder: SharedNetwork) -> SegmentationMemory:
     """Return a memory without examples, whose probe is fixed."""
     probe = probe_of(encoder)
     settings = SegmentationSettings(blocks=probe.blocks, whiten=probe.whiten, head=probe.head)
-    return SegmentationMemory(encoder.probed, settings=settings, device=encoder.device, batch_size=1)
+    return SegmentationMemory(encoder.probed, settings=settings, batch_size=1)
 
 
 def _data_url(image: UInt8[Tensor, "3 h w"]) -> str:

@@ -8,11 +8,9 @@ if TYPE_CHECKING:
     from cribo.features.cache import Machine as Machine
     from cribo.features.config import BackboneSource as BackboneSource
     from cribo.features.config import backbone_name as backbone_name
-    from cribo.features.encoder import PatchEncoder as PatchEncoder
-    from cribo.features.encoder import backbone_encoder as backbone_encoder
+    from cribo.features.encoder import Encoder as Encoder
     from cribo.features.encoder import mean_colour_encoder as mean_colour_encoder
     from cribo.features.encoder import open_backbone as open_backbone
-    from cribo.features.encoder import open_encoder as open_encoder
     from cribo.features.pca import PCAColours as PCAColours
     from cribo.features.pca import pca_colours as pca_colours
     from cribo.features.scores import iou as iou

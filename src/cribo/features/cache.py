@@ -16,7 +16,6 @@ from cribo.base.devices import available_memory
 from cribo.base.errors import InputError
 from cribo.base.files import write_json, write_whole
 from cribo.features.config import FeaturePrecision
-from cribo.features.encoder import ImageEncoder, PatchEncoder
 from cribo.features.search import Keys, Neighbours, nearest
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
@@ -35,22 +34,20 @@ class FeatureCache:
 
     Args:
         folder: parent folder of the cache, created on the first write.
-        encoder: encoder of the features.
+        identity: key of the encoder of the features.
         about: description of the encoder, written to `about.json` for information.
 
     Raises:
         ValueError: the encoder has no identity.
     """
 
-    def __init__(
-        self, folder: Path, encoder: PatchEncoder | ImageEncoder, about: Mapping[str, object] | None = None
-    ) -> None:
-        if encoder.identity is None:
+    def __init__(self, folder: Path, identity: str | None, about: Mapping[str, object] | None = None) -> None:
+        if identity is None:
             raise InputError("an encoder without identity cannot be cached: set its identity, or disable the cache")
         # Another version of timm may compute a network differently.
-        identity = f"{_CACHE_VERSION} {timm.__version__} {encoder.identity}"
-        self.folder = folder.expanduser() / hashlib.sha256(identity.encode()).hexdigest()[:20]
-        self._about = {"encoder": encoder.identity, "timm": timm.__version__, **(about or {})}
+        key = f"{_CACHE_VERSION} {timm.__version__} {identity}"
+        self.folder = folder.expanduser() / hashlib.sha256(key.encode()).hexdigest()[:20]
+        self._about = {"encoder": identity, "timm": timm.__version__, **(about or {})}
 
     def path(self, content: str, preparation: str, precision: FeaturePrecision) -> Path:
         """Return the file of the features of an image, given its content hash."""

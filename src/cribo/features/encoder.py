@@ -1,18 +1,20 @@
-"""Encoders that return one feature per patch or one per image."""
+"""From images to features: a network and the blocks that are read, on its device."""
 
 import copy
 import dataclasses
+import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
+from cribo.base.devices import resolve_device
 from cribo.base.errors import ConfigError, InputError
-from cribo.features.config import MEAN_COLOUR, BackboneSource, backbone_name
+from cribo.features.config import MEAN_COLOUR, BackboneSource, backbone_name, portable_source
 from cribo.features.grid import encoding_size
 from cribo.features.patches import resize_image
 from cribo.models import Backbone, evaluation_mode, load_backbone, normalise
@@ -69,23 +71,210 @@ def map_by_size(
     return [found[number] for number in range(len(items))]
 
 
-@dataclass(frozen=True)
-class PatchEncoder:
-    """Encodes images as one feature per patch.
+Tokens = Callable[[Float[Tensor, "b 3 h w"]], Float[Tensor, "b n d"]]
+"""Returns the features of N patches, row by row, of images in 0-1."""
+
+
+class _Network(NamedTuple):
+    """A network that is open.
 
     Attributes:
-        encode: maps images (B, 3, H, W) in 0-1 to features (B, N, D) of N patches, row by row.
-        patch_size: patch size in pixels; H and W must be multiples of it.
-        identity: key of the features in the disk cache; None disables caching.
-        blocks: 1-based indices of the blocks whose features are concatenated in the D channels.
-        image_size: H and W of a network with a fixed input size; None for others.
+        tokens: computes the features of patches.
+        patch_size: in pixels.
+        blocks: 1-based indices of the blocks whose features are concatenated.
+        image_size: H and W of a network with a fixed input size.
+        device: returns its device.
+        identity: returns the key of its features; None if it has none.
+        about: its description for results.
+        backbone: the network itself; None for a function.
     """
 
-    encode: Callable[[Float[Tensor, "b 3 h w"]], Float[Tensor, "b n d"]]
+    tokens: Tokens
     patch_size: int
-    identity: str | None = None
-    blocks: tuple[int, ...] = (1,)
-    image_size: int | None = None
+    blocks: tuple[int, ...]
+    image_size: int | None
+    device: Callable[[], torch.device]
+    identity: Callable[[], str | None]
+    about: dict[str, Any]
+    backbone: Backbone | None = None
+
+
+class Encoder:
+    """A network that encodes images: as a grid of features, one for each patch, or as one feature for each image.
+
+    The network of a source is opened on first use, in each process: a pickle contains only its source and options. It
+    runs in evaluation mode, without changing the mode of a given backbone.
+
+    Opening raises the errors of `open_network`, ConfigError if the device is not available or the file of the backbone
+    is not the expected one, and ValueError if the backbone does not have the blocks.
+
+    Args:
+        network: a backbone, on its device; or its source.
+        blocks: 1-based indices of the blocks whose features are concatenated, in ascending order and computed in one
+            pass. A readout is not applied, since it is fitted to the last block. [the last ones]
+        layers: number of last blocks without `blocks` (`Backbone.encode`). [that of the source, or 1]
+        device: of a source, such as cuda:0. [the first GPU of the process, else the CPU]
+
+    Example:
+        >>> Encoder("mean-colour", device="cpu").grids(torch.zeros(1, 3, 32, 64, dtype=torch.uint8)).shape
+        torch.Size([1, 2, 4, 3])
+    """
+
+    def __init__(
+        self,
+        network: Backbone | BackboneSource | str,
+        *,
+        blocks: Sequence[int] | None = None,
+        layers: int | None = None,
+        device: str | None = None,
+    ) -> None:
+        self._backbone = network if isinstance(network, Backbone) else None
+        self.source = None if isinstance(network, Backbone) else portable_source(network)
+        self._blocks = tuple(sorted(set(blocks))) if blocks else None
+        self._layers, self._device = layers, device
+        self._expected: str | None = None
+        if self._backbone is not None:
+            self.open()
+
+    @classmethod
+    def from_function(
+        cls,
+        encode: Tokens,
+        patch_size: int,
+        *,
+        identity: str | None = None,
+        blocks: Sequence[int] = (1,),
+        image_size: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> "Encoder":
+        """Create an encoder from a function that returns the features of patches.
+
+        Args:
+            encode: maps images (B, 3, H, W) in 0-1, on the device, to features (B, N, D) of N patches, row by row.
+            patch_size: patch size in pixels; H and W are multiples of it.
+            identity: key of the features in the disk cache; None disables caching.
+            blocks: numbers of the blocks whose features are concatenated in D.
+            image_size: H and W of a network with a fixed input size; None for others.
+            device: to which images are moved.
+        """
+        return cls._of(
+            _Network(
+                encode,
+                patch_size,
+                tuple(blocks),
+                image_size,
+                lambda: torch.device(device),
+                lambda: identity,
+                {"name": identity},
+            )
+        )
+
+    @classmethod
+    def _of(cls, network: _Network) -> "Encoder":
+        """Create an encoder that is open."""
+        made = cls.__new__(cls)
+        made._backbone = made.source = made._expected = None
+        made._opened = network
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_opened", "identity", "dim")}
+
+    def open(self) -> "Encoder":
+        """Open the network now, so that errors are raised before other work, and return the encoder."""
+        self._opened  # noqa: B018
+        return self
+
+    def on(self, device: str) -> "Encoder":
+        """Return the same encoder on another device, not yet opened; for the encoder of a source."""
+        other = copy.copy(self)
+        other._device = device
+        return other
+
+    def expect(self, identity: str | None) -> None:
+        """Require that the encoder has this identity in every process; files may differ between machines."""
+        self._expected = identity
+
+    def through(self, encode: Tokens) -> "Encoder":
+        """Return the same encoder with patches encoded by a function, such as one that keeps the features."""
+        return Encoder._of(self._opened._replace(tokens=encode))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the network has been opened in this process."""
+        return self._backbone is not None or "_opened" in vars(self)
+
+    @cached_property
+    def _opened(self) -> _Network:
+        if self._backbone is not None:
+            return _opened(self._backbone, {"name": self._backbone.name}, self._blocks, self._layers or 1)
+        assert self.source is not None
+        backbone, about = open_network(self.source)
+        backbone.eval().to(resolve_device(self._device))
+        network = _opened(backbone, about, self._blocks, self._layers or self.source.layers)
+        if self._expected is not None and self._expected != network.identity():
+            raise ConfigError(
+                f"{self.source.source} is another backbone on {platform.node()} ({network.identity()}, not "
+                f"{self._expected}): put the same file on all machines"
+            )
+        return network
+
+    @property
+    def backbone(self) -> Backbone:
+        """The network.
+
+        Raises:
+            InputError: the encoder was created from a function.
+        """
+        if self._opened.backbone is None:
+            raise InputError("an encoder from a function has features of patches only: give a backbone")
+        return self._opened.backbone
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Description of the network for results (`about_backbone`); of a given backbone, only its name."""
+        return self._opened.about
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the network."""
+        return self._opened.device()
+
+    @property
+    def tokens(self) -> Tokens:
+        """Computes the features of patches, row by row, of images (B, 3, H, W) in 0-1 on the device."""
+        return self._opened.tokens
+
+    @property
+    def patch_size(self) -> int:
+        """Patch size in pixels."""
+        return self._opened.patch_size
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """1-based indices of the blocks whose features are concatenated."""
+        return self._opened.blocks
+
+    @property
+    def image_size(self) -> int | None:
+        """H and W of a network with a fixed input size; None for others."""
+        return self._opened.image_size
+
+    @cached_property
+    def identity(self) -> str | None:
+        """Key of the features of patches in caches and databases; None for a function without one."""
+        return self._opened.identity()
+
+    @property
+    def global_identity(self) -> str:
+        """Key of the features of images in caches."""
+        return f"{self.backbone.fingerprint()}-global"
+
+    @cached_property
+    def dim(self) -> int:
+        """D, the dimension of a patch's features, measured on a small black image."""
+        side = 4 * self.patch_size
+        return self.grids(torch.zeros(1, 3, *self.size(side, side), dtype=torch.uint8)).shape[-1]
 
     def size(self, height: int, width: int, *, scale: float = 1.0, max_patches: int | None = None) -> tuple[int, int]:
         """Return the (height, width) in pixels at which to encode an image (`encoding_size`)."""
@@ -100,120 +289,81 @@ class PatchEncoder:
         size = self.size(image.shape[1], image.shape[2], scale=scale, max_patches=max_patches)
         return resize_image(image, size, "bicubic")
 
-    def grids(
-        self, pixels: UInt8[Tensor, "b 3 h w"], device: torch.device | str = "cpu"
-    ) -> Float[Tensor, "b rows columns d"]:
-        """Encode uint8 images as grids of float32 features.
+    @torch.no_grad()
+    def grids(self, pixels: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b rows columns d"]:
+        """Encode images as grids of float32 features, on the device.
 
         Args:
             pixels: RGB; H and W must be multiples of the patch size.
-            device: device of the encoder and of the returned features.
 
         Raises:
-            ValueError: the encoder returns a number of features that differs from the number of patches.
+            ValueError: the network returns a number of features that differs from the number of patches.
         """
         grid = pixels.shape[2] // self.patch_size, pixels.shape[3] // self.patch_size
-        features = self.encode(pixels.to(device).float().div_(255)).float()
+        features = self.tokens(self._moved(pixels)).float()
         if features.shape[1] != grid[0] * grid[1]:
             raise InputError(f"the encoder must return {grid[0] * grid[1]} patch features, got {features.shape[1]}")
         return features.unflatten(1, grid)
 
     @torch.no_grad()
-    def dim(self, device: torch.device | str = "cpu") -> int:
-        """Return D, measured on a small black image on the encoder's device."""
-        side = 4 * self.patch_size
-        blank = torch.zeros(1, 3, *self.size(side, side), dtype=torch.uint8)
-        return self.grids(blank, device).shape[-1]
-
-
-def backbone_encoder(backbone: Backbone, *, layers: int = 1) -> PatchEncoder:
-    """Create a patch encoder from a backbone, which runs in evaluation mode without changing its own mode.
-
-    Args:
-        backbone: the backbone, on its device.
-        layers: number of last blocks whose features are concatenated (`Backbone.encode`).
-    """
-
-    def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n d"]:
-        with evaluation_mode(backbone):
-            return backbone.encode(normalise(images, mean=backbone.mean, std=backbone.std), layers).tokens
-
-    blocks = tuple(range(backbone.depth - layers + 1, backbone.depth + 1))
-    image_size = backbone.fixed_size
-    identity = f"{backbone.fingerprint()}-{layers}"
-    if backbone.name == MEAN_COLOUR:
-        identity = f"{MEAN_COLOUR}-{backbone.patch_size}"  # as stored in existing object databases
-    return PatchEncoder(encode, backbone.patch_size, identity, blocks, image_size)
-
-
-def blocks_encoder(backbone: Backbone, blocks: Sequence[int]) -> PatchEncoder:
-    """Create a patch encoder from some blocks, concatenated in ascending order and computed in one pass.
-
-    A readout is not applied, since it is fitted to the last block.
-
-    Args:
-        backbone: the backbone, on its device.
-        blocks: indices of the blocks, from 1 to the backbone's depth.
-
-    Raises:
-        ValueError: the backbone does not have these blocks (`Backbone.check_layers`).
-    """
-    chosen = tuple(sorted(set(blocks)))
-    layers = backbone.depth - chosen[0] + 1
-    if chosen[-1] > backbone.depth:
-        raise InputError(f"blocks must be 1 to {backbone.depth}, those of {backbone.name}, got {chosen[-1]}")
-    if backbone.readout is not None:
-        backbone = copy.deepcopy(backbone)
-        backbone.remove_readout()
-    backbone.check_layers(layers)
-    last = backbone_encoder(backbone, layers=layers)
-
-    def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n d"]:
-        features = last.encode(images).unflatten(-1, (layers, -1))
-        return features[:, :, [block - chosen[0] for block in chosen]].flatten(2)
-
-    identity = f"{last.identity}-blocks-{'-'.join(map(str, chosen))}"
-    return dataclasses.replace(last, encode=encode, identity=identity, blocks=chosen)
-
-
-@dataclass(frozen=True)
-class ImageEncoder:
-    """Encodes images as one feature per image.
-
-    Attributes:
-        encode: maps images (B, 3, H, W) in 0-1 to features (B, D).
-        patch_size: patch size in pixels; H and W must be multiples of it.
-        dim: D.
-        identity: key of the features in the disk cache; None disables caching.
-    """
-
-    encode: Callable[[Float[Tensor, "b 3 h w"]], Float[Tensor, "b d"]]
-    patch_size: int
-    dim: int
-    identity: str | None = None
-
-    def features(self, pixels: UInt8[Tensor, "b 3 h w"], device: torch.device | str = "cpu") -> Float[Tensor, "b d"]:
-        """Encode uint8 images as float32 features.
+    def global_tokens(self, pixels: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b d"]:
+        """Encode images as one float32 feature each, the global token, on the device.
 
         Args:
             pixels: RGB; H and W must be multiples of the patch size.
-            device: device of the encoder and of the returned features.
+
+        Raises:
+            InputError: the encoder was created from a function.
         """
-        return self.encode(pixels.to(device).float().div_(255)).float()
+        backbone = self.backbone
+        with evaluation_mode(backbone):
+            images = normalise(self._moved(pixels), mean=backbone.mean, std=backbone.std)
+            return backbone.encode(images).global_token.float()
+
+    def _moved(self, pixels: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b 3 h w"]:
+        return pixels.to(self.device).float().div_(255)
 
 
-def image_encoder(backbone: Backbone) -> ImageEncoder:
-    """Create an image encoder from the global token of a backbone, which runs in evaluation mode.
+def _opened(backbone: Backbone, about: dict[str, Any], blocks: tuple[int, ...] | None, layers: int) -> _Network:
+    """Return the features of some blocks of a network, or of its last ones."""
+    read, chosen = backbone, ""
+    if blocks is not None:
+        layers, chosen = backbone.depth - blocks[0] + 1, f"-blocks-{'-'.join(map(str, blocks))}"
+        if blocks[-1] > backbone.depth:
+            raise InputError(f"blocks must be 1 to {backbone.depth}, those of {backbone.name}, got {blocks[-1]}")
+        if backbone.readout is not None:
+            read = copy.deepcopy(backbone)
+            read.remove_readout()
+        read.check_layers(layers)
+    every = range(read.depth - layers + 1, read.depth + 1)
+
+    def tokens(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n d"]:
+        with evaluation_mode(read):
+            features = read.encode(normalise(images, mean=read.mean, std=read.std), layers).tokens
+        if blocks is None:
+            return features
+        return features.unflatten(-1, (layers, -1))[:, :, [block - blocks[0] for block in blocks]].flatten(2)
+
+    def identity() -> str:
+        if read.name == MEAN_COLOUR:
+            return f"{MEAN_COLOUR}-{read.patch_size}{chosen}"  # as stored in existing object databases
+        return f"{read.fingerprint()}-{layers}{chosen}"
+
+    def device() -> torch.device:
+        return next(read.parameters()).device
+
+    return _Network(tokens, read.patch_size, blocks or tuple(every), read.fixed_size, device, identity, about, backbone)
+
+
+def encoders_on(backbone: Backbone, devices: Sequence[str]) -> list[Encoder]:
+    """Copy a backbone to each device, and return the copies as encoders.
 
     Args:
-        backbone: the backbone, on its device; its mode is not changed.
+        backbone: a backbone on the host; used as the first copy.
+        devices: devices of the encoders.
     """
-
-    def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b d"]:
-        with evaluation_mode(backbone):
-            return backbone.encode(normalise(images, mean=backbone.mean, std=backbone.std)).global_token
-
-    return ImageEncoder(encode, backbone.patch_size, backbone.embed_dim, f"{backbone.fingerprint()}-global")
+    copies = [copy.deepcopy(backbone) for _ in devices[1:]]
+    return [Encoder(part.eval().to(device)) for part, device in zip([backbone, *copies], devices, strict=True)]
 
 
 class _MeanColour(nn.Module):
@@ -233,9 +383,9 @@ def mean_colour_backbone(patch_size: int = _MEAN_COLOUR_PATCH) -> Backbone:
     return Backbone(_MeanColour(patch_size), MEAN_COLOUR, {}, patch_size)
 
 
-def mean_colour_encoder(patch_size: int = _MEAN_COLOUR_PATCH) -> PatchEncoder:
-    """Create a patch encoder from `mean_colour_backbone`."""
-    return backbone_encoder(mean_colour_backbone(patch_size))
+def mean_colour_encoder(patch_size: int = _MEAN_COLOUR_PATCH) -> Encoder:
+    """Create an encoder of `mean_colour_backbone`."""
+    return Encoder(mean_colour_backbone(patch_size))
 
 
 def open_backbone(config: BackboneSource, *, image_size: int | None = None, drop_path: float = 0.0) -> Backbone:
@@ -276,25 +426,6 @@ def open_network(config: BackboneSource) -> tuple[Backbone, dict[str, Any]]:
     return backbone, about_backbone(config, backbone)
 
 
-def open_encoder(
-    config: BackboneSource, device: str, *, blocks: Sequence[int] | None = None
-) -> tuple[PatchEncoder, dict[str, Any]]:
-    """Load a backbone as a patch encoder, with the metadata that identifies it.
-
-    Args:
-        config: source and options of the backbone.
-        device: device of the encoder.
-        blocks: 1-based indices of the blocks to use (`blocks_encoder`) instead of the last ones.
-
-    Raises:
-        errors of `open_network`; ValueError: the backbone does not have these blocks.
-    """
-    backbone, about = open_network(config)
-    backbone.eval().to(device)
-    encoder = blocks_encoder(backbone, blocks) if blocks else backbone_encoder(backbone, layers=config.layers)
-    return encoder, about
-
-
 def about_backbone(config: BackboneSource, backbone: Backbone) -> dict[str, Any]:
     """Describe a loaded backbone for `results.json`: its options and the metadata that identifies it.
 
@@ -320,26 +451,3 @@ def about_backbone(config: BackboneSource, backbone: Backbone) -> dict[str, Any]
         about["format"], about["notes"] = backbone.loaded.format, list(backbone.loaded.notes)
         about["revision"] = backbone.loaded.revision
     return about
-
-
-def image_encoders(backbone: Backbone, devices: Sequence[str], *, image_size: int) -> list[ImageEncoder]:
-    """Copy a backbone to each device and return the copies as image encoders.
-
-    Args:
-        backbone: a backbone on the host; used as the first copy.
-        devices: devices of the encoders.
-        image_size: side of the images in pixels.
-
-    Raises:
-        ConfigError: the backbone does not support this image size.
-    """
-    patch_size, name = backbone.patch_size, backbone.name
-    if image_size % patch_size:
-        near = max(patch_size, round(image_size / patch_size) * patch_size)
-        raise ConfigError(
-            f"crop must be a multiple of {patch_size}, the patch size of {name}, got {image_size}: use {near}"
-        )
-    if not backbone.takes_any_size and image_size != backbone.image_size:
-        raise ConfigError(f"crop must be {backbone.image_size}, the fixed input size of {name}, got {image_size}")
-    copies = [copy.deepcopy(backbone) for _ in devices[1:]]
-    return [image_encoder(part.eval().to(device)) for part, device in zip([backbone, *copies], devices, strict=True)]

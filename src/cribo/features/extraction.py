@@ -21,7 +21,7 @@ from cribo.data.batches import Batches
 from cribo.data.labelled.crops import resize_labels
 from cribo.features.cache import DTYPES, FeatureCache, Machine, in_blocks, require_room, store, stored
 from cribo.features.config import FeaturePrecision, Interpolation
-from cribo.features.encoder import PatchEncoder
+from cribo.features.encoder import Encoder
 from cribo.features.grid import grid_size
 from cribo.features.patches import augment_image, augment_labels, class_counts, resize_image
 
@@ -188,7 +188,7 @@ def in_chunks(sizes: Mapping[EncodedView, int]) -> Iterator[list[EncodedView]]:
 
 @torch.no_grad()
 def extract_patches(
-    encoder: PatchEncoder,
+    encoder: Encoder,
     images: LabelledImages,
     views: Sequence[EncodedView],
     preparation: Preparation,
@@ -201,7 +201,7 @@ def extract_patches(
     """Encode views that are not cached yet, and count the classes in their patches.
 
     Args:
-        encoder: encoder on the machine's first device.
+        encoder: the encoder, on its device.
         images: images of the views.
         views: views to encode.
         preparation: resizing and augmentation of the views.
@@ -236,7 +236,7 @@ def extract_patches(
     checked = False
     for batch in _of_equal_size(uncached(), machine.batch_size):
         pixels = [torch.from_numpy(prepared.image) for prepared in batch if prepared.image is not None]
-        features = encoder.grids(torch.stack(pixels), machine.devices[0]).flatten(1, 2)
+        features = encoder.grids(torch.stack(pixels)).flatten(1, 2)
         if preparation.unit:
             features = F.normalize(features, dim=-1)
         found.dim = features.shape[-1]

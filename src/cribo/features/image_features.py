@@ -23,7 +23,7 @@ from cribo.data.batches import Batches
 from cribo.data.labelled.classification import ClassifiedFiles
 from cribo.features.cache import DTYPES, FeatureCache, Machine, in_blocks, require_room, store, stored
 from cribo.features.config import FeaturePrecision
-from cribo.features.encoder import ImageEncoder
+from cribo.features.encoder import Encoder
 
 _BLOCK = 1024  # number of images per cache file; at most this many are lost by an interruption
 _BATCHES_AHEAD = 2  # number of prefetched batches per device
@@ -74,7 +74,7 @@ class ImageFeatures:
 
 @torch.no_grad()
 def extract_global(
-    encoders: Sequence[ImageEncoder],
+    encoders: Sequence[Encoder],
     images: ClassifiedFiles,
     preparation: SquareCrop,
     *,
@@ -90,7 +90,8 @@ def extract_global(
     long as encoding them. An interrupted extraction loses at most 1024 images.
 
     Args:
-        encoders: one encoder per device of the machine, on that device; batches are distributed round-robin.
+        encoders: one encoder per device of the machine, on that device (`encoders_on`); batches are distributed
+            round-robin.
         images: images to encode.
         preparation: preprocessing of the images.
         machine: resources of the search.
@@ -110,7 +111,8 @@ def extract_global(
     ]
     missing = [number for number, part in enumerate(parts) if part is None]
     wanted = [index for number in missing for index in blocks[number]]
-    require_room(len(wanted) * encoders[0].dim * dtype.itemsize, cache)
+    dim = encoders[0].backbone.embed_dim
+    require_room(len(wanted) * dim * dtype.itemsize, cache)
     if len(wanted) < len(images):
         what = f"{what} ({len(images) - len(wanted):,} cached)"
     loader = Batches(
@@ -123,11 +125,11 @@ def extract_global(
     def report(done: int) -> None:
         progress(what, done, len(wanted))
 
-    rows = _checked(_encoded(encoders, machine.devices, loader), images, wanted, report)
+    rows = _checked(_encoded(encoders, loader), images, wanted, report)
     # Valid because the missing blocks are in order, and only the last block is shorter.
     for number, part in zip(missing, in_blocks(rows, _BLOCK), strict=True):
         parts[number] = store(part.to(dtype), paths[number], cache)
-    return ImageFeatures([part for part in parts if part is not None], len(images), encoders[0].dim)
+    return ImageFeatures([part for part in parts if part is not None], len(images), dim)
 
 
 def _path(
@@ -174,7 +176,7 @@ class _Prepared(Dataset[UInt8[np.ndarray, "3 h w"]]):
 
 
 def _encoded(
-    encoders: Sequence[ImageEncoder], devices: Sequence[str], batches: Iterable[UInt8[np.ndarray, "b 3 h w"]]
+    encoders: Sequence[Encoder], batches: Iterable[UInt8[np.ndarray, "b 3 h w"]]
 ) -> Iterator[Float[Tensor, "b d"]]:
     """Yield features of unit length by batch, with one thread per device and round-robin distribution."""
     ahead: deque[Future[Tensor]] = deque()
@@ -182,16 +184,15 @@ def _encoded(
         threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in encoders]
         for number, batch in enumerate(batches):
             place = number % len(encoders)
-            ahead.append(threads[place].submit(_encode, encoders[place], devices[place], batch))
+            ahead.append(threads[place].submit(_encode, encoders[place], batch))
             if len(ahead) > _BATCHES_AHEAD * len(encoders):
                 yield ahead.popleft().result()
         while ahead:
             yield ahead.popleft().result()
 
 
-@torch.no_grad()  # no_grad is thread-local
-def _encode(encoder: ImageEncoder, device: str, batch: UInt8[np.ndarray, "b 3 h w"]) -> Float[Tensor, "b d"]:
-    return F.normalize(encoder.features(torch.from_numpy(batch), device), dim=1).cpu()
+def _encode(encoder: Encoder, batch: UInt8[np.ndarray, "b 3 h w"]) -> Float[Tensor, "b d"]:
+    return F.normalize(encoder.global_tokens(torch.from_numpy(batch)), dim=1).cpu()
 
 
 def _checked(

@@ -23,7 +23,7 @@ from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import EncodedImage, read_reduced
 from cribo.features.config import ObjectSettings
-from cribo.features.encoder import PatchEncoder, map_by_size
+from cribo.features.encoder import Encoder, map_by_size
 from cribo.features.grid import patch_of_pixel
 from cribo.features.objects import Box, GridMask, ImageObject
 from cribo.features.patches import resize_image
@@ -83,7 +83,7 @@ class PreparedImage(NamedTuple):
 
 def read_prepared(
     path: str | os.PathLike[str] | EncodedImage,
-    encoder: PatchEncoder,
+    encoder: Encoder,
     settings: ObjectSettings,
     *,
     reading: Reading = DEFAULT_READING,
@@ -109,7 +109,7 @@ def read_prepared(
 
 
 def prepare_image(
-    image: UInt8[Tensor, "3 h w"], encoder: PatchEncoder, settings: ObjectSettings, whole: tuple[int, int] | None = None
+    image: UInt8[Tensor, "3 h w"], encoder: Encoder, settings: ObjectSettings, whole: tuple[int, int] | None = None
 ) -> PreparedImage:
     """Resize an image for `extract_prepared`; can run in threads ahead of the encoder.
 
@@ -125,25 +125,22 @@ def prepare_image(
     return PreparedImage(pixels, height, width, int.from_bytes(digest[:8], "little"))
 
 
-def _size(encoder: PatchEncoder, height: int, width: int, settings: ObjectSettings) -> tuple[int, int]:
+def _size(encoder: Encoder, height: int, width: int, settings: ObjectSettings) -> tuple[int, int]:
     scale = 1.0 if settings.size is None else settings.size / min(height, width)
     return encoder.size(height, width, scale=scale, max_patches=MAX_PATCHES)
 
 
 def extract_objects(
-    encoder: PatchEncoder,
+    encoder: Encoder,
     images: Sequence[UInt8[Tensor, "3 h w"]],
     settings: ObjectSettings | None = None,
-    *,
-    device: torch.device | str = "cpu",
 ) -> list[ImageObjects]:
     """Extract the objects of images, independently for each image.
 
     Args:
-        encoder: the encoder, on `device`.
+        encoder: the encoder.
         images: RGB images of any sizes.
         settings: settings that define objects.
-        device: device of the encoder.
 
     Raises:
         ValueError: the encoder's features do not match the number of patches, or are not finite.
@@ -159,31 +156,27 @@ def extract_objects(
     """
     settings = settings or ObjectSettings()
     prepared = [prepare_image(image, encoder, settings) for image in images]
-    return extract_prepared(encoder, prepared, settings, device=device)
+    return extract_prepared(encoder, prepared, settings)
 
 
 @torch.no_grad()
 def extract_prepared(
-    encoder: PatchEncoder,
+    encoder: Encoder,
     prepared: Sequence[PreparedImage],
     settings: ObjectSettings,
-    *,
-    device: torch.device | str = "cpu",
 ) -> list[ImageObjects]:
     """Extract the objects of prepared images; images of equal size are encoded as batches."""
     return map_by_size(
-        lambda batch: _extract_batch(encoder, batch, settings, device),
+        lambda batch: _extract_batch(encoder, batch, settings),
         prepared,
         lambda image: tuple(image.pixels.shape[1:]),
         lambda size: max(1, _PATCHES_AT_ONCE * encoder.patch_size**2 // math.prod(size)),
     )
 
 
-def _extract_batch(
-    encoder: PatchEncoder, batch: list[PreparedImage], settings: ObjectSettings, device: torch.device | str
-) -> list[ImageObjects]:
+def _extract_batch(encoder: Encoder, batch: list[PreparedImage], settings: ObjectSettings) -> list[ImageObjects]:
     """Extract the objects of images of equal size."""
-    grids = encoder.grids(torch.stack([image.pixels for image in batch]), device)
+    grids = encoder.grids(torch.stack([image.pixels for image in batch]))
     grid, tokens = (grids.shape[1], grids.shape[2]), grids.flatten(1, 2)
     patches = tokens.shape[1]
     if not tokens.isfinite().all():
@@ -196,11 +189,11 @@ def _extract_batch(
     centres = torch.stack([_patch_centres(image, grid) for image in batch])
     labels = cluster_tokens(
         tokens,
-        centres.to(device),
+        centres.to(grids.device),
         num_objects=num_objects,
         position_weight=settings.position_weight,
         marginals=settings.marginals,
-        initial_tokens=torch.stack(initial).to(device),
+        initial_tokens=torch.stack(initial).to(grids.device),
     )
     vectors = _mean_tokens(tokens, labels, num_objects).cpu().numpy()
     return [

@@ -18,7 +18,7 @@ from cribo.base.errors import ConfigError, DataError, FolderError
 from cribo.base.job import read_record
 from cribo.cli import main
 from cribo.data.reading import read_image
-from cribo.features import BackboneSource, backbone_encoder
+from cribo.features import BackboneSource, Encoder
 from cribo.models import build_backbone, load_backbone, save_backbone
 from cribo.models.backbone import normalise
 
@@ -94,7 +94,7 @@ def test_features_of_patches_have_positions(images: Path, backbone: Path) -> Non
 
 def test_features_of_objects_equal_the_index(images: Path, backbone: Path) -> None:
     embed(images, backbone, features="objects", num_objects=4, min_share=0.1)
-    encoder = backbone_encoder(load_backbone(backbone))
+    encoder = Encoder(load_backbone(backbone))
     settings = ObjectSettings(num_objects=4, min_share=0.1, size=None)
     for name, found in rows(images).items():
         [expected] = extract_objects(encoder, [read_image(images / name)], settings)

@@ -11,7 +11,7 @@ from PIL import Image
 
 from cribo.apps.search import DatabaseInfo, IndexSummary, ObjectDatabase, ObjectSettings, index_images, index_lock
 from cribo.data import open_images
-from cribo.features import BackboneSource, PatchEncoder, mean_colour_encoder
+from cribo.features import BackboneSource, Encoder, mean_colour_encoder
 
 SETTINGS = ObjectSettings(num_objects=4, size=None)
 COLOURS = ((220, 30, 30), (30, 200, 40), (40, 40, 220), (230, 220, 40), (30, 210, 220))
@@ -40,19 +40,17 @@ def pictures(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def encoder() -> PatchEncoder:
+def encoder() -> Encoder:
     return mean_colour_encoder(8)
 
 
-def info_of(encoder: PatchEncoder, folder: Path, settings: ObjectSettings = SETTINGS) -> DatabaseInfo:
+def info_of(encoder: Encoder, folder: Path, settings: ObjectSettings = SETTINGS) -> DatabaseInfo:
     assert encoder.identity is not None
     config = dataclasses.asdict(BackboneSource("mean-colour"))
     return DatabaseInfo(encoder.identity, {"name": "mean-colour"}, config, 3, settings, str(folder))
 
 
-def bring_up_to_date(
-    folder: Path, encoder: PatchEncoder, prune: bool | None = True
-) -> tuple[ObjectDatabase, IndexSummary]:
+def bring_up_to_date(folder: Path, encoder: Encoder, prune: bool | None = True) -> tuple[ObjectDatabase, IndexSummary]:
     """Index `pictures` of a folder into its `objects.db`."""
     place, pictures = folder / "objects.db", folder / "pictures"
     with index_lock(str(place)):
@@ -62,7 +60,7 @@ def bring_up_to_date(
 
 
 @pytest.fixture
-def index(pictures: Path, encoder: PatchEncoder) -> Callable[..., tuple[ObjectDatabase, IndexSummary]]:
+def index(pictures: Path, encoder: Encoder) -> Callable[..., tuple[ObjectDatabase, IndexSummary]]:
     """Updates a database of the pictures."""
     return partial(bring_up_to_date, pictures.parent, encoder)
 

@@ -27,7 +27,7 @@ from cribo.apps.search import (
 )
 from cribo.apps.search.database import new_entry
 from cribo.base.errors import ConfigError, DatabaseError, DataError
-from cribo.features import PatchEncoder, mean_colour_encoder
+from cribo.features import Encoder, mean_colour_encoder
 
 from .conftest import info_of
 
@@ -45,7 +45,7 @@ def objects_of(vectors: np.ndarray) -> list[ImageObject]:
 
 
 @pytest.fixture
-def database(tmp_path: Path, encoder: PatchEncoder) -> ObjectDatabase:
+def database(tmp_path: Path, encoder: Encoder) -> ObjectDatabase:
     return ObjectDatabase.create(tmp_path / "some.db", info_of(encoder, tmp_path))
 
 
@@ -143,7 +143,7 @@ def test_processes_write_for_one_commit(database: ObjectDatabase) -> None:
     assert (found[0].image, found[0].object.number) == ("1/1.png", 2)
 
 
-def test_a_repeated_commit_adds_no_objects(place: str, encoder: PatchEncoder, tmp_path: Path) -> None:
+def test_a_repeated_commit_adds_no_objects(place: str, encoder: Encoder, tmp_path: Path) -> None:
     database = ObjectDatabase.create(place, info_of(encoder, tmp_path))
     (first, fragments), (others, more) = (write_images(database.writer(), number) for number in range(2))
     database.commit([*fragments, *fragments], first)
@@ -306,7 +306,7 @@ def test_objects_that_were_added_after_the_index_are_found(database: ObjectDatab
     assert (exact[0].image, exact[0].object.number) == ("5.png", 0)
 
 
-def large(place: str, encoder: PatchEncoder, folder: Path, dim: int = 32, images: int = 1000) -> ObjectDatabase:
+def large(place: str, encoder: Encoder, folder: Path, dim: int = 32, images: int = 1000) -> ObjectDatabase:
     """Return a database of three objects per image, in 100 clusters."""
     database = ObjectDatabase.create(place, dataclasses.replace(info_of(encoder, folder), dim=dim))
     generator = np.random.default_rng(0)
@@ -326,7 +326,7 @@ def kind_of_index(database: ObjectDatabase) -> str:
     return index.index_type
 
 
-def test_the_index_is_small_and_finds_the_nearest_objects(encoder: PatchEncoder, tmp_path: Path) -> None:
+def test_the_index_is_small_and_finds_the_nearest_objects(encoder: Encoder, tmp_path: Path) -> None:
     database = large(str(tmp_path / "some.db"), encoder, tmp_path, dim=256)
     seen: list[tuple[str, int, int]] = []
     database.build_index(lambda *each: seen.append(each))
@@ -345,7 +345,7 @@ def test_the_index_is_small_and_finds_the_nearest_objects(encoder: PatchEncoder,
     assert (found[0].image, found[0].object.number) == (exact[0].image, exact[0].object.number) == ("7.png", 1)
 
 
-def test_the_similarity_of_the_kth_object(encoder: PatchEncoder, tmp_path: Path) -> None:
+def test_the_similarity_of_the_kth_object(encoder: Encoder, tmp_path: Path) -> None:
     database = large(str(tmp_path / "some.db"), encoder, tmp_path, images=100)
     sample = database.sample_objects(5)
     images, vectors = zip(*sample, strict=True)
@@ -357,7 +357,7 @@ def test_the_similarity_of_the_kth_object(encoder: PatchEncoder, tmp_path: Path)
 
 
 def test_the_recall_of_an_index_leaves_out_the_image_of_the_query(
-    encoder: PatchEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    encoder: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     database = large(str(tmp_path / "some.db"), encoder, tmp_path)
     for name, value in {"_PARTITION": 64, "_PROBES": 1, "_REFINE": 1}.items():
@@ -378,7 +378,7 @@ def test_the_recall_of_an_index_leaves_out_the_image_of_the_query(
     assert quality.recall == pytest.approx(np.mean(shares))
 
 
-def test_the_former_index_is_used(encoder: PatchEncoder, tmp_path: Path) -> None:
+def test_the_former_index_is_used(encoder: Encoder, tmp_path: Path) -> None:
     database = large(str(tmp_path / "some.db"), encoder, tmp_path)
     database._objects.create_index("vector", "IVF_FLAT", "vector_idx", metric="cosine", target_partition_size=512)
     assert database.has_index()
@@ -393,7 +393,7 @@ def test_the_former_index_is_used(encoder: PatchEncoder, tmp_path: Path) -> None
     assert kind == "IVF_FLAT"
 
 
-def test_objects_are_added_to_the_index(encoder: PatchEncoder, tmp_path: Path) -> None:
+def test_objects_are_added_to_the_index(encoder: Encoder, tmp_path: Path) -> None:
     database = large(str(tmp_path / "some.db"), encoder, tmp_path)
     database.build_index()
     late = np.eye(32)[:2]
@@ -415,7 +415,7 @@ def test_other_dimensions_have_an_exact_index(database: ObjectDatabase) -> None:
 
 
 def test_a_search_does_not_download_the_database(
-    encoder: PatchEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    encoder: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with storage(tmp_path, monkeypatch) as (url, traffic):
         database = large(url, encoder, tmp_path, dim=256, images=4000)
@@ -465,7 +465,7 @@ def test_other_settings_are_rejected_by_name(database: ObjectDatabase) -> None:
     database.require_settings(ObjectSettings(num_objects=4, size=None))
 
 
-def test_places_that_hold_no_database(tmp_path: Path, encoder: PatchEncoder) -> None:
+def test_places_that_hold_no_database(tmp_path: Path, encoder: Encoder) -> None:
     with pytest.raises(DataError, match=r"there is no 'some\.db'"):
         ObjectDatabase.open(tmp_path / "some.db")
     assert not (tmp_path / "some.db").exists()
@@ -478,7 +478,7 @@ def test_places_that_hold_no_database(tmp_path: Path, encoder: PatchEncoder) -> 
     assert [path.name for path in (tmp_path / "photos").iterdir()] == ["mine.png"]
 
 
-def test_foreign_tables_are_unchanged(tmp_path: Path, encoder: PatchEncoder) -> None:
+def test_foreign_tables_are_unchanged(tmp_path: Path, encoder: Encoder) -> None:
     theirs = lance.write_dataset(pa.table({"name": ["chair"]}), tmp_path / "theirs" / "objects.lance")
     with pytest.raises(DatabaseError, match="contains a table 'objects', but no database"):
         ObjectDatabase.create(tmp_path / "theirs", info_of(encoder, tmp_path))
@@ -488,7 +488,7 @@ def test_foreign_tables_are_unchanged(tmp_path: Path, encoder: PatchEncoder) -> 
         ObjectDatabase.open(tmp_path / "other")
 
 
-def test_an_incomplete_database_is_created_again(tmp_path: Path, encoder: PatchEncoder) -> None:
+def test_an_incomplete_database_is_created_again(tmp_path: Path, encoder: Encoder) -> None:
     database = ObjectDatabase.create(tmp_path / "some.db", info_of(encoder, tmp_path))
     with pytest.raises(DatabaseError, match="already contains a database"):
         ObjectDatabase.create(tmp_path / "some.db", info_of(encoder, tmp_path))

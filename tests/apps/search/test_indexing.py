@@ -14,7 +14,7 @@ from cribo.apps.search.database import holds_database, require_free
 from cribo.base.errors import DatabaseError, DataError, FolderError
 from cribo.data import ImageFiles
 from cribo.data.config import Reading
-from cribo.features import PatchEncoder, mean_colour_encoder
+from cribo.features import Encoder, mean_colour_encoder
 
 from .conftest import bring_up_to_date, held, info_of, write_picture
 
@@ -218,7 +218,7 @@ def test_a_read_only_place_is_rejected(tmp_path: Path) -> None:
         pass
 
 
-def test_an_image_listed_twice_is_indexed_once(pictures: Path, encoder: PatchEncoder) -> None:
+def test_an_image_listed_twice_is_indexed_once(pictures: Path, encoder: Encoder) -> None:
     names = [path.relative_to(pictures).as_posix() for path in sorted(pictures.rglob("*.png"))]
     database = ObjectDatabase.create(pictures.parent / "twice.db", info_of(encoder, pictures))
     files = ImageFiles(pictures, [*names, names[0]])
@@ -228,7 +228,7 @@ def test_an_image_listed_twice_is_indexed_once(pictures: Path, encoder: PatchEnc
     assert database.count_images() == len(names)
 
 
-def test_an_image_beyond_a_limit_is_tried_again(pictures: Path, encoder: PatchEncoder) -> None:
+def test_an_image_beyond_a_limit_is_tried_again(pictures: Path, encoder: Encoder) -> None:
     names = [path.relative_to(pictures).as_posix() for path in sorted(pictures.rglob("*.png"))]
     database = ObjectDatabase.create(pictures.parent / "limit.db", info_of(encoder, pictures))
     summary = index_images(database, encoder, ImageFiles(pictures, names, reading=Reading(100)))
@@ -237,9 +237,7 @@ def test_an_image_beyond_a_limit_is_tried_again(pictures: Path, encoder: PatchEn
 
 
 @pytest.mark.parametrize("table", ["about", "images", "objects"])
-def test_a_database_of_an_interrupted_create_is_created_again(
-    pictures: Path, encoder: PatchEncoder, table: str
-) -> None:
+def test_a_database_of_an_interrupted_create_is_created_again(pictures: Path, encoder: Encoder, table: str) -> None:
     place = pictures.parent / "short.db"
     ObjectDatabase.create(place, info_of(encoder, pictures))
     if table != "about":

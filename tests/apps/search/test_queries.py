@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from cribo.apps.search import IndexSummary, ObjectDatabase, extract_objects
-from cribo.apps.search.queries import OpenEncoder, QueryPlace, make_query
+from cribo.apps.search.queries import QueryPlace, make_query
 from cribo.base.errors import ConfigError, DataError, MissingData
 from cribo.data import read_image
-from cribo.features import PatchEncoder
+from cribo.features import Encoder
 
 from .conftest import write_picture
 
@@ -16,11 +16,11 @@ Index = Callable[..., tuple[ObjectDatabase, IndexSummary]]
 
 
 @pytest.fixture
-def opened(encoder: PatchEncoder) -> OpenEncoder:
-    return lambda: (encoder, "cpu")
+def opened(encoder: Encoder) -> Callable[[], Encoder]:
+    return lambda: encoder
 
 
-def refused() -> tuple[PatchEncoder, str]:
+def refused() -> Encoder:
     raise AssertionError("no backbone is needed")
 
 
@@ -45,7 +45,7 @@ def test_a_point_selects_its_object(index: Index) -> None:
         assert (query.regions[0].pixels(64, 96) == each.mask.pixels()).all()
 
 
-def test_a_box_is_the_mean_of_its_patches(index: Index, opened: OpenEncoder, encoder: PatchEncoder) -> None:
+def test_a_box_is_the_mean_of_its_patches(index: Index, opened: Callable[[], Encoder], encoder: Encoder) -> None:
     database, _ = index()
     query = make_query(database, "a/1.png", QueryPlace(box=(8, 8, 40, 40)), opened)
     [found] = extract_objects(encoder, [read_image(query.image)], database.info.settings)
@@ -58,7 +58,7 @@ def test_a_box_is_the_mean_of_its_patches(index: Index, opened: OpenEncoder, enc
 
 
 def test_a_changed_image_is_extracted_again(
-    index: Index, pictures: Path, opened: OpenEncoder, caplog: pytest.LogCaptureFixture
+    index: Index, pictures: Path, opened: Callable[[], Encoder], caplog: pytest.LogCaptureFixture
 ) -> None:
     database, _ = index()
     write_picture(pictures / "a" / "1.png", 4, (32, 48))
@@ -68,7 +68,7 @@ def test_a_changed_image_is_extracted_again(
     assert query.indexed == "a/1.png"  # for excluding its stored objects
 
 
-def test_an_image_from_elsewhere(index: Index, tmp_path: Path, opened: OpenEncoder) -> None:
+def test_an_image_from_elsewhere(index: Index, tmp_path: Path, opened: Callable[[], Encoder]) -> None:
     database, _ = index()
     write_picture(tmp_path / "new.png", 1)
     query = make_query(database, str(tmp_path / "new.png"), QueryPlace(), opened)

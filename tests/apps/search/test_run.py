@@ -17,7 +17,7 @@ from cribo.base.job import Job
 from cribo.cli import main
 from cribo.data.labelled.coco import CocoFile
 from cribo.data.reading import read_image
-from cribo.features.encoder import backbone_encoder, blocks_encoder, mean_colour_encoder
+from cribo.features.encoder import Encoder, mean_colour_encoder
 from cribo.models import build_backbone, load_backbone, save_backbone
 
 from .conftest import held, info_of, write_picture
@@ -372,7 +372,7 @@ def test_an_index_stores_its_blocks(cribo: Run, backbone: Path, pictures: Path, 
     assert database.info.blocks == (1, 2)
     write_picture(tmp_path / "new.png", 3)
     cribo("search", "--db", "blocks.db", "--image", "new.png", "--object", 0, "--k", 1, "--out", "found")
-    encoder = blocks_encoder(load_backbone(backbone), (1, 2))
+    encoder = Encoder(load_backbone(backbone), blocks=(1, 2))
     [new] = extract_objects(encoder, [read_image(tmp_path / "new.png")], database.info.settings)
     [[nearest]] = database.search(new.objects[0].vector[None], 1)
     assert results(tmp_path / "found")[0]["found"][0]["similarity"] == pytest.approx(nearest.similarity, abs=1e-5)
@@ -404,7 +404,7 @@ def test_an_index_uses_the_blocks_of_an_adapted_backbone(
     cribo("index", "--db", "adapted.db", *words)
     database = ObjectDatabase.open(tmp_path / "adapted.db")
     [expected] = extract_objects(
-        backbone_encoder(load_backbone(tmp_path / "adapted")),
+        Encoder(load_backbone(tmp_path / "adapted")),
         [read_image(pictures / "a" / "1.png")],
         database.info.settings,
     )

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from cribo.apps.segment import SegmentationSettings
-from cribo.features import PatchEncoder
+from cribo.features import Encoder
 
 PATCH = 4
 EXACT = SegmentationSettings(scale=1.0, neighbours=3, refine="none", head="knn", whiten=False)
@@ -18,7 +18,7 @@ def _one_hot_of_red(images: torch.Tensor) -> torch.Tensor:
     return F.one_hot((red / 20).round().long().clamp(max=15), 16).float()
 
 
-PERFECT = PatchEncoder(_one_hot_of_red, PATCH, "one-hot")
+PERFECT = Encoder.from_function(_one_hot_of_red, PATCH, identity="one-hot")
 """One-hot encoder of the class, decoded from the mean red of a patch."""
 
 

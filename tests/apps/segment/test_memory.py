@@ -18,7 +18,7 @@ from cribo.apps.segment.suggesting import suggest
 from cribo.base.colours import distinct_colours
 from cribo.base.errors import DataError, MissingData, UnreadableImage
 from cribo.data.scenes import Scenes
-from cribo.features import BackboneSource, PatchEncoder
+from cribo.features import BackboneSource, Encoder
 from cribo.features.probes.fitting import Probe, class_ious
 from cribo.models import Backbone, build_backbone
 
@@ -257,7 +257,7 @@ def test_a_failed_write_keeps_the_old_memory(tmp_path: Path, monkeypatch: pytest
 def test_invalid_memories_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot write an empty memory"):
         perfect().save(tmp_path / "m")
-    memory = SegmentationMemory(PatchEncoder(PERFECT.encode, PERFECT.patch_size), settings=EXACT)
+    memory = SegmentationMemory(Encoder.from_function(PERFECT.tokens, PERFECT.patch_size), settings=EXACT)
     memory.add(image_of(FIRST), FIRST)
     with pytest.raises(ValueError, match="cannot save the memory of an encoder without an identity"):
         memory.save(tmp_path / "m")

@@ -13,7 +13,7 @@ from cribo.data import SEGMENTATION_SETS, open_segmentation
 from cribo.data.scenes import Scenes
 from cribo.evaluation import DenseNN, dense_nn
 from cribo.evaluation.dense_neighbours.retrieval import draw_images, images_of
-from cribo.features import Machine, PatchEncoder, backbone_encoder, mean_colour_encoder
+from cribo.features import Encoder, Machine, mean_colour_encoder
 from cribo.features.extraction import EncodedView, Preparation
 from cribo.features.patches import class_counts
 from cribo.models import build_backbone
@@ -26,7 +26,7 @@ def settings(**choices: Any) -> DenseNN:
 
 
 # Imperfect features of `Textured`: some patches look like another class.
-COLOURS = PatchEncoder(lambda images: F.avg_pool2d(images, 4).flatten(2).mT - 0.4, 4)
+COLOURS = Encoder.from_function(lambda images: F.avg_pool2d(images, 4).flatten(2).mT - 0.4, 4)
 
 
 class Textured(Coded):
@@ -87,7 +87,7 @@ def test_shuffled_labels_score_chance() -> None:
 # ------------------------------------------------------------------ against a plain version
 
 
-def plain(encoder: PatchEncoder, memory: Coded, queries: Coded, chosen: DenseNN) -> np.ndarray:
+def plain(encoder: Encoder, memory: Coded, queries: Coded, chosen: DenseNN) -> np.ndarray:
     """Compute the protocol in loops over patches, with all images as memory; return labels and predictions."""
     preparation = Preparation(4, chosen.size, chosen.interpolation, chosen.seed)
     classes = len(memory.classes)
@@ -96,7 +96,7 @@ def plain(encoder: PatchEncoder, memory: Coded, queries: Coded, chosen: DenseNN)
         for number in range(chosen.augmentations) if chosen.augmentations else [None]:
             view = EncodedView(index, number)
             pixels, labels = preparation.image(memory, view), preparation.labels(memory, view)
-            features = F.normalize(encoder.encode(pixels[None].float() / 255)[0], dim=-1)
+            features = F.normalize(encoder.tokens(pixels[None].float() / 255)[0], dim=-1)
             for feature, counts in zip(features.numpy(), class_counts(labels, 4, classes, 255).numpy(), strict=True):
                 shares = counts.astype(float)
                 if chosen.unlabelled == "first":
@@ -116,7 +116,7 @@ def plain(encoder: PatchEncoder, memory: Coded, queries: Coded, chosen: DenseNN)
     for index in range(len(queries)):
         pixels = preparation.image(queries, EncodedView(index))
         labels = preparation.labels(queries, EncodedView(index))
-        features = F.normalize(encoder.encode(pixels[None].float() / 255)[0], dim=-1).numpy()
+        features = F.normalize(encoder.tokens(pixels[None].float() / 255)[0], dim=-1).numpy()
         votes = []
         for feature in features:
             similarity = keys @ feature
@@ -196,7 +196,7 @@ def test_patches_without_class_are_ignored() -> None:
     assert int(confusion.sum()) == sum(int((labels != 255).sum()) // 16 for labels in queries.maps)
     # All patches have the same feature, but only one has a class: only this one may vote.
     lonely = Coded([blocks([2, 255, 255, 255])])
-    alike = PatchEncoder(lambda images: torch.ones(len(images), 4, 1), 4)
+    alike = Encoder.from_function(lambda images: torch.ones(len(images), 4, 1), 4)
     confusion = dense_nn(alike, lonely, Coded([blocks([2, 2, 0, 2])]), settings(neighbours=1)).rows[0]["confusion"]
     assert confusion[:, 2].sum() == 4
 
@@ -209,7 +209,7 @@ def test_absent_classes_are_excluded_from_the_mean() -> None:
 
 def test_neighbours_with_negative_similarity_vote() -> None:
     signs = iter([1.0, -1.0])  # of the memory, then of the queries
-    opposed = PatchEncoder(lambda images: next(signs) * torch.ones(len(images), 4, 1), 4)
+    opposed = Encoder.from_function(lambda images: next(signs) * torch.ones(len(images), 4, 1), 4)
     memory, queries = Coded([blocks([2, 2, 1, 2])]), Coded([blocks([2, 2, 0, 2])])
     chosen = settings(neighbours=4, vote="similarity", score="pixel").for_data(4, CLASSES)
     assert dense_nn(opposed, memory, queries, chosen).rows[0]["confusion"][:, 2].sum() == 4 * 16
@@ -218,7 +218,7 @@ def test_neighbours_with_negative_similarity_vote() -> None:
 def test_predictions_of_no_class_are_never_correct() -> None:
     """As a separate class, it lowers the recall of the true class and no other IoU."""
     memory, queries = Coded([blocks([0, 255, 255, 255])]), Coded([blocks([0, 1, 1, 1])])
-    same = PatchEncoder(lambda images: torch.eye(4)[[0, 1, 1, 1]].expand(len(images), -1, -1), 4)
+    same = Encoder.from_function(lambda images: torch.eye(4)[[0, 1, 1, 1]].expand(len(images), -1, -1), 4)
     score = dense_nn(same, memory, queries, settings(neighbours=1, unlabelled="class")).rows[0]
     assert score["confusion"][1].tolist() == [0, 0, 0, 0, 3]
     assert (score["per_class"]["a"], score["per_class"]["b"]) == (1, 0)
@@ -380,7 +380,7 @@ def test_pixels_without_class_are_the_first_class_except_in_ade20k() -> None:
 
 
 # Four patches of one feature each: those of the first kind are of class 0 or 1, those of the second of class 2.
-TWO_KINDS = PatchEncoder(lambda images: torch.eye(2)[[0, 0, 1, 1]].expand(len(images), -1, -1), 4)
+TWO_KINDS = Encoder.from_function(lambda images: torch.eye(2)[[0, 0, 1, 1]].expand(len(images), -1, -1), 4)
 
 
 def score_of(variant: Any, memory: list[int], queries: list[int], **choices: Any) -> dict[str, Any]:
@@ -420,7 +420,7 @@ def test_no_class_counts_in_the_toolkit_mean_if_it_is_a_class() -> None:
 def test_lower_temperatures_give_the_nearest_more_weight() -> None:
     """Of three neighbours with cosines 1, 0.9 and 0.9, the last two win at 0.2 and lose at 0.07 and below."""
     features = torch.tensor([[1.0, 0.0], [0.9, 0.19**0.5], [0.9, 0.19**0.5], [0.0, 1.0]])
-    encoder = PatchEncoder(lambda images: features.expand(len(images), -1, -1), 4)
+    encoder = Encoder.from_function(lambda images: features.expand(len(images), -1, -1), 4)
     memory, queries = Coded([blocks([0, 1, 1, 2])]), Coded([blocks([0, 255, 255, 255])])
 
     def right(variant: Any, **choices: Any) -> bool:
@@ -512,7 +512,7 @@ def test_queries_without_labels_are_refused(score: Any) -> None:
 
 def test_a_bound_below_one_patch_for_each_image_is_refused_before_any_work() -> None:
     memory = Coded(random_maps(4, 0))
-    never = PatchEncoder(lambda images: pytest.fail("encoded"), 4)
+    never = Encoder.from_function(lambda images: pytest.fail("encoded"), 4)
     with pytest.raises(ValueError, match=r"memory_patches must be at least .*, 8, got 7"):
         dense_nn(never, memory, memory, settings(memory_patches=7, augmentations=2, size=(20, 24)))
 
@@ -572,6 +572,6 @@ def test_mean_colour_on_camvid(camvid: Path) -> None:
 def test_an_untrained_backbone_is_better_than_chance(camvid: Path) -> None:
     memory, queries = (open_segmentation("camvid", camvid, split) for split in ("train", "val"))
     args = {"depth": 2, "embed_dim": 64, "num_heads": 1}
-    encoder = backbone_encoder(build_backbone("vit_tiny_patch16_224", args=args))
+    encoder = Encoder(build_backbone("vit_tiny_patch16_224", args=args))
     result = dense_nn(encoder, memory, queries, DenseNN(ratios=(128,), draws=1))
     assert 0.05 < result.rows[0]["miou"] < 0.2

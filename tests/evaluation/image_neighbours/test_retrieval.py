@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from cribo.base.errors import ConfigError, UnreadableImage
 from cribo.data import ImageFiles
@@ -17,28 +18,40 @@ from cribo.evaluation.image_neighbours.protocol import ImageNN
 from cribo.evaluation.image_neighbours.retrieval import ImageRetrieval, image_nn, places
 from cribo.features import image_features as features_module
 from cribo.features.cache import FeatureCache, Machine
-from cribo.features.encoder import ImageEncoder
+from cribo.features.encoder import Encoder
 from cribo.features.image_features import SquareCrop, extract_global
+from cribo.models import Backbone
 
 SIDE = 4
 CLASSES = ["a", "b", "c", "d", "e", "f", "g"]
 
 
-class Colours:
+class Colours(nn.Module):
     """Mean colours; counts encoded images, and raises after `limit` batches."""
 
     def __init__(self, limit: int = 10**9) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
         self.limit = limit
         self.batches: list[int] = []
 
-    def encoder(self, identity: str | None = "colours") -> ImageEncoder:
-        return ImageEncoder(self._encode, 1, 3, identity)
+    def encoder(self) -> Encoder:
+        backbone = Backbone(self, "colours", {}, SIDE)
+        backbone.mean, backbone.std = (0.5,) * 3, (1.0,) * 3
+        backbone.eval()
+        self.batches.clear()  # of the probe
+        return Encoder(backbone)
 
-    def _encode(self, images: torch.Tensor) -> torch.Tensor:
+    def forward_features(self, images: torch.Tensor) -> torch.Tensor:
         if len(self.batches) == self.limit:
             raise RuntimeError("the power fails")
         self.batches.append(len(images))
-        return images.mean(dim=(2, 3)) - 0.5
+        return self.scale * images
+
+
+class Broken(Colours):
+    def forward_features(self, images: torch.Tensor) -> torch.Tensor:
+        return torch.cat((images[:-1], torch.full_like(images[:1], torch.nan)))
 
 
 def write(folder: Path, colours: np.ndarray, labels: list[int], prefix: str = "") -> ClassifiedFiles:
@@ -149,14 +162,14 @@ def test_very_low_temperatures_are_stable(tmp_path: Path) -> None:
 # --------------------------------------------------------------------- features
 
 
-def machine(cache: Path | None, encoder: ImageEncoder, **more: object) -> Machine:
-    kept = None if cache is None else FeatureCache(cache, encoder)
+def machine(cache: Path | None, **more: object) -> Machine:
+    kept = None if cache is None else FeatureCache(cache, "colours")
     return Machine(batch_size=3, cache=kept, **more)  # pyright: ignore[reportArgumentType]
 
 
 def rows(images: ClassifiedFiles, colours: Colours, cache: Path | None = None, **more: object) -> torch.Tensor:
     encoder = colours.encoder()
-    made = machine(cache, encoder, **more)
+    made = machine(cache, **more)
     found = extract_global([encoder] * len(made.devices), images, SquareCrop(SIDE, SIDE), machine=made)
     assert len(found) == len(images)
     blocks = list(found.blocks(7))
@@ -244,13 +257,8 @@ def test_a_deleted_image_is_named(tmp_path: Path) -> None:
 
 def test_non_finite_features_name_their_image(tmp_path: Path) -> None:
     images, _ = drawn(tmp_path / "images", 8, 0, [0, 1])
-
-    def broken(pixels: torch.Tensor) -> torch.Tensor:
-        return torch.cat((pixels.mean(dim=(2, 3))[:-1], torch.full((1, 3), torch.nan)))
-
-    encoder = ImageEncoder(broken, 1, 3, "broken")
     with pytest.raises(ValueError, match=r"features of the backbone for 002\.png are not finite"):
-        extract_global([encoder], images, SquareCrop(SIDE, SIDE), machine=machine(tmp_path / "cache", encoder))
+        extract_global([Broken().encoder()], images, SquareCrop(SIDE, SIDE), machine=machine(tmp_path / "cache"))
     assert not list((tmp_path / "cache").rglob("*.npy"))
 
 

@@ -16,7 +16,7 @@ from cribo.data.config import DEFAULT_READING, Reading, spread
 from cribo.evaluation.intervals import resampled
 from cribo.features.config import ProbeSettings
 from cribo.features.patches import grid_counts, labels_in_memory, majority_label
-from cribo.features.probes.encoding import GridEncoder, probe_encoder
+from cribo.features.probes.encoding import encode_grids, probe_encoder
 from cribo.features.probes.examples import content_hash, label_features
 from cribo.features.probes.fitting import MOST_PATCHES, LabelledPatches, fit_probe, left_out_confusions, thinned
 from cribo.features.scores import count_confusion, iou
@@ -206,19 +206,20 @@ def fit_segmentation(
         The fit; None if fewer than ten images have labels, too few for an interval, or all have the same class.
     """
     images, settings = labelled.queries, ProbeSettings()
-    encoder = GridEncoder(probe_encoder(backbone), settings, next(backbone.parameters()).device, batch_size=1)
+    encoder = probe_encoder(backbone)
     examples: dict[str, LabelledPatches] = {}  # by content, because copies of a left-out image would reveal its labels
     chosen = spread(len(images), _MOST_EXAMPLES)
     for done, index in enumerate(chosen, start=1):
         labels = images.labels(index)
         if (labels != images.ignore_index).any():
             image = images.load(index)
-            [features] = encoder.encode([image])
-            examples[content_hash(image)] = label_features(features, labels, encoder).patches(len(images.classes))
+            [features] = encode_grids(encoder, [image], settings, batch_size=1)
+            example = label_features(features, labels, encoder.patch_size, settings.precision)
+            examples[content_hash(image)] = example.patches(len(images.classes))
         progress(done, len(chosen))
     if len(examples) < LEAST_IMAGES:
         return None
-    patches, blocks = thinned([*examples.values()], MOST_PATCHES), encoder.encoder.blocks
+    patches, blocks = thinned([*examples.values()], MOST_PATCHES), encoder.blocks
     choice = fit_probe(patches, blocks, settings)
     if choice.expected is None:
         return None

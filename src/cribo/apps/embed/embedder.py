@@ -18,8 +18,7 @@ from cribo.base.errors import UnreadableImage
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.sources.collection import ImageCollection, joined_digest, rows_of
 from cribo.features.config import BackboneSource, FeaturePrecision, ObjectSettings
-from cribo.features.encoder import PatchEncoder, image_encoder, map_by_size
-from cribo.features.lazy_network import LazyNetwork
+from cribo.features.encoder import Encoder, map_by_size
 from cribo.features.object_extraction import PreparedImage, extract_prepared, read_prepared
 from cribo.features.prefetching import prefetch_parts
 
@@ -95,7 +94,7 @@ class Embedder:
         device: str | None = None,
         reading: Reading = DEFAULT_READING,
     ) -> None:
-        self.network = LazyNetwork(backbone, blocks=blocks, device=device)
+        self.encoder = Encoder(backbone, blocks=blocks, device=device)
         self.reading = reading
         self.features: Kind = features
         self.precision: FeaturePrecision = precision
@@ -105,7 +104,7 @@ class Embedder:
     def on(self, device: str) -> "Embedder":
         """Return the same embedder on another device, with its backbone not yet opened."""
         other = copy.copy(self)
-        other.network = self.network.on(device)
+        other.encoder = self.encoder.on(device)
         return other
 
     @property
@@ -113,12 +112,12 @@ class Embedder:
         """Size of the images, and what defines objects."""
         if self._settings is not None:
             return self._settings
-        return ObjectSettings(size=self.network.backbone.image_size) if self.features == "global" else ObjectSettings()
+        return ObjectSettings(size=self.encoder.backbone.image_size) if self.features == "global" else ObjectSettings()
 
     @property
     def dim(self) -> int:
         """D, the dimension of a vector."""
-        return self.network.backbone.embed_dim if self.features == "global" else self.network.dim
+        return self.encoder.backbone.embed_dim if self.features == "global" else self.encoder.dim
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Embed a batch of rows, as in `map_batches` of Ray Data.
@@ -150,7 +149,7 @@ class Embedder:
 
     def stream(self, parts: Iterable[ImageCollection]) -> Generator[Features, None, None]:
         """Yield the features of each part of a collection, and read images of the next ones meanwhile."""
-        encode = self._encoder()
+        encode = self._function()
         read = prefetch_parts(
             self._read,
             parts,
@@ -177,21 +176,20 @@ class Embedder:
         try:
             file = part.read(index)
             digest = hashlib.sha256(file.content).digest()
-            image = read_prepared(file, self.network.encoder, self.settings, reading=part.reading)
+            image = read_prepared(file, self.encoder, self.settings, reading=part.reading)
             return _Read(image, digest)
         except UnreadableImage as error:
             return _Read(error, digest)
         except OSError as error:
             return _Read(UnreadableImage(part.name(index), error.strerror or str(error)), digest)
 
-    def _encoder(self) -> Callable[[Sequence[PreparedImage]], Encoded]:
-        network = self.network
+    def _function(self) -> Callable[[Sequence[PreparedImage]], Encoded]:
+        encoder = self.encoder
         if self.features == "global":
-            whole = image_encoder(network.backbone)
-            return _by_size(lambda pixels: whole.features(pixels, network.device)[:, None, None])
+            return _by_size(lambda pixels: encoder.global_tokens(pixels)[:, None, None])
         if self.features == "patches":
-            return _by_size(lambda pixels: network.encoder.grids(pixels, network.device))
-        return _objects(network.encoder, self.settings, self.dim, network.device)
+            return _by_size(encoder.grids)
+        return _objects(encoder, self.settings, self.dim)
 
     def _joined(
         self,
@@ -227,14 +225,12 @@ def _by_size(
     return encoded
 
 
-def _objects(
-    encoder: PatchEncoder, settings: ObjectSettings, dim: int, device: str
-) -> Callable[[Sequence[PreparedImage]], Encoded]:
+def _objects(encoder: Encoder, settings: ObjectSettings, dim: int) -> Callable[[Sequence[PreparedImage]], Encoded]:
     """Return a function that finds the objects of images."""
 
     def encoded(images: Sequence[PreparedImage]) -> Encoded:
         found = []
-        for image in extract_prepared(encoder, images, settings, device=device):
+        for image in extract_prepared(encoder, images, settings):
             places = np.array([(each.number, *each.box, each.area) for each in image.objects], dtype=np.int32)
             vectors = np.array([each.vector for each in image.objects], dtype=np.float32)
             found.append((vectors.reshape(-1, dim), places.reshape(-1, len(COLUMNS["objects"]))))

@@ -102,7 +102,7 @@ def embed_images(
     )
     # Workers open the backbone on their own devices; here it is only described.
     described = embedder if config.engine == "local" else embedder.on("cpu")
-    embedder.network.expect(described.network.encoder.identity)
+    embedder.encoder.expect(described.encoder.identity)
     options = _options(config, described)
     plan = _Plan(images, config.share, _images_in_part(config, described, len(images)), options)
     place = config.images if is_url(config.images) else os.path.realpath(config.images)
@@ -196,7 +196,7 @@ def _images_in_part(config: EmbedConfig, embedder: Embedder, images: int) -> int
 def _options(config: EmbedConfig, embedder: Embedder) -> dict[str, Any]:
     """Return the options on which the features depend."""
     return {
-        "encoder": embedder.network.encoder.identity,
+        "encoder": embedder.encoder.identity,
         "features": config.features,
         "format": config.format,
         "precision": config.precision,
@@ -207,16 +207,16 @@ def _options(config: EmbedConfig, embedder: Embedder) -> dict[str, Any]:
 
 def _about(identity: Mapping[str, Any], embedder: Embedder, command: str, skipped: int) -> dict[str, Any]:
     """Describe the results for their readers."""
-    network = embedder.network
+    encoder = embedder.encoder
     return {
         "command": command,
         "same": {name: value for name, value in identity.items() if name != "place"},
         "images": identity["place"],
-        "backbone": network.about,
-        "blocks": list(network.encoder.blocks),
+        "backbone": encoder.about,
+        "blocks": list(encoder.blocks),
         "channels": embedder.dim,
         "skipped": skipped,
-        "versions": versions(network.device),
+        "versions": versions(str(encoder.device)),
     }
 
 

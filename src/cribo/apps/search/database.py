@@ -43,7 +43,7 @@ from cribo.features.config import BackboneSource, ObjectSettings, portable_sourc
 from cribo.features.objects import GridMask, ImageObject
 
 if TYPE_CHECKING:
-    from cribo.features.encoder import PatchEncoder
+    from cribo.features.encoder import Encoder
 
 _FORMAT = 1
 _ABOUT, _IMAGES, _OBJECTS = "about", "images", "objects"
@@ -64,7 +64,7 @@ class DatabaseInfo:
 
     Attributes:
         identity: hash of the encoder's network, weights, normalisation and layers.
-        backbone: description of the backbone by `open_encoder`.
+        backbone: description of the backbone (`Encoder.about`).
         config: fields of the `BackboneSource` that opens the backbone.
         dim: D, the dimension of an object's vector.
         settings: settings that define objects.
@@ -99,9 +99,7 @@ class DatabaseInfo:
     @classmethod
     def of(
         cls,
-        encoder: "PatchEncoder",
-        device: str,
-        backbone: dict[str, Any],
+        encoder: "Encoder",
         source: BackboneSource,
         settings: ObjectSettings,
         root: str,
@@ -109,9 +107,9 @@ class DatabaseInfo:
         images: str = "",
         blocks: tuple[int, ...] | None = None,
     ) -> "DatabaseInfo":
-        """Describe a new database with the features of an encoder, which is on `device`."""
+        """Describe a new database with the features of an encoder."""
         config = dataclasses.asdict(portable_source(source))  # a search may run in another working directory
-        return cls(str(encoder.identity), backbone, config, encoder.dim(device), settings, root, images, blocks)
+        return cls(str(encoder.identity), encoder.about, config, encoder.dim, settings, root, images, blocks)
 
     @property
     def backbone_name(self) -> str:
@@ -338,7 +336,7 @@ class ObjectDatabase:
             _write_info(place, info)
         return database
 
-    def require_encoder(self, encoder: "PatchEncoder", name: str) -> None:
+    def require_encoder(self, encoder: "Encoder", name: str) -> None:
         """Check that an encoder is the one with which the database was built.
 
         Raises:

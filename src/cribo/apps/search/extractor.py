@@ -16,8 +16,7 @@ from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.reading import EncodedImage, TooManyPixels
 from cribo.data.sources.collection import rows_of
 from cribo.features.config import BackboneSource, ObjectSettings
-from cribo.features.encoder import map_by_size
-from cribo.features.lazy_network import LazyNetwork, OpenEncoder
+from cribo.features.encoder import Encoder, map_by_size
 from cribo.features.object_extraction import PreparedImage, extract_prepared, read_prepared
 from cribo.features.objects import ImageObject
 from cribo.features.prefetching import prefetch_parts
@@ -68,7 +67,7 @@ class ObjectExtractor:
     """Finds the objects of batches of images; can be sent to other processes, where it opens the backbone.
 
     Args:
-        backbone: source of the backbone; or a network that is opened on first use, or an open encoder.
+        backbone: source of the backbone; or an encoder.
         blocks: 1-based indices of the blocks whose features are concatenated. [the last]
         settings: settings that define objects.
         reading: how images are read.
@@ -85,7 +84,7 @@ class ObjectExtractor:
 
     def __init__(
         self,
-        backbone: BackboneSource | str | LazyNetwork | OpenEncoder,
+        backbone: BackboneSource | str | Encoder,
         *,
         blocks: Sequence[int] | None = None,
         settings: ObjectSettings | None = None,
@@ -94,10 +93,8 @@ class ObjectExtractor:
         workers: int | None = None,
         device: str | None = None,
     ) -> None:
-        if isinstance(backbone, LazyNetwork | OpenEncoder):
-            self.network = backbone
-        else:
-            self.network = LazyNetwork(backbone, blocks=blocks, device=device)
+        given = isinstance(backbone, Encoder)
+        self.encoder = backbone if given else Encoder(backbone, blocks=blocks, device=device)
         self.settings = settings or ObjectSettings()
         self.reading = reading
         self.batch_size, self.workers = batch_size, workers
@@ -119,7 +116,7 @@ class ObjectExtractor:
             DataError: the batch has no column `image`.
         """
         rows: list[dict[str, Any]] = []
-        nothing = {"number": -1, "vector": np.full(self.network.dim, np.nan, dtype=np.float32), "mask": b""}
+        nothing = {"number": -1, "vector": np.full(self.encoder.dim, np.nan, dtype=np.float32), "mask": b""}
         [images] = self.stream([ImagePart(rows_of(batch, reading=self.reading))])
         for image in images:
             if image.error:
@@ -131,11 +128,11 @@ class ObjectExtractor:
         kinds = {"image": np.str_, "error": np.str_, "mask": np.object_, "vector": np.float32}
         names = ["image", *nothing, *_PLACES, "error"]
         columns = {name: np.array([row[name] for row in rows], dtype=kinds.get(name, np.int64)) for name in names}
-        return {**columns, "vector": columns["vector"].reshape(-1, self.network.dim)}
+        return {**columns, "vector": columns["vector"].reshape(-1, self.encoder.dim)}
 
     def stream(self, parts: Iterable[ImagePart]) -> Generator[list[ExtractedImage], None, None]:
         """Yield the images of each part, in order, with their objects; read images of the next parts meanwhile."""
-        self.network.encoder  # noqa: B018 (opens it before the threads use it)
+        self.encoder.open()  # before the threads use it
         read = prefetch_parts(
             self._read,
             parts,
@@ -157,7 +154,7 @@ class ObjectExtractor:
             if batch[0].result is not None:  # they have no pixels
                 return [image.result for image in batch if image.result is not None]
             prepared = [image.prepared for image in batch if image.prepared is not None]
-            found = extract_prepared(self.network.encoder, prepared, self.settings, device=self.network.device)
+            found = extract_prepared(self.encoder, prepared, self.settings)
             return [
                 ExtractedImage(image.name, image.sha256, (objects.height, objects.width), objects.objects)
                 for image, objects in zip(batch, found, strict=True)
@@ -178,7 +175,7 @@ class ObjectExtractor:
             return _not_extracted(ExtractedImage(name, sha256, unchanged=True))
         try:
             image = EncodedImage(name, content)
-            prepared = read_prepared(image, self.network.encoder, self.settings, reading=self.reading)
+            prepared = read_prepared(image, self.encoder, self.settings, reading=self.reading)
         except UnreadableImage as error:
             # Images with too many pixels are tried again: the user can raise the limit.
             passing = isinstance(error, TooManyPixels)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from cribo.apps.search.database import IndexedImage, ObjectDatabase, is_remote, new_entry
 from cribo.apps.search.extractor import READ_AHEAD, ExtractedImage, ObjectExtractor
@@ -20,8 +19,7 @@ from cribo.base.errors import DataError, FolderError
 from cribo.base.job import locked
 from cribo.data.reading import FileState
 from cribo.data.sources.collection import ImageCollection
-from cribo.features.encoder import PatchEncoder
-from cribo.features.lazy_network import LazyNetwork, OpenEncoder
+from cribo.features.encoder import Encoder
 from cribo.features.objects import ImageObject
 from cribo.features.spread.engines import LocalEngine
 from cribo.features.spread.parts import ImagePart, part_size
@@ -88,11 +86,10 @@ def index_lock(uri: str) -> AbstractContextManager[object]:
 
 def index_images(
     database: ObjectDatabase,
-    encoder: PatchEncoder | LazyNetwork,
+    encoder: Encoder,
     files: ImageCollection,
     *,
     prune: bool | None = None,
-    device: torch.device | str = "cpu",
     batch_size: int = 16,
     workers: int | None = None,
     engine: Engine | None = None,
@@ -104,12 +101,11 @@ def index_images(
 
     Args:
         database: the database to update.
-        encoder: the encoder with which the database was built, on `device`; for an engine with other processes, a
-            network that they open, on their own devices.
+        encoder: the encoder with which the database was built; for an engine with other processes, that of a source,
+            which they open on their own devices.
         files: all images that the database should contain.
         prune: remove images that are no longer among the files, and old versions of the database immediately; False
             keeps them. By default, up to 5 % of the images are removed, and old versions are kept for a week.
-        device: device of the encoder.
         batch_size: number of images of equal size to encode at once.
         workers: number of threads that read images. [half of the cores]
         engine: engine that spreads the work. [this process]
@@ -120,12 +116,9 @@ def index_images(
         DataError: more than 5 % of the images are missing and `prune` is None; the database is not changed.
         OSError: the database is not writable, or the disk is full.
     """
-    if isinstance(encoder, PatchEncoder):
+    if encoder.is_open:
         database.require_encoder(encoder, "the one given")
-        network = OpenEncoder(encoder, device)
-    else:
-        encoder.expect(database.info.identity)
-        network = encoder
+    encoder.expect(database.info.identity)
     summary = IndexSummary()
     database.repair()
     work, gone = _compare(database, files, summary, progress)
@@ -136,7 +129,7 @@ def index_images(
         summary.removed = len(gone)
     started = time.perf_counter()
     extractor = ObjectExtractor(
-        network, settings=database.info.settings, reading=files.reading, batch_size=batch_size, workers=workers
+        encoder, settings=database.info.settings, reading=files.reading, batch_size=batch_size, workers=workers
     )
     engine = engine or LocalEngine()
     # In this process, a small part loses less when it is interrupted, and costs little.

@@ -19,12 +19,9 @@ from cribo.data.reading import EncodedImage, image_size, require_utf8
 from cribo.features.objects import Box, ImageObject
 
 if TYPE_CHECKING:
-    from cribo.features.encoder import PatchEncoder
+    from cribo.features.encoder import Encoder
 
 log = logging.getLogger("cribo")
-
-OpenEncoder = Callable[[], "tuple[PatchEncoder, str]"]
-"""Returns the encoder of the database and its device; called only if the encoder is needed."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ def make_query(
     database: ObjectDatabase,
     image: str,
     place: QueryPlace,
-    open_encoder: OpenEncoder,
+    open_encoder: Callable[[], "Encoder"],
     *,
     reading: Reading = DEFAULT_READING,
 ) -> Query:
@@ -106,7 +103,7 @@ def make_query(
         database: the database to search.
         image: a file, or the path of an indexed image relative to the database's root.
         place: part of the image to search for.
-        open_encoder: function that opens the backbone.
+        open_encoder: returns the encoder of the database; called only if it is needed.
         reading: how the image is read.
 
     Raises:
@@ -128,11 +125,8 @@ def make_query(
         return Query(file, indexed, size, _object_regions(objects, place, path))
     from cribo.features.object_extraction import extract_prepared, read_prepared
 
-    encoder, device = open_encoder()
-    settings = database.info.settings
-    [found] = extract_prepared(
-        encoder, [read_prepared(file, encoder, settings, reading=reading)], settings, device=device
-    )
+    encoder, settings = open_encoder(), database.info.settings
+    [found] = extract_prepared(encoder, [read_prepared(file, encoder, settings, reading=reading)], settings)
     if place.box is None:
         return Query(file, indexed, size, _object_regions(list(found.objects), place, path))
     name = "box " + ",".join(map(str, place.box))

@@ -20,7 +20,7 @@ from cribo.data.config import Reading
 from cribo.data.sources.collection import ImageCollection, names_hash, open_collection, without_repeats
 from cribo.data.sources.images import ImageFiles, is_url, require_readable
 from cribo.features.config import BackboneSource, ObjectSettings
-from cribo.features.lazy_network import LazyNetwork
+from cribo.features.encoder import Encoder
 from cribo.features.spread.engines import open_engine
 
 log = logging.getLogger("cribo")
@@ -62,10 +62,9 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
     else:
         _require_same_images(known, images, source, place, config)
         config = dataclasses.replace(config, blocks=config.blocks or known.blocks)
-    network = LazyNetwork(backbone, blocks=config.blocks, device=config.device)
+    encoder = Encoder(backbone, blocks=config.blocks, device=config.device)
     # Workers open the backbone on their own devices; here it is only described.
-    described = network if config.engine == "local" else network.on("cpu")
-    encoder, about = described.encoder, described.about
+    described = (encoder if config.engine == "local" else encoder.on("cpu")).open()
     of_images = {
         "root": _root(images, source),
         "images": source,
@@ -84,17 +83,17 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
         Phases(console) as progress,
     ):
         if known is None:
-            info = DatabaseInfo.of(encoder, described.device, about, backbone, settings, source, blocks=config.blocks)
+            info = DatabaseInfo.of(described, backbone, settings, source, blocks=config.blocks)
             database = ObjectDatabase.create(place, dataclasses.replace(info, **of_images))
         else:
             database = ObjectDatabase.open(place)
-            database.require_encoder(encoder, about["name"])
+            database.require_encoder(described, described.about["name"])
             database.require_settings(settings)
             if any(getattr(known, name) != masked(value) for name, value in of_images.items()):
                 database.describe(**of_images, unread=None)
         summary = index_images(
             database,
-            network,
+            encoder,
             own,
             prune=config.prune,
             batch_size=config.batch_size,

@@ -18,7 +18,7 @@ from cribo.data.labelled.coco_writing import outline, write_coco
 
 if TYPE_CHECKING:
     from cribo.apps.search.duplicates import DuplicatePair
-    from cribo.features.encoder import PatchEncoder
+    from cribo.features.encoder import Encoder
 
 RESULTS, SHEET, COCO = "results.json", "sheet.png", "coco.json"
 _DUPLICATES_FROM = 0.95  # default minimum similarity of a pair
@@ -128,16 +128,14 @@ def _open_search(config: SearchConfig, name: str, out: Path | None, overwrite: b
     return folder, database
 
 
-def _open_known(config: SearchConfig, database: ObjectDatabase) -> "tuple[PatchEncoder, str]":
-    """Open the backbone with which the database was built; return it and its device."""
-    from cribo.base.devices import resolve_device
-    from cribo.features.encoder import open_encoder
+def _open_known(config: SearchConfig, database: ObjectDatabase) -> "Encoder":
+    """Open the backbone with which the database was built."""
+    from cribo.features.encoder import Encoder
 
-    device = resolve_device(config.device)
     backbone = database.info.backbone_source(config.backbone, trust=config.trust)
-    encoder, about = open_encoder(backbone, device, blocks=database.info.blocks)
-    database.require_encoder(encoder, about["name"])
-    return encoder, device
+    encoder = Encoder(backbone, blocks=database.info.blocks, device=config.device)
+    database.require_encoder(encoder, encoder.about["name"])
+    return encoder
 
 
 def _record(

@@ -25,8 +25,8 @@ from cribo.base.errors import ConfigError, DataError, InputError, MissingBlocks
 from cribo.data.config import Reading
 from cribo.data.labelled.label_maps import IGNORE_INDEX, LabelMap, read_classes
 from cribo.features.config import BackboneSource
-from cribo.features.encoder import PatchEncoder, open_network
-from cribo.features.probes.encoding import GridEncoder, probe_encoder
+from cribo.features.encoder import Encoder, open_network
+from cribo.features.probes.encoding import encode_grids, probe_encoder
 from cribo.features.probes.examples import content_hash, label_features
 from cribo.features.probes.fitting import (
     MOST_PATCHES,
@@ -41,7 +41,7 @@ from cribo.models import Backbone
 
 log = logging.getLogger("cribo")
 
-BackboneLike = Backbone | PatchEncoder | BackboneSource | str | os.PathLike[str]
+BackboneLike = Backbone | Encoder | BackboneSource | str | os.PathLike[str]
 
 _LEAST_LABELLED = 0.5  # share of the examples' patches that calibration needs
 
@@ -85,12 +85,13 @@ class SegmentationMemory:
     thread-safe.
 
     Args:
-        backbone: a `Backbone`, used on its own device by default; a `PatchEncoder`; a `BackboneSource`; or a source
+        backbone: a `Backbone`, used on its own device by default; an `Encoder`; a `BackboneSource`; or a source
             that `load_backbone` accepts, or `mean-colour`.
         classes: names of the classes, or a text file with them; None for numbers up to the highest label.
         palette: a colour for each class; None for the palette of the first palette PNG, or else `class_colours`.
         settings: settings for encoding and labelling; values of None are chosen by cross-validation.
-        device: device of the backbone; by default its current device, or for a source, the first GPU, else the CPU.
+        device: device of the backbone; by default its current device, or for a source, the first GPU, else the CPU. An
+            `Encoder` has its own.
         batch_size: number of images or windows of equal size to encode at once.
         keep_blocks: blocks whose features are kept; by default the fixed blocks and the last one, or all candidates.
 
@@ -125,13 +126,16 @@ class SegmentationMemory:
         self.settings = settings or SegmentationSettings()
         self.reading = Reading(range=self.settings.range)
         wanted = keep_blocks or self.settings.blocks
-        encoder, self.backbone, device = _opened(backbone, wanted, device)
+        if batch_size < 1:
+            raise InputError(f"batch_size must be >= 1, got {batch_size}")
+        encoder, self.backbone = _opened(backbone, wanted, device)
+        self.settings.check(encoder.patch_size)
         if not set(wanted or ()) <= set(encoder.blocks):
             raise MissingBlocks(
                 f"blocks must be among {_listed(encoder.blocks)} for {self.backbone['source']}, got "
                 f"{_listed(wanted or ())}: omit blocks"
             )
-        self.encoder = GridEncoder(encoder, self.settings, device, batch_size)
+        self.encoder, self.batch_size = encoder, batch_size
         self._classes = None if classes is None else read_classes(classes).names
         self._palette = None if palette is None else list(palette)
         self._stored: list[StoredExample] = []
@@ -203,7 +207,7 @@ class SegmentationMemory:
         settings = dataclasses.asdict(self.settings)
         if self.settings.range is None:  # as in memories of earlier versions
             del settings["range"]
-        about = [self.encoder.encoder.identity, self._classes, sorted(settings.items())]
+        about = [self.encoder.identity, self._classes, sorted(settings.items())]
         digest = hashlib.sha256(repr(about).encode())
         for stored in self._stored:
             digest.update(f"{stored.image} {stored.labels}".encode())
@@ -248,13 +252,13 @@ class SegmentationMemory:
                 hashes = content_hash(image), content_hash(labels.labels)
                 if not any(hashes == (stored.image, stored.labels) for stored in self._stored):
                     fresh[hashes[0]] = (name, image, labels)
-            features = self.encoder.encode([image for _, image, _ in fresh.values()])
+            features = self.encode([image for _, image, _ in fresh.values()])
             stored = [
                 StoredExample(
                     name=name,
                     image=image,
                     labels=content_hash(labels.labels),
-                    **vars(label_features(own, labels.labels, self.encoder)),
+                    **vars(label_features(own, labels.labels, self.encoder.patch_size, self.settings.precision)),
                 )
                 for (image, (name, _, labels)), own in zip(fresh.items(), features, strict=True)
             ]
@@ -311,6 +315,12 @@ class SegmentationMemory:
 
     # ---------------------------------------------------------------------------------------------- new images
 
+    def encode(
+        self, images: Sequence[UInt8[Tensor, "3 h w"]], blocks: Sequence[int] | None = None
+    ) -> list[Float[Tensor, "rows columns l d"]]:
+        """Compute the features of images, by default of all blocks; see `encode_grids`."""
+        return encode_grids(self.encoder, images, self.settings, batch_size=self.batch_size, blocks=blocks)
+
     def segment(self, image: ImageLike) -> Segmentation:
         """Label the pixels of an image.
 
@@ -329,7 +339,7 @@ class SegmentationMemory:
         """
         opened = [open_image(image, self.reading) for image in images]
         fitted = self.fitted()
-        features = self.encoder.encode(opened, blocks=fitted.choice.probe.blocks)
+        features = self.encode(opened, fitted.choice.probe.blocks)
         votes = fitted(fitted.rows(torch.cat([own.flatten(0, 1) for own in features]).cpu()))
         parts = votes.to(self.encoder.device).split([own.shape[0] * own.shape[1] for own in features])
         return [
@@ -342,7 +352,7 @@ class SegmentationMemory:
         found = label_pixels(
             votes,
             image,
-            patch_size=self.encoder.encoder.patch_size,
+            patch_size=self.encoder.patch_size,
             refine=settings.refine,
             reach=settings.reach,
             contrast=settings.contrast,
@@ -365,7 +375,7 @@ class SegmentationMemory:
         """
         with self._lock:
             if self._choice is None:
-                blocks = self.encoder.encoder.blocks
+                blocks = self.encoder.blocks
                 self._choice = fit_probe(self._examples(), blocks, self.settings, progress=progress)
             return self._choice
 
@@ -397,7 +407,7 @@ class SegmentationMemory:
             DataError: the memory is empty.
         """
         with self._lock:
-            blocks = self.encoder.encoder.blocks
+            blocks = self.encoder.blocks
             return FittedProbe(self._examples(), choice, blocks, device=self.encoder.device, **self.settings.voting)
 
     def left_out(self) -> Int[Tensor, "n c c"]:
@@ -414,7 +424,7 @@ class SegmentationMemory:
             probe = self.fit().probe
             if self.unmeasured is not None:
                 raise DataError(f"{self.unmeasured}, so nothing can be left out: label more")
-            return left_out_confusions(self._examples(), probe, self.encoder.encoder.blocks, self.settings)
+            return left_out_confusions(self._examples(), probe, self.encoder.blocks, self.settings)
 
     @property
     def unmeasured(self) -> str | None:
@@ -441,9 +451,9 @@ class SegmentationMemory:
             ValueError: the encoder has no identity.
             OSError: the file cannot be written.
         """
-        identity = self.encoder.encoder.identity
+        identity = self.encoder.identity
         if identity is None:
-            raise InputError("cannot save the memory of an encoder without an identity: set PatchEncoder.identity")
+            raise InputError("cannot save the memory of an encoder without an identity: give it one")
         with self._lock:
             stored = Stored(
                 encoder=identity,
@@ -451,7 +461,7 @@ class SegmentationMemory:
                 classes=self._classes,
                 palette=self._palette,
                 settings=dataclasses.asdict(self.settings),
-                blocks=self.encoder.encoder.blocks,
+                blocks=self.encoder.blocks,
                 choice=None if self._choice is None else self._choice.as_json(),
                 examples=[*self._stored],
             )
@@ -503,7 +513,7 @@ class SegmentationMemory:
             )
         except MissingBlocks as error:
             raise DataError(f"{another}: use that backbone, or create another memory") from error
-        identity = memory.encoder.encoder.identity
+        identity = memory.encoder.identity
         if identity != stored.encoder:
             raise DataError(
                 f"{another}, not with {memory.backbone['source']} ({str(identity)[:12]}): use that backbone, or create "
@@ -519,30 +529,30 @@ class SegmentationMemory:
 
 def _opened(
     backbone: BackboneLike, blocks: Sequence[int] | None, device: torch.device | str | None
-) -> tuple[PatchEncoder, dict[str, Any], torch.device]:
-    """Open an encoder of these blocks and the last one; return it with its description and device."""
+) -> tuple[Encoder, dict[str, Any]]:
+    """Open an encoder of these blocks and the last one; return it with its description."""
     if isinstance(backbone, Backbone):
         place = next(backbone.parameters()).device if device is None else torch.device(device)
         source = backbone.loaded.source if backbone.loaded else f"{backbone.name} with random weights"
-        return probe_encoder(backbone.to(place), blocks), {"source": source, "architecture": backbone.name}, place
-    place = torch.device(resolve_devices(None if device is None else (str(device),), "device")[0])
-    if isinstance(backbone, PatchEncoder):
-        return backbone, {"source": f"an encoder named {backbone.identity}"}, place
+        return probe_encoder(backbone.to(place), blocks), {"source": source, "architecture": backbone.name}
+    if isinstance(backbone, Encoder):
+        return backbone, {"source": f"an encoder named {backbone.identity}"}
     if not isinstance(backbone, BackboneSource):
         backbone = BackboneSource(os.fspath(backbone))
     if backbone.layers != 1:
         raise ConfigError(f"layers must be 1, got {backbone.layers}: set blocks in the settings (--blocks 9,10)")
+    place = resolve_devices(None if device is None else (str(device),), "device")[0]
     network, about = open_network(backbone)
-    return probe_encoder(network.eval().to(place), blocks), about, place
+    return probe_encoder(network.eval().to(place), blocks), about
 
 
-def _without_network(stored: Stored) -> PatchEncoder:
+def _without_network(stored: Stored) -> Encoder:
     """Return a placeholder encoder with the identity of a stored memory; it cannot encode images."""
 
     def encode(images: Tensor) -> Tensor:
         raise InputError(f"the memory was opened without its backbone, {stored.source}, so it cannot encode images")
 
-    return PatchEncoder(encode, 1, stored.encoder, tuple(stored.blocks))
+    return Encoder.from_function(encode, 1, identity=stored.encoder, blocks=stored.blocks)
 
 
 def _listed(blocks: Sequence[int]) -> str:

@@ -22,7 +22,7 @@ def suggest(memory: SegmentationMemory, images: Iterable[UInt8[Tensor, "3 h w"]]
     fitted = memory.fitted()
     groups = []
     for index, image in enumerate(images):
-        (features,) = memory.encoder.encode([image], blocks=fitted.choice.probe.blocks)
+        (features,) = memory.encode([image], fitted.choice.probe.blocks)
         groups.append(fitted.rows(sample(features, index)))
     if not groups:
         return []

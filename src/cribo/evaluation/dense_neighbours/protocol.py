@@ -71,7 +71,7 @@ disk and reused by further evaluations of the same backbone and images. For a qu
                 train,
                 val,
                 self,
-                machine=run.machine(encoder),
+                machine=run.machine(encoder.identity),
                 pictures=run.num_pictures,
                 progress=progress,
             )

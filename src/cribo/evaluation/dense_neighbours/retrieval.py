@@ -27,7 +27,7 @@ from cribo.evaluation.dense_neighbours.settings import DenseNNSettings
 from cribo.evaluation.intervals import image_counts
 from cribo.evaluation.pictures import Panel, panel_of
 from cribo.features.cache import Machine
-from cribo.features.encoder import PatchEncoder
+from cribo.features.encoder import Encoder
 from cribo.features.extraction import EncodedView, PatchFeatures, Preparation, extract_patches, in_chunks
 from cribo.features.patches import majority_label
 from cribo.features.scores import count_confusion, iou, iou_row, matched_iou
@@ -63,7 +63,7 @@ class DenseRetrieval:
 
 @torch.no_grad()
 def dense_nn(
-    encoder: PatchEncoder,
+    encoder: Encoder,
     memory: LabelledImages,
     queries: LabelledImages,
     settings: DenseNNSettings | None = None,
@@ -75,7 +75,7 @@ def dense_nn(
     """Label each patch of the queries by its nearest patches in the memory, and score the predictions.
 
     Args:
-        encoder: patch encoder on the machine's first device.
+        encoder: the encoder, on its device.
         memory: labelled images whose patches are searched.
         queries: images to label and score.
         settings: settings of the protocol.

@@ -107,7 +107,7 @@ Features are cached on disk. For a quick trial: --limit 50
         train_features, val_features = encode(train), encode(val)
         with Phases(run.console) as progress:
             found = predict(
-                train_features, train, val_features, self, machine=run.machine(run.encoder), progress=progress
+                train_features, train, val_features, self, machine=run.machine(run.encoder.identity), progress=progress
             )
             scores = score_images(found, val, progress=progress)
         draw = partial(draw_depths, found=found, scores=scores, images=val)

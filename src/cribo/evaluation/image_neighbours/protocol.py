@@ -14,6 +14,7 @@ from cribo.features.config import BackboneSource
 if TYPE_CHECKING:
     from cribo.evaluation.results import EvaluationResult
     from cribo.evaluation.run import Run
+    from cribo.models import Backbone
 
 
 _SHOWN_PAIRS = 10
@@ -54,6 +55,17 @@ same backbone and images. For a quick trial: --limit 200
                 f"layers must be 1, since the global token is that of the last block, got {source.layers}"
             )
 
+    def _check_crop(self, backbone: "Backbone") -> None:
+        """Raise ConfigError if the network does not support images of this size."""
+        patch_size, name = backbone.patch_size, backbone.name
+        if self.crop % patch_size:
+            near = max(patch_size, round(self.crop / patch_size) * patch_size)
+            raise ConfigError(
+                f"crop must be a multiple of {patch_size}, the patch size of {name}, got {self.crop}: use {near}"
+            )
+        if not backbone.takes_any_size and self.crop != backbone.image_size:
+            raise ConfigError(f"crop must be {backbone.image_size}, the fixed input size of {name}, got {self.crop}")
+
     def prepare(self, run: "Run") -> Self:
         """Set the numbers of neighbours."""
         return self.for_data(len(run.data.train), leave_one_out=run.data.val is None)
@@ -67,13 +79,15 @@ same backbone and images. For a quick trial: --limit 200
         from cribo.base.console import Phases
         from cribo.evaluation.image_neighbours.pictures import write_neighbours
         from cribo.evaluation.image_neighbours.retrieval import image_nn
-        from cribo.features.encoder import image_encoders
+        from cribo.features.encoder import encoders_on
 
         train, val = run.data.train, run.data.val
         queries = train if val is None else val
-        encoders = image_encoders(run.backbone, run.devices, image_size=self.crop)
+        self._check_crop(run.backbone)
+        encoders = encoders_on(run.backbone, run.devices)
+        machine = run.machine(encoders[0].global_identity)
         with Phases(run.console) as progress:
-            found = image_nn(encoders, train, val, self, machine=run.machine(encoders[0]), progress=progress)
+            found = image_nn(encoders, train, val, self, machine=machine, progress=progress)
         return Outcome(
             rows=found.rows,
             classes=train.classes,

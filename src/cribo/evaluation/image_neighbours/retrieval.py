@@ -18,7 +18,7 @@ from cribo.base.errors import InputError
 from cribo.data.labelled.classification import ClassifiedFiles
 from cribo.evaluation.image_neighbours.settings import PUBLISHED, ImageNNSettings
 from cribo.features.cache import Machine
-from cribo.features.encoder import ImageEncoder
+from cribo.features.encoder import Encoder
 from cribo.features.image_features import SquareCrop, extract_global
 from cribo.features.scores import accuracy, count_confusion
 from cribo.features.search import Neighbours
@@ -64,7 +64,7 @@ class ImageRetrieval:
 
 @torch.no_grad()
 def image_nn(
-    encoders: Sequence[ImageEncoder],
+    encoders: Sequence[Encoder],
     train: ClassifiedFiles,
     val: ClassifiedFiles | None,
     settings: ImageNNSettings | None = None,
@@ -88,7 +88,7 @@ def image_nn(
         UnreadableImage: an image is unreadable.
 
     Example:
-        >>> rows = image_nn([image_encoder(backbone)], train, val).rows  # doctest: +SKIP
+        >>> rows = image_nn([Encoder(backbone)], train, val).rows  # doctest: +SKIP
         >>> {row["neighbours"]: row["top1"] for row in rows}  # doctest: +SKIP
     """
     machine = machine or Machine()

@@ -6,7 +6,7 @@ from typing import Any
 import gradio as gr
 
 from cribo.explorer.features import colour_picture, patch_similarity
-from cribo.explorer.network import SharedEncoder
+from cribo.explorer.network import SharedNetwork
 from cribo.explorer.objects import ObjectFinder
 from cribo.explorer.tabs.fields import (
     HIDDEN,
@@ -24,7 +24,7 @@ _ADVICE = "Drop a picture on the field, or choose a file. Pictures are deleted w
 _MATCHES = 6
 
 
-def features_tab(encoder: SharedEncoder, uploads: Uploads, finder: ObjectFinder | None) -> None:
+def features_tab(encoder: SharedNetwork, uploads: Uploads, finder: ObjectFinder | None) -> None:
     """Add a field for a picture, its features as colours, and the similarity to a selected patch.
 
     The similarity is shown as a heat map and, with a collection, by the nearest objects.

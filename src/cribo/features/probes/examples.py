@@ -11,8 +11,8 @@ from torch import Tensor
 from cribo.data.labelled.crops import resize_labels
 from cribo.data.labelled.label_maps import IGNORE_INDEX
 from cribo.data.randomness import keyed_generator
+from cribo.features.config import FeaturePrecision
 from cribo.features.patches import grid_counts, labels_in_memory
-from cribo.features.probes.encoding import GridEncoder
 from cribo.features.probes.fitting import LabelledPatches
 
 _DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
@@ -42,19 +42,22 @@ class EncodedExample:
 
 
 def label_features(
-    features: Float[Tensor, "rows columns l d"], labels: UInt8[Tensor, "h w"], encoder: GridEncoder
+    features: Float[Tensor, "rows columns l d"],
+    labels: UInt8[Tensor, "h w"],
+    patch_size: int,
+    precision: FeaturePrecision,
 ) -> EncodedExample:
     """Combine the features of an image with the class of each pixel.
 
     Args:
-        features: output of `encoder.encode` for the image.
+        features: output of `encode_grids` for the image.
         labels: class of each pixel, 255 for none; at least one pixel must have a class.
-        encoder: the encoder of the features.
+        patch_size: patch size of the encoder in pixels.
+        precision: data type of the stored features.
     """
     rows, columns = features.shape[:2]
-    patch = encoder.encoder.patch_size
     if rows > labels.shape[0] or columns > labels.shape[1]:  # a pixel covers several patches
-        labels = resize_labels(labels, (rows * patch, columns * patch))
+        labels = resize_labels(labels, (rows * patch_size, columns * patch_size))
     classes = int(labels[labels != IGNORE_INDEX].max()) + 1
     # Count at the size of the labels: resizing them to the encoded size would lose thin strokes.
     counts = grid_counts(labels, (rows, columns), classes, IGNORE_INDEX)
@@ -64,7 +67,7 @@ def label_features(
     counts = counts[order]
     patches, label = counts.nonzero(as_tuple=True)
     return EncodedExample(
-        features=features.flatten(0, 1)[order.to(features.device)].to("cpu", _DTYPES[encoder.settings.precision]),
+        features=features.flatten(0, 1)[order.to(features.device)].to("cpu", _DTYPES[precision]),
         pixels=torch.stack((patches, label, counts[patches, label]), dim=1).int(),
         halves=(order % columns >= columns / 2).int(),
         labelled=len(kept) / (rows * columns),

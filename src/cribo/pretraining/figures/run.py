@@ -19,7 +19,7 @@ from cribo.base.job import Job
 from cribo.data import ImageSource
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import read_image
-from cribo.features import PCAColours, backbone_encoder
+from cribo.features import Encoder, PCAColours
 from cribo.features.patches import resize_image
 from cribo.models import Backbone, load_backbone
 from cribo.objectives.cluster_record import read_clusters
@@ -228,8 +228,8 @@ class _Drawer:
     @torch.no_grad()
     def _features(self) -> tuple[Figure, str]:
         images = [self._reduced(image) for image in self._images()]
-        encoder = backbone_encoder(self.backbone)
-        grids = [encoder.grids(encoder.resized(image)[None], self.device)[0].cpu() for image in images]
+        encoder = Encoder(self.backbone)
+        grids = [encoder.grids(encoder.resized(image)[None])[0].cpu() for image in images]
         colours = PCAColours(grids)
         painted = [colours(grid, (image.shape[1], image.shape[2])) for grid, image in zip(grids, images, strict=True)]
         pictures = [image.permute(1, 2, 0).numpy() / 255 for image in images]
