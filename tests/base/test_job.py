@@ -11,7 +11,7 @@ from tests.commands import Commands
 
 from cribo.base.errors import ConfigError, FolderError
 from cribo.base.files import write_folder_whole, write_text
-from cribo.base.job import LOCK, PARTS, RECORD, Job, finished_shares, named_folder, read_record
+from cribo.base.job import ACCOUNTS, LOCK, RECORD, Job, finished_shares, named_folder, read_record
 from cribo.cli import main
 
 
@@ -207,7 +207,7 @@ def test_a_killed_job_is_resumed_to_equal_results(tmp_path: Path) -> None:
                 squares(out, resume=True)
             process.kill()
         assert not read_record(out, "squares").finished
-        with (out / PARTS).open("a") as file:
+        with (out / ACCOUNTS).open("a") as file:
             file.write('{"part": "1')  # a line that was not written to its end
         with pytest.raises(FolderError):
             Job(out, "squares", resume=False)
@@ -284,7 +284,7 @@ def test_a_job_in_progress_is_neither_resumed_nor_replaced(tmp_path: Path) -> No
             with pytest.raises(FolderError, match=r"in use by another process.*choose another --out"):
                 other.open({"power": 2}).__enter__()
         assert files(out) == before
-    assert files(squares(out, overwrite=True).path).keys() == {RECORD, PARTS, *(f"{n}.txt" for n in range(20))}
+    assert files(squares(out, overwrite=True).path).keys() == {RECORD, ACCOUNTS, *(f"{n}.txt" for n in range(20))}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")

@@ -52,7 +52,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     if not path.is_file():
         return found
-    with path.open(encoding="utf-8", errors="replace") as file:  # line by line: a file of a million images is large
+    with path.open(encoding="utf-8", errors="replace") as file:  # with a line for each image, it may be large
         while line := file.readline(TEXT_BYTES):
             with contextlib.suppress(ValueError):
                 found.append(parse_json(line))

@@ -36,7 +36,7 @@ log = logging.getLogger("cribo")
 RECORD = "cribo.json"
 """The file of a result folder that names its kind, the version that wrote it, and what its results depend on."""
 
-PARTS = ".parts.jsonl"
+ACCOUNTS = ".parts.jsonl"
 """The file of a result folder with the account of each part that is done, one line each."""
 
 LOCK = ".lock"
@@ -222,7 +222,7 @@ class Job:
             FolderError: the results to resume have another identity or share, or were begun by an earlier version;
                 the record is damaged; or another process is writing to the folder.
         """
-        now, owner = _as_json(identity), os.getpid()
+        now, owner = as_json(identity), os.getpid()
         with ExitStack() as after, ExitStack() as held:
             if not self.resumes:
                 self._record = Record(self.kind, command=command, identity=now, share=share)
@@ -256,7 +256,7 @@ class Job:
         changes: Changes | None = None,
         advice: str | None = None,
     ) -> None:
-        """Create the folder, or accept the one of another process, as one of several that do its parts.
+        """Create the folder, or use the one that another process has created, to share its parts with that process.
 
         Args:
             identity: what must be equal for all processes, by readable names.
@@ -269,7 +269,7 @@ class Job:
             FolderError: the folder has another identity, or was created by an earlier version; its record is damaged;
                 or it is not writable.
         """
-        now = _as_json(identity)
+        now = as_json(identity)
         if not self.resumes:
             self._record = Record(self.kind, identity=now)
             try:
@@ -282,7 +282,7 @@ class Job:
 
     @contextmanager
     def claim(self, part: object) -> Iterator[bool]:
-        """Lock a part until the end of a `with` statement; False if another process has locked it."""
+        """Lock a part until the end of a `with` statement; yields False if another process has locked it."""
         (self.path / _LOCKS).mkdir(exist_ok=True)
         lock = FileLock(self.path / _LOCKS / str(part))
         try:
@@ -299,7 +299,7 @@ class Job:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Wait until no other process that has joined is in such a `with` statement."""
+        """Hold a lock that only one of the joined processes has at a time; wait for it."""
         lock = FileLock(self.path / LOCK)
         with contextlib.suppress(NotImplementedError):  # the file system has no locks
             lock.acquire()
@@ -325,7 +325,7 @@ class Job:
         """Record that a part is done, after its files are complete, with what is known of it, as JSON types."""
         if self._record.finished:
             self._set_finished(finished=False)
-        append_json(self.path / PARTS, {"part": str(part), **account})
+        append_json(self.path / ACCOUNTS, {"part": str(part), **account})
         self.accounts[str(part)] = account
 
     def finish(self) -> None:
@@ -382,7 +382,7 @@ class Job:
 
     def _write_accounts(self, folder: Path) -> None:
         lines = (json.dumps({"part": name, **account}) for name, account in self.accounts.items())
-        write_text(folder / PARTS, "".join(f"{line}\n" for line in lines))
+        write_text(folder / ACCOUNTS, "".join(f"{line}\n" for line in lines))
 
     def _set_finished(self, *, finished: bool) -> None:
         self._record = replace(self._record, finished=finished)
@@ -455,7 +455,7 @@ def read_record(folder: Path, kind: str) -> Record:
 
 
 def _read_accounts(folder: Path) -> dict[str, Account]:
-    return {each.pop("part"): each for each in read_json_lines(folder / PARTS) if "part" in each}
+    return {each.pop("part"): each for each in read_json_lines(folder / ACCOUNTS) if "part" in each}
 
 
 def result_kind(folder: Path) -> str | None:
@@ -529,7 +529,7 @@ def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Itera
             yield f"{name} was {before.get(name, 'not given')}, is {now.get(name, 'not given')}"
 
 
-def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+def as_json(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values as they are read from a record, without passwords."""
     return json.loads(json.dumps(masked(values)))
 

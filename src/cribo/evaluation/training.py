@@ -1,6 +1,5 @@
 """Common code of protocols that train: resumable folders, and the Lightning trainer."""
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,9 +19,8 @@ from torch.utils.data import Dataset, Sampler, default_collate
 from cribo.base.devices import resolve_workers
 from cribo.base.errors import ConfigError, Stopped
 from cribo.base.files import remove_parts
-from cribo.base.job import Job, read_record, result_kind
+from cribo.base.job import Job, as_json, read_record, result_kind
 from cribo.base.machine import end_with_launcher, is_first_process
-from cribo.base.redaction import masked
 from cribo.base.wording import command_line
 from cribo.data.batches import Batches
 from cribo.data.randomness import keyed_generator
@@ -242,7 +240,7 @@ def is_evaluation_of(folder: Path, settings: dict[str, Any]) -> bool:
         record = read_record(folder, KIND)
     except (OSError, ValueError):
         return False
-    return record.identity == json.loads(json.dumps(masked(settings))) and not (folder / RESULTS).exists()
+    return record.identity == as_json(settings) and not (folder / RESULTS).exists()
 
 
 def _settings_of(folder: Path) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from cribo.features.probes.fitting import FittedProbe, concatenate
 log = logging.getLogger("cribo")
 
 Encode = Callable[[Sequence[UInt8[Tensor, "3 h w"]], Sequence[int]], list[Float[Tensor, "rows columns l d"]]]
-"""Returns the features of some blocks of images, as `SegmentationMemory.encode`."""
+"""Computes the features of some blocks for a list of images, as `SegmentationMemory.encode` does."""
 
 ENCODED = 512
 """Longer side in pixels to which images are reduced before they are encoded."""

@@ -1,4 +1,4 @@
-"""The output folder of a training, the same on all ranks."""
+"""Agreement of all ranks on the output folder of a training."""
 
 import logging
 import os

@@ -25,7 +25,7 @@ from cribo.apps.segment.memory import SegmentationMemory
 from cribo.apps.segment.run import Segmented, segment_images
 from cribo.apps.segment.settings import SegmentationSettings
 from cribo.base.errors import ConfigError, DataError, FolderError, InputError, MissingData
-from cribo.base.job import PARTS, RECORD, read_record
+from cribo.base.job import ACCOUNTS, RECORD, read_record
 from cribo.cli import main
 from cribo.data.labelled.coco import CocoLabels
 from cribo.features import BackboneSource
@@ -222,7 +222,7 @@ def test_an_interrupted_command_resumes(folder: Path, monkeypatch: pytest.Monkey
     assert (done.images, done.reused) == (3, 1)
     whole, after = files(folder / "whole"), files(folder / "out")
     assert whole.keys() == after.keys()
-    assert all(whole[name] == after[name] for name in whole if name not in ("about.json", RECORD, PARTS))
+    assert all(whole[name] == after[name] for name in whole if name not in ("about.json", RECORD, ACCOUNTS))
 
 
 def test_changed_and_new_images_are_labelled_on_resume(folder: Path) -> None:

@@ -94,7 +94,7 @@ def distill(
 
 
 class Distillation(Steps[DistillConfig, DistillVerdict]):
-    """Closed-form linear layer to the teacher's features, and training by the objective `distill`."""
+    """A linear layer that is fitted in closed form, and training by the objective `distill`."""
 
     kind = "distillation"
     suffix = "distilled"

@@ -200,7 +200,7 @@ def _options(config: EmbedConfig, embedder: Embedder) -> dict[str, Any]:
         "features": config.features,
         "format": config.format,
         "precision": config.precision,
-        **json.loads(json.dumps(asdict(embedder.settings))),
+        **asdict(embedder.settings),
         **({} if config.reading.range is None else {"range": list(config.reading.range)}),
     }
 

@@ -23,7 +23,7 @@ from cribo.apps.segment.results import (
 from cribo.apps.segment.run import Segmented
 from cribo.base.errors import DataError
 from cribo.base.files import link_or_copy, path_inside, read_json
-from cribo.base.job import PARTS, FinishedShare, Job, finished_shares
+from cribo.base.job import ACCOUNTS, FinishedShare, Job, finished_shares
 from cribo.base.shares import Share
 
 
@@ -62,7 +62,7 @@ def merge_segmentations(
     sources = {name: files_of(place, name) for name, place in merged.places.items() if name in everything}
     for name, paths in sources.items():  # links in a share may lead anywhere
         for path in paths:
-            path_inside(place := merged.places[name], str(path.relative_to(place)), source=place / PARTS)
+            path_inside(place := merged.places[name], str(path.relative_to(place)), source=place / ACCOUNTS)
 
     def write(folder: Path) -> None:
         for name in FOLDERS:

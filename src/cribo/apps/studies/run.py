@@ -209,7 +209,7 @@ class Study:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Describe changes of a study; of rows that were added, removed or renamed, only the names."""
+    """Describe how a study has changed; if rows were added, removed or renamed, list only their names."""
     names = [{"rows": ", ".join(each["rows"])} for each in (before, now)]
     rows = [*describe_changes(*names)]
     values = ({name: value for name, value in each.items() if not rows or name != "rows"} for each in (before, now))
