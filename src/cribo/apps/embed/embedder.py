@@ -1,10 +1,8 @@
 """The unit of work of `cribo embed`: from a batch of encoded images to their features."""
 
 import copy
-import hashlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -13,14 +11,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from cribo.apps.embed.config import Kind
-from cribo.base.devices import resolve_threads
-from cribo.base.errors import UnreadableImage
 from cribo.data.config import DEFAULT_READING, Reading
+from cribo.data.reading import EncodedImage
 from cribo.data.sources.collection import ImageCollection, joined_digest, rows_of
 from cribo.features.config import BackboneSource, FeaturePrecision, ObjectSettings
 from cribo.features.encoder import Encoder, map_by_size
 from cribo.features.object_extraction import PreparedImage, extract_prepared, read_prepared
-from cribo.features.prefetching import prefetch_parts
+from cribo.features.spread.parts import ImagePart
+from cribo.features.stream import Streamed, stream
 
 COLUMNS: Mapping[Kind, tuple[str, ...]] = {
     "global": (),
@@ -29,8 +27,8 @@ COLUMNS: Mapping[Kind, tuple[str, ...]] = {
 }
 """Columns that say which part of the image a row belongs to."""
 
-Encoded = list[tuple[Float[np.ndarray, "n d"], Int[np.ndarray, "n c"]]]
-"""Feature rows of each image, and the values of their columns."""
+Rows = tuple[Float[np.ndarray, "n d"], Int[np.ndarray, "n c"]]
+"""Feature rows of an image, and the values of their columns."""
 
 
 class Features(NamedTuple):
@@ -49,13 +47,6 @@ class Features(NamedTuple):
     columns: Mapping[str, Int[np.ndarray, " n"]]
     embedding: Float[np.ndarray, "n d"]
     content: str
-
-
-class _Read(NamedTuple):
-    """An image, or why it cannot be read, and the hash of its content; empty if the file cannot be read."""
-
-    image: PreparedImage | UnreadableImage
-    digest: bytes
 
 
 class Embedder:
@@ -149,41 +140,18 @@ class Embedder:
 
     def stream(self, parts: Iterable[ImageCollection]) -> Generator[Features, None, None]:
         """Yield the features of each part of a collection, and read images of the next ones meanwhile."""
-        encode = self._function()
-        read = prefetch_parts(
-            self._read,
-            parts,
-            threads=resolve_threads(self.workers),
-            ahead=4 * self.batch_size,
-            nbytes=lambda image: getattr(image.image, "nbytes", 0),
+        self.encoder.open()  # before the threads use it
+        found = stream(
+            map(ImagePart, parts), self._prepare, self._function(), at_once=self.batch_size, workers=self.workers
         )
-        with closing(read):
-            for part, images in read:
-                found: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by index in the part
-                errors: dict[int, str] = {}
-                digests: list[bytes] = []
-                own = enumerate(images)
-                while batch := list(islice(own, self.batch_size)):
-                    digests += [each.digest for _, each in batch]
-                    errors |= {i: each.image.reason for i, each in batch if isinstance(each.image, UnreadableImage)}
-                    readable = {i: each.image for i, each in batch if isinstance(each.image, PreparedImage)}
-                    found.update(zip(readable, encode([*readable.values()]), strict=True))
-                names = [part.name(index) for index in range(len(part))]
-                yield self._joined(names, found, errors, joined_digest(digests))
+        with closing(found):
+            for _, images in found:
+                yield self._joined([*images])
 
-    def _read(self, part: ImageCollection, index: int) -> _Read:
-        digest = b""
-        try:
-            file = part.read(index)
-            digest = hashlib.sha256(file.content).digest()
-            image = read_prepared(file, self.encoder, self.settings, reading=part.reading)
-            return _Read(image, digest)
-        except UnreadableImage as error:
-            return _Read(error, digest)
-        except OSError as error:
-            return _Read(UnreadableImage(part.name(index), error.strerror or str(error)), digest)
+    def _prepare(self, file: EncodedImage, reading: Reading) -> PreparedImage:
+        return read_prepared(file, self.encoder, self.settings, reading=reading)
 
-    def _function(self) -> Callable[[Sequence[PreparedImage]], Encoded]:
+    def _function(self) -> Callable[[Sequence[PreparedImage]], list[Rows]]:
         encoder = self.encoder
         if self.features == "global":
             return _by_size(lambda pixels: encoder.global_tokens(pixels)[:, None, None])
@@ -191,44 +159,47 @@ class Embedder:
             return _by_size(encoder.grids)
         return _objects(encoder, self.settings, self.dim)
 
-    def _joined(
-        self,
-        names: list[str],
-        found: Mapping[int, tuple[np.ndarray, np.ndarray]],
-        errors: dict[int, str],
-        content: str,
-    ) -> Features:
+    def _joined(self, images: Sequence[Streamed[Rows]]) -> Features:
+        """Join the rows of the images of a part."""
+        found = {index: each.result for index, each in enumerate(images) if each.result is not None}
         none = np.empty(0, dtype=np.int32)
-        images = (np.full(len(rows), index, dtype=np.int32) for index, (rows, _) in found.items())
-        columns = {"image": np.concatenate([none, *images])}
+        columns = {
+            "image": np.concatenate([none, *(np.full(len(own), index, np.int32) for index, (own, _) in found.items())])
+        }
         for place, name in enumerate(COLUMNS[self.features]):
             columns[name] = np.concatenate([none, *(own[:, place] for _, own in found.values())])
         empty = np.empty((0, self.dim), dtype=np.float32)
-        embedding = np.concatenate([empty, *(rows for rows, _ in found.values())])
-        return Features(names, errors, columns, embedding.astype(self.precision), content)
+        embedding = np.concatenate([empty, *(own for own, _ in found.values())])
+        return Features(
+            [each.name for each in images],
+            {index: each.reason for index, each in enumerate(images) if each.error is not None},
+            columns,
+            embedding.astype(self.precision),
+            joined_digest(bytes.fromhex(each.sha256) for each in images),
+        )
 
 
 def _by_size(
     encode: Callable[[Tensor], Float[Tensor, "b rows columns d"]],
-) -> Callable[[Sequence[PreparedImage]], Encoded]:
+) -> Callable[[Sequence[PreparedImage]], list[Rows]]:
     """Return a function that encodes images in batches of equal size."""
 
-    def rows(batch: list[PreparedImage]) -> Encoded:
+    def rows(batch: list[PreparedImage]) -> list[Rows]:
         grids = encode(torch.stack([image.pixels for image in batch])).cpu().numpy()
         places = np.indices(grids.shape[1:3], dtype=np.int32).reshape(2, -1).T
         return [(grid.reshape(-1, grid.shape[-1]), places) for grid in grids]
 
     @torch.no_grad()
-    def encoded(images: Sequence[PreparedImage]) -> Encoded:
+    def encoded(images: Sequence[PreparedImage]) -> list[Rows]:
         return map_by_size(rows, images, lambda image: tuple(image.pixels.shape), lambda _: len(images))
 
     return encoded
 
 
-def _objects(encoder: Encoder, settings: ObjectSettings, dim: int) -> Callable[[Sequence[PreparedImage]], Encoded]:
+def _objects(encoder: Encoder, settings: ObjectSettings, dim: int) -> Callable[[Sequence[PreparedImage]], list[Rows]]:
     """Return a function that finds the objects of images."""
 
-    def encoded(images: Sequence[PreparedImage]) -> Encoded:
+    def encoded(images: Sequence[PreparedImage]) -> list[Rows]:
         found = []
         for image in extract_prepared(encoder, images, settings):
             places = np.array([(each.number, *each.box, each.area) for each in image.objects], dtype=np.int32)

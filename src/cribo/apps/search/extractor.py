@@ -1,17 +1,13 @@
 """The unit of work of `cribo index`: from a batch of encoded images to their objects."""
 
-import hashlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from cribo.apps.search.database import SIDES
-from cribo.base.devices import resolve_threads
-from cribo.base.errors import UnreadableImage
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.reading import EncodedImage, TooManyPixels
 from cribo.data.sources.collection import rows_of
@@ -19,11 +15,12 @@ from cribo.features.config import BackboneSource, ObjectSettings
 from cribo.features.encoder import Encoder, map_by_size
 from cribo.features.object_extraction import PreparedImage, extract_prepared, read_prepared
 from cribo.features.objects import ImageObject
-from cribo.features.prefetching import prefetch_parts
 from cribo.features.spread.parts import ImagePart
+from cribo.features.stream import Streamed, stream
 
 READ_AHEAD = 4  # batches; images of equal size among them are encoded together
 _PLACES = (*SIDES, "area")
+_Found = tuple[tuple[int, int], tuple[ImageObject, ...]]  # (height, width), and objects
 
 
 @dataclass(frozen=True)
@@ -47,20 +44,6 @@ class ExtractedImage:
     error: str = ""
     passing: bool = False
     unchanged: bool = False
-
-
-class _Read(NamedTuple):
-    """An image ready for the encoder, or the result if it is not extracted."""
-
-    name: str
-    sha256: str
-    prepared: PreparedImage | None
-    result: ExtractedImage | None = None
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        """Shape of the pixels; () without pixels."""
-        return () if self.prepared is None else tuple(self.prepared.pixels.shape)
 
 
 class ObjectExtractor:
@@ -133,55 +116,27 @@ class ObjectExtractor:
     def stream(self, parts: Iterable[ImagePart]) -> Generator[list[ExtractedImage], None, None]:
         """Yield the images of each part, in order, with their objects; read images of the next parts meanwhile."""
         self.encoder.open()  # before the threads use it
-        read = prefetch_parts(
-            self._read,
-            parts,
-            threads=resolve_threads(self.workers),
-            ahead=READ_AHEAD * self.batch_size,
-            nbytes=lambda one: getattr(one.prepared, "nbytes", 0),
-        )
-        with closing(read):
-            for _, images in read:
-                results: list[ExtractedImage] = []
-                while group := list(islice(images, READ_AHEAD * self.batch_size)):
-                    results += self._extract(group)
-                yield results
+        at_once = READ_AHEAD * self.batch_size
+        with closing(stream(parts, self._prepare, self._extract, at_once=at_once, workers=self.workers)) as found:
+            for _, images in found:
+                yield [_extracted(each) for each in images]
 
-    def _extract(self, group: Sequence[_Read]) -> list[ExtractedImage]:
-        """Return the objects of images that were read, without the features of their patches, which are large."""
+    def _prepare(self, file: EncodedImage, reading: Reading) -> PreparedImage:
+        return read_prepared(file, self.encoder, self.settings, reading=reading)
 
-        def extract(batch: list[_Read]) -> Iterable[ExtractedImage]:
-            if batch[0].result is not None:  # they have no pixels
-                return [image.result for image in batch if image.result is not None]
-            prepared = [image.prepared for image in batch if image.prepared is not None]
-            found = extract_prepared(self.encoder, prepared, self.settings)
-            return [
-                ExtractedImage(image.name, image.sha256, (objects.height, objects.width), objects.objects)
-                for image, objects in zip(batch, found, strict=True)
-            ]
+    def _extract(self, images: Sequence[PreparedImage]) -> list[_Found]:
+        """Return size and objects of images, without the features of their patches, which are large."""
 
-        return map_by_size(extract, group, lambda image: image.size, lambda _: self.batch_size)
+        def extract(batch: list[PreparedImage]) -> list[_Found]:
+            found = extract_prepared(self.encoder, batch, self.settings)
+            return [((each.height, each.width), each.objects) for each in found]
 
-    def _read(self, part: ImagePart, index: int) -> _Read:
-        name = part.images.name(index)
-        try:
-            content = part.images.read(index).content
-        except UnreadableImage as error:
-            return _not_extracted(ExtractedImage(name, "", error=error.reason))
-        except OSError as error:
-            return _not_extracted(ExtractedImage(name, "", error=error.strerror or str(error), passing=True))
-        sha256 = hashlib.sha256(content).hexdigest()
-        if part.is_unchanged(index, sha256):
-            return _not_extracted(ExtractedImage(name, sha256, unchanged=True))
-        try:
-            image = EncodedImage(name, content)
-            prepared = read_prepared(image, self.encoder, self.settings, reading=self.reading)
-        except UnreadableImage as error:
-            # Images with too many pixels are tried again: the user can raise the limit.
-            passing = isinstance(error, TooManyPixels)
-            return _not_extracted(ExtractedImage(name, sha256, error=error.reason, passing=passing))
-        return _Read(name, sha256, prepared)
+        return map_by_size(extract, images, lambda image: tuple(image.pixels.shape), lambda _: self.batch_size)
 
 
-def _not_extracted(result: ExtractedImage) -> _Read:
-    return _Read(result.name, result.sha256, None, result)
+def _extracted(image: Streamed[_Found]) -> ExtractedImage:
+    if image.result is not None:
+        return ExtractedImage(image.name, image.sha256, *image.result)
+    # Images with too many pixels are tried again: the user can raise the limit.
+    passing = isinstance(image.error, OSError | TooManyPixels)
+    return ExtractedImage(image.name, image.sha256, error=image.reason, passing=passing, unchanged=image.unchanged)

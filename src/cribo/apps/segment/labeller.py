@@ -1,11 +1,10 @@
 """The unit of work of `cribo segment`: from a batch of encoded images to label maps."""
 
-import hashlib
 import io
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,14 +14,14 @@ from torch import Tensor
 
 from cribo.apps.segment.memory import Segmentation, SegmentationMemory
 from cribo.apps.segment.pixels import write_confidence, write_labels
-from cribo.base.devices import resolve_device, resolve_threads
-from cribo.base.errors import InputError, UnreadableImage
+from cribo.base.devices import resolve_device
+from cribo.base.errors import InputError
 from cribo.data.config import Reading
-from cribo.data.reading import read_image
+from cribo.data.reading import EncodedImage, read_image
 from cribo.data.sources.collection import rows_of
 from cribo.features.config import BackboneSource, portable_source
-from cribo.features.prefetching import BUDGET, prefetch_parts
 from cribo.features.spread.parts import ImagePart
+from cribo.features.stream import Streamed, stream
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,9 @@ class LabelledImage:
         """Size of the pixels and labels in bytes."""
         found = () if self.found is None else (self.found.labels, self.found.confidence)
         return sum(part.nbytes for part in (self.image, *found) if part is not None)
+
+
+_Labelled = tuple[UInt8[Tensor, "3 h w"], Segmentation]
 
 
 class Labeller:
@@ -146,16 +148,13 @@ class Labeller:
         Images of the next parts are read meanwhile.
         """
         memory = self.memory
-        read = prefetch_parts(
-            _read,
-            parts,
-            threads=(threads := resolve_threads(self.workers)),
-            ahead=2 * (threads + self.batch_size),
-            nbytes=lambda each: each.nbytes,
-        )
-        with closing(read):
-            for part, images in read:
-                yield part, _label(memory, images, self.batch_size)
+
+        def label(images: Sequence[UInt8[Tensor, "3 h w"]]) -> Iterable[_Labelled]:
+            return zip(images, memory.segment_all(images), strict=True)
+
+        with closing(stream(parts, _read, label, at_once=self.batch_size, workers=self.workers)) as found:
+            for part, images in found:
+                yield part, map(_labelled_image, images)
 
 
 _KINDS = {
@@ -169,35 +168,10 @@ _KINDS = {
 }
 
 
-def _read(part: ImagePart, index: int) -> LabelledImage:
-    name = part.images.name(index)
-    try:
-        file = part.images.read(index)
-        sha256 = hashlib.sha256(file.content).hexdigest()
-        if part.is_unchanged(index, sha256):
-            return LabelledImage(name, sha256, unchanged=True)
-        return LabelledImage(name, sha256, read_image(file, reading=part.images.reading))
-    except UnreadableImage as error:
-        return LabelledImage(name, error=error.reason)
-    except OSError as error:
-        return LabelledImage(name, error=error.strerror or str(error))
+def _read(file: EncodedImage, reading: Reading) -> UInt8[Tensor, "3 h w"]:
+    return read_image(file, reading=reading)
 
 
-def _label(memory: SegmentationMemory, images: Iterator[LabelledImage], batch_size: int) -> Iterator[LabelledImage]:
-    """Label images in batches, in order; those without pixels are passed through."""
-    for batch in _batches(images, batch_size):
-        pixels = [each.image for each in batch if each.image is not None]
-        found = iter(memory.segment_all(pixels) if pixels else ())
-        yield from [each if each.image is None else replace(each, found=next(found)) for each in batch]
-
-
-def _batches(images: Iterator[LabelledImage], size: int) -> Iterator[list[LabelledImage]]:
-    """Group images into batches of `size`, or fewer if they are large."""
-    batch: list[LabelledImage] = []
-    for each in images:
-        batch.append(each)
-        if len(batch) == size or sum(one.nbytes for one in batch) >= BUDGET:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+def _labelled_image(each: Streamed[_Labelled]) -> LabelledImage:
+    image, found = each.result or (None, None)
+    return LabelledImage(each.name, each.sha256, image, found, each.reason, each.unchanged)
