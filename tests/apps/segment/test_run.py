@@ -199,11 +199,11 @@ def test_an_interrupted_command_resumes(folder: Path, monkeypatch: pytest.Monkey
     written = []
     write = run._Writer.write
 
-    def interrupted(self, labelled):
+    def interrupted(self, name, *found):
         if len(written) == 2:
             raise KeyboardInterrupt
-        written.append(labelled.name)
-        return write(self, labelled)
+        written.append(name)
+        return write(self, name, *found)
 
     monkeypatch.setattr(run._Writer, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -215,7 +215,7 @@ def test_an_interrupted_command_resumes(folder: Path, monkeypatch: pytest.Monkey
     (folder / "out" / "labels" / "1.png").unlink()  # a lost file is written again
     written.clear()
     monkeypatch.setattr(
-        run._Writer, "write", lambda self, labelled: (written.append(labelled.name), write(self, labelled))[1]
+        run._Writer, "write", lambda self, name, *found: (written.append(name), write(self, name, *found))[1]
     )
     done = segment(folder, resume=True)
     assert written == ["1.bmp", "sub/3.bmp"]

@@ -1,24 +1,21 @@
 """The unit of work of `cribo embed`: from a batch of encoded images to their features."""
 
 import copy
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
 
 from cribo.apps.embed.config import Kind
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.reading import EncodedImage
-from cribo.data.sources.collection import ImageCollection, joined_digest, rows_of
+from cribo.data.sources.collection import joined_digest
 from cribo.features.config import BackboneSource, FeaturePrecision, ObjectSettings
 from cribo.features.encoder import Encoder, map_by_size
 from cribo.features.object_extraction import PreparedImage, extract_prepared, read_prepared
-from cribo.features.spread.parts import ImagePart
-from cribo.features.stream import Streamed, stream
+from cribo.features.stream import ImageFunction, Streamed
 
 COLUMNS: Mapping[Kind, tuple[str, ...]] = {
     "global": (),
@@ -49,8 +46,8 @@ class Features(NamedTuple):
     content: str
 
 
-class Embedder:
-    """Embeds batches of images; can be sent to other processes, where it opens the backbone on first use.
+class Embedder(ImageFunction[PreparedImage, Rows]):
+    """Embeds images, in collections or batches of rows; can be sent to other processes.
 
     Args:
         backbone: the backbone, or its source.
@@ -85,11 +82,10 @@ class Embedder:
         device: str | None = None,
         reading: Reading = DEFAULT_READING,
     ) -> None:
+        super().__init__(batch_size, workers, reading=reading)
         self.encoder = Encoder(backbone, blocks=blocks, device=device)
-        self.reading = reading
         self.features: Kind = features
         self.precision: FeaturePrecision = precision
-        self.batch_size, self.workers = batch_size, workers
         self._settings = settings
 
     def on(self, device: str) -> "Embedder":
@@ -110,57 +106,34 @@ class Embedder:
         """D, the dimension of a vector."""
         return self.encoder.backbone.embed_dim if self.features == "global" else self.encoder.dim
 
-    def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Embed a batch of rows, as in `map_batches` of Ray Data.
+    def open(self) -> None:
+        """Open the backbone."""
+        self.encoder.open()
 
-        Args:
-            batch: `image`, names of images, and `bytes`, the contents of their files; without it, the names are paths
-                or URLs.
-
-        Returns:
-            One row for each image, patch or object, in the order of the images: `image`, the columns of `COLUMNS`,
-            `embedding` (N, D), and `error`. An image that cannot be read has one row with the reason in `error`, -1 in
-            the columns and NaN in `embedding`; in other rows `error` is "".
-
-        Raises:
-            DataError: the batch has no column `image`.
-        """
-        [found] = self.stream([rows_of(batch, reading=self.reading)])
-        unreadable = np.array([*found.errors], dtype=np.int32)
-        image = np.concatenate([found.columns["image"], unreadable])
-        order = np.argsort(image, kind="stable")
-        missing = np.full((len(unreadable), self.dim), np.nan, dtype=found.embedding.dtype)
-        own = {name: values for name, values in found.columns.items() if name != "image"}
-        return {
-            "image": np.array([found.names[index] for index in image[order]], dtype=np.str_),
-            **{name: np.append(values, np.full_like(unreadable, -1))[order] for name, values in own.items()},
-            "embedding": np.concatenate([found.embedding, missing])[order],
-            "error": np.array([found.errors.get(int(index), "") for index in image[order]], dtype=np.str_),
-        }
-
-    def stream(self, parts: Iterable[ImageCollection]) -> Generator[Features, None, None]:
-        """Yield the features of each part of a collection, and read images of the next ones meanwhile."""
-        self.encoder.open()  # before the threads use it
-        found = stream(
-            map(ImagePart, parts), self._prepare, self._function(), at_once=self.batch_size, workers=self.workers
-        )
-        with closing(found):
-            for _, images in found:
-                yield self._joined([*images])
-
-    def _prepare(self, file: EncodedImage, reading: Reading) -> PreparedImage:
+    def prepare(self, file: EncodedImage, reading: Reading) -> PreparedImage:
+        """Decode and resize an image."""
         return read_prepared(file, self.encoder, self.settings, reading=reading)
 
-    def _function(self) -> Callable[[Sequence[PreparedImage]], list[Rows]]:
-        encoder = self.encoder
-        if self.features == "global":
-            return _by_size(lambda pixels: encoder.global_tokens(pixels)[:, None, None])
-        if self.features == "patches":
-            return _by_size(encoder.grids)
-        return _objects(encoder, self.settings, self.dim)
+    def compute(self, images: Sequence[PreparedImage]) -> list[Rows]:
+        """Return the features of images."""
+        if self.features == "objects":
+            return self._objects(images)
+        return map_by_size(self._patches, images, lambda image: tuple(image.pixels.shape), lambda _: len(images))
 
-    def _joined(self, images: Sequence[Streamed[Rows]]) -> Features:
-        """Join the rows of the images of a part."""
+    def rows(self, image: Streamed[Rows]) -> dict[str, np.ndarray]:
+        """Return `image`, the columns of `COLUMNS` (-1 if it is unreadable), `embedding` (NaN) and `error`."""
+        names = COLUMNS[self.features]
+        unreadable = np.full((1, self.dim), np.nan), np.full((1, len(names)), -1, dtype=np.int32)
+        embedding, places = image.result or unreadable
+        return {
+            "image": np.full(len(embedding), image.name),
+            **{name: places[:, number] for number, name in enumerate(names)},
+            "embedding": embedding.astype(self.precision),
+            "error": np.full(len(embedding), image.reason),
+        }
+
+    def join(self, images: Sequence[Streamed[Rows]]) -> Features:
+        """Join the features of the images of a part."""
         found = {index: each.result for index, each in enumerate(images) if each.result is not None}
         none = np.empty(0, dtype=np.int32)
         columns = {
@@ -178,33 +151,22 @@ class Embedder:
             joined_digest(bytes.fromhex(each.sha256) for each in images),
         )
 
-
-def _by_size(
-    encode: Callable[[Tensor], Float[Tensor, "b rows columns d"]],
-) -> Callable[[Sequence[PreparedImage]], list[Rows]]:
-    """Return a function that encodes images in batches of equal size."""
-
-    def rows(batch: list[PreparedImage]) -> list[Rows]:
-        grids = encode(torch.stack([image.pixels for image in batch])).cpu().numpy()
-        places = np.indices(grids.shape[1:3], dtype=np.int32).reshape(2, -1).T
-        return [(grid.reshape(-1, grid.shape[-1]), places) for grid in grids]
-
     @torch.no_grad()
-    def encoded(images: Sequence[PreparedImage]) -> list[Rows]:
-        return map_by_size(rows, images, lambda image: tuple(image.pixels.shape), lambda _: len(images))
+    def _patches(self, images: Sequence[PreparedImage]) -> list[Rows]:
+        """Return the features of the patches of images of equal size, or their global tokens."""
+        pixels = torch.stack([image.pixels for image in images])
+        if self.features == "global":
+            grids = self.encoder.global_tokens(pixels)[:, None, None]
+        else:
+            grids = self.encoder.grids(pixels)
+        places = np.indices(grids.shape[1:3], dtype=np.int32).reshape(2, -1).T
+        return [(grid.reshape(-1, grid.shape[-1]), places) for grid in grids.cpu().numpy()]
 
-    return encoded
-
-
-def _objects(encoder: Encoder, settings: ObjectSettings, dim: int) -> Callable[[Sequence[PreparedImage]], list[Rows]]:
-    """Return a function that finds the objects of images."""
-
-    def encoded(images: Sequence[PreparedImage]) -> list[Rows]:
+    def _objects(self, images: Sequence[PreparedImage]) -> list[Rows]:
+        """Return the features of the objects of images."""
         found = []
-        for image in extract_prepared(encoder, images, settings):
+        for image in extract_prepared(self.encoder, images, self.settings):
             places = np.array([(each.number, *each.box, each.area) for each in image.objects], dtype=np.int32)
             vectors = np.array([each.vector for each in image.objects], dtype=np.float32)
-            found.append((vectors.reshape(-1, dim), places.reshape(-1, len(COLUMNS["objects"]))))
+            found.append((vectors.reshape(-1, self.dim), places.reshape(-1, len(COLUMNS["objects"]))))
         return found
-
-    return encoded

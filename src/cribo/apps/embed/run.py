@@ -7,9 +7,8 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from itertools import tee
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 
@@ -29,7 +28,7 @@ from cribo.features.config import ObjectSettings
 from cribo.features.object_extraction import MAX_PATCHES
 from cribo.features.prefetching import BUDGET
 from cribo.features.spread.engines import open_engine
-from cribo.features.spread.parts import part_size
+from cribo.features.spread.parts import ImagePart, part_size
 
 KIND = "embedding"
 ABOUT, SKIPPED = "about.json", "skipped.jsonl"
@@ -145,17 +144,16 @@ def _settings(config: EmbedConfig) -> ObjectSettings | None:
     return config.settings(ObjectSettings())
 
 
-class _Part(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class _Part(ImagePart):
     """A part of the collection.
 
     Attributes:
         name: its number, and a hash of the names and sizes of its images and of the options.
-        images: its images.
         times: hash of the modification times of its images.
     """
 
     name: str
-    images: ImageCollection
     times: str
 
     def __str__(self) -> str:
@@ -181,7 +179,7 @@ class _Plan:
         self.count, self.images = len(parts), len(images)
         self.fingerprint = hashlib.sha256("".join(each.files for each in found).encode()).hexdigest()
         self.parts = [
-            _Part(f"part-{number:05d}-{digests[number][:8]}", parts[number], found[number].times)
+            _Part(parts[number], name=f"part-{number:05d}-{digests[number][:8]}", times=found[number].times)
             for number in share.of(range(len(parts)), f"parts of {counted(size, 'image')}")
         ]
 
@@ -258,10 +256,9 @@ class _EmbedParts:
         self.kind: Format = kind
 
     def __call__(self, parts: Iterable[_Part]) -> Generator[tuple[str, Account], None, None]:
-        first, second = tee(parts)
-        found = self.embedder.stream(part.images for part in first)
-        with closing(found):
-            for part, features in zip(second, found, strict=True):
+        with closing(self.embedder.stream(parts)) as found:
+            for part, images in found:
+                features = self.embedder.join([*images])
                 write_part(self.folder, part.name, self.kind, features)
                 skipped = {features.names[place]: reason for place, reason in features.errors.items()}
                 account = {"images": len(part.images), "times": part.times, "content": features.content}

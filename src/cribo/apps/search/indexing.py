@@ -6,24 +6,24 @@ import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
-from itertools import tee
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from cribo.apps.search.database import IndexedImage, ObjectDatabase, is_remote, new_entry
-from cribo.apps.search.extractor import READ_AHEAD, ExtractedImage, ObjectExtractor
+from cribo.apps.search.extractor import READ_AHEAD, Found, ObjectExtractor
 from cribo.base.console import Progress
 from cribo.base.errors import DataError, FolderError
 from cribo.base.job import locked
-from cribo.data.reading import FileState
+from cribo.data.reading import FileState, TooManyPixels
 from cribo.data.sources.collection import ImageCollection
 from cribo.features.encoder import Encoder
 from cribo.features.objects import ImageObject
 from cribo.features.spread.engines import LocalEngine
 from cribo.features.spread.parts import ImagePart, part_size
 from cribo.features.spread.work import Engine
+from cribo.features.stream import Streamed
 
 log = logging.getLogger("cribo")
 
@@ -135,7 +135,11 @@ def index_images(
     # In this process, a small part loses less when it is interrupted, and costs little.
     size = READ_AHEAD * batch_size if isinstance(engine, LocalEngine) else part_size(len(work), most=_MOST_IMAGES)
     parts = [
-        _Part(files.part([one.place for one in several]), several)
+        _Part(
+            files.part([one.place for one in several]),
+            ["" if one.before is None else one.before.sha256 for one in several],
+            work=several,
+        )
         for several in (work[start : start + size] for start in range(0, len(work), size))
     ]
     commits = _Commits(database, summary)
@@ -201,14 +205,11 @@ def _compare(
     return work, list(before.values())
 
 
-class _Part(NamedTuple):
-    """A part of the collection."""
+@dataclass(frozen=True, kw_only=True)
+class _Part(ImagePart):
+    """A part of the collection, with the work on each of its images."""
 
-    images: ImageCollection
     work: list[_Work]
-
-    def __str__(self) -> str:
-        return str(ImagePart(self.images))
 
 
 class _IndexedPart(NamedTuple):
@@ -236,33 +237,31 @@ class _IndexParts:
         self.extractor, self.writer = extractor, database.writer()
 
     def __call__(self, parts: Iterable[_Part]) -> Generator[_IndexedPart, None, None]:
-        first, second = tee(parts)
-        hashed = (
-            ImagePart(part.images, ["" if one.before is None else one.before.sha256 for one in part.work])
-            for part in first
-        )
-        with closing(self.extractor.stream(hashed)) as extracted:
-            for part, images in zip(second, extracted, strict=True):
+        with closing(self.extractor.stream(parts)) as extracted:
+            for part, images in extracted:
                 yield self._written(part, images)
 
-    def _written(self, part: _Part, images: Sequence[ExtractedImage]) -> _IndexedPart:
+    def _written(self, part: _Part, images: Iterable[Streamed[Found]]) -> _IndexedPart:
         rows: list[IndexedImage] = []
         objects: list[tuple[IndexedImage, Sequence[ImageObject]]] = []
+        unread: list[tuple[str, str]] = []
         for work, image in zip(part.work, images, strict=True):
-            if image.passing:
-                continue
-            if image.unchanged and work.before is not None:  # its objects are kept
+            # Images with too many pixels are tried again: the user can raise the limit.
+            if isinstance(image.error, OSError | TooManyPixels):
+                unread.append((image.name, image.reason))
+            elif image.unchanged and work.before is not None:  # its objects are kept
                 rows.append(work.before._replace(size_bytes=work.state.size_bytes, mtime_ns=work.state.mtime_ns))
             else:
+                size, found = image.result or Found((0, 0), ())
                 file = (work.path, new_entry(), work.state.size_bytes, work.state.mtime_ns, image.sha256)
-                rows.append(IndexedImage(*file, *image.size, len(image.objects), image.error))
-                objects.append((rows[-1], image.objects))
+                rows.append(IndexedImage(*file, *size, len(found), image.reason))
+                objects.append((rows[-1], found))
         return _IndexedPart(
             self.writer.write(objects),
             rows,
             {work.path: work.before for work in part.work if work.before is not None},
-            [(image.name, image.error) for image in images if image.passing],
-            len(images),
+            unread,
+            len(part),
         )
 
 

@@ -2,11 +2,9 @@
 
 import io
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
@@ -18,44 +16,33 @@ from cribo.base.devices import resolve_device
 from cribo.base.errors import InputError
 from cribo.data.config import Reading
 from cribo.data.reading import EncodedImage, read_image
-from cribo.data.sources.collection import rows_of
 from cribo.features.config import BackboneSource, portable_source
-from cribo.features.spread.parts import ImagePart
-from cribo.features.stream import Streamed, stream
+from cribo.features.stream import ImageFunction, Streamed
 
 
-@dataclass(frozen=True)
-class LabelledImage:
-    """An image with its labels, or the reason why it has none.
+class LabelledImage(NamedTuple):
+    """An image with its labels.
 
     Attributes:
-        name: name of the image.
-        sha256: hash of its content; "" if it could not be read.
         image: its pixels.
-        found: its labels and their confidence; None if it is unreadable or unchanged.
-        error: reason why it is unreadable; "" if it is readable.
-        unchanged: whether the content is that of the stored results, so that it was not labelled.
+        found: its labels and their confidence.
     """
 
-    name: str
-    sha256: str = ""
-    image: UInt8[Tensor, "3 h w"] | None = None
-    found: Segmentation | None = None
-    error: str = ""
-    unchanged: bool = False
+    image: UInt8[Tensor, "3 h w"]
+    found: Segmentation
 
     @property
     def nbytes(self) -> int:
         """Size of the pixels and labels in bytes."""
-        found = () if self.found is None else (self.found.labels, self.found.confidence)
-        return sum(part.nbytes for part in (self.image, *found) if part is not None)
+        return self.image.nbytes + self.found.labels.nbytes + self.found.confidence.nbytes
 
 
-_Labelled = tuple[UInt8[Tensor, "3 h w"], Segmentation]
+class Labeller(ImageFunction[UInt8[Tensor, "3 h w"], LabelledImage]):
+    """Labels images, in collections or batches of rows; can be sent to other processes.
 
-
-class Labeller:
-    """Labels batches of images; can be sent to other processes, where it opens memory and backbone on first use.
+    A batch has one row for each image: `image`; `labels`, a palette PNG of class indices, 255 for no class;
+    `confidence`, a grey PNG of 255 times the probability that the label is right; `mean_confidence`, 0 to 1; `height`
+    and `width`; and `error`.
 
     Args:
         memory: file of a `SegmentationMemory`, as `cribo segment --memory` writes it; or a memory, which stays in this
@@ -86,7 +73,7 @@ class Labeller:
         workers: int | None = None,
         device: str | None = None,
     ) -> None:
-        self.batch_size, self.workers = batch_size, workers
+        super().__init__(batch_size, workers)
         self._file: str | None = None
         if isinstance(memory, SegmentationMemory):
             self.memory = memory
@@ -109,69 +96,37 @@ class Labeller:
         assert self._file is not None
         return SegmentationMemory.load(self._file, self._backbone, changes=self._changes, **options)
 
-    def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Label a batch of rows, as in `map_batches` of Ray Data.
+    @property
+    def reading(self) -> Reading:
+        """How the images of a batch of rows are read: as the examples were."""
+        return Reading(range=self.memory.settings.range)
 
-        Args:
-            batch: `image`, names of images, and `bytes`, the contents of their files; without it, the names are paths
-                or URLs.
+    def open(self) -> None:
+        """Open memory and backbone."""
+        _ = self.memory
 
-        Returns:
-            One row for each image: `image`; `labels`, a palette PNG of class indices, 255 for no class; `confidence`, a
-            grey PNG of 255 times the probability that the label is right; `mean_confidence`, 0 to 1; `height` and
-            `width`; and `error`. For an image that cannot be read, `error` is the reason, and the others are empty, 0
-            and NaN; for other images, `error` is "".
+    def prepare(self, file: EncodedImage, reading: Reading) -> UInt8[Tensor, "3 h w"]:
+        """Decode an image."""
+        return read_image(file, reading=reading)
 
-        Raises:
-            DataError: the batch has no column `image`.
-        """
-        columns: dict[str, list[Any]] = {name: [] for name in _KINDS}
-        for each in (
-            each
-            for _, images in self.stream([ImagePart(rows_of(batch, reading=Reading(range=self.memory.settings.range)))])
-            for each in images
-        ):
-            labels, confidence = io.BytesIO(), io.BytesIO()
-            if each.found is not None:
-                write_labels(each.found.labels, self.memory.palette, labels)
-                write_confidence(each.found.confidence, confidence)
-            height, width = (0, 0) if each.found is None else each.found.labels.shape
-            mean = np.nan if each.found is None else float(each.found.confidence.mean())
-            row = (each.name, labels.getvalue(), confidence.getvalue(), mean, height, width, each.error)
-            for values, value in zip(columns.values(), row, strict=True):
-                values.append(value)
-        return {name: np.array(values, dtype=_KINDS[name]) for name, values in columns.items()}
+    def compute(self, images: Sequence[UInt8[Tensor, "3 h w"]]) -> Iterable[LabelledImage]:
+        """Return images with their labels."""
+        return map(LabelledImage, images, self.memory.segment_all(images))
 
-    def stream(self, parts: Iterable[ImagePart]) -> Generator[tuple[ImagePart, Iterator[LabelledImage]], None, None]:
-        """Yield each part with its images, in order, which must be consumed before the next part.
-
-        Images of the next parts are read meanwhile.
-        """
-        memory = self.memory
-
-        def label(images: Sequence[UInt8[Tensor, "3 h w"]]) -> Iterable[_Labelled]:
-            return zip(images, memory.segment_all(images), strict=True)
-
-        with closing(stream(parts, _read, label, at_once=self.batch_size, workers=self.workers)) as found:
-            for part, images in found:
-                yield part, map(_labelled_image, images)
-
-
-_KINDS = {
-    "image": np.str_,
-    "labels": np.object_,
-    "confidence": np.object_,
-    "mean_confidence": np.float32,
-    "height": np.int32,
-    "width": np.int32,
-    "error": np.str_,
-}
-
-
-def _read(file: EncodedImage, reading: Reading) -> UInt8[Tensor, "3 h w"]:
-    return read_image(file, reading=reading)
-
-
-def _labelled_image(each: Streamed[_Labelled]) -> LabelledImage:
-    image, found = each.result or (None, None)
-    return LabelledImage(each.name, each.sha256, image, found, each.reason, each.unchanged)
+    def rows(self, image: Streamed[LabelledImage]) -> dict[str, np.ndarray]:
+        """Return one row; if the image is unreadable, with empty labels and confidence, 0 and NaN."""
+        labels, confidence, height, width, mean = io.BytesIO(), io.BytesIO(), 0, 0, np.nan
+        if image.result is not None:
+            found = image.result.found
+            write_labels(found.labels, self.memory.palette, labels)
+            write_confidence(found.confidence, confidence)
+            (height, width), mean = found.labels.shape, float(found.confidence.mean())
+        return {
+            "image": np.array([image.name]),
+            "labels": np.array([labels.getvalue()], dtype=np.object_),
+            "confidence": np.array([confidence.getvalue()], dtype=np.object_),
+            "mean_confidence": np.array([mean], dtype=np.float32),
+            "height": np.array([height], dtype=np.int32),
+            "width": np.array([width], dtype=np.int32),
+            "error": np.array([image.reason]),
+        }

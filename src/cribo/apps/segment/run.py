@@ -21,7 +21,7 @@ from torch import Tensor
 from cribo.apps.segment.config import SegmentConfig
 from cribo.apps.segment.examples import Examples, find_examples, open_targets, result_name
 from cribo.apps.segment.labeller import LabelledImage, Labeller
-from cribo.apps.segment.memory import SegmentationMemory
+from cribo.apps.segment.memory import Segmentation, SegmentationMemory
 from cribo.apps.segment.pictures import SegmentedPanel, draw_overview, overlay
 from cribo.apps.segment.pixels import write_confidence, write_labels
 from cribo.apps.segment.results import (
@@ -43,7 +43,7 @@ from cribo.base.colours import Colour
 from cribo.base.console import Phases, duration
 from cribo.base.devices import resolve_device, resolve_threads
 from cribo.base.drawing import write_figure
-from cribo.base.errors import DataError, FolderError, InputError, Stopped
+from cribo.base.errors import DataError, FolderError, InputError, Stopped, UnreadableImage
 from cribo.base.files import require, write_text, write_whole
 from cribo.base.job import Job, require_writable
 from cribo.base.versions import versions
@@ -59,6 +59,7 @@ from cribo.features.prefetching import prefetch
 from cribo.features.spread.engines import open_engine
 from cribo.features.spread.parts import ImagePart, part_size
 from cribo.features.spread.work import Engine
+from cribo.features.stream import Streamed
 
 log = logging.getLogger("cribo")
 
@@ -407,25 +408,26 @@ class _LabelParts:
                 (each for _, images in labelled for each in images),
                 threads=threads,
                 ahead=2 * threads + self.labeller.batch_size,
-                nbytes=lambda each, _: each.nbytes,
+                nbytes=lambda each, _: 0 if each.result is None else each.result.nbytes,
             )
             with closing(written):
                 for part in written_next:
                     yield self._account(islice(written, len(part)))
 
-    def _written(self, each: LabelledImage) -> Record | LabelledImage:
+    def _written(self, each: Streamed[LabelledImage]) -> Record | Streamed[LabelledImage]:
         """Write the files of an image; a name that cannot be written makes it unreadable."""
-        if each.found is None:
+        if each.result is None:
             return each
         try:
-            return self.writer.write(each)
+            return self.writer.write(each.name, each.sha256, *each.result)
         except OSError as error:
             if error.errno not in _OF_NAMES:
                 raise
-            return LabelledImage(each.name, error=f"its results cannot be written: {error.strerror}")
+            reason = f"its results cannot be written: {error.strerror}"
+            return Streamed(each.name, error=UnreadableImage(each.name, reason))
 
     @staticmethod
-    def _account(written: Iterable[Record | LabelledImage]) -> _LabelledPart:
+    def _account(written: Iterable[Record | Streamed[LabelledImage]]) -> _LabelledPart:
         """Sort the images of a part: newly labelled, unchanged, or unreadable."""
         part = _LabelledPart([], [], {})
         for each in written:
@@ -434,7 +436,7 @@ class _LabelParts:
             elif each.unchanged:
                 part.unchanged.append(each.name)
             else:
-                part.skipped[each.name] = each.error
+                part.skipped[each.name] = each.reason
         return part
 
 
@@ -452,12 +454,9 @@ class _Writer(NamedTuple):
     folder: Path
     palette: list[Colour]
 
-    def write(self, labelled: LabelledImage) -> Record:
+    def write(self, name: str, sha256: str, image: UInt8[Tensor, "3 h w"], found: Segmentation) -> Record:
         """Write the files of an image, each atomically."""
-        image, found = labelled.image, labelled.found
-        assert image is not None
-        assert found is not None
-        labels, painted, confidence = files_of(self.folder, labelled.name)
+        labels, painted, confidence = files_of(self.folder, name)
         for path in (labels, painted, confidence):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(labels, lambda part: write_labels(found.labels, self.palette, part))
@@ -465,7 +464,7 @@ class _Writer(NamedTuple):
         write_whole(painted, lambda part: drawn.save(part, "JPEG", quality=_JPEG_QUALITY))
         write_whole(confidence, lambda part: write_confidence(found.confidence, part))
         size = (found.labels.shape[0], found.labels.shape[1])
-        return Record(labelled.name, labelled.sha256, size, found.shares, float(found.confidence.mean()))
+        return Record(name, sha256, size, found.shares, float(found.confidence.mean()))
 
 
 class _Results:

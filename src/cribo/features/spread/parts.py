@@ -1,7 +1,7 @@
 """Division of a collection into parts, the units that are written, repeated after a failure, and reported."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from cribo.data.sources.collection import ImageCollection
 
@@ -9,7 +9,8 @@ _LEAST_PARTS = 64
 _LEAST_IMAGES = 16
 
 
-class ImagePart(NamedTuple):
+@dataclass(frozen=True)
+class ImagePart:
     """A part of a collection.
 
     Attributes:
