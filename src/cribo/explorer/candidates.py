@@ -100,7 +100,8 @@ class Candidates:
             rows = torch.cat(groups)
             covered, probabilities = torch.zeros(len(rows)), torch.full((len(rows), 1), 0.5)
             if fitted is not None:
-                covered, probabilities = similarity(rows, fitted.known_rows(_LABELLED)), fitted(rows)
+                covered = similarity(rows, fitted.known_rows(_LABELLED).cpu())
+                probabilities = fitted(rows).cpu()
             first = [row for row, place in enumerate(kept) if numbers[place] in chosen]
             own = torch.stack([similar[place] for place in kept])
             best = cover(own, probabilities, covered, count, first=first)

@@ -421,7 +421,7 @@ class Session:
         if (fitted := self._fitted()) is None:
             return None
         (features,) = self._memory.encode([image.load(ENCODED)], fitted.choice.probe.blocks)
-        votes = fitted(fitted.rows(features.flatten(0, 1).cpu())).unflatten(0, features.shape[:2])
+        votes = fitted(fitted.rows(features.flatten(0, 1))).unflatten(0, features.shape[:2])
         return label_pixels(votes, shown, patch_size=self._memory.encoder.patch_size, refine=refine).labels
 
     def canvas(self) -> dict[str, Any]:

@@ -340,8 +340,8 @@ class SegmentationMemory:
         opened = [open_image(image, self.reading) for image in images]
         fitted = self.fitted()
         features = self.encode(opened, fitted.choice.probe.blocks)
-        votes = fitted(fitted.rows(torch.cat([own.flatten(0, 1) for own in features]).cpu()))
-        parts = votes.to(self.encoder.device).split([own.shape[0] * own.shape[1] for own in features])
+        votes = fitted(fitted.rows(torch.cat([own.flatten(0, 1) for own in features])))
+        parts = votes.split([own.shape[0] * own.shape[1] for own in features])
         return [
             self._segmentation(part.unflatten(0, own.shape[:2]), image)
             for part, own, image in zip(parts, features, opened, strict=True)

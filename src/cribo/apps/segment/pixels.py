@@ -50,7 +50,7 @@ def label_pixels(
     reach: float = 1.0,
     contrast: float = 0.1,
 ) -> PixelLabels:
-    """Label each pixel by bilinearly interpolated votes of patches; the tensors are on the CPU.
+    """Label each pixel by bilinearly interpolated votes of patches; the results are on the CPU.
 
     Ties go to the smaller class. The filter runs at the size at which the image was encoded, or at the original size if
     that is smaller, because the votes contain no finer detail. Classes are processed in groups, so that memory is

@@ -23,12 +23,12 @@ def suggest(memory: SegmentationMemory, images: Iterable[UInt8[Tensor, "3 h w"]]
     groups = []
     for index, image in enumerate(images):
         (features,) = memory.encode([image], fitted.choice.probe.blocks)
-        groups.append(fitted.rows(sample(features, index)))
+        groups.append(fitted.rows(sample(features, index)).cpu())
     if not groups:
         return []
     rows = torch.cat(groups)
     similar = torch.stack([similarity(rows, group) for group in groups])
-    return cover(similar, fitted(rows), similarity(rows, fitted.known_rows(_LABELLED)), count)
+    return cover(similar, fitted(rows).cpu(), similarity(rows, fitted.known_rows(_LABELLED).cpu()), count)
 
 
 def sample(features: Float[Tensor, "rows columns l d"], key: int) -> Float[Tensor, "p l d"]:

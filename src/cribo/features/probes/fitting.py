@@ -356,6 +356,10 @@ class Whitening(NamedTuple):
                 layers.append((torch.eye(block.shape[1]), torch.zeros(block.shape[1])))
         return cls(layers)
 
+    def to(self, device: torch.device) -> "Whitening":
+        """Return the same whitening on a device."""
+        return Whitening([(weight.to(device), bias.to(device)) for weight, bias in self.layers])
+
 
 def concatenate(
     features: Float[Tensor, "n l d"], places: Sequence[int], whitening: Whitening | None
@@ -484,7 +488,7 @@ class FittedProbe:
         blocks: numbers of the L blocks in the features.
         neighbours: k, the number of nearest neighbours.
         temperature: temperature of the neighbours' weights.
-        device: device of the neighbour search; everything else is computed on the CPU.
+        device: device of the predictions; the probe is fitted on the CPU.
     """
 
     def __init__(
@@ -503,20 +507,21 @@ class FittedProbe:
         self._places = [list(blocks).index(block) for block in probe.blocks]
         features = torch.cat([part.features[:, self._places] for part in examples])
         shares = torch.cat([part.shares for part in examples])
-        self._whitening = Whitening.fit(features.float()) if probe.whiten else None
-        rows = self.rows(features)
-        self._weights = None if probe.head == "knn" else ridge(rows, shares)
-        self._keys = None if probe.head == "ridge" else TensorKeys(rows)
-        self._voters = Voters([label_shares(shares, "soft")], shares.shape[1])
+        whitening = Whitening.fit(features.float()) if probe.whiten else None
+        rows = concatenate(features, range(len(self._places)), whitening)
+        self._whitening = None if whitening is None else whitening.to(device)
+        self._weights = None if probe.head == "knn" else ridge(rows, shares).to(device)
+        self._keys = None if probe.head == "ridge" else TensorKeys(rows.to(device))
+        self._voters = Voters([label_shares(shares, "soft")], shares.shape[1], device)
         self._neighbours, self._temperature, self._device = neighbours, temperature, device
 
     def rows(self, features: Float[Tensor, "n r d"]) -> Float[Tensor, "n e"]:
-        """Convert features of the probe's R blocks to the input rows of the heads, of unit length."""
-        return concatenate(features, range(len(self._places)), self._whitening)
+        """Convert features of the probe's R blocks to the input rows of the heads, of unit length, on its device."""
+        return concatenate(features.to(self._device), range(len(self._places)), self._whitening)
 
     def __call__(self, rows: Float[Tensor, "n e"]) -> Float[Tensor, "n c"]:
-        """Predict the probability of each class from rows as returned by `rows`."""
-        votes = None
+        """Predict the probability of each class from rows as returned by `rows`, on its device."""
+        rows, votes = rows.to(self._device), None
         if self._keys is not None:
             found = nearest(rows, self._keys, min(self._neighbours, len(self._keys)), devices=(self._device,))
             votes = self._voters.vote(found, "attention", self._temperature)
@@ -524,5 +529,5 @@ class FittedProbe:
         return probabilities(combined(self.choice.probe.head, votes, predicted), self.choice.sharpness)
 
     def known_rows(self, most: int) -> Float[Tensor, "n e"]:
-        """Rows of the labelled patches, limited to `most` (see `thinned`)."""
+        """Rows of the labelled patches, limited to `most` (see `thinned`), on its device."""
         return self.rows(torch.cat([part.features[:, self._places] for part in thinned(self._examples, most)]))
