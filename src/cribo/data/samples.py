@@ -38,16 +38,20 @@ class LazyImage:
     """An image of a collection, decoded on demand.
 
     Reading raises UnreadableImage with the image's name in the collection.
+
+    Args:
+        source: the collection.
+        index: index of the image in it.
     """
 
     def __init__(self, source: ImageSource, index: int) -> None:
-        self._source = source
+        self.source = source
         self.index = index
 
     @property
     def name(self) -> str:
         """Name of the image in the collection."""
-        return self._source.name(self.index)
+        return self.source.name(self.index)
 
     def other(self, index: int) -> "LazyImage":
         """Return another image of the collection, such as a neighbour.
@@ -55,9 +59,9 @@ class LazyImage:
         Raises:
             IndexError: the collection has no image of this index.
         """
-        if not 0 <= index < len(self._source):
-            raise IndexError(f"index must be in 0..{len(self._source) - 1}, got {index}")
-        return LazyImage(self._source, index)
+        if not 0 <= index < len(self.source):
+            raise IndexError(f"index must be in 0..{len(self.source) - 1}, got {index}")
+        return LazyImage(self.source, index)
 
     @property
     def frames(self) -> "list[LazyImage]":
@@ -66,14 +70,14 @@ class LazyImage:
         Raises:
             DataError: the collection has no clips.
         """
-        if not isinstance(self._source, Clips):
+        if not isinstance(self.source, Clips):
             raise DataError(f"{self.name} is an image, not a clip: set clip_frames in the objective")
-        return [LazyImage(self._source.images, frame) for frame in self._source.frames(self.index)]
+        return [LazyImage(self.source.images, frame) for frame in self.source.frames(self.index)]
 
     def load(self) -> UInt8[Tensor, "3 h w"]:
         """Load the full-size image as RGB."""
         with _named_errors(self.name):
-            return self._source.load(self.index)
+            return self.source.load(self.index)
 
     def load_reduced(self, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "3 h w"], int]:
         """Load the image at a fraction of its size if that is faster; return it and the factor: 8, 4, 2 or 1.
@@ -81,9 +85,9 @@ class LazyImage:
         Args:
             reduction: called once with height and width of the full-size image; returns the largest allowed factor.
         """
-        if isinstance(self._source, ReducingSource):
+        if isinstance(self.source, ReducingSource):
             with _named_errors(self.name):
-                return self._source.load_reduced(self.index, reduction)
+                return self.source.load_reduced(self.index, reduction)
         image = self.load()
         reduction(image.shape[1], image.shape[2])
         return image, 1
@@ -94,7 +98,7 @@ class LazyImage:
         Raises:
             DataError: the collection has no labels.
         """
-        read = getattr(self._source, "labels", None)
+        read = getattr(self.source, "labels", None)
         if read is None:
             raise DataError(f"the collection of {self.name} has no labels: use synthetic scenes, or name their folder")
         return read(self.index)

@@ -1,13 +1,10 @@
 """Load recognised weights into a network, all or none of them, and set the numerics that they expect."""
 
-import hashlib
 import logging
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -106,10 +103,7 @@ def adopt(
         parent=recognised.parent if repository is None else repository.repo,
     )
     backbone.licences = licences
-    shown = backbone.loaded
-    if resized == (_UNKNOWN_RESIZING,) and not _is_new(source):
-        shown = replace(shown, notes=tuple(note for note in shown.notes if note != _UNKNOWN_RESIZING))
-    _logger.info("%s", shown)
+    _logger.info("%s", backbone.loaded)
     log_licences(licences)
     return backbone.loaded
 
@@ -118,21 +112,6 @@ _UNKNOWN_RESIZING = (
     "for other image sizes, its position embedding is resized as timm does, because the file does not say which "
     "project trained it; if that was DINO, iBOT or DINOv2, add --backbone.positions bicubic_offset for exact features"
 )
-_NOTED = "~/.cache/cribo/noted"
-
-
-def _is_new(source: str) -> bool:
-    """Whether the user has not yet seen the note about a file; remembers it."""
-    seen = Path(_NOTED).expanduser() / hashlib.sha256(os.path.abspath(source).encode()).hexdigest()  # noqa: PTH100
-    try:
-        seen.parent.mkdir(parents=True, exist_ok=True)
-        seen.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:  # nothing can be remembered here
-        return True
-    return True
-
 
 def _original_resizing(recognised: Recognised) -> Resizing | None:
     """Return how the project that wrote the weights resizes positions; None if the project is unknown."""

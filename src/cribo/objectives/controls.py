@@ -36,20 +36,12 @@ class _SizedImage(LazyImage):
 
     size = (0, 0)
 
-    def __init__(self, image: LazyImage) -> None:
-        self._image = image
-        self.index = image.index
-
-    @property
-    def name(self) -> str:
-        return self._image.name
-
     def load_reduced(self, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "3 h w"], int]:
         def noted(height: int, width: int) -> int:
             self.size = (height, width)
             return reduction(height, width)
 
-        return self._image.load_reduced(noted)
+        return super().load_reduced(noted)
 
 
 class LabelledViewPairs(ViewPairs):
@@ -69,7 +61,7 @@ class LabelledViewPairs(ViewPairs):
 
     def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
         """Cut the views and read the classes of their patches."""
-        sized = _SizedImage(image)
+        sized = _SizedImage(image.source, image.index)
         sample = super().__call__(sized, generator)
         labels = image.labels() if self.folder is None else _read(self._file(image.name))
         height, width = labels.shape
