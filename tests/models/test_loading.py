@@ -193,7 +193,7 @@ def test_the_teacher_of_a_released_checkpoint_is_loaded(tmp_path, caplog):
     assert agree(backbone, student)
 
 
-def test_the_note_about_unknown_positions_is_shown_once(
+def test_each_loading_notes_unknown_positions_and_leaves_no_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -203,8 +203,9 @@ def test_the_note_about_unknown_positions_is_shown_once(
     assert noted[0] == noted[1]
     first, second = (record.message for record in caplog.records if record.name == "cribo.models.adopting")
     assert "--backbone.positions bicubic_offset" in first
-    assert "positions" not in second
     assert "ignored" not in first  # all keys were used
+    assert first == second
+    assert [path.name for path in tmp_path.iterdir()] == ["plain.pth"]
 
 
 @pytest.mark.parametrize(
