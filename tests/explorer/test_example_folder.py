@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 from tests.explorer.conftest import encoded
 
-from cribo.apps.segment.examples import find_examples
-from cribo.apps.segment.inputs import open_labels
 from cribo.base.errors import InputError
+from cribo.data.labelled.examples import find_examples
+from cribo.data.labelled.inputs import open_labels
 from cribo.data.reading import EncodedImage
 from cribo.explorer.example_folder import ExampleFolder, ExistingLabels, Written
 from cribo.explorer.images import PageImage

@@ -12,7 +12,7 @@ pytest.importorskip("playwright.sync_api")
 from playwright.sync_api import Locator, Page, expect
 from tests.explorer.conftest import COLOURS, Watched, draw_square
 
-from cribo.apps.segment.inputs import open_labels
+from cribo.data.labelled.inputs import open_labels
 from cribo.explorer.example_folder import ExampleFolder, Written
 from cribo.explorer.images import PageImage
 

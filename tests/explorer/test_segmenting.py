@@ -13,11 +13,11 @@ import torch
 from PIL import Image
 from tests.explorer.conftest import COLOURS, draw_square, encoded
 
-from cribo.apps.segment.examples import find_examples
-from cribo.apps.segment.inputs import open_labels
 from cribo.base.errors import InputError
 from cribo.cli import main
 from cribo.data.config import Reading
+from cribo.data.labelled.examples import find_examples
+from cribo.data.labelled.inputs import open_labels
 from cribo.data.sources.images import open_images
 from cribo.explorer import segmenting
 from cribo.explorer.example_folder import ExampleFolder

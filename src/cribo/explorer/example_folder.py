@@ -11,8 +11,6 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from cribo.apps.segment.examples import CLASSES_FILE, Examples, find_examples
-from cribo.apps.segment.inputs import open_labels
 from cribo.apps.segment.pixels import write_labels
 from cribo.apps.segment.storage import memory_lock
 from cribo.base.colours import Colour, class_colours
@@ -21,6 +19,8 @@ from cribo.base.files import write_beside, write_text
 from cribo.base.job import require_writable
 from cribo.data.labelled.coco import find_coco
 from cribo.data.labelled.crops import resize_labels
+from cribo.data.labelled.examples import CLASSES_FILE, Examples, find_examples
+from cribo.data.labelled.inputs import open_labels
 from cribo.data.labelled.label_maps import IGNORE_INDEX, MASKS, LabelMap, LabelValues, read_classes
 from cribo.data.labelled.segmentation import LabelledFiles
 from cribo.data.sources.images import EXTENSIONS, composed, has_images, list_files

@@ -20,7 +20,6 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import to_pil_image
 
 from cribo.apps.segment import SegmentationMemory, SegmentationSettings
-from cribo.apps.segment.inputs import open_labels
 from cribo.apps.segment.pictures import overlay
 from cribo.apps.segment.pixels import label_pixels
 from cribo.apps.segment.settings import Refine
@@ -29,6 +28,7 @@ from cribo.base.console import Progress
 from cribo.base.errors import InputError, UnreadableImage
 from cribo.data.config import Reading
 from cribo.data.labelled.crops import resize_labels
+from cribo.data.labelled.inputs import open_labels
 from cribo.data.labelled.label_maps import IGNORE_INDEX
 from cribo.data.reading import EncodedImage, open_header
 from cribo.explorer.candidates import ENCODED, Candidates

@@ -113,6 +113,7 @@ _UNKNOWN_RESIZING = (
     "project trained it; if that was DINO, iBOT or DINOv2, add --backbone.positions bicubic_offset for exact features"
 )
 
+
 def _original_resizing(recognised: Recognised) -> Resizing | None:
     """Return how the project that wrote the weights resizes positions; None if the project is unknown."""
     if recognised.numerics is not None:

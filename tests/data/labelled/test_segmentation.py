@@ -9,10 +9,10 @@ import pytest
 import torch
 from PIL import Image, ImageFilter
 
-from cribo.apps.segment.inputs import open_labels
 from cribo.base.colours import distinct_colours
 from cribo.base.errors import DataError, MissingData, UnreadableImage
 from cribo.data.labelled.datasets import open_segmentation
+from cribo.data.labelled.inputs import open_labels
 from cribo.data.labelled.segmentation import LabelledFolder, LabelledImages, LabelledSubset, by_stem
 from cribo.data.scenes import Scenes
 

@@ -8,13 +8,12 @@ import statistics
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from cribo.apps.segment.inputs import ImageLike, LabelsLike, open_image, open_labels
 from cribo.apps.segment.pixels import label_pixels
 from cribo.apps.segment.settings import SegmentationSettings
 from cribo.apps.segment.storage import Stored, StoredExample, read_memory, write_memory
@@ -23,6 +22,7 @@ from cribo.base.console import Progress, no_progress
 from cribo.base.devices import resolve_devices
 from cribo.base.errors import ConfigError, DataError, InputError, MissingBlocks
 from cribo.data.config import Reading
+from cribo.data.labelled.inputs import Example, ImageLike, LabelsLike, open_image, open_labels
 from cribo.data.labelled.label_maps import IGNORE_INDEX, LabelMap, read_classes
 from cribo.features.config import BackboneSource
 from cribo.features.encoder import Encoder, open_network
@@ -44,20 +44,6 @@ log = logging.getLogger("cribo")
 BackboneLike = Backbone | Encoder | BackboneSource | str | os.PathLike[str]
 
 _LEAST_LABELLED = 0.5  # share of the examples' patches that calibration needs
-
-
-class Example(NamedTuple):
-    """An image with the class of each pixel.
-
-    Attributes:
-        image: input for `open_image`.
-        labels: input for `open_labels`; 255 for no class.
-        name: name of the example in messages and in the memory file.
-    """
-
-    image: ImageLike
-    labels: LabelsLike
-    name: str | None = None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cribo.apps.segment.examples import result_name
 from cribo.apps.segment.results import (
     ABOUT,
     FOLDERS,
@@ -21,6 +20,7 @@ from cribo.apps.segment.results import (
     write_summary,
 )
 from cribo.apps.segment.run import Segmented
+from cribo.apps.segment.targets import result_name
 from cribo.base.errors import DataError
 from cribo.base.files import link_or_copy, path_inside, read_json
 from cribo.base.job import ACCOUNTS, FinishedShare, Job, finished_shares

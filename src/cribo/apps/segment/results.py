@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cribo.apps.segment.examples import result_name
+from cribo.apps.segment.targets import result_name
 from cribo.base.files import write_json, write_text
 from cribo.base.job import Account, describe_changes
 from cribo.base.wording import enumerated

@@ -19,7 +19,6 @@ from rich.console import Console
 from torch import Tensor
 
 from cribo.apps.segment.config import SegmentConfig
-from cribo.apps.segment.examples import Examples, find_examples, open_targets, result_name
 from cribo.apps.segment.labeller import LabelledImage, Labeller
 from cribo.apps.segment.memory import Segmentation, SegmentationMemory
 from cribo.apps.segment.pictures import SegmentedPanel, draw_overview, overlay
@@ -39,6 +38,7 @@ from cribo.apps.segment.results import (
 from cribo.apps.segment.settings import SegmentationSettings
 from cribo.apps.segment.storage import memory_lock, stored_range
 from cribo.apps.segment.suggesting import suggest
+from cribo.apps.segment.targets import open_targets, result_name
 from cribo.base.colours import Colour
 from cribo.base.console import Phases, duration
 from cribo.base.devices import resolve_device, resolve_threads
@@ -51,6 +51,7 @@ from cribo.base.wording import counted
 from cribo.data.config import Reading, spread
 from cribo.data.labelled.coco import BACKGROUND
 from cribo.data.labelled.coco_writing import outline, write_coco
+from cribo.data.labelled.examples import Examples, find_examples
 from cribo.data.labelled.label_maps import IGNORE_INDEX
 from cribo.data.reading import open_header
 from cribo.data.sources.collection import ImageCollection, names_hash

@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from cribo.apps.segment.inputs import open_image, open_labels
 from cribo.base.errors import DataError
+from cribo.data.labelled.inputs import open_image, open_labels
 
 GENERATOR = np.random.default_rng(0)
 

@@ -1,6 +1,7 @@
 """Conversion of images and label maps from files, Pillow images, arrays or tensors."""
 
 import os
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,20 @@ ImageLike = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
 
 LabelsLike = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor | LabelMap
 """A grey or palette PNG whose values are class indices; such a Pillow image; integers (H, W); or a label map."""
+
+
+class Example(NamedTuple):
+    """An image with the class of each pixel.
+
+    Attributes:
+        image: input for `open_image`.
+        labels: input for `open_labels`; 255 for no class.
+        name: name of the example in messages and in the memory file.
+    """
+
+    image: ImageLike
+    labels: LabelsLike
+    name: str | None = None
 
 
 def open_image(image: ImageLike, reading: Reading = DEFAULT_READING) -> UInt8[Tensor, "3 h w"]:
