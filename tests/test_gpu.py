@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 
 import cribo
+from cribo.apps.segment import Example, SegmentationMemory, SegmentationSettings
 from cribo.cli.doctor.examination import examine
 from cribo.cli.doctor.speed import measure_speed
 from cribo.data import apply_photometric, sample_photometric
@@ -19,6 +20,7 @@ from cribo.data.scenes import Scenes
 from cribo.evaluation import DenseNN, dense_nn
 from cribo.evaluation.dense_neighbours.settings import Variant
 from cribo.features import Encoder, Machine, nearest
+from cribo.features.config import Head
 from cribo.features.search import TensorKeys
 from cribo.method import MemoryBank, SelfDistillation, cluster_tokens, cross_view_loss, match_objects, pool_objects
 from cribo.method.config import ViewRecipe
@@ -135,6 +137,18 @@ def test_dense_retrieval_agrees_with_the_cpu(variant: Variant):
     for on_cpu, on_gpu in zip(*scores, strict=True):
         # A few patches with nearly equal votes may differ.
         assert (on_cpu["confusion"] - on_gpu["confusion"]).abs().sum() <= 0.02 * on_cpu["confusion"].sum()
+
+
+@pytest.mark.parametrize("head", ["knn", "ridge", "both"])
+def test_segmentation_agrees_with_the_cpu(head: Head):
+    scenes, found = Scenes(8, size=64), []
+    for device in ("cpu", "cuda"):
+        backbone = build_backbone("vit_tiny_patch16_224", args={"depth": 2, "patch_size": 8}, image_size=64).to(device)
+        settings = SegmentationSettings(head=head, whiten=True, neighbours=5)
+        memory = SegmentationMemory(backbone, classes=scenes.classes, settings=settings)
+        memory.extend([Example(scenes.load(index), scenes.labels(index)) for index in range(4)])
+        found.append(torch.stack([memory.segment(scenes.load(index)).labels for index in range(4, 8)]))
+    assert (found[0] == found[1]).float().mean() > 0.98  # a few patches have nearly equal votes
 
 
 class _Waits(Callback):

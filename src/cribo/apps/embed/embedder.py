@@ -49,6 +49,9 @@ class Features(NamedTuple):
 class Embedder(ImageFunction[PreparedImage, Rows]):
     """Embeds images, in collections or batches of rows; can be sent to other processes.
 
+    A batch has one row for each image, patch or object, in the order of the images: `image`, the columns of `COLUMNS`,
+    `embedding` (N, D), and `error`.
+
     Args:
         backbone: the backbone, or its source.
         features: global (a vector for each image), patches (one for each patch) or objects (one for each cluster of an
