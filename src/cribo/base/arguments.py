@@ -7,16 +7,17 @@ import os
 import re
 import sys
 import types
-from argparse import RawDescriptionHelpFormatter
+from argparse import Action, RawDescriptionHelpFormatter
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, get_loader, set_loader
 
+from cribo.base.bounds import find_bounds
 from cribo.base.errors import ConfigError, DataError
 from cribo.base.files import parse_yaml, read_text
 from cribo.base.wording import enumerated, joined
@@ -28,7 +29,14 @@ Config = TypeVar("Config", bound="DataclassInstance")
 
 
 class _HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
-    """Keeps the line breaks of the description."""
+    """Keeps the line breaks of the description, and prints bounds as in `int >= 1`."""
+
+    def _get_type_str(self, action: Action) -> str | None:
+        name = super()._get_type_str(action)
+        if name is None or (bounds := find_bounds(getattr(action, "_typehint", None))) is None:
+            return name
+        name = re.sub(r"Annotated\[(\w+), .+?\]", r"\1", name)
+        return f"{name}, each {bounds}" if _elements(_type(action)) else f"{name} {bounds}"
 
 
 class Parser(ArgumentParser):
@@ -128,7 +136,7 @@ class Parser(ArgumentParser):
         from argcomplete.completers import ChoicesCompleter, FilesCompleter
 
         for action in self._actions:
-            if hint := getattr(action, "_typehint", None):
+            if hint := _type(action):
                 choices = dict.fromkeys(_choices(hint), "")
                 completer = ChoicesCompleter(choices) if choices else FilesCompleter()
                 action.completer = completer  # pyright: ignore[reportAttributeAccessIssue]
@@ -230,12 +238,12 @@ class Parser(ArgumentParser):
         return {
             option: elements
             for action in self._actions
-            if (elements := _elements(getattr(action, "_typehint", None)))
+            if (elements := _elements(_type(action)))
             for option in action.option_strings
         }
 
     def _switches(self) -> set[str]:
-        hints = {action: getattr(action, "_typehint", None) for action in self._actions}
+        hints = {action: _type(action) for action in self._actions}
         return {
             option
             for action, hint in hints.items()
@@ -396,12 +404,26 @@ _COUNTS = {2: "two", 3: "three", 4: "four"}
 _NUMBERS = re.compile(r"[\[(]?[-+\d.,eE]+[\])]?")
 
 
+def _type(action: Action) -> Any:
+    """Return the type of an option, or None."""
+    return _without_bounds(getattr(action, "_typehint", None))
+
+
+def _without_bounds(hint: Any) -> Any:
+    if get_origin(hint) is Annotated:
+        return hint.__origin__
+    if get_origin(hint) in (Union, types.UnionType):
+        return Union[tuple(_without_bounds(part) for part in get_args(hint))]  # noqa: UP007
+    return hint
+
+
 def _described(hint: Any) -> list[str]:
     """Describe the values that a type allows.
 
     Example:
-        >>> _described(Literal["exact", "faiss"] | None), _described(tuple[int, int])
-        (['exact', 'faiss', 'null'], ['two integers separated by commas'])
+        >>> from cribo.base.bounds import at_least
+        >>> _described(Literal["exact", "faiss"] | None), _described(Annotated[int, at_least(1)])
+        (['exact', 'faiss', 'null'], ['an integer >= 1'])
     """
     if get_origin(hint) in (Union, types.UnionType):
         return [words for part in get_args(hint) for words in _described(part)]
@@ -409,12 +431,15 @@ def _described(hint: Any) -> list[str]:
         return [str(value) for value in get_args(hint)]
     if hint is bool:
         return ["true", "false"]
+    bounds = find_bounds(hint)
     if elements := _elements(hint):
-        several = f"{_NAMES[elements[0]][1]} separated by commas"
         is_of_any_length = get_origin(hint) is list or ... in get_args(hint)
-        return [several if is_of_any_length else f"{_COUNTS.get(len(elements), len(elements))} {several}"]
+        count = "" if is_of_any_length else f"{_COUNTS.get(len(elements), len(elements))} "
+        return [f"{count}{_NAMES[elements[0]][1]} separated by commas{f', each {bounds}' if bounds else ''}"]
+    hint = _without_bounds(hint)
     kind = get_origin(hint) or hint
-    return [_NAMES[kind][0] if kind in _NAMES else getattr(kind, "__name__", str(kind))]
+    name = _NAMES[kind][0] if kind in _NAMES else getattr(kind, "__name__", str(kind))
+    return [f"{name} {bounds}" if bounds else name]
 
 
 def _choices(hint: Any) -> list[str]:
@@ -439,7 +464,7 @@ def _elements(hint: Any) -> tuple[type, ...]:
     if get_origin(hint) in (Union, types.UnionType):
         found = [part for part in get_args(hint) if part is not types.NoneType]
         return _elements(found[0]) if len(found) == 1 else ()
-    elements = tuple(part for part in get_args(hint) if part is not ...)
+    elements = tuple(_without_bounds(part) for part in get_args(hint) if part is not ...)
     return elements if get_origin(hint) in (tuple, list) and set(elements) <= {int, float, str} else ()
 
 
