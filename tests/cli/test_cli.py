@@ -132,7 +132,7 @@ def test_help_of_pretrain_lists_and_explains_the_options(capsys: pytest.CaptureF
         (["pretrain", "--runtime.precision", "64"], "bf16-mixed"),
         (["pretrain", "--optim.lr", "-1"], "optim.lr must be > 0 and <= 10, got -1.0"),
         (["pretrain", "--runtime.accelerator", "cpu", "--runtime.devices", "3"], "32 x 1 x 3 = 96, got"),
-        (["pretrain", "--views.flip", "2"], "views.flip must be between 0 and 1, got 2.0"),
+        (["pretrain", "--views.flip", "2"], "views.flip must be >= 0 and <= 1, got 2.0"),
     ],
 )
 def test_invalid_arguments_are_refused(words: list[str], message: str, refused: Callable[..., str]) -> None:

@@ -119,7 +119,7 @@ def test_a_pixel_belongs_to_the_patch_containing_its_centre(pixels: int, patches
         ({"num_objects": 0}, "num_objects must be >= 1, got 0"),
         ({"marginals": "even"}, "marginals must be one of adaptive, uniform, got 'even'"),
         ({"position_weight": -1.0}, "position_weight must be >= 0, got -1.0"),
-        ({"size": 0}, "size must be >= 1 pixel, or null for the image's own, got 0"),
+        ({"size": 0}, "size must be >= 1, got 0"),
         ({"min_share": 1.0}, "min_share must be >= 0 and < 1, got 1.0"),
     ],
 )

@@ -36,7 +36,7 @@ class _HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
         if name is None or (bounds := find_bounds(getattr(action, "_typehint", None))) is None:
             return name
         name = re.sub(r"Annotated\[(\w+), .+?\]", r"\1", name)
-        return f"{name}, each {bounds}" if _elements(_type(action)) else f"{name} {bounds}"
+        return f"{name}, each {bounds}" if re.search(r"(tuple|list|dict)\[", name) else f"{name} {bounds}"
 
 
 class Parser(ArgumentParser):

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -128,38 +128,6 @@ def _numbers(value: Any) -> Iterator[Any]:
     return (part for part in parts if part is not None)
 
 
-def require_least(settings: object, least: Mapping[str, int], prefix: str = "") -> None:
-    """Check lower bounds of settings; None is valid.
-
-    Args:
-        settings: object with the settings as attributes.
-        least: minimum of each setting, by name.
-        prefix: prefix of the names in error messages.
-
-    Raises:
-        ConfigError: a setting is below its minimum.
-    """
-    for name, bound in least.items():
-        if (value := getattr(settings, name)) is not None and value < bound:
-            raise ConfigError(f"{prefix}{name} must be >= {bound}, got {value}")
-
-
-def require_positive(settings: object, *names: str, prefix: str = "") -> None:
-    """Check that settings are positive and finite; None is valid.
-
-    Args:
-        settings: object with the settings as attributes.
-        names: names of the settings.
-        prefix: prefix of the names in error messages.
-
-    Raises:
-        ConfigError: a setting is zero, negative, infinite or not a number.
-    """
-    for name in names:
-        if (value := getattr(settings, name)) is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{prefix}{name} must be > 0, got {value}")
-
-
 def require_distinct(name: str, values: Collection[str], choices: Collection[str]) -> None:
     """Check that a setting lists some of its choices, each at most once.
 
@@ -168,6 +136,18 @@ def require_distinct(name: str, values: Collection[str], choices: Collection[str
     """
     if not values or len({*values}) < len(values) or not {*values} <= {*choices}:
         raise ConfigError(f"{name} must be distinct values of {','.join(choices)}, got {','.join(values)}")
+
+
+def require_distinct_numbers(name: str, numbers: Collection[float] | None, example: str) -> None:
+    """Check that a setting lists at least one number, each once; None is valid.
+
+    Raises:
+        ConfigError: the list is empty, or a number is repeated.
+    """
+    if numbers is not None and len({*numbers}) < max(1, len(numbers)):
+        raise ConfigError(
+            f"{name} must be distinct numbers, such as {example}, got {','.join(map(str, numbers)) or 'none'}"
+        )
 
 
 def sorted_blocks(blocks: Iterable[int]) -> tuple[int, ...]:

@@ -1,7 +1,9 @@
 """Limits on the pixels and the number of images, and the range of their values; does not import torch."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from cribo.base.bounds import at_least, check_bounds
 from cribo.base.errors import DataError
 
 MAX_PIXELS = 2 * 89_478_485
@@ -20,15 +22,14 @@ class Reading:
             images, or for pixels of 32 bits. [the range that the file states, else 0,65535]
 
     Raises:
-        DataError: a value is out of range.
+        InputError: a value is out of range.
     """
 
-    max_pixels: int = MAX_PIXELS
+    max_pixels: Annotated[int, at_least(4)] = MAX_PIXELS
     range: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        if self.max_pixels < 4:
-            raise DataError(f"max_pixels must be >= 4 (the smallest image is 2 x 2), got {self.max_pixels}")
+        check_bounds(self)
         if self.range is not None and not -float("inf") < self.range[0] < self.range[1] < float("inf"):
             raise DataError(f"range must be two ascending numbers LOW,HIGH, got {self.range[0]:g},{self.range[1]:g}")
 

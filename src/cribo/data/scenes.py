@@ -7,12 +7,14 @@ luminances, so the mean colour is uninformative. Textures are rotated by up to 3
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Annotated
 
 import numpy as np
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from cribo.base.bounds import at_least, check_bounds
 from cribo.base.colours import Colour, class_colours
 from cribo.base.errors import InputError
 from cribo.data.labelled.sets import HELD_OUT_SCENES
@@ -49,7 +51,7 @@ class Scenes:
 
     Args:
         count: number of scenes.
-        size: side of a scene in pixels, at least 16.
+        size: side of a scene in pixels.
         seed: the seed of the whole data set; scenes of two seeds are unrelated.
         first: number of the first scene, so that index ranges of one seed serve as training and held-out sets.
         min_objects: fewest objects in a scene.
@@ -65,19 +67,16 @@ class Scenes:
         (torch.Size([3, 96, 96]), torch.Size([96, 96]))
     """
 
-    count: int
-    size: int = 96
-    seed: int = 0
-    first: int = 0
-    min_objects: int = 4
+    count: Annotated[int, at_least(1)]
+    size: Annotated[int, at_least(16)] = 96
+    seed: Annotated[int, at_least(0)] = 0
+    first: Annotated[int, at_least(0)] = 0
+    min_objects: Annotated[int, at_least(1)] = 4
     max_objects: int = 6
-    frames: int = 1
+    frames: Annotated[int, at_least(1)] = 1
 
     def __post_init__(self) -> None:
-        smallest = {"count": 1, "size": 16, "seed": 0, "first": 0, "min_objects": 1, "frames": 1}
-        for name, least in smallest.items():
-            if getattr(self, name) < least:
-                raise InputError(f"{name} must be >= {least}, got {getattr(self, name)}")
+        check_bounds(self)
         if self.max_objects < self.min_objects:
             raise InputError(f"max_objects must be >= min_objects ({self.min_objects}), got {self.max_objects}")
 

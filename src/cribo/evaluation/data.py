@@ -5,9 +5,9 @@ import os
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from cribo.base.bounds import require_least
+from cribo.base.bounds import at_least, check_bounds
 from cribo.base.errors import ConfigError, DataError
 from cribo.base.trust import import_by_path
 from cribo.data.config import Reading, spread
@@ -71,12 +71,12 @@ class SegmentationData:
     name: str
     root: str | None = None
     partial: bool = False
-    limit: int | None = None
+    limit: Annotated[int, at_least(1)] | None = None
     train: str | None = None
     val: str | None = None
 
     def __post_init__(self) -> None:
-        require_least(self, {"limit": 1}, "data.")
+        check_bounds(self, "data.")
         if self.name != SCENES and _is_folder(self):
             self.name, self.root = _found(self)
         if self.name != SCENES and "." not in self.name:
@@ -178,10 +178,10 @@ class ImageData:
     train: str | None = None
     val: str | None = None
     partial: bool = False
-    limit: int | None = None
+    limit: Annotated[int, at_least(1)] | None = None
 
     def __post_init__(self) -> None:
-        require_least(self, {"limit": 1}, "data.")
+        check_bounds(self, "data.")
         if _is_folder(self):
             self.name, self.root = _found(self)
         if self.name not in _IMAGE_LAYOUTS:

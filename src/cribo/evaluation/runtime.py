@@ -1,9 +1,9 @@
 """Runtime configuration of evaluations: devices, precision, memory. Torch is imported on use only."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from cribo.base.bounds import require_least, require_positive
+from cribo.base.bounds import above, at_least, check_bounds
 from cribo.base.errors import ConfigError
 from cribo.training.loggers import TENSORBOARD, require_known
 
@@ -27,14 +27,13 @@ class EvaluationRuntime:
     """
 
     devices: tuple[str, ...] | None = None
-    batch_size: int = 16
-    workers: int | None = None
-    memory_gib: float | None = None
+    batch_size: Annotated[int, at_least(1)] = 16
+    workers: Annotated[int, at_least(0)] | None = None
+    memory_gib: Annotated[float, above(0)] | None = None
     cache: str = "~/.cache/cribo/features"
 
     def __post_init__(self) -> None:
-        require_least(self, {"batch_size": 1, "workers": 0}, "runtime.")
-        require_positive(self, "memory_gib", prefix="runtime.")
+        check_bounds(self, "runtime.")
 
 
 @dataclass
@@ -57,18 +56,17 @@ class TrainingRuntime:
 
     accelerator: str = "auto"
     devices: int | str = "auto"
-    num_nodes: int = 1
+    num_nodes: Annotated[int, at_least(1)] = 1
     precision: TrainerPrecision = "32-true"
-    workers: int | None = None
-    threads: int | None = None
+    workers: Annotated[int, at_least(0)] | None = None
+    threads: Annotated[int, at_least(1)] | None = None
     logger: tuple[str, ...] = (TENSORBOARD,)
-    log_every: int = 50
-    checkpoint_every: int = 1000
-    evaluate_every: int = 0
+    log_every: Annotated[int, at_least(1)] = 50
+    checkpoint_every: Annotated[int, at_least(1)] = 1000
+    evaluate_every: Annotated[int, at_least(0)] = 0
 
     def __post_init__(self) -> None:
-        least = {"num_nodes": 1, "threads": 1, "log_every": 1, "checkpoint_every": 1, "workers": 0, "evaluate_every": 0}
-        require_least(self, least, "runtime.")
+        check_bounds(self, "runtime.")
         require_known(self.logger)
         if not (self.devices == "auto" or (str(self.devices).isdecimal() and int(self.devices) > 0)):
             raise ConfigError(f"runtime.devices must be auto or a number >= 1, got {self.devices!r}")

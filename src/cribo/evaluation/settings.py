@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Optional, Self, TypeVar, get_args, get_type_hints
 
+from cribo.base.bounds import at_least, check_bounds
 from cribo.base.errors import InputError
 
 if TYPE_CHECKING:
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
 else:
     Decided = Optional
 
+
+Side = Annotated[int, at_least(1)]
+"""Side of images in pixels."""
 
 QUICK_SIDE = 224
 """Side of square images for `cribo benchmark --quick`, in pixels."""
@@ -32,12 +36,13 @@ class Settings:
         name: name of the protocol on the command line.
 
     Raises:
-        InputError: unknown variant.
+        InputError: unknown variant, or a value out of range.
     """
 
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         if (variants := self.variants()) and (variant := vars(self)["variant"]) not in variants:
             raise InputError(f"{self.name}: variant must be one of {', '.join(variants)}, got {variant!r}")
 

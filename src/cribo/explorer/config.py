@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from cribo.base.bounds import require_least, require_positive
+from cribo.base.bounds import above, at_least, check_bounds
 from cribo.base.errors import ConfigError
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.features.config import BackboneSource
@@ -28,7 +29,7 @@ class ExploreConfig:
         device: such as cuda:0 or cpu. [the first GPU, else the CPU]
 
     Raises:
-        ConfigError: neither `run`, `db` nor `backbone` is given, or `limit` is below 0.
+        ConfigError: neither `run`, `db` nor `backbone` is given, or a value is out of range.
     """
 
     run: Path | None = None
@@ -36,7 +37,7 @@ class ExploreConfig:
     backbone: BackboneSource | None = None
     images: str | Path | None = None
     trust: bool = False
-    limit: int = 100
+    limit: Annotated[int, at_least(0)] = 100
     examples: Path | None = None
     reading: Reading = DEFAULT_READING
     device: str | None = None
@@ -44,7 +45,7 @@ class ExploreConfig:
     def __post_init__(self) -> None:
         if self.run is None and self.db is None and self.backbone is None:
             raise ConfigError("--run DIR, --db DIR or --backbone SOURCE is required")
-        require_least(self, {"limit": 0})
+        check_bounds(self)
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,14 @@ class Limits:
         max_megapixels: pixel limit of an uploaded picture, by its header; larger ones are not decoded.
 
     Raises:
-        ConfigError: a limit is not positive.
+        ConfigError: a value is out of range.
     """
 
-    max_megabytes: float = 20.0
-    max_megapixels: float = 40.0
+    max_megabytes: Annotated[float, above(0)] = 20.0
+    max_megapixels: Annotated[float, above(0)] = 40.0
 
     def __post_init__(self) -> None:
-        require_positive(self, "max_megabytes", "max_megapixels")
+        check_bounds(self)
 
     @property
     def bytes(self) -> int:

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from cribo.base.bounds import require_least, require_positive, sorted_blocks
+from cribo.base.bounds import above, at_least, below, check_bounds, sorted_blocks
 from cribo.base.errors import ConfigError, InputError
 from cribo.base.redaction import without_secrets
 from cribo.method.config import Marginals
@@ -108,19 +108,14 @@ class ObjectOptions:
         min_share: minimum share of the image that an object covers; smaller objects are dropped. [0.005]
     """
 
-    num_objects: int | None = None
+    num_objects: Annotated[int, at_least(1)] | None = None
     marginals: Marginals | None = None
-    position_weight: float | None = None
-    size: int | None = None
-    min_share: float | None = None
+    position_weight: Annotated[float, at_least(0)] | None = None
+    size: Annotated[int, at_least(0)] | None = None
+    min_share: Annotated[float, at_least(0) & below(1)] | None = None
 
     def settings(self, default: "ObjectSettings") -> "ObjectSettings":
-        """Return the settings, with those of `default` for options that are not given.
-
-        Raises:
-            ConfigError: a value is out of range.
-        """
-        require_least(self, {"size": 0})
+        """Return the settings, with those of `default` for options that are not given."""
         given = {field.name: getattr(self, field.name) for field in fields(ObjectSettings)}
         values = {name: value for name, value in given.items() if value is not None}
         return replace(default, **values | ({"size": None} if self.size == 0 else {}))
@@ -145,22 +140,16 @@ class ObjectSettings:
         ConfigError: a value is out of range.
     """
 
-    num_objects: int = 16
+    num_objects: Annotated[int, at_least(1)] = 16
     marginals: Marginals = "adaptive"
-    position_weight: float = 1.0
-    size: int | None = 480
-    min_share: float = 0.005
+    position_weight: Annotated[float, at_least(0)] = 1.0
+    size: Annotated[int, at_least(1)] | None = 480
+    min_share: Annotated[float, at_least(0) & below(1)] = 0.005
 
     def __post_init__(self) -> None:
-        require_least(self, {"num_objects": 1})
+        check_bounds(self)
         if self.marginals not in get_args(Marginals):
             raise ConfigError(f"marginals must be one of {', '.join(get_args(Marginals))}, got {self.marginals!r}")
-        if not 0 <= self.position_weight < float("inf"):
-            raise ConfigError(f"position_weight must be >= 0, got {self.position_weight}")
-        if self.size is not None and self.size < 1:
-            raise ConfigError(f"size must be >= 1 pixel, or null for the image's own, got {self.size}")
-        if not 0 <= self.min_share < 1:
-            raise ConfigError(f"min_share must be >= 0 and < 1, got {self.min_share}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,22 +174,21 @@ class ProbeSettings:
         ValueError: a value is out of range, or two values exclude each other.
     """
 
-    size: int | None = None
-    scale: float | None = None
-    window: int | None = None
-    stride: int | None = None
+    size: Annotated[int, at_least(1)] | None = None
+    scale: Annotated[float, above(0)] | None = None
+    window: Annotated[int, at_least(1)] | None = None
+    stride: Annotated[int, at_least(1)] | None = None
     precision: FeaturePrecision = "float16"
     blocks: tuple[int, ...] | None = None
     whiten: bool | None = None
     head: Head | None = None
-    neighbours: int = 5
-    temperature: float = 0.07
+    neighbours: Annotated[int, at_least(1)] = 5
+    temperature: Annotated[float, above(0)] = 0.07
 
     def __post_init__(self) -> None:
         if self.blocks is not None:
             object.__setattr__(self, "blocks", sorted_blocks(self.blocks))
-        require_least(self, {"size": 1, "window": 1, "stride": 1, "neighbours": 1})
-        require_positive(self, "scale", "temperature")
+        check_bounds(self)
         if self.size is not None and self.scale is not None:
             raise InputError(f"size={self.size} and scale={self.scale} exclude each other: omit one of them")
         if self.stride is not None and (self.window is None or self.stride > self.window):

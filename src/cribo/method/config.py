@@ -1,12 +1,14 @@
 """Options of the method; does not import torch, so that a command line starts fast."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from cribo.base.bounds import between, check_bounds
 from cribo.base.errors import InputError
 
 Marginals = Literal["adaptive", "uniform"]
 Criterion = Literal["cycle", "none"]
+UnitInterval = Annotated[float, between(0, 1)]
 
 
 @dataclass(frozen=True)
@@ -33,36 +35,23 @@ class ViewRecipe:
         ValueError: a value out of range.
     """
 
-    size: int = 224
-    area: tuple[float, float] = (0.25, 1.0)
-    aspect: tuple[float, float] = (3 / 4, 4 / 3)
-    flip: float = 0.5
-    jitter: float = 0.8
-    brightness: float = 0.4
-    contrast: float = 0.4
-    saturation: float = 0.2
-    hue: float = 0.1
-    greyscale: float = 0.2
-    blur: tuple[float, float] = (1.0, 0.1)
-    blur_sigma: tuple[float, float] = (0.1, 2.0)
-    solarise: tuple[float, float] = (0.0, 0.2)
-    solarise_threshold: float = 128
+    size: Annotated[int, between(1, 8192)] = 224
+    area: tuple[Annotated[float, between(1e-4, 1)], Annotated[float, between(1e-4, 1)]] = (0.25, 1.0)
+    aspect: tuple[Annotated[float, between(0.01, 100)], Annotated[float, between(0.01, 100)]] = (3 / 4, 4 / 3)
+    flip: UnitInterval = 0.5
+    jitter: UnitInterval = 0.8
+    brightness: UnitInterval = 0.4
+    contrast: UnitInterval = 0.4
+    saturation: UnitInterval = 0.2
+    hue: Annotated[float, between(0, 0.5)] = 0.1
+    greyscale: UnitInterval = 0.2
+    blur: tuple[UnitInterval, UnitInterval] = (1.0, 0.1)
+    blur_sigma: tuple[Annotated[float, between(0.01, 100)], Annotated[float, between(0.01, 100)]] = (0.1, 2.0)
+    solarise: tuple[UnitInterval, UnitInterval] = (0.0, 0.2)
+    solarise_threshold: Annotated[float, between(0, 255)] = 128
 
     def __post_init__(self) -> None:
-        def check(name: str, low: float, high: float) -> None:
-            value = getattr(self, name)
-            numbers = value if isinstance(value, (tuple, list)) else (value,)
-            if not all(low <= number <= high for number in numbers):
-                raise InputError(f"{name} must be between {low:g} and {high:g}, got {value}")
-
-        check("size", 1, 8192)
-        for name in ("flip", "jitter", "greyscale", "blur", "solarise", "brightness", "contrast", "saturation"):
-            check(name, 0, 1)
-        check("area", 1e-4, 1)
-        check("aspect", 0.01, 100)
-        check("hue", 0, 0.5)
-        check("blur_sigma", 0.01, 100)
-        check("solarise_threshold", 0, 255)
+        check_bounds(self)
         for name in ("area", "aspect", "blur_sigma"):
             low, high = getattr(self, name)
             if low > high:

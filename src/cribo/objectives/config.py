@@ -1,15 +1,17 @@
 """Configuration sections shared by all objectives; options of a single objective are in `objective.args`."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from cribo.method.config import Marginals, ViewRecipe
+from cribo.base.bounds import above, at_least, at_most, below, between
+from cribo.method.config import Marginals, UnitInterval, ViewRecipe
 from cribo.models.config import Checkpointing
 
 Centring = Literal["mean", "sinkhorn"]
 AnchorKind = Literal["gram", "cosine"]
 Optimiser = Literal["adamw", "sgd", "lars"]
 ClipNorm = Literal["tensor", "global"]
+Temperature = Annotated[float, above(0) & at_most(10)]
 
 
 @dataclass
@@ -38,11 +40,11 @@ class BackboneConfig:
     name: str = "vit_small_patch16_224"
     args: dict[str, Any] = field(default_factory=dict)
     pretrained: str | None = None
-    drop_path: float = 0.1
+    drop_path: Annotated[float, at_least(0) & below(1)] = 0.1
     checkpointing: Checkpointing = "none"
-    train_blocks: int | None = None
-    cache_trunk: int | None = None
-    lora: int | None = None
+    train_blocks: Annotated[int, between(1, 1024)] | None = None
+    cache_trunk: Annotated[int, between(1, 65536)] | None = None
+    lora: Annotated[int, between(1, 65536)] | None = None
 
     def frozen_blocks(self, depth: int) -> int:
         """Return the number of first blocks of a network that are not trained."""
@@ -71,16 +73,16 @@ class ObjectsConfig:
             processes a whole number of groups; results do not depend on how groups are distributed over devices.
     """
 
-    num_objects: int = 32
-    position_weight: float = 1.0
+    num_objects: Annotated[int, between(1, 65536)] = 32
+    position_weight: Annotated[float, at_least(0)] = 1.0
     clustering: str = "sinkhorn"
     marginals: Marginals = "adaptive"
-    iterations: int = 5
-    sinkhorn_iterations: int = 5
-    sharpness: float = 20.0
-    bank_images: int | None = None
+    iterations: Annotated[int, between(1, 100)] = 5
+    sinkhorn_iterations: Annotated[int, between(1, 1000)] = 5
+    sharpness: Annotated[float, above(0) & at_most(100)] = 20.0
+    bank_images: Annotated[int, between(1, 2**31)] | None = None
     criterion: str = "cycle"
-    group_size: int = 32
+    group_size: Annotated[int, between(1, 65536)] = 32
 
 
 @dataclass
@@ -97,12 +99,12 @@ class HeadConfig:
         train_gain: whether to train the weight-norm gain of the last layers; freeze it for ViT-B and larger.
     """
 
-    hidden_dim: int = 2048
-    bottleneck_dim: int = 256
-    layers: int = 3
+    hidden_dim: Annotated[int, between(1, 65536)] = 2048
+    bottleneck_dim: Annotated[int, between(1, 65536)] = 256
+    layers: Annotated[int, between(1, 16)] = 3
     bias: bool = True
-    init_std: float = 0.02
-    prototypes: int = 65536
+    init_std: Annotated[float, above(0) & at_most(1)] = 0.02
+    prototypes: Annotated[int, between(2, 2**22)] = 65536
     train_gain: bool = True
 
 
@@ -135,21 +137,21 @@ class LossConfig:
             the features.
     """
 
-    image: float | bool = 1.0
-    cross_view: float | bool = 1.0
-    cross_image: float | bool = 1.0
-    cross_image_from_epoch: int = 1
-    student_temperature: float = 0.1
-    teacher_temperature: tuple[float, float] = (0.04, 0.07)
-    teacher_temperature_epochs: int = 30
+    image: Annotated[float, at_least(0)] | bool = 1.0
+    cross_view: Annotated[float, at_least(0)] | bool = 1.0
+    cross_image: Annotated[float, at_least(0)] | bool = 1.0
+    cross_image_from_epoch: Annotated[int, at_least(0)] = 1
+    student_temperature: Temperature = 0.1
+    teacher_temperature: tuple[Temperature, Temperature] = (0.04, 0.07)
+    teacher_temperature_epochs: Annotated[int, at_least(0)] = 30
     centring: Centring = "mean"
-    centre_momentum: float = 0.9
-    object_neighbours: float = 0.0
-    patch_neighbours: float = 0.0
-    neighbours: int = 64
-    neighbour_temperature: tuple[float, float] = (0.1, 0.05)
-    patch_bank: int = 8192
-    anchor: float = 0.0
+    centre_momentum: Annotated[float, at_least(0) & below(1)] = 0.9
+    object_neighbours: Annotated[float, at_least(0)] = 0.0
+    patch_neighbours: Annotated[float, at_least(0)] = 0.0
+    neighbours: Annotated[int, between(1, 65536)] = 64
+    neighbour_temperature: tuple[Temperature, Temperature] = (0.1, 0.05)
+    patch_bank: Annotated[int, between(2, 2**31)] = 8192
+    anchor: Annotated[float, at_least(0)] = 0.0
     anchor_kind: AnchorKind = "gram"
 
     def __post_init__(self) -> None:
@@ -184,21 +186,21 @@ class OptimConfig:
     """
 
     name: Optimiser = "adamw"
-    epochs: int = 100
-    batch_size: int = 256
-    micro_batches: int = 1
-    lr: float = 5e-4
-    final_lr: float = 1e-5
-    warmup_epochs: float = 10
-    weight_decay: tuple[float, float] = (0.04, 0.4)
-    momentum: tuple[float, float] = (0.996, 1.0)
-    gradient_momentum: float = 0.9
-    clip: float | None = None
+    epochs: Annotated[int, at_least(1)] = 100
+    batch_size: Annotated[int, between(1, 2**20)] = 256
+    micro_batches: Annotated[int, between(1, 2**20)] = 1
+    lr: Annotated[float, above(0) & at_most(10)] = 5e-4
+    final_lr: Annotated[float, between(0, 10)] = 1e-5
+    warmup_epochs: Annotated[float, at_least(0)] = 10
+    weight_decay: tuple[Annotated[float, between(0, 10)], Annotated[float, between(0, 10)]] = (0.04, 0.4)
+    momentum: tuple[UnitInterval, UnitInterval] = (0.996, 1.0)
+    gradient_momentum: Annotated[float, at_least(0) & below(1)] = 0.9
+    clip: Annotated[float, above(0)] | None = None
     clip_norm: ClipNorm = "tensor"
-    freeze_last_layers_epochs: int = 1
-    freeze_backbone_epochs: int = 0
-    layer_decay: float = 1.0
-    lr_factors: dict[str, float] | None = None
+    freeze_last_layers_epochs: Annotated[int, at_least(0)] = 1
+    freeze_backbone_epochs: Annotated[int, at_least(0)] = 0
+    layer_decay: Annotated[float, above(0) & at_most(1)] = 1.0
+    lr_factors: dict[str, Annotated[float, at_least(0)]] | None = None
 
 
 @dataclass
@@ -215,7 +217,7 @@ class ObjectiveOptions:
         optim: optimiser and schedules.
     """
 
-    seed: int = 0
+    seed: Annotated[int, between(0, 2**63 - 1)] = 0
     views: ViewRecipe = field(default_factory=ViewRecipe)
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
     objects: ObjectsConfig = field(default_factory=ObjectsConfig)

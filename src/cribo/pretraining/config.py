@@ -1,10 +1,10 @@
 """Configuration of a pretraining run, typed and checked before it starts."""
 
-import math
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from cribo.base.bounds import above, at_least, between, check_bounds
 from cribo.base.errors import InputError
 from cribo.data.config import MAX_PIXELS, Reading
 from cribo.data.labelled.sets import HELD_OUT_SCENES
@@ -27,10 +27,10 @@ class ScenesConfig:
         frames: number of frames of a moving scene, for objectives that read clips.
     """
 
-    count: int = 4000
-    size: int = 96
-    seed: int = 0
-    frames: int = 8
+    count: Annotated[int, between(1, 2**31)] = 4000
+    size: Annotated[int, between(16, 1024)] = 96
+    seed: Annotated[int, between(0, 2**31)] = 0
+    frames: Annotated[int, between(1, 1000)] = 8
 
 
 @dataclass
@@ -45,8 +45,8 @@ class VideoConfig:
         stride: use one in this many frames, such as 5 at 30 frames per second.
     """
 
-    frames: int = 32
-    stride: int = 1
+    frames: Annotated[int, between(1, 2**31)] = 32
+    stride: Annotated[int, between(1, 2**31)] = 1
 
 
 @dataclass
@@ -79,15 +79,15 @@ class DataConfig:
 
     root: str = "scenes"
     images: str = ""
-    workers: int | None = None
-    max_unreadable: float = 0.01
-    timeout: float = 420.0
-    max_restarts: int = 3
-    max_pixels: int = MAX_PIXELS
+    workers: Annotated[int, between(0, 1024)] | None = None
+    max_unreadable: Annotated[float, between(0, 1)] = 0.01
+    timeout: Annotated[float, above(0)] = 420.0
+    max_restarts: Annotated[int, between(0, 1000)] = 3
+    max_pixels: Annotated[int, at_least(4)] = MAX_PIXELS
     range: tuple[float, float] | None = None
     inside: bool = False
     cache_dir: str = "~/.cache/cribo/shards"
-    cache_gib: float = 100.0
+    cache_gib: Annotated[float, above(0)] = 100.0
     scenes: ScenesConfig = field(default_factory=ScenesConfig)
     video: VideoConfig = field(default_factory=VideoConfig)
 
@@ -134,12 +134,12 @@ class ScoreConfig:
     """
 
     root: str | None = None
-    every_epochs: int = 10
-    size: tuple[int, int] | None = None
-    neighbours: int = 50
-    memory_ratio: int = 1
-    images: tuple[int, int] = HELD_OUT_SCENES
-    held_out: int = 0
+    every_epochs: Annotated[int, at_least(1)] = 10
+    size: tuple[Annotated[int, between(1, 8192)], Annotated[int, between(1, 8192)]] | None = None
+    neighbours: Annotated[int, between(1, 10_000)] = 50
+    memory_ratio: Annotated[int, between(1, 2**31)] = 1
+    images: tuple[Annotated[int, between(1, 2**31)], Annotated[int, between(1, 2**31)]] = HELD_OUT_SCENES
+    held_out: Annotated[int, between(0, 2**31)] = 0
 
 
 @dataclass
@@ -167,14 +167,14 @@ class RuntimeConfig:
 
     accelerator: str = "auto"
     devices: int | str = 1
-    num_nodes: int = 1
+    num_nodes: Annotated[int, between(1, 65536)] = 1
     precision: Precision = "bf16-mixed"
     compile: Compile | bool = "none"
-    threads: int | None = None
+    threads: Annotated[int, between(1, 1024)] | None = None
     logger: tuple[str, ...] = (TENSORBOARD,)
-    log_every: int = 10
-    checkpoint_every: int = 1000
-    keep_checkpoints: int = 2
+    log_every: Annotated[int, at_least(1)] = 10
+    checkpoint_every: Annotated[int, at_least(1)] = 1000
+    keep_checkpoints: Annotated[int, between(1, 1000)] = 2
 
     def __post_init__(self) -> None:
         if isinstance(self.compile, bool):  # in older configurations
@@ -210,99 +210,8 @@ class PretrainConfig(ObjectiveOptions):
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     def __post_init__(self) -> None:
-        _check_ranges(self)
+        check_bounds(self)
         _check_combinations(self)
-
-
-# (low, high, whether low is allowed, whether high is allowed) of each number, and of all numbers of a pair or mapping.
-_RANGES: dict[str, tuple[float, float, bool, bool]] = {
-    "seed": (0, 2**63 - 1, True, True),
-    "data.workers": (0, 1024, True, True),
-    "data.max_unreadable": (0, 1, True, True),
-    "data.timeout": (0, math.inf, False, False),
-    "data.max_restarts": (0, 1000, True, True),
-    "data.max_pixels": (1, math.inf, True, False),
-    "data.cache_gib": (0, math.inf, False, False),
-    "data.scenes.count": (1, 2**31, True, True),
-    "data.scenes.size": (16, 1024, True, True),
-    "data.scenes.seed": (0, 2**31, True, True),
-    "data.scenes.frames": (1, 1000, True, True),
-    "data.video.frames": (1, 2**31, True, True),
-    "data.video.stride": (1, 2**31, True, True),
-    "backbone.drop_path": (0, 1, True, False),
-    "backbone.train_blocks": (1, 1024, True, True),
-    "backbone.cache_trunk": (1, 65536, True, True),
-    "backbone.lora": (1, 65536, True, True),
-    "objects.num_objects": (1, 65536, True, True),
-    "objects.position_weight": (0, math.inf, True, False),
-    "objects.iterations": (1, 100, True, True),
-    "objects.sinkhorn_iterations": (1, 1000, True, True),
-    "objects.sharpness": (0, 100, False, True),
-    "objects.bank_images": (1, 2**31, True, True),
-    "objects.group_size": (1, 65536, True, True),
-    "head.hidden_dim": (1, 65536, True, True),
-    "head.bottleneck_dim": (1, 65536, True, True),
-    "head.layers": (1, 16, True, True),
-    "head.init_std": (0, 1, False, True),
-    "head.prototypes": (2, 2**22, True, True),
-    "losses.image": (0, math.inf, True, False),
-    "losses.cross_view": (0, math.inf, True, False),
-    "losses.cross_image": (0, math.inf, True, False),
-    "losses.cross_image_from_epoch": (0, math.inf, True, False),
-    "losses.student_temperature": (0, 10, False, True),
-    "losses.teacher_temperature": (0, 10, False, True),
-    "losses.teacher_temperature_epochs": (0, math.inf, True, False),
-    "losses.centre_momentum": (0, 1, True, False),
-    "losses.object_neighbours": (0, math.inf, True, False),
-    "losses.patch_neighbours": (0, math.inf, True, False),
-    "losses.neighbours": (1, 65536, True, True),
-    "losses.neighbour_temperature": (0, 10, False, True),
-    "losses.patch_bank": (2, 2**31, True, True),
-    "losses.anchor": (0, math.inf, True, False),
-    "optim.epochs": (1, math.inf, True, False),
-    "optim.batch_size": (1, 2**20, True, True),
-    "optim.micro_batches": (1, 2**20, True, True),
-    "optim.lr": (0, 10, False, True),
-    "optim.final_lr": (0, 10, True, True),
-    "optim.warmup_epochs": (0, math.inf, True, False),
-    "optim.weight_decay": (0, 10, True, True),
-    "optim.momentum": (0, 1, True, True),
-    "optim.gradient_momentum": (0, 1, True, False),
-    "optim.clip": (0, math.inf, False, False),
-    "optim.freeze_last_layers_epochs": (0, math.inf, True, False),
-    "optim.freeze_backbone_epochs": (0, math.inf, True, False),
-    "optim.layer_decay": (0, 1, False, True),
-    "optim.lr_factors": (0, math.inf, True, False),
-    "score.every_epochs": (1, math.inf, True, False),
-    "score.size": (1, 8192, True, True),
-    "score.neighbours": (1, 10_000, True, True),
-    "score.memory_ratio": (1, 2**31, True, True),
-    "score.images": (1, 2**31, True, True),
-    "score.held_out": (0, 2**31, True, True),
-    "runtime.num_nodes": (1, 65536, True, True),
-    "runtime.threads": (1, 1024, True, True),
-    "runtime.log_every": (1, math.inf, True, False),
-    "runtime.checkpoint_every": (1, math.inf, True, False),
-    "runtime.keep_checkpoints": (1, 1000, True, True),
-}
-
-
-def _check_ranges(config: PretrainConfig) -> None:
-    for name, (low, high, low_allowed, high_allowed) in _RANGES.items():
-        value: Any = config
-        for part in name.split("."):
-            value = getattr(value, part)
-        if value is None:
-            continue
-        if isinstance(value, dict):
-            value = list(value.values())
-        for number in value if isinstance(value, (tuple, list)) else (value,):
-            above = number >= low if low_allowed else number > low
-            below = number <= high if high_allowed else number < high
-            if not (above and below):
-                low_text = f"{'>=' if low_allowed else '>'} {low:g}"
-                high_text = "" if math.isinf(high) else f" and {'<=' if high_allowed else '<'} {high:g}"
-                raise InputError(f"{name} must be {low_text}{high_text}, got {value}")
 
 
 def _check_combinations(config: PretrainConfig) -> None:

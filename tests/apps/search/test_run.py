@@ -162,7 +162,7 @@ def test_options_that_exclude_each_other(cribo: Run, indexed: Path) -> None:
         "search", "--db", indexed, "--duplicates", "--image", "a/1.png", status=2
     )
     words = ("search", "--db", indexed, "--image", "a/1.png", "--min_similarity", 2)
-    assert "min_similarity must be from -1 to 1, got 2.0" in cribo(*words, status=2)
+    assert "min_similarity must be >= -1 and <= 1, got 2.0" in cribo(*words, status=2)
 
 
 def test_include_own_finds_the_query_image(cribo: Run, indexed: Path, tmp_path: Path) -> None:

@@ -460,7 +460,7 @@ def test_a_memory_with_a_filter_of_an_earlier_version_is_read(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"min_confidence": 1.0}, r"min_confidence must be from 0 to below 1, got 1\.0"),
+        ({"min_confidence": 1.0}, r"min_confidence must be >= 0 and < 1, got 1\.0"),
         ({"contrast": float("nan")}, "contrast must be > 0, got nan"),
         ({"neighbours": 0}, "neighbours must be >= 1, got 0"),
     ],

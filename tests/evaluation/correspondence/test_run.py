@@ -115,7 +115,7 @@ def test_invalid_files_are_named(
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        (("--alphas", "0"), "alphas must be distinct numbers > 0 and <= 1"),
+        (("--alphas", "0"), "alphas must be > 0 and <= 1, got"),
         (("--size", "60"), "size must be a multiple of the patch size 16, got 60x60"),
         (("--data.split", "test"), "has no splits, got 'test': omit data.split"),
         (("--data.limit", "0"), "data.limit must be >= 1"),

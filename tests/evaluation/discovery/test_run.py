@@ -168,7 +168,7 @@ def test_images_without_objects_are_excluded(coco: Path) -> None:
     [
         (("--methods", "lost,lost"), "methods must be distinct values of lost,tokencut, got lost,lost"),
         (("--methods", "ncut"), "methods must be distinct values of lost,tokencut, got ncut"),
-        (("--threshold", "1"), "threshold must be a cosine between -1 and 1, got 1.0"),
+        (("--threshold", "1"), "threshold must be > -1 and < 1, got 1.0"),
         (("--features", "keys"), "features must be tokens for mean-colour"),
         (("--candidates", "0"), "candidates must be >= 1"),
         (("--data.split", "test"), "split must be train or val, got 'test'"),

@@ -285,9 +285,9 @@ def test_images_are_resized_by_the_shorter_side_and_centre_cropped() -> None:
 @pytest.mark.parametrize(
     ("wrong", "pattern"),
     [
-        ({"neighbours": ()}, "neighbours must be one or more numbers >= 1"),
-        ({"neighbours": (5, 0)}, "neighbours must be one or more numbers >= 1"),
-        ({"neighbours": (5, 5)}, "neighbours must be distinct, got 5, 5"),
+        ({"neighbours": ()}, "neighbours must be distinct numbers"),
+        ({"neighbours": (5, 0)}, "neighbours must be >= 1, got"),
+        ({"neighbours": (5, 5)}, "neighbours must be distinct numbers, such as 10,20, got 5,5"),
         ({"temperature": 0.0}, "temperature must be > 0, got 0.0"),
         ({"temperature": float("nan")}, "temperature must be > 0"),
         ({"crop": 0}, "crop must be >= 1"),

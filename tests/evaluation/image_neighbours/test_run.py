@@ -127,7 +127,7 @@ def test_features_are_cached_for_the_next_run(data: Path, capsys: pytest.Capture
     ("more", "reason"),
     [
         (("--neighbours", "25"), "neighbours must be at most the number of training images, 24, got 25"),
-        (("--neighbours", "0"), "neighbours must be one or more numbers >= 1"),
+        (("--neighbours", "0"), "neighbours must be >= 1, got"),
         (("--crop", "20"), "crop must be a multiple of 16, the patch size of mean-colour, got 20: use 16"),
         (("--crop", "32"), "resize must be >= crop"),
         (("--temperature", "0"), "temperature must be > 0"),

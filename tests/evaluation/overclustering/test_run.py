@@ -41,8 +41,8 @@ def test_an_evaluation_writes_results_and_pictures(data: Path, capsys: pytest.Ca
     ("more", "reason"),
     [
         (("--clusters", "65"), "clusters must be at most the number of patches, 64, got 65: use fewer"),
-        (("--clusters", "3,3"), "clusters must be distinct numbers >= 1"),
-        (("--clusters", "0"), "clusters must be distinct numbers >= 1"),
+        (("--clusters", "3,3"), "clusters must be distinct numbers"),
+        (("--clusters", "0"), "clusters must be >= 1, got"),
         (("--draws", "0"), "draws must be >= 1, got 0"),
         (("--dims", "0"), "dims must be >= 1, got 0"),
         (("--size", "60"), "size must be a multiple of the patch size 16, got 60x60"),

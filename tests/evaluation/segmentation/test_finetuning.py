@@ -267,7 +267,7 @@ def test_invalid_trainings_are_refused_before_a_folder_is_created(
         ({"drop_path": 1.0}, "drop_path must be >= 0 and < 1, got 1"),
         ({"backbone": BackboneSource("x", layers=4)}, "layers must be 1, got 4: Segmenter decodes .* the last block"),
         ({"backbone": BackboneSource("mean-colour")}, "mean-colour has no weights to finetune: choose a network"),
-        ({"learning_rates": ()}, "learning_rates must not be empty"),
+        ({"learning_rates": ()}, "learning_rates must be distinct numbers"),
     ],
 )
 def test_unsupported_options_are_refused(folder: Path, changes: dict[str, Any], message: str) -> None:

@@ -224,4 +224,4 @@ def test_the_command_prints_tables_and_places(folder: Path, tmp_path: Path, caps
     assert main(words) == 2
     assert "--overwrite" in capsys.readouterr().err
     assert main(["evaluate", "linear", *words[2:], "--learning_rates", "[]"]) == 2
-    assert "learning_rates must not be empty" in capsys.readouterr().err
+    assert "learning_rates must be distinct numbers" in capsys.readouterr().err

@@ -1,9 +1,9 @@
 """Options of `cribo adapt` and `cribo distill`, shared by the command line and Python."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from cribo.base.bounds import require_least, require_positive
+from cribo.base.bounds import above, at_least, at_most, between, check_bounds
 from cribo.base.errors import ConfigError
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.features.config import MEAN_COLOUR, BackboneSource
@@ -52,32 +52,27 @@ class AdaptConfig:
 
     images: str
     backbone: BackboneSource
-    minutes: float = 15.0
+    minutes: Annotated[float, above(0)] = 15.0
     steps: int | None = None
     labelled: str | None = None
     second: str | None = None
     keep: Keep = "better"
-    blocks: int | None = None
-    stride: int | None = None
-    power: float | None = None
-    dims: int | None = None
-    trained_share: float = 0.75
+    blocks: Annotated[int, at_least(1)] | None = None
+    stride: Annotated[int, at_least(1)] | None = None
+    power: Annotated[float, between(0, 1)] | None = None
+    dims: Annotated[int, at_least(1)] | None = None
+    trained_share: Annotated[float, above(0) & at_most(1)] = 0.75
     recipe: str = "adapt"
     training: dict[str, Any] = field(default_factory=dict)
     logger: tuple[str, ...] | None = None
     reading: Reading = DEFAULT_READING
-    workers: int | None = None
+    workers: Annotated[int, at_least(0)] | None = None
     device: str | None = None
 
     def __post_init__(self) -> None:
-        require_positive(self, "minutes")
+        check_bounds(self)
         if self.steps is not None and self.steps < 1:
             raise ConfigError(f"steps must be >= 1, got {self.steps}: to fit only the closed form, use --minutes 1")
-        if self.power is not None and not 0 <= self.power <= 1:
-            raise ConfigError(f"power must be from 0 (rotate only) to 1 (whiten), got {self.power}")
-        if not 0 < self.trained_share <= 1:
-            raise ConfigError(f"trained_share must be > 0 and at most 1, got {self.trained_share}")
-        require_least(self, {"blocks": 1, "stride": 1, "dims": 1})
         if self.backbone.source == MEAN_COLOUR:
             raise ConfigError(f"--backbone {MEAN_COLOUR} has no weights to adapt: choose a pretrained network")
         if self.backbone.layers != 1:
@@ -125,20 +120,19 @@ class DistillConfig:
     images: str
     teacher: BackboneSource
     backbone: BackboneSource
-    minutes: float = 15.0
-    steps: int | None = None
+    minutes: Annotated[float, above(0)] = 15.0
+    steps: Annotated[int, at_least(1)] | None = None
     labelled: str | None = None
     keep: Literal["better", "trained"] = "better"
     recipe: str = "distill"
     training: dict[str, Any] = field(default_factory=dict)
     logger: tuple[str, ...] | None = None
     reading: Reading = DEFAULT_READING
-    workers: int | None = None
+    workers: Annotated[int, at_least(0)] | None = None
     device: str | None = None
 
     def __post_init__(self) -> None:
-        require_positive(self, "minutes")
-        require_least(self, {"steps": 1})
+        check_bounds(self)
         for option, source in (("teacher", self.teacher), ("backbone", self.backbone)):
             if source.source == MEAN_COLOUR:
                 raise ConfigError(f"--{option} {MEAN_COLOUR} has no weights: choose a network")

@@ -1,9 +1,9 @@
 """Options of `cribo embed`, shared by the command line and Python."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from cribo.base.bounds import require_least, sorted_blocks
+from cribo.base.bounds import at_least, check_bounds, sorted_blocks
 from cribo.base.errors import ConfigError
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.features.config import BackboneSource, FeaturePrecision, ObjectOptions
@@ -42,12 +42,12 @@ class EmbedConfig(ObjectOptions, EngineOptions):
     precision: FeaturePrecision = "float32"
     blocks: tuple[int, ...] | None = None
     reading: Reading = DEFAULT_READING
-    batch_size: int = 16
-    workers: int | None = None
+    batch_size: Annotated[int, at_least(1)] = 16
+    workers: Annotated[int, at_least(0)] | None = None
     device: str | None = None
 
     def __post_init__(self) -> None:
-        require_least(self, {"batch_size": 1, "workers": 0})
+        check_bounds(self)
         self.check_engine()
         if self.blocks is not None:
             self.blocks = sorted_blocks(self.blocks)

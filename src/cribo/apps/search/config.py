@@ -1,8 +1,9 @@
 """Options of `cribo index` and `cribo search`, shared by the command line and Python."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from cribo.base.bounds import require_least, sorted_blocks
+from cribo.base.bounds import at_least, between, check_bounds, sorted_blocks
 from cribo.base.errors import ConfigError
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.features.config import BackboneSource, ObjectOptions
@@ -44,11 +45,11 @@ class IndexConfig(ObjectOptions, EngineOptions):
     moved: bool = False
     reading: Reading = DEFAULT_READING
     device: str | None = None
-    batch_size: int = 16
-    workers: int | None = None
+    batch_size: Annotated[int, at_least(1)] = 16
+    workers: Annotated[int, at_least(0)] | None = None
 
     def __post_init__(self) -> None:
-        require_least(self, {"batch_size": 1, "workers": 0})
+        check_bounds(self)
         self.check_engine()
         if self.blocks is not None:
             self.blocks = sorted_blocks(self.blocks)
@@ -72,7 +73,7 @@ class SearchConfig:
         k: number of objects to find for each query; with duplicates, number of nearest images to compare with each.
         path: pattern of the paths of images to search, such as 'night/*'; `*` also matches `/`.
         one_per_image: find only the most similar object of each image.
-        min_similarity: minimum cosine similarity of results, -1 to 1. [no limit; 0.95 for duplicates]
+        min_similarity: minimum cosine similarity of results. [no limit; 0.95 for duplicates]
         coco: also write the found objects to coco.json, in COCO format.
         include_own: also find objects of the query image.
         exact: compare with every object, without the index.
@@ -91,10 +92,10 @@ class SearchConfig:
     box: tuple[int, int, int, int] | None = None
     object: int | None = None
     duplicates: bool = False
-    k: int = 10
+    k: Annotated[int, at_least(1)] = 10
     path: str | None = None
     one_per_image: bool = False
-    min_similarity: float | None = None
+    min_similarity: Annotated[float, between(-1, 1)] | None = None
     coco: bool = False
     include_own: bool = False
     exact: bool = False
@@ -105,9 +106,7 @@ class SearchConfig:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        require_least(self, {"k": 1})
-        if self.min_similarity is not None and not -1 <= self.min_similarity <= 1:
-            raise ConfigError(f"min_similarity must be from -1 to 1, got {self.min_similarity}")
+        check_bounds(self)
         of_query = ("image", "point", "box", "object", "one_per_image", "include_own", "coco")
         given = [name for name in of_query if getattr(self, name) not in (None, False)]
         if self.duplicates and given:

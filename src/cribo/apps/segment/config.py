@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from cribo.base.bounds import require_least
+from cribo.base.bounds import at_least, check_bounds
 from cribo.base.errors import ConfigError
 from cribo.data.config import MAX_PIXELS
 from cribo.features.config import BackboneSource
@@ -45,9 +45,9 @@ class SegmentConfig(EngineOptions):
     classes: str | None = None
     memory: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
-    max_pixels: int = MAX_PIXELS
-    batch_size: int = 8
-    workers: int | None = None
+    max_pixels: Annotated[int, at_least(4)] = MAX_PIXELS
+    batch_size: Annotated[int, at_least(1)] = 8
+    workers: Annotated[int, at_least(0)] | None = None
     device: str | None = None
 
     def __post_init__(self) -> None:
@@ -55,5 +55,5 @@ class SegmentConfig(EngineOptions):
             raise ConfigError("give --examples, a folder of labelled images, or --memory, an existing memory file")
         if self.examples is None and self.labels is not None:
             raise ConfigError("--labels requires --examples, the folder of the labelled images")
-        require_least(self, {"batch_size": 1, "workers": 0})
+        check_bounds(self)
         self.check_engine()

@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from cribo.base.bounds import require_positive
+from cribo.base.bounds import above, at_least, below
 from cribo.base.errors import InputError
 from cribo.data.config import Reading
 from cribo.features.config import ProbeSettings
@@ -23,7 +23,7 @@ class SegmentationSettings(ProbeSettings):
         range: LOW,HIGH, the values that become black and white in images with more than 8 bits per channel, such as
             0,4095 for a camera of 12 bits. Give it if images are refused as nearly black, if the log reports dark
             images, or for pixels of 32 bits. [the range that the file states, else 0,65535]
-        min_confidence: leave pixels below this confidence (0 to 1) unlabelled (255).
+        min_confidence: leave pixels below this confidence unlabelled (255).
         refine: align the borders of the labels with the edges of the image by a joint bilateral filter; or none.
         reach: radius of the filter, in patches.
         contrast: difference in colour (sum over three channels, each 0 to 1) that counts as an edge.
@@ -33,19 +33,16 @@ class SegmentationSettings(ProbeSettings):
     """
 
     range: tuple[float, float] | None = None
-    min_confidence: float = 0.0
+    min_confidence: Annotated[float, at_least(0) & below(1)] = 0.0
     refine: Refine = "bilateral"
-    reach: float = 1.0
-    contrast: float = 0.1
+    reach: Annotated[float, above(0)] = 1.0
+    contrast: Annotated[float, above(0)] = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.range is not None:  # a list in JSON
             object.__setattr__(self, "range", (float(self.range[0]), float(self.range[1])))
             Reading(range=self.range)
-        if not 0 <= self.min_confidence < 1:
-            raise InputError(f"min_confidence must be from 0 to below 1, got {self.min_confidence}")
-        require_positive(self, "reach", "contrast")
         if self.refine not in get_args(Refine):
             raise InputError(f"refine must be {' or '.join(get_args(Refine))}, got {self.refine!r}")
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 
 from cribo.base.arguments import Parser
-from cribo.base.bounds import require_least, require_positive
+from cribo.base.bounds import above, at_least, check_bounds
 from cribo.base.errors import ConfigError
 from cribo.base.wording import nearest
 from cribo.pretraining.config import PretrainConfig
@@ -33,14 +33,13 @@ class Budget:
             Requires data.workers 0, because the time of other processes is not counted.
     """
 
-    epochs: int | None = None
-    steps: int | None = None
-    images: int | None = None
-    cpu_seconds: float | None = None
+    epochs: Annotated[int, at_least(1)] | None = None
+    steps: Annotated[int, at_least(1)] | None = None
+    images: Annotated[int, at_least(1)] | None = None
+    cpu_seconds: Annotated[float, above(0)] | None = None
 
     def __post_init__(self) -> None:
-        require_least(self, {"epochs": 1, "steps": 1, "images": 1}, "budget.")
-        require_positive(self, "cpu_seconds", prefix="budget.")
+        check_bounds(self, "budget.")
         if len(given := [part.name for part in fields(self) if getattr(self, part.name) is not None]) > 1:
             raise ConfigError(f"budget must be one number, got {' and '.join(given)}: remove one of them")
 

@@ -1,8 +1,9 @@
 """Configuration of `cribo benchmark`. This module does not import torch."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from cribo.base.bounds import require_least
+from cribo.base.bounds import at_least, check_bounds
 from cribo.base.errors import ConfigError
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.evaluation.protocol import find_protocol
@@ -49,13 +50,13 @@ class BenchmarkConfig:
     only: tuple[str, ...] | None = None
     quick: bool = False
     schedule: Schedule = "short"
-    pictures: int = 2
+    pictures: Annotated[int, at_least(0)] = 2
     reading: Reading = DEFAULT_READING
     runtime: EvaluationRuntime = field(default_factory=EvaluationRuntime)
     training: TrainingRuntime = field(default_factory=lambda: TrainingRuntime(devices=1))
 
     def __post_init__(self) -> None:
-        require_least(self, {"pictures": 0})
+        check_bounds(self)
         for name in self.only or ():
             find_protocol(name)
         if str(self.training.devices) != "1" or self.training.num_nodes != 1:

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from cribo.base.bounds import require_least
+from cribo.base.bounds import at_least, check_bounds
 from cribo.evaluation.correspondence.settings import CorrespondenceSettings
 from cribo.evaluation.data import Splits, absolute, described
 from cribo.evaluation.protocol import Outcome, PatchProtocol
@@ -34,10 +34,10 @@ class CorrespondenceData:
     root: str
     split: str | None = None
     partial: bool = False
-    limit: int | None = None
+    limit: Annotated[int, at_least(1)] | None = None
 
     def __post_init__(self) -> None:
-        require_least(self, {"limit": 1}, "data.")
+        check_bounds(self, "data.")
 
     @classmethod
     def find(cls, folder: Path) -> Self | None:

@@ -1,10 +1,10 @@
 """Settings of semantic correspondence. This module does not import torch."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from cribo.base.errors import InputError
-from cribo.evaluation.settings import UNDECIDED, Decided, Settings
+from cribo.base.bounds import above, at_most, require_distinct_numbers
+from cribo.evaluation.settings import UNDECIDED, Decided, Settings, Side
 from cribo.features.config import FeaturePrecision, Interpolation
 
 
@@ -24,15 +24,11 @@ class CorrespondenceSettings(Settings):
 
     name: ClassVar[str] = "correspondence"
 
-    alphas: tuple[float, ...] = (0.1,)
-    size: Decided[tuple[int, int]] = UNDECIDED
+    alphas: tuple[Annotated[float, above(0) & at_most(1)], ...] = (0.1,)
+    size: Decided[tuple[Side, Side]] = UNDECIDED
     interpolation: Interpolation = "bilinear"
     precision: FeaturePrecision = "float32"
 
     def __post_init__(self) -> None:
-        if (
-            not self.alphas
-            or not all(0 < alpha <= 1 for alpha in self.alphas)
-            or len({*self.alphas}) < len(self.alphas)
-        ):
-            raise InputError(f"alphas must be distinct numbers > 0 and <= 1, such as 0.05,0.1, got {self.alphas}")
+        super().__post_init__()
+        require_distinct_numbers("alphas", self.alphas, "0.05,0.1")

@@ -3,12 +3,11 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from cribo.base.bounds import require_least, require_positive
-from cribo.base.errors import InputError
+from cribo.base.bounds import above, at_least, require_distinct_numbers
 from cribo.data.labelled.sets import SEGMENTATION_SETS
-from cribo.evaluation.settings import UNDECIDED, Decided, Settings, require_whole_patches, square
+from cribo.evaluation.settings import UNDECIDED, Decided, Settings, Side, require_whole_patches, square
 from cribo.features.config import FeaturePrecision, Interpolation, PatchLabels, Unlabelled, Vote
 
 Variant = Literal["cribo", "hummingbird", "hummingbird-strict", "dip", "franca"]
@@ -63,31 +62,28 @@ class DenseNNSettings(Settings):
     name: ClassVar[str] = "dense-nn"
 
     variant: Variant = "cribo"
-    ratios: tuple[int, ...] = (1, 8, 64, 128)
-    draws: int = 5
+    ratios: tuple[Annotated[int, at_least(1)], ...] = (1, 8, 64, 128)
+    draws: Annotated[int, at_least(1)] = 5
     lists: str | None = None
     seed: int = 0
-    neighbours: Decided[int] = UNDECIDED
+    neighbours: Decided[Annotated[int, at_least(1)]] = UNDECIDED
     vote: Decided[Vote] = UNDECIDED
-    temperature: Decided[float] = UNDECIDED
+    temperature: Decided[Annotated[float, above(0)]] = UNDECIDED
     patch_labels: Decided[PatchLabels] = UNDECIDED
     unlabelled: Decided[Unlabelled] = UNDECIDED
     score: Decided[ScoreLevel] = UNDECIDED
     mean: Decided[Mean] = UNDECIDED
-    size: tuple[int, int] | None = None
+    size: tuple[Side, Side] | None = None
     interpolation: Decided[Interpolation] = UNDECIDED
-    augmentations: Decided[int] = UNDECIDED
-    memory_patches: Decided[int] = UNDECIDED
+    augmentations: Decided[Annotated[int, at_least(0)]] = UNDECIDED
+    memory_patches: Decided[Annotated[int, at_least(0)]] = UNDECIDED
     search: Search = "exact"
-    probes: int = 8
+    probes: Annotated[int, at_least(1)] = 8
     precision: FeaturePrecision = "float32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_least(self, {"draws": 1, "neighbours": 1, "probes": 1, "augmentations": 0, "memory_patches": 0})
-        if not self.ratios or min(self.ratios) < 1 or len(set(self.ratios)) < len(self.ratios):
-            raise InputError(f"ratios must be different numbers >= 1, such as 1,8,64,128, got {self.ratios}")
-        require_positive(self, "temperature")
+        require_distinct_numbers("ratios", self.ratios, "1,8,64,128")
 
     def for_data(self, patch_size: int, classes: Sequence[str]) -> Self:
         """Return a copy with all settings set, with the defaults of the variant.

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from cribo.base.bounds import require_least, require_positive
+from cribo.base.bounds import above, at_least, check_bounds
 from cribo.data.config import spread
 from cribo.evaluation.data import Splits, about_splits, absolute
 from cribo.evaluation.depth.settings import DepthSettings
@@ -33,14 +33,13 @@ class DepthData:
     layout: ClassVar[str] = "images/<split> and depth/<split>, or the lists of NYU-Depth v2"
 
     root: str
-    scale: float = 1000.0
-    max_depth: float = 10.0
+    scale: Annotated[float, above(0)] = 1000.0
+    max_depth: Annotated[float, above(0)] = 10.0
     partial: bool = False
-    limit: int | None = None
+    limit: Annotated[int, at_least(1)] | None = None
 
     def __post_init__(self) -> None:
-        require_least(self, {"limit": 1}, "data.")
-        require_positive(self, "scale", "max_depth", prefix="data.")
+        check_bounds(self, "data.")
 
     @classmethod
     def find(cls, folder: Path) -> Self | None:

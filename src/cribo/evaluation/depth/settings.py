@@ -1,10 +1,10 @@
 """Settings of depth prediction. This module does not import torch."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from cribo.base.bounds import require_distinct, require_least, require_positive
-from cribo.evaluation.settings import Settings
+from cribo.base.bounds import above, at_least, require_distinct
+from cribo.evaluation.settings import Settings, Side
 from cribo.features.config import FeaturePrecision, Interpolation, Vote
 
 METHODS = ("neighbours", "linear")
@@ -34,15 +34,14 @@ class DepthSettings(Settings):
     name: ClassVar[str] = "depth"
 
     methods: tuple[str, ...] = METHODS
-    neighbours: int = 30
+    neighbours: Annotated[int, at_least(1)] = 30
     vote: Vote = "attention"
-    temperature: float = 0.02
-    ridge: float = 1e-3
-    size: tuple[int, int] | None = None
+    temperature: Annotated[float, above(0)] = 0.02
+    ridge: Annotated[float, above(0)] = 1e-3
+    size: tuple[Side, Side] | None = None
     interpolation: Interpolation = "bicubic"
     precision: FeaturePrecision = "float32"
 
     def __post_init__(self) -> None:
-        require_least(self, {"neighbours": 1})
-        require_positive(self, "temperature", "ridge")
+        super().__post_init__()
         require_distinct("methods", self.methods, METHODS)

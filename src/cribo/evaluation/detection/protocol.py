@@ -2,9 +2,9 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from cribo.base.bounds import require_least
+from cribo.base.bounds import at_least, check_bounds
 from cribo.base.errors import ConfigError
 from cribo.base.packages import require_packages
 from cribo.base.wording import command_line
@@ -52,10 +52,10 @@ class DetectionData:
     train_images: str | None = None
     val_annotations: str | None = None
     val_images: str | None = None
-    limit: int | None = None
+    limit: Annotated[int, at_least(1)] | None = None
 
     def __post_init__(self) -> None:
-        require_least(self, {"limit": 1}, "data.")
+        check_bounds(self, "data.")
 
     @classmethod
     def find(cls, folder: "Path") -> Self | None:

@@ -1,9 +1,9 @@
 """Settings and schedules of object detection. This module does not import torch."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from cribo.base.bounds import require_least, require_positive
+from cribo.base.bounds import above, at_least
 from cribo.evaluation.runtime import Schedule
 from cribo.evaluation.settings import UNDECIDED, Decided, Settings
 
@@ -46,17 +46,13 @@ class DetectionSettings(Settings):
     name: ClassVar[str] = "detection"
 
     schedule: Schedule = "paper"
-    epochs: Decided[int] = UNDECIDED
-    batch_size: Decided[int] = UNDECIDED
-    learning_rate: Decided[float] = UNDECIDED
-    size: Decided[int] = UNDECIDED
-    tokens: Decided[int] = UNDECIDED
+    epochs: Decided[Annotated[int, at_least(1)]] = UNDECIDED
+    batch_size: Decided[Annotated[int, at_least(1)]] = UNDECIDED
+    learning_rate: Decided[Annotated[float, above(0)]] = UNDECIDED
+    size: Decided[Annotated[int, at_least(1)]] = UNDECIDED
+    tokens: Decided[Annotated[int, at_least(1)]] = UNDECIDED
     checkpointing: bool = False
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_least(self, {"epochs": 1, "batch_size": 1, "size": 1, "tokens": 1})
-        require_positive(self, "learning_rate")
 
     def scheduled(self) -> Self:
         """Return a copy with all settings set, with the defaults of the schedule."""

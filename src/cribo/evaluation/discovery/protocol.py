@@ -3,9 +3,9 @@
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from cribo.base.bounds import require_least
+from cribo.base.bounds import at_least, check_bounds
 from cribo.base.errors import ConfigError, DataError, InputError
 from cribo.data.config import spread
 from cribo.evaluation.data import Splits, absolute, described
@@ -43,10 +43,10 @@ class DiscoveryData:
     split: str | None = None
     annotations: str | None = None
     images: str | None = None
-    limit: int | None = None
+    limit: Annotated[int, at_least(1)] | None = None
 
     def __post_init__(self) -> None:
-        require_least(self, {"limit": 1}, "data.")
+        check_bounds(self, "data.")
 
     @classmethod
     def find(cls, folder: Path) -> Self | None:

@@ -1,10 +1,9 @@
 """Settings of object discovery. This module does not import torch."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from cribo.base.bounds import require_distinct, require_least
-from cribo.base.errors import InputError
+from cribo.base.bounds import above, at_least, below, require_distinct
 from cribo.evaluation.settings import UNDECIDED, Decided, Settings
 
 METHODS = ("lost", "tokencut")
@@ -31,12 +30,10 @@ class DiscoverySettings(Settings):
 
     methods: tuple[str, ...] = METHODS
     features: Decided[DiscoveryFeatures] = UNDECIDED
-    candidates: int = 100
-    threshold: float = 0.2
-    size: int | None = None
+    candidates: Annotated[int, at_least(1)] = 100
+    threshold: Annotated[float, above(-1) & below(1)] = 0.2
+    size: Annotated[int, at_least(1)] | None = None
 
     def __post_init__(self) -> None:
-        require_least(self, {"candidates": 1, "size": 1})
+        super().__post_init__()
         require_distinct("methods", self.methods, METHODS)
-        if not -1 < self.threshold < 1:
-            raise InputError(f"threshold must be a cosine between -1 and 1, got {self.threshold}")

@@ -1,9 +1,9 @@
 """Settings of image-level nearest neighbours. This module does not import torch."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
-from cribo.base.bounds import require_least, require_positive
+from cribo.base.bounds import above, at_least, require_distinct_numbers
 from cribo.base.errors import ConfigError
 from cribo.evaluation.settings import UNDECIDED, Decided, Settings
 from cribo.features.config import FeaturePrecision
@@ -33,21 +33,17 @@ class ImageNNSettings(Settings):
 
     name: ClassVar[str] = "image-nn"
 
-    neighbours: Decided[tuple[int, ...]] = UNDECIDED
-    temperature: float = 0.07
-    resize: int = 256
-    crop: int = 224
+    neighbours: Decided[tuple[Annotated[int, at_least(1)], ...]] = UNDECIDED
+    temperature: Annotated[float, above(0)] = 0.07
+    resize: Annotated[int, at_least(1)] = 256
+    crop: Annotated[int, at_least(1)] = 224
     precision: FeaturePrecision = "float32"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.is_decided("neighbours"):
             object.__setattr__(self, "neighbours", tuple(sorted(self.neighbours)))
-            if not self.neighbours or min(self.neighbours) < 1:
-                raise ConfigError(f"neighbours must be one or more numbers >= 1, got {list(self.neighbours)}")
-            if len(set(self.neighbours)) < len(self.neighbours):
-                raise ConfigError(f"neighbours must be distinct, got {', '.join(map(str, self.neighbours))}")
-        require_positive(self, "temperature")
-        require_least(self, {"crop": 1})
+            require_distinct_numbers("neighbours", self.neighbours, "10,20")
         if self.resize < self.crop:
             raise ConfigError(f"resize must be >= crop, got resize {self.resize} and crop {self.crop}")
 

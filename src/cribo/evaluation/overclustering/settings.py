@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
-from cribo.base.bounds import require_least
+from cribo.base.bounds import at_least, require_distinct_numbers
 from cribo.base.errors import InputError
-from cribo.evaluation.settings import UNDECIDED, Decided, Settings, require_whole_patches, square
+from cribo.evaluation.settings import UNDECIDED, Decided, Settings, Side, require_whole_patches, square
 from cribo.features.config import FeaturePrecision, Interpolation
 
 CLUSTERS = (300, 500)
@@ -42,26 +42,22 @@ class OverclusteringSettings(Settings):
 
     name: ClassVar[str] = "overclustering"
 
-    clusters: Decided[tuple[int, ...]] = UNDECIDED
-    draws: int = 5
-    seed: int = 0
+    clusters: Decided[tuple[Annotated[int, at_least(1)], ...]] = UNDECIDED
+    draws: Annotated[int, at_least(1)] = 5
+    seed: Annotated[int, at_least(0)] = 0
     foreground: bool = False
-    dims: int = 50
-    iterations: int = 100
-    restarts: int = 5
-    patches_per_cluster: int = 256
-    mask_size: int = 100
-    size: Decided[tuple[int, int]] = UNDECIDED
+    dims: Annotated[int, at_least(1)] = 50
+    iterations: Annotated[int, at_least(1)] = 100
+    restarts: Annotated[int, at_least(1)] = 5
+    patches_per_cluster: Annotated[int, at_least(1)] = 256
+    mask_size: Annotated[int, at_least(1)] = 100
+    size: Decided[tuple[Side, Side]] = UNDECIDED
     interpolation: Interpolation = "bilinear"
     precision: FeaturePrecision = "float32"
 
     def __post_init__(self) -> None:
-        positive = ("draws", "dims", "iterations", "restarts", "patches_per_cluster", "mask_size")
-        require_least(self, {"seed": 0, **dict.fromkeys(positive, 1)})
-        if self.is_decided("clusters") and (
-            not self.clusters or min(self.clusters) < 1 or len(set(self.clusters)) < len(self.clusters)
-        ):
-            raise InputError(f"clusters must be distinct numbers >= 1, such as 21,300,500, got {self.clusters}")
+        super().__post_init__()
+        require_distinct_numbers("clusters", self.clusters, "21,300,500")
 
     def for_data(self, patch_size: int, classes: Sequence[str], images: int, image_size: int | None = None) -> Self:
         """Return a copy in which all settings are set.

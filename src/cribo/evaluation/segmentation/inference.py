@@ -3,13 +3,14 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from cribo.base.bounds import require_least
+from cribo.base.bounds import at_least, check_bounds
 from cribo.base.errors import InputError
 from cribo.evaluation.segmentation.rules import InferenceMode
 from cribo.features.grid import window_starts
@@ -39,13 +40,13 @@ class Inference:
     """
 
     mode: InferenceMode = "whole"
-    window: int = 512
-    stride: int = 480
-    batch_size: int = 4
+    window: Annotated[int, at_least(1)] = 512
+    stride: Annotated[int, at_least(1)] = 480
+    batch_size: Annotated[int, at_least(1)] = 4
     stretch: bool = False
 
     def __post_init__(self) -> None:
-        require_least(self, {"window": 1, "stride": 1, "batch_size": 1})
+        check_bounds(self)
         if self.stride > self.window:
             raise InputError(f"stride must be at most the window ({self.window}), got {self.stride}")
 

@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from cribo.base.bounds import require_least
+from cribo.base.bounds import above, at_least, below, require_distinct_numbers
 from cribo.base.errors import ConfigError
 from cribo.data.labelled.sets import SEGMENTATION_SETS
 from cribo.evaluation.runtime import Schedule
@@ -57,29 +57,18 @@ class SegmentationTrainingSettings(Settings):
 
     variant: str = "paper"
     schedule: Schedule = "paper"
-    iterations: Decided[int] = UNDECIDED
-    batch_size: Decided[int] = UNDECIDED
-    crop: Decided[int] = UNDECIDED
-    learning_rates: Decided[tuple[float, ...]] = UNDECIDED
+    iterations: Decided[Annotated[int, at_least(1)]] = UNDECIDED
+    batch_size: Decided[Annotated[int, at_least(1)]] = UNDECIDED
+    crop: Decided[Annotated[int, at_least(1)]] = UNDECIDED
+    learning_rates: Decided[tuple[Annotated[float, above(0)], ...]] = UNDECIDED
     inference: Decided[InferenceMode] = UNDECIDED
-    weight_decay: Decided[float] = UNDECIDED
-    drop_path: Decided[float] = UNDECIDED
+    weight_decay: Decided[Annotated[float, at_least(0)]] = UNDECIDED
+    drop_path: Decided[Annotated[float, at_least(0) & below(1)]] = UNDECIDED
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_least(self, {"iterations": 1, "batch_size": 1, "crop": 1, "weight_decay": 0})
-        if self.is_decided("drop_path") and not 0.0 <= self.drop_path < 1.0:
-            raise ConfigError(f"drop_path must be >= 0 and < 1, got {self.drop_path}")
-        if not self.is_decided("learning_rates"):
-            return
-        rates = self.learning_rates
-        if not rates:
-            raise ConfigError("learning_rates must not be empty: use --learning_rates 8e-4,3e-4, for example")
-        if (wrong := next((rate for rate in rates if not 0 < rate < float("inf")), None)) is not None:
-            raise ConfigError(f"learning_rates must be > 0, got {wrong:g}")
-        if (twice := next((rate for rate in rates if rates.count(rate) > 1), None)) is not None:
-            raise ConfigError(f"learning_rates must be all different, got {twice:g} {rates.count(twice)} times")
+        require_distinct_numbers("learning_rates", self.learning_rates, "8e-4,3e-4")
 
     def for_data(self, name: str, backbone: "Backbone") -> Self:
         """Return a copy with all settings set, with the defaults of variant and schedule.
@@ -152,9 +141,9 @@ class DecoderConfig:
         heads: number of attention heads. [one per 64 channels]
     """
 
-    layers: int = 2
-    width: int | None = None
-    heads: int | None = None
+    layers: Annotated[int, at_least(1)] = 2
+    width: Annotated[int, at_least(1)] | None = None
+    heads: Annotated[int, at_least(1)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

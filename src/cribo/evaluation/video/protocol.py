@@ -3,9 +3,9 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from cribo.base.bounds import require_least
+from cribo.base.bounds import at_least, check_bounds
 from cribo.evaluation.data import Splits, absolute, described
 from cribo.evaluation.protocol import Outcome, PatchProtocol
 from cribo.evaluation.settings import square
@@ -35,10 +35,10 @@ class VideoData:
     root: str
     split: str = "val"
     partial: bool = False
-    limit: int | None = None
+    limit: Annotated[int, at_least(1)] | None = None
 
     def __post_init__(self) -> None:
-        require_least(self, {"limit": 1}, "data.")
+        check_bounds(self, "data.")
 
     @classmethod
     def find(cls, folder: Path) -> Self | None:

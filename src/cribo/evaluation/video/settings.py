@@ -1,9 +1,9 @@
 """Settings of video label propagation. This module does not import torch."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from cribo.base.bounds import require_least, require_positive
+from cribo.base.bounds import above, at_least
 from cribo.evaluation.settings import Settings
 from cribo.features.config import FeaturePrecision, Interpolation
 
@@ -28,14 +28,10 @@ class VideoPropagationSettings(Settings):
 
     name: ClassVar[str] = "video"
 
-    neighbours: int = 5
-    radius: int = 12
-    previous: int = 7
-    temperature: float = 0.1
-    side: int = 480
+    neighbours: Annotated[int, at_least(1)] = 5
+    radius: Annotated[int, at_least(1)] = 12
+    previous: Annotated[int, at_least(0)] = 7
+    temperature: Annotated[float, above(0)] = 0.1
+    side: Annotated[int, at_least(1)] = 480
     interpolation: Interpolation = "bilinear"
     precision: FeaturePrecision = "float32"
-
-    def __post_init__(self) -> None:
-        require_least(self, {"neighbours": 1, "radius": 1, "previous": 0, "side": 1})
-        require_positive(self, "temperature")

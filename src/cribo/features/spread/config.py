@@ -1,9 +1,9 @@
 """Options for the work on many machines, shared by the commands; does not import Ray."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from cribo.base.bounds import require_least
+from cribo.base.bounds import at_least, check_bounds
 from cribo.base.errors import ConfigError
 from cribo.base.packages import require_packages
 from cribo.base.shares import Share
@@ -23,12 +23,12 @@ class RayOptions:
     """
 
     address: str | None = None
-    workers: int | None = None
-    gpus_per_worker: float | None = None
-    cpus_per_worker: int | None = None
+    workers: Annotated[int, at_least(1)] | None = None
+    gpus_per_worker: Annotated[float, at_least(0)] | None = None
+    cpus_per_worker: Annotated[int, at_least(1)] | None = None
 
     def __post_init__(self) -> None:
-        require_least(self, {"workers": 1, "gpus_per_worker": 0, "cpus_per_worker": 1})
+        check_bounds(self, "ray.")
 
 
 @dataclass(kw_only=True)

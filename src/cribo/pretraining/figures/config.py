@@ -1,8 +1,9 @@
 """Names and options of figures; does not import torch."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from cribo.base.bounds import require_least
+from cribo.base.bounds import at_least, check_bounds
 from cribo.base.errors import ConfigError
 from cribo.data.config import DEFAULT_READING, Reading
 
@@ -35,14 +36,14 @@ class FigureConfig:
 
     only: tuple[str, ...] = FIGURES
     format: tuple[str, ...] = FIGURE_FORMATS
-    num_objects: int = 12
-    queries: int = 3
+    num_objects: Annotated[int, at_least(2)] = 12
+    queries: Annotated[int, at_least(1)] = 3
     images: str | None = None
     trust: bool = False
     features_of: str | None = None
     reading: Reading = DEFAULT_READING
-    pictures: int = 6
-    size: int = 480
+    pictures: Annotated[int, at_least(1)] = 6
+    size: Annotated[int, at_least(32)] = 480
 
     def __post_init__(self) -> None:
         for what, values, known in (("only", self.only, FIGURES), ("format", self.format, FIGURE_FORMATS)):
@@ -51,4 +52,4 @@ class FigureConfig:
                 raise ConfigError(
                     f"{what} must be one or more of {', '.join(known)}, got {', '.join(unknown) or 'nothing'}"
                 )
-        require_least(self, {"num_objects": 2, "queries": 1, "pictures": 1, "size": 32})
+        check_bounds(self)
