@@ -327,5 +327,5 @@ def test_the_centre_is_saved_with_its_module() -> None:
 
 @pytest.mark.parametrize("momentum", [-0.1, 1.0])
 def test_centre_momentum_out_of_range(momentum: float) -> None:
-    with pytest.raises(ValueError, match=rf"momentum of the centre must be in \[0, 1\), got {momentum}"):
+    with pytest.raises(ValueError, match=f"momentum must be >= 0 and < 1, got {momentum}"):
         Centre(PROTOTYPES, momentum=momentum)

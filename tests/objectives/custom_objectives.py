@@ -1,11 +1,12 @@
 """Objectives that tests import by path."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cribo.base.bounds import above
 from cribo.data.samples import Batch, LazyImage, Sample
 from cribo.models import Backbone
 from cribo.objectives import Columns, Objective, Output, Setting, Step
@@ -51,6 +52,13 @@ class Uneven(Flatten):
     def sample(self, image: LazyImage, generator: torch.Generator) -> Sample:
         side = int(torch.randint(8, 64, (), generator=generator))
         return {"image": torch.zeros(3, side, side)}
+
+
+class Bounded(Flatten):
+    """An objective whose argument has bounds."""
+
+    def __init__(self, setting: Setting, *, rate: Annotated[float, above(0)] = 1.0, value: float = 0.5) -> None:
+        super().__init__(setting, value=value / rate)
 
 
 class NoNumber(Flatten):

@@ -190,8 +190,6 @@ def test_patches_in_the_bank_do_not_depend_on_micro_batches(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("changes", "args", "message"),
     [
-        ({}, {"grid": 0}, "objective.args.grid must be at least 1, got 0"),
-        ({}, {"cross_view": -1.0}, "objective.args.cross_view must be >= 0, got -1.0"),
         ({}, {"points": 0.0}, "all weights in objective.args are 0"),
         ({"objects.num_objects": 33}, {"cross_view": 1.0}, "objects.num_objects must be at most 32, .* got 33"),
         ({"objects.bank_images": 7}, {"cross_image": 1.0}, "at least one batch of 8 images, got 7"),

@@ -89,9 +89,9 @@ def test_a_total_batch_is_divided_by_the_devices() -> None:
     [
         ({"kept": [17]}, "--kept must be between 1 and 16 .* got 17"),
         ({"kept": [0]}, "between 1 and"),
-        ({"steps": 0}, "--steps >= 1"),
-        ({"warmup": 1}, "--warmup >= 2"),
-        ({"bootstrapping_ratio": 1.5}, "between 0 and 1, got 1.5"),
+        ({"steps": 0}, "steps must be >= 1, got 0"),
+        ({"warmup": 1}, "warmup must be >= 2, got 1"),
+        ({"bootstrapping_ratio": 1.5}, "bootstrapping_ratio must be >= 0 and <= 1, got 1.5"),
         ({"trace": Path(__file__).parent}, "--trace must name a file, got the folder"),
     ],
 )

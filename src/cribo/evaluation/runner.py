@@ -11,7 +11,8 @@ from rich.console import Console
 from torch import Tensor
 from torch.optim.swa_utils import update_bn
 
-from cribo.base.errors import ConfigError, InputError
+from cribo.base.bounds import at_least
+from cribo.base.errors import ConfigError
 from cribo.base.job import Job
 from cribo.base.machine import is_first_process
 from cribo.base.versions import versions
@@ -99,8 +100,7 @@ def open_run(
     Raises:
         errors of `evaluate` about backbone, data and settings.
     """
-    if pictures < 0:
-        raise InputError(f"pictures must be >= 0, got {pictures}")
+    at_least(0).check(pictures=pictures)
     source = BackboneSource(backbone) if isinstance(backbone, str) else backbone
     protocol.check_packages()
     protocol.check_backbone(source)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from cribo.base.bounds import at_least
 from cribo.base.devices import available_memory, multiplies_bfloat16
 from cribo.base.errors import InputError, MissingPackage
 from cribo.base.packages import install_command
@@ -164,8 +165,7 @@ def _check(queries: Tensor, num_keys: int, dim: int, neighbours: int) -> float:
     """Check the arguments of a search and return the largest norm of a query."""
     if queries.ndim != 2 or queries.shape[1] != dim:
         raise InputError(f"queries must have shape (Q, {dim}), like the keys, got {tuple(queries.shape)}")
-    if neighbours < 1:
-        raise InputError(f"neighbours must be >= 1, got {neighbours}")
+    at_least(1).check(neighbours=neighbours)
     if neighbours > num_keys:
         raise InputError(
             f"neighbours must be <= the number of keys, got {neighbours} for {num_keys} keys: search for fewer "
@@ -320,8 +320,7 @@ class ApproximateIndex:
         if not (rows := len(keys)):
             raise InputError("keys must contain at least one row, got 0")
         lists = max(1, min(round(math.sqrt(rows)), rows // 40))  # at least 40 keys for each centre
-        if probes < 1:
-            raise InputError(f"probes must be >= 1, got {probes}")
+        at_least(1).check(probes=probes)
         self._lists, self._probes, sample = lists, min(probes, lists), min(rows, _SAMPLED * lists)
         # Lists grow by doubling, so up to half of their capacity is unused.
         needed = 2 * rows * (4 * keys.dim + 8) + 4 * keys.dim * (sample + 2 * min(rows, _INDEX_BLOCK))

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from cribo.base.bounds import between
 from cribo.base.errors import InputError
 
 
@@ -71,8 +72,7 @@ def partial_whitening(
         ValueError: `power` is outside [0, 1], `dims` exceeds the directions with variance, or `moments` contains fewer
             than two vectors.
     """
-    if not 0.0 <= power <= 1.0:
-        raise InputError(f"power must be from 0 (rotate only) to 1 (whiten), got {power}")
+    between(0, 1).check(power=power)
     if moments.count < 2:
         raise InputError(f"whitening needs at least 2 vectors, got {moments.count}: use more images")
     variances, axes = torch.linalg.eigh(moments.covariance)  # ascending

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from cribo.base.bounds import at_least
 from cribo.base.errors import InputError
 from cribo.method.config import Criterion
 from cribo.method.matching import Rows, match_rows
@@ -65,9 +66,7 @@ class MemoryBank:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        for name, value in (("num_images", num_images), ("num_objects", num_objects), ("dim", dim)):
-            if value < 1:
-                raise InputError(f"{name} must be >= 1, got {value}")
+        at_least(1).check(num_images=num_images, num_objects=num_objects, dim=dim)
         self.num_images = num_images
         self.capacity = num_images * num_objects
         # Uninitialised: only live slots are read, and the host commits memory when they are first written.

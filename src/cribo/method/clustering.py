@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from cribo.base.bounds import above, at_least, at_most
 from cribo.base.errors import InputError
 from cribo.method.blocks import rows_per_block
 from cribo.method.config import Marginals
@@ -67,12 +68,9 @@ def cluster_tokens(
     """
     if marginals not in get_args(Marginals):
         raise InputError(f"marginals must be one of {', '.join(get_args(Marginals))}, got {marginals!r}")
-    if position_weight < 0:
-        raise InputError(f"position_weight must be >= 0, got {position_weight}")
-    if not 0 < sharpness <= 100:  # exp(-sharpness) must not underflow
-        raise InputError(f"sharpness must be > 0 and <= 100, got {sharpness}")
-    if sinkhorn_iterations < 1:
-        raise InputError(f"sinkhorn_iterations must be >= 1, got {sinkhorn_iterations}")
+    at_least(0).check(position_weight=position_weight)
+    (above(0) & at_most(100)).check(sharpness=sharpness)  # exp(-sharpness) must not underflow
+    at_least(1).check(sinkhorn_iterations=sinkhorn_iterations)
     _check(tokens, coordinates, num_objects, initial_tokens, iterations)
     images = rows_per_block(2 * tokens.shape[1] ** 2, tokens.device)  # the distances and temporaries of the same size
     parts = zip(tokens.split(images), coordinates.split(images), initial_tokens.split(images), strict=True)
@@ -146,8 +144,7 @@ def _check(tokens: Tensor, coordinates: Tensor, num_objects: int, initial_tokens
     ):
         if tensor.shape != shape:
             raise InputError(f"{name} must have the shape {shape}, got {tuple(tensor.shape)}")
-    if iterations < 1:
-        raise InputError(f"iterations must be >= 1, got {iterations}")
+    at_least(1).check(iterations=iterations)
 
 
 def _cluster_images(

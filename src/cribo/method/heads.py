@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cribo.base.errors import InputError
+from cribo.base.bounds import above, at_least
 from cribo.method.precision import at_least_float32
 
 
@@ -46,17 +46,8 @@ class ProjectionHead(nn.Module):
         init_std: float = 0.02,
     ) -> None:
         super().__init__()
-        sizes = {
-            "dim": dim,
-            "hidden_dim": hidden_dim,
-            "bottleneck_dim": bottleneck_dim,
-            "num_layers": num_layers,
-        }
-        for name, value in sizes.items():
-            if value < 1:
-                raise InputError(f"{name} must be >= 1, got {value}")
-        if init_std <= 0:
-            raise InputError(f"init_std must be > 0, got {init_std}")
+        at_least(1).check(dim=dim, hidden_dim=hidden_dim, bottleneck_dim=bottleneck_dim, num_layers=num_layers)
+        above(0).check(init_std=init_std)
         widths = [dim, *[hidden_dim] * (num_layers - 1), bottleneck_dim]
         layers: list[nn.Module] = []
         for inputs, outputs in itertools.pairwise(widths):
@@ -90,9 +81,7 @@ class PrototypeLayer(nn.Module):
 
     def __init__(self, bottleneck_dim: int, num_prototypes: int, *, train_gain: bool = True) -> None:
         super().__init__()
-        for name, value in (("bottleneck_dim", bottleneck_dim), ("num_prototypes", num_prototypes)):
-            if value < 1:
-                raise InputError(f"{name} must be >= 1, got {value}")
+        at_least(1).check(bottleneck_dim=bottleneck_dim, num_prototypes=num_prototypes)
         # The default initialisation of nn.Linear.
         bound = 1 / math.sqrt(bottleneck_dim)
         self.direction = nn.Parameter(torch.empty(num_prototypes, bottleneck_dim).uniform_(-bound, bound))

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from cribo.base.errors import InputError
+from cribo.base.bounds import above, at_least, below
 from cribo.method.blocks import rows_per_block
 from cribo.method.precision import at_least_float32, in_float32, tf32_under_autocast
 
@@ -37,9 +37,7 @@ class SelfDistillation:
     teacher_temperature: float
 
     def __post_init__(self) -> None:
-        for name in ("student_temperature", "teacher_temperature"):
-            if getattr(self, name) <= 0:
-                raise InputError(f"{name} must be > 0, got {getattr(self, name)}")
+        above(0).check(student_temperature=self.student_temperature, teacher_temperature=self.teacher_temperature)
 
     def cross_entropy(
         self, student: Float[Tensor, "r e"], teacher: Float[Tensor, "r e"]
@@ -188,8 +186,7 @@ class Centre(nn.Module):
 
     def __init__(self, num_prototypes: int, *, momentum: float = 0.9) -> None:
         super().__init__()
-        if not 0 <= momentum < 1:
-            raise InputError(f"momentum of the centre must be in [0, 1), got {momentum}")
+        (at_least(0) & below(1)).check(momentum=momentum)
         self.momentum = momentum
         self.register_buffer("value", torch.zeros(num_prototypes))
 

@@ -19,6 +19,7 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
+from cribo.base.bounds import at_least, below
 from cribo.base.errors import InputError
 from cribo.base.trust import check_import, import_by_path
 from cribo.models import networks
@@ -38,10 +39,8 @@ def build_network(
     args = dict(args or {})
     _check_name(name)
     _check_args(name, args)
-    if not 0.0 <= drop_path < 1.0:
-        raise InputError(f"drop_path must be >= 0 and < 1, got {drop_path}")
-    if image_size < 1:
-        raise InputError(f"image_size must be >= 1, got {image_size}")
+    (at_least(0) & below(1)).check(drop_path=drop_path)
+    at_least(1).check(image_size=image_size)
     if not initialise and (backbone := _build_empty(name, args, image_size, drop_path)) is not None:
         return backbone
     with torch.random.fork_rng(devices=[]):

@@ -5,12 +5,13 @@ other losses are CrIBo's, computed on features, and soft neighbours. It is not i
 it with CrIBo.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from cribo.base.bounds import at_least
 from cribo.base.errors import ConfigError
 from cribo.data.samples import Batch
 from cribo.method import pool_objects
@@ -18,7 +19,7 @@ from cribo.models import Backbone
 from cribo.models.config import CompileMode
 from cribo.models.lora import plain_copy
 from cribo.objectives.banks import PatchBank, object_bank
-from cribo.objectives.base import Columns, Objective, Output, Setting, Step, check_weights, move_towards
+from cribo.objectives.base import Columns, Objective, Output, Setting, Step, move_towards
 from cribo.objectives.config import ObjectiveOptions
 from cribo.objectives.extras import LABELS, Anchor, StepFeatures, make_extras
 from cribo.objectives.headfree import cosine_distance, mean_or_zero
@@ -71,12 +72,12 @@ class Alignment(Objective):
         self,
         setting: Setting,
         *,
-        grid: int = GRID,
-        points: float = 1.0,
-        cross_view: float = 0.0,
-        cross_image: float = 0.0,
-        object_neighbours: float = 0.0,
-        patch_neighbours: float = 0.0,
+        grid: Annotated[int, at_least(1)] = GRID,
+        points: Annotated[float, at_least(0)] = 1.0,
+        cross_view: Annotated[float, at_least(0)] = 0.0,
+        cross_image: Annotated[float, at_least(0)] = 0.0,
+        object_neighbours: Annotated[float, at_least(0)] = 0.0,
+        patch_neighbours: Annotated[float, at_least(0)] = 0.0,
     ) -> None:
         super().__init__(setting)
         options = setting.options
@@ -87,7 +88,7 @@ class Alignment(Objective):
             "object_neighbours": object_neighbours,
             "patch_neighbours": patch_neighbours,
         }
-        _check(weights, grid, options)
+        _check(weights, options)
         self.weights = {name: weight for name, weight in weights.items() if weight}
         self.side = grid
         self.student = nn.ModuleDict({"backbone": setting.build_backbone()})
@@ -220,10 +221,7 @@ class Alignment(Objective):
         self.patch_bank.load_state_dict(state["patch_bank"])
 
 
-def _check(weights: dict[str, float], grid: int, options: ObjectiveOptions) -> None:
-    if grid < 1:
-        raise ConfigError(f"objective.args.grid must be at least 1, got {grid}")
-    check_weights(weights)
+def _check(weights: dict[str, float], options: ObjectiveOptions) -> None:
     if not any(weights.values()):
         raise ConfigError(f"all weights in objective.args are 0: set one of {', '.join(weights)}, such as points 1")
     for name in ("object_neighbours", "patch_neighbours"):

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from timm.models import Beit, ConvNeXt, EfficientNet, Eva, ResNet, VisionTransformer
 from torch import Tensor, nn
 
+from cribo.base.bounds import find_bounds
 from cribo.base.console import Progress
 from cribo.base.errors import ConfigError, InputError
 from cribo.base.trust import import_by_path
@@ -394,7 +395,8 @@ def make_objective(name: str, args: Mapping[str, Any], setting: Setting) -> Obje
     """Create an objective from its name or import path.
 
     Raises:
-        ConfigError: the class does not exist, is not an Objective, or does not accept the arguments.
+        ConfigError: the class does not exist, is not an Objective, or does not accept the arguments, or one is out of
+            the bounds that the constructor declares.
     """
     kind = objective_class(name)
     parser = ArgumentParser(exit_on_error=False)
@@ -409,7 +411,11 @@ def make_objective(name: str, args: Mapping[str, Any], setting: Setting) -> Obje
         raise
     except Exception as error:
         raise ConfigError(f"objective.args of {name}: {error}") from error
-    objective = kind(setting, **vars(parser.instantiate(arguments)))
+    values = vars(parser.instantiate(arguments))
+    for action in parser._actions:
+        if bounds := find_bounds(getattr(action, "_typehint", None)):
+            bounds.check(**{f"objective.args.{action.dest}": values[action.dest]})
+    objective = kind(setting, **values)
     if has_adapters(objective.exported()):
         raise ConfigError(
             f"backbone.lora requires an objective that exports a teacher; {name} exports the trained network: "
@@ -454,17 +460,6 @@ def detached(value: Tensor | float, like: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().reshape(()).to(like.dtype)
     return like.new_full((), float(value))
-
-
-def check_weights(weights: Mapping[str, float]) -> None:
-    """Raise an error for a loss weight in `objective.args` that is negative or infinite.
-
-    Raises:
-        ConfigError: a weight is out of range.
-    """
-    for name, weight in weights.items():
-        if not 0 <= weight < float("inf"):
-            raise ConfigError(f"objective.args.{name} must be >= 0, got {weight}")
 
 
 @torch.no_grad()

@@ -3,13 +3,14 @@
 The losses are those of AM-RADIO (Ranzinger et al. 2024) for one teacher. Not in the paper.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from cribo.base.bounds import at_least
 from cribo.base.errors import ConfigError
 from cribo.data.photometric import apply_photometric
 from cribo.data.randomness import keyed_generator
@@ -18,7 +19,7 @@ from cribo.method.precision import at_least_float32, in_float32
 from cribo.models import Backbone, Features, load_backbone, normalise
 from cribo.models.config import CompileMode
 from cribo.models.licences import with_teacher
-from cribo.objectives.base import Columns, Objective, Output, Setting, Step, check_weights, sum_over_ranks
+from cribo.objectives.base import Columns, Objective, Output, Setting, Step, sum_over_ranks
 from cribo.objectives.views import ViewPairs, drop_path_noise
 
 _SLOWEST = 0.01  # minimum weight of a step in the moving averages
@@ -72,14 +73,13 @@ class Distill(Objective):
         *,
         teacher: str,
         teacher_network: str | None = None,
-        global_token: float = 1.0,
-        patches: float = 1.0,
-        cosine: float = 0.9,
-        smooth_l1: float = 0.1,
+        global_token: Annotated[float, at_least(0)] = 1.0,
+        patches: Annotated[float, at_least(0)] = 1.0,
+        cosine: Annotated[float, at_least(0)] = 0.9,
+        smooth_l1: Annotated[float, at_least(0)] = 0.1,
     ) -> None:
         super().__init__(setting)
         given = {"global_token": global_token, "patches": patches, "cosine": cosine, "smooth_l1": smooth_l1}
-        check_weights(given)
         by_level = dict(zip(_LEVELS, (global_token, patches), strict=True))
         self.weights = {
             f"{level}_{kind}": weight * given[kind]

@@ -82,11 +82,10 @@ def concatenate_crops(parts: Sequence[Crops], *, limit: int | None = None) -> Cr
     return Crops(torch.cat([part.boxes for part in parts])[:limit], torch.cat([part.flips for part in parts])[:limit])
 
 
-def check_local_crops(number: int, size: int, area: tuple[float, float], backbone: Backbone, *, views: int) -> None:
+def check_local_crops(size: int, area: tuple[float, float], backbone: Backbone, *, views: int) -> None:
     """Check the options of local crops.
 
     Args:
-        number: number of local crops per image.
         size: side of a local crop in pixels.
         area: (low, high) share of the image that a local crop covers.
         backbone: the network that encodes them.
@@ -95,8 +94,6 @@ def check_local_crops(number: int, size: int, area: tuple[float, float], backbon
     Raises:
         ConfigError: a value out of range, or a size that the network does not accept.
     """
-    if number < 1:
-        raise ConfigError(f"objective.args.local_crops must be >= 1, got {number}")
     if not 0 < area[0] <= area[1] <= 1:
         raise ConfigError(f"objective.args.local_area must be ordered (low, high) within 0 to 1, got {area}")
     check_crop_size("local_size", size, backbone, views=views)

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cribo.base.errors import InputError
+from cribo.base.bounds import above, at_least
 from cribo.method.blocks import rows_per_block
 from cribo.method.precision import in_float32
 
@@ -37,10 +37,8 @@ def sinkhorn_centre(
         >>> centre.shape
         torch.Size([32])
     """
-    if temperature <= 0:
-        raise InputError(f"temperature must be > 0, got {temperature}")
-    if iterations < 1:
-        raise InputError(f"iterations must be >= 1, got {iterations}")
+    above(0).check(temperature=temperature)
+    at_least(1).check(iterations=iterations)
     num_prototypes = len(prototypes)
     shift = prototypes.new_zeros(num_prototypes)  # log of the column scaling
     if not len(embeddings):

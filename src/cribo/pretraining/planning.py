@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 
+from cribo.base.bounds import above
 from cribo.base.console import duration
 from cribo.base.errors import ConfigError
 from cribo.pretraining.config import PretrainConfig
@@ -28,8 +29,7 @@ def plan(session: Session, minutes: float) -> None:
     Raises:
         ConfigError: `minutes` is not positive, or there are several devices.
     """
-    if minutes <= 0:
-        raise ConfigError(f"minutes must be > 0, got {minutes}")
+    above(0).check(minutes=minutes)
     seconds_per_epoch = seconds_per_step(session) * session.module.schedules.steps_per_epoch
     epochs = max(1, round(60 * minutes / seconds_per_epoch))
     log.info("--minutes %g: optim.epochs is %d instead of %d", minutes, epochs, session.config.optim.epochs)

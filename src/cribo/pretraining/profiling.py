@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from cribo.base.bounds import at_least, between
 from cribo.base.errors import ConfigError
 from cribo.base.machine import give_freed_memory_back
 from cribo.data.samples import Batch
@@ -147,10 +148,9 @@ def profile(
 
     Source: paper appendix "High-level profiling".
     """
-    if steps < 1 or warmup < 2:
-        raise ConfigError(f"a profile requires --steps >= 1 and --warmup >= 2, got {steps} and {warmup}")
-    if not 0 <= bootstrapping_ratio <= 1:
-        raise ConfigError(f"--bootstrapping_ratio must be between 0 and 1, got {bootstrapping_ratio}")
+    at_least(1).check(steps=steps)
+    at_least(2).check(warmup=warmup)
+    between(0, 1).check(bootstrapping_ratio=bootstrapping_ratio)
     session = Session(_on_one_device(config))
     config, objective = session.config, session.module.objective
     if not isinstance(objective, CrIBo):

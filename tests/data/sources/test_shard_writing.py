@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from cribo.base.errors import DataError, FolderError, TooManySkipped
+from cribo.base.errors import ConfigError, FolderError, TooManySkipped
 from cribo.cli import main
 from cribo.data.reading import read_image
 from cribo.data.sources.collection import open_collection
@@ -146,14 +146,14 @@ def test_nothing_is_overwritten_or_half_written(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"size": 1}, "size must be >= 2 pixels, got 1"),
+        ({"size": 1}, "size must be >= 2, got 1"),
         ({"shard_bytes": 100}, "shard_bytes must be >= 4096, got 100"),
         ({"workers": -1}, "workers must be >= 0, got -1"),
-        ({"max_unreadable": 2}, "max_unreadable must be between 0 and 1, got 2"),
+        ({"max_unreadable": 2}, "max_unreadable must be >= 0 and <= 1, got 2"),
     ],
 )
 def test_values_out_of_range(photographs: Path, tmp_path: Path, arguments: dict[str, float], message: str) -> None:
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(ConfigError, match=message):
         write_shards(open_images(photographs), tmp_path / "out", **arguments)  # pyright: ignore[reportArgumentType]
 
 

@@ -25,7 +25,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tests.data.batches import assert_same_samples, view_pairs
 from tests.data.photographs import encoded, write_tar
 
-from cribo.base.errors import DataError, MissingData, ShardError, UnreadableImage
+from cribo.base.errors import ConfigError, DataError, MissingData, ShardError, UnreadableImage
 from cribo.data.config import Reading
 from cribo.data.loading import BatchLoader
 from cribo.data.reading import read_image
@@ -567,7 +567,7 @@ def test_a_cache_that_is_too_small_is_refused(flaky: Callable[..., ShardedImages
     size = flaky().index.sizes[0]
     with pytest.raises(DataError, match=r"data\.cache_gib .* is too small for flaky://pictures: 10 of its shards"):
         flaky(cache_gib=9 * size / 2**30)
-    with pytest.raises(DataError, match="cache_gib must be > 0, got 0"):
+    with pytest.raises(ConfigError, match="cache_gib must be > 0, got 0"):
         flaky(cache_gib=0)
 
 

@@ -404,7 +404,6 @@ def test_it_trains(tiny: Tiny, tmp_path: Path, network: dict[str, Any]) -> None:
         ({}, {"reference_ratio": 0.03}, "reference_ratio must keep 1 to 16 of 16 patches, got 0.03"),
         ({}, {"query_ratio": 1.2}, r"query_ratio must keep 1 to 16 of 16 patches, got 1\.2"),
         ({}, {"local_size": 4}, "local_size must be a multiple of the patch size 8, got 4"),
-        ({}, {"local_crops": 0}, "local_crops must be >= 1, got 0"),
     ],
 )
 def test_invalid_options_are_rejected(tiny: Tiny, changes: dict[str, Any], args: dict[str, Any], message: str) -> None:

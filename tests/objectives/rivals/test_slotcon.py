@@ -331,9 +331,6 @@ def test_samples_have_the_overlap_of_their_views_and_are_keyed(tiny: Tiny) -> No
 @pytest.mark.parametrize(
     ("changes", "args", "message"),
     [
-        ({}, {"attention_temperature": 0.0}, "attention_temperature must be > 0 and <= 10, got 0.0"),
-        ({}, {"slot_temperature": -1.0}, "slot_temperature must be > 0 and <= 10, got -1.0"),
-        ({}, {"grouping_weight": 1.5}, "grouping_weight must be >= 0 and <= 1, got 1.5"),
         ({"losses.centring": "sinkhorn"}, {}, "got losses.centring sinkhorn: set losses.centring mean"),
         (
             {"backbone.name": "resnet18", "backbone.args": {}},

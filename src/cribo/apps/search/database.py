@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import Float, Int
 
+from cribo.base.bounds import at_least
 from cribo.base.console import Progress
 from cribo.base.errors import ConfigError, DatabaseError, DataError, InputError
 from cribo.base.files import parse_json, require
@@ -790,8 +791,7 @@ class ObjectDatabase:
         vectors = np.asarray(vectors, dtype=np.float32)
         if vectors.ndim != 2 or vectors.shape[1] != self.info.dim:
             raise InputError(f"vectors must have the shape (Q, {self.info.dim}), got {vectors.shape}")
-        if k < 1:
-            raise InputError(f"k must be >= 1, got {k}")
+        at_least(1).check(k=k)
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
         if not np.isfinite(vectors).all() or not lengths.all():
             raise InputError("vectors must be finite and of non-zero length, because they are compared by cosine")

@@ -17,6 +17,7 @@ from torch import Tensor
 from cribo.apps.segment.pixels import label_pixels
 from cribo.apps.segment.settings import SegmentationSettings
 from cribo.apps.segment.storage import Stored, StoredExample, read_memory, write_memory
+from cribo.base.bounds import at_least
 from cribo.base.colours import Colour, class_colours
 from cribo.base.console import Progress, no_progress
 from cribo.base.devices import resolve_devices
@@ -112,8 +113,7 @@ class SegmentationMemory:
         self.settings = settings or SegmentationSettings()
         self.reading = Reading(range=self.settings.range)
         wanted = keep_blocks or self.settings.blocks
-        if batch_size < 1:
-            raise InputError(f"batch_size must be >= 1, got {batch_size}")
+        at_least(1).check(batch_size=batch_size)
         encoder, self.backbone = _opened(backbone, wanted, device)
         self.settings.check(encoder.patch_size)
         if not set(wanted or ()) <= set(encoder.blocks):

@@ -39,6 +39,7 @@ from cribo.apps.segment.settings import SegmentationSettings
 from cribo.apps.segment.storage import memory_lock, stored_range
 from cribo.apps.segment.suggesting import suggest
 from cribo.apps.segment.targets import open_targets, result_name
+from cribo.base.bounds import at_least
 from cribo.base.colours import Colour
 from cribo.base.console import Phases, duration
 from cribo.base.devices import resolve_device, resolve_threads
@@ -151,8 +152,7 @@ def segment_images(
     """
     console = console or Console(quiet=True)
     started = time.perf_counter()
-    if pictures < 0:
-        raise InputError(f"pictures must be >= 0, got {pictures}")
+    at_least(0).check(pictures=pictures)
     job = Job(
         out,
         KIND,

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int64
 
+from cribo.base.bounds import at_least
 from cribo.base.errors import DataError, InputError, MissingData
 from cribo.base.files import require
 from cribo.base.wording import enumerated
@@ -52,8 +53,7 @@ class ClassifiedFiles(ImageFiles):
         Raises:
             ValueError: `number` is below 1.
         """
-        if number < 1:
-            raise InputError(f"number must be >= 1, got {number}")
+        at_least(1).check(number=number)
         order = np.argsort(self.labels, kind="stable")
         counts = np.bincount(self.labels)
         earlier = np.empty_like(order)  # images of the same class before each

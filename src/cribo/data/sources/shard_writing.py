@@ -16,6 +16,7 @@ from jaxtyping import UInt8
 from PIL import Image
 from torch import Tensor
 
+from cribo.base.bounds import at_least, between
 from cribo.base.console import Progress
 from cribo.base.errors import DataError, FolderError, TooManySkipped, UnreadableImage
 from cribo.base.files import write_folder_whole
@@ -74,12 +75,16 @@ def write_shards(
 
     Raises:
         FolderError: `out` exists, or its parent folder is not writable.
-        DataError: a value is out of range, or no image can be read.
+        ConfigError: a value is out of range.
+        DataError: no image can be read.
         TooManySkipped: more images than allowed are unreadable; nothing is left on disk.
 
     >>> written = write_shards(open_images("photographs"), "shards", size=512)  # doctest: +SKIP
     """
-    _check(size, shard_bytes, max_unreadable, workers)
+    at_least(2).check(size=size)
+    at_least(_MIN_SHARD_BYTES).check(shard_bytes=shard_bytes)
+    at_least(0).check(workers=workers)
+    between(0, 1).check(max_unreadable=max_unreadable)
     out = Path(out).expanduser()
     if out.exists() or out.is_symlink():
         has_shards = (out / INDEX).is_file()
@@ -99,17 +104,6 @@ def write_shards(
     write_folder_whole(out, write)
     sizes = LocalShards(out).sizes
     return WrittenShards(out, len(sizes), len(source) - len(skipped), sum(sizes), skipped)
-
-
-def _check(size: int | None, shard_bytes: int, max_unreadable: float, workers: int | None) -> None:
-    if size is not None and size < 2:
-        raise DataError(f"size must be >= 2 pixels, got {size}")
-    if shard_bytes < _MIN_SHARD_BYTES:
-        raise DataError(f"shard_bytes must be >= {_MIN_SHARD_BYTES}, got {shard_bytes}")
-    if workers is not None and workers < 0:
-        raise DataError(f"workers must be >= 0, got {workers}")
-    if not 0 <= max_unreadable <= 1:
-        raise DataError(f"max_unreadable must be between 0 and 1, got {max_unreadable}")
 
 
 Encoded = tuple[bytes, str]

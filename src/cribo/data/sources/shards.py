@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from cribo.base.bounds import above
 from cribo.base.errors import DataError
 from cribo.base.files import require
 from cribo.data.config import DEFAULT_READING, Reading
@@ -209,6 +210,7 @@ def open_shards(
         cache_gib: maximum total size of the shards in this folder, in GiB.
 
     Raises:
+        ConfigError: `cache_gib` is out of range.
         DataError: no shards, broken shards, or a cache too small for the shards read at a time.
         ConnectionError: the storage does not answer.
         ShardError: the storage failed repeatedly.
@@ -218,8 +220,7 @@ def open_shards(
     if not is_url(root):
         require(Path(root).expanduser())
         return ShardedImages(LocalShards(root), reading=reading)
-    if not cache_gib > 0:
-        raise DataError(f"cache_gib must be > 0, got {cache_gib}")
+    above(0).check(cache_gib=cache_gib)
     require_answer(str(root))
     cache = ShardCache(cache_dir, limit_bytes=int(cache_gib * 2**30))
     images = ShardedImages(RemoteShards(str(root), cache), reading=reading)

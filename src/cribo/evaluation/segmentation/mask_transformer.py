@@ -7,6 +7,7 @@ from timm.layers.weight_init import trunc_normal_
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
+from cribo.base.bounds import at_least, below
 from cribo.base.errors import InputError
 from cribo.evaluation.segmentation.rules import InitialWeights
 from cribo.models.backbone import DropPathNoise, replace_drop_path
@@ -65,11 +66,8 @@ class MaskTransformer(nn.Module):
         width = in_channels if width is None else width
         if classes < 2:
             raise InputError(f"Segmenter requires at least 2 classes, got {classes}")
-        for name, value in (("width", width), ("layers", layers)):
-            if value < 1:
-                raise InputError(f"decoder.{name} must be >= 1, got {value}")
-        if not 0.0 <= drop_path < 1.0:
-            raise InputError(f"drop_path must be >= 0 and < 1, got {drop_path}")
+        at_least(1).check(width=width, layers=layers, heads=heads)
+        (at_least(0) & below(1)).check(drop_path=drop_path)
         self.classes = classes
         self.width = width
         self.heads = _heads(width, heads)
@@ -140,8 +138,6 @@ class MaskTransformer(nn.Module):
 def _heads(width: int, heads: int | None) -> int:
     if heads is None:
         heads = max(1, width // HEAD_WIDTH)
-    if heads < 1:
-        raise InputError(f"decoder.heads must be >= 1, got {heads}")
     if width % heads:
         below, above = width // heads * heads, (width // heads + 1) * heads
         near = f"{below} or {above}" if below else f"{above}"

@@ -11,7 +11,7 @@ of the batch.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,16 +19,18 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from cribo.base.bounds import at_least
 from cribo.base.errors import ConfigError
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch
 from cribo.method import ProjectionHead
 from cribo.method.bank import ring_slices
 from cribo.method.blocks import rows_per_block
+from cribo.method.config import UnitInterval
 from cribo.method.precision import at_least_float32, in_float32
 from cribo.models import Backbone
 from cribo.objectives.base import Columns, Output, Setting, Step
-from cribo.objectives.config import HeadConfig
+from cribo.objectives.config import HeadConfig, Temperature
 from cribo.objectives.self_distillation import PredictingNetwork, StudentTeacher
 from cribo.objectives.trunk import encode, inputs_of
 from cribo.objectives.views import ViewPairs, drop_path_noise
@@ -293,21 +295,14 @@ class Contextual(StudentTeacher):
         self,
         setting: Setting,
         *,
-        memory_images: int | None = None,
-        context_weight: float = 0.2,
-        context_temperature: float = 0.1,
-        temperature: float = 0.2,
-        pooling_queries: int = 1,
+        memory_images: Annotated[int, at_least(1)] | None = None,
+        context_weight: UnitInterval = 0.2,
+        context_temperature: Temperature = 0.1,
+        temperature: Temperature = 0.2,
+        pooling_queries: Annotated[int, at_least(1)] = 1,
     ) -> None:
         super().__init__(setting)
         options, batch_size = setting.options, setting.options.optim.batch_size
-        for name, value in {"context_temperature": context_temperature, "temperature": temperature}.items():
-            if not 0 < value <= 10:
-                raise ConfigError(f"objective.args.{name} must be > 0 and <= 10, got {value}")
-        if not 0 <= context_weight <= 1:
-            raise ConfigError(f"objective.args.context_weight must be >= 0 and <= 1, got {context_weight}")
-        if pooling_queries < 1:
-            raise ConfigError(f"objective.args.pooling_queries must be >= 1, got {pooling_queries}")
         if memory_images is None:
             memory_images = max(min(_MEMORY_IMAGES, setting.num_images // 2), batch_size)
         if memory_images < batch_size:

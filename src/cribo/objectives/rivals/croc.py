@@ -1,12 +1,13 @@
 """CrOC: online clustering of two views together (Stegmueller et al., CVPR 2023)."""
 
 from dataclasses import asdict, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from cribo.base.bounds import above, at_least
 from cribo.base.errors import ConfigError
 from cribo.data.samples import Batch, Sample
 from cribo.method import Centre, SelfDistillation, ViewRecipe
@@ -122,13 +123,11 @@ class CrOC(Distillation):
         *,
         k_start: int = 12,
         k_max: int = 4,
-        object_prototypes: int = 8192,
-        object_temperature: tuple[float, float] | None = None,
+        object_prototypes: Annotated[int, at_least(2)] = 8192,
+        object_temperature: tuple[Annotated[float, above(0)], Annotated[float, above(0)]] | None = None,
         cost_range: CostRange = "group",
     ) -> None:
         options, losses = setting.options, setting.options.losses
-        if object_prototypes < 2:
-            raise ConfigError(f"objective.args.object_prototypes must be >= 2, got {object_prototypes}")
         super().__init__(setting, levels={"image": options.head.prototypes, "object": object_prototypes})
         backbone = self.student.backbone
         heads = backbone.key_heads
@@ -150,8 +149,6 @@ class CrOC(Distillation):
                 f"(objective.args.k_start), got {k_max}"
             )
         self.object_temperature = losses.teacher_temperature if object_temperature is None else object_temperature
-        if min(self.object_temperature) <= 0:
-            raise ConfigError(f"objective.args.object_temperature must be > 0, got {self.object_temperature}")
         if not losses.cross_view:
             raise ConfigError(
                 "losses.cross_view must be > 0 for CrOC: it is the weight of the loss of objects; use the objective "

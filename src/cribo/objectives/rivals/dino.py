@@ -5,12 +5,14 @@ teacher's output for every other global crop.
 """
 
 import math
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from cribo.base.bounds import at_least
 from cribo.data.samples import Batch, SampleTransform
 from cribo.method import Centre
 from cribo.method.precision import in_float32
@@ -43,13 +45,13 @@ class DINO(Distillation):
         self,
         setting: Setting,
         *,
-        local_crops: int = 8,
+        local_crops: Annotated[int, at_least(1)] = 8,
         local_size: int = 96,
         local_area: tuple[float, float] = (0.05, 0.25),
     ) -> None:
         super().__init__(setting, levels={"image": setting.options.head.prototypes})
         backbone = self.student.backbone
-        check_local_crops(local_crops, local_size, local_area, backbone, views=setting.options.views.size)
+        check_local_crops(local_size, local_area, backbone, views=setting.options.views.size)
         self.crops = MultiCrop(
             setting.options.views,
             local_crops=local_crops,

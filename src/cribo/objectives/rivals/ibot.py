@@ -6,11 +6,13 @@ From the masked crops, the student predicts the teacher's output for each masked
 
 import math
 from dataclasses import replace
+from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from cribo.base.bounds import above, at_least, at_most
 from cribo.base.errors import ConfigError
 from cribo.data.samples import Batch, LazyImage, Sample
 from cribo.method import Centre, SelfDistillation, weighted_cross_entropy
@@ -126,10 +128,10 @@ class IBOT(DINO):
         self,
         setting: Setting,
         *,
-        local_crops: int = 10,
+        local_crops: Annotated[int, at_least(1)] = 10,
         local_size: int = 96,
         local_area: tuple[float, float] = (0.05, 0.25),
-        mask_probability: float = 0.5,
+        mask_probability: Annotated[float, above(0) & at_most(1)] = 0.5,
         mask_ratio: tuple[float, float] = (0.1, 0.5),
     ) -> None:
         super().__init__(setting, local_crops=local_crops, local_size=local_size, local_area=local_area)
@@ -140,8 +142,6 @@ class IBOT(DINO):
                 f"iBOT requires a vision transformer whose global token is [CLS], not {options.backbone.name}: set "
                 "backbone.args {global_pool: token} if the network has [CLS], or use vit_small_patch16_224"
             )
-        if not 0 < mask_probability <= 1:
-            raise ConfigError(f"objective.args.mask_probability must be > 0 and at most 1, got {mask_probability}")
         if not 0 < mask_ratio[0] <= mask_ratio[1] < 1:
             raise ConfigError(f"objective.args.mask_ratio must be ordered (low, high) within 0 to 1, got {mask_ratio}")
         side = options.views.size // backbone.patch_size

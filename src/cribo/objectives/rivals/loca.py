@@ -8,6 +8,7 @@ balances these clusters.
 
 import math
 from functools import partial
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from timm.layers.mlp import Mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from cribo.base.bounds import at_least
 from cribo.base.errors import ConfigError
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, LazyImage, Sample
@@ -279,7 +281,7 @@ class LOCA(StudentTeacher):
         self,
         setting: Setting,
         *,
-        local_crops: int = 9,
+        local_crops: Annotated[int, at_least(1)] = 9,
         local_size: int = 96,
         local_area: tuple[float, float] = (0.05, 0.32),
         reference_ratio: float = 0.2,
@@ -296,7 +298,7 @@ class LOCA(StudentTeacher):
                 f"LOCA requires a grid of at least 2x2 patches, but {backbone.name} has patches of {patch_size} "
                 f"pixels: set views.size to at least {2 * patch_size}, got {views}"
             )
-        check_local_crops(local_crops, local_size, local_area, backbone, views=views)
+        check_local_crops(local_size, local_area, backbone, views=views)
         self.crops = ReferenceAndQueries(
             options.views,
             local_crops=local_crops,

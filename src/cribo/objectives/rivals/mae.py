@@ -1,10 +1,13 @@
 """MAE (He et al. 2022): a vision transformer encodes the visible patches, a small decoder predicts the others."""
 
+from typing import Annotated
+
 import torch
 from jaxtyping import Float, Int
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
+from cribo.base.bounds import at_least
 from cribo.base.errors import ConfigError
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, LazyImage, Sample
@@ -95,9 +98,9 @@ class MAE(Objective):
         setting: Setting,
         *,
         mask_ratio: float = 0.75,
-        decoder_dim: int = 512,
+        decoder_dim: Annotated[int, at_least(1)] = 512,
         decoder_depth: int = 8,
-        decoder_heads: int = 16,
+        decoder_heads: Annotated[int, at_least(1)] = 16,
         normalise_patches: bool = True,
     ) -> None:
         super().__init__(setting)

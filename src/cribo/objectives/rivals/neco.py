@@ -7,13 +7,14 @@ differentiable sorting network ranks these references by similarity, and the stu
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from cribo.base.bounds import above, at_least
 from cribo.base.errors import ConfigError
 from cribo.data.samples import Batch, LazyImage, Sample
 from cribo.method import Crops, ViewRecipe, sample_crops
@@ -164,19 +165,19 @@ class NeCo(Distillation):
         self,
         setting: Setting,
         *,
-        local_crops: int = 4,
+        local_crops: Annotated[int, at_least(1)] = 4,
         local_size: int | None = None,
         local_area: tuple[float, float] = (0.05, 0.25),
-        grid: int = 7,
+        grid: Annotated[int, at_least(2)] = 7,
         similarity: Similarity = "cosine",
         sorting: SortingKind = "bitonic",
-        steepness: tuple[float, float] = (100.0, 100.0),
+        steepness: tuple[Annotated[float, above(0)], Annotated[float, above(0)]] = (100.0, 100.0),
     ) -> None:
         super().__init__(setting, levels={})
         backbone, recipe = self.student.backbone, setting.options.views
         if local_size is None:
             local_size = max(1, _LOCAL_SIZE // backbone.patch_size) * backbone.patch_size
-        check_local_crops(local_crops, local_size, local_area, backbone, views=recipe.size)
+        check_local_crops(local_size, local_area, backbone, views=recipe.size)
         for name, high, least in (
             ("views.area", recipe.area[1], 2 * LEAST_OVERLAP),
             ("objective.args.local_area", local_area[1], LEAST_OVERLAP),
@@ -185,10 +186,6 @@ class NeCo(Distillation):
                 raise ConfigError(
                     f"{name} must end above {least:g} for crops that overlap by that share of the image, got {high:g}"
                 )
-        if grid < 2:
-            raise ConfigError(f"objective.args.grid must be >= 2, got {grid}")
-        if not all(0 < value < float("inf") for value in steepness):
-            raise ConfigError(f"objective.args.steepness must be > 0 and finite, got {steepness}")
         self.grid = grid
         self.similarity: Similarity = similarity
         self.student_sorting = SortingNetwork(grid**2, sorting, steepness=steepness[0])

@@ -5,11 +5,13 @@ with the network of stage 1. Stage 3 trains a new network on images, regions and
 """
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+from cribo.base.bounds import at_least
 from cribo.base.errors import ConfigError, UnreadableImage
 from cribo.data.photometric import Photometric, sample_photometric
 from cribo.data.samples import Batch, LazyImage, Sample
@@ -127,17 +129,13 @@ class ORL(BYOL):
         setting: Setting,
         *,
         batch_norm: bool = True,
-        image_epochs: int | None = None,
-        neighbours: int = 10,
-        min_side: int = 96,
-        max_regions: int = 100,
-        patch_size: int = 96,
+        image_epochs: Annotated[int, at_least(1)] | None = None,
+        neighbours: Annotated[int, at_least(1)] = 10,
+        min_side: Annotated[int, at_least(1)] = 96,
+        max_regions: Annotated[int, at_least(1)] = 100,
+        patch_size: Annotated[int, at_least(1)] = 96,
     ) -> None:
         super().__init__(setting, batch_norm=batch_norm)
-        options = {"neighbours": neighbours, "min_side": min_side, "max_regions": max_regions}
-        for name, value in {**options, **({} if image_epochs is None else {"image_epochs": image_epochs})}.items():
-            if value < 1:
-                raise ConfigError(f"objective.args.{name} must be >= 1, got {value}")
         if setting.num_images <= neighbours:
             raise ConfigError(
                 f"objective.args.neighbours {neighbours} requires at least {neighbours + 1} images, but data.root has "

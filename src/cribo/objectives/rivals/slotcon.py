@@ -20,10 +20,11 @@ from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, LazyImage, Sample
 from cribo.method import Centre, Crops, ViewRecipe, cut_views, sample_crops
 from cribo.method.blocks import rows_per_block
+from cribo.method.config import UnitInterval
 from cribo.method.precision import in_float32
 from cribo.models import Backbone
 from cribo.objectives.base import Columns, Output, Setting, Step, sum_over_ranks
-from cribo.objectives.config import HeadConfig
+from cribo.objectives.config import HeadConfig, Temperature
 from cribo.objectives.mlp import make_mlp
 from cribo.objectives.overlap import align, overlap_area, overlap_boxes
 from cribo.objectives.self_distillation import PredictingNetwork, StudentTeacher
@@ -265,18 +266,12 @@ class SlotCon(StudentTeacher):
         setting: Setting,
         *,
         batch_norm: bool = True,
-        attention_temperature: float = 0.07,
-        slot_temperature: float = 0.2,
-        grouping_weight: float = 0.5,
+        attention_temperature: Temperature = 0.07,
+        slot_temperature: Temperature = 0.2,
+        grouping_weight: UnitInterval = 0.5,
     ) -> None:
         super().__init__(setting)
         options = setting.options
-        temperatures = {"attention_temperature": attention_temperature, "slot_temperature": slot_temperature}
-        for name, value in temperatures.items():
-            if not 0 < value <= 10:
-                raise ConfigError(f"objective.args.{name} must be > 0 and <= 10, got {value}")
-        if not 0 <= grouping_weight <= 1:
-            raise ConfigError(f"objective.args.grouping_weight must be >= 0 and <= 1, got {grouping_weight}")
         if options.losses.centring != "mean":
             raise ConfigError(
                 f"SlotCon centres the teacher's scores by a moving average, got losses.centring "

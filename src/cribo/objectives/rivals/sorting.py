@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from cribo.base.errors import InputError
+from cribo.base.bounds import above, at_least
 
 SortingKind = Literal["bitonic", "odd_even"]
 
@@ -42,10 +42,8 @@ class SortingNetwork(nn.Module):
 
     def __init__(self, count: int, kind: SortingKind = "bitonic", *, steepness: float) -> None:
         super().__init__()
-        if count < 1:
-            raise InputError(f"count must be >= 1, got {count}")
-        if not 0 < steepness < math.inf:
-            raise InputError(f"steepness must be > 0 and finite, got {steepness}")
+        at_least(1).check(count=count)
+        above(0).check(steepness=steepness)
         self.count = count
         self.steepness = steepness
         layers = bitonic_layers(count) if kind == "bitonic" else odd_even_layers(count)

@@ -6,13 +6,15 @@ the patches to the last frame by the similarity of their features, and the last 
 
 from dataclasses import replace
 from functools import partial
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from cribo.base.errors import ConfigError, UnreadableImage
+from cribo.base.bounds import at_least
+from cribo.base.errors import UnreadableImage
 from cribo.data.photometric import Photometric, apply_photometric, sample_photometric
 from cribo.data.samples import Batch, LazyImage, Sample
 from cribo.features.propagation import LabelledFrame, label_frame
@@ -20,6 +22,7 @@ from cribo.method import Crops, ViewRecipe, cut_views, sample_crops
 from cribo.method.precision import in_float32
 from cribo.models import normalise
 from cribo.objectives.base import Columns, Output, Setting, Step
+from cribo.objectives.config import Temperature
 from cribo.objectives.self_distillation import Network, StudentTeacher
 from cribo.objectives.trunk import encode, encode_frozen
 from cribo.objectives.views import load_for_crops
@@ -205,21 +208,14 @@ class TimeT(StudentTeacher):
         self,
         setting: Setting,
         *,
-        frames: int = 4,
-        neighbours: int = 5,
-        radius: int = 6,
-        propagation_temperature: float = 0.1,
-        assignment_temperature: float = 0.05,
+        frames: Annotated[int, at_least(2)] = 4,
+        neighbours: Annotated[int, at_least(1)] = 5,
+        radius: Annotated[int, at_least(0)] = 6,
+        propagation_temperature: Temperature = 0.1,
+        assignment_temperature: Temperature = 0.05,
     ) -> None:
         super().__init__(setting)
         options = setting.options
-        for name, value, least in (("frames", frames, 2), ("neighbours", neighbours, 1), ("radius", radius, 0)):
-            if value < least:
-                raise ConfigError(f"objective.args.{name} must be >= {least}, got {value}")
-        temperatures = {"propagation": propagation_temperature, "assignment": assignment_temperature}
-        for name, value in temperatures.items():
-            if not 0 < value <= 10:
-                raise ConfigError(f"objective.args.{name}_temperature must be > 0 and <= 10, got {value}")
         self.clip_frames = frames
         self.images_per_group = options.objects.group_size
         self.neighbours, self.radius = neighbours, radius
