@@ -22,8 +22,8 @@ from cribo.base.errors import InputError, MissingPackage
 from cribo.base.packages import install_command
 from cribo.models.linear import linear
 
-_GROUP = 64  # rows of a product are padded to it, so that libraries sum all inner products in the same order
-_KEPT_GROUPS = 8  # groups of keys merged with the neighbours of a query at once
+_PADDING = 64  # rows of a product are padded to it, so that libraries sum all inner products in the same order
+_GROUP = 32  # keys whose maximum decides whether they are compared one by one; divides the padding
 _BFLOAT16_DIM = 32  # with fewer dimensions, few keys differ by more than the error of bfloat16
 _INDEX_BLOCK = 65536  # keys added to an approximate index at once
 _SAMPLED = 32  # keys for each list whose centres k-means computes
@@ -183,7 +183,7 @@ def _block_sizes(
     """Choose the numbers of queries and keys to compare at once, and the device of each worker."""
 
     def needed(queries: int, keys: int, workers: int) -> int:
-        kept = 80 * _KEPT_GROUPS * _GROUP + 60 * neighbours  # of a query, in `_keep`
+        kept = 24 * min(_GROUP * neighbours, keys) + 84 * neighbours  # of a query, in `_keep`
         candidates = 4 * dim * keys * _filters(devices[0], dim)
         # Two blocks, one in use and one being read: as returned by `Keys.blocks`, in float32 and in bfloat16.
         return workers * (queries * (4 * keys + 8 * dim + kept) + candidates) + 2 * keys * 10 * dim
@@ -207,8 +207,8 @@ def _filters(device: torch.device, dim: int) -> bool:
 
 
 def _padded(rows: Tensor) -> Tensor:
-    """Append zeros along the first dimension, up to a multiple of `_GROUP`."""
-    missing = -len(rows) % _GROUP
+    """Append zeros along the first dimension, up to a multiple of `_PADDING`."""
+    missing = -len(rows) % _PADDING
     return torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))) if missing else rows
 
 
@@ -245,15 +245,8 @@ def _compare(queries: Float[Tensor, "q d"], found: Neighbours, block: _KeyBlock,
     keys, length, padded = block.rows[device], block.length, _padded(queries)
     rows = torch.arange(block.first, block.first + len(keys), device=device)
     if block.fast is not None:
-        # |q·k - q'·k'| <= |q - q'||k| + |q'||k - k'|, and rounding to bfloat16 changes a row by at most 2^-9 of its
-        # norm. Rounding the threshold and the product doubles this error, and sums in float32 add their own.
-        norms = (padded.norm(dim=1) + _TINY) * (block.norm + _TINY)
-        threshold = _padded(best.similarity[:, -1]) - norms * (2**-7 + queries.shape[1] * 2**-22)
-        above = F.linear(block.fast, padded.bfloat16(), -threshold.clamp(min=-_LARGEST).bfloat16())
-        # The sign of a float equals that of its bits as an integer, and integer maxima are several times as fast.
-        candidates = (above[: block.length, : len(queries)].view(torch.int16).amax(dim=1) > 0).nonzero()[:, 0]
-        if (length := len(candidates)) < block.length:
-            keys, rows = _padded(keys[candidates]), _padded(rows[candidates])
+        candidates = _candidates(padded, _padded(best.similarity[:, -1]), block, block.fast)
+        keys, rows, length = _padded(keys[candidates]), _padded(rows[candidates]), len(candidates)
     similarity = linear(padded, keys)[: len(queries)]
     similarity[:, length:] = -torch.inf
     _keep(best, similarity, rows)
@@ -261,29 +254,47 @@ def _compare(queries: Float[Tensor, "q d"], found: Neighbours, block: _KeyBlock,
         out.copy_(part)
 
 
+def _candidates(
+    queries: Float[Tensor, "q d"], worst: Float[Tensor, " q"], block: _KeyBlock, fast: Float[Tensor, "m d"]
+) -> Int[Tensor, " c"]:
+    """Return the keys of a block that may be nearer to any query than its worst neighbour, by a bfloat16 product."""
+    # |q·k - q'·k'| <= |q - q'||k| + |q'||k - k'|, and rounding to bfloat16 changes a row by at most 2^-9 of its
+    # norm. Rounding the threshold and the product doubles this error, and sums in float32 add their own.
+    norms = (queries.norm(dim=1) + _TINY) * (block.norm + _TINY)
+    threshold = worst - norms * (2**-7 + queries.shape[1] * 2**-22)
+    above = F.linear(fast, queries.bfloat16(), -threshold.clamp(min=-_LARGEST).bfloat16())
+    return (above[: block.length].amax(dim=1) > 0).nonzero()[:, 0]
+
+
 def _keep(best: Neighbours, similarity: Float[Tensor, "q m"], rows: Int[Tensor, " m"]) -> None:
     """Update neighbours, in place, with further keys, which must be in ascending order of their rows."""
-    k, worst = best.rows.shape[1], best.similarity[:, -1:]
-    # Few groups contain a neighbour, and maxima take a tenth of the time of comparing and listing every number.
-    groups = similarity.unflatten(1, (-1, _GROUP))
-    query, group = (groups.amax(dim=2) > worst).nonzero(as_tuple=True)
-    if not len(query):
-        return None
-    if int(query.bincount().max()) > _KEPT_GROUPS:  # most keys of the first block are neighbours at first
-        middle = groups.shape[1] // 2 * _GROUP
-        _keep(best, similarity[:, :middle], rows[:middle])
-        return _keep(best, similarity[:, middle:], rows[middle:])
-    nearby = groups[query, group]
-    pair, column = (nearby > worst[query]).nonzero(as_tuple=True)  # ties go to the first key
-    owners, owner, counts = query[pair].unique_consecutive(return_inverse=True, return_counts=True)
-    place = torch.arange(k, k + len(pair), device=rows.device) - (counts.cumsum(0) - counts)[owner]
-    offered = similarity.new_full((len(owners), k + int(counts.max())), -torch.inf)
-    offered_rows = rows.new_zeros(offered.shape)
-    offered[:, :k], offered_rows[:, :k] = best.similarity[owners], best.rows[owners]
-    offered[owner, place], offered_rows[owner, place] = nearby[pair, column], rows.view(-1, _GROUP)[group[pair], column]
-    offered, order = offered.sort(dim=1, descending=True, stable=True)
-    best.similarity[owners], best.rows[owners] = offered[:, :k], offered_rows.gather(1, order[:, :k])
-    return None
+    k, groups = best.rows.shape[1], similarity.unflatten(1, (-1, _GROUP))
+    maxima = groups.amax(dim=2)
+    better = int((maxima > best.similarity[:, -1:]).sum(dim=1).max())
+    if not better:
+        return
+    chosen = _largest(maxima, min(k, better))  # these groups contain the k nearest keys
+    offered = groups.gather(1, chosen[:, :, None].expand(-1, -1, _GROUP)).flatten(1)
+    offered = torch.cat((best.similarity, offered), dim=1)
+    offered_rows = torch.cat((best.rows, rows.view(-1, _GROUP)[chosen].flatten(1)), dim=1)
+    kept = _largest(offered, k)
+    nearest, order = offered.gather(1, kept).sort(dim=1, descending=True, stable=True)
+    best.similarity.copy_(nearest)
+    best.rows.copy_(offered_rows.gather(1, kept.gather(1, order)))
+
+
+def _largest(numbers: Float[Tensor, "q m"], k: int) -> Int[Tensor, "q k"]:
+    """Return the columns of the k largest numbers of each row, ascending; the first of equal numbers wins."""
+    if k >= numbers.shape[1]:
+        return torch.arange(numbers.shape[1], device=numbers.device).expand(len(numbers), -1)
+    top, columns = numbers.topk(k + 1)
+    columns = columns[:, :k].sort(dim=1).values
+    if len(tied := (top[:, -2] == top[:, -1]).nonzero()[:, 0]):  # topk returns any of equal numbers
+        larger, equal = numbers[tied] > top[tied, -1:], numbers[tied] == top[tied, -1:]
+        missing = k - larger.sum(dim=1, keepdim=True)
+        first = equal & (equal.cumsum(dim=1, dtype=torch.int32) <= missing)
+        columns[tied] = (larger | first).nonzero()[:, 1].view(-1, k)
+    return columns
 
 
 # ------------------------------------------------------------------ approximate search
