@@ -44,10 +44,10 @@ class ClassMeans(Protocol):
         for size in self.sizes:
             train, val = (run.patches(images, size=(size, size)) for images in (run.data.train, run.data.val))
             means, confusion = torch.zeros(len(classes), train.dim), torch.zeros(2 * [len(classes)]).long()
-            for view, counts in train.counts.items():  # (N, C + 1) pixels of each class in each patch
-                means += counts.dense()[:, :-1].float().T @ train.features(view)
+            for view, counts in train.counts.items():  # (N, C + 1) pixels of each class in each patch, sparse
+                means += torch.from_numpy(counts[:, :-1].T @ train.features(view).numpy())
             for view, counts in val.counts.items():
-                labels = counts.dense().argmax(dim=1)
+                labels = torch.from_numpy(counts.toarray()).argmax(dim=1)
                 known = labels < len(classes)
                 predicted = (val.features(view) @ F.normalize(means, dim=1).T).argmax(dim=1)
                 confusion += count_confusion(labels[known], predicted[known], len(classes))

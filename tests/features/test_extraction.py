@@ -25,7 +25,6 @@ from cribo.features.extraction import (
     Preparation,
     SelectedKeys,
     extract_patches,
-    sparse_counts,
 )
 from cribo.features.patches import class_counts
 
@@ -101,7 +100,7 @@ def test_features_are_in_the_order_of_patches_and_normalised_unless_raw(folder: 
         torch.testing.assert_close(raw.features(view), expected)
         torch.testing.assert_close(found.features(view), F.normalize(expected, dim=-1))
         labels = PREPARATION.labels(images, view)
-        assert torch.equal(found.counts[view].dense(), class_counts(labels, SIDE, 3, 255))
+        assert torch.equal(torch.from_numpy(found.counts[view].toarray()).long(), class_counts(labels, SIDE, 3, 255))
         assert found.sizes[view] == tuple(labels.shape)
 
 
@@ -292,24 +291,19 @@ def test_images_without_files_are_distinguished_by_pixels(tmp_path: Path) -> Non
     assert encode.images == 4
 
 
-# ------------------------------------------------------------------ keys and counts
+# ------------------------------------------------------------------ keys
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 1000])
 def test_key_blocks_are_contiguous(folder: Path, rows: int) -> None:
     found = run(folder, Counting())
-    kept = {view: torch.arange(number % 3, found.counts[view].patches, 2) for number, view in enumerate(VIEWS)}
+    kept = {view: torch.arange(number % 3, found.counts[view].shape[0], 2) for number, view in enumerate(VIEWS)}
     keys = SelectedKeys(found, kept)
     everything = torch.cat([found.features(view)[kept[view]] for view in VIEWS])
     blocks_ = list(keys.blocks(rows))
     assert all(len(block) == rows for block in blocks_[:-1])
     assert torch.equal(torch.cat(blocks_), everything)
     assert len(keys) == len(everything)
-
-
-def test_packed_counts_are_restored() -> None:
-    counts = class_counts(torch.randint(0, 9, (24, 32), generator=torch.Generator().manual_seed(0)), 8, 9, 255)
-    assert torch.equal(sparse_counts(counts).dense(), counts)
 
 
 # ------------------------------------------------------------------ workers

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, UInt8
+from scipy.sparse import csr_array
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -81,56 +82,27 @@ class Preparation:
         return f"{self.patch_size} {self.size} {self.interpolation}{augmentation}{'' if self.unit else ' raw'}"
 
 
-class SparseCounts(NamedTuple):
-    """Pixel counts of each class in each patch of a view, as a sparse matrix.
-
-    Attributes:
-        patches: number of patches.
-        columns: number of classes, plus one for unlabelled pixels.
-        places: flat indices (patch * columns + class) of the non-zero counts, ascending.
-        pixels: the non-zero counts.
-    """
-
-    patches: int
-    columns: int
-    places: np.ndarray
-    pixels: np.ndarray
-
-    def dense(self) -> Int[Tensor, "n c_plus_1"]:
-        """Return the counts as a dense matrix, as returned by `patches.class_counts`."""
-        counts = torch.zeros(self.patches * self.columns, dtype=torch.long)
-        counts[torch.from_numpy(self.places).long()] = torch.from_numpy(self.pixels).long()
-        return counts.view(self.patches, self.columns)
-
-
-def sparse_counts(counts: Int[Tensor, "n c_plus_1"]) -> SparseCounts:
-    """Convert counts to a sparse matrix."""
-    flat = counts.flatten()
-    places = flat.nonzero()[:, 0]
-    patches, columns = counts.shape
-    return SparseCounts(patches, columns, places.int().numpy(), flat[places].int().numpy())
-
-
 @dataclass
 class PatchFeatures:
     """Patch features of views, in memory or in the cache, with the class counts of each patch.
 
     Attributes:
         dim: D, number of feature channels.
-        counts: pixel counts of each class in each patch, by view.
+        counts: (N, C + 1) pixel counts of each class in each patch (`patches.class_counts`), by view; sparse, since
+            most patches contain only one or two classes.
         sizes: (height, width) at which each view was encoded.
         held: features of each view, or the path of their cache file.
     """
 
     dim: int = 0
-    counts: dict[EncodedView, SparseCounts] = field(default_factory=dict)
+    counts: dict[EncodedView, csr_array] = field(default_factory=dict)
     sizes: dict[EncodedView, tuple[int, int]] = field(default_factory=dict)
     held: dict[EncodedView, Tensor | Path] = field(default_factory=dict)
 
     @property
     def patches(self) -> int:
         """Number of patches of all views."""
-        return sum(counts.patches for counts in self.counts.values())
+        return sum(counts.shape[0] for counts in self.counts.values())
 
     def features(self, view: EncodedView) -> Float[Tensor, "n d"]:
         """Return the stored features of a view, of unit length unless `Preparation.unit` is False."""
@@ -139,7 +111,7 @@ class PatchFeatures:
     def grid(self, view: EncodedView) -> tuple[int, int]:
         """Return the number of rows and columns of patches."""
         height, width = self.sizes[view]
-        side = round((height * width / self.counts[view].patches) ** 0.5)
+        side = round((height * width / self.counts[view].shape[0]) ** 0.5)
         return height // side, width // side
 
 
@@ -269,7 +241,7 @@ class _Prepared(NamedTuple):
 
     view: EncodedView
     image: UInt8[np.ndarray, "3 h w"] | None
-    counts: SparseCounts
+    counts: csr_array
     size: tuple[int, int]
     path: Path | None
     dim: int
@@ -301,7 +273,7 @@ class _Views(Dataset[_Prepared]):
         labels = self.preparation.labels(self.images, view)
         counts = class_counts(labels, self.preparation.patch_size, len(self.images.classes), self.images.ignore_index)
         size = (labels.shape[0], labels.shape[1])
-        return _Prepared(view, image, sparse_counts(counts), size, path, 0 if kept is None else kept.shape[1])
+        return _Prepared(view, image, csr_array(counts.int().numpy()), size, path, 0 if kept is None else kept.shape[1])
 
 
 def _of_equal_size(images: Iterable[_Prepared], batch_size: int) -> Iterator[list[_Prepared]]:

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from scipy.sparse import csr_array
 
 from cribo.base.errors import InputError
 from cribo.evaluation import Depth
 from cribo.evaluation.depth.prediction import patch_depths, predict_by_neighbours, predict_linearly
 from cribo.evaluation.depth.scoring import DepthScore, row, score_depth, upsample
 from cribo.features import Machine
-from cribo.features.extraction import EncodedView, PatchFeatures, SparseCounts
+from cribo.features.extraction import EncodedView, PatchFeatures
 
 GRID = 4, 5
 DIM = 6
@@ -19,11 +20,10 @@ def made_features(count: int, seed: int) -> PatchFeatures:
     """Return features of images of 4 x 5 patches of 8 pixels, of different lengths."""
     generator = torch.Generator().manual_seed(seed)
     found = PatchFeatures(dim=DIM)
-    empty = np.zeros(0, dtype=np.int32)
     for index in range(count):
         view = EncodedView(index)
         found.held[view] = torch.randn(20, DIM, generator=generator) * 3 + 1
-        found.counts[view] = SparseCounts(20, 2, empty, empty)
+        found.counts[view] = csr_array((20, 2), dtype=np.int32)
         found.sizes[view] = 32, 40
     return found
 

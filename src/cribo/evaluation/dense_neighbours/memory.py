@@ -50,7 +50,7 @@ class PatchMemory:
         rows: dict[EncodedView, Tensor] = {}
         labels: list[LabelShares] = []
         for view in views:
-            counts, kept = labels_in_memory(features.counts[view].dense(), settings.unlabelled)
+            counts, kept = labels_in_memory(torch.from_numpy(features.counts[view].toarray()), settings.unlabelled)
             counts = counts[kept]
             if limit is not None:
                 key = (_PATCH_DRAW, settings.seed, draw, view.image, view.augmentation or 0)

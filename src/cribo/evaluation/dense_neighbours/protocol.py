@@ -63,23 +63,13 @@ disk and reused by further evaluations of the same backbone and images. For a qu
         from cribo.base.console import Phases
         from cribo.evaluation.dense_neighbours.retrieval import dense_nn
 
-        encoder = run.encoder
-        train, val = run.data.train, run.data.val
         with Phases(run.console) as progress:
-            found = dense_nn(
-                encoder,
-                train,
-                val,
+            return dense_nn(
+                run.encoder,
+                run.data.train,
+                run.data.val,
                 self,
-                machine=run.machine(encoder.identity),
+                machine=run.machine(run.encoder.identity),
                 pictures=run.num_pictures,
                 progress=progress,
             )
-        return Outcome(
-            rows=found.rows,
-            classes=train.classes,
-            panels=found.panels,
-            palette=val.palette,
-            data={"memory_patches": found.memory_patches, "query_patches": found.query_patches},
-            image_counts=found.image_counts,
-        )

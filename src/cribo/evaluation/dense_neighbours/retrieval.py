@@ -6,11 +6,9 @@ Each patch of a query image is labelled by its nearest patches in a memory of la
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +24,7 @@ from cribo.evaluation.dense_neighbours.memory import PatchMemory
 from cribo.evaluation.dense_neighbours.settings import DenseNNSettings
 from cribo.evaluation.intervals import image_counts
 from cribo.evaluation.pictures import Panel, panel_of
+from cribo.evaluation.protocol import Outcome
 from cribo.features.cache import Machine
 from cribo.features.encoder import Encoder
 from cribo.features.extraction import EncodedView, PatchFeatures, Preparation, extract_patches, in_chunks
@@ -35,30 +34,6 @@ from cribo.features.search import Neighbours
 
 _MEMORY_DRAW = 0x6D656D  # key of the draws of images, distinct from other uses of the seed
 _NOT_SCORED = -1
-
-
-@dataclass(frozen=True)
-class DenseRetrieval:
-    """Result of `dense_nn`.
-
-    Attributes:
-        settings: settings used, without None.
-        rows: a row for each ratio, as in `EvaluationResult.results`: `ratio`, `miou` and its `miou_std` (None for a
-            single draw), `per_class`, `draws`, `memory_patches`, `recall` of an approximate search, and `confusion`,
-            summed over the draws.
-        panels: images, labels and predictions of some queries, with the memory of the first ratio.
-        memory_patches: number of encoded patches of the memory.
-        query_patches: number of encoded patches of the queries.
-        image_counts: `intervals.image_counts` of each draw and query, by ratio; empty if predictions are matched with
-            the classes.
-    """
-
-    settings: DenseNNSettings
-    rows: list[dict[str, Any]]
-    panels: tuple[Panel, ...]
-    memory_patches: int
-    query_patches: int
-    image_counts: dict[int, Int[Tensor, "d q 3 c"]]
 
 
 @torch.no_grad()
@@ -71,7 +46,7 @@ def dense_nn(
     machine: Machine | None = None,
     pictures: int = 0,
     progress: Progress = no_progress,
-) -> DenseRetrieval:
+) -> Outcome:
     """Label each patch of the queries by its nearest patches in the memory, and score the predictions.
 
     Args:
@@ -82,6 +57,12 @@ def dense_nn(
         machine: resources of the search.
         pictures: number of queries whose predictions are returned as panels.
         progress: progress callback.
+
+    Returns:
+        The outcome. Its rows, one for each ratio, contain `ratio`, `miou` and its `miou_std` (None for a single draw),
+        `per_class`, `draws`, `memory_patches`, `recall` of an approximate search, and `confusion`, summed over the
+        draws. Its panels are predicted with the memory of the first ratio. It has no image counts if predictions are
+        matched with the classes.
 
     Raises:
         ValueError: memory and queries have different classes, one of them is empty, settings are invalid (`DenseNN`),
@@ -134,8 +115,14 @@ def dense_nn(
         if settings.search == "faiss":
             row["recall"] = statistics.fmean(recalls[place] for place in places)
         rows.append({**row, "confusion": counts.sum(dim=0)})
-    patches = memory_features.patches, query_features.patches
-    return DenseRetrieval(settings, rows, tuple(scorer.panels), *patches, counted)
+    return Outcome(
+        rows,
+        classes=memory.classes,
+        panels=scorer.panels,
+        palette=queries.palette,
+        data={"memory_patches": memory_features.patches, "query_patches": query_features.patches},
+        image_counts=counted,
+    )
 
 
 def images_of(memory: LabelledImages, ratio: int, settings: DenseNNSettings) -> list[list[int]]:
@@ -191,7 +178,7 @@ class _Scorer:
         self._patch_labels = {}
         if settings.score == "patch":
             self._patch_labels = {
-                view: majority_label(counts.dense(), settings.unlabelled, _NOT_SCORED).short()
+                view: majority_label(torch.from_numpy(counts.toarray()), settings.unlabelled, _NOT_SCORED).short()
                 for view, counts in query_features.counts.items()
             }
 
@@ -199,16 +186,13 @@ class _Scorer:
         """Whether any patch or pixel can be scored."""
         if self.settings.score == "patch":
             return any(len(self.rows(view)) for view in self._patch_labels)
-        return any(
-            bool((every.places % every.columns < every.columns - 1).any())
-            for every in self.query_features.counts.values()
-        )
+        return any(counts[:, :-1].nnz for counts in self.query_features.counts.values())
 
     def rows(self, view: EncodedView) -> Int[Tensor, " m"]:
         """Return the patches to classify: those with a label, or all if pixels are scored."""
         if self.settings.score == "patch":
             return (self._patch_labels[view] != _NOT_SCORED).nonzero()[:, 0]
-        return torch.arange(self.query_features.counts[view].patches)
+        return torch.arange(self.query_features.counts[view].shape[0])
 
     def labels(self, view: EncodedView) -> UInt8[Tensor, "h w"] | Int[Tensor, " n"]:
         """Return the labels to score: those of all patches, or of all pixels."""
@@ -262,7 +246,7 @@ class _Scorer:
 
     def _panel(self, view: EncodedView, rows: Int[Tensor, " m"], votes: Float[Tensor, "m p"]) -> Panel:
         ignore_index, predicted = self.queries.ignore_index, votes.argmax(dim=1).cpu()
-        labels = torch.full((self.query_features.counts[view].patches,), ignore_index)
+        labels = torch.full((self.query_features.counts[view].shape[0],), ignore_index)
         labels[rows] = torch.where(predicted == len(self.queries.classes), ignore_index, predicted)
         return panel_of(self.queries, view.image, labels.view(self.query_features.grid(view)))
 

@@ -158,8 +158,8 @@ def _kmeans(
 
 def _foreground(features: PatchFeatures, views: Sequence[EncodedView]) -> Tensor:
     """Return whether objects have more pixels than background and unlabelled pixels, for each patch."""
-    counts = torch.cat([features.counts[view].dense() for view in views])
-    return counts[:, 1:-1].sum(dim=1) > torch.maximum(counts[:, 0], counts[:, -1])
+    counts = np.concatenate([features.counts[view].toarray() for view in views])
+    return torch.from_numpy(counts[:, 1:-1].sum(axis=1) > np.maximum(counts[:, 0], counts[:, -1]))
 
 
 def _mask(
