@@ -297,7 +297,7 @@ def test_images_without_files_are_distinguished_by_pixels(tmp_path: Path) -> Non
 @pytest.mark.parametrize("rows", [1, 3, 7, 1000])
 def test_key_blocks_are_contiguous(folder: Path, rows: int) -> None:
     found = run(folder, Counting())
-    kept = {view: torch.arange(number % 3, found.counts[view].shape[0], 2) for number, view in enumerate(VIEWS)}
+    kept = {view: torch.arange(number % 3, found.patches_of(view), 2) for number, view in enumerate(VIEWS)}
     keys = SelectedKeys(found, kept)
     everything = torch.cat([found.features(view)[kept[view]] for view in VIEWS])
     blocks_ = list(keys.blocks(rows))

@@ -102,7 +102,11 @@ class PatchFeatures:
     @property
     def patches(self) -> int:
         """Number of patches of all views."""
-        return sum(counts.shape[0] for counts in self.counts.values())
+        return sum(map(self.patches_of, self.counts))
+
+    def patches_of(self, view: EncodedView) -> int:
+        """Return the number of patches of a view."""
+        return self.counts[view].shape[0]  # pyright: ignore[reportOptionalSubscript]: SciPy has no types
 
     def features(self, view: EncodedView) -> Float[Tensor, "n d"]:
         """Return the stored features of a view, of unit length unless `Preparation.unit` is False."""
@@ -111,7 +115,7 @@ class PatchFeatures:
     def grid(self, view: EncodedView) -> tuple[int, int]:
         """Return the number of rows and columns of patches."""
         height, width = self.sizes[view]
-        side = round((height * width / self.counts[view].shape[0]) ** 0.5)
+        side = round((height * width / self.patches_of(view)) ** 0.5)
         return height // side, width // side
 
 

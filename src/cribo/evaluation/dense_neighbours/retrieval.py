@@ -192,7 +192,7 @@ class _Scorer:
         """Return the patches to classify: those with a label, or all if pixels are scored."""
         if self.settings.score == "patch":
             return (self._patch_labels[view] != _NOT_SCORED).nonzero()[:, 0]
-        return torch.arange(self.query_features.counts[view].shape[0])
+        return torch.arange(self.query_features.patches_of(view))
 
     def labels(self, view: EncodedView) -> UInt8[Tensor, "h w"] | Int[Tensor, " n"]:
         """Return the labels to score: those of all patches, or of all pixels."""
@@ -246,7 +246,7 @@ class _Scorer:
 
     def _panel(self, view: EncodedView, rows: Int[Tensor, " m"], votes: Float[Tensor, "m p"]) -> Panel:
         ignore_index, predicted = self.queries.ignore_index, votes.argmax(dim=1).cpu()
-        labels = torch.full((self.query_features.counts[view].shape[0],), ignore_index)
+        labels = torch.full((self.query_features.patches_of(view),), ignore_index)
         labels[rows] = torch.where(predicted == len(self.queries.classes), ignore_index, predicted)
         return panel_of(self.queries, view.image, labels.view(self.query_features.grid(view)))
 

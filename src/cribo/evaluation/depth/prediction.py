@@ -117,7 +117,7 @@ def predict_by_neighbours(
     values = torch.cat([depth[~depth.isnan()] for depth in depths.values()])
     # Features and neighbours are copied once.
     patch_bytes = 2 * (4 * keys.dim + 16 * settings.neighbours)
-    chunks = list(in_chunks({view: counts.shape[0] * patch_bytes for view, counts in val_features.counts.items()}))
+    chunks = list(in_chunks({view: val_features.patches_of(view) * patch_bytes for view in val_features.counts}))
     predicted: dict[EncodedView, Tensor] = {}
     for number, views in enumerate(chunks):
         queries = _unit(torch.cat([val_features.features(view) for view in views]))
@@ -128,7 +128,7 @@ def predict_by_neighbours(
         found = machine.search(queries, keys, settings.neighbours, progress=report)
         weights = vote_weights(found.similarity, settings.vote, settings.temperature)
         means = (weights * values[found.rows]).sum(dim=1) / weights.sum(dim=1)
-        for view, part in zip(views, means.split([val_features.counts[view].shape[0] for view in views]), strict=True):
+        for view, part in zip(views, means.split(list(map(val_features.patches_of, views))), strict=True):
             predicted[view] = part.view(val_features.grid(view))
     return predicted
 
