@@ -50,7 +50,7 @@ class TensorKeys:
     """Keys in a single tensor.
 
     Args:
-        rows: (M, D), float32 or float16, on the host.
+        rows: (M, D), float32 or float16.
 
     Raises:
         ValueError: `rows` is not a matrix.
@@ -75,7 +75,7 @@ class TensorKeys:
 
 
 class Neighbours(NamedTuple):
-    """The nearest keys of each query, on the host.
+    """The nearest keys of each query, on the device of the queries.
 
     Attributes:
         similarity: float32, descending.
@@ -129,7 +129,10 @@ def nearest(
     if len({place.type for place in places}) != 1:
         raise InputError(f"devices must be one or more devices of the same type, got {list(map(str, places))}")
     size = len(queries)
-    found = Neighbours(torch.full((size, neighbours), -torch.inf), torch.zeros(size, neighbours, dtype=torch.long))
+    found = Neighbours(
+        torch.full((size, neighbours), -torch.inf, device=queries.device),
+        torch.zeros(size, neighbours, dtype=torch.long, device=queries.device),
+    )
     if not size:
         return found
     if budget is None:
