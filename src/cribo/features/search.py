@@ -186,7 +186,7 @@ def _block_sizes(
     """Choose the numbers of queries and keys to compare at once, and the device of each worker."""
 
     def needed(queries: int, keys: int, workers: int) -> int:
-        kept = 24 * min(_GROUP * neighbours, keys) + 84 * neighbours  # of a query, in `_keep`
+        kept = 32 * min(_GROUP * neighbours, keys) + 84 * neighbours  # of a query, in `_keep`
         candidates = 4 * dim * keys * _filters(devices[0], dim)
         # Two blocks, one in use and one being read: as returned by `Keys.blocks`, in float32 and in bfloat16.
         return workers * (queries * (4 * keys + 8 * dim + kept) + candidates) + 2 * keys * 10 * dim
