@@ -160,9 +160,9 @@ def test_branches_are_dropped_per_image_by_the_noise() -> None:
     ("changes", "message"),
     [
         ({"classes": 1}, "at least 2 classes, got 1"),
-        ({"layers": 0}, "decoder.layers must be >= 1, got 0"),
-        ({"width": 0}, "decoder.width must be >= 1, got 0"),
-        ({"heads": 0}, "decoder.heads must be >= 1, got 0"),
+        ({"layers": 0}, "layers must be >= 1, got 0"),
+        ({"width": 0}, "width must be >= 1, got 0"),
+        ({"heads": 0}, "heads must be >= 1, got 0"),
         ({"heads": 5}, "decoder.width 16 is not divisible by 5 heads.*decoder.width 15 or 20"),
         ({"width": 3, "heads": 5}, "is not divisible by 5 heads.*decoder.width 5$"),
         ({"width": 200}, "decoder.width 200 is not divisible by 3 heads"),
