@@ -14,14 +14,16 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from filelock import FileLock, Timeout
 
 from cribo.base.errors import Damaged, DataError, FolderError, InputError, MissingData, full_disk
 from cribo.base.redaction import masked, without_secrets
 from cribo.base.wording import enumerated
+
+if TYPE_CHECKING:
+    from filelock import FileLock  # slow to import for --help
 
 # Temporary names of `write_beside`.
 _LONGEST = 100  # bytes of the name in a temporary name: names have at most 255, on some file systems 143
@@ -263,8 +265,10 @@ def _exchange(folder: Path, part: Path, *, replaces: bool) -> None:
         _unlock_part(old, lock)
 
 
-def _lock_part(part: Path) -> FileLock | None:
+def _lock_part(part: Path) -> "FileLock | None":
     """Lock a temporary folder while it is incomplete; None on a file system without locks."""
+    from filelock import FileLock
+
     part.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(_lock_file(part))
     try:
@@ -274,7 +278,7 @@ def _lock_part(part: Path) -> FileLock | None:
     return lock
 
 
-def _unlock_part(part: Path, lock: FileLock | None) -> None:
+def _unlock_part(part: Path, lock: "FileLock | None") -> None:
     """Remove the lock of a temporary folder that is complete or removed."""
     if lock is not None:
         lock.release()
@@ -292,6 +296,8 @@ def remove_abandoned(folder: Path) -> None:
     The operating system releases the lock of a process that ends. Folders without a lock file are kept: they are
     complete.
     """
+    from filelock import FileLock, Timeout
+
     with contextlib.suppress(OSError):
         for file in folder.glob(".*.part.lock"):
             part = file.with_suffix("")

@@ -5,15 +5,13 @@ import json
 import os
 import shutil
 import sys
-from importlib.metadata import Distribution, distribution
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
-
-from packaging.requirements import Requirement
+from typing import TYPE_CHECKING, Any
 
 from cribo.base.errors import MissingPackage
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
 
 PACKAGE = "cribo-ssl"
 """Name of this package's distribution."""
@@ -29,6 +27,8 @@ def install_command(extra: str) -> str:
         >>> "pylance" in install_command("search") or "[search]" in install_command("search")
         True
     """
+    from importlib.metadata import distribution  # slow to import, and only errors need it
+
     return command_for(distribution(PACKAGE), extra)
 
 
@@ -62,7 +62,7 @@ def load_lance(purpose: str) -> Any:
     return lance
 
 
-def command_for(installed: Distribution, extra: str) -> str:
+def command_for(installed: "Distribution", extra: str) -> str:
     """Return the command that installs an extra of a distribution, according to its metadata (PEP 610).
 
     The command never takes the distribution from a package index, where anyone could have registered its name: without
@@ -84,8 +84,10 @@ def command_for(installed: Distribution, extra: str) -> str:
     return f'{pip} "{PACKAGE}[{extra}] @ {url}"'
 
 
-def _requirements(installed: Distribution, extra: str) -> list[str]:
+def _requirements(installed: "Distribution", extra: str) -> list[str]:
     """Return the requirements that an extra adds."""
+    from packaging.requirements import Requirement
+
     requirements = map(Requirement, installed.requires or ())
     return [
         f"{requirement.name}{''.join(f'[{name}]' for name in requirement.extras)}{requirement.specifier}"
@@ -104,4 +106,7 @@ def _uv() -> str:
 
 def _path(url: str) -> Path:
     """Return the path of a file URL."""
+    from urllib.parse import urlsplit
+    from urllib.request import url2pathname
+
     return Path(url2pathname(urlsplit(url).path))
