@@ -56,7 +56,7 @@ def measure(data: Data, k: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, and print a line for each case."""
+    """Print a line for each case: the CPU seconds of all versions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backbone", help="backbone whose features of CamVid are searched, too")
     parser.add_argument("--images", type=int, default=4, help="number of CamVid's validation images to label")

@@ -1,4 +1,4 @@
-"""A function of images whose result is their mean: order, unreadable and unchanged images, batches of rows."""
+"""Tests of `ImageFunction` with a function that returns the mean of each image."""
 
 import hashlib
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ def test_images_come_in_order_with_their_results_or_reasons(folder: Path) -> Non
     assert broken.reason
     assert not broken.unchanged
     assert broken.sha256 == hashlib.sha256(b"no image").hexdigest()
-    assert function.groups == [2, 1, 2]  # at most a batch, and none of another part or without an image
+    assert function.groups == [2, 1, 2]  # a group ends with a batch or a part, and has no unreadable image
 
 
 def test_nothing_is_computed_for_unchanged_images(folder: Path) -> None:

@@ -405,7 +405,7 @@ _NUMBERS = re.compile(r"[\[(]?[-+\d.,eE]+[\])]?")
 
 
 def _type(action: Action) -> Any:
-    """Return the type of an option, or None."""
+    """Return the type hint of an option without bounds; None if it has no type hint."""
     return _without_bounds(getattr(action, "_typehint", None))
 
 

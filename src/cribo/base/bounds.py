@@ -67,22 +67,22 @@ class Bounds:
 
 
 def at_least(limit: float) -> Bounds:
-    """Return the bounds of numbers >= a limit."""
+    """Return the bounds of numbers that are at least `limit`."""
     return Bounds(((">=", limit),))
 
 
 def above(limit: float) -> Bounds:
-    """Return the bounds of numbers > a limit."""
+    """Return the bounds of numbers above `limit`."""
     return Bounds(((">", limit),))
 
 
 def at_most(limit: float) -> Bounds:
-    """Return the bounds of numbers <= a limit."""
+    """Return the bounds of numbers that are at most `limit`."""
     return Bounds((("<=", limit),))
 
 
 def below(limit: float) -> Bounds:
-    """Return the bounds of numbers < a limit."""
+    """Return the bounds of numbers below `limit`."""
     return Bounds((("<", limit),))
 
 
@@ -123,7 +123,7 @@ def check_bounds(settings: "DataclassInstance", prefix: str = "") -> None:
 
 
 def _numbers(value: Any) -> Iterator[Any]:
-    """Yield the numbers of a value."""
+    """Yield the number itself, or the numbers of a tuple, list or mapping, without None."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
     return (part for part in parts if part is not None)
 

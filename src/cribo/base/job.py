@@ -299,7 +299,7 @@ class Job:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold a lock that only one of the joined processes has at a time; wait for it."""
+        """Wait for the lock of the joined processes, which one of them holds at a time, and hold it."""
         lock = FileLock(self.path / LOCK)
         with contextlib.suppress(NotImplementedError):  # the file system has no locks
             lock.acquire()

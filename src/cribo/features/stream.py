@@ -58,7 +58,7 @@ class Streamed(Generic[Result]):
 
 
 class _Read(NamedTuple):
-    """An image that was read and prepared, or why it was not; without both if it is unchanged."""
+    """An image that was read and prepared, or the reason why it cannot be; an unchanged image has neither."""
 
     name: str
     sha256: str
@@ -104,7 +104,7 @@ class ImageFunction(ABC, Generic[Pixels, Result]):
 
     @abstractmethod
     def rows(self, image: Streamed[Result]) -> dict[str, np.ndarray]:
-        """Return the rows of an image by column, or the one row of an unreadable image."""
+        """Return the rows of an image as columns; an unreadable image has one row."""
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Compute the rows of a batch of images, as in `map_batches` of Ray Data.
@@ -126,7 +126,7 @@ class ImageFunction(ABC, Generic[Pixels, Result]):
         return {name: np.concatenate([values, *(rows[name] for rows in found)]) for name, values in none.items()}
 
     def stream(self, parts: Iterable[Part]) -> Generator[tuple[Part, Iterator[Streamed[Result]]], None, None]:
-        """Yield each part of a collection with its images, in order, which must be consumed before the next part.
+        """Yield each part of a collection with its images, in order; consume them before the next part.
 
         Images of the next parts are read meanwhile, within a limit on their number and size.
         """
@@ -162,7 +162,7 @@ def _nbytes(image: _Read) -> int:
 
 
 def _groups(images: Iterator[_Read], most: int) -> Iterator[list[_Read]]:
-    """Group images by `most`, or fewer if they are large."""
+    """Yield groups of `most` images; a group of large images is smaller, and the last one may be."""
     group: list[_Read] = []
     for each in images:
         group.append(each)

@@ -124,7 +124,10 @@ class Embedder(ImageFunction[PreparedImage, Rows]):
         return map_by_size(self._patches, images, lambda image: tuple(image.pixels.shape), lambda _: len(images))
 
     def rows(self, image: Streamed[Rows]) -> dict[str, np.ndarray]:
-        """Return `image`, the columns of `COLUMNS` (-1 if it is unreadable), `embedding` (NaN) and `error`."""
+        """Return `image`, the columns of `COLUMNS`, `embedding` and `error`.
+
+        The row of an unreadable image has -1 in the columns and NaN in `embedding`.
+        """
         names = COLUMNS[self.features]
         unreadable = np.full((1, self.dim), np.nan), np.full((1, len(names)), -1, dtype=np.int32)
         embedding, places = image.result or unreadable

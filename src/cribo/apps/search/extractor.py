@@ -78,7 +78,7 @@ class ObjectExtractor(ImageFunction[PreparedImage, Found]):
         return read_prepared(file, self.encoder, self.settings, reading=reading)
 
     def compute(self, images: Sequence[PreparedImage]) -> list[Found]:
-        """Return size and objects of images, without the features of their patches, which are large."""
+        """Return the size and the objects of images; the features of their patches are dropped, as they are large."""
 
         def extract(batch: list[PreparedImage]) -> list[Found]:
             return [
@@ -89,7 +89,7 @@ class ObjectExtractor(ImageFunction[PreparedImage, Found]):
         return map_by_size(extract, images, lambda image: tuple(image.pixels.shape), lambda _: self.batch_size)
 
     def rows(self, image: Streamed[Found]) -> dict[str, np.ndarray]:
-        """Return the rows of the objects of an image; for an unreadable one, number -1 and NaN in `vector`."""
+        """Return a row for each object; the row of an unreadable image has the number -1 and NaN in `vector`."""
         rows = [(-1, np.full(self.encoder.dim, np.nan), b"", *[0] * len(_PLACES))]
         if image.result is not None:
             rows = [

@@ -114,7 +114,11 @@ class Labeller(ImageFunction[UInt8[Tensor, "3 h w"], LabelledImage]):
         return map(LabelledImage, images, self.memory.segment_all(images))
 
     def rows(self, image: Streamed[LabelledImage]) -> dict[str, np.ndarray]:
-        """Return one row; if the image is unreadable, with empty labels and confidence, 0 and NaN."""
+        """Return the row of an image.
+
+        If it is unreadable, `labels` and `confidence` are empty, `height` and `width` are 0, and `mean_confidence` is
+        NaN.
+        """
         labels, confidence, height, width, mean = io.BytesIO(), io.BytesIO(), 0, 0, np.nan
         if image.result is not None:
             found = image.result.found
