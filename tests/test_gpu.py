@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
+from rich.console import Console
 
 import cribo
 from cribo.apps.segment import Example, SegmentationMemory, SegmentationSettings
-from cribo.cli.doctor.examination import examine
-from cribo.cli.doctor.speed import measure_speed
+from cribo.cli.doctor import examine
 from cribo.data import apply_photometric, sample_photometric
 from cribo.data.scenes import Scenes
 from cribo.evaluation import DenseNN, dense_nn
@@ -198,11 +198,7 @@ def test_a_step_synchronises_only_for_data_dependent_shapes(tmp_path: Path):
     assert (waits.threads, torch.get_num_threads()) == ({1}, threads)
 
 
-def test_the_doctor_describes_and_measures_a_gpu():
-    devices = next(section for section in examine() if section.title == "Devices")
+def test_the_doctor_describes_a_gpu():
+    devices = next(section for section in examine(Console(quiet=True)) if section.title == "Devices")
     assert torch.cuda.get_device_name(0) in devices.facts["cuda:0"]
     assert devices.facts["default"] == "cuda:0"
-    speed = measure_speed()
-    assert speed.failures == {}
-    assert speed.pretrain_rate is not None
-    assert speed.pretrain_rate > 0

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
+from rich.console import Console
 
 from cribo.base.errors import DataError
 from cribo.base.files import append_json, write_json, write_text
 from cribo.base.redaction import is_masked, mask_messages, masked, without_secrets
 from cribo.cli import main
-from cribo.cli.doctor.findings import Section
-from cribo.cli.doctor.software import examine_environment
+from cribo.cli.doctor import examine
 from cribo.data.sources.collection import open_collection, read_named
 
 CANARY = "canary-Xq7"
@@ -213,6 +213,5 @@ def test_errors_have_no_secrets(quiet: Callable[..., int], url: str, words: tupl
 
 def test_doctor_shows_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", f"https://{USER}:{CANARY}@hub.example/models?token={TOKEN}")
-    section = Section("environment")
-    examine_environment(section)
+    section = next(each for each in examine(Console(quiet=True)) if each.title == "Environment")
     assert section.facts["HF_ENDPOINT"] == "https://***@hub.example/models?token=***"

@@ -42,7 +42,7 @@ REFUSED = {
     "figures": ["--run", "x", "--only", "x"],
     "export": ["--backbone", "x", "--to", "x"],
     "shard": ["x", "y", "--size", "x"],
-    "doctor": ["--device", "x"],
+    "doctor": ["--jsn"],
 }
 """A wrong value, or none where one is needed, of each command."""
 

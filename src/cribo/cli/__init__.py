@@ -26,7 +26,7 @@ commands:
   figures     draw the figures of a paper from a run: matches, clusters, bootstrapping ratio, features
   export      write a backbone for timm, transformers, ONNX or torch.export, and verify it
   shard       pack images into a few large files, for training from network file systems or object storage
-  doctor      show versions, devices, limits and speed of this machine, and problems with what to do
+  doctor      show versions, devices and limits of this machine, and problems with what to do
 
 examples:
   cribo pretrain                                      about a minute on synthetic scenes, on any laptop
