@@ -223,6 +223,34 @@ def test_a_group_of_options_with_another_file_than_a_configuration(tmp_path: Pat
             made.parse_args(words)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["a", "b", "--trust", "--source", "c"],
+        ["--source", "c", "a", "--trust", "true", "b"],
+        ["--ratios", "1", "--images", "a", "b"],
+        ["b", "--images=a"],
+        ["a", "--out", "b"],
+        ["--config", "c.yaml", "--", "a", "b"],
+    ],
+)
+def test_options_by_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text("images: x\nout: y")
+    made = Parser(prog="try", by_position=["--images", "--out"])
+    made.add_class_arguments(Options, skip={"source"})
+    made.add_argument("--source", default="c")
+    made.add_argument("--trust", type=bool, default=False)
+    made.add_argument("--images", required=True)
+    made.add_argument("--out")
+    parsed = made.parse_args(words)
+    assert (parsed.images, parsed.out, parsed.source) == ("a", "b", "c")
+    with pytest.raises(ConfigError, match="third"):
+        made.parse_args([*words, "third"])
+    with pytest.raises(ConfigError, match="IMAGES is required"):
+        made.parse_args(["--out", "b"])
+
+
 def test_no_arguments_and_arguments_unlike_any_option() -> None:
     with pytest.raises(ConfigError, match="--source is required"):
         parser().parse_args([])

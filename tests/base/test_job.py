@@ -330,11 +330,25 @@ def test_resume_starts_a_job_that_does_not_exist(tmp_path: Path) -> None:
     assert files(squares(tmp_path / "new", resume=True).path) == files(squares(tmp_path / "out").path)
 
 
-def test_resume_excludes_overwrite_and_numbers(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--overwrite"):
+def test_overwrite_excludes_resume_and_numbers(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--resume"):
         Job(tmp_path / "out", "squares", resume=True, overwrite=True)
     with pytest.raises(ConfigError, match="--out"):
-        Job(tmp_path / "out", "squares", resume=True, numbered=True)
+        Job(tmp_path / "out", "squares", overwrite=True, numbered=True)
+
+
+def test_resume_of_a_numbered_job_continues_the_last_of_its_kind(tmp_path: Path) -> None:
+    def job() -> Job:
+        return Job(tmp_path / "out", "squares", resume=True, numbered=True)
+
+    assert not job().resumes
+    with job().open({"power": 2}) as started:
+        assert started.path.name == "out"
+    for number in (2, 10):
+        squares(tmp_path / f"out-{number}")
+    Job(tmp_path / "out-11", "search").create()
+    (tmp_path / "out-12").mkdir()
+    assert (job().path.name, job().resumes) == ("out-10", True)
 
 
 def test_merged_shares_equal_one_job(tmp_path: Path) -> None:

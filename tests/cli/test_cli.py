@@ -62,7 +62,7 @@ def test_help_shows_often_used_options_first_and_each_option_once(capsys: pytest
         main(["segment", "--help"])
     said = capsys.readouterr().out
     often = said[said.index("often used:") : said.index("\n\noptions:")]
-    for option in ("--out", "--backbone", "--examples", "--images", "--memory", "--suggest"):
+    for option in ("IMAGES, --images", "--out", "--backbone", "--examples", "--memory", "--suggest"):
         assert f"  {option} " in often  # usage and examples name them
     for option in ("--pictures", "--temperature", "--trust"):
         assert option not in often
@@ -115,8 +115,8 @@ def test_help_of_pretrain_lists_and_explains_the_options(capsys: pytest.CaptureF
         (["pretrain", "--optim.epo=3"], "did you mean optim.epochs?"),  # no abbreviations
         (["pretrain", "--overwrit"], "did you mean overwrite?"),
         (["segment", "--min-confidence", "0.5"], "did you mean min_confidence?"),
-        (["segment"], "--out, --backbone and --images are required; usage: cribo segment --backbone SOURCE"),
-        (["embed"], "IMAGES, --out and --backbone are required"),
+        (["segment"], "--backbone and IMAGES are required; usage: cribo segment IMAGES --backbone SOURCE"),
+        (["embed"], "IMAGES and --backbone are required"),
         (["search", "--db", "x", "--image", "x", "--point", "3"], "must be two integers separated by commas, got [3]"),
         (["export", "--backbone", "mean-colour", "--to", "timm"], "mean-colour is a baseline without weights"),
         (["pretrain", "--preset", "adapt"], "did you mean config?"),

@@ -69,6 +69,21 @@ def test_embed_reads_by_range_and_does_not_resume_with_another(cribo: Run, twelv
     )
 
 
+def test_results_without_out_are_named_after_the_images_and_never_replaced(cribo: Run, twelve_bits: Path) -> None:
+    how = (*HOW, "--range", "0,4095")
+    for name in ("images", "images-2"):
+        assert f"features/{name}/" in cribo("embed", "images", *how)
+        assert f"segmented/{name}/" in cribo("segment", "images", *how, "--examples", "examples", "--pictures", 0)
+    assert "3 already encoded" in cribo("embed", "images", *how, "--resume")
+    assert "--out" in cribo("embed", "images", *how, "--overwrite", status=2)
+    assert sorted(path.name for path in Path("features").iterdir()) == ["images", "images-2"]
+    assert "objects/images.lance" in cribo("index", "--images", "images", *how)
+    assert "3 unchanged" in cribo("index", "images", *how)
+    assert "objects/images-2of3.lance" in cribo("index", "images", *how, "--part", "2/3")
+    assert "shards/images" in cribo("shard", "images", *how[4:])
+    cribo("shard", "images", *how[4:], status=2)
+
+
 def test_segment_remembers_the_range_in_the_memory(cribo: Run, twelve_bits: Path) -> None:
     how = ("segment", *HOW, "--images", "images", "--memory", "m.safetensors", "--pictures", 0)
     cribo(*how, "--examples", "examples", "--out", "a", "--range", "0,4095")
@@ -110,7 +125,7 @@ def test_names_that_are_not_utf8_are_skipped_alike(cribo: Run, named: Path) -> N
         ("embed", "images", *HOW, "--out", "embedded"),
         ("segment", *HOW, "--images", "images", "--examples", "examples", "--out", "segmented", "--pictures", 0),
         ("index", *HOW, "--images", "images", "--db", "objects.db"),
-        ("shard", "images", "shards", "--max_unreadable", "0.5"),
+        ("shard", "images", "--max_unreadable", "0.5"),
     ):
         shown = cribo(*words)
         assert "1 image could not be read" in shown

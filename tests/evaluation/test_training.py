@@ -331,8 +331,8 @@ def test_a_folder_is_resumed_only_with_the_same_settings(opened: Callable[..., A
 
 def test_folders_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
     runtime = TrainingRuntime(accelerator="cpu")
-    with pytest.raises(ConfigError, match="--resume requires --out"):
-        evaluation_folder(None, "x", {}, overwrite=False, resume=True, runtime=runtime).__enter__()
+    with pytest.raises(ConfigError, match="--overwrite requires --out"):
+        evaluation_folder(None, "x", {}, overwrite=True, resume=False, runtime=runtime).__enter__()
     with pytest.raises(ConfigError, match=r"runtime\.accelerator gpu"):
         evaluation_folder(
             tmp_path / "out", "x", {}, overwrite=False, resume=False, runtime=TrainingRuntime(accelerator="gpu")

@@ -46,6 +46,8 @@ class Parser(ArgumentParser):
     can be repeated, or followed by several arguments. Options of two integers whose name ends in `size` also accept
     one integer for a square. Boolean options that are not true by default mean `true` if no value follows.
 
+    Options in `by_position` can also be given without their name, such as IMAGES for --images.
+
     `--config FILE` reads options from a YAML file, in the same syntax and with the same short names; all other options
     of the command line override it.
 
@@ -55,6 +57,7 @@ class Parser(ArgumentParser):
 
     Args:
         short: short names of options, such as `--data` for `--data.name`.
+        by_position: options that arguments without a name stand for, in this order.
         suggestions: what to pass, by name of a required option, for the error if it is missing.
         kwargs: passed to jsonargparse's parser.
     """
@@ -66,11 +69,13 @@ class Parser(ArgumentParser):
         self,
         *,
         short: Mapping[str, str] | None = None,
+        by_position: Sequence[str] = (),
         suggestions: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
         self._short = dict(short or {})
+        self._by_position = tuple(by_position)
         self._suggestions = dict(suggestions or {})
         self.add_argument("--config", action="config", help=self.config_help)
 
@@ -255,16 +260,22 @@ class Parser(ArgumentParser):
         return {option for action in self._actions if action.nargs == "+" for option in action.option_strings}
 
     def expand(self, words: Sequence[str]) -> list[str]:
-        """Expand short names, switches, lists and repeated options to the syntax of jsonargparse."""
+        """Expand short names, switches, lists, repeated options and those by position to the syntax of jsonargparse."""
         lists, switches = self._lists(), self._switches()
+        flags = {option for action in self._actions if action.nargs == 0 for option in action.option_strings}
         repeated: dict[str, list[str]] = {option: [] for option in self._repeatable()}
+        typed = {word.partition("=")[0] for word in words}
+        names = iter([name for name in self._by_position if name not in typed])
         result: list[str] = []
         rest = deque(words)
         while rest:
             word = rest.popleft()
-            if not word.startswith("--"):
-                result.append(word)
+            if not word.startswith("-"):
+                result += [name, word] if (name := next(names, None)) else [word]
                 continue
+            if word == "--" and self._by_position:
+                result += [each for value in rest for each in (*islice(names, 1), value)]
+                break
             option, given, value = word.partition("=")
             option = self._long(option)
             square = _is_size(option, lists.get(option, ()))
@@ -280,6 +291,8 @@ class Parser(ArgumentParser):
                     result.append(_bracketed(values, square=square))
             elif option in switches and (not rest or rest[0].startswith("--")):
                 result.append("true")
+            elif option not in flags and rest and not rest[0].startswith("--"):
+                result.append(rest.popleft())
         for option, values in repeated.items():
             result += [option, *values] if values else []
         return result
@@ -299,12 +312,15 @@ class Parser(ArgumentParser):
             removed = " " * (len(long) - len(short))  # keeps the column of the explanations
             text = re.sub(rf"^(  {re.escape(long)} \S+)( +)(?=\S)", rf"\1\2{removed}", text, flags=re.MULTILINE)
             text = re.sub(rf"{re.escape(long)}(?![\w.])", short, text)
+        for option in self._by_position:
+            name = option.removeprefix("--").upper()
+            text = re.sub(rf"^  {option} {name} ", f"  {name}, {option}", text, flags=re.MULTILINE)
         return text
 
     def _arrange_groups(self) -> None:
         """Move options named in usage and description, and required ones, to a first group; hide redundant ones."""
         texts = f"{self.usage or ''} {self.description or ''}"
-        named = [self._long(option) for option in re.findall(r"--\w[\w.]*\b", texts)]
+        named = [*self._by_position, *map(self._long, re.findall(r"--\w[\w.]*\b", texts))]
         often = self.add_argument_group("often used")
         used: dict[Any, int] = {}
         for group in self._action_groups:
@@ -350,9 +366,11 @@ class Parser(ArgumentParser):
     def _as_typed(self, name: str) -> str:
         """Return an option with its dashes and short name, or the placeholder of a positional argument."""
         action = next((each for each in self._actions if name.removeprefix("--") == each.dest), None)
+        option = f"--{name.removeprefix('--')}"
+        if option in self._by_position:
+            return option.removeprefix("--").upper()
         if action is not None and not action.option_strings:
             return str(action.metavar or name).upper()
-        option = f"--{name.removeprefix('--')}"
         return next((short for short, long in self._short.items() if long == option), option)
 
     def _shortened(self, text: str) -> str:

@@ -84,7 +84,8 @@ class Job:
     Args:
         path: of the folder.
         kind: of the results, such as "search".
-        numbered: use the first of `path`, `path-2`, `path-3`, ... that does not exist.
+        numbered: use the first of `path`, `path-2`, `path-3`, ... that does not exist; or with `resume`, the last that
+            contains results of this kind.
         resume: keep results of this kind; None for a command that cannot resume.
         overwrite: replace results of this kind.
         inputs: input files and folders, which must not lie in the folder; paths that do not exist are ignored.
@@ -92,12 +93,12 @@ class Job:
         advice: what to do if the folder exists, for error messages. [from the other arguments]
 
     Attributes:
-        path: of the folder; for a numbered folder, set by `create` or `open`.
+        path: of the folder; a numbered folder has none before `create` or `open`.
         resumes: whether existing results are kept.
         replaces: whether existing results are replaced.
 
     Raises:
-        ConfigError: `resume` is set with `overwrite` or `numbered`.
+        ConfigError: `overwrite` is set with `resume` or `numbered`.
         FolderError: the folder is not empty and neither `overwrite` nor `resume` is set; contains other files, an
             input or the current folder; is a file, a symbolic link or a mounted volume; or is not writable.
 
@@ -125,13 +126,15 @@ class Job:
         option: str = "--out",
         advice: str | None = None,
     ) -> None:
-        if resume and (overwrite or numbered):
-            with_what = "cannot be combined with --overwrite" if overwrite else f"requires {option}"
-            raise ConfigError(f"--resume {with_what}")
+        if overwrite and (resume or numbered):
+            why = "cannot be combined with --resume" if resume else f"requires {option}: without it, a folder is new"
+            raise ConfigError(f"--overwrite {why}")
         if path.parts and re.fullmatch(r"\w{2,}:", path.parts[0]):
             raise FolderError(f"{option} {path} is a URL: results are written to a folder; copy them afterwards")
         path = path.expanduser()
-        self.path = path.resolve() if ".." in path.parts else path  # the last part must be a name
+        if numbered and resume and (last := _last_numbered(path, kind)) is not None:
+            path, numbered = last, False
+        self._path = path.resolve() if ".." in path.parts else path  # the last part must be a name
         self.kind, self.numbered, self.option = kind, numbered, option
         self.resumes = self.replaces = False
         self.accounts: dict[str, Account] = {}
@@ -164,6 +167,13 @@ class Job:
             advice = advice or f"choose another {option}{resume_it}, or replace it with --overwrite"
             raise FolderError(f"{path} already exists: {advice}")
 
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        if self.numbered:
+            raise RuntimeError(f"the number of the folder {self._path} is not known yet")
+        return self._path
+
     def create(self, write: Callable[[Path], object] = lambda folder: None) -> Path:
         """Write the folder and move it into place once it is complete.
 
@@ -178,8 +188,9 @@ class Job:
             self._write_record(part)
             write(part)
 
-        if self.numbered:
-            self.path = _make_numbered(self.path)
+        is_new = self.numbered
+        if is_new:
+            self._path, self.numbered = _make_numbered(self._path), False
         try:
             with (
                 locked(self.path, otherwise=f"choose another {self.option}")
@@ -188,7 +199,7 @@ class Job:
             ):
                 write_folder_whole(self.path, recorded, replaces=self.replaces)
         except BaseException:
-            if self.numbered:
+            if is_new:
                 with contextlib.suppress(OSError):
                     self.path.rmdir()  # removes it only if it is empty
             raise
@@ -605,6 +616,15 @@ def _make_numbered(path: Path) -> Path:
             raise _not_writable(path.parent, error) from error
         return folder
     raise AssertionError("unreachable")
+
+
+def _last_numbered(path: Path, kind: str) -> Path | None:
+    """Return the last of the folders `path`, `path-2`, ... that contains results of a kind, if any."""
+    pattern = re.compile(rf"{re.escape(path.name)}(-\d+)?")
+    names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+    numbers = {int((found[1] or "-1")[1:]): name for name in names if (found := pattern.fullmatch(name))}
+    folders = (path.with_name(numbers[number]) for number in sorted(numbers, reverse=True))
+    return next((folder for folder in folders if result_kind(folder) == kind), None)
 
 
 def _remove_if_empty(folder: Path) -> None:

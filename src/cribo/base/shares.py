@@ -18,6 +18,8 @@ class Share(NamedTuple):
         >>> share = Share.parse("2/3")
         >>> [list(Share(number, 3).of(range(8))) for number in (1, 2, 3)], str(share)
         ([[0, 1], [2, 3, 4], [5, 6, 7]], '2/3')
+        >>> share.suffix, Share().suffix
+        ('-2of3', '')
     """
 
     number: int = 1
@@ -39,6 +41,11 @@ class Share(NamedTuple):
         if not 1 <= number <= count:
             raise ConfigError(f"part must be i/n with i from 1 to n, got {text}: use 1/{count} to {count}/{count}")
         return cls(number, count)
+
+    @property
+    def suffix(self) -> str:
+        """Suffix of names of the share's results; empty for the whole."""
+        return "" if self.shares == 1 else f"-{self.number}of{self.shares}"
 
     def of(self, items: range, unit: str = "images") -> range:
         """Return adjacent items, since the images of a shard or a Parquet file are adjacent.

@@ -6,60 +6,66 @@ from collections.abc import Sequence
 
 # Everything else is imported by `main`, which handles Ctrl-C.
 
-USAGE = """\
+GROUPS = {
+    "learn": {
+        "pretrain": "learn dense representations from unlabelled images",
+        "adapt": "adapt a pretrained backbone to your images, and measure the gain",
+        "distill": "train a small network to predict a larger one's dense features",
+        "study": "train a table of configurations with several seeds; compare scores",
+    },
+    "measure": {
+        "evaluate": "evaluate a backbone on labelled images",
+        "benchmark": "evaluate a backbone by all protocols on a folder of datasets",
+        "profile": "measure the cost of each part of a training step on this machine",
+    },
+    "use": {
+        "segment": "label images given a few labelled examples, without training",
+        "index": "find the objects of a collection and store them in a database",
+        "search": "find the objects in a database most similar to a given one",
+        "embed": "write the features of many images to files (Parquet, NumPy, ...)",
+        "explore": "open a web page to inspect a run and a collection's objects",
+        "export": "write a backbone for timm, transformers, ONNX or torch.export",
+        "figures": "draw the figures of a paper from a run",
+    },
+    "files and machines": {
+        "shard": "pack images into a few large files, for network or object storage",
+        "merge": "join results of embed, index or segment on shares of the images",
+        "doctor": "show versions, devices, limits and problems of this machine",
+    },
+}
+"""What each command does, in groups. A command is implemented by the module of its name."""
+
+COMMANDS = tuple(name for group in GROUPS.values() for name in group)
+
+
+def usage() -> str:
+    """Return the help of `cribo`."""
+    groups = (
+        f"{group}:\n" + "".join(f"  {name:<10} {what}\n" for name, what in commands.items())
+        for group, commands in GROUPS.items()
+    )
+    return _USAGE.format(groups="\n".join(groups))
+
+
+_USAGE = """\
 usage: cribo <command> [options]
 
-commands:
-  pretrain    learn dense representations from unlabelled images
-  adapt       adapt a pretrained backbone to your images, and measure whether it helped
-  distill     train a small network to predict the dense features of another one
-  study       train a table of configurations with several seeds, and compare their scores
-  profile     measure the cost of each part of a training step on this machine
-  evaluate    evaluate a backbone on labelled images
-  benchmark   evaluate a backbone by every protocol on every dataset of a folder, and write a card
-  segment     label the pixels of many images given a few labelled examples, without training
-  embed       write the features of many images to Parquet, Lance, NumPy or safetensors
-  index       find the objects of a folder of images and store them in a database
-  merge       join the results of embed, index or segment on shares of the images, such as those of a job array
-  search      find the objects in a database that are most similar to a given one
-  explore     open a web page to inspect a run and a collection's objects
-  figures     draw the figures of a paper from a run: matches, clusters, bootstrapping ratio, features
-  export      write a backbone for timm, transformers, ONNX or torch.export, and verify it
-  shard       pack images into a few large files, for training from network file systems or object storage
-  doctor      show versions, devices and limits of this machine, and problems with what to do
-
+{groups}
 examples:
-  cribo pretrain                                      about a minute on synthetic scenes, on any laptop
-  cribo adapt PHOTOGRAPHS --backbone vit_small_patch14_dinov2.lvd142m
-  cribo segment --backbone vit_small_patch14_dinov2.lvd142m --examples EXAMPLES --images PHOTOGRAPHS --out RESULT
+  cribo pretrain                    about a minute on synthetic scenes
+  cribo adapt PHOTOGRAPHS --backbone BACKBONE
+  cribo segment PHOTOGRAPHS --backbone BACKBONE --examples EXAMPLES
 
-`cribo <command> --help` lists the options of a command, with examples; `cribo --version` prints the version. With
-`--debug`, every command shows the traceback of an error. `python -m cribo` is the same command, for environments whose
-scripts are not on PATH.
+A BACKBONE for a start is vit_small_patch14_dinov2.lvd142m.
 
-Documentation: the folder docs/ of the clone, with a page for each command; it begins with docs/start.md.
+`cribo <command> --help` lists the options of a command, with examples;
+`cribo --version` prints the version. With `--debug`, every command shows the
+traceback of an error. `python -m cribo` is the same command, for environments
+whose scripts are not on PATH.
+
+Documentation: the folder docs/ of the clone, with a page for each command; it
+begins with docs/start.md.
 """
-
-COMMANDS = (
-    "pretrain",
-    "adapt",
-    "distill",
-    "study",
-    "profile",
-    "evaluate",
-    "benchmark",
-    "segment",
-    "embed",
-    "index",
-    "merge",
-    "search",
-    "explore",
-    "figures",
-    "export",
-    "shard",
-    "doctor",
-)
-"""Names of the commands; each is implemented by `run` of the module of the same name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,7 +97,7 @@ def _run(words: list[str]) -> int:
 
         print(cribo.__version__)
         return 0
-    return dispatch(words, "cribo", "command", USAGE, {name: partial(_command, name) for name in COMMANDS})
+    return dispatch(words, "cribo", "command", usage(), {name: partial(_command, name) for name in COMMANDS})
 
 
 def _command(name: str, words: list[str]) -> int:

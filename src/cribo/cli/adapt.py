@@ -35,13 +35,13 @@ def run(words: list[str], console: Console) -> None:
     parser = Parser(
         prog="cribo adapt",
         description=HELP,
+        by_position=["--images"],
         usage="cribo adapt IMAGES --backbone SOURCE [options]",
         short={**BACKBONE_SHORT, **READING_SHORT},
         suggestions={"--backbone": SUGGESTION},
     )
-    parser.add_argument("images", type=str, help="a folder of images, or a text file that lists images")
     add_named_results(parser, "adaptation", "adapted", "backbone")
-    parser.add_class_arguments(AdaptConfig, skip={"images"})
+    parser.add_class_arguments(AdaptConfig)
     parser.explain("--backbone.source", NETWORK)
     parsed = parser.parse_args(words)
     config = parser.build(AdaptConfig, parsed)

@@ -34,12 +34,12 @@ def run(words: list[str], console: Console) -> None:
     parser = Parser(
         prog="cribo distill",
         description=HELP,
+        by_position=["--images"],
         usage="cribo distill IMAGES --teacher SOURCE --backbone SOURCE [options]",
         short={**BACKBONE_SHORT, **READING_SHORT, "--teacher": "--teacher.source"},
     )
-    parser.add_argument("images", type=str, help="a folder of images, or a text file that lists images")
     add_named_results(parser, "distillation", "distilled", "student")
-    parser.add_class_arguments(DistillConfig, skip={"images"})
+    parser.add_class_arguments(DistillConfig)
     parser.explain("--backbone.source", NETWORK)
     parser.explain("--teacher.source", NETWORK)
     parsed = parser.parse_args(words)

@@ -1,26 +1,25 @@
 """`cribo embed`: write the features of many images to files."""
 
 import shlex
-from pathlib import Path
 
 from rich.console import Console
 
 from cribo.base.console import duration, importing
 from cribo.base.wording import counted
-from cribo.cli.running import BACKBONE_SHORT, print_places, print_unreadable
+from cribo.cli.running import BACKBONE_SHORT, add_results_folder, print_places, print_unreadable
 from cribo.data.config import READING_SHORT
 
 HELP = """\
 Write the features of many images to Parquet, Lance, NumPy or safetensors files.
 
-  cribo embed IMAGES --backbone SOURCE --out FOLDER                         a vector for each image
-  cribo embed IMAGES --backbone SOURCE --out FOLDER --features patches      one for each patch, with row and column
-  cribo embed IMAGES --backbone SOURCE --out FOLDER --features objects      one for each object, with box and area
-  cribo embed IMAGES --backbone SOURCE --out FOLDER --engine ray            on several GPUs, or on a cluster
+  cribo embed IMAGES --backbone SOURCE                         a vector for each image
+  cribo embed IMAGES --backbone SOURCE --features patches      one for each patch, with row and column
+  cribo embed IMAGES --backbone SOURCE --features objects      one for each object, with box and area
+  cribo embed IMAGES --backbone SOURCE --engine ray            on several GPUs, or on a cluster
 
 IMAGES is a folder (read recursively), a text file that lists images, tar shards, Parquet files, or a URL of any of
 these. Features are written in parts as they are computed, so that memory is bounded. To continue after an interruption,
-repeat the command with --resume. For a job array: --part 3/8 and a different --out in each job, then cribo merge.
+repeat the command with --resume. For a job array: --part 3/8 in the third of eight jobs, then cribo merge.
 """
 
 LESS_MEMORY = "lower --batch_size, or --size"
@@ -34,16 +33,12 @@ def run(words: list[str], console: Console) -> None:
     parser = Parser(
         prog="cribo embed",
         description=HELP,
-        usage="cribo embed IMAGES --backbone SOURCE --out FOLDER [options]",
+        by_position=["--images"],
+        usage="cribo embed IMAGES --backbone SOURCE [options]",
         short={**BACKBONE_SHORT, **READING_SHORT},
     )
-    parser.add_argument(
-        "images", type=str, help="a folder, a list (.txt), tar shards, Parquet files, or a URL of these"
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder for the results; it must be new")
-    parser.add_argument("--resume", action="store_true", help="continue the interrupted command that wrote to --out")
-    parser.add_argument("--overwrite", action="store_true", help="replace existing results in --out")
-    parser.add_class_arguments(EmbedConfig, skip={"images"})
+    add_results_folder(parser, "features/<images>")
+    parser.add_class_arguments(EmbedConfig)
     parsed = parser.parse_args(words)
     config = parser.build(EmbedConfig, parsed)
     with importing(console):

@@ -18,11 +18,11 @@ HELP = """\
 Open a web page with the view pairs of a run and their clusters, nearest objects across a collection of images, features
 as colours, and labelling of images from a few painted examples.
 
-  cribo explore --run runs/camvid --images CAMVID       a run; finds the objects of some of its images at start-up
+  cribo explore CAMVID --run runs/camvid                a run; finds the objects of some of its images at start-up
   cribo explore --db street.db                          a database of objects, created by cribo index
-  cribo explore --run runs/camvid --images CAMVID --db street.db  both
-  cribo explore --backbone vit_small_patch16_224.dino --images PHOTOGRAPHS
-  cribo explore --backbone vit_small_patch16_224.dino --images PHOTOGRAPHS --examples EXAMPLES --limit 0
+  cribo explore CAMVID --run runs/camvid --db street.db   both
+  cribo explore PHOTOGRAPHS --backbone vit_small_patch16_224.dino
+  cribo explore PHOTOGRAPHS --backbone vit_small_patch16_224.dino --examples EXAMPLES --limit 0
                                                         label examples for cribo segment by painting
 
 The page is served to this machine only (127.0.0.1). With --host 0.0.0.0, other machines can open it with a password,
@@ -46,7 +46,8 @@ def run(words: list[str], console: Console) -> None:
     parser = Parser(
         prog="cribo explore",
         description=HELP,
-        usage="cribo explore [--run DIR] [--db DIR] [--backbone SOURCE] [--images DIR] [--examples DIR] [options]",
+        by_position=["--images"],
+        usage="cribo explore [IMAGES] [--run DIR] [--db DIR] [--backbone SOURCE] [--examples DIR] [options]",
         short={**BACKBONE_SHORT, **READING_SHORT},
     )
     parser.add_class_arguments(ExploreConfig, skip={"backbone", "trust"})

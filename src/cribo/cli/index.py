@@ -16,14 +16,14 @@ from cribo.data.config import READING_SHORT
 HELP = """\
 Find the objects in every image of a collection and store them in a database (Lance) for cribo search.
 
-  cribo index --backbone runs/camvid --images PHOTOGRAPHS --db photographs.db
-  cribo index --db photographs.db                       update it after images were added, changed or deleted
-  cribo index --backbone vit_small_patch16_224.dino --images PHOTOGRAPHS --db s3://bucket/photographs
-  cribo index --backbone runs/camvid --images PHOTOGRAPHS --db photographs.db --engine ray       on several GPUs
+  cribo index PHOTOGRAPHS --backbone runs/camvid
+  cribo index --db objects/photographs.lance            update it after images were added, changed or deleted
+  cribo index PHOTOGRAPHS --backbone vit_small_patch16_224.dino --db s3://bucket/photographs
+  cribo index PHOTOGRAPHS --backbone runs/camvid --engine ray       on several GPUs
 
 PHOTOGRAPHS is a folder (read recursively), a text file that lists images, tar shards, Parquet files, or a URL of these.
 Objects are clusters of an image's patches: nothing is labelled or trained. Only new and changed images are processed;
-the command can be stopped and restarted at any time. Then: cribo search --db photographs.db --image ONE.jpg
+the command can be stopped and restarted at any time. Then: cribo search --db DATABASE --image ONE.jpg
 """
 
 LESS_MEMORY = "lower --batch_size, or --size"
@@ -37,7 +37,8 @@ def run(words: list[str], console: Console) -> None:
     parser = Parser(
         prog="cribo index",
         description=HELP,
-        usage="cribo index --backbone SOURCE --images DIR --db DIR_OR_URL [options]",
+        by_position=["--images"],
+        usage="cribo index IMAGES --backbone SOURCE [options]\n       cribo index --db DIR_OR_URL [options]",
         short={**BACKBONE_SHORT, **READING_SHORT},
     )
     parser.add_class_arguments(IndexConfig, skip={"backbone", "trust"})

@@ -14,14 +14,14 @@ HELP = """\
 Join the results of cribo embed, index or segment on the shares of a collection, as one command would have written them.
 Files are linked, not copied, where possible; objects are copied into a new database.
 
-  cribo merge features-1 features-2 features-3 --out features
-  cribo merge objects-*.db --out s3://bucket/objects
+  cribo merge features/street-*of3 --out features/street
+  cribo merge objects/street-*of3.lance --out s3://bucket/objects
 
 A job array of SLURM, which works on eight shares and joins them when all have succeeded:
 
   #SBATCH --array=1-8
-  cribo embed IMAGES --backbone SOURCE --part $SLURM_ARRAY_TASK_ID/8 --out features-$SLURM_ARRAY_TASK_ID
-  sbatch --dependency=afterok:JOB --wrap 'cribo merge features-* --out features'
+  cribo embed street --backbone SOURCE --part $SLURM_ARRAY_TASK_ID/8
+  sbatch --dependency=afterok:JOB --wrap 'cribo merge features/street-*of8 --out features/street'
 """
 
 LESS_MEMORY = "merge on a machine with more memory"

@@ -160,6 +160,19 @@ def add_named_results(parser: "Parser", kind: str, out: str, network: str) -> No
     parser.add_argument("--overwrite", action="store_true", help=f"replace the {kind} --name")
 
 
+def add_results_folder(parser: "Parser", default: str) -> None:
+    """Add the options of a results folder that is numbered by default, and whether to resume or replace it."""
+    parser.add_argument(
+        "--out", type=Path, help=f"folder for the results; it must be new. By default {default}, numbered"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the interrupted command that wrote to --out, or without --out to the last folder of that name",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace existing results in --out")
+
+
 def print_unreadable(console: "Console", files: Sequence[tuple[str, str]], where: str | None = None) -> None:
     """Print how many images could not be read, with the first names and reasons; `where` is the file with all."""
     if files:

@@ -2,32 +2,38 @@
 
 import shlex
 from dataclasses import fields
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from cribo.base.console import importing
-from cribo.cli.running import BACKBONE_SHORT, SUGGESTED, SUGGESTION, print_places, print_unreadable
+from cribo.cli.running import (
+    BACKBONE_SHORT,
+    SUGGESTED,
+    SUGGESTION,
+    add_results_folder,
+    print_places,
+    print_unreadable,
+)
 
 HELP = f"""\
 Label the pixels of many images given a few labelled examples; two are enough to start. The backbone is not trained. Its
 blocks, whitening, and the head (nearest neighbours, ridge regression or both) are chosen by cross-validation over the
 examples. The command prints the choice and the expected mIoU.
 
-  cribo segment --backbone runs/mine --examples EXAMPLES --images FRAMES --out RESULT
-  cribo segment --backbone runs/mine --examples EXAMPLES --images FRAMES --out RESULT --memory mine.safetensors
-  cribo segment --backbone runs/mine --memory mine.safetensors --images 'MORE/**/*.jpg' --out RESULT2
+  cribo segment FRAMES --backbone runs/mine --examples EXAMPLES
+  cribo segment FRAMES --backbone runs/mine --examples EXAMPLES --memory mine.safetensors
+  cribo segment 'MORE/**/*.jpg' --backbone runs/mine --memory mine.safetensors --out RESULT
   cribo segment --memory mine.safetensors --list               list its examples with their accuracy when left out
   cribo segment --memory mine.safetensors --remove a.jpg 7     remove examples by name or number
 
 EXAMPLES contains a.jpg and a.png (or a_labels.png), or images/a.jpg and labels/a.png, or images and one JSON file in
-COCO format. Label maps contain class indices (255: no class), only 0 and 255, or colours that classes.txt lists. RESULT
-contains label maps, overlays, confidences, summary.csv and contact.png. To continue after an interruption, repeat the
-command with --resume. If classes are confused, add examples of them; --suggest 5 lists images with uncertain labels. If
-small objects are missed in large images, use --scale 1 --window 448. If it is too slow, use --size 384, or --engine ray
-for several GPUs or machines.
+COCO format. Label maps contain class indices (255: no class), only 0 and 255, or colours that classes.txt lists. The
+results are label maps, overlays, confidences, summary.csv and contact.png. To continue after an interruption, repeat
+the command with --resume. If classes are confused, add examples of them; --suggest 5 lists images with uncertain
+labels. If small objects are missed in large images, use --scale 1 --window 448. If it is too slow, use --size 384, or
+--engine ray for several GPUs or machines.
 
 Without a backbone of your own, start with --backbone {SUGGESTED} (licence apache-2.0).
 """
@@ -47,13 +53,12 @@ def run(words: list[str], console: Console) -> None:
     parser = Parser(
         prog="cribo segment",
         description=HELP,
-        usage="cribo segment --backbone SOURCE --examples DIR --images DIR --out DIR [options]",
+        usage="cribo segment IMAGES --backbone SOURCE --examples DIR [options]",
+        by_position=["--images"],
         short=BACKBONE_SHORT,
         suggestions={"--backbone": SUGGESTION},
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder for the results; it must be new")
-    parser.add_argument("--resume", action="store_true", help="continue the interrupted command that wrote to --out")
-    parser.add_argument("--overwrite", action="store_true", help="replace existing results in --out")
+    add_results_folder(parser, "segmented/<images>")
     parser.add_argument("--pictures", type=int, default=6, help="number of images in contact.png")
     parser.add_argument("--suggest", type=int, default=0, help="number of images to suggest for labelling next")
     parser.add_argument("--coco", action="store_true", help="also write all labels to coco.json, in COCO format")

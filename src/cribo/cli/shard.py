@@ -12,12 +12,12 @@ HELP = """\
 Pack images into a few large tar files, which are faster to read from network file systems and object storage than
 many small files.
 
-  cribo shard IMAGES OUT                  unchanged files
-  cribo shard PHOTOGRAPHS OUT --size 512  shorter side at most 512 pixels
-  cribo pretrain --data.root OUT          train on the shards; or s3://bucket/prefix, if OUT was copied there
+  cribo shard PHOTOGRAPHS                            unchanged files
+  cribo shard PHOTOGRAPHS --size 512                 shorter side at most 512 pixels
+  cribo pretrain --data.root shards/photographs      train on the shards; or s3://bucket/prefix, if copied there
 
-Crops are usually smaller than photographs, so --size reduces the time for decoding and downloads. OUT is created
-atomically; unreadable images are omitted and listed in OUT/skipped.csv.
+Crops are usually smaller than photographs, so --size reduces the time for decoding and downloads. The folder is created
+atomically; unreadable images are omitted and listed in its skipped.csv.
 """
 
 LESS_MEMORY = "lower --workers"
@@ -28,9 +28,14 @@ def run(words: list[str], console: Console) -> None:
     from cribo.base.arguments import Parser
     from cribo.data.config import Reading
 
-    parser = Parser(prog="cribo shard", description=HELP, usage="cribo shard IMAGES OUT [options]")
-    parser.add_argument("images", metavar="IMAGES", type=str, help="a folder, or a text file that lists images")
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder of the shards; it must not exist")
+    parser = Parser(
+        prog="cribo shard",
+        description=HELP,
+        usage="cribo shard IMAGES [OUT] [options]",
+        by_position=["--images", "--out"],
+    )
+    parser.add_argument("--images", type=str, required=True, help="a folder, or a text file that lists images")
+    parser.add_argument("--out", type=Path, help="folder of the shards; it must not exist. [shards/<images>]")
     parser.add_argument("--size", type=int, help="maximum shorter side in pixels; by default, images are unchanged")
     parser.add_argument("--shard_mb", type=float, default=64.0, help="approximate size of a shard in MB")
     parser.add_argument(
@@ -40,14 +45,14 @@ def run(words: list[str], console: Console) -> None:
     parser.add_argument("--workers", type=int, help="number of threads that read images; by default one per core")
     parsed = parser.parse_args(words)
     with importing(console):
-        from cribo.data.sources.images import open_images
+        from cribo.data.sources.images import collection_name, open_images
         from cribo.data.sources.shard_writing import write_shards
 
     source = open_images(parsed.images, reading=parser.build(Reading, parsed))
     with Phases(console) as progress:
         written = write_shards(
             source,
-            parsed.out,
+            parsed.out or Path("shards") / collection_name(parsed.images),
             size=parsed.size,
             shard_bytes=round(parsed.shard_mb * 1e6),
             max_unreadable=parsed.max_unreadable,

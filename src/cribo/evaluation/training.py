@@ -205,13 +205,13 @@ def evaluation_folder(
         name: name of the numbered folder.
         settings: all settings that the result depends on.
         overwrite: replace an existing evaluation.
-        resume: resume the evaluation in `out`, or start it if it does not exist.
+        resume: resume the evaluation in `out`, or without `out` the last of this name; or start it if there is none.
         runtime: devices and number of machines.
         inputs: input files and folders, which must not be inside `out`.
 
     Raises:
         FolderError: the folder exists and neither flag is set, is in use, or has other settings.
-        ConfigError: devices do not exist, `resume` is set with `overwrite`, or without `out`; not logged in to the
+        ConfigError: devices do not exist; `overwrite` is set with `resume`, or without `out`; not logged in to the
             service of a logger.
         MissingPackage: the package of a logger is not installed.
     """

@@ -229,6 +229,8 @@ def _run(
 ) -> Run:
     """Train in `out/name`; an invalid configuration raises an error before the folder is created."""
     end_with_launcher()
+    if resume and name is None:
+        raise ConfigError("--continue requires --name, the run to continue")
     if resume and name is not None:
         folder = named_folder(out, name)
         if minutes is not None and (folder / CONFIG).is_file():  # epochs were set when the run started

@@ -271,7 +271,7 @@ def test_images_that_were_moved(cribo: Run, indexed: Path, pictures: Path, tmp_p
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("index", "--db", "new.db"), "--images is required to create the database new.db"),
+        (("index", "--db", "new.db"), "IMAGES is required to create the database new.db"),
         (("index", "--db", "new.db", "--images", "pictures"), "--backbone is required to create a database"),
         (("index", "--db", "new.db", "--images", "nowhere", "--backbone", "mean-colour"), "there is no 'nowhere'"),
         (

@@ -229,7 +229,7 @@ def test_unsupported_backbones(words: list[str], refused: Callable[..., str]) ->
         (("--limit", "0"), "limit must be >= 1, got 0"),
         (("--pictures", "-1"), "pictures must be >= 0, got -1"),
         (("--learnin_rate", "1"), "did you mean learning_rate?"),
-        (("--resume",), "--resume requires --out"),
+        (("--overwrite",), "--overwrite requires --out"),
         (("--data", "nowhere"), "there is no 'nowhere'"),
         (("--data.val_annotations", "nowhere.json"), "there is no 'nowhere.json'"),
     ],

@@ -23,7 +23,7 @@ from cribo.base.shares import Share
 from cribo.base.versions import versions
 from cribo.base.wording import counted
 from cribo.data.sources.collection import ImageCollection, content_hash, fingerprint, open_collection, without_repeats
-from cribo.data.sources.images import is_url, require_readable
+from cribo.data.sources.images import collection_name, is_url, require_readable
 from cribo.features.config import ObjectSettings
 from cribo.features.object_extraction import MAX_PATCHES
 from cribo.features.prefetching import BUDGET
@@ -31,6 +31,9 @@ from cribo.features.spread.engines import open_engine
 from cribo.features.spread.parts import ImagePart, part_size
 
 KIND = "embedding"
+OUT = Path("features")
+"""Parent folder of results without --out."""
+
 ABOUT, SKIPPED = "about.json", "skipped.jsonl"
 
 _MOST_IMAGES = 512  # limit per part; an interrupted part is encoded again
@@ -60,7 +63,7 @@ class Embedded:
 def embed_images(
     config: EmbedConfig,
     *,
-    out: Path,
+    out: Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
     command: str = "",
@@ -70,8 +73,10 @@ def embed_images(
 
     Args:
         config: options of the command.
-        out: output folder; with --engine ray, all workers must see it.
-        resume: keep existing parts in `out` and write the missing ones; images, backbone and settings must be the same.
+        out: output folder; by default a numbered folder `features/<images>`. With --engine ray, all workers must see
+            it.
+        resume: keep existing parts in `out`, or without `out` in the last folder of this name, and write the missing
+            ones; images, backbone and settings must be the same.
         overwrite: replace existing results in `out`.
         command: command line to record in the results.
         console: console for progress.
@@ -86,7 +91,14 @@ def embed_images(
     """
     console = console or Console(quiet=True)
     require_writer(config.format)
-    job = Job(out, KIND, resume=resume, overwrite=overwrite, inputs=(config.images, config.backbone.source))
+    job = Job(
+        out or OUT / f"{collection_name(config.images)}{config.share.suffix}",
+        KIND,
+        numbered=out is None,
+        resume=resume,
+        overwrite=overwrite,
+        inputs=(config.images, config.backbone.source),
+    )
     images = open_collection(config.images, column=config.column, reading=config.reading)
     require_readable(images, config.images)
     embedder = Embedder(
@@ -111,10 +123,11 @@ def embed_images(
         yield from changes_between(before, now) or _changed_content(job, plan.parts, place)
 
     with (
-        open_engine(config, writes_to=out) as engine,
+        open_engine(config, writes_to=out or OUT) as engine,
         Phases(console) as progress,
         job.open(identity, command=command, share=str(config.share), changes=changes),
     ):
+        out = job.path
         (out / PARTS).mkdir(exist_ok=True)
         missing = job.missing(plan.parts, lambda part: part_path(out, part.name, config.format).exists())
         started = time.perf_counter()

@@ -17,7 +17,7 @@ class IndexConfig(ObjectOptions, EngineOptions):
     If the database exists, backbone, images and settings default to those that it was built with.
 
     Attributes:
-        db: the database: a folder, or a URL such as s3://bucket/name.
+        db: the database: a folder, or a URL such as s3://bucket/name. [objects/<images>.lance]
         images: a folder of images (read recursively), a text file that lists images, tar shards, a Parquet file or a
             folder of them, or a URL of any of these.
         column: of a Parquet file, the column of paths or bytes of images. [the only one, or image, bytes, path, ...]
@@ -35,7 +35,7 @@ class IndexConfig(ObjectOptions, EngineOptions):
         workers: number of threads that read images. [half of the cores]
     """
 
-    db: str
+    db: str | None = None
     images: str | None = None
     column: str | None = None
     backbone: BackboneSource | None = None
@@ -55,6 +55,8 @@ class IndexConfig(ObjectOptions, EngineOptions):
             self.blocks = sorted_blocks(self.blocks)
             if self.backbone is not None and self.backbone.layers != 1:
                 raise ConfigError(f"--layers {self.backbone.layers} and --blocks exclude each other: omit one of them")
+        if self.db is None and self.images is None:
+            raise ConfigError("IMAGES is required to create a database, or --db, an existing one to update")
         if self.moved and self.images is None:
             raise ConfigError("--moved requires --images, the new location of the folder")
 

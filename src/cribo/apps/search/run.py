@@ -18,7 +18,7 @@ from cribo.base.redaction import masked
 from cribo.base.trust import check_address
 from cribo.data.config import Reading
 from cribo.data.sources.collection import ImageCollection, names_hash, open_collection, without_repeats
-from cribo.data.sources.images import ImageFiles, is_url, require_readable
+from cribo.data.sources.images import ImageFiles, collection_name, is_url, require_readable
 from cribo.features.config import BackboneSource, ObjectSettings
 from cribo.features.encoder import Encoder
 from cribo.features.spread.engines import open_engine
@@ -49,7 +49,7 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
     """
     require_packages("object search", "lance", extra="search")
     console = console or Console(quiet=True)
-    place = as_uri(config.db)
+    place = as_uri(config.db or _default_database(config))
     opened = ObjectDatabase.open(place) if holds_database(place) else None
     known = None if opened is None else opened.info
     reading = config.reading if opened is None else opened.reading(config.reading)
@@ -110,11 +110,17 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
         return indexed
 
 
+def _default_database(config: IndexConfig) -> str:
+    """Return where the database of a collection is without --db."""
+    assert config.images is not None  # checked by the constructor of `config`
+    return f"objects/{collection_name(config.images)}{config.share.suffix}.lance"
+
+
 def _open_images(config: IndexConfig, known: DatabaseInfo | None, reading: Reading) -> tuple[ImageCollection, str]:
     """Return the images, and the absolute path of their folder or list, or their URL."""
     source = config.images or (None if known is None else known.images or known.root)
     if source is None:
-        raise ConfigError(f"--images is required to create the database {config.db}")
+        raise ConfigError(f"IMAGES is required to create the database {config.db}")
     if config.images is None:
         check_address(source, config.db, "--images", trust=config.trust)
     column = config.column or (None if known is None else known.column)

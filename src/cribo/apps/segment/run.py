@@ -56,7 +56,7 @@ from cribo.data.labelled.examples import Examples, find_examples
 from cribo.data.labelled.label_maps import IGNORE_INDEX
 from cribo.data.reading import open_header
 from cribo.data.sources.collection import ImageCollection, names_hash
-from cribo.data.sources.images import ImageFiles, is_url, require_readable
+from cribo.data.sources.images import ImageFiles, collection_name, is_url, require_readable
 from cribo.features.prefetching import prefetch
 from cribo.features.spread.engines import open_engine
 from cribo.features.spread.parts import ImagePart, part_size
@@ -64,6 +64,9 @@ from cribo.features.spread.work import Engine
 from cribo.features.stream import Streamed
 
 log = logging.getLogger("cribo")
+
+OUT = Path("segmented")
+"""Parent folder of results without --out."""
 
 OVERVIEW = "contact.png"
 COCO = "coco.json"
@@ -120,7 +123,7 @@ class Segmented:
 def segment_images(
     config: SegmentConfig,
     *,
-    out: Path,
+    out: Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
     pictures: int = 6,
@@ -133,9 +136,11 @@ def segment_images(
 
     Args:
         config: options of the command.
-        out: output folder.
-        resume: resume results in `out` that were created with images of the same folder, the same memory and the same
-            settings. New and changed images are labelled; results of images that were removed are kept.
+        out: output folder; by default a numbered folder `segmented/<images>`. Images in it, or in `segmented`, are not
+            labelled.
+        resume: resume results in `out`, or without `out` in the last folder of this name, that were created with images
+            of the same folder, the same memory and the same settings. New and changed images are labelled; results of
+            images that were removed are kept.
         overwrite: replace existing results in `out`.
         pictures: number of images in the overview; 0 for no overview.
         suggestions: number of images to suggest for labelling next.
@@ -154,8 +159,9 @@ def segment_images(
     started = time.perf_counter()
     at_least(0).check(pictures=pictures)
     job = Job(
-        out,
+        out or OUT / f"{collection_name(config.images)}{config.share.suffix}",
         KIND,
+        numbered=out is None,
         resume=resume,
         overwrite=overwrite,
         inputs=(
@@ -170,7 +176,7 @@ def segment_images(
     settings = SegmentationSettings(**config.settings)
     file = None if config.memory is None else Path(config.memory).expanduser()
     reading = Reading(config.max_pixels, settings.range or (None if file is None else stored_range(file)))
-    images = open_targets(config.images, column=config.column, apart_from=out, reading=reading)
+    images = open_targets(config.images, column=config.column, apart_from=out or OUT, reading=reading)
     require_readable(images, config.images)
     collection = names_hash(images)
     images = images.part(config.share.of(range(len(images))))
@@ -179,7 +185,7 @@ def segment_images(
     if file is not None:
         _check_memory_file(file, may_be_new=config.examples is not None)
     with ExitStack() as held:
-        engine = held.enter_context(open_engine(config, writes_to=out))
+        engine = held.enter_context(open_engine(config, writes_to=out or OUT))
         progress = held.enter_context(Phases(console))
         with nullcontext() if file is None or config.examples is None else memory_lock(file):
             memory, has_new = _open_memory(config, file, settings, progress)
@@ -344,7 +350,7 @@ def _segment_all(
         part = images.part(range(start, min(start + size, len(images))))
         names = map(part.name, range(len(part)))
         parts.append(ImagePart(part, [done[name].content if name in done else "" for name in names]))
-    work = _LabelParts(results.labeller(config), results.writer, config.workers)
+    work = _LabelParts(results.labeller(config), _Writer(results.folder.absolute(), results.palette), config.workers)
     reused = 0
     progress("images", 0, len(images))
     begun = time.perf_counter()
@@ -480,15 +486,18 @@ class _Results:
 
     def __init__(self, job: Job, images: ImageCollection, memory: SegmentationMemory, config: SegmentConfig) -> None:
         self.job, self.images, self.memory, self.config = job, images, memory, config
-        self.folder = job.path
         self.names = {images.name(place): place for place in range(len(images))}
         self.records: dict[str, Record] = {}
         self.earlier: dict[str, Record] = {}
         self.skipped: dict[str, str] = {}
         self.classes, self.palette = memory.classes, memory.palette
-        self.writer = _Writer(self.folder.absolute(), memory.palette)
         source = images.folder if isinstance(images, ImageFiles) else config.images
         self.place = source if is_url(source) else os.path.realpath(source)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the results."""
+        return self.job.path
 
     def identity(self, collection: str) -> dict[str, Any]:
         """Return what must be equal to resume the results; `collection` is the hash of the names of all images."""

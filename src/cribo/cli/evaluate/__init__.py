@@ -127,7 +127,10 @@ def evaluation_parser(name: str, protocol: type[Any]) -> Parser:
     parser.add_argument("--pictures", type=int, default=6, help=f"number of {protocol.pictures}")
     parser.add_class_arguments(Reading, "reading")
     if protocol.trains():
-        advice = "continue the evaluation in --out if it exists, else start it; for job schedulers"
+        advice = (
+            "continue the evaluation in --out, or without --out the last one of its name; start it if there is none. "
+            "For job schedulers"
+        )
         parser.add_argument("--resume", action="store_true", help=advice)
     for part, kind in parts.items():
         parser.add_class_arguments(kind, part or None)

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import posixpath
+import re
 import unicodedata
 from array import array
 from collections import Counter
@@ -411,6 +412,24 @@ def is_url(root: str | os.PathLike[str]) -> bool:
     (True, False, False)
     """
     return "://" in os.fspath(root)
+
+
+def collection_name(source: str) -> str:
+    """Return a short name of a collection of images, to name folders of results after it.
+
+    Args:
+        source: what names the collection on the command line.
+
+    Example:
+        >>> [collection_name(source) for source in ("s3://bucket/street/", "frames/**/*.jpg", "lists/train.txt", "/")]
+        ['street', 'frames', 'train', 'images']
+    """
+    place = re.split(r"[*?\[{]", source)[0]
+    if place != source:  # a pattern: the folder that it begins with
+        place = place.rpartition("/")[0]
+    path = Path(place) if is_url(source) else Path(place).expanduser().resolve()
+    name = path.name if path.is_dir() else path.stem
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "images"
 
 
 def require_inside(folder: Path, names: Iterable[tuple[str, str]]) -> None:
