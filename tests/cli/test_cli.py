@@ -299,6 +299,6 @@ def test_the_advice_for_out_of_memory_names_existing_options(command: str, capsy
     if name in PROTOCOLS:
         advice = find_protocol(name).less_memory
     else:
-        advice = importlib.import_module(f"cribo.cli.{command.replace(' ', '.')}").LESS_MEMORY
+        advice = importlib.import_module(f"cribo.cli.{command.replace(' ', '.')}").COMMAND.less_memory
     for option in re.findall(r"--[\w.]+", advice):
         assert f"{option} " in known

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from rich.console import Console
 
 from cribo.base.errors import InputError, MissingPackage
 from cribo.base.files import require
 from cribo.base.job import Job
 from cribo.base.versions import project_url
 from cribo.cli import main
+from cribo.cli.command import Call, Command
 from cribo.cli.running import run_command
 from cribo.data.channels import DIM_IMAGES
 from cribo.data.sources.images import open_images
@@ -26,11 +26,15 @@ from cribo.features import PCAColours
 from cribo.models import build_backbone, save_backbone
 
 
-def run(command: Callable[[], object], *words: str) -> int:
-    def called(words: list[str], console: Console) -> None:
+def command_of(command: Callable[[], object]) -> Command:
+    def call_it(call: Call) -> None:
         command()
 
-    return run_command("test", called, list(words), less_memory="lower --size")
+    return Command(help="", usage="", less_memory="lower --size", add_options=lambda parser: None, run=call_it)
+
+
+def run(command: Callable[[], object], *words: str) -> int:
+    return run_command("test", command_of(command), list(words))
 
 
 def missing() -> None:
@@ -83,7 +87,7 @@ def test_internal_errors_keep_their_traceback_and_ask_for_a_report(command: Call
 
 def test_a_crash_of_the_doctor_does_not_ask_for_its_output() -> None:
     with pytest.raises(ValueError) as raised:  # noqa: PT011
-        run_command("doctor", lambda *_: of_a_users_own_code(), [], less_memory="")
+        run_command("doctor", command_of(of_a_users_own_code), [])
     assert raised.value.__notes__[0].endswith("with the lines above")
 
 

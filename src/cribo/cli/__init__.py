@@ -33,7 +33,7 @@ GROUPS = {
         "doctor": "show versions, devices, limits and problems of this machine",
     },
 }
-"""What each command does, in groups. A command is implemented by the module of its name."""
+"""What each command does, in groups. A command is `COMMAND` of the module of its name."""
 
 COMMANDS = tuple(name for group in GROUPS.values() for name in group)
 
@@ -109,4 +109,4 @@ def _command(name: str, words: list[str]) -> int:
     module = import_module(f"cribo.cli.{name}")
     if name == "evaluate":  # has commands of its own
         return module.main(words)
-    return run_command(name, module.run, words, less_memory=module.LESS_MEMORY)
+    return run_command(name, module.COMMAND, words)

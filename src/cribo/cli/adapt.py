@@ -1,9 +1,10 @@
 """`cribo adapt`: adapt a pretrained backbone to a folder of images."""
 
-from rich.console import Console
-
+from cribo.apps.adapt.config import AdaptConfig
+from cribo.base.arguments import Parser
 from cribo.base.console import importing
 from cribo.base.wording import command_line
+from cribo.cli.command import Call, Command
 from cribo.cli.running import BACKBONE_SHORT, NETWORK, SUGGESTED, SUGGESTION, add_named_results, print_places
 from cribo.data.config import READING_SHORT
 
@@ -24,40 +25,35 @@ the command with --name NAME --resume.
 Without a backbone of your own, start with --backbone {SUGGESTED} (licence apache-2.0).
 """
 
-LESS_MEMORY = """set --training '{"optim.micro_batches": 2}'"""
 
-
-def run(words: list[str], console: Console) -> None:
-    """Run the command."""
-    from cribo.apps.adapt.config import AdaptConfig
-    from cribo.base.arguments import Parser
-
-    parser = Parser(
-        prog="cribo adapt",
-        description=HELP,
-        by_position=["--images"],
-        usage="cribo adapt IMAGES --backbone SOURCE [options]",
-        short={**BACKBONE_SHORT, **READING_SHORT},
-        suggestions={"--backbone": SUGGESTION},
-    )
+def add_options(parser: Parser) -> None:
+    """Add the options of the command."""
     add_named_results(parser, "adaptation", "adapted", "backbone")
     parser.add_class_arguments(AdaptConfig)
     parser.explain("--backbone.source", NETWORK)
-    parsed = parser.parse_args(words)
-    config = parser.build(AdaptConfig, parsed)
-    with importing(console):
+
+
+def run(call: Call) -> None:
+    """Run the command."""
+    config = call.build(AdaptConfig)
+    with importing(call.console):
         from cribo.apps.adapt.run import PICTURE, adapt
         from cribo.apps.adapt.sequence import VERDICT
         from cribo.models.saving import WEIGHTS_FILE
 
     adapted = adapt(
-        config, out=parsed.out, name=parsed.name, resume=parsed.resume, overwrite=parsed.overwrite, console=console
+        config,
+        out=call.options.out,
+        name=call.options.name,
+        resume=call.options.resume,
+        overwrite=call.options.overwrite,
+        console=call.console,
     )
-    console.print()
+    call.console.print()
     for sentence in adapted.verdict.sentences:
-        console.print(sentence)
+        call.console.print(sentence)
     print_places(
-        console,
+        call.console,
         {
             "backbone": adapted.folder / WEIGHTS_FILE,
             "verdict": adapted.folder / VERDICT,
@@ -65,3 +61,15 @@ def run(words: list[str], console: Console) -> None:
             "to use it": command_line("cribo", "segment", "--backbone", adapted.folder, "..."),
         },
     )
+
+
+COMMAND = Command(
+    help=HELP,
+    by_position=["--images"],
+    usage="cribo adapt IMAGES --backbone SOURCE [options]",
+    short={**BACKBONE_SHORT, **READING_SHORT},
+    suggestions={"--backbone": SUGGESTION},
+    less_memory="""set --training '{"optim.micro_batches": 2}'""",
+    add_options=add_options,
+    run=run,
+)

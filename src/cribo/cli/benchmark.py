@@ -1,13 +1,13 @@
 """`cribo benchmark`: evaluate a backbone by every protocol on every dataset of a folder."""
 
-import shlex
 from pathlib import Path
 
-from rich.console import Console
-
+from cribo.base.arguments import Parser
 from cribo.base.console import importing
+from cribo.cli.command import Call, Command
 from cribo.cli.running import BACKBONE_SHORT, print_places
 from cribo.data.config import READING_SHORT
+from cribo.evaluation.benchmark.config import BenchmarkConfig
 
 HELP = """\
 Evaluate a backbone by every protocol on every dataset of a folder, and write a card: a table with baselines, a
@@ -24,42 +24,49 @@ Each row is an evaluation in --rows. To continue after an interruption, repeat t
 backbone, data and settings are reused.
 """
 
-LESS_MEMORY = "lower --runtime.batch_size or --runtime.memory_gib, or omit the last row with --only or --data.sets"
 
-
-def run(words: list[str], console: Console) -> None:
-    """Run the command."""
-    from cribo.base.arguments import Parser
-    from cribo.evaluation.benchmark.config import BenchmarkConfig
-
-    parser = Parser(
-        prog="cribo benchmark",
-        description=HELP,
-        usage="cribo benchmark --backbone SOURCE --data SETS [options]",
-        short={
-            **BACKBONE_SHORT,
-            **READING_SHORT,
-            "--data": "--data.root",
-            "--cache": "--runtime.cache",
-            "--devices": "--runtime.devices",
-        },
-    )
+def add_options(parser: Parser) -> None:
+    """Add the options of the command."""
     parser.add_argument("--out", type=Path, help="folder of the card; by default cards/<backbone>, numbered")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing card in --out")
     parser.add_argument("--rows", type=Path, default=Path("evaluations"), help="parent folder of the evaluations")
     parser.add_class_arguments(BenchmarkConfig)
-    parsed = parser.parse_args(words)
-    config = parser.build(BenchmarkConfig, parsed)
-    with importing(console):
+
+
+def run(call: Call) -> None:
+    """Run the command."""
+    config = call.build(BenchmarkConfig)
+    with importing(call.console):
         from cribo.evaluation.benchmark.card import CARD, CHART
         from cribo.evaluation.benchmark.run import benchmark
         from cribo.evaluation.results import RESULTS
 
-    command = shlex.join(["cribo", "benchmark", *words])
+    command = call.line
     card, folder = benchmark(
-        config, out=parsed.out, rows=parsed.rows, overwrite=parsed.overwrite, command=command, console=console
+        config,
+        out=call.options.out,
+        rows=call.options.rows,
+        overwrite=call.options.overwrite,
+        command=command,
+        console=call.console,
     )
-    console.print()
-    console.print(card.section())
-    console.print(card.summary)
-    print_places(console, {"card": folder / CARD, "picture": folder / CHART, "numbers": folder / RESULTS})
+    call.console.print()
+    call.console.print(card.section())
+    call.console.print(card.summary)
+    print_places(call.console, {"card": folder / CARD, "picture": folder / CHART, "numbers": folder / RESULTS})
+
+
+COMMAND = Command(
+    help=HELP,
+    usage="cribo benchmark --backbone SOURCE --data SETS [options]",
+    short={
+        **BACKBONE_SHORT,
+        **READING_SHORT,
+        "--data": "--data.root",
+        "--cache": "--runtime.cache",
+        "--devices": "--runtime.devices",
+    },
+    less_memory="lower --runtime.batch_size or --runtime.memory_gib, or omit the last row with --only or --data.sets",
+    add_options=add_options,
+    run=run,
+)

@@ -1,9 +1,10 @@
 """`cribo distill`: train a network to predict the dense features of another one."""
 
-from rich.console import Console
-
+from cribo.apps.adapt.config import DistillConfig
+from cribo.base.arguments import Parser
 from cribo.base.console import importing
 from cribo.base.wording import command_line
+from cribo.cli.command import Call, Command
 from cribo.cli.running import BACKBONE_SHORT, NETWORK, add_named_results, print_places
 from cribo.data.config import READING_SHORT
 
@@ -23,43 +24,50 @@ ten), or by how well the teacher is predicted. It exports the best network, whic
 take as --backbone. To continue after an interruption, repeat the command with --name NAME --resume.
 """
 
-LESS_MEMORY = """set --training '{"optim.micro_batches": 2}'"""
 
-
-def run(words: list[str], console: Console) -> None:
-    """Run the command."""
-    from cribo.apps.adapt.config import DistillConfig
-    from cribo.base.arguments import Parser
-
-    parser = Parser(
-        prog="cribo distill",
-        description=HELP,
-        by_position=["--images"],
-        usage="cribo distill IMAGES --teacher SOURCE --backbone SOURCE [options]",
-        short={**BACKBONE_SHORT, **READING_SHORT, "--teacher": "--teacher.source"},
-    )
+def add_options(parser: Parser) -> None:
+    """Add the options of the command."""
     add_named_results(parser, "distillation", "distilled", "student")
     parser.add_class_arguments(DistillConfig)
     parser.explain("--backbone.source", NETWORK)
     parser.explain("--teacher.source", NETWORK)
-    parsed = parser.parse_args(words)
-    config = parser.build(DistillConfig, parsed)
-    with importing(console):
+
+
+def run(call: Call) -> None:
+    """Run the command."""
+    config = call.build(DistillConfig)
+    with importing(call.console):
         from cribo.apps.adapt.distilling import distill
         from cribo.apps.adapt.sequence import VERDICT
         from cribo.models.saving import WEIGHTS_FILE
 
     distilled = distill(
-        config, out=parsed.out, name=parsed.name, resume=parsed.resume, overwrite=parsed.overwrite, console=console
+        config,
+        out=call.options.out,
+        name=call.options.name,
+        resume=call.options.resume,
+        overwrite=call.options.overwrite,
+        console=call.console,
     )
-    console.print()
+    call.console.print()
     for sentence in distilled.verdict.sentences:
-        console.print(sentence)
+        call.console.print(sentence)
     print_places(
-        console,
+        call.console,
         {
             "backbone": distilled.folder / WEIGHTS_FILE,
             "verdict": distilled.folder / VERDICT,
             "to use it": command_line("cribo", "segment", "--backbone", distilled.folder, "..."),
         },
     )
+
+
+COMMAND = Command(
+    help=HELP,
+    by_position=["--images"],
+    usage="cribo distill IMAGES --teacher SOURCE --backbone SOURCE [options]",
+    short={**BACKBONE_SHORT, **READING_SHORT, "--teacher": "--teacher.source"},
+    less_memory="""set --training '{"optim.micro_batches": 2}'""",
+    add_options=add_options,
+    run=run,
+)

@@ -19,11 +19,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cribo.base.arguments import Parser
 from cribo.base.console import importing
 from cribo.base.machine import available_cores, core_limit, memory_limit
 from cribo.base.packages import PACKAGE, install_command
 from cribo.base.redaction import without_secrets
 from cribo.base.versions import processor_name, project_url
+from cribo.cli.command import Call, Command
 
 HELP = """\
 Show what cribo finds on this machine: for your own planning, and to send with a bug report.
@@ -35,8 +37,6 @@ The command prints versions, devices, limits of cores and memory, disk space, en
 optional packages. Problems are listed at the end, with what to do. Nothing is written. How long training takes on this
 machine, pretrain and adapt print before they begin; `cribo profile` measures the parts of a training step.
 """
-
-LESS_MEMORY = "end other programs"
 
 USES = {
     "search": "index, search, explore; embed --format lance; --search faiss",
@@ -100,28 +100,29 @@ class Section:
             self.facts[name] = f"unknown ({_described(error)})"
 
 
-def run(words: list[str], console: Console) -> None:
-    """Run the command."""
-    from cribo.base.arguments import Parser
-
-    parser = Parser(prog="cribo doctor", description=HELP, usage="cribo doctor [options]")
+def add_options(parser: Parser) -> None:
+    """Add the options of the command."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    as_json = parser.parse_args(words).json
+
+
+def run(call: Call) -> None:
+    """Run the command."""
+    as_json = call.options.json
     found: dict[str, object] = {}
     problems: list[str] = []
-    for section in examine(console):
+    for section in examine(call.console):
         found[section.title] = section.facts
         problems += section.problems
         if not as_json:
-            _print_section(section, console)
+            _print_section(section, call.console)
     if as_json:
-        console.print(json.dumps({**found, "problems": problems}, indent=1))
+        call.console.print(json.dumps({**found, "problems": problems}, indent=1))
         return
-    console.print("\nproblems:" if problems else "\nno problems found")
+    call.console.print("\nproblems:" if problems else "\nno problems found")
     for problem in problems:
-        console.print(f"  {problem}")
+        call.console.print(f"  {problem}")
     if (address := project_url("Issues")) is not None:
-        console.print(f"\nTo report a problem, send this output: {address}")
+        call.console.print(f"\nTo report a problem, send this output: {address}")
 
 
 def examine(console: Console) -> Iterator[Section]:
@@ -457,3 +458,12 @@ def _short(path: str | Path) -> str:
         return (Path("~") / Path(path).relative_to(Path.home())).as_posix()
     except (ValueError, RuntimeError):  # elsewhere, or no home folder
         return str(path)
+
+
+COMMAND = Command(
+    help=HELP,
+    usage="cribo doctor [options]",
+    less_memory="end other programs",
+    add_options=add_options,
+    run=run,
+)

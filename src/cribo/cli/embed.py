@@ -1,11 +1,10 @@
 """`cribo embed`: write the features of many images to files."""
 
-import shlex
-
-from rich.console import Console
-
+from cribo.apps.embed.config import EmbedConfig
+from cribo.base.arguments import Parser
 from cribo.base.console import duration, importing
 from cribo.base.wording import counted
+from cribo.cli.command import Call, Command
 from cribo.cli.running import BACKBONE_SHORT, add_results_folder, print_places, print_unreadable
 from cribo.data.config import READING_SHORT
 
@@ -22,38 +21,40 @@ these. Features are written in parts as they are computed, so that memory is bou
 repeat the command with --resume. For a job array: --part 3/8 in the third of eight jobs, then cribo merge.
 """
 
-LESS_MEMORY = "lower --batch_size, or --size"
 
-
-def run(words: list[str], console: Console) -> None:
-    """Run the command."""
-    from cribo.apps.embed.config import EmbedConfig
-    from cribo.base.arguments import Parser
-
-    parser = Parser(
-        prog="cribo embed",
-        description=HELP,
-        by_position=["--images"],
-        usage="cribo embed IMAGES --backbone SOURCE [options]",
-        short={**BACKBONE_SHORT, **READING_SHORT},
-    )
+def add_options(parser: Parser) -> None:
+    """Add the options of the command."""
     add_results_folder(parser, "features/<images>")
     parser.add_class_arguments(EmbedConfig)
-    parsed = parser.parse_args(words)
-    config = parser.build(EmbedConfig, parsed)
-    with importing(console):
+
+
+def run(call: Call) -> None:
+    """Run the command."""
+    config = call.build(EmbedConfig)
+    with importing(call.console):
         from cribo.apps.embed.run import ABOUT, SKIPPED, embed_images
 
     embedded = embed_images(
         config,
-        out=parsed.out,
-        resume=parsed.resume,
-        overwrite=parsed.overwrite,
-        command=shlex.join(["cribo", "embed", *words]),
-        console=console,
+        out=call.options.out,
+        resume=call.options.resume,
+        overwrite=call.options.overwrite,
+        command=call.line,
+        console=call.console,
     )
     fresh = embedded.images - embedded.reused
     before = f", {embedded.reused} already encoded" if embedded.reused else ""
-    console.print(f"{counted(fresh, 'image')} in {duration(embedded.seconds)}{before}")
-    print_unreadable(console, [*embedded.skipped.items()], SKIPPED)
-    print_places(console, {"features": embedded.features, "about": embedded.folder / ABOUT})
+    call.console.print(f"{counted(fresh, 'image')} in {duration(embedded.seconds)}{before}")
+    print_unreadable(call.console, [*embedded.skipped.items()], SKIPPED)
+    print_places(call.console, {"features": embedded.features, "about": embedded.folder / ABOUT})
+
+
+COMMAND = Command(
+    help=HELP,
+    by_position=["--images"],
+    usage="cribo embed IMAGES --backbone SOURCE [options]",
+    short={**BACKBONE_SHORT, **READING_SHORT},
+    less_memory="lower --batch_size, or --size",
+    add_options=add_options,
+    run=run,
+)

@@ -4,15 +4,16 @@ import os
 import secrets
 from pathlib import Path
 
-from rich.console import Console
-
+from cribo.base.arguments import Parser
 from cribo.base.console import importing
+from cribo.cli.command import Call, Command
 from cribo.cli.running import (
     BACKBONE_SHORT,
     add_optional_backbone,
     optional_backbone,
 )
 from cribo.data.config import READING_SHORT
+from cribo.explorer.config import ExploreConfig, Limits
 
 HELP = """\
 Open a web page with the view pairs of a run and their clusters, nearest objects across a collection of images, features
@@ -31,25 +32,12 @@ CRIBO_PASSWORD: other users of this machine can see the arguments of commands. N
 other servers. Ctrl-C stops the server.
 """
 
-LESS_MEMORY = "lower --max_megapixels, or use --device cpu"
-
-
 PASSWORD = "CRIBO_PASSWORD"
 """Environment variable with the password of the page."""
 
 
-def run(words: list[str], console: Console) -> None:
-    """Run the command."""
-    from cribo.base.arguments import Parser
-    from cribo.explorer.config import ExploreConfig, Limits
-
-    parser = Parser(
-        prog="cribo explore",
-        description=HELP,
-        by_position=["--images"],
-        usage="cribo explore [IMAGES] [--run DIR] [--db DIR] [--backbone SOURCE] [--examples DIR] [options]",
-        short={**BACKBONE_SHORT, **READING_SHORT},
-    )
+def add_options(parser: Parser) -> None:
+    """Add the options of the command."""
     parser.add_class_arguments(ExploreConfig, skip={"backbone", "trust"})
     parser.add_argument("--host", type=str, default="127.0.0.1", help="0.0.0.0 allows other machines to open the page")
     parser.add_argument("--port", type=int, default=7860, help="port of the page; 0 takes a free one")
@@ -67,22 +55,26 @@ def run(words: list[str], console: Console) -> None:
         "backbone to use instead of that of the database or run: a run folder, a checkpoint, a timm name, or "
         "mean-colour",
     )
-    parsed = parser.parse_args(words)
-    limits = parser.build(Limits, parsed)
-    config = parser.build(
+
+
+def run(call: Call) -> None:
+    """Run the command."""
+    limits = call.build(Limits)
+    config = call.build(
         ExploreConfig,
-        parsed,
-        backbone=optional_backbone(parsed),
-        trust=parsed.backbone.trust,
+        backbone=optional_backbone(call.options),
+        trust=call.options.backbone.trust,
     )
-    password = _password(parsed.password, parsed.password_file, none=parsed.no_password)
-    with importing(console):
+    password = _password(call.options.password, call.options.password_file, none=call.options.no_password)
+    with importing(call.console):
         from cribo.explorer.run import explore
         from cribo.explorer.server import is_loopback
 
-    if password is None and not parsed.no_password and not is_loopback(parsed.host):
+    if password is None and not call.options.no_password and not is_loopback(call.options.host):
         password = secrets.token_urlsafe(9)
-    explore(config, host=parsed.host, port=parsed.port, limits=limits, console=console, password=password)
+    explore(
+        config, host=call.options.host, port=call.options.port, limits=limits, console=call.console, password=password
+    )
 
 
 def _password(given: str | None, file: Path | None, *, none: bool) -> str | None:
@@ -106,3 +98,14 @@ def _password(given: str | None, file: Path | None, *, none: bool) -> str | None
     if given is not None and not given.strip():
         raise ConfigError(f"{source} must not be empty: give a password, or use --no_password")
     return given
+
+
+COMMAND = Command(
+    help=HELP,
+    by_position=["--images"],
+    usage="cribo explore [IMAGES] [--run DIR] [--db DIR] [--backbone SOURCE] [--examples DIR] [options]",
+    short={**BACKBONE_SHORT, **READING_SHORT},
+    less_memory="lower --max_megapixels, or use --device cpu",
+    add_options=add_options,
+    run=run,
+)

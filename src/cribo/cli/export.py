@@ -5,12 +5,15 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from cribo.apps.export.config import TARGETS, ExportOptions, require_target
+from cribo.base.arguments import Parser
 from cribo.base.console import Phases, importing
+from cribo.base.errors import ConfigError
+from cribo.cli.command import Call, Command
 from cribo.cli.running import BACKBONE_SHORT, NETWORK, print_places
+from cribo.features.config import BackboneSource, backbone_name
 
 if TYPE_CHECKING:
-    from jsonargparse import Namespace
-
     from cribo.apps.export import ExportReport
     from cribo.apps.export.config import ExportOptions
     from cribo.features.config import BackboneSource
@@ -32,22 +35,10 @@ the licence of the weights.
 """
 
 _HUB = "hub"
-LESS_MEMORY = "use --to timm, which needs the least memory"
 
 
-def run(words: list[str], console: Console) -> None:
-    """Run the command."""
-    from cribo.apps.export.config import TARGETS, ExportOptions, require_target
-    from cribo.base.arguments import Parser
-    from cribo.base.errors import ConfigError
-    from cribo.features.config import BackboneSource, backbone_name
-
-    parser = Parser(
-        prog="cribo export",
-        description=HELP,
-        usage="cribo export --backbone SOURCE --to TARGET [--out FOLDER | --repo OWNER/NAME] [options]",
-        short=BACKBONE_SHORT,
-    )
+def add_options(parser: Parser) -> None:
+    """Add the options of the command."""
     parser.add_argument("--to", required=True, choices=(*TARGETS, _HUB), help="format to write")
     parser.add_argument("--out", type=Path, help="output folder; by default exports/BACKBONE-TARGET")
     parser.add_argument("--repo", type=str, help="repository on the hub, owner/name; created if it does not exist")
@@ -68,45 +59,49 @@ def run(words: list[str], console: Console) -> None:
     parser.add_class_arguments(ExportOptions, skip={"layers"})
     parser.add_class_arguments(BackboneSource, "backbone")
     parser.explain("--backbone.source", NETWORK)
-    parsed = parser.parse_args(words)
-    config = parser.instantiate(parsed)["backbone"]
-    options = parser.build(ExportOptions, parsed, layers=config.layers)
-    if parsed.to == _HUB:
-        if parsed.out is not None:
-            raise ConfigError(f"--to hub writes to --repo, got --out {parsed.out}: for a folder, use --to timm")
-        if parsed.repo is None:
+
+
+def run(call: Call) -> None:
+    """Run the command."""
+    config = call.parser.instantiate(call.options)["backbone"]
+    options = call.build(ExportOptions, layers=config.layers)
+    if call.options.to == _HUB:
+        if call.options.out is not None:
+            raise ConfigError(f"--to hub writes to --repo, got --out {call.options.out}: for a folder, use --to timm")
+        if call.options.repo is None:
             raise ConfigError("--to hub requires --repo OWNER/NAME, the repository to write")
-        _publish(parsed, config, options, console)
+        _publish(call, config, options)
         return
-    if given := [f"--{name}" for name in ("repo", "private", "card") if getattr(parsed, name)]:
-        raise ConfigError(f"{given[0]} applies to --to hub only, got --to {parsed.to}")
-    require_target(parsed.to)
-    out = parsed.out or Path("exports") / f"{backbone_name(config)}-{parsed.to}"
-    with importing(console):
+    if given := [f"--{name}" for name in ("repo", "private", "card") if call.options[name]]:
+        raise ConfigError(f"{given[0]} applies to --to hub only, got --to {call.options.to}")
+    require_target(call.options.to)
+    out = call.options.out or Path("exports") / f"{backbone_name(config)}-{call.options.to}"
+    with importing(call.console):
         from cribo.apps.export.run import export_backbone
         from cribo.features.encoder import open_backbone
 
-    backbone = open_backbone(config, image_size=parsed.image_size)
-    with Phases(console, first_line=0) as progress:
+    backbone = open_backbone(config, image_size=call.options.image_size)
+    with Phases(call.console, first_line=0) as progress:
         report = export_backbone(
             backbone,
-            parsed.to,
+            call.options.to,
             out,
-            overwrite=parsed.overwrite,
+            overwrite=call.options.overwrite,
             progress=progress,
             **vars(options),
         )
-    _print_check(report, parsed.precision, console)
-    print_places(console, {"written": f"{report.folder}, {report.size_bytes / 1e6:.1f} MB"})
-    console.print("  to load it:")
+    _print_check(report, call.options.precision, call.console)
+    print_places(call.console, {"written": f"{report.folder}, {report.size_bytes / 1e6:.1f} MB"})
+    call.console.print("  to load it:")
     for line in report.how_to_load.splitlines():
-        console.print(f"    {line}")
+        call.console.print(f"    {line}")
 
 
-def _publish(parsed: "Namespace", config: "BackboneSource", options: "ExportOptions", console: Console) -> None:
+def _publish(call: Call, config: BackboneSource, options: ExportOptions) -> None:
     """Check the repository, then load the backbone and upload it."""
     from cribo.models.hub.publishing import require_publishable
 
+    parsed, console = call.options, call.console
     private, overwrite = parsed.private, parsed.overwrite
     with importing(console):
         from cribo.apps.export.publishing import publish_backbone, require_card
@@ -138,3 +133,13 @@ def _print_check(report: "ExportReport", precision: str, console: Console) -> No
     )
     for note in report.notes:
         console.print(f"note: {note}")
+
+
+COMMAND = Command(
+    help=HELP,
+    usage="cribo export --backbone SOURCE --to TARGET [--out FOLDER | --repo OWNER/NAME] [options]",
+    short=BACKBONE_SHORT,
+    less_memory="use --to timm, which needs the least memory",
+    add_options=add_options,
+    run=run,
+)

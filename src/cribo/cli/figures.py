@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
-from rich.console import Console
-
+from cribo.base.arguments import Parser
 from cribo.base.console import Phases, importing
+from cribo.base.errors import ConfigError
 from cribo.base.wording import counted
+from cribo.cli.command import Call, Command
 from cribo.cli.running import print_places
 from cribo.data.config import READING_SHORT
+from cribo.pretraining.figures.config import FigureConfig
 
 HELP = """\
 Draw the figures of a paper from a run: vector text in embedded fonts, 300 dpi, two-column layout, no titles.
@@ -25,48 +27,52 @@ Draw the figures of a paper from a run: vector text in embedded fonts, 300 dpi, 
 Captions are written to captions.md.
 """
 
-LESS_MEMORY = "lower --size or --pictures"
 
-
-def run(words: list[str], console: Console) -> None:
-    """Run the command."""
-    from cribo.base.arguments import Parser
-    from cribo.base.errors import ConfigError
-    from cribo.pretraining.figures.config import FigureConfig
-
-    parser = Parser(
-        prog="cribo figures", description=HELP, usage="cribo figures --run RUN [options]", short=READING_SHORT
-    )
+def add_options(parser: Parser) -> None:
+    """Add the options of the command."""
     parser.add_argument("--run", nargs="+", type=Path, required=True, help="a run folder; repeat to compare runs")
     parser.add_argument("--label", nargs="+", type=str, help="name of a run, in the order of --run")
     parser.add_argument("--out", type=Path, help="output folder; by default RUN/figures")
     parser.add_argument("--overwrite", action="store_true", help="replace existing figures in --out")
     parser.add_class_arguments(FigureConfig)
     parser.add_argument("--device", type=str, help="such as cuda:0 or cpu; by default the first GPU, else the CPU")
-    parsed = parser.parse_args(words)
-    runs: list[Path] = parsed.run
-    labels: list[str] = parsed.label or [run.name for run in runs]
+
+
+def run(call: Call) -> None:
+    """Run the command."""
+    runs: list[Path] = call.options.run
+    labels: list[str] = call.options.label or [run.name for run in runs]
     if len(labels) != len(runs) or len(set(labels)) != len(labels):
         raise ConfigError(
             f"each --run needs its own --label, got {counted(len(runs), 'run')} and {', '.join(labels)}: give one "
             "after each"
         )
-    config = parser.build(FigureConfig, parsed)
-    with importing(console):
+    config = call.build(FigureConfig)
+    with importing(call.console):
         from cribo.base.devices import resolve_devices
         from cribo.pretraining.figures.run import write_figures
 
-    device = resolve_devices([parsed.device] if parsed.device else None, "--device")[0]
-    with Phases(console) as progress:
+    device = resolve_devices([call.options.device] if call.options.device else None, "--device")[0]
+    with Phases(call.console) as progress:
         written = write_figures(
             dict(zip(labels, runs, strict=True)),
-            parsed.out or runs[0] / "figures",
+            call.options.out or runs[0] / "figures",
             config,
-            overwrite=parsed.overwrite,
+            overwrite=call.options.overwrite,
             device=device,
             progress=progress,
         )
     for name, why in written.left_out.items():
-        console.print(f"skipped {name}: {why}")
+        call.console.print(f"skipped {name}: {why}")
     places: dict[str, Path | str] = {name: written.folder / f"{name}.{config.format[0]}" for name in written.captions}
-    print_places(console, {**places, "captions": written.folder / "captions.md"})
+    print_places(call.console, {**places, "captions": written.folder / "captions.md"})
+
+
+COMMAND = Command(
+    help=HELP,
+    usage="cribo figures --run RUN [options]",
+    short=READING_SHORT,
+    less_memory="lower --size or --pictures",
+    add_options=add_options,
+    run=run,
+)

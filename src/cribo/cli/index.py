@@ -1,9 +1,10 @@
 """`cribo index`: store the objects of a collection of images in a database."""
 
-from rich.console import Console
-
+from cribo.apps.search.config import IndexConfig
+from cribo.base.arguments import Parser
 from cribo.base.console import duration, importing
 from cribo.base.wording import command_line, counted
+from cribo.cli.command import Call, Command
 from cribo.cli.running import (
     BACKBONE_SHORT,
     add_optional_backbone,
@@ -26,45 +27,47 @@ Objects are clusters of an image's patches: nothing is labelled or trained. Only
 the command can be stopped and restarted at any time. Then: cribo search --db DATABASE --image ONE.jpg
 """
 
-LESS_MEMORY = "lower --batch_size, or --size"
 
-
-def run(words: list[str], console: Console) -> None:
-    """Run the command."""
-    from cribo.apps.search.config import IndexConfig
-    from cribo.base.arguments import Parser
-
-    parser = Parser(
-        prog="cribo index",
-        description=HELP,
-        by_position=["--images"],
-        usage="cribo index IMAGES --backbone SOURCE [options]\n       cribo index --db DIR_OR_URL [options]",
-        short={**BACKBONE_SHORT, **READING_SHORT},
-    )
+def add_options(parser: Parser) -> None:
+    """Add the options of the command."""
     parser.add_class_arguments(IndexConfig, skip={"backbone", "trust"})
     add_optional_backbone(
         parser,
         "a run folder or its backbone.safetensors; a timm name; a checkpoint of another project; or mean-colour. Not "
         "needed if --db exists",
     )
-    parsed = parser.parse_args(words)
-    config = parser.build(IndexConfig, parsed, backbone=optional_backbone(parsed), trust=parsed.backbone.trust)
-    with importing(console):
+
+
+def run(call: Call) -> None:
+    """Run the command."""
+    config = call.build(IndexConfig, backbone=optional_backbone(call.options), trust=call.options.backbone.trust)
+    with importing(call.console):
         from cribo.apps.search.run import index_collection
 
-    summary, database, quality = index_collection(config, console=console)
-    print_unreadable(console, [*summary.unreadable, *summary.unread])
+    summary, database, quality = index_collection(config, console=call.console)
+    print_unreadable(call.console, [*summary.unreadable, *summary.unread])
     speed = f", {summary.images_per_second:.1f} images/s" if summary.images_per_second else ""
-    console.print(
+    call.console.print(
         f"{counted(summary.new, 'new image')}, {summary.changed} changed, {summary.unchanged} unchanged, "
         f"{summary.removed} removed; {duration(summary.seconds)}{speed}",
     )
     size = database.size_bytes()
-    console.print(
+    call.console.print(
         f"{counted(len(database), 'object')} of {counted(database.count_images(), 'image')}"
         + ("" if size is None else f", {size / 1e6:.1f} MB"),
     )
     if quality is not None:
-        console.print(quality.text)
+        call.console.print(quality.text)
     again = command_line("cribo", "search", "--db", database.uri, "--image", "IMAGE", "--point", "x,y")
-    print_places(console, {"database": database.uri, "to search": again})
+    print_places(call.console, {"database": database.uri, "to search": again})
+
+
+COMMAND = Command(
+    help=HELP,
+    by_position=["--images"],
+    usage="cribo index IMAGES --backbone SOURCE [options]\n       cribo index --db DIR_OR_URL [options]",
+    short={**BACKBONE_SHORT, **READING_SHORT},
+    less_memory="lower --batch_size, or --size",
+    add_options=add_options,
+    run=run,
+)

@@ -1,13 +1,14 @@
 """`cribo merge`: join the results of jobs on shares of the images."""
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
+from cribo.base.arguments import Parser
 from cribo.base.console import importing
 from cribo.base.wording import command_line, counted
+from cribo.cli.command import Call, Command
 from cribo.cli.running import print_places, print_unreadable
 
 HELP = """\
@@ -24,28 +25,26 @@ A job array of SLURM, which works on eight shares and joins them when all have s
   sbatch --dependency=afterok:JOB --wrap 'cribo merge features/street-*of8 --out features/street'
 """
 
-LESS_MEMORY = "merge on a machine with more memory"
 
-
-def run(words: list[str], console: Console) -> None:
-    """Run the command."""
-    from cribo.base.arguments import Parser
-
-    parser = Parser(prog="cribo merge", description=HELP, usage="cribo merge PART [PART ...] --out FOLDER [options]")
+def add_options(parser: Parser) -> None:
+    """Add the options of the command."""
     parser.add_argument(
         "parts", nargs="+", type=str, help="results of all shares: folders; for databases, folders or URLs"
     )
     parser.add_argument("--out", type=str, required=True, help="place of the joined results; it must be new")
     parser.add_argument("--overwrite", action="store_true", help="replace existing results in --out; not a database")
-    parsed = parser.parse_args(words)
-    command = shlex.join(["cribo", "merge", *words])
-    kind = _kind(parsed.parts[0], console)
+
+
+def run(call: Call) -> None:
+    """Run the command."""
+    command = call.line
+    kind = _kind(call.options.parts[0], call.console)
     if kind == "embedding":
-        _merge_embeddings(parsed.parts, Path(parsed.out), parsed.overwrite, command, console)
+        _merge_embeddings(call.options.parts, Path(call.options.out), call.options.overwrite, command, call.console)
     elif kind == "segmentation":
-        _merge_segmentations(parsed.parts, Path(parsed.out), parsed.overwrite, command, console)
+        _merge_segmentations(call.options.parts, Path(call.options.out), call.options.overwrite, command, call.console)
     else:
-        _merge_databases(parsed.parts, parsed.out, parsed.overwrite, console)
+        _merge_databases(call.options.parts, call.options.out, call.options.overwrite, call.console)
 
 
 def _kind(place: str, console: Console) -> str:
@@ -116,3 +115,12 @@ def _merge_databases(parts: Sequence[str], out: str, overwrite: bool, console: C
         console.print(merged.quality.text)
     again = command_line("cribo", "search", "--db", database.uri, "--image", "IMAGE", "--point", "x,y")
     print_places(console, {"database": database.uri, "to search": again})
+
+
+COMMAND = Command(
+    help=HELP,
+    usage="cribo merge PART [PART ...] --out FOLDER [options]",
+    less_memory="merge on a machine with more memory",
+    add_options=add_options,
+    run=run,
+)

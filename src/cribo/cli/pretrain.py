@@ -7,10 +7,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cribo.base.arguments import Parser
 from cribo.base.console import duration, importing
 from cribo.base.errors import InputError
 from cribo.base.wording import command_line, counted
+from cribo.cli.command import Call, Command
 from cribo.cli.running import print_places
+from cribo.pretraining.config import PretrainConfig
+from cribo.pretraining.loading import SHORT, ConfigParser, config_from, config_name, with_preset
 
 if TYPE_CHECKING:
     from cribo.pretraining.run import Run
@@ -30,21 +34,9 @@ data.root is a folder (read recursively), a text file that lists images, or a fo
 defaults shown. --print_config prints the resulting configuration.
 """
 
-LESS_MEMORY = "raise --optim.micro_batches, or set --backbone.checkpointing selective"
 
-
-def run(words: list[str], console: Console) -> None:
-    """Run the command."""
-    # Local imports: `--help` and invalid options do not import torch and Lightning.
-    from cribo.pretraining.config import PretrainConfig
-    from cribo.pretraining.loading import SHORT, ConfigParser, config_from, config_name, with_preset
-
-    parser = ConfigParser(
-        prog="cribo pretrain",
-        description=HELP,
-        usage="cribo pretrain [options]",
-        short=SHORT,
-    )
+def add_options(parser: Parser) -> None:
+    """Add the options of the command."""
     parser.add_argument("--out", type=Path, default=Path("runs"), help="parent folder of run folders")
     parser.add_argument("--name", type=str, help="name of the run; by default that of the preset, numbered")
     parser.add_argument(
@@ -73,34 +65,42 @@ def run(words: list[str], console: Console) -> None:
         help="continue the run --name if it exists; for schedulers that restart the same command",
     )
     parser.add_class_arguments(PretrainConfig)
-    parsed = parser.parse_args(with_preset(words))
-    if parsed.resume is not None:
+
+
+def run(call: Call) -> None:
+    """Run the command."""
+    if call.options.resume is not None:
         for option in ("name", "minutes", "config", "overwrite", "continue"):
-            if parsed[option]:
+            if call.options[option]:
                 raise InputError(f"--{option} cannot be used with --resume: it is taken from the run")
-        with importing(console):
+        with importing(call.console):
             from cribo.pretraining.run import latest_run, overrides_in, resume
 
-        folder = latest_run(parsed.out) if parsed.resume == "latest" else Path(parsed.resume)
-        run = resume(folder, overrides=overrides_in(parser.expand(words)), trust=parsed.trust, console=console)
-    elif parsed.trust:
+        folder = latest_run(call.options.out) if call.options.resume == "latest" else Path(call.options.resume)
+        run = resume(
+            folder,
+            overrides=overrides_in(call.parser.expand(call.words)),
+            trust=call.options.trust,
+            console=call.console,
+        )
+    elif call.options.trust:
         raise InputError("--trust applies to --resume only: a configuration that you give may name any code")
     else:
-        config = config_from(parsed)
-        with importing(console):
+        config = config_from(call.options)
+        with importing(call.console):
             from cribo.pretraining.run import pretrain
 
         run = pretrain(
             config,
-            out=parsed.out,
-            name=parsed.name,
-            default_name=config_name(parsed.config[-1]),
-            minutes=parsed.minutes,
-            overwrite=parsed.overwrite,
-            continue_run=parsed["continue"],
-            console=console,
+            out=call.options.out,
+            name=call.options.name,
+            default_name=config_name(call.options.config[-1]),
+            minutes=call.options.minutes,
+            overwrite=call.options.overwrite,
+            continue_run=call.options["continue"],
+            console=call.console,
         )
-    _print_summary(run, console)
+    _print_summary(run, call.console)
 
 
 def _print_summary(run: "Run", console: Console) -> None:
@@ -156,3 +156,15 @@ def _print_summary(run: "Run", console: Console) -> None:
             "to repeat it": command_line("cribo", "pretrain", "--config", run.folder / "config.yaml"),
         },
     )
+
+
+COMMAND = Command(
+    help=HELP,
+    usage="cribo pretrain [options]",
+    short=SHORT,
+    less_memory="raise --optim.micro_batches, or set --backbone.checkpointing selective",
+    add_options=add_options,
+    run=run,
+    parser=ConfigParser,
+    complete=with_preset,
+)

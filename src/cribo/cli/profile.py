@@ -1,12 +1,14 @@
 """`cribo profile`: measure the cost of each part of a training step."""
 
-import shlex
 from pathlib import Path
 
-from rich.console import Console
-
+from cribo.base.arguments import Parser
 from cribo.base.console import Phases, importing
+from cribo.base.job import Job
+from cribo.cli.command import Call, Command
 from cribo.cli.running import print_places
+from cribo.pretraining.config import PretrainConfig
+from cribo.pretraining.loading import ConfigParser, config_from, config_name, with_preset
 
 HELP = """\
 Measure the cost of each part of a training step on this machine: the paper's profiling table for your configuration,
@@ -19,20 +21,9 @@ The command runs training steps with a full memory bank and discards the result.
 profiles the share of one device. Without --kept, an image has as many objects as an untrained network finds.
 """
 
-LESS_MEMORY = "raise --optim.micro_batches, lower --optim.batch_size, or set --backbone.checkpointing selective"
 
-
-def run(words: list[str], console: Console) -> None:
-    """Run the command."""
-    from cribo.base.job import Job
-    from cribo.pretraining.config import PretrainConfig
-    from cribo.pretraining.loading import ConfigParser, config_from, config_name, with_preset
-
-    parser = ConfigParser(
-        prog="cribo profile",
-        description=HELP,
-        usage="cribo profile [--config PRESET] [options]",
-    )
+def add_options(parser: Parser) -> None:
+    """Add the options of the command."""
     parser.add_argument("--out", type=Path, default=Path("profiles"), help="parent folder of the results")
     parser.add_argument(
         "--kept",
@@ -49,26 +40,39 @@ def run(words: list[str], console: Console) -> None:
         "--trace", type=Path | None, help="file for a trace of two steps, for chrome://tracing or ui.perfetto.dev"
     )
     parser.add_class_arguments(PretrainConfig)
-    words = with_preset(words)
-    parsed = parser.parse_args(words)
-    config = config_from(parsed)
-    with importing(console):
+
+
+def run(call: Call) -> None:
+    """Run the command."""
+    config = config_from(call.options)
+    with importing(call.console):
         from cribo.pretraining.profile_report import profile_table, write_profile
         from cribo.pretraining.profiling import profile
 
-    target = Job(parsed.out / config_name(parsed.config[-1]), "profile", numbered=True)
-    with Phases(console) as progress:
+    target = Job(call.options.out / config_name(call.options.config[-1]), "profile", numbered=True)
+    with Phases(call.console) as progress:
         measured = profile(
             config,
-            kept=parsed.kept,
-            bootstrapping_ratio=parsed.bootstrapping_ratio,
-            steps=parsed.steps,
-            warmup=parsed.warmup,
-            trace=parsed.trace,
+            kept=call.options.kept,
+            bootstrapping_ratio=call.options.bootstrapping_ratio,
+            steps=call.options.steps,
+            warmup=call.options.warmup,
+            trace=call.options.trace,
             progress=progress,
         )
     folder = target.create()
-    paths = write_profile(measured, folder, command=shlex.join(["cribo", "profile", *words]))
-    console.print(profile_table(measured))
+    paths = write_profile(measured, folder, command=call.line)
+    call.console.print(profile_table(measured))
     places = {"numbers": paths[0], "picture": paths[1]}
-    print_places(console, places if parsed.trace is None else places | {"trace": parsed.trace})
+    print_places(call.console, places if call.options.trace is None else places | {"trace": call.options.trace})
+
+
+COMMAND = Command(
+    help=HELP,
+    usage="cribo profile [--config PRESET] [options]",
+    less_memory="raise --optim.micro_batches, lower --optim.batch_size, or set --backbone.checkpointing selective",
+    add_options=add_options,
+    run=run,
+    parser=ConfigParser,
+    complete=with_preset,
+)

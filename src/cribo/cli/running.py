@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from cribo.base.arguments import Parser
+    from cribo.cli.command import Command
     from cribo.features.config import BackboneSource
 
 DEBUG = "--debug"
@@ -62,9 +63,7 @@ def dispatch(
     return commands[word](rest)
 
 
-def run_command(
-    name: str, command: Callable[[list[str], "Console"], None], words: list[str], *, less_memory: str
-) -> int:
+def run_command(name: str, command: "Command", words: list[str]) -> int:
     """Run a command, and print interruptions and errors that the user can fix as one line.
 
     These are errors of files and connections, full disks, lack of memory, `InputError` and `MissingPackage`. Other
@@ -73,9 +72,8 @@ def run_command(
 
     Args:
         name: name of the command, without `cribo`.
-        command: function to call with the arguments and a console.
+        command: the command.
         words: arguments of the command.
-        less_memory: advice if a device runs out of memory.
 
     Returns:
         The exit status.
@@ -87,7 +85,7 @@ def run_command(
     console = command_console(quiet=not is_first_process())
     log_to(console)
     try:
-        command([word for word in words if word != DEBUG], console)
+        command.call([word for word in words if word != DEBUG], console, name=name)
     except KeyboardInterrupt as error:  # its message says what is left (see `if_interrupted`)
         what = str(error) or "nothing was written"
         return _failed(name, f"interrupted; {what}", 130) if is_first_process() else 130
@@ -99,7 +97,7 @@ def run_command(
             return 0 if error.everywhere and not is_first_process() else _failed(name, error, error.status)
         if is_out_of_memory(error):
             reason = str(error).partition(". ")[0] if isinstance(error, RuntimeError) else ""
-            return _failed(name, f"{reason or 'out of memory'}: {less_memory}", 1)
+            return _failed(name, f"{reason or 'out of memory'}: {command.less_memory}", 1)
         if not isinstance(error, InputError) and (full := full_disk(error)) is not None:
             where = "" if full.filename is None else f" while writing {full.filename}"
             what = str(error) if isinstance(error, OSError) and error.errno is None else f"{full.strerror}{where}"

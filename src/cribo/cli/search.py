@@ -1,15 +1,16 @@
 """`cribo search`: find the objects of a collection that are most similar to a given one."""
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cribo.apps.search.config import SearchConfig
+from cribo.base.arguments import Parser
 from cribo.base.console import importing
 from cribo.base.wording import command_line, counted
+from cribo.cli.command import Call, Command
 from cribo.cli.running import print_places
 from cribo.data.config import READING_SHORT
 
@@ -34,45 +35,38 @@ results.json (boxes, masks in COCO format, similarities), sheet.png (a contact s
 
 _LISTED = 20  # pairs of images
 
-LESS_MEMORY = "use --device cpu, or a smaller image"
 
-
-def run(words: list[str], console: Console) -> None:
-    """Run the command."""
-    from cribo.apps.search.config import SearchConfig
-    from cribo.base.arguments import Parser
-
-    parser = Parser(
-        prog="cribo search",
-        description=HELP,
-        usage="cribo search --db DB --image IMAGE [--point x,y | --box x0,y0,x1,y1 | --object NUMBER] [options]\n"
-        "       cribo search --db DB --duplicates [options]",
-        short=READING_SHORT,
-    )
+def add_options(parser: Parser) -> None:
+    """Add the options of the command."""
     parser.add_class_arguments(SearchConfig)
     parser.add_argument("--out", type=Path, help="folder for the results; by default searches/<image>, numbered")
     parser.add_argument("--overwrite", action="store_true", help="replace existing results in --out")
-    parsed = parser.parse_args(words)
-    config = parser.build(SearchConfig, parsed)
-    with importing(console):
+
+
+def run(call: Call) -> None:
+    """Run the command."""
+    config = call.build(SearchConfig)
+    with importing(call.console):
         from cribo.apps.search.search import COCO, RESULTS, SHEET, search_duplicates, search_objects
 
-    command = shlex.join(["cribo", "search", *words])
+    command = call.line
     if config.duplicates:
-        pairs, folder = search_duplicates(config, out=parsed.out, overwrite=parsed.overwrite, command=command)
-        console.print(_table_of_pairs(pairs))
-        print_places(console, {"picture": folder / SHEET, "numbers": folder / RESULTS})
+        pairs, folder = search_duplicates(
+            config, out=call.options.out, overwrite=call.options.overwrite, command=command
+        )
+        call.console.print(_table_of_pairs(pairs))
+        print_places(call.console, {"picture": folder / SHEET, "numbers": folder / RESULTS})
         return
-    result = search_objects(config, out=parsed.out, overwrite=parsed.overwrite, command=command)
-    console.print(_table(result) if any(result.found) else _nothing_found(config))
+    result = search_objects(config, out=call.options.out, overwrite=call.options.overwrite, command=command)
+    call.console.print(_table(result) if any(result.found) else _nothing_found(config))
     gone = sorted(path for path, state in result.states.items() if state)
     if gone:
-        console.print(
+        call.console.print(
             f"{len(gone)} of the images were changed or deleted since they were indexed, such as {gone[0]}: "
             f"update the database with {command_line('cribo', 'index', '--db', config.db)}",
         )
     places = {"picture": result.folder / SHEET, "numbers": result.folder / RESULTS}
-    print_places(console, {**places, **({"COCO": result.folder / COCO} if config.coco else {})})
+    print_places(call.console, {**places, **({"COCO": result.folder / COCO} if config.coco else {})})
 
 
 def _table_of_pairs(pairs: "list[DuplicatePair]") -> Table:
@@ -115,3 +109,14 @@ def _table(result: "SearchResult") -> Table:
     if several:
         table.caption = "only the nearest object of each query; see the picture and results.json for the others"
     return table
+
+
+COMMAND = Command(
+    help=HELP,
+    usage="cribo search --db DB --image IMAGE [--point x,y | --box x0,y0,x1,y1 | --object NUMBER] [options]\n"
+    "       cribo search --db DB --duplicates [options]",
+    short=READING_SHORT,
+    less_memory="use --device cpu, or a smaller image",
+    add_options=add_options,
+    run=run,
+)

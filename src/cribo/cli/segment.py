@@ -1,13 +1,15 @@
 """`cribo segment`: label the pixels of many images given a few labelled examples."""
 
-import shlex
 from dataclasses import fields
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cribo.apps.segment.config import SegmentConfig
+from cribo.apps.segment.settings import SegmentationSettings
+from cribo.base.arguments import Parser
 from cribo.base.console import importing
+from cribo.cli.command import Call, Command
 from cribo.cli.running import (
     BACKBONE_SHORT,
     SUGGESTED,
@@ -38,96 +40,104 @@ labels. If small objects are missed in large images, use --scale 1 --window 448.
 Without a backbone of your own, start with --backbone {SUGGESTED} (licence apache-2.0).
 """
 
-LESS_MEMORY = "lower --batch_size or --size, or use --window"
 
-
-def run(words: list[str], console: Console) -> None:
-    """Run the command."""
-    from cribo.apps.segment.config import SegmentConfig
-    from cribo.apps.segment.settings import SegmentationSettings
-    from cribo.base.arguments import Parser
-
-    if {"--list", "--remove"} & {word.partition("=")[0] for word in words}:
-        _edit_memory(words, console)
-        return
-    parser = Parser(
-        prog="cribo segment",
-        description=HELP,
-        usage="cribo segment IMAGES --backbone SOURCE --examples DIR [options]",
-        by_position=["--images"],
-        short=BACKBONE_SHORT,
-        suggestions={"--backbone": SUGGESTION},
-    )
+def add_options(parser: Parser) -> None:
+    """Add the options of the command."""
     add_results_folder(parser, "segmented/<images>")
     parser.add_argument("--pictures", type=int, default=6, help="number of images in contact.png")
     parser.add_argument("--suggest", type=int, default=0, help="number of images to suggest for labelling next")
     parser.add_argument("--coco", action="store_true", help="also write all labels to coco.json, in COCO format")
     parser.add_class_arguments(SegmentConfig, skip={"settings"})
     parser.add_class_arguments(SegmentationSettings)
-    parsed = parser.parse_args(words)
-    given = vars(parser.parse_args(words, defaults=False))  # others are those of the memory file
+
+
+def run(call: Call) -> None:
+    """Run the command."""
+    given = vars(call.parser.parse_args(call.words, defaults=False))  # others are those of the memory file
     settings = {field.name: given[field.name] for field in fields(SegmentationSettings) if field.name in given}
-    config = parser.build(SegmentConfig, parsed, settings=settings)
-    with importing(console):
+    config = call.build(SegmentConfig, settings=settings)
+    with importing(call.console):
         from cribo.apps.segment.run import COCO, OVERVIEW, SUGGESTED, SUMMARY, segment_images
 
     segmented = segment_images(
         config,
-        out=parsed.out,
-        resume=parsed.resume,
-        overwrite=parsed.overwrite,
-        pictures=parsed.pictures,
-        suggestions=parsed.suggest,
-        coco=parsed.coco,
-        command=shlex.join(["cribo", "segment", *words]),
-        console=console,
+        out=call.options.out,
+        resume=call.options.resume,
+        overwrite=call.options.overwrite,
+        pictures=call.options.pictures,
+        suggestions=call.options.suggest,
+        coco=call.options.coco,
+        command=call.line,
+        console=call.console,
     )
     table = Table(title="Share of each class in all images")
     table.add_column("class")
     table.add_column("pixels", justify="right")
     for name, share in segmented.shares.items():
         table.add_row(name, f"{share:.1%}")
-    console.print(table)
-    console.print(segmented.speed)
-    print_unreadable(console, [*segmented.skipped.items()], SUMMARY)
+    call.console.print(table)
+    call.console.print(segmented.speed)
+    print_unreadable(call.console, [*segmented.skipped.items()], SUMMARY)
     print_places(
-        console,
+        call.console,
         {
             "labels": segmented.folder / "labels",
             "overlays": segmented.folder / "overlays",
             "confidence": segmented.folder / "confidence",
             "numbers": segmented.folder / SUMMARY,
-            **({"overview": segmented.folder / OVERVIEW} if parsed.pictures else {}),
-            **({"COCO": segmented.folder / COCO} if parsed.coco else {}),
-            **({"label next": segmented.folder / SUGGESTED} if parsed.suggest else {}),
+            **({"overview": segmented.folder / OVERVIEW} if call.options.pictures else {}),
+            **({"COCO": segmented.folder / COCO} if call.options.coco else {}),
+            **({"label next": segmented.folder / SUGGESTED} if call.options.suggest else {}),
         },
     )
 
 
-def _edit_memory(words: list[str], console: Console) -> None:
-    """Print the examples of a memory, after removing those of --remove."""
-    from cribo.base.arguments import Parser
-
-    parser = Parser(prog="cribo segment", usage="cribo segment --memory FILE (--list | --remove EXAMPLE ...)")
+def _add_memory_options(parser: Parser) -> None:
+    """Add the options for the examples of a memory."""
     parser.add_argument("--memory", type=str, required=True, help="file of the memory")
     parser.add_argument("--list", action="store_true", help="list its examples")
     parser.add_argument("--remove", type=str, nargs="+", default=[], help="names or numbers of examples to remove")
-    parsed = parser.parse_args(words)
-    with importing(console):
+
+
+def _edit_memory(call: Call) -> None:
+    """Print the examples of a memory, after removing those of --remove."""
+    file = call.options.memory
+    with importing(call.console):
         from cribo.apps.segment.editing import list_examples, remove_examples
         from cribo.apps.segment.memory import SegmentationMemory
         from cribo.apps.segment.run import describe_memory
 
-    if parsed.remove:
-        memory = remove_examples(parsed.memory, parsed.remove)
+    if call.options.remove:
+        memory = remove_examples(file, call.options.remove)
     else:
-        memory = SegmentationMemory.load(parsed.memory, None, device="cpu")
-    table = Table(title=Text(f"Examples of {parsed.memory}"))
+        memory = SegmentationMemory.load(file, None, device="cpu")
+    table = Table(title=Text(f"Examples of {file}"))
     for name in ("number", "example", "correct if left out", "classes"):
         table.add_column(name, justify="left" if name in ("example", "classes") else "right", overflow="fold")
     for each in list_examples(memory):
         classes = ", ".join(f"{name} {share:.0%}" for name, share in each.shares.items())
         correct = "" if each.correct is None else f"{each.correct:.0%}"
         table.add_row(str(each.number), Text(each.name), correct, Text(classes))
-    console.print(table)
-    describe_memory(memory, console)
+    call.console.print(table)
+    describe_memory(memory, call.console)
+
+
+_MEMORY = Command(
+    help="List the examples of a memory, or remove some.",
+    usage="cribo segment --memory FILE (--list | --remove EXAMPLE ...)",
+    less_memory="use a machine with more memory",
+    add_options=_add_memory_options,
+    run=_edit_memory,
+)
+
+COMMAND = Command(
+    help=HELP,
+    usage="cribo segment IMAGES --backbone SOURCE --examples DIR [options]",
+    by_position=["--images"],
+    short=BACKBONE_SHORT,
+    suggestions={"--backbone": SUGGESTION},
+    less_memory="lower --batch_size or --size, or use --window",
+    add_options=add_options,
+    run=run,
+    others={"--list": _MEMORY, "--remove": _MEMORY},
+)

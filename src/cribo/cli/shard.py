@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from rich.console import Console
-
+from cribo.base.arguments import Parser
 from cribo.base.console import Phases, importing
 from cribo.base.wording import command_line, counted
+from cribo.cli.command import Call, Command
 from cribo.cli.running import print_places
+from cribo.data.config import Reading
 
 HELP = """\
 Pack images into a few large tar files, which are faster to read from network file systems and object storage than
@@ -20,20 +21,9 @@ Crops are usually smaller than photographs, so --size reduces the time for decod
 atomically; unreadable images are omitted and listed in its skipped.csv.
 """
 
-LESS_MEMORY = "lower --workers"
 
-
-def run(words: list[str], console: Console) -> None:
-    """Run the command."""
-    from cribo.base.arguments import Parser
-    from cribo.data.config import Reading
-
-    parser = Parser(
-        prog="cribo shard",
-        description=HELP,
-        usage="cribo shard IMAGES [OUT] [options]",
-        by_position=["--images", "--out"],
-    )
+def add_options(parser: Parser) -> None:
+    """Add the options of the command."""
     parser.add_argument("--images", type=str, required=True, help="a folder, or a text file that lists images")
     parser.add_argument("--out", type=Path, help="folder of the shards; it must not exist. [shards/<images>]")
     parser.add_argument("--size", type=int, help="maximum shorter side in pixels; by default, images are unchanged")
@@ -43,25 +33,38 @@ def run(words: list[str], console: Console) -> None:
     )
     parser.add_class_arguments(Reading)
     parser.add_argument("--workers", type=int, help="number of threads that read images; by default one per core")
-    parsed = parser.parse_args(words)
-    with importing(console):
+
+
+def run(call: Call) -> None:
+    """Run the command."""
+    with importing(call.console):
         from cribo.data.sources.images import collection_name, open_images
         from cribo.data.sources.shard_writing import write_shards
 
-    source = open_images(parsed.images, reading=parser.build(Reading, parsed))
-    with Phases(console) as progress:
+    source = open_images(call.options.images, reading=call.build(Reading))
+    with Phases(call.console) as progress:
         written = write_shards(
             source,
-            parsed.out or Path("shards") / collection_name(parsed.images),
-            size=parsed.size,
-            shard_bytes=round(parsed.shard_mb * 1e6),
-            max_unreadable=parsed.max_unreadable,
-            workers=parsed.workers,
+            call.options.out or Path("shards") / collection_name(call.options.images),
+            size=call.options.size,
+            shard_bytes=round(call.options.shard_mb * 1e6),
+            max_unreadable=call.options.max_unreadable,
+            workers=call.options.workers,
             progress=progress,
         )
-    console.print(
+    call.console.print(
         f"{counted(written.images, 'image')} in {counted(written.shards, 'shard')}, {written.size_bytes / 1e6:.1f} MB"
         + (f"; {counted(len(written.skipped), 'image')} could not be read" if written.skipped else "")
     )
     to_train = command_line("cribo", "pretrain", "--data.root", written.folder)
-    print_places(console, {"shards": written.folder, "to train": to_train})
+    print_places(call.console, {"shards": written.folder, "to train": to_train})
+
+
+COMMAND = Command(
+    help=HELP,
+    usage="cribo shard IMAGES [OUT] [options]",
+    by_position=["--images", "--out"],
+    less_memory="lower --workers",
+    add_options=add_options,
+    run=run,
+)

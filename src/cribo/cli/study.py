@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from cribo.apps.studies.config import load_study, share_of, study_names
+from cribo.base.arguments import Parser
 from cribo.base.console import duration, importing
 from cribo.base.errors import InputError
 from cribo.base.wording import command_line, counted
+from cribo.cli.command import Call, Command
 from cribo.cli.running import print_places
 
 if TYPE_CHECKING:
@@ -35,10 +38,6 @@ Each cell, a row with a seed, is an ordinary run folder. To continue after an in
 cells are kept. A cell that fails is reported, and the others are trained.
 """
 
-LESS_MEMORY = "set changes: {optim.micro_batches: 2} in the study, or a smaller batch, with another --name"
-
-COMPARE = "compare"
-
 _SLURM = """\
 #!/bin/bash
 #SBATCH --job-name={job}
@@ -50,19 +49,8 @@ srun {command} --part "$SLURM_ARRAY_TASK_ID/{parts}"
 """
 
 
-def run(words: list[str], console: Console) -> None:
-    """Run the command."""
-    if words[:1] == [COMPARE]:
-        _compare(words[1:], console)
-        return
-    from cribo.apps.studies.config import load_study, share_of, study_names
-    from cribo.base.arguments import Parser
-
-    parser = Parser(
-        prog="cribo study",
-        description=HELP.format(names=textwrap.indent(textwrap.fill(", ".join(study_names()), 100), "  ")),
-        usage="cribo study STUDY [options]",
-    )
+def add_options(parser: Parser) -> None:
+    """Add the options of the command."""
     parser.add_argument("study", type=str, help="a YAML file, or the name of a study")
     parser.add_argument("--out", type=Path, default=Path("studies"), help="parent folder of studies")
     parser.add_argument("--name", type=str, help="name of the study's folder; by default that of the file")
@@ -76,41 +64,44 @@ def run(words: list[str], console: Console) -> None:
         metavar="N",
         help="write a job file for an array of N parts into the study's folder, and end",
     )
-    parsed = parser.parse_args(words)
-    name = parsed.name or Path(parsed.study).stem
-    config = load_study(parsed.study)
-    planned = parsed.print_plan or parsed.slurm is not None
-    if parsed.part is not None:
-        share_of(parsed.part)
+
+
+def run(call: Call) -> None:
+    """Run the command."""
+    name = call.options.name or Path(call.options.study).stem
+    config = load_study(call.options.study)
+    planned = call.options.print_plan or call.options.slurm is not None
+    if call.options.part is not None:
+        share_of(call.options.part)
         if planned:
             raise InputError("--part cannot be combined with --print_plan or --slurm: omit it")
-    if parsed.slurm is not None and parsed.slurm < 1:
-        raise InputError(f"--slurm must be a number of parts >= 1, got {parsed.slurm}")
-    with importing(console):
+    if call.options.slurm is not None and call.options.slurm < 1:
+        raise InputError(f"--slurm must be a number of parts >= 1, got {call.options.slurm}")
+    with importing(call.console):
         from cribo.apps.studies.run import Study, run_study
         from cribo.apps.studies.table import FIGURE, TABLE
 
     if planned:
-        study = Study(config, parsed.out / name)
-        if parsed.print_plan:
-            _print_plan(study, console)
+        study = Study(config, call.options.out / name)
+        if call.options.print_plan:
+            _print_plan(study, call.console)
         else:
-            _write_job(study, parsed, name, console)
+            _write_job(study, call.options, name, call.console)
         return
-    result = run_study(config, out=parsed.out, name=name, part=parsed.part, console=console)
-    console.print()
+    result = run_study(config, out=call.options.out, name=name, part=call.options.part, console=call.console)
+    call.console.print()
     for section in result.table.sections():
-        console.print(section)
+        call.console.print(section)
     for sentence in result.table.sentences:
-        console.print(sentence, markup=False)
-    print_places(console, {"table": result.folder / TABLE, "figure": result.folder / FIGURE})
+        call.console.print(sentence, markup=False)
+    print_places(call.console, {"table": result.folder / TABLE, "figure": result.folder / FIGURE})
     if result.failed:
         raise InputError(
             f"{counted(len(result.failed), 'cell')} failed, see above; to try again, repeat the command: "
             f"{', '.join(result.failed)}"
         )
     if result.unfinished:
-        console.print(f"{counted(len(result.unfinished), 'cell')} of other parts or processes are not finished")
+        call.console.print(f"{counted(len(result.unfinished), 'cell')} of other parts or processes are not finished")
 
 
 def _print_plan(study: "Study", console: Console) -> None:
@@ -152,19 +143,34 @@ def _write_job(study: "Study", parsed: "Namespace", name: str, console: Console)
     print_places(console, {"job": path, "to start it": command_line("sbatch", path)})
 
 
-def _compare(words: list[str], console: Console) -> None:
-    from cribo.base.arguments import Parser
-
-    parser = Parser(
-        prog="cribo study compare",
-        description="Compare the rows that two studies have in common, such as of two versions of a method.",
-        usage="cribo study compare BEFORE AFTER",
-    )
+def _add_compared(parser: Parser) -> None:
+    """Add the options of the comparison."""
     parser.add_argument("before", type=Path, help="folder of a study")
     parser.add_argument("after", type=Path, help="folder of another study")
-    parsed = parser.parse_args(words)
-    with importing(console):
+
+
+def _compare(call: Call) -> None:
+    """Print the comparison of two studies."""
+    with importing(call.console):
         from cribo.apps.studies.comparison import compare_studies
 
-    for section in compare_studies(parsed.before, parsed.after):
-        console.print(section)
+    for section in compare_studies(call.options.before, call.options.after):
+        call.console.print(section)
+
+
+_COMPARE = Command(
+    help="Compare the rows that two studies have in common, such as of two versions of a method.",
+    usage="cribo study compare BEFORE AFTER",
+    less_memory="use a machine with more memory",
+    add_options=_add_compared,
+    run=_compare,
+)
+
+COMMAND = Command(
+    help=HELP.format(names=textwrap.indent(textwrap.fill(", ".join(study_names()), 100), "  ")),
+    usage="cribo study STUDY [options]",
+    less_memory="set changes: {optim.micro_batches: 2} in the study, or a smaller batch, with another --name",
+    add_options=add_options,
+    run=run,
+    others={"compare": _COMPARE},
+)

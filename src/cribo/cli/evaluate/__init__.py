@@ -1,21 +1,20 @@
 """`cribo evaluate`: evaluate a backbone on labelled images, with the options of a protocol."""
 
-import shlex
 import sys
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from cribo.base.arguments import Parser
 from cribo.base.console import importing
 from cribo.base.errors import ConfigError
 from cribo.base.machine import is_first_process
+from cribo.cli.command import Call, Command
 from cribo.cli.running import BACKBONE_SHORT, dispatch, print_places, run_command
 from cribo.data.config import READING_SHORT, Reading
 from cribo.evaluation.protocol import PROTOCOLS
+from cribo.features.config import BackboneSource
 from cribo.training.loggers import TENSORBOARD
 
 USAGE = """\
@@ -56,7 +55,7 @@ def _evaluate(name: str, words: list[str]) -> int:
     if name == "compare":
         from cribo.cli.evaluate import compare
 
-        return run_command("evaluate compare", compare.run, words, less_memory=compare.LESS_MEMORY)
+        return run_command("evaluate compare", compare.COMMAND, words)
     from cribo.evaluation.protocol import find_protocol
 
     try:
@@ -64,54 +63,27 @@ def _evaluate(name: str, words: list[str]) -> int:
     except ConfigError as error:
         print(f"cribo evaluate: {error}", file=sys.stderr)
         return 2
-    return run_command(f"evaluate {name}", partial(_run, name, protocol), words, less_memory=protocol.less_memory)
+    return run_command(f"evaluate {name}", evaluation_command(name, protocol), words)
 
 
-def _run(name: str, protocol: type[Any], words: list[str], console: Console) -> None:
-    if not protocol.variants() and any(word.partition("=")[0] == "--variant" for word in words):
-        raise ConfigError(f"{name} has no variants: omit --variant")
-    parser = evaluation_parser(name, protocol)
-    parsed = parser.parse_args(words)
-    made = parser.instantiate(parsed)
-    settings = protocol(**{field.name: made[field.name] for field in fields(protocol)})
-    settings.check_packages()
-    settings.check_backbone(made.backbone)
-    how = {option: parsed[option] for option in _RUN_OPTIONS if option in parsed}
-    with importing(console):
-        from cribo.evaluation.results import result_tables
-        from cribo.evaluation.runner import evaluate
-    command = shlex.join(["cribo", "evaluate", name, *words])
-    result, folder = evaluate(
-        settings, made.backbone, made.data, made.runtime, **how, reading=made.reading, command=command, console=console
-    )
-    if not is_first_process():
-        return
-    for part in (*result_tables(result), *settings.report(result)):
-        console.print(part)
-    places = {"numbers": folder / "results.json", "pictures": folder / "*.png", **settings.places(folder)}
-    if TENSORBOARD not in getattr(made.runtime, "logger", ()):
-        places.pop("curves", None)
-    print_places(console, places)
-
-
-def evaluation_parser(name: str, protocol: type[Any]) -> Parser:
-    """Return the parser of a protocol's options.
+def evaluation_command(name: str, protocol: type[Any]) -> Command:
+    """Return the command that evaluates by a protocol.
 
     Args:
         name: name on the command line.
         protocol: class of the protocol.
     """
-    from cribo.features.config import BackboneSource
-
-    parts = {"backbone": BackboneSource, "data": protocol.data_type, "runtime": protocol.runtime_type, "": protocol}
+    parts = _parts(protocol)
     options = {
         (f"{part}." if part else "") + field.name: field for part, kind in parts.items() for field in fields(kind)
     }
     first = fields(protocol.data_type)[0].name
-    parser = Parser(
-        prog=f"cribo evaluate {name}",
-        description=protocol.description,
+    return Command(
+        help=protocol.description,
         usage=f"cribo evaluate {name} --backbone SOURCE --data DIR [options]",
+        less_memory=protocol.less_memory,
+        add_options=partial(_add_options, name, protocol),
+        run=partial(_run, name, protocol),
         short={
             **BACKBONE_SHORT,
             **READING_SHORT,
@@ -120,6 +92,14 @@ def evaluation_parser(name: str, protocol: type[Any]) -> Parser:
             **protocol.aliases,
         },
     )
+
+
+def _parts(protocol: type[Any]) -> dict[str, type[Any]]:
+    """Return the types of the groups of options."""
+    return {"backbone": BackboneSource, "data": protocol.data_type, "runtime": protocol.runtime_type, "": protocol}
+
+
+def _add_options(name: str, protocol: type[Any], parser: Parser) -> None:
     parser.add_argument(
         "--out", type=Path, help=f"folder for results and pictures; by default evaluations/{name}-..., numbered"
     )
@@ -132,7 +112,37 @@ def evaluation_parser(name: str, protocol: type[Any]) -> Parser:
             "For job schedulers"
         )
         parser.add_argument("--resume", action="store_true", help=advice)
-    for part, kind in parts.items():
+    for part, kind in _parts(protocol).items():
         parser.add_class_arguments(kind, part or None)
     parser.set_defaults({f"runtime.{option}": value for option, value in protocol.runtime_defaults.items()})
-    return parser
+
+
+def _run(name: str, protocol: type[Any], call: Call) -> None:
+    if not protocol.variants() and any(word.partition("=")[0] == "--variant" for word in call.words):
+        raise ConfigError(f"{name} has no variants: omit --variant")
+    made = call.parser.instantiate(call.options)
+    settings = protocol(**{field.name: made[field.name] for field in fields(protocol)})
+    settings.check_packages()
+    settings.check_backbone(made.backbone)
+    how = {option: call.options[option] for option in _RUN_OPTIONS if option in call.options}
+    with importing(call.console):
+        from cribo.evaluation.results import result_tables
+        from cribo.evaluation.runner import evaluate
+    result, folder = evaluate(
+        settings,
+        made.backbone,
+        made.data,
+        made.runtime,
+        **how,
+        reading=made.reading,
+        command=call.line,
+        console=call.console,
+    )
+    if not is_first_process():
+        return
+    for part in (*result_tables(result), *settings.report(result)):
+        call.console.print(part)
+    places = {"numbers": folder / "results.json", "pictures": folder / "*.png", **settings.places(folder)}
+    if TENSORBOARD not in getattr(made.runtime, "logger", ()):
+        places.pop("curves", None)
+    print_places(call.console, places)

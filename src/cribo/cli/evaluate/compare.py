@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from rich.console import Console
-
+from cribo.base.arguments import Parser
 from cribo.base.console import importing
+from cribo.cli.command import Call, Command
 
 HELP = """\
 Compare results: the settings that differ, the classes that differ most, and published figures of the same variant
@@ -13,25 +13,32 @@ and settings.
   cribo evaluate compare evaluations/dense-nn-voc-mine evaluations/dense-nn-voc-dino
 """
 
-LESS_MEMORY = "compare fewer results at once"
 
-
-def run(words: list[str], console: Console) -> None:
-    """Run the command."""
-    from cribo.base.arguments import Parser
-
-    parser = Parser(prog="cribo evaluate compare", description=HELP)
+def add_options(parser: Parser) -> None:
+    """Add the options of the command."""
     parser.add_argument("results", nargs="+", type=Path, help="folders of evaluations, or their results.json")
     parser.add_argument("--out", type=Path, help="folder for compare.md, compare.json and compare.png")
     parser.add_argument(
         "--sweeps", action="store_true", help="also show published figures for other hyperparameters of the pretraining"
     )
-    parsed = parser.parse_args(words)
-    with importing(console):
+
+
+def run(call: Call) -> None:
+    """Run the command."""
+    with importing(call.console):
         from cribo.evaluation.comparison import compare
 
-    comparison = compare(parsed.results, sweeps=parsed.sweeps)
-    console.print(comparison.table())
-    if parsed.out is not None:
-        for path in comparison.write(parsed.out):
-            console.print(f"  {path}")
+    comparison = compare(call.options.results, sweeps=call.options.sweeps)
+    call.console.print(comparison.table())
+    if call.options.out is not None:
+        for path in comparison.write(call.options.out):
+            call.console.print(f"  {path}")
+
+
+COMMAND = Command(
+    help=HELP,
+    usage="cribo evaluate compare RESULT [RESULT ...] [options]",
+    less_memory="compare fewer results at once",
+    add_options=add_options,
+    run=run,
+)
