@@ -6,20 +6,20 @@ import difflib
 import os
 import re
 import sys
-import types
 from argparse import Action, RawDescriptionHelpFormatter
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args
 
 import yaml
-from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, get_loader, set_loader
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
 from cribo.base.bounds import find_bounds
-from cribo.base.errors import ConfigError, DataError
-from cribo.base.files import parse_yaml, read_text
+from cribo.base.config_files import read_config
+from cribo.base.errors import ConfigError
+from cribo.base.option_types import choices, described, elements_of, without_bounds
 from cribo.base.wording import enumerated, joined
 
 if TYPE_CHECKING:
@@ -142,8 +142,8 @@ class Parser(ArgumentParser):
 
         for action in self._actions:
             if hint := _type(action):
-                choices = dict.fromkeys(_choices(hint), "")
-                completer = ChoicesCompleter(choices) if choices else FilesCompleter()
+                values = dict.fromkeys(choices(hint), "")
+                completer = ChoicesCompleter(values) if values else FilesCompleter()
                 action.completer = completer  # pyright: ignore[reportAttributeAccessIssue]
 
     def parse_path(self, path: Any, **kwargs: Any) -> Namespace:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -160,31 +160,7 @@ class Parser(ArgumentParser):
         Raises:
             ConfigError: the file is not a YAML mapping, or has a key twice.
         """
-        try:
-            text = read_text(path)
-            values = parse_yaml(text)
-            has_aliases = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
-            repeated = _repeated_key(text)
-        except OSError as error:
-            raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-        except DataError as error:  # a pipe, or too large
-            raise ConfigError(str(error)) from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path} is not a configuration: it is not UTF-8 text") from error
-        except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2020-99-99
-            raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-        except RecursionError as error:
-            raise ConfigError(f"{path} is nested too deeply") from error
-        if values is None:
-            raise ConfigError(f"{path} is empty: add a value, such as {self.config_example}")
-        if not isinstance(values, dict):
-            kind = "a list" if isinstance(values, list) else "one value"
-            raise ConfigError(f"{path} must be a mapping of names to values in YAML, got {kind}")
-        if has_aliases:  # a short file with nested aliases may expand to exceed the memory
-            raise ConfigError(f"{path} must not contain YAML aliases (*name): write the values instead")
-        if repeated is not None:
-            raise ConfigError(f"{path} has {repeated}: remove one")
-        return text
+        return read_config(path, example=self.config_example)
 
     def find_config(self, name: str) -> Path:
         """Return the file that --config names.
@@ -243,7 +219,7 @@ class Parser(ArgumentParser):
         return {
             option: elements
             for action in self._actions
-            if (elements := _elements(_type(action)))
+            if (elements := elements_of(_type(action)))
             for option in action.option_strings
         }
 
@@ -359,7 +335,7 @@ class Parser(ArgumentParser):
         action = next((action for action in self._actions if found and action.dest == found[1]), None)
         if not found or action is None or "is not accepted" in message:
             return None
-        choices = [str(choice) for choice in action.choices or _described(getattr(action, "_typehint", dict))]
+        choices = [str(choice) for choice in action.choices or described(getattr(action, "_typehint", dict))]
         allowed = [choice for choice in choices if choice != "null"] or choices  # null is the same as no option
         return f"{self._shortened(found[1])} must be {joined(allowed, 'or')}, got {_quoted(found[2])}"
 
@@ -405,129 +381,15 @@ class Parser(ArgumentParser):
         return message
 
 
-_NAMES: Mapping[Any, tuple[str, str]] = {
-    int: ("an integer", "integers"),
-    float: ("a number", "numbers"),
-    str: ("a string", "strings"),
-    Path: ("a path", "paths"),
-    dict: ("a mapping of names to values", "mappings"),
-    types.NoneType: ("null", "null"),
-}
-"""Names of types, singular and plural."""
-
 _SYNONYMS = {"preset": "config", "threads": "workers"}
 """Other names that users may expect for an option."""
 
-_COUNTS = {2: "two", 3: "three", 4: "four"}
 _NUMBERS = re.compile(r"[\[(]?[-+\d.,eE]+[\])]?")
 
 
 def _type(action: Action) -> Any:
     """Return the type hint of an option without bounds; None if it has no type hint."""
-    return _without_bounds(getattr(action, "_typehint", None))
-
-
-def _without_bounds(hint: Any) -> Any:
-    if get_origin(hint) is Annotated:
-        return hint.__origin__
-    if get_origin(hint) in (Union, types.UnionType):
-        return Union[tuple(_without_bounds(part) for part in get_args(hint))]  # noqa: UP007
-    return hint
-
-
-def _described(hint: Any) -> list[str]:
-    """Describe the values that a type allows.
-
-    Example:
-        >>> from cribo.base.bounds import at_least
-        >>> _described(Literal["exact", "faiss"] | None), _described(Annotated[int, at_least(1)])
-        (['exact', 'faiss', 'null'], ['an integer >= 1'])
-    """
-    if get_origin(hint) in (Union, types.UnionType):
-        return [words for part in get_args(hint) for words in _described(part)]
-    if get_origin(hint) is Literal:
-        return [str(value) for value in get_args(hint)]
-    if hint is bool:
-        return ["true", "false"]
-    bounds = find_bounds(hint)
-    if elements := _elements(hint):
-        is_of_any_length = get_origin(hint) is list or ... in get_args(hint)
-        count = "" if is_of_any_length else f"{_COUNTS.get(len(elements), len(elements))} "
-        return [f"{count}{_NAMES[elements[0]][1]} separated by commas{f', each {bounds}' if bounds else ''}"]
-    hint = _without_bounds(hint)
-    kind = get_origin(hint) or hint
-    name = _NAMES[kind][0] if kind in _NAMES else getattr(kind, "__name__", str(kind))
-    return [f"{name} {bounds}" if bounds else name]
-
-
-def _choices(hint: Any) -> list[str]:
-    """List the values of a type that has few.
-
-    Example:
-        >>> _choices(Literal["exact", "faiss"] | None), _choices(bool), _choices(int | None)
-        (['exact', 'faiss'], ['true', 'false'], [])
-    """
-    if get_origin(hint) in (Union, types.UnionType):
-        return [choice for part in get_args(hint) for choice in _choices(part)]
-    return _described(hint) if hint is bool or get_origin(hint) is Literal else []
-
-
-def _elements(hint: Any) -> tuple[type, ...]:
-    """Return the element types of an option with several values, or an empty tuple.
-
-    Example:
-        >>> _elements(tuple[int, int] | None), _elements(list[float]), _elements(int)
-        ((<class 'int'>, <class 'int'>), (<class 'float'>,), ())
-    """
-    if get_origin(hint) in (Union, types.UnionType):
-        found = [part for part in get_args(hint) if part is not types.NoneType]
-        return _elements(found[0]) if len(found) == 1 else ()
-    elements = tuple(_without_bounds(part) for part in get_args(hint) if part is not ...)
-    return elements if get_origin(hint) in (tuple, list) and set(elements) <= {int, float, str} else ()
-
-
-def _repeated_key(text: str) -> str | None:
-    """Return the first key that YAML text has twice, also as `a.b: 1` and `a: {b: 1}`, with both lines; None without.
-
-    Example:
-        >>> _repeated_key("optim:\\n  lr: 1\\noptim.lr: 2")
-        'the key optim.lr in lines 2 and 3'
-    """
-    lines: dict[str, int] = {}
-    nodes = deque([("", yaml.compose(text, yaml.SafeLoader))])
-    seen: set[yaml.Node] = set()  # aliases repeat nodes
-    while nodes:
-        place, node = nodes.popleft()
-        if node in seen:
-            continue
-        seen.update([node] if node else [])
-        if isinstance(node, yaml.SequenceNode):
-            nodes.extend((f"{place}[{number}]", value) for number, value in enumerate(node.value))
-        if not isinstance(node, yaml.MappingNode):
-            continue
-        for key, value in node.value:
-            name = f"{place}.{key.value}".lstrip(".")
-            line = key.start_mark.line + 1
-            if name in lines:
-                first, second = sorted((lines[name], line))
-                return f"the key {name} in lines {first} and {second}" if first < second else f"the key {name} twice"
-            lines[name] = line
-            nodes.append((name, value))
-    return None
-
-
-_load_yaml = get_loader("yaml")
-
-
-def _load_without_repetitions(text: str) -> Any:
-    """Load YAML as jsonargparse does, for values on the command line and the files that they name."""
-    value = _load_yaml(text)
-    if isinstance(value, dict | list) and (repeated := _repeated_key(text)):
-        raise ConfigError(f"got {repeated}: remove one")
-    return value
-
-
-set_loader("yaml", _load_without_repetitions, (yaml.YAMLError,))
+    return without_bounds(getattr(action, "_typehint", None))
 
 
 def _is_size(option: str, elements: tuple[type, ...]) -> bool:
