@@ -11,6 +11,7 @@ tests/models/formats.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module, resources
 from typing import Any
 
@@ -19,7 +20,7 @@ import yaml
 from cribo.models.formats import naming
 from cribo.models.formats.distributed import SHARD
 from cribo.models.formats.hub import hub
-from cribo.models.formats.naming import State
+from cribo.models.formats.naming import Rename, State
 from cribo.models.formats.recognised import Configure, Expected
 
 Rules = tuple[tuple[str, str], ...]
@@ -58,7 +59,7 @@ class Project(Row):
 
     teacher: str | None
     student: str | None = None
-    adapt: Callable[[State], State] = naming.unchanged
+    adapt: Rename = naming.unchanged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +68,13 @@ class Naming(Row):
 
     Attributes:
         anchor: pattern of a key that each network of this naming has exactly once.
-        rename: function that renames the network's tensors to timm's names.
+        rename: function that renames the network's tensors to timm's names, in steps.
         count_heads: function that returns the number of attention heads, if the tensors show it.
         is_nested: whether the keys of one network contain slashes, as in Flax.
     """
 
     anchor: str = ""
-    rename: Callable[[State], State] = naming.unchanged
+    rename: Rename = naming.unchanged
     count_heads: Callable[[State], int | None] = lambda state: None
     is_nested: bool = False
 
@@ -133,11 +134,16 @@ github.com/NVlabs/RADIO, github.com/facebookresearch/dinov2 (`hub/dinotxt.py`), 
 def _values(row: Mapping[str, Any], rules: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
     """Return the fields of a row: lists as tuples, names of functions and rules replaced by what they refer to."""
     values = _with_tuples(row)
-    values |= {key: _function(row[key]) for key in ("rename", "count_heads", "adapt", "configure") if key in row}
+    values |= {key: _function(row[key]) for key in ("count_heads", "adapt", "configure") if key in row}
+    values |= {"rename": naming.in_steps(map(_step, row["rename"]))} if "rename" in row else {}
     items = (rules[item] if isinstance(item, str) else item for item in row.get("dropped", ()))
     values["dropped"] = tuple(rule for item in items for rule in item.items())
     values["expected"] = Expected(**_with_tuples(row.get("expected", {})))
     return values
+
+
+def _step(step: str | Mapping[str, str]) -> Rename:
+    return _function(step) if isinstance(step, str) else partial(naming.substitute, step)
 
 
 def _function(name: str) -> Any:
