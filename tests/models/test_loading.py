@@ -173,7 +173,7 @@ def test_the_teacher_of_a_released_checkpoint_is_loaded(tmp_path, caplog):
     }
     torch.save(checkpoint, tmp_path / "checkpoint.pth")
     backbone = vit(seed=3)
-    with caplog.at_level(logging.INFO, "cribo.models.adopting"):
+    with caplog.at_level(logging.INFO, "cribo.models.loading"):
         loaded = load_pretrained(backbone, tmp_path / "checkpoint.pth")
     assert agree(backbone, teacher)
     assert (loaded.network, loaded.part) == ("teacher", "teacher/module.backbone.")
@@ -198,10 +198,10 @@ def test_each_loading_notes_unknown_positions_and_leaves_no_trace(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     torch.save(vit(seed=1).model.state_dict(), tmp_path / "plain.pth")
-    with caplog.at_level(logging.INFO, "cribo.models.adopting"):
+    with caplog.at_level(logging.INFO, "cribo.models.loading"):
         noted = [load_pretrained(vit(seed=3), tmp_path / "plain.pth").notes for _ in range(2)]
     assert noted[0] == noted[1]
-    first, second = (record.message for record in caplog.records if record.name == "cribo.models.adopting")
+    first, second = (record.message for record in caplog.records if record.name == "cribo.models.loading")
     assert "--backbone.positions bicubic_offset" in first
     assert "ignored" not in first  # all keys were used
     assert first == second

@@ -1,38 +1,38 @@
-"""Load backbones from this project's runs, checkpoints of other projects, timm, and Hugging Face folders."""
+"""Load backbones from this project's runs, checkpoints of other projects, timm, and Hugging Face folders.
+
+One record, `Weights`, goes through six functions: `locate`, `read`, `recognise`, `architecture`, `build`, `adopt`.
+"""
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
 import torch
 from timm.layers.activations import GELUTanh, QuickGELU
-from timm.models import load_state_dict_from_hf
+from timm.models import VisionTransformer
+from timm.models._pretrained import PretrainedCfg
 
 from cribo.base.errors import Damaged, InputError
 from cribo.base.files import check_archive, nearest_path
-from cribo.models.adopting import adopt, build
 from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, RESERVED_ARGS, Backbone
-from cribo.models.building import build_network, nearest_names, untrained
+from cribo.models.building import build_network, check_network, untrained
 from cribo.models.config import NetworkName
+from cribo.models.fitting import fit, load_all_or_nothing, original_resizing
+from cribo.models.formats import recognising
 from cribo.models.formats.architecture import Architecture, infer_architecture
-from cribo.models.formats.distributed import METADATA
-from cribo.models.formats.hub import HUB_CONFIG, HUB_IMAGES, activation_of, hub_config, image_normalisation, read_beside
+from cribo.models.formats.beside import HUB_CONFIG, WeightFile
+from cribo.models.formats.distributed import METADATA, SHARD
 from cribo.models.formats.reading import ORBAX_FILES, flatten, read_weights
-from cribo.models.formats.recognising import Recognised, first_keys, recognise
-from cribo.models.formats.table import SHARD, Expected
-from cribo.models.formats.training_configs import (
-    apply_detectron2_config,
-    apply_dino_config,
-    apply_mmsegmentation_config,
-    find_whole_network,
-    named_stride,
-    with_expected,
-)
+from cribo.models.formats.recognised import Expected, Recognised
+from cribo.models.formats.training_configs import find_whole_network, named_stride, stride_notes
 from cribo.models.hub.download import WEIGHT_SUFFIXES, WEIGHTS, Download, download, hub_name, suggested_name
-from cribo.models.licences import README, Licence, licences_of, read_licence, timm_licence
+from cribo.models.hub.timm_weights import check_timm_name, download_timm, timm_weights
+from cribo.models.licences import README, Licence, licences_of, log_licences, read_licence, timm_licence
+from cribo.models.numerics import Numerics
 from cribo.models.origin import LoadedWeights
 from cribo.models.positions import Resizing
 from cribo.models.saving import (
@@ -41,13 +41,11 @@ from cribo.models.saving import (
     TIMM_TAG,
     WEIGHTS_FILE,
     apply_description,
-    is_saved,
-    load_saved,
-    read_description,
     reserve_readout,
+    saved_description,
 )
 
-_HUB_FILE = "pytorch_model.bin"  # timm prefers the model.safetensors beside it
+_logger = logging.getLogger(__name__)
 
 # Files in the folder of an interrupted run.
 _CHECKPOINTS = "checkpoints/step=*.ckpt"
@@ -145,120 +143,19 @@ def load_backbone(
         >>> backbone.embed_dim, backbone.image_size, backbone.loaded
         (192, 64, None)
     """
-    place = _locate(source)
-    if place is None:
-        if name is not None:
-            raise InputError(f"name={name!r} applies to files, but {str(source)!r} is a timm name: remove it")
-        return _build_from_timm(
-            str(source), args, pretrained=pretrained, image_size=image_size, drop_path=drop_path, seed=seed
-        )
-    if is_saved(place.path):
-        if args:
-            raise InputError(f"args={args!r} cannot be combined with {place.source}, which specifies its network")
-        loaded = load_saved(
-            place.path,
-            place.source,
-            image_size=image_size,
-            positions=positions,
-            drop_path=drop_path,
-            trust=trust,
-            name=name,
-            revision=place.revision,
-            stated=_stated_licence(place),
-        )
-    else:
-        with _naming(place):
-            loaded = _load_foreign(
-                place,
-                name=name,
-                args=args,
-                image_size=image_size,
-                network=network,
-                positions=positions,
-                ignore=ignore,
-                trust=trust,
-                drop_path=drop_path,
-            )
-    return loaded if pretrained else untrained(loaded, seed=seed, drop_path=drop_path)
-
-
-def _load_foreign(
-    place: "_Place",
-    *,
-    name: str | None,
-    args: Mapping[str, Any] | None,
-    image_size: int | None,
-    network: NetworkName,
-    positions: Resizing | None,
-    ignore: Sequence[str],
-    trust: bool,
-    drop_path: float,
-) -> Backbone:
-    path, notes = place.path, place.notes
-    content = read_weights(path, trust=trust)
-    architecture = _declared_architecture(content, path, name, args)
-    backbone = None
-    if architecture is not None:
-        backbone = build(architecture, image_size, drop_path, trust=trust, file=place.source, given=name)
-        reserve_readout(backbone, _readout_width(content, path))
-    recognised = _recognise(content, path, network=network, backbone=backbone, ignore=ignore)
-    if architecture is not None and architecture.name == path.stem and recognised.expected.mean is None:
-        images = timm.get_pretrained_cfg(path.stem)  # the file has the name of timm's own weights
-        if images is not None:
-            recognised = with_expected(recognised, mean=images.mean, std=images.std)
-    if backbone is None:
-        try:
-            architecture = infer_architecture(recognised.state, **_hidden_arguments(recognised, path, args))
-        except ValueError as error:
-            raise InputError(f"{path} ({recognised.format}): {error}") from error
-        architecture = architecture._replace(args={**architecture.args, **(args or {})})
-        backbone = build(architecture, image_size, drop_path, trust=trust, file=place.source)
-        notes += architecture.notes
-        if _is_resnet_of_mmsegmentation(recognised) and recognised.output_stride is None:
-            notes += _stride_notes(recognised, architecture)
-    else:
-        _check_hidden_arguments(backbone, recognised, path)
-    try:
-        adopt(
-            backbone,
-            recognised,
-            place.source,
-            notes,
-            positions=positions,
-            licences=_licences(place, content),
-            revision=place.revision,
-        )
-    except ValueError as error:
-        raise InputError(f"{error}{_nearer_name(content, path, backbone, network)}") from error
-    return backbone
-
-
-def _nearer_name(content: Mapping[str, Any], path: Path, backbone: Backbone, network: NetworkName) -> str:
-    """Return an error suffix that names the network in the file; empty if it is the requested one or unknown."""
-    try:
-        recognised = _recognise(content, path, network=network, backbone=None, ignore=())
-        found = infer_architecture(recognised.state, **_hidden_arguments(recognised, path, None))
-    except ValueError:
-        return ""
-    if (found.name, found.args) == (backbone.name, backbone.args):
-        return ""
-    arguments = f" with {found.args}" if found.args else ""
-    return f"; the file contains a {found.name}{arguments}: give that name, or none"
-
-
-@contextlib.contextmanager
-def _naming(place: "_Place") -> Iterator[None]:
-    """Add the source to errors, and to errors about shards the path of a whole network, if found nearby."""
-    try:
-        yield
-    except ValueError as error:
-        message = str(error).replace(str(place.path), place.source)
-        message = message if place.source in message else f"{place.source}: {message}"
-        if SHARD in message and (whole := find_whole_network(place.path)):
-            message += f"; {whole} may be the whole network"
-        if message == str(error):
-            raise
-        raise InputError(message) from error
+    request = Request(name, args, pretrained, image_size, network, positions, ignore, trust, drop_path, seed)
+    weights = locate(source, request)
+    with _naming(weights):
+        build(weights)  # by a timm name, so that wrong arguments are reported before a download
+        if weights.path is None and not pretrained:
+            return weights.network
+        read(weights)
+        build(weights)  # as declared by the caller or beside the weights: its names of tensors count
+        recognise(weights)
+        build(weights)  # as inferred from the weights
+        with _naming_nearer(weights):
+            adopt(weights)
+    return weights.network if pretrained else untrained(weights.network, seed=seed, drop_path=drop_path)
 
 
 def load_pretrained(
@@ -287,41 +184,100 @@ def load_pretrained(
         ValueError: the file is damaged, of unknown format or of another architecture, or the timm name is unknown.
         ConnectionError: weights are not cached and cannot be downloaded.
     """
-    place = None if str(source) == "timm" else _locate(source)
-    if place is None:
-        return _load_from_timm(backbone, backbone.name if str(source) == "timm" else str(source))
-    path = place.path
-    with _naming(place):
-        content = read_weights(path, trust=trust)
-    description = path.with_name(DESCRIPTION_FILE)
-    about = read_description(description) if is_saved(path) and description.is_file() else None
-    width = about["args"].get("num_classes", 0) if about is not None else _readout_width(content, path)
-    if about is None:
-        licences = _licences(place, content)
-    else:
-        licences = licences_of(about, _stated_licence(place), description)
-    with _readout_of_weights(backbone, width):
-        with _naming(place):
-            recognised = _recognise(content, path, network=network, backbone=backbone, ignore=ignore)
-        _check_hidden_arguments(backbone, recognised, path)
-        if about is not None:
-            recognised = apply_description(recognised, about)
-        return adopt(
-            backbone,
-            recognised,
-            place.source,
-            place.notes,
-            positions=positions,
-            licences=licences,
-            revision=place.revision,
-        )
+    request = Request(network=network, positions=positions, ignore=ignore, trust=trust)
+    weights = locate(backbone.name if str(source) == "timm" else source, request)
+    weights.backbone = backbone
+    with _naming(weights), _readout_kept(backbone):
+        read(weights)
+        recognise(weights)
+        adopt(weights)
+    assert backbone.loaded is not None
+    return backbone.loaded
+
+
+# ------------------------------------------------------------------------------------------------------ the record
+
+
+class Request(NamedTuple):
+    """What the caller states about weights: the arguments of `load_backbone`."""
+
+    name: str | None = None
+    args: Mapping[str, Any] | None = None
+    pretrained: bool = True
+    image_size: int | None = None
+    network: NetworkName = "teacher"
+    positions: Resizing | None = None
+    ignore: Sequence[str] = ()
+    trust: bool = False
+    drop_path: float = 0.0
+    seed: int = 0
+
+
+@dataclass
+class Weights:
+    """Weights on their way from a source into a network; each function adds what it finds.
+
+    Attributes:
+        request: what the caller states.
+        source: name to show: the file, that on the hub, or timm's.
+        path: file or folder; None for timm's names.
+        notes: notes for the user.
+        revision, readme: commit and README.md of the repository on the hub.
+        of_timm: timm's configuration of its weights.
+        file: the file with its content, after `read`.
+        content: the content, nested as saved, after `read`.
+        is_saved: whether the file was written by `save_backbone`, by its name or its description.
+        about: description of the backbone by this package (`cribo.models.saving.describe`), if there is one.
+        about_file: the file that contains the description.
+        recognised: the network found in the content, after `recognise`.
+        backbone: the network, after `build`.
+    """
+
+    request: Request
+    source: str
+    path: Path | None = None
+    notes: tuple[str, ...] = ()
+    revision: str | None = None
+    readme: Path | None = None
+    of_timm: PretrainedCfg | None = None
+    file: WeightFile | None = None
+    content: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, Any] | None = None
+    about_file: Path = Path()
+    recognised: Recognised | None = None
+    backbone: Backbone | None = None
+
+    def __post_init__(self) -> None:
+        self.is_saved = self.path is not None and self.path.name == WEIGHTS_FILE
+
+    @property
+    def network(self) -> Backbone:
+        """The network, which has been built."""
+        assert self.backbone is not None
+        return self.backbone
 
 
 @contextlib.contextmanager
-def _readout_of_weights(backbone: Backbone, width: int) -> Iterator[None]:
-    """Add a layer after the features for weights; restore the previous layer if they cannot be loaded."""
+def _naming(weights: Weights) -> Iterator[None]:
+    """Add the source to errors, and to errors about shards the path of a whole network, if found nearby."""
+    try:
+        yield
+    except ValueError as error:
+        if weights.path is None or weights.is_saved:
+            raise
+        message = str(error).replace(str(weights.path), weights.source)
+        message = message if weights.source in message else f"{weights.source}: {message}"
+        if SHARD in message and (whole := find_whole_network(weights.path)):
+            message += f"; {whole} may be the whole network"
+        if message == str(error):
+            raise
+        raise InputError(message) from error
+
+
+@contextlib.contextmanager
+def _readout_kept(backbone: Backbone) -> Iterator[None]:
+    """Restore the layer after the features if weights, with or without one, cannot be loaded."""
     before = backbone.readout
-    reserve_readout(backbone, width)
     try:
         yield
     except BaseException:
@@ -331,38 +287,24 @@ def _readout_of_weights(backbone: Backbone, width: int) -> Iterator[None]:
         raise
 
 
-# ------------------------------------------------------------------------------------------------ finding the file
+# --------------------------------------------------------------------------------------------------------------- locate
 
 
-class _Place(NamedTuple):
-    """A file or folder of weights; `source` is the name to show, `revision` and `readme` those of a repository."""
-
-    path: Path
-    source: str
-    notes: tuple[str, ...] = ()
-    revision: str | None = None
-    readme: Path | None = None
-
-
-def _locate(source: str | Path | Download) -> _Place | None:
-    """Find the file of a source, and download it if it is on the hub; None if it can only be a timm name."""
+def locate(source: str | Path | Download, request: Request) -> Weights:
+    """Find the file of a source, and download it if it is on the hub; other names are timm's."""
     if not isinstance(source, Download):
         name = hub_name(source)
         source = source if name is None else download(name)
     if isinstance(source, Download):
-        return _Place(source.path, str(source.name), revision=source.commit, readme=source.readme)
-    path = _as_path(source)
-    if path is None:
-        return None
-    file, notes = _file_of(path)
-    return _Place(file, str(file), notes)
-
-
-def _as_path(source: str | Path) -> Path | None:
-    """Return `source` as a path; None if it can only be a timm name."""
+        return Weights(request, str(source.name), source.path, revision=source.commit, readme=source.readme)
     path = Path(source)
-    is_path = isinstance(source, Path) or path.exists() or path.suffix in WEIGHT_SUFFIXES or len(path.parts) > 1
-    return path if is_path else None
+    if isinstance(source, Path) or path.exists() or path.suffix in WEIGHT_SUFFIXES or len(path.parts) > 1:
+        file, notes = _file_of(path)
+        return Weights(request, str(file), file, notes)
+    if request.name is not None:
+        raise InputError(f"name={request.name!r} applies to files, but {source!r} is a timm name: remove it")
+    check_timm_name(source)
+    return Weights(request, source, of_timm=timm_weights(source) if request.pretrained else None)
 
 
 def _file_of(path: Path) -> tuple[Path, tuple[str, ...]]:
@@ -407,29 +349,168 @@ def _is_read_whole(folder: Path) -> bool:
     return any((folder / name).exists() for name in (METADATA, *ORBAX_FILES))
 
 
-# -------------------------------------------------------------------------------- what is known beside the weights
+# ----------------------------------------------------------------------------------------------------------------- read
 
 
-def _declared_architecture(
-    content: Mapping[str, Any], path: Path, name: str | None, args: Mapping[str, Any] | None
-) -> Architecture | None:
+def read(weights: Weights) -> None:
+    """Read the content of a file, and the description of its backbone by this package; download weights of timm."""
+    if weights.of_timm is not None:
+        name, tag = weights.source.partition(".")[0], weights.of_timm.tag
+        if weights.backbone is not None and name != weights.backbone.name:
+            raise InputError(f"{weights.source!r} has weights of {name}, but the backbone is {weights.backbone.name}")
+        weights.content = download_timm(weights.source, weights.of_timm)
+        weights.source = f"{name}.{tag}" if tag else name
+        return
+    path = weights.path
+    assert path is not None
+    saved = saved_description(path)
+    weights.content = read_weights(path, trust=weights.request.trust)
+    weights.file = WeightFile(path, weights.content)
+    if saved is not None:
+        weights.is_saved, weights.about, weights.about_file = True, saved, path.with_name(DESCRIPTION_FILE)
+    elif isinstance(run := weights.content.get("cribo"), Mapping):
+        weights.about, weights.about_file = run.get("backbone"), path
+    else:
+        about = weights.file.config.get(DESCRIBED)
+        weights.about = about if isinstance(about, Mapping) else None
+        weights.about_file = path.with_name(HUB_CONFIG)
+
+
+# ------------------------------------------------------------------------------------------------------------ recognise
+
+
+def recognise(weights: Weights) -> None:
+    """Find the network in the content by its keys, and what it expects by descriptions and configurations."""
+    request, backbone, source = weights.request, weights.backbone, str(weights.path or weights.source)
+    tensors = flatten(weights.content)
+    if not tensors:
+        first = recognising.first_keys(weights.content) or "nothing"
+        raise InputError(f"{source} contains no tensors, only {first}: give a weight file")
+    # Files of `save_backbone` and of timm contain one network.
+    network: NetworkName = "teacher" if weights.is_saved or weights.of_timm is not None else request.network
+    if network == "student" and any(".lora_A." in key for key in tensors):
+        raise InputError(f"{source}: the student has LoRA adapters: use the teacher, which follows its merged weights")
+    if backbone is not None:
+        reserve_readout(backbone, _readout_width(weights))
+    found = recognising.recognise(tensors, source, network=network, backbone=backbone, ignore=request.ignore)
+    weights.recognised = _with_expectations(weights, replace(found, output_stride=named_stride(weights.content)))
+    if backbone is not None:
+        _check_hidden_arguments(backbone, weights.recognised, source)
+
+
+def _readout_width(weights: Weights) -> int:
+    """Return the channels of the layer after the features in this package's checkpoints or timm folders; 0 if none.
+
+    Classifiers in other projects' weights are not part of a backbone.
+    """
+    if weights.file is None:
+        return 0
+    if weights.about is not None and weights.about_file.name != HUB_CONFIG:
+        return weights.about.get("args", {}).get("num_classes", 0)
+    config = weights.file.config
+    is_own = config.get("pretrained_cfg", {}).get("tag") == TIMM_TAG
+    return config.get("num_classes", 0) if is_own else 0
+
+
+def _with_expectations(weights: Weights, found: Recognised) -> Recognised:
+    """Add what weights expect: as timm or a description states, otherwise by configurations in and beside the file."""
+    if weights.file is None:
+        assert weights.of_timm is not None
+        # Weights from timm expect timm's own network, including epsilon and activation.
+        expected = Expected(mean=tuple(weights.of_timm.mean), std=tuple(weights.of_timm.std))
+        return replace(found, format="timm", expected=expected, notes=())
+    if weights.about is not None:
+        found = apply_description(found, weights.about)
+        return replace(found, format="cribo backbone") if weights.is_saved else found
+    found = found.configure(found, weights.file)
+    name = weights.file.path.stem
+    if weights.backbone is not None and weights.backbone.name == name and found.expected.mean is None:
+        images = timm.get_pretrained_cfg(name)  # the file has the name of timm's own weights
+        found = found if images is None else found.expecting(mean=images.mean, std=images.std)
+    return found
+
+
+def _check_hidden_arguments(backbone: Backbone, recognised: Recognised, source: str) -> None:
+    """Check heads, activation and strides: weights load with wrong ones, but give meaningless features."""
+    stride = recognised.output_stride
+    if stride not in (None, 32, backbone.patch_size):  # a network of stride 32 may be dilated on purpose
+        raise InputError(
+            f"{source} is a ResNet with an output stride of {stride}, the backbone has {backbone.patch_size}: build "
+            f"it with args={{'output_stride': {stride}}}"
+        )
+    num_heads = recognised.num_heads or recognised.expected.heads.get(backbone.embed_dim)
+    expected = {"num_heads": num_heads, "act_layer": recognised.expected.act_layer}
+    block = backbone.model.blocks[0] if hasattr(backbone.model, "blocks") else None
+    attention, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
+    activation = {GELUTanh: "gelu_tanh", QuickGELU: "quick_gelu"}.get(type(getattr(mlp, "act", None)))
+    has = {
+        "num_heads": getattr(attention, "num_heads", None),
+        "act_layer": activation or (backbone.args.get("act_layer", "gelu") if mlp is not None else None),
+    }
+    for argument, value in expected.items():
+        if value is not None and has[argument] not in (None, value):
+            raise InputError(
+                f"{source} is from {recognised.format}, which has {argument} {value} at this width, but the backbone "
+                f"has {has[argument]}: build it with args={{{argument!r}: {value!r}}}"
+            )
+
+
+# --------------------------------------------------------------------------------------------------------- architecture
+
+
+def architecture(weights: Weights) -> Architecture | None:
+    """Name the network: by its timm name, by what declares it, or by its tensors; None if it is not known yet."""
+    if weights.path is None:
+        name = weights.source.partition(".")[0]
+        size = _own_size(weights.source if weights.request.pretrained else name)
+        return Architecture(name, dict(weights.request.args or {}), size)
+    if weights.file is None:
+        return None
+    if weights.is_saved:
+        return _described(weights)
+    return _declared(weights.request, weights.file) if weights.recognised is None else _inferred(weights)
+
+
+def _described(weights: Weights) -> Architecture:
+    """Return the architecture in the description beside a file of `save_backbone`."""
+    about, name, args = weights.about, weights.request.name, weights.request.args
+    if args:
+        raise InputError(f"args={args!r} cannot be combined with {weights.source}, which specifies its network")
+    if about is None:
+        raise FileNotFoundError(
+            f"{weights.path} has no {DESCRIPTION_FILE} beside it: copy it from the run, or build the backbone by name "
+            f"with pretrained={str(weights.path)!r}"
+        )
+    if name not in (None, about["name"]):
+        raise InputError(
+            f"name={name!r} cannot be combined with {weights.source}, which specifies its network {about['name']}"
+        )
+    own = {key: value for key, value in about["args"].items() if key not in RESERVED_ARGS}
+    return Architecture(about["name"], own, about["image_size"])
+
+
+def _declared(request: Request, file: WeightFile) -> Architecture | None:
     """Find the architecture: from the caller, the checkpoint, the timm config in its folder, or the file name."""
+    name, args, config = request.name, dict(request.args or {}), file.config
     if name is not None:
-        size = timm.get_pretrained_cfg_value(name, "input_size") if timm.is_model(name) else None
-        return Architecture(name, dict(args or {}), size[-1] if size else 224)
-    if isinstance(run := content.get("cribo"), Mapping) and isinstance(config := run.get("config"), Mapping):
-        backbone = config["backbone"]
-        return Architecture(backbone["name"], {**(backbone["args"] or {}), **(args or {})}, config["views"]["size"])
-    config = read_beside(path, HUB_CONFIG)
+        return Architecture(name, args, _own_size(name))
+    if isinstance(run := file.content.get("cribo"), Mapping) and isinstance(settings := run.get("config"), Mapping):
+        backbone = settings["backbone"]
+        return Architecture(backbone["name"], {**(backbone["args"] or {}), **args}, settings["views"]["size"])
     # Other programs also write a config.json with an `architecture`.
     if isinstance(timm_name := config.get("architecture"), str) and timm.is_model(timm_name):
         declared = {key: value for key, value in config.get("model_args", {}).items() if key not in RESERVED_ARGS}
         size = config.get("pretrained_cfg", {}).get("input_size", (3, 224, 224))
-        return Architecture(timm_name, {**declared, **(args or {})}, size[-1])
-    if _is_named_after_its_network(content, path):
-        size = timm.get_pretrained_cfg_value(path.stem, "input_size")
-        return Architecture(path.stem, dict(args or {}), size[-1] if size else 224)
+        return Architecture(timm_name, {**declared, **args}, size[-1])
+    if _is_named_after_its_network(file.content, file.path):
+        return Architecture(file.path.stem, args, _own_size(file.path.stem))
     return None
+
+
+def _own_size(name: str) -> int:
+    """Return the image size of a timm name; 224 for other networks."""
+    size = timm.get_pretrained_cfg_value(name, "input_size") if timm.is_model(name) else None
+    return size[-1] if size else 224
 
 
 def _is_named_after_its_network(content: Mapping[str, Any], path: Path) -> bool:
@@ -445,209 +526,145 @@ def _is_named_after_its_network(content: Mapping[str, Any], path: Path) -> bool:
     return own == {key for key in content if key.partition(".")[0] not in classifier or key in own}
 
 
-def _licences(place: _Place, content: Mapping[str, Any]) -> tuple[Licence, ...]:
-    """Return the licences of weights: as described by this package, and as in the header of a README.md nearby."""
-    stated = _stated_licence(place)
-    if isinstance(run := content.get("cribo"), Mapping):
-        about = run.get("backbone", {})
-        if "licences" not in about and "config" in run and not run["config"]["backbone"].get("pretrained"):
-            about = {"licences": ()}  # random weights
-        return licences_of(about, stated, place.path)
-    about = read_beside(place.path, HUB_CONFIG).get(DESCRIBED)
-    return licences_of(about if isinstance(about, Mapping) else {}, stated, place.path.with_name(HUB_CONFIG))
+def _inferred(weights: Weights) -> Architecture:
+    """Infer the architecture from the recognised tensors, and from what the caller, format and configuration add."""
+    args = dict(weights.request.args or {})
+    found = _infer(weights, args)
+    found = found._replace(args={**found.args, **args})
+    assert weights.recognised is not None
+    return found._replace(notes=(*found.notes, *stride_notes(weights.recognised, found)))
 
 
-def _stated_licence(place: _Place) -> Licence:
-    """Return the licence in the README.md of the folder or repository."""
-    return read_licence(filter(None, (place.path.with_name(README), place.readme)), place.source, place.revision)
-
-
-def _readout_width(content: Mapping[str, Any], path: Path) -> int:
-    """Return the channels of the layer after the features in this package's checkpoints or timm folders; 0 if none.
-
-    Classifiers in other projects' weights are not part of a backbone.
-    """
-    if isinstance(run := content.get("cribo"), Mapping):
-        return run.get("backbone", {}).get("args", {}).get("num_classes", 0)
-    config = read_beside(path, HUB_CONFIG)
-    is_own = config.get("pretrained_cfg", {}).get("tag") == TIMM_TAG
-    return config.get("num_classes", 0) if is_own else 0
-
-
-def _recognise(
-    content: Mapping[str, Any],
-    path: Path,
-    *,
-    network: NetworkName,
-    backbone: Backbone | None,
-    ignore: Sequence[str],
-) -> Recognised:
-    """Recognise the network in a file by its keys and by configuration files beside it."""
-    tensors = flatten(content)
-    if not tensors:
-        raise InputError(f"{path} contains no tensors, only {first_keys(content) or 'nothing'}: give a weight file")
-    if network == "student" and any(".lora_A." in key for key in tensors):
-        raise InputError(f"{path}: the student has LoRA adapters: use the teacher, which follows its merged weights")
-    recognised = recognise(tensors, str(path), network=network, backbone=backbone, ignore=ignore)
-    recognised = replace(recognised, output_stride=named_stride(content))
-    if recognised.format == "cribo run":
-        return _as_in_run(recognised, content.get("cribo", {}))
-    if recognised.format == "Segmenter":
-        variant = (read_beside(path, "variant.yml").get("net_kwargs") or {}).get("normalization")
-        return with_expected(recognised, mean=IMAGENET_MEAN, std=IMAGENET_STD) if variant == "deit" else recognised
-    if recognised.format == "detectron2":
-        return apply_detectron2_config(recognised, path)
-    if _is_resnet_of_mmsegmentation(recognised):
-        recognised = apply_mmsegmentation_config(recognised, content, path)
-    if recognised.format in ("DINOv2 or DINOv3 training", "DINOv2", "DINOv3"):
-        return apply_dino_config(recognised, path)
-    config = hub_config(path)
-    if isinstance(about := config.get(DESCRIBED), Mapping):
-        return apply_description(recognised, about)
-    mean, std = image_normalisation(path, config, recognised.expected)
-    notes = recognised.notes
-    if mean is None and "Hugging Face" in recognised.format:
-        notes = (
-            f"no {HUB_IMAGES} beside it: assumed a mean of {recognised.expected.mean or IMAGENET_MEAN} for images",
-            *notes,
-        )
-    eps = "norm_eps" if recognised.expected.final_norm_eps is None else "final_norm_eps"
-    return with_expected(
-        replace(recognised, notes=notes),
-        **{eps: config.get("layer_norm_eps")},
-        mean=mean,
-        std=std,
-        act_layer=activation_of(config, path),
-    )
-
-
-def _as_in_run(recognised: Recognised, run: Mapping[str, Any]) -> Recognised:
-    if "backbone" in run:
-        return apply_description(recognised, run["backbone"])
-    if not run.get("config", {}).get("backbone", {}).get("pretrained"):
-        return recognised
-    note = "the checkpoint does not specify the normalisation that its weights expect: assumed ImageNet's"
-    return replace(recognised, notes=(*recognised.notes, note))
-
-
-def _hidden_arguments(recognised: Recognised, path: Path, args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return arguments of `infer_architecture` that weights do not show, from format, configuration or caller."""
-    config, args = hub_config(path), args or {}
+def _infer(weights: Weights, args: Mapping[str, Any]) -> Architecture:
+    file, recognised = weights.file, weights.recognised
+    assert file is not None
+    assert recognised is not None
     for option in ("downsample_in_bottleneck", "downsample_in_first_stage"):
-        if config.get(option):
-            raise InputError(f"{path.with_name(HUB_CONFIG)} has {option} set: timm has no such ResNet")
-    return {
-        "heads": recognised.expected.heads,
-        "num_heads": args.get("num_heads", config.get("num_attention_heads", recognised.num_heads)),
-        "act_layer": args.get("act_layer", recognised.expected.act_layer),
-        "assumed_act_layer": recognised.expected.assumed_act_layer,
-        "output_stride": recognised.output_stride,
-    }
-
-
-def _is_resnet_of_mmsegmentation(recognised: Recognised) -> bool:
-    return "MMSegmentation" in recognised.format and "layer1.0.conv1.weight" in recognised.state
-
-
-def _stride_notes(recognised: Recognised, architecture: Architecture) -> tuple[str, ...]:
-    if "output_stride" in architecture.args:
-        return ()
-    can_dilate = "layer1.0.conv3.weight" in recognised.state and "avg_down" not in architecture.args
-    way_out = ": args={'output_stride': 8}" if can_dilate else ""
-    return (
-        "the file does not specify the strides and dilations of its ResNet: assumed an output stride of 32; most of "
-        f"MMSegmentation's have 8{way_out}",
-    )
-
-
-def _check_hidden_arguments(backbone: Backbone, recognised: Recognised, path: Path) -> None:
-    """Check heads, activation and strides: weights load with wrong ones, but give meaningless features."""
-    stride = recognised.output_stride
-    if stride not in (None, 32, backbone.patch_size):  # a network of stride 32 may be dilated on purpose
-        raise InputError(
-            f"{path} is a ResNet with an output stride of {stride}, the backbone has {backbone.patch_size}: build "
-            f"it with args={{'output_stride': {stride}}}"
-        )
-    num_heads = recognised.num_heads or recognised.expected.heads.get(backbone.embed_dim)
-    expected = {"num_heads": num_heads, "act_layer": recognised.expected.act_layer}
-    block = backbone.model.blocks[0] if hasattr(backbone.model, "blocks") else None
-    attention, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
-    activation = {GELUTanh: "gelu_tanh", QuickGELU: "quick_gelu"}.get(type(getattr(mlp, "act", None)))
-    has = {
-        "num_heads": getattr(attention, "num_heads", None),
-        "act_layer": activation or (backbone.args.get("act_layer", "gelu") if mlp is not None else None),
-    }
-    for argument, value in expected.items():
-        if value is not None and has[argument] not in (None, value):
-            raise InputError(
-                f"{path} is from {recognised.format}, which has {argument} {value} at this width, but the backbone "
-                f"has {has[argument]}: build it with args={{{argument!r}: {value!r}}}"
-            )
-
-
-# ------------------------------------------------------------------------------------------------------------- timm
-
-
-def _build_from_timm(
-    source: str,
-    args: Mapping[str, Any] | None,
-    *,
-    pretrained: bool,
-    image_size: int | None,
-    drop_path: float,
-    seed: int,
-) -> Backbone:
-    architecture = source.partition(".")[0]
-    if not timm.is_model(architecture):
-        near = nearest_path(Path(source)) if Path(source).suffix else None  # other names are rather those of networks
-        advice = nearest_names(architecture) if near is None else f": did you mean the file {near}?"
-        raise InputError(f"{source!r} is neither a file nor a timm name{advice}")
-    if pretrained:
-        _check_tag(source)
-    size = timm.get_pretrained_cfg_value(source if pretrained else architecture, "input_size") or (3, 224, 224)
-    inferred = Architecture(architecture, dict(args or {}), size[-1])
-    backbone = build(inferred, image_size, drop_path, seed=None if pretrained else seed, file=source)
-    if pretrained:
-        _load_from_timm(backbone, source)
-    return backbone
-
-
-def _check_tag(name: str) -> None:
-    architecture, _, tag = name.partition(".")
-    tags = [full for full in timm.list_pretrained() if full.partition(".")[0] == architecture]
-    if not tags:
-        raise InputError(f"timm has no pretrained weights of {architecture}: give a file, or use random weights")
-    if tag and name not in tags:
-        raise InputError(f"timm has no weights {name!r}: it has {', '.join(tags)}")
-
-
-def _load_from_timm(backbone: Backbone, name: str) -> LoadedWeights:
-    architecture = name.partition(".")[0]
-    if not timm.is_model(architecture):
-        raise InputError(f"pretrained={name!r} is neither a file nor a timm name{nearest_names(architecture)}")
-    if architecture != backbone.name:
-        raise InputError(f"{name!r} has weights of {architecture}, but the backbone is {backbone.name}")
-    _check_tag(name)
-    config = timm.get_pretrained_cfg(name)
-    # `custom_load` refers to the file at the URL, unless it is "hf".
-    hub = config.hf_hub_id if config and str(config.custom_load) != "hf" else None
-    url = config.url if config and not config.custom_load and isinstance(config.url, str) else None
-    if config is None or not (hub or url):
-        raise InputError(f"the weights {name!r} are not in a PyTorch format: give a file")
+        if file.tower.get(option):
+            raise InputError(f"{file.path.with_name(HUB_CONFIG)} has {option} set: timm has no such ResNet")
     try:
-        if hub:
-            content = load_state_dict_from_hf(hub, config.hf_hub_filename or _HUB_FILE, weights_only=True)
-        else:
-            content = torch.hub.load_state_dict_from_url(str(url), map_location="cpu", weights_only=True)
-    except Exception as error:  # the hub client's errors have no common base class
-        place = f"https://huggingface.co/{hub}" if hub else url
-        raise ConnectionError(
-            f"cannot download the weights {name!r} ({type(error).__name__}: {error}). Without a network: "
-            f"download their file (model.safetensors) from {place} on another machine, and pass its path"
-        ) from error
-    source = f"{architecture}.{config.tag}" if config.tag else architecture
-    recognised = recognise(flatten(content), source, backbone=backbone)
-    # Weights from timm expect timm's own network, including epsilon and activation.
-    expected = Expected(mean=tuple(config.mean), std=tuple(config.std))
-    recognised = replace(recognised, format="timm", expected=expected, notes=())
-    return adopt(backbone, recognised, source, licences=(timm_licence(source, config.license, config.hf_hub_id),))
+        return infer_architecture(
+            recognised.state,
+            heads=recognised.expected.heads,
+            num_heads=args.get("num_heads", file.tower.get("num_attention_heads", recognised.num_heads)),
+            act_layer=args.get("act_layer", recognised.expected.act_layer),
+            assumed_act_layer=recognised.expected.assumed_act_layer,
+            output_stride=recognised.output_stride,
+        )
+    except ValueError as error:
+        raise InputError(f"{file.path} ({recognised.format}): {error}") from error
+
+
+# ---------------------------------------------------------------------------------------------------------------- build
+
+
+def build(weights: Weights) -> None:
+    """Build the network with uninitialised weights, once its architecture is known; with random ones if none are read.
+
+    Custom code requires `trust`, or the same name from the caller.
+    """
+    if weights.backbone is not None or (found := architecture(weights)) is None:
+        return
+    request = weights.request
+    named_by = weights.about_file if weights.is_saved else weights.source
+    check_network(found.name, named_by, trust=request.trust, given=request.name)
+    initialise = weights.path is None and not request.pretrained
+    weights.backbone = build_network(
+        found.name,
+        args=found.args,
+        image_size=request.image_size or found.image_size,
+        drop_path=request.drop_path,
+        seed=request.seed if initialise else 0,
+        initialise=initialise,
+    )
+    weights.notes += found.notes
+
+
+# ---------------------------------------------------------------------------------------------------------------- adopt
+
+
+def adopt(weights: Weights) -> None:
+    """Load the weights, all or none; set the normalisation, numerics, licences and `loaded` of the backbone."""
+    recognised, backbone, wanted = weights.recognised, weights.network, weights.request.positions
+    assert recognised is not None
+    expected, original = recognised.expected, original_resizing(recognised)
+    numerics = recognised.numerics or Numerics(
+        norm_eps=expected.norm_eps,
+        final_norm_eps=expected.final_norm_eps,
+        positions=original or "timm",
+        rope_periods=recognised.rope_periods,
+        rope_coordinates=expected.rope_coordinates or "separate",
+        dilate_entries=bool(expected.dilate_entries),
+        windows=expected.windows or "timm",
+        relative_positions=(wanted != "timm" and expected.relative_positions) or "timm",
+    )
+    if wanted is not None:
+        numerics = replace(numerics, positions=wanted)
+    state, resampled = fit(recognised.state, backbone, weights.source, numerics)
+    load_all_or_nothing(backbone, state, weights.source, recognised.used)
+    backbone.mean, backbone.std = expected.mean or IMAGENET_MEAN, expected.std or IMAGENET_STD
+    backbone.set_numerics(numerics)
+    notes = [*weights.notes, *recognised.notes]
+    if "pos_embed" in state and isinstance(backbone.model, VisionTransformer):
+        if wanted is not None:
+            notes.append(f"positions are resized to other sizes as requested ({wanted})")
+        elif numerics.positions != "timm":
+            notes.append(f"positions are resized to other sizes as the original does ({numerics.positions})")
+        elif original is None:
+            notes.append(_UNKNOWN_RESIZING)
+    if backbone.readout is not None:
+        notes.append(f"they include a linear layer after the features, of {backbone.embed_dim} channels")
+    repository = hub_name(weights.source)
+    backbone.loaded = LoadedWeights(
+        weights.source,
+        format=recognised.format,
+        network=recognised.network,
+        part=recognised.part,
+        used=recognised.used,
+        dropped=recognised.dropped,
+        resampled=resampled,
+        notes=tuple(notes),
+        revision=weights.revision,
+        parent=recognised.parent if repository is None else repository.repo,
+    )
+    backbone.licences = _licences(weights)
+    _logger.info("%s", backbone.loaded)
+    log_licences(backbone.licences)
+
+
+_UNKNOWN_RESIZING = (
+    "for other image sizes, its position embedding is resized as timm does, because the file does not say which "
+    "project trained it; if that was DINO, iBOT or DINOv2, add --backbone.positions bicubic_offset for exact features"
+)
+
+
+def _licences(weights: Weights) -> tuple[Licence, ...]:
+    """Return the licences of weights: as timm or a description states, and as in the header of a README.md nearby."""
+    if weights.path is None:
+        assert weights.of_timm is not None
+        return (timm_licence(weights.source, weights.of_timm.license, weights.of_timm.hf_hub_id),)
+    readmes = filter(None, (weights.path.with_name(README), weights.readme))
+    stated = read_licence(readmes, weights.source, weights.revision)
+    about: Mapping[str, Any] = weights.about or {}
+    if isinstance(run := weights.content.get("cribo"), Mapping) and "licences" not in about and "config" in run:
+        is_random = not run["config"]["backbone"].get("pretrained")
+        about = {"licences": ()} if is_random else about
+    return licences_of(about, stated, weights.about_file)
+
+
+@contextlib.contextmanager
+def _naming_nearer(weights: Weights) -> Iterator[None]:
+    """Add to an error the network in the file, if it is another than the caller, or something else, has named."""
+    try:
+        yield
+    except ValueError as error:
+        if weights.file is None or weights.is_saved:
+            raise
+        try:
+            found = _infer(weights, {})
+        except (ValueError, KeyError):  # of weights that are not complete
+            raise error from None
+        if (found.name, found.args) == (weights.network.name, weights.network.args):
+            raise
+        arguments = f" with {found.args}" if found.args else ""
+        raise InputError(f"{error}; the file contains a {found.name}{arguments}: give that name, or none") from error

@@ -1,4 +1,4 @@
-"""Save and load backbones as `backbone.safetensors` and `backbone.json`, which plain timm can read, too."""
+"""Save backbones as `backbone.safetensors` and `backbone.json`, which plain timm can read, too."""
 
 import hashlib
 import json
@@ -15,15 +15,11 @@ from torch import Tensor, nn
 
 from cribo.base.errors import InputError
 from cribo.base.files import sync, write_beside
-from cribo.models.adopting import adopt, build
-from cribo.models.backbone import RESERVED_ARGS, Backbone
-from cribo.models.formats.architecture import Architecture
-from cribo.models.formats.reading import flatten, read_json, read_weights
-from cribo.models.formats.recognising import Recognised, recognise
-from cribo.models.formats.table import Expected
-from cribo.models.licences import Licence, describe_licences, licences_of
+from cribo.models.backbone import Backbone
+from cribo.models.formats.reading import read_json
+from cribo.models.formats.recognised import Expected, Recognised
+from cribo.models.licences import describe_licences
 from cribo.models.numerics import Numerics
-from cribo.models.positions import Resizing
 
 WEIGHTS_FILE = "backbone.safetensors"
 DESCRIPTION_FILE = "backbone.json"
@@ -150,52 +146,24 @@ def _save_tensors(state: Mapping[str, Tensor], path: Path, stands_for: Path) -> 
         raise OSError(f"cannot write {stands_for}: {error}") from error
 
 
-def is_saved(path: Path) -> bool:
-    """Whether a file was written by `save_backbone`, under any name."""
-    description = path.with_name(DESCRIPTION_FILE)
-    if path.is_dir():
-        return False
-    if path.name == WEIGHTS_FILE or not description.is_file():
-        return path.name == WEIGHTS_FILE
-    return read_json(description).get("sha256") == _sha256(path)
+def saved_description(path: Path) -> dict[str, Any] | None:
+    """Return the description beside a file of `save_backbone`, under any name; None for other files.
 
-
-def load_saved(
-    path: Path,
-    source: str,
-    *,
-    image_size: int | None,
-    positions: Resizing | None,
-    drop_path: float,
-    trust: bool,
-    name: str | None,
-    revision: str | None,
-    stated: Licence,
-) -> Backbone:
-    """Load a file written by `save_backbone`.
-
-    `name` is the user's name of its network, and `stated` the licence in the README.md beside it.
+    Raises:
+        ValueError: the description lacks entries, or is that of another file.
     """
     description = path.with_name(DESCRIPTION_FILE)
-    if not description.is_file():
-        raise FileNotFoundError(
-            f"{path} has no {DESCRIPTION_FILE} beside it: copy it from the run, or build the backbone by name with "
-            f"pretrained={str(path)!r}"
-        )
-    about = read_description(description)
-    if _sha256(path) != about["sha256"]:
+    if path.is_dir() or not description.is_file():
+        return None
+    about = read_json(description)
+    if path.name != WEIGHTS_FILE:
+        return about if about.get("sha256") == _sha256(path) else None
+    missing = {"name", "args", "image_size", "mean", "std", "sha256"} - set(about)
+    if missing:
+        raise InputError(f"{description} lacks {', '.join(sorted(missing))}: it does not describe a backbone")
+    if about["sha256"] != _sha256(path):
         raise InputError(f"{path} does not match {description} (sha256 differs): copy both again from one run")
-    args = {key: value for key, value in about["args"].items() if key not in RESERVED_ARGS}
-    if name not in (None, about["name"]):
-        raise InputError(f"name={name!r} cannot be combined with {source}, which specifies its network {about['name']}")
-    architecture = Architecture(about["name"], args, about["image_size"])
-    backbone = build(architecture, image_size, drop_path, trust=trust, file=description, given=name)
-    reserve_readout(backbone, about["args"].get("num_classes", 0))
-    recognised = recognise(flatten(read_weights(path)), str(path), backbone=backbone)
-    described = replace(apply_description(recognised, about), format="cribo backbone")
-    licences = licences_of(about, stated, description)
-    adopt(backbone, described, source, positions=positions, licences=licences, revision=revision)
-    return backbone
+    return about
 
 
 def reserve_readout(backbone: Backbone, width: int) -> None:
@@ -217,19 +185,6 @@ def numerics_of(about: Mapping[str, Any]) -> Numerics:
     if known.get("rope_periods") is not None:
         known["rope_periods"] = tuple(known["rope_periods"])
     return Numerics(**known)
-
-
-def read_description(path: Path) -> dict[str, Any]:
-    """Read a `backbone.json`.
-
-    Raises:
-        ValueError: required entries are missing.
-    """
-    content = read_json(path)
-    missing = {"name", "args", "image_size", "mean", "std", "sha256"} - set(content)
-    if missing:
-        raise InputError(f"{path} lacks {', '.join(sorted(missing))}: it does not describe a backbone")
-    return content
 
 
 def _sha256(path: Path) -> str:

@@ -24,9 +24,9 @@ import torch
 from cribo.base.errors import Damaged, InputError
 from cribo.base.files import check_archive
 from cribo.base.job import RECORD, result_kind
+from cribo.models.formats.beside import read_yaml
 from cribo.models.formats.reading import flatten, read_json, read_weights
 from cribo.models.formats.torch_files import is_tar
-from cribo.models.formats.training_configs import read_yaml
 from cribo.models.licences import read_header
 
 STATE = {"norm.weight": torch.arange(4.0), "norm.bias": torch.ones(4, dtype=torch.float16)}

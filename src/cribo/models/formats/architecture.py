@@ -1,37 +1,23 @@
-"""Infer the timm architecture of weights from the names and shapes of their tensors."""
+"""Infer the timm architecture of weights from the names and shapes of their tensors.
+
+The values of timm's networks are rows of `architectures.yaml`; a function of each family reads them from shapes.
+"""
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib import resources
 from typing import Any, Literal, NamedTuple
 
+import timm
 import torch
+import yaml
 from jaxtyping import Float
 from torch import Tensor
 
 from cribo.base.errors import InputError
 from cribo.models import networks
 
-# Names of widths and depths, and the attention heads of each width. Most have 64 channels per head, but not all:
-# ViT-H of MAE and LOCA has 80, DINOv3's largest has 128.
-_VIT_NAMES = {(192, 12): "tiny", (384, 12): "small", (768, 12): "base", (1024, 24): "large", (1280, 32): "huge"}
-_VIT_HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1152: 16, 1280: 16, 1408: 16, 1536: 24, 1664: 16}
-_DINOV3_NAMES = {
-    (192, 12, 768): "tiny",
-    (384, 12, 1536): "small",
-    (768, 12, 3072): "base",
-    (1024, 24, 4096): "large",
-}
-_GATED_DINOV3_NAMES = {(384, 12, 1536): "small_plus", (1280, 32, 5120): "huge_plus", (4096, 40, 8192): "7b"}
-_DINOV3_HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1280: 20, 4096: 32}
-_RESNET_NAMES: dict[tuple[str, tuple[int, ...]], str] = {
-    ("basic", (2, 2, 2, 2)): "resnet18",
-    ("basic", (3, 4, 6, 3)): "resnet34",
-    ("bottleneck", (3, 4, 6, 3)): "resnet50",
-    ("bottleneck", (3, 4, 23, 3)): "resnet101",
-    ("bottleneck", (3, 8, 36, 3)): "resnet152",
-}
-_RESNET_CHANNELS = (64, 128, 256, 512)
 # The size at which nearly all networks without a position embedding were trained.
 _USUAL_SIZE = 224
 
@@ -50,6 +36,52 @@ class Architecture(NamedTuple):
     args: dict[str, Any]
     image_size: int
     notes: tuple[str, ...] = ()
+
+
+class _Known(NamedTuple):
+    """What weights do not show: the arguments of `infer_architecture`."""
+
+    heads: Mapping[int, int]
+    num_heads: int | None
+    act_layer: str | None
+    assumed_act_layer: str | None
+    output_stride: int | None
+
+
+class _Family(NamedTuple):
+    """Networks of timm with the same arguments; a row of `architectures.yaml`, which explains the fields."""
+
+    match: tuple[str, ...]
+    names: Mapping[str, Mapping[str, Any]]
+    usual: Mapping[str, Any]
+    other: Mapping[str, Any]
+    heads: Mapping[int, int]
+
+    def named(self, found: Mapping[str, Any]) -> str | None:
+        """Return the name of the network with these values; None if there is none."""
+        rows = self.names.items()
+        return next((name for name, row in rows if all(row[key] == found[key] for key in self.match)), None)
+
+    def closest(self, found: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Return a name, and the values that differ from its own."""
+        name = self.named(found)
+        usual = {**self.usual, **(self.other if name is None else self.names[name])}
+        return name or self.other["name"], _differing(found, usual)
+
+
+def _differing(found: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in found.items() if key not in usual or usual[key] != value}
+
+
+def _with_tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_tuples(inner) for key, inner in value.items()}
+    return tuple(value) if isinstance(value, list) else value
+
+
+_FILE = (resources.files("cribo.models.formats") / "architectures.yaml").read_text(encoding="utf-8")
+_DEFAULTS: dict[str, Any] = {"usual": {}, "heads": {}}
+_FAMILIES = {name: _Family(**{**_DEFAULTS, **row}) for name, row in _with_tuples(yaml.safe_load(_FILE)).items()}
 
 
 def infer_architecture(
@@ -81,44 +113,25 @@ def infer_architecture(
         >>> infer_architecture(timm.create_model("vit_base_patch32_224", num_classes=0).state_dict())[:3]
         ('vit_base_patch32_224', {}, 224)
     """
-    given = {key: value for key, value in (("num_heads", num_heads), ("act_layer", act_layer)) if value is not None}
-    if "layer1.0.conv1.weight" in state:
-        return _resnet(state, output_stride, given)
-    if "stages.0.blocks.0.conv_dw.weight" in state:
-        return _convnext(state, given)
-    if "layers.0.blocks.0.attn.relative_position_bias_table" in state:
-        return _swin(state, given)
-    if any(key.endswith("relative_position_bias_table") for key in state) and "blocks.0.norm1.weight" in state:
-        return _beit(state, given)
-    if "encoder.blocks.0.residual1.fn.rope.freqs" in state:
-        return _capi(state)
-    if "cls_attn_blocks.0.norm1.weight" in state:
-        return _xcit(state)
-    if "patch_embed.proj.12.weight" in state:
-        return _conv_stem_vit(state, heads or {}, given)
-    if "blocks.0.gamma_1" in state and "pos_embed" not in state:
-        return _dinov3(state, given)
-    if "blocks.0.norm1.weight" in state and "pos_embed" in state:
-        notes: tuple[str, ...] = ()
-        if act_layer is None and assumed_act_layer is not None:
-            given["act_layer"] = assumed_act_layer
-            notes = (_ACTIVATION_NOTE.format(assumed_act_layer),)
-        found = _vit(state, heads or {}, given)
-        return found._replace(notes=(*notes, *found.notes))
+    known = _Known(heads or {}, num_heads, act_layer, assumed_act_layer, output_stride)
+    for patterns, read in _READERS:
+        if all(any(re.search(pattern, key) for key in state) for pattern in patterns):
+            return read(state, known)
     raise InputError(
         "these are not weights of a vision transformer with a position embedding, DINOv3, Swin, ConvNeXt or ResNet: "
         "give the timm name of their architecture"
     )
 
 
-_ACTIVATION_NOTE = (
-    "weights do not show the activation of their MLPs: assumed {}; if it is another, give args={{'act_layer': ...}} "
-    "(gelu, quick_gelu, gelu_tanh)"
-)
+# ------------------------------------------------------------------------------------------- vision transformers
 
 
-def _vit(state: Mapping[str, Tensor], known_heads: Mapping[int, int], given: Mapping[str, Any]) -> Architecture:
-    if "norm_pre.weight" in state and "act_layer" not in given:
+def _vit(state: Mapping[str, Tensor], known: _Known) -> Architecture:
+    notes: tuple[str, ...] = ()
+    if known.act_layer is None and known.assumed_act_layer is not None:
+        known = known._replace(act_layer=known.assumed_act_layer)
+        notes = (_ACTIVATION_NOTE.format(known.act_layer),)
+    if "norm_pre.weight" in state and known.act_layer is None:
         raise InputError(
             "the weights have a norm before the first block, as in CLIP, and do not show the activation of their "
             "MLPs: give the timm name of their architecture, such as vit_base_patch16_clip_quickgelu_224, or "
@@ -149,18 +162,53 @@ def _vit(state: Mapping[str, Tensor], known_heads: Mapping[int, int], given: Map
         found |= {"global_pool": "avg", "fc_norm": "fc_norm.weight" in state}
     if "norm.weight" not in state and "fc_norm.weight" not in state:
         found["final_norm"] = False
-    name, usual = _vit_name(found, hidden, is_gated)
-    args = {key: value for key, value in found.items() if usual.get(key, _VIT_DEFAULTS.get(key)) != value}
-    notes: tuple[str, ...] = ()
-    if "num_heads" not in given:
-        num_heads = known_heads.get(dim) or _VIT_HEADS.get(dim)
-        if num_heads is None:
-            num_heads, notes = _guess_heads(dim)
+    given = {key: value for key in ("num_heads", "act_layer") if (value := getattr(known, key)) is not None}
+    if known.num_heads is None:
+        given["num_heads"] = known.heads.get(dim) or _FAMILIES["vit"].heads.get(dim)
+        if given["num_heads"] is None:
+            given["num_heads"], head_notes = _guess_heads(dim)
+            notes += head_notes
         elif dim == _MOCO_WIDTH and project_of_fixed_positions(state["pos_embed"][:, -grid * grid :]) == "MoCo v3":
-            num_heads, notes = 12, () if known_heads else (_MOCO_NOTE,)
-        given = {**given, "num_heads": num_heads}
-    args |= {key: value for key, value in given.items() if usual.get(key, _VIT_DEFAULTS.get(key)) != value}
+            given["num_heads"] = 12
+            notes += () if known.heads else (_MOCO_NOTE,)
+    found |= given
+    name, usual = _vit_name(found, hidden, is_gated)
+    args = _differing(found, {**_FAMILIES["vit"].usual, **usual})
     return Architecture(name, args, grid * patch_size, (*notes, *_depth_notes(dim, depth)))
+
+
+_ACTIVATION_NOTE = (
+    "weights do not show the activation of their MLPs: assumed {}; if it is another, give args={{'act_layer': ...}} "
+    "(gelu, quick_gelu, gelu_tanh)"
+)
+
+
+def _vit_name(found: Mapping[str, Any], hidden: int, is_gated: bool) -> tuple[str, Mapping[str, Any]]:
+    """Return the timm name closest to the values found, and that name's own values."""
+    family, dim, patch_size = _FAMILIES["vit"], found["embed_dim"], found["patch_size"]
+    registers = {"reg_tokens": 4, "no_embed_class": True} if found["reg_tokens"] else {}
+    middle = "patch14_reg4_dinov2" if registers else "patch14_dinov2"
+    if is_gated:
+        # Only this name has a gated MLP; its ratio is written in timm with five digits.
+        usual = {"patch_size": 14, "embed_dim": 1536, "depth": 40, "num_heads": 24, "init_values": 1e-5, **registers}
+        usual["mlp_ratio"] = found["mlp_ratio"] if (dim, hidden) == (1536, 8192) else None
+        return f"vit_giant_{middle}", usual
+    size = family.named(found) if hidden == 4 * dim else None
+    if size is None:
+        return family.other["name"], family.other
+    usual = {key: found[key] for key in ("embed_dim", "depth", "mlp_ratio")} | {"num_heads": family.heads[dim]}
+    if size in ("small", "base", "large") and patch_size == 14 and found["init_values"]:
+        return f"vit_{size}_{middle}", {**usual, "patch_size": 14, "init_values": 1e-5, **registers}
+    patches = family.names[size]["patches"]
+    nearest = patch_size if patch_size in patches else 16 if 16 in patches else patches[0]
+    return f"vit_{size}_patch{nearest}_224", {**usual, "patch_size": nearest}
+
+
+def _depth_notes(dim: int, depth: int) -> tuple[str, ...]:
+    usual = sorted({row["depth"] for row in _FAMILIES["vit"].names.values() if row["embed_dim"] == dim})
+    if not usual or depth in usual:
+        return ()
+    return (f"the file has {depth} blocks, networks of this width usually {usual[0]}: check that it is complete",)
 
 
 # After MoCo v3's converter to DeiT's names, only the fixed positions identify MoCo v3.
@@ -187,96 +235,49 @@ def project_of_fixed_positions(positions: Float[Tensor, "1 n d"]) -> Literal["Mo
     return "MAE" if torch.allclose(positions[0].float(), torch.cat([by_column, by_row], dim=1), atol=1e-3) else None
 
 
-def _depth_notes(dim: int, depth: int) -> tuple[str, ...]:
-    usual = sorted({named for width, named in _VIT_NAMES if width == dim})
-    if not usual or depth in usual:
-        return ()
-    return (f"the file has {depth} blocks, networks of this width usually {usual[0]}: check that it is complete",)
-
-
-_VIT_DEFAULTS = {
-    "qkv_bias": True,
-    "qk_norm": False,
-    "init_values": None,
-    "class_token": True,
-    "reg_tokens": 0,
-    "no_embed_class": False,
-    "pre_norm": False,
-    "act_layer": "gelu",
-}
-# ViT-S/16, the base of all networks without a timm name of their own.
-_SMALL = {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6, "mlp_ratio": 4.0}
-_VIT_PATCHES = {"tiny": (16,), "small": (8, 16, 32), "base": (8, 16, 32), "large": (14, 16, 32), "huge": (14,)}
-
-
-def _vit_name(found: Mapping[str, Any], hidden: int, is_gated: bool) -> tuple[str, dict[str, Any]]:
-    """Return the timm name closest to the values found, and that name's own values."""
-    dim, depth, patch_size = found["embed_dim"], found["depth"], found["patch_size"]
-    registers = {"reg_tokens": 4, "no_embed_class": True} if found["reg_tokens"] else {}
-    middle = "patch14_reg4_dinov2" if registers else "patch14_dinov2"
-    if is_gated:
-        # Only this name has a gated MLP; its ratio is written in timm with five digits.
-        usual = {"patch_size": 14, "embed_dim": 1536, "depth": 40, "num_heads": 24, "init_values": 1e-5, **registers}
-        usual["mlp_ratio"] = found["mlp_ratio"] if (dim, hidden) == (1536, 8192) else None
-        return f"vit_giant_{middle}", usual
-    size = _VIT_NAMES.get((dim, depth)) if hidden == 4 * dim else None
-    usual = {"patch_size": patch_size, "embed_dim": dim, "depth": depth, "num_heads": _VIT_HEADS.get(dim)}
-    usual["mlp_ratio"] = found["mlp_ratio"]
-    if size in ("small", "base", "large") and patch_size == 14 and found["init_values"]:
-        return f"vit_{size}_{middle}", {**usual, "init_values": 1e-5, **registers}
-    if size is not None and patch_size in _VIT_PATCHES[size]:
-        return f"vit_{size}_patch{patch_size}_224", usual
-    if size is not None:
-        nearest = 16 if 16 in _VIT_PATCHES[size] else _VIT_PATCHES[size][0]
-        return f"vit_{size}_patch{nearest}_224", {**usual, "patch_size": nearest}
-    return "vit_small_patch16_224", _SMALL
-
-
-def _dinov3(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architecture:
+def _dinov3(state: Mapping[str, Tensor], known: _Known) -> Architecture:
     dim, patch_size, depth = _transformer_shape(state)
-    is_gated = "blocks.0.mlp.fc1_g.weight" in state
-    hidden = state["blocks.0.mlp.fc2.weight"].shape[1]
-    size = (_GATED_DINOV3_NAMES if is_gated else _DINOV3_NAMES).get((dim, depth, hidden))
-    bias = "_qkvb" if "blocks.0.attn.q_bias" in state else ""
-    if "blocks.0.attn.qkv.bias" in state:  # a bias of the keys, too, which timm's usual attention of this name lacks
-        given = {**given, "attn_type": "rope", "qkv_bias": True}
-    found: dict[str, Any] = {"patch_size": patch_size, "num_reg_tokens": 0}
-    if "reg_token" in state:
-        found["num_reg_tokens"] = state["reg_token"].shape[1]
-    args = {key: value for key, value in found.items() if {"patch_size": 16, "num_reg_tokens": 4}[key] != value}
+    family = _FAMILIES["gated dinov3" if "blocks.0.mlp.fc1_g.weight" in state else "dinov3"]
     notes: tuple[str, ...] = ()
-    num_heads = given.get("num_heads") or _DINOV3_HEADS.get(dim)
+    num_heads = known.num_heads or family.heads.get(dim)
     if num_heads is None:
         num_heads, notes = _guess_heads(dim)
-    if size is None:
-        size = "small_plus" if is_gated else "small"
-        args |= {"embed_dim": dim, "depth": depth, "num_heads": num_heads, "mlp_ratio": _ratio(hidden, dim)}
-    elif num_heads != _DINOV3_HEADS[dim]:
-        args["num_heads"] = num_heads
-    args |= {key: value for key, value in given.items() if key in ("attn_type", "qkv_bias")}
-    if size == "7b" and bias:
-        bias, args = "", {**args, "qkv_bias": True}
-    if size == "tiny" and not bias:
-        bias, args = "_qkvb", {**args, "qkv_bias": False}
-    notes = (*notes, *_depth_notes(dim, depth))
-    return Architecture(f"vit_{size}_patch16_dinov3{bias}", args, _USUAL_SIZE // patch_size * patch_size, notes)
+    found = {
+        "patch_size": patch_size,
+        "num_reg_tokens": state["reg_token"].shape[1] if "reg_token" in state else 0,
+        "embed_dim": dim,
+        "depth": depth,
+        "num_heads": num_heads,
+        "mlp_ratio": _ratio(state["blocks.0.mlp.fc2.weight"].shape[1], dim),
+    }
+    name, args = family.closest(found)
+    if family.named(found) is not None and num_heads == family.heads[dim]:
+        del args["num_heads"]
+    if "blocks.0.attn.qkv.bias" in state:  # a bias of the keys, too, which timm's usual attention of this name lacks
+        args |= {"attn_type": "rope", "qkv_bias": True}
+    has_bias = "blocks.0.attn.q_bias" in state
+    if not timm.is_model(_DINOV3_NAMES[has_bias].format(name)):  # timm has two of them in one form only
+        args["qkv_bias"], has_bias = has_bias, not has_bias
+    size = _USUAL_SIZE // patch_size * patch_size
+    return Architecture(_DINOV3_NAMES[has_bias].format(name), args, size, (*notes, *_depth_notes(dim, depth)))
 
 
-def _conv_stem_vit(
-    state: Mapping[str, Tensor], known_heads: Mapping[int, int], given: Mapping[str, Any]
-) -> Architecture:
+_DINOV3_NAMES = {True: "{}_qkvb", False: "{}"}  # with a bias of queries and values, and without
+
+
+def _conv_stem_vit(state: Mapping[str, Tensor], known: _Known) -> Architecture:
     """MoCo v3's stem: four convolutions of stride 2, for patches of 16 pixels."""
     plain = {key: value for key, value in state.items() if not key.startswith("patch_embed.proj.")}
     dim = len(state["patch_embed.proj.12.weight"])
     plain["patch_embed.proj.weight"] = torch.empty(dim, 3, 16, 16, device="meta")
-    found = _vit(plain, known_heads, given)
+    found = _vit(plain, known)
     args = {"name": found.name, "size": found.image_size, **found.args}
     # It has one block fewer than networks without the stem.
     notes = tuple(note for note in found.notes if "check that it is complete" not in note)
     return Architecture(f"{networks.__name__}.vit_with_convolutional_stem", args, found.image_size, notes)
 
 
-def _capi(state: Mapping[str, Tensor]) -> Architecture:
+def _capi(state: Mapping[str, Tensor], known: _Known) -> Architecture:
     if "encoder.blocks.0.residual1.norm.bias" in state:
         raise InputError("a CAPI network with layer norms instead of its RMS norms cannot be built")
     patches = state["patch_embed.weight"]
@@ -289,79 +290,25 @@ def _capi(state: Mapping[str, Tensor]) -> Architecture:
     return Architecture(f"{networks.__name__}.Capi", args, _USUAL_SIZE // patch_size * patch_size, notes)
 
 
-# Names and attention heads by width and depth.
-_XCIT_NAMES = {
-    (128, 12): ("nano_12", 4),
-    (192, 12): ("tiny_12", 4),
-    (192, 24): ("tiny_24", 4),
-    (384, 12): ("small_12", 8),
-    (384, 24): ("small_24", 8),
-    (512, 24): ("medium_24", 8),
-    (768, 24): ("large_24", 16),
-}
-
-
-def _xcit(state: Mapping[str, Tensor]) -> Architecture:
-    dim, depth = state["cls_token"].shape[-1], _count(state, "blocks")
+def _xcit(state: Mapping[str, Tensor], known: _Known) -> Architecture:
     patch_size = 2 ** len({key.split(".")[2] for key in state if re.match(r"patch_embed\.proj\.\d+\.0\.weight", key)})
-    num_heads = len(state["blocks.0.attn.temperature"])
-    if (dim, depth) in _XCIT_NAMES and patch_size in (8, 16):
-        size, usual = _XCIT_NAMES[dim, depth]
-        args = {} if num_heads == usual else {"num_heads": num_heads}
-        return Architecture(f"xcit_{size}_p{patch_size}_224", args, _USUAL_SIZE)
-    args = {"embed_dim": dim, "depth": depth, "num_heads": num_heads}
+    found = {
+        "embed_dim": state["cls_token"].shape[-1],
+        "depth": _count(state, "blocks"),
+        "num_heads": len(state["blocks.0.attn.temperature"]),
+    }
+    name, args = _FAMILIES["xcit"].closest(found)
     note = (
         "weights do not show whether XCiT's last blocks normalise all tokens: assumed that they do, as in all but its "
         "smallest network; if not, give args={'tokens_norm': False}"
     )
-    return Architecture(f"xcit_small_12_p{patch_size}_224", args, _USUAL_SIZE, (note,))
+    notes = (note,) if _FAMILIES["xcit"].named(found) is None else ()
+    return Architecture(f"{name}_p{patch_size}_224", args, _USUAL_SIZE, notes)
 
 
-def _resnet(state: Mapping[str, Tensor], output_stride: int | None, given: Mapping[str, Any]) -> Architecture:
-    if given.get("act_layer", "relu") != "relu":
-        raise InputError(f"a ResNet has the activation relu, got {given['act_layer']}")
-    layers = tuple(_count(state, rf"layer{stage}") for stage in range(1, 5))
-    is_bottleneck = "layer1.0.conv3.weight" in state
-    kind = "bottleneck" if is_bottleneck else "basic"
-    stages = [stage for stage in range(1, 5) if layers[stage - 1]]
-    inner = [len(state[f"layer{stage}.0.conv1.weight"]) for stage in stages]
-    last = "conv3" if is_bottleneck else "conv2"
-    channels = tuple(len(state[f"layer{stage}.0.{last}.weight"]) // (4 if is_bottleneck else 1) for stage in stages)
-    name = _RESNET_NAMES.get((kind, layers))
-    args: dict[str, Any] = {}
-    notes: tuple[str, ...] = ()
-    if name is None:
-        name, args = ("resnet50" if is_bottleneck else "resnet18"), {"layers": layers}
-        counts = ", ".join(map(str, layers))
-        notes = (f"the file's stages have {counts} blocks, which no usual ResNet has: check that it is complete",)
-    if channels != _RESNET_CHANNELS[: len(channels)]:
-        args["channels"] = channels
-    if is_bottleneck:
-        # ResNeXt divides the inner convolution into groups, wide networks widen it.
-        groups = inner[0] // state["layer1.0.conv2.weight"].shape[1]
-        base_width = inner[0] * 64 // (channels[0] * groups)
-        args |= {"cardinality": groups} if groups != 1 else {}
-        args |= {"base_width": base_width} if base_width != 64 else {}
-    if output_stride not in (None, 32):
-        args["output_stride"] = output_stride
-    # ResNet-D has average pooling before the convolution of a shortcut.
-    if getattr(state.get(f"layer{stages[-1]}.0.downsample.1.weight"), "ndim", 1) == 4:
-        args["avg_down"] = True
-        if "output_stride" in args:
-            raise InputError("timm's dilated ResNet-D has average pooling in its shortcuts, MMSegmentation's does not")
-    if "conv1.0.weight" in state:  # ResNet-C and -D: three convolutions
-        first, second = len(state["conv1.0.weight"]), len(state["conv1.3.weight"])
-        args |= {"stem_type": "deep" if first == second else "deep_tiered", "stem_width": second}
-    elif (stem_channels := len(state["conv1.weight"])) != 64:
-        args = {"name": name, "stem_channels": stem_channels, **args}
-        name = f"{networks.__name__}.resnet_with_stem"
-    return Architecture(name, args, _USUAL_SIZE, notes)
-
-
-def _beit(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architecture:
+def _beit(state: Mapping[str, Tensor], known: _Known) -> Architecture:
     dim, patch_size, depth = _transformer_shape(state)
-    if given.get("act_layer", "gelu") != "gelu":
-        raise InputError(f"timm has no BEiT with the activation {given['act_layer']}")
+    _check_activation("BEiT", known, "gelu")
     table = next(value for key, value in state.items() if key.endswith("relative_position_bias_table"))
     found = {
         "patch_size": patch_size,
@@ -376,122 +323,115 @@ def _beit(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architecture
         "use_shared_rel_pos_bias": "rel_pos_bias.relative_position_bias_table" in state,
         "use_fc_norm": "fc_norm.weight" in state,
     }
-    usual: dict[str, Any] = {
-        "patch_size": 16,
-        "mlp_ratio": 4.0,
-        "qkv_bias": True,
-        "init_values": 0.1,
-        "use_abs_pos_emb": False,
-        "use_rel_pos_bias": True,
-        "use_shared_rel_pos_bias": False,
-        "use_fc_norm": True,
-    }
-    name = "beit_large_patch16_224" if (dim, depth) == (1024, 24) else "beit_base_patch16_224"
-    sizes = {"base": (768, 12, 12), "large": (1024, 24, 16)}[name.split("_")[1]]
-    usual |= dict(zip(("embed_dim", "depth", "num_heads"), sizes, strict=True))
-    args = {key: value for key, value in found.items() if usual[key] != value}
     side = (math.isqrt(len(table) - 3) + 1) // 2
     if (2 * side - 1) ** 2 + 3 != len(table):
         raise InputError(f"a table of {len(table)} position biases does not fit a square image")
-    return Architecture(name, args, side * patch_size, (*_beit_notes(state), *_depth_notes(dim, depth)))
+    note = "the global token is the norm of the mean of the tokens, as the file has no norm of [CLS]"
+    notes = (*((note,) if found["use_fc_norm"] else ()), *_depth_notes(dim, depth))
+    return Architecture(*_FAMILIES["beit"].closest(found), side * patch_size, notes)
 
 
-def _beit_notes(state: Mapping[str, Tensor]) -> tuple[str, ...]:
-    if "fc_norm.weight" not in state:
-        return ()
-    return ("the global token is the norm of the mean of the tokens, as the file has no norm of [CLS]",)
+# ---------------------------------------------------------------------------------------------------- feature maps
 
 
-_CONVNEXT_NAMES: dict[tuple[str, tuple[int, ...], int], str] = {
-    ("convnext", (3, 3, 9, 3), 96): "convnext_tiny",
-    ("convnext", (3, 3, 27, 3), 96): "convnext_small",
-    ("convnext", (3, 3, 27, 3), 128): "convnext_base",
-    ("convnext", (3, 3, 27, 3), 192): "convnext_large",
-    ("convnext", (3, 3, 27, 3), 256): "convnext_xlarge",
-    ("convnext", (3, 4, 30, 3), 384): "convnext_xxlarge",
-    ("convnextv2", (3, 3, 9, 3), 96): "convnextv2_tiny",
-    ("convnextv2", (3, 3, 27, 3), 128): "convnextv2_base",
-    ("convnextv2", (3, 3, 27, 3), 192): "convnextv2_large",
-    ("convnextv2", (3, 3, 27, 3), 352): "convnextv2_huge",
-}
+def _resnet(state: Mapping[str, Tensor], known: _Known) -> Architecture:
+    _check_activation("ResNet", known, "relu")
+    layers = tuple(_count(state, rf"layer{stage}") for stage in range(1, 5))
+    is_bottleneck = "layer1.0.conv3.weight" in state
+    stages = [stage for stage in range(1, 5) if layers[stage - 1]]
+    last, expansion = ("conv3", 4) if is_bottleneck else ("conv2", 1)
+    channels = tuple(len(state[f"layer{stage}.0.{last}.weight"]) // expansion for stage in stages)
+    family = _FAMILIES["bottleneck resnet" if is_bottleneck else "basic resnet"]
+    found: dict[str, Any] = {"layers": layers}
+    if channels != family.usual["channels"][: len(channels)]:
+        found["channels"] = channels
+    if is_bottleneck:
+        # ResNeXt divides the inner convolution into groups, wide networks widen it.
+        inner = len(state["layer1.0.conv1.weight"])
+        found["cardinality"] = inner // state["layer1.0.conv2.weight"].shape[1]
+        found["base_width"] = inner * 64 // (channels[0] * found["cardinality"])
+    name, args = family.closest(found)
+    notes: tuple[str, ...] = ()
+    if family.named(found) is None:
+        counts = ", ".join(map(str, layers))
+        notes = (f"the file's stages have {counts} blocks, which no usual ResNet has: check that it is complete",)
+    if known.output_stride not in (None, 32):
+        args["output_stride"] = known.output_stride
+    # ResNet-D has average pooling before the convolution of a shortcut.
+    if getattr(state.get(f"layer{stages[-1]}.0.downsample.1.weight"), "ndim", 1) == 4:
+        args["avg_down"] = True
+        if "output_stride" in args:
+            raise InputError("timm's dilated ResNet-D has average pooling in its shortcuts, MMSegmentation's does not")
+    if "conv1.0.weight" in state:  # ResNet-C and -D: three convolutions
+        first, second = len(state["conv1.0.weight"]), len(state["conv1.3.weight"])
+        args |= {"stem_type": "deep" if first == second else "deep_tiered", "stem_width": second}
+    elif (stem_channels := len(state["conv1.weight"])) != 64:
+        args = {"name": name, "stem_channels": stem_channels, **args}
+        name = f"{networks.__name__}.resnet_with_stem"
+    return Architecture(name, args, _USUAL_SIZE, notes)
 
 
-def _convnext(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architecture:
+def _convnext(state: Mapping[str, Tensor], known: _Known) -> Architecture:
     if state["stem.1.weight"].ndim != 1:
         raise InputError("the stem has overlapping convolutions: give the timm name, such as convnext_atto_ols")
     depths = tuple(_count(state, rf"stages\.{stage}\.blocks") for stage in range(_count(state, "stages")))
-    dims = tuple(len(state[f"stages.{stage}.blocks.0.conv_dw.weight"]) for stage in range(len(depths)))
     block = "stages.0.blocks.0"
-    has_response_norm = f"{block}.mlp.grn.weight" in state
-    family = "convnextv2" if has_response_norm else "convnext"
-    args: dict[str, Any] = {}
-    name = _CONVNEXT_NAMES.get((family, depths, dims[0])) if dims == _doubled(dims[0], len(dims)) else None
-    if name is None:
-        name, args = f"{family}_tiny", {"depths": depths, "dims": dims}
     found = {
+        "depths": depths,
+        "dims": tuple(len(state[f"stages.{stage}.blocks.0.conv_dw.weight"]) for stage in range(len(depths))),
         "patch_size": state["stem.0.weight"].shape[-1],
         "kernel_sizes": state[f"{block}.conv_dw.weight"].shape[-1],
         "conv_mlp": state[f"{block}.mlp.fc1.weight"].ndim == 4,
         "conv_bias": f"{block}.conv_dw.bias" in state,
         "ls_init_value": 1e-6 if f"{block}.gamma" in state else None,
         "head_norm_first": "norm_pre.weight" in state,
-        "act_layer": given.get("act_layer", "gelu"),
+        "act_layer": known.act_layer or "gelu",
     }
-    usual: dict[str, Any] = {
-        "patch_size": 4,
-        "act_layer": "gelu",
-        "kernel_sizes": 7,
-        "conv_mlp": False,
-        "conv_bias": True,
-        "head_norm_first": False,
-    }
-    usual["ls_init_value"] = None if has_response_norm else 1e-6
-    args |= {key: value for key, value in found.items() if usual[key] != value}
-    return Architecture(name, args, _USUAL_SIZE)
+    family = _FAMILIES["convnextv2" if f"{block}.mlp.grn.weight" in state else "convnext"]
+    return Architecture(*family.closest(found), _USUAL_SIZE)
 
 
-_SWIN_NAMES: dict[tuple[tuple[int, ...], int, int], str] = {
-    ((2, 2, 6, 2), 96, 7): "swin_tiny_patch4_window7_224",
-    ((2, 2, 18, 2), 96, 7): "swin_small_patch4_window7_224",
-    ((2, 2, 18, 2), 128, 7): "swin_base_patch4_window7_224",
-    ((2, 2, 18, 2), 192, 7): "swin_large_patch4_window7_224",
-    ((2, 2, 18, 2), 128, 12): "swin_base_patch4_window12_384",
-    ((2, 2, 18, 2), 192, 12): "swin_large_patch4_window12_384",
-}
-
-
-def _swin(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architecture:
+def _swin(state: Mapping[str, Tensor], known: _Known) -> Architecture:
+    _check_activation("Swin transformer", known, "gelu")
     depths = tuple(_count(state, rf"layers\.{stage}\.blocks") for stage in range(_count(state, "layers")))
     tables = [state[f"layers.{stage}.blocks.0.attn.relative_position_bias_table"] for stage in range(len(depths))]
-    windows, heads = {(math.isqrt(len(table)) + 1) // 2 for table in tables}, tuple(table.shape[1] for table in tables)
+    windows = {(math.isqrt(len(table)) + 1) // 2 for table in tables}
     if len(windows) > 1:
         raise InputError(f"the windows of the stages differ, {sorted(windows)}: give the timm name of the architecture")
     window, (dim, _, _, patch_size) = windows.pop(), state["patch_embed.proj.weight"].shape
-    hidden = len(state["layers.0.blocks.0.mlp.fc1.weight"])
     found = {
         "patch_size": patch_size,
         "embed_dim": dim,
         "depths": depths,
-        "num_heads": heads,
+        "num_heads": tuple(table.shape[1] for table in tables),
         "window_size": window,
-        "mlp_ratio": _ratio(hidden, dim),
+        "mlp_ratio": _ratio(len(state["layers.0.blocks.0.mlp.fc1.weight"]), dim),
         "qkv_bias": "layers.0.blocks.0.attn.qkv.bias" in state,
     }
-    usual: dict[str, Any] = {"patch_size": 4, "mlp_ratio": 4.0, "qkv_bias": True}
-    name = _SWIN_NAMES.get((depths, dim, window))
-    if name is None:
-        name = "swin_tiny_patch4_window7_224"
-    elif heads == _doubled(dim // 32, len(heads)):
-        usual |= {"embed_dim": dim, "depths": depths, "num_heads": heads, "window_size": window}
-    args = {key: value for key, value in found.items() if key not in usual or usual[key] != value}
-    if given.get("act_layer", "gelu") != "gelu":
-        raise InputError(f"timm has no Swin transformer with the activation {given['act_layer']}")
     # In the original's training, the map of the last stage is as large as a window.
-    return Architecture(name, args, patch_size * 2 ** (len(depths) - 1) * window)
+    return Architecture(*_FAMILIES["swin"].closest(found), patch_size * 2 ** (len(depths) - 1) * window)
 
 
-def _doubled(first: int, count: int) -> tuple[int, ...]:
-    return tuple(first * 2**index for index in range(count))
+_READERS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Tensor], _Known], Architecture]], ...] = (
+    ((r"^layer1\.0\.conv1\.weight$",), _resnet),
+    ((r"^stages\.0\.blocks\.0\.conv_dw\.weight$",), _convnext),
+    ((r"^layers\.0\.blocks\.0\.attn\.relative_position_bias_table$",), _swin),
+    ((r"relative_position_bias_table$", r"^blocks\.0\.norm1\.weight$"), _beit),
+    ((r"^encoder\.blocks\.0\.residual1\.fn\.rope\.freqs$",), _capi),
+    ((r"^cls_attn_blocks\.0\.norm1\.weight$",), _xcit),
+    ((r"^patch_embed\.proj\.12\.weight$",), _conv_stem_vit),
+    ((r"^blocks\.0\.norm1\.weight$", r"^pos_embed$"), _vit),
+    ((r"^blocks\.0\.gamma_1$",), _dinov3),
+)
+"""Keys that identify a family, and the function that reads its values from shapes; the first that matches is taken."""
+
+
+# --------------------------------------------------------------------------------------------------------- shapes
+
+
+def _check_activation(kind: str, known: _Known, usual: str) -> None:
+    if known.act_layer not in (None, usual):
+        raise InputError(f"timm has no {kind} with the activation {known.act_layer}, only {usual}")
 
 
 def _transformer_shape(state: Mapping[str, Tensor]) -> tuple[int, int, int]:

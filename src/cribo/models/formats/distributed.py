@@ -13,6 +13,12 @@ from cribo.models.formats.plain_pickle import PlainUnpickler
 
 METADATA = ".metadata"
 
+SHARD = (
+    "contains one rank's part of a sharded network (FSDP): use the whole network, such as the "
+    "eval/training_<step>/teacher_checkpoint.pth of DINOv2 and DINOv3, or a folder of torch.distributed.checkpoint"
+)
+"""The reason why a file of a sharded training cannot be loaded alone."""
+
 
 def read_distributed(folder: Path) -> dict[str, Tensor]:
     """Read all tensors of a checkpoint, unsharded, under their paths in the saved state.

@@ -19,9 +19,8 @@ from torch import Tensor
 from cribo.base import files
 from cribo.base.errors import InputError, MissingPackage, UntrustedFile
 from cribo.base.packages import install_command
-from cribo.models.formats.distributed import METADATA, read_distributed
+from cribo.models.formats.distributed import METADATA, SHARD, read_distributed
 from cribo.models.formats.plain_pickle import ForbiddenName, PlainUnpickler, forbidden_names
-from cribo.models.formats.table import SHARD
 from cribo.models.formats.torch_files import is_tar, is_torch_file, read_torch_file
 from cribo.models.hub.download import SHARD_INDEX
 

@@ -7,7 +7,6 @@ Other tensors (heads, decoders, optimiser states, metrics) are ignored and liste
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import get_args
 
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from cribo.base.errors import InputError
 from cribo.models.backbone import Backbone
 from cribo.models.config import NetworkName
-from cribo.models.formats.naming import State
+from cribo.models.formats.recognised import Expected, Recognised
 from cribo.models.formats.table import (
     BESIDE,
     METRICS,
@@ -24,56 +23,16 @@ from cribo.models.formats.table import (
     PROJECTS,
     REFUSED,
     TRAINING,
-    Expected,
     Naming,
     Project,
     Rules,
 )
-from cribo.models.numerics import Numerics
-from cribo.models.positions import Resizing
 
 # Names of the network to evaluate.
 _TEACHER_LIKE = r"(^|[./_])(teacher|ema|model_ema|ema_params|momentum\w*|target\w*)([./_]|$)"
 _WRAPPERS = r"(^|[./])(?:(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.)+"
 _LISTED = 8
 _USED, _BESIDE, _IGNORED = "", "not of the network", "ignored by request"
-
-
-@dataclass(frozen=True)
-class Recognised:
-    """Network found in a file, under timm's names.
-
-    Attributes:
-        format: name of the project, or of the naming if the file contains only one network.
-        network: the network that was chosen; None if the file contains only one.
-        part: prefix of the network's keys in the file.
-        state: the network's tensors under timm's names.
-        used: keys of the file that were used.
-        dropped: keys of the file that were ignored, by group.
-        num_heads: number of attention heads, if the file shows it.
-        expected: numerics and images that the weights expect.
-        rope_periods: periods of DINOv3's rotary embedding, if in the file.
-        positions: resizing of the position embedding in training, if configured.
-        output_stride: output stride of a ResNet, if known from its training: 8, 16 or 32.
-        numerics: complete numerics, if in the weights' description.
-        notes: notes for the user.
-        parent: repository on the hub, if in the weights' description (`LoadedWeights`).
-    """
-
-    format: str
-    network: NetworkName | None
-    part: str
-    state: State
-    used: tuple[str, ...]
-    dropped: dict[str, tuple[str, ...]]
-    num_heads: int | None
-    expected: Expected
-    rope_periods: tuple[float, ...] | None
-    notes: tuple[str, ...]
-    positions: Resizing | None = None
-    output_stride: int | None = None
-    numerics: Numerics | None = None
-    parent: str | None = None
 
 
 def recognise(
@@ -142,6 +101,7 @@ def recognise(
     periods = state.pop("rope_embed.periods", None)
     return Recognised(
         format=(project or naming).name,
+        configure=(project or naming).configure,
         network=taken,
         part=originals[used[0]].removesuffix(used[0].removeprefix(prefix)),
         state=state,

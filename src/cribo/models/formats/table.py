@@ -4,112 +4,79 @@ A file is recognised by its keys only. A `Project` describes the networks and ot
 prefixes; a `Naming` describes the names of one network's tensors. What the weights expect (normalisation, epsilon,
 resizing of positions) comes from the project first, then from the naming.
 
-The rows are in `formats.yaml`, with facts from each project's public repository. To add a format: a row there, a
-function in `naming` if its names are new, and a case in tests/models/formats.
+The rows are in `formats.yaml`, with facts from each project's public repository. To add a format: a row there, the
+functions that it names in a file of their own, if its tensors or configurations need code, and a case in
+tests/models/formats.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from importlib import resources
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module, resources
+from typing import Any
 
 import yaml
 
 from cribo.models.formats import naming
-from cribo.models.formats.naming import State
-from cribo.models.positions import RelativeResizing, Resizing, Windows
+from cribo.models.formats.distributed import SHARD
+from cribo.models.formats.hub import hub
+from cribo.models.formats.naming import Rename, State
+from cribo.models.formats.recognised import Configure, Expected
 
 Rules = tuple[tuple[str, str], ...]
 """(group, pattern): matching keys belong to the group and are ignored."""
 
 
-@dataclass(frozen=True)
-class Expected:
-    """Numerics and images that weights expect; None means timm's values, or ImageNet's normalisation.
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What all rows have.
 
     Attributes:
-        norm_eps: epsilon of the layer norms.
-        final_norm_eps: epsilon of the last norm, if different.
-        mean, std: normalisation of images.
-        act_layer: activation of the MLPs, by timm's name.
-        assumed_act_layer: activation to assume if the project has several and files do not show it.
-        positions: see `Numerics`.
-        rope_coordinates: see `Numerics`.
-        heads: number of attention heads by width, if unusual.
-        dilate_entries: see `Numerics`.
-        windows: see `Numerics`.
-        relative_positions: see `Numerics`.
-        note: note for the user.
+        name: display name.
+        source: public repository or code.
+        needs: patterns, each of which must match some key.
+        dropped: rules for keys that are ignored.
+        expected: see `Expected`.
+        configure: function that applies the configurations in the file and beside it.
     """
 
-    norm_eps: float | None = None
-    final_norm_eps: float | None = None
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
-    act_layer: str | None = None
-    assumed_act_layer: str | None = None
-    positions: Resizing | None = None
-    rope_coordinates: Literal["separate", "max", "min"] | None = None
-    heads: Mapping[int, int] = field(default_factory=dict)
-    dilate_entries: bool | None = None
-    windows: Windows | None = None
-    relative_positions: RelativeResizing | None = None
-    note: str | None = None
-
-    def over(self, other: "Expected") -> "Expected":
-        """Return these values, with the other's where None."""
-        return replace(other, **{name: value for name, value in vars(self).items() if value not in (None, {})})
+    name: str
+    source: str = ""
+    needs: tuple[str, ...] = ()
+    dropped: Rules = ()
+    expected: Expected = field(default_factory=Expected)
+    configure: Configure = hub
 
 
-@dataclass(frozen=True)
-class Project:
+@dataclass(frozen=True, kw_only=True)
+class Project(Row):
     """Networks and other tensors in a project's files.
 
     Attributes:
-        name: display name.
-        source: public repository.
-        needs: patterns, each of which must match some key of the file.
         teacher, student: patterns of the prefixes of the two networks; None if the project has no such network.
-        dropped: rules for keys outside the network, in addition to `BESIDE`.
-        expected: see `Expected`.
         adapt: function that changes a network's tensors, under timm's names, if the project uses them differently.
     """
 
-    name: str
-    source: str
-    needs: tuple[str, ...]
     teacher: str | None
     student: str | None = None
-    dropped: Rules = ()
-    expected: Expected = Expected()
-    adapt: Callable[[State], State] = naming.unchanged
+    adapt: Rename = naming.unchanged
 
 
-@dataclass(frozen=True)
-class Naming:
-    """Names of one network's tensors.
+@dataclass(frozen=True, kw_only=True)
+class Naming(Row):
+    """Names of one network's tensors; `needs` and `dropped` are for its keys without their prefix.
 
     Attributes:
-        name: display name.
-        source: code that defines the names.
         anchor: pattern of a key that each network of this naming has exactly once.
-        needs: patterns, each of which must match some key of the network.
-        rename: function that renames the network's tensors to timm's names.
-        dropped: rules for keys of the network that are ignored.
+        rename: function that renames the network's tensors to timm's names, in steps.
         count_heads: function that returns the number of attention heads, if the tensors show it.
         is_nested: whether the keys of one network contain slashes, as in Flax.
-        expected: see `Expected`.
     """
 
-    name: str
-    source: str
-    anchor: str
-    rename: Callable[[State], State] = naming.unchanged
-    needs: tuple[str, ...] = ()
-    dropped: Rules = ()
+    anchor: str = ""
+    rename: Rename = naming.unchanged
     count_heads: Callable[[State], int | None] = lambda state: None
     is_nested: bool = False
-    expected: Expected = Expected()
 
 
 TRAINING = (
@@ -141,10 +108,6 @@ BESIDE: Rules = (
 )
 """Tensors that many projects store beside their networks; patterns match whole keys."""
 
-SHARD = (
-    "contains one rank's part of a sharded network (FSDP): use the whole network, such as the "
-    "eval/training_<step>/teacher_checkpoint.pth of DINOv2 and DINOv3, or a folder of torch.distributed.checkpoint"
-)
 REFUSED: tuple[tuple[str, str], ...] = (
     (r"(^|[./])_?flat_params?(_\d+)?$|\.parametrizations\.\w+\.original$", SHARD),
     (
@@ -171,11 +134,22 @@ github.com/NVlabs/RADIO, github.com/facebookresearch/dinov2 (`hub/dinotxt.py`), 
 def _values(row: Mapping[str, Any], rules: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
     """Return the fields of a row: lists as tuples, names of functions and rules replaced by what they refer to."""
     values = _with_tuples(row)
-    values |= {key: getattr(naming, row[key]) for key in ("rename", "count_heads", "adapt") if key in row}
+    values |= {key: _function(row[key]) for key in ("count_heads", "adapt", "configure") if key in row}
+    values |= {"rename": naming.in_steps(map(_step, row["rename"]))} if "rename" in row else {}
     items = (rules[item] if isinstance(item, str) else item for item in row.get("dropped", ()))
     values["dropped"] = tuple(rule for item in items for rule in item.items())
     values["expected"] = Expected(**_with_tuples(row.get("expected", {})))
     return values
+
+
+def _step(step: str | Mapping[str, str]) -> Rename:
+    return _function(step) if isinstance(step, str) else partial(naming.substitute, step)
+
+
+def _function(name: str) -> Any:
+    """Return a function of a module in this folder, such as `naming.from_vit`."""
+    module, _, function = name.partition(".")
+    return getattr(import_module(f"cribo.models.formats.{module}"), function)
 
 
 def _with_tuples(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,5 +159,5 @@ def _with_tuples(row: Mapping[str, Any]) -> dict[str, Any]:
 _FILE = yaml.safe_load((resources.files("cribo.models.formats") / "formats.yaml").read_text(encoding="utf-8"))
 PROJECTS = tuple(Project(**_values(row, _FILE["rules"])) for row in _FILE["projects"])
 NAMINGS = tuple(Naming(**_values(row, _FILE["rules"])) for row in _FILE["namings"])
-OWN = Naming(**_values(_FILE["own"], _FILE["rules"]), source="", anchor="")
+OWN = Naming(**_values(_FILE["own"], _FILE["rules"]))
 """Timm's names, for networks built before their weights are read."""

@@ -1,10 +1,8 @@
-"""Load recognised weights into a network, all or none of them, and set the numerics that they expect."""
+"""Fit recognised weights to a network, and load all or none of them."""
 
-import logging
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -12,109 +10,15 @@ from timm.models import Beit, VisionTransformer
 from torch import Tensor
 
 from cribo.base.errors import InputError
-from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, Backbone
-from cribo.models.building import build_network, check_network
-from cribo.models.formats.architecture import Architecture, project_of_fixed_positions
-from cribo.models.formats.recognising import Recognised, first_keys, required_keys
-from cribo.models.hub.download import hub_name
-from cribo.models.licences import Licence, log_licences
+from cribo.models.backbone import Backbone
+from cribo.models.formats.architecture import project_of_fixed_positions
+from cribo.models.formats.recognised import Recognised
+from cribo.models.formats.recognising import first_keys, required_keys
 from cribo.models.numerics import Numerics
-from cribo.models.origin import LoadedWeights
 from cribo.models.positions import Resizing, resize_positions, resize_relative_positions
 
-_logger = logging.getLogger(__name__)
 
-
-def build(
-    architecture: Architecture,
-    image_size: int | None,
-    drop_path: float,
-    *,
-    seed: int | None = None,
-    trust: bool = False,
-    file: object = "the file",
-    given: str | None = None,
-) -> Backbone:
-    """Build a network with uninitialised weights, or with random weights if a seed is given.
-
-    `file` names the network. Custom code requires `trust`, or the same name from the user in `given`.
-    """
-    check_network(architecture.name, file, trust=trust, given=given)
-    return build_network(
-        architecture.name,
-        args=architecture.args,
-        image_size=image_size or architecture.image_size,
-        drop_path=drop_path,
-        seed=seed or 0,
-        initialise=seed is not None,
-    )
-
-
-def adopt(
-    backbone: Backbone,
-    recognised: Recognised,
-    source: str,
-    notes: tuple[str, ...] = (),
-    *,
-    positions: Resizing | None = None,
-    licences: tuple[Licence, ...] = (),
-    revision: str | None = None,
-) -> LoadedWeights:
-    """Load recognised weights, and set the normalisation, numerics, licences and `loaded` of the backbone."""
-    expected, original = recognised.expected, _original_resizing(recognised)
-    numerics = recognised.numerics or Numerics(
-        norm_eps=expected.norm_eps,
-        final_norm_eps=expected.final_norm_eps,
-        positions=original or "timm",
-        rope_periods=recognised.rope_periods,
-        rope_coordinates=expected.rope_coordinates or "separate",
-        dilate_entries=bool(expected.dilate_entries),
-        windows=expected.windows or "timm",
-        relative_positions=(positions != "timm" and expected.relative_positions) or "timm",
-    )
-    if positions is not None:
-        numerics = replace(numerics, positions=positions)
-    state, resampled = _fit(recognised.state, backbone, source, numerics)
-    _load_all_or_nothing(backbone, state, source, recognised.used)
-    backbone.mean, backbone.std = expected.mean or IMAGENET_MEAN, expected.std or IMAGENET_STD
-    backbone.set_numerics(numerics)
-    resized: tuple[str, ...] = ()
-    readout: tuple[str, ...] = ()
-    if backbone.readout is not None:
-        readout = (f"they include a linear layer after the features, of {backbone.embed_dim} channels",)
-    if "pos_embed" in state and isinstance(backbone.model, VisionTransformer):
-        if positions is not None:
-            resized = (f"positions are resized to other sizes as requested ({positions})",)
-        elif numerics.positions != "timm":
-            resized = (f"positions are resized to other sizes as the original does ({numerics.positions})",)
-        elif original is None:
-            resized = (_UNKNOWN_RESIZING,)
-    repository = hub_name(source)
-    backbone.loaded = LoadedWeights(
-        source,
-        format=recognised.format,
-        network=recognised.network,
-        part=recognised.part,
-        used=recognised.used,
-        dropped=recognised.dropped,
-        resampled=resampled,
-        notes=(*notes, *recognised.notes, *resized, *readout),
-        revision=revision,
-        parent=recognised.parent if repository is None else repository.repo,
-    )
-    backbone.licences = licences
-    _logger.info("%s", backbone.loaded)
-    log_licences(licences)
-    return backbone.loaded
-
-
-_UNKNOWN_RESIZING = (
-    "for other image sizes, its position embedding is resized as timm does, because the file does not say which "
-    "project trained it; if that was DINO, iBOT or DINOv2, add --backbone.positions bicubic_offset for exact features"
-)
-
-
-def _original_resizing(recognised: Recognised) -> Resizing | None:
+def original_resizing(recognised: Recognised) -> Resizing | None:
     """Return how the project that wrote the weights resizes positions; None if the project is unknown."""
     if recognised.numerics is not None:
         return recognised.numerics.positions
@@ -130,10 +34,13 @@ def _original_resizing(recognised: Recognised) -> Resizing | None:
     return "timm" if "reg_token" in state and resizing in ("bicubic", "bicubic_offset") else resizing
 
 
-def _fit(
+def fit(
     state: dict[str, Tensor], backbone: Backbone, source: str, numerics: Numerics
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Resize the position embedding, then apply the checkpoint filter of timm's model family, if it has one."""
+    """Resize the position embedding, then apply the checkpoint filter of timm's model family, if it has one.
+
+    Also returns the names of resized tensors.
+    """
     # Files of transformers store registers even if there are none.
     state = {key: value for key, value in state.items() if key != "reg_token" or value.numel()}
     shapes = {key: value.shape for key, value in state.items()}
@@ -178,7 +85,7 @@ def _with_resized_biases(
     return state
 
 
-def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source: str, keys: Sequence[str]) -> None:
+def load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source: str, keys: Sequence[str]) -> None:
     """Check every key, shape, type and value before loading; `keys` are the names in the file, for error messages."""
     own = backbone.model.state_dict()
     reshaped = [
