@@ -23,7 +23,8 @@ from cribo.data.labelled.examples import CLASSES_FILE, Examples, find_examples
 from cribo.data.labelled.inputs import open_labels
 from cribo.data.labelled.label_maps import IGNORE_INDEX, MASKS, LabelMap, LabelValues, read_classes
 from cribo.data.labelled.segmentation import LabelledFiles
-from cribo.data.sources.images import EXTENSIONS, composed, has_images, list_files
+from cribo.data.reading import EXTENSIONS
+from cribo.data.sources.images import composed, has_images, list_files
 from cribo.explorer.images import PageImage
 from cribo.explorer.uploads import Refused
 

@@ -54,7 +54,7 @@ from cribo.data.labelled.coco import BACKGROUND
 from cribo.data.labelled.coco_writing import outline, write_coco
 from cribo.data.labelled.examples import Examples, find_examples
 from cribo.data.labelled.label_maps import IGNORE_INDEX
-from cribo.data.reading import open_header
+from cribo.data.reading import read_values
 from cribo.data.sources.collection import ImageCollection, names_hash
 from cribo.data.sources.images import ImageFiles, is_url, require_readable
 from cribo.features.prefetching import prefetch
@@ -597,5 +597,4 @@ class _Results:
 
 
 def _read_grey(path: Path) -> UInt8[Tensor, "h w"]:
-    with open_header(path) as image:
-        return torch.from_numpy(np.array(image))
+    return torch.from_numpy(np.array(read_values(path)))

@@ -15,7 +15,8 @@ from cribo.base.bounds import at_least
 from cribo.base.errors import DataError, InputError, MissingData
 from cribo.base.files import require
 from cribo.base.wording import enumerated
-from cribo.data.sources.images import EXTENSIONS, ImageFiles, composed, list_files
+from cribo.data.reading import EXTENSIONS
+from cribo.data.sources.images import ImageFiles, composed, list_files
 
 IMAGENET_SIZES = {"train": 1_281_167, "val": 50_000}
 """Images of each split of ImageNet-1k (ILSVRC 2012)."""

@@ -11,7 +11,8 @@ from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.labelled.label_maps import class_indices, read_classes
 from cribo.data.labelled.segmentation import LabelledFiles, LabelledFolder, by_stem, missing_labels
 from cribo.data.labelled.sets import Layout, SegmentationSet, segmentation_set
-from cribo.data.sources.images import EXTENSIONS, ImageFiles, composed, list_files
+from cribo.data.reading import EXTENSIONS
+from cribo.data.sources.images import ImageFiles, composed, list_files
 
 
 def open_segmentation(

@@ -13,8 +13,8 @@ from cribo.base.errors import DataError, MissingData
 from cribo.base.files import path_inside, require
 from cribo.data.config import spread
 from cribo.data.labelled.segmentation import UnlabelledFiles, by_stem
-from cribo.data.reading import open_header
-from cribo.data.sources.images import EXTENSIONS, ImageFiles, list_files, open_images
+from cribo.data.reading import EXTENSIONS, read_values
+from cribo.data.sources.images import ImageFiles, list_files, open_images
 
 NYU_SIZES = {"train": 24_231, "val": 654}
 """Images of NYU-Depth v2 in the lists of BTS."""
@@ -97,8 +97,8 @@ class DepthImages(UnlabelledFiles):
 
     def _metres(self, index: int) -> Float[Tensor, "h w"]:
         path = self._depth_files.path(index)
-        with open_header(path) as image:
-            mode, values = image.mode, np.array(image)
+        image = read_values(path)
+        mode, values = image.mode, np.array(image)
         # Pillow opens 16-bit PNGs as I;16 or, in older versions, as I.
         if not (mode.startswith("I;16") or mode == "I"):
             raise DataError(

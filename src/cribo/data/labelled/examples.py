@@ -12,7 +12,8 @@ from cribo.data.labelled.coco import CocoLabels, find_coco
 from cribo.data.labelled.inputs import Example
 from cribo.data.labelled.label_maps import MASK_CLASSES, MASKS, ClassList, LabelValues, read_classes
 from cribo.data.labelled.segmentation import LabelledFiles, LabelledFolder, by_stem, is_marked, other_annotations
-from cribo.data.sources.images import EXTENSIONS, ImageFiles, list_files, open_images
+from cribo.data.reading import EXTENSIONS
+from cribo.data.sources.images import ImageFiles, list_files, open_images
 
 CLASSES_FILE = "classes.txt"
 

@@ -19,8 +19,7 @@ from cribo.base.colours import Colour
 from cribo.base.errors import DataError
 from cribo.base.files import require
 from cribo.base.wording import counted, enumerated
-from cribo.data.config import DEFAULT_READING, Reading
-from cribo.data.reading import open_header
+from cribo.data.reading import read_values
 
 IGNORE_INDEX = 255
 """Label of pixels that memories and scores ignore."""
@@ -261,20 +260,9 @@ def _hex(colour: Colour) -> str:
 # ------------------------------------------------------------------------------------------------------------ files
 
 
-def open_label_map(path: str | os.PathLike[str], *, reading: Reading = DEFAULT_READING) -> Image.Image:
-    """Open and decode a label map.
-
-    Raises:
-        UnreadableImage: the file cannot be read as an image.
-    """
-    with open_header(path, reading=reading) as image:
-        image.load()
-    return image
-
-
 def open_some(paths: Sequence[str]) -> Iterator[Image.Image]:
     """Open up to a hundred label maps, evenly spaced."""
-    return map(open_label_map, paths[:: max(1, -(-len(paths) // _MOST_SURVEYED))])
+    return map(read_values, paths[:: max(1, -(-len(paths) // _MOST_SURVEYED))])
 
 
 class ClassList(NamedTuple):

@@ -27,14 +27,12 @@ from cribo.data.labelled.label_maps import (
     are_masks,
     class_indices,
     has_colours,
-    open_label_map,
     open_some,
     read_classes,
     unlisted_colours,
 )
-from cribo.data.reading import image_size
+from cribo.data.reading import EXTENSIONS, IMAGE_KINDS, image_size, read_values
 from cribo.data.sources.images import (
-    EXTENSIONS,
     ImageFiles,
     ImageSource,
     composed,
@@ -46,7 +44,7 @@ from cribo.data.sources.images import (
 log = logging.getLogger("cribo")
 
 _MARK = r"(?:masks?|labels?|label_?ids|seg\w*|gt|ground_?truth|ann\w*|L)"  # in names of label maps of other tools
-_LOSSY = (".jpg", ".jpeg", ".jpe", ".jfif", ".webp")
+_LOSSY = [extension for kind in IMAGE_KINDS if kind.name in ("JPEG", "WEBP") for extension in kind.extensions]
 
 
 class LabelledImages(ImageSource, Protocol):
@@ -116,7 +114,7 @@ class LabelledFiles(ImageFiles):
         """Meaning of the values or colours in the label maps."""
         if self._coding is None:
             self._coding = class_indices(len(self._classes) or IGNORE_INDEX)
-            if are_masks(map(open_label_map, self._label_paths())):
+            if are_masks(map(read_values, self._label_paths())):
                 if self._may_be_masks:
                     log.info(
                         "the label maps in %s contain only 0 and 255, which are read as %s and %s. (255 means no class "
@@ -170,7 +168,7 @@ class LabelledFiles(ImageFiles):
         colours that `coding` does not give, or a value that is neither a class nor ignored.
         """
         path = self.label_path(index)
-        image = open_label_map(path, reading=self.reading)
+        image = read_values(path, reading=self.reading)
         self.require_size(index, (image.height, image.width), f"{path}: labels")
         if isinstance(self.coding, LabelValues) and not self._is_published and has_colours(image):
             raise unlisted_colours(path, open_some(self._label_paths()))

@@ -16,8 +16,8 @@ from cribo.base.errors import DataError, MissingData
 from cribo.base.files import path_inside, require
 from cribo.data.config import spread
 from cribo.data.labelled.segmentation import IGNORE_INDEX, UnlabelledFiles, by_stem
-from cribo.data.reading import image_size, open_header
-from cribo.data.sources.images import EXTENSIONS, ImageFiles, list_files
+from cribo.data.reading import EXTENSIONS, image_size, read_values
+from cribo.data.sources.images import ImageFiles, list_files
 
 DAVIS_SIZES = {"train": 60, "val": 30}
 """Videos of the splits of DAVIS 2017 with public annotations."""
@@ -68,8 +68,8 @@ class VideoFrames(UnlabelledFiles):
 
 def read_objects(path: str | os.PathLike[str]) -> UInt8[Tensor, "h w"]:
     """Read the number of the object at each pixel; 255, no class in DAVIS, is background, as in its evaluation."""
-    with open_header(path) as image:
-        mode, values = image.mode, np.array(image)
+    image = read_values(path)
+    mode, values = image.mode, np.array(image)
     if mode not in ("P", "L", "1"):
         raise DataError(
             f"{path}: annotations must be object numbers in a grey or palette PNG with 8 bits, got mode {mode}: "

@@ -19,9 +19,8 @@ from cribo.base.files import path_inside, require
 from cribo.base.redaction import is_masked, without_secrets
 from cribo.base.wording import enumerated
 from cribo.data.config import DEFAULT_READING, Reading, spread
-from cribo.data.reading import EncodedImage, FileState
+from cribo.data.reading import EXTENSIONS, EncodedImage, FileState
 from cribo.data.sources.images import (
-    EXTENSIONS,
     EncodedImages,
     ImageSource,
     ascending,

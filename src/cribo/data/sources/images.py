@@ -20,25 +20,23 @@ from cribo.base.errors import DataError, InputError, MissingData, UnreadableImag
 from cribo.base.files import absolute_path, require
 from cribo.base.wording import counted, enumerated, is_utf8, printable
 from cribo.data.config import DEFAULT_READING, Reading
-from cribo.data.reading import NOT_UTF8, EncodedImage, FileState, image_size, read_image, read_reduced, require_utf8
+from cribo.data.reading import (
+    EXTENSIONS,
+    NOT_UTF8,
+    UNREAD_EXTENSIONS,
+    EncodedImage,
+    FileState,
+    image_size,
+    read_image,
+    read_reduced,
+    require_utf8,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Int, Int64, UInt8
     from torch import Tensor
 
 log = logging.getLogger("cribo")
-
-# Compared in lower case: ImageNet's files end in .JPEG.
-EXTENSIONS = (
-    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".tif", ".tiff", ".bmp", ".gif"),
-    *(".ppm", ".pgm", ".pbm", ".pnm", ".jp2"),
-)
-
-UNREAD_EXTENSIONS = (
-    *(".heic", ".heif", ".avif", ".jxl", ".dcm", ".nii", ".exr", ".hdr", ".psd", ".svs", ".czi", ".nd2", ".lif"),
-    *(".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".orf", ".rw2"),
-)
-"""Formats of images that cannot be read, of which the number is reported."""
 
 
 class ImageSource(Protocol):

@@ -17,8 +17,8 @@ from cribo.base.errors import DataError, UnreadableImage
 from cribo.base.files import require
 from cribo.base.wording import enumerated, nearest
 from cribo.data.config import DEFAULT_READING, Reading
-from cribo.data.reading import EncodedImage, FileState
-from cribo.data.sources.images import EXTENSIONS, EncodedImages, PackedNames, ascending, is_url, require_inside
+from cribo.data.reading import EXTENSIONS, EncodedImage, FileState
+from cribo.data.sources.images import EncodedImages, PackedNames, ascending, is_url, require_inside
 from cribo.data.sources.remote import located
 from cribo.data.sources.storage import file_state, file_system, list_folder, read_file, require_answer, retry
 

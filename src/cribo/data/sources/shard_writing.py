@@ -22,7 +22,7 @@ from cribo.base.errors import DataError, FolderError, TooManySkipped, Unreadable
 from cribo.base.files import write_folder_whole
 from cribo.base.job import require_writable
 from cribo.data.randomness import keyed_generator
-from cribo.data.reading import EncodedImage, read_image, read_reduced
+from cribo.data.reading import EncodedImage, kind_of_name, read_image, read_reduced
 from cribo.data.sources.images import ImageFiles
 from cribo.data.sources.storage import SUFFIX, LocalShards
 from cribo.data.sources.tars import INDEX, build_index, escaped
@@ -205,7 +205,7 @@ def member_name(name: str, index: int, extension: str) -> str:
     """
     folder, base = posixpath.split(name)
     stem, own = posixpath.splitext(base)
-    if own.lower() != extension.lower() and not {own.lower(), extension.lower()} <= {".jpg", ".jpeg", ".jpe", ".jfif"}:
+    if own.lower() != extension.lower() and kind_of_name(base) != kind_of_name(f"{stem}{extension}"):
         stem = base  # otherwise a.png and a.jpg would get the same name
     stem = stem.replace(".", "%2E")
     # A list written on Windows may contain backslashes and drives.
