@@ -9,7 +9,7 @@ from PIL import Image
 from tests.explorer.conftest import encoded
 
 from cribo.base.errors import InputError
-from cribo.data.labelled.examples import find_examples
+from cribo.data.labelled.formats import find_examples
 from cribo.data.labelled.inputs import open_labels
 from cribo.data.reading import EncodedImage
 from cribo.explorer.example_folder import ExampleFolder, ExistingLabels, Written

@@ -16,7 +16,7 @@ from tests.explorer.conftest import COLOURS, draw_square, encoded
 from cribo.base.errors import InputError
 from cribo.cli import main
 from cribo.data.config import Reading
-from cribo.data.labelled.examples import find_examples
+from cribo.data.labelled.formats import find_examples
 from cribo.data.labelled.inputs import open_labels
 from cribo.data.sources.images import open_images
 from cribo.explorer import segmenting

@@ -19,7 +19,7 @@ from cribo.base.files import write_beside, write_text
 from cribo.base.job import require_writable
 from cribo.data.labelled.coco import find_coco
 from cribo.data.labelled.crops import resize_labels
-from cribo.data.labelled.examples import CLASSES_FILE, Examples, find_examples
+from cribo.data.labelled.formats import CLASSES_FILE, Examples, find_examples
 from cribo.data.labelled.inputs import open_labels
 from cribo.data.labelled.label_maps import IGNORE_INDEX, MASKS, LabelMap, LabelValues, read_classes
 from cribo.data.labelled.segmentation import LabelledFiles

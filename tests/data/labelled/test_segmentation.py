@@ -52,6 +52,7 @@ def test_layout_with_splits(root):
 
 def test_paths_of_the_files(root):
     data = open_segmentation("folder", root, "val")
+    assert isinstance(data, LabelledFolder)
     assert data.path(1) == str(root / "images" / "val" / "b.jpg")
     assert data.label_path(1) == str(root / "labels" / "val" / "b.png")
 

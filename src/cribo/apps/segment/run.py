@@ -1,6 +1,7 @@
 """Implementation of `cribo segment`: add examples, label images and write the results."""
 
 import errno
+import itertools
 import logging
 import os
 import time
@@ -50,10 +51,8 @@ from cribo.base.job import Job, require_writable
 from cribo.base.versions import versions
 from cribo.base.wording import counted
 from cribo.data.config import Reading, spread
-from cribo.data.labelled.coco import BACKGROUND
-from cribo.data.labelled.coco_writing import outline, write_coco
-from cribo.data.labelled.examples import Examples, find_examples
-from cribo.data.labelled.label_maps import IGNORE_INDEX
+from cribo.data.labelled.formats import LABEL_FORMATS, Examples, LabelFormat, find_examples
+from cribo.data.labelled.label_maps import IGNORE_INDEX, Labelling
 from cribo.data.reading import read_values
 from cribo.data.sources.collection import ImageCollection, names_hash
 from cribo.data.sources.images import ImageFiles, is_url, require_readable
@@ -199,7 +198,7 @@ def segment_images(
             shown = [*results.records]
             results.draw([shown[place] for place in spread(len(shown), pictures)], OVERVIEW)
         if coco:
-            results.write_coco(progress)
+            results.write(LABEL_FORMATS["coco"], COCO, progress)
         if suggestions and results.records:
             _suggest(results, suggestions, progress)
         return replace(segmented, seconds=time.perf_counter() - started)
@@ -565,22 +564,17 @@ class _Results:
         )
         self.job.finish()
 
-    def write_coco(self, progress: Phases) -> None:
-        """Write labels in COCO format, with one annotation per image and class except the background."""
-        things = [c for c, name in enumerate(self.classes) if name.lower() != BACKGROUND]
+    def write(self, labels_format: LabelFormat, file: str, progress: Phases) -> None:
+        """Write all labels to one file in a format of the table."""
         sizes = {name: record.size for name, record in self.records.items()}
+        done = itertools.count(1)
 
-        def annotations() -> Iterator[dict[str, Any]]:
-            for number, name in enumerate(sizes, start=1):
-                labels = _read_grey(files_of(self.folder, name)[0]).numpy()
-                present = set(np.unique(labels).tolist())
-                for category, label in enumerate(things, start=1):
-                    if label in present:
-                        yield {"image_id": number, "category_id": category, **outline(labels == label)}
-                progress(COCO, number, len(sizes))
+        def labels(name: str) -> UInt8[Tensor, "h w"]:
+            progress(file, next(done), len(sizes))
+            return _read_grey(files_of(self.folder, name)[0])
 
-        images = [{"file_name": name, "width": width, "height": height} for name, (height, width) in sizes.items()]
-        write_coco(self.folder / COCO, images, [self.classes[c] for c in things], annotations())
+        assert labels_format.write is not None
+        labels_format.write(self.folder / file, Labelling(sizes, self.classes, labels))
 
     def draw(self, names: Sequence[str], file: str) -> None:
         """Draw some images with their labels and confidence."""

@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -40,6 +40,20 @@ class LabelMap(NamedTuple):
 
     labels: UInt8[Tensor, "h w"]
     palette: tuple[Colour, ...] | None = None
+
+
+class Labelling(NamedTuple):
+    """Labels of many images, to be written to a file.
+
+    Attributes:
+        sizes: height and width of each image by name.
+        classes: names of the classes.
+        labels: returns the class of each pixel of an image by its name.
+    """
+
+    sizes: Mapping[str, tuple[int, int]]
+    classes: Sequence[str]
+    labels: Callable[[str], UInt8[Tensor, "h w"]]
 
 
 # ---------------------------------------------------------------------------------------------------- class indices

@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -70,6 +70,39 @@ class LabelledImages(ImageSource, Protocol):
         ...
 
 
+class LabelledExamples(LabelledImages, Protocol):
+    """Labelled images on disk, in any of `LABEL_FORMATS`."""
+
+    reading: Reading
+
+    @property
+    def listed_classes(self) -> list[str] | None:
+        """Names of the classes if the labels or a list define them."""
+        ...
+
+    @property
+    def new_classes(self) -> list[str] | None:
+        """Names of the classes of a new memory; those of masks are background and foreground by default."""
+        ...
+
+    @property
+    def stated_palette(self) -> list[Colour] | None:
+        """Colours of the classes; None for those of the label maps."""
+        ...
+
+    def path(self, index: int) -> str:
+        """Return the path of an image file."""
+        ...
+
+    def label_map(self, index: int) -> LabelMap:
+        """Return the class of each pixel, and the colours of the classes if the labels have them."""
+        ...
+
+    def require_images(self) -> None:
+        """Raise DataError for labels without an image."""
+        ...
+
+
 class LabelledFiles(ImageFiles):
     """Image files, each with a label map in a file.
 
@@ -103,7 +136,7 @@ class LabelledFiles(ImageFiles):
     ) -> None:
         super().__init__(images.folder, images.names, reading=images.reading)
         self._label_files = ImageFiles(label_folder, label_names)
-        self._classes = list(classes)
+        self._classes, self._listed = list(classes), list(classes)
         self._palette = coding.classes if palette is None and isinstance(coding, LabelColours) else palette
         self._coding = coding
         self._is_published = isinstance(coding, LabelValues)
@@ -152,6 +185,24 @@ class LabelledFiles(ImageFiles):
     def palette(self) -> Sequence[Colour]:
         """The colour of each class in pictures."""
         return class_colours(self.classes) if self._palette is None else self._palette
+
+    @property
+    def listed_classes(self) -> list[str] | None:
+        """Names of the classes, if they were given."""
+        return self._listed or None
+
+    @property
+    def new_classes(self) -> list[str] | None:
+        """Names of the classes of a new memory; those of masks are background and foreground by default."""
+        return self._listed or (list(MASK_CLASSES) if self.coding == MASKS else None)
+
+    @property
+    def stated_palette(self) -> list[Colour] | None:
+        """The colours of the classes in the list of classes; None if the label maps have class indices."""
+        return None if isinstance(self.coding, LabelValues) else list(self.coding.classes)
+
+    def require_images(self) -> None:
+        """Raise DataError for a label map without an image; `LabelledFolder` may have one."""
 
     def label_path(self, index: int) -> str:
         """Return the path of an image's label map."""
@@ -211,6 +262,11 @@ class LabelledFolder(LabelledFiles):
         listed = ClassList([]) if classes is None else read_classes(classes)
         names = (maps[stem] for stem in stems)
         super().__init__(images, folder, names, classes=listed.names, coding=listed.colours, masks=masks)
+        self._pairs = (maps.keys(), stems) if Path(images_dir).expanduser().is_dir() else ((), stems)
+
+    def require_images(self) -> None:
+        """Raise DataError for a label map without an image; those of images that a list omits are skipped."""
+        require_images(*self._pairs, Path(self._label_files.folder), Path(self.folder))
 
 
 class UnlabelledFiles(ImageFiles):
@@ -288,6 +344,15 @@ def missing_labels(image: str, folder: str | os.PathLike[str], labels: Path) -> 
     """Return the error for an image in a folder without a label map."""
     instead = other_annotations(Path(folder, image), labels)
     return MissingData(f"the image {image} has no labels: there is no {labels.name} in {labels.parent}{instead}")
+
+
+def require_images(maps: Iterable[str], images: Mapping[str, str], labels: Path, folder: Path) -> None:
+    """Raise DataError for a label map without an image."""
+    for stem in maps:
+        if stem not in images:
+            near = next((image for image in images if is_marked(stem, image)), None)
+            advice = "" if near is None else f", but {images[near]}: give the label map its name, {near}.png"
+            raise DataError(f"the labels {labels / stem}.png have no image: {folder} does not contain {stem}{advice}")
 
 
 def other_annotations(image: Path, labels: Path) -> str:

@@ -6,8 +6,13 @@ import torch
 from tests.apps.segment.coded import blocks, save_example, save_image, save_labels
 
 from cribo.base.errors import DataError, MissingData
-from cribo.data.labelled.examples import find_examples
+from cribo.data.config import Reading
+from cribo.data.labelled.datasets import open_segmentation
+from cribo.data.labelled.formats import LABEL_FORMATS, LabelFormat, find_examples
 from cribo.data.labelled.inputs import open_labels
+from cribo.data.labelled.label_maps import Labelling, LabelMap
+from cribo.data.labelled.segmentation import LabelledFiles
+from cribo.data.sources.images import ImageFiles
 
 LABELS = blocks([0, 1])
 OUTLINE = {"image_id": 1, "category_id": 3, "segmentation": [[0, 0, 4, 0, 4, 4, 0, 4]]}
@@ -83,15 +88,72 @@ def test_annotations_of_cocos_format(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     for found in (find_examples(tmp_path), find_examples(tmp_path, labels=tmp_path / "a.json")):
         assert found.classes == ["background", "cell"]
-        labels = found[0].labels
-        assert isinstance(labels, torch.Tensor)
-        assert torch.equal(labels, blocks([1, 0]))
+        assert torch.equal(open_labels(found[0].labels).labels, blocks([1, 0]))
     (tmp_path / "names.txt").write_text("x\ny")
     with pytest.raises(DataError, match="cannot be used with COCO annotations"):
         find_examples(tmp_path, classes=tmp_path / "names.txt")
     (tmp_path / "b.json").write_text(json.dumps(COCO))
     with pytest.raises(DataError, match=r"several annotation files \(a\.json, b\.json\): choose one with --labels"):
         find_examples(tmp_path)
+
+
+def test_a_labelled_set_with_annotations_of_cocos_format(tmp_path: Path) -> None:
+    save_image(tmp_path / "images" / "val" / "a.bmp", LABELS)
+    (tmp_path / "labels").mkdir()
+    (tmp_path / "labels" / "val.json").write_text(json.dumps(COCO))
+    val = open_segmentation("folder", tmp_path, "val", reading=Reading(32))
+    assert (val.classes, val.name(0), val.reading) == (["background", "cell"], "a.bmp", Reading(32))
+    assert torch.equal(val.labels(0), blocks([1, 0]))
+
+
+def test_labels_of_no_format(tmp_path: Path) -> None:
+    save_image(tmp_path / "images" / "a.bmp", LABELS)
+    (tmp_path / "labels.txt").write_text("a: road")
+    with pytest.raises(DataError, match=r"labels\.txt has no labels of a known format: COCO annotations, label maps"):
+        find_examples(tmp_path / "images", labels=tmp_path / "labels.txt")
+
+
+class Halves(LabelledFiles):
+    """A toy format: a text file lists the class of the left and right half of each image."""
+
+    def __init__(self, images: Path, labels: Path) -> None:
+        rows = [line.split() for line in labels.read_text().splitlines()]
+        super().__init__(ImageFiles(images, [name for name, *_ in rows]), images, [], classes=["road", "sky"])
+        self.halves = [[int(left), int(right)] for _, left, right in rows]
+
+    def label_map(self, index: int) -> LabelMap:
+        return LabelMap(blocks(self.halves[index]))
+
+    @staticmethod
+    def write(path: Path, labelling: Labelling) -> None:
+        maps = {name: labelling.labels(name) for name in labelling.sizes}
+        path.write_text("".join(f"{name} {each[0, 0]} {each[0, -1]}\n" for name, each in maps.items()))
+
+
+def test_a_format_of_its_own_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    halves = LabelFormat(
+        "halves",
+        lambda labels: labels.suffix == ".halves",
+        lambda images, labels, classes, masks: Halves(images, labels),
+        lambda folder, *_: Halves(folder, folder / "a.halves") if (folder / "a.halves").is_file() else None,
+        write=Halves.write,
+    )
+    monkeypatch.setattr("cribo.data.labelled.formats.LABEL_FORMATS", {"halves": halves, **LABEL_FORMATS})
+    save_image(tmp_path / "images" / "a.bmp", LABELS)
+    (tmp_path / "labels.halves").write_text("a.bmp 1 0\n")
+    for found in (
+        find_examples(tmp_path / "images", labels=tmp_path / "labels.halves").images,
+        open_segmentation("folder", tmp_path, ""),
+    ):
+        assert (found.listed_classes, found.name(0)) == (["road", "sky"], "a.bmp")
+        assert torch.equal(found.labels(0), blocks([1, 0]))
+    written = Labelling({"a.bmp": (4, 8)}, ["road", "sky"], lambda name: blocks([0, 1]))
+    assert halves.write is not None
+    halves.write(tmp_path / "images" / "a.halves", written)
+    examples = find_examples(tmp_path / "images")
+    assert torch.equal(open_labels(examples[0].labels).labels, blocks([0, 1]))
+    with pytest.raises(DataError, match="cannot be used with halves, which define their own classes"):
+        find_examples(tmp_path / "images", classes=tmp_path / "names.txt")
 
 
 def test_an_image_without_labels(tmp_path: Path) -> None:
