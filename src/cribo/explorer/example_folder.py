@@ -11,7 +11,6 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from cribo.apps.segment.pixels import write_labels
 from cribo.apps.segment.storage import memory_lock
 from cribo.base.colours import Colour, class_colours
 from cribo.base.errors import InputError
@@ -21,7 +20,7 @@ from cribo.data.labelled.coco import find_coco
 from cribo.data.labelled.crops import resize_labels
 from cribo.data.labelled.formats import CLASSES_FILE, Examples, find_examples
 from cribo.data.labelled.inputs import open_labels
-from cribo.data.labelled.label_maps import IGNORE_INDEX, MASKS, LabelMap, LabelValues, read_classes
+from cribo.data.labelled.label_maps import IGNORE_INDEX, MASKS, LabelMap, LabelValues, read_classes, write_labels
 from cribo.data.labelled.segmentation import LabelledFiles
 from cribo.data.reading import EXTENSIONS
 from cribo.data.sources.images import composed, has_images, list_files

@@ -23,7 +23,7 @@ from cribo.apps.segment.config import SegmentConfig
 from cribo.apps.segment.labeller import LabelledImage, Labeller
 from cribo.apps.segment.memory import Segmentation, SegmentationMemory
 from cribo.apps.segment.pictures import SegmentedPanel, draw_overview, overlay
-from cribo.apps.segment.pixels import write_confidence, write_labels
+from cribo.apps.segment.pixels import write_confidence
 from cribo.apps.segment.results import (
     FOLDERS,
     KIND,
@@ -52,7 +52,7 @@ from cribo.base.versions import versions
 from cribo.base.wording import counted
 from cribo.data.config import Reading, spread
 from cribo.data.labelled.formats import LABEL_FORMATS, Examples, LabelFormat, find_examples
-from cribo.data.labelled.label_maps import IGNORE_INDEX, Labelling
+from cribo.data.labelled.label_maps import IGNORE_INDEX, Labelling, write_labels
 from cribo.data.reading import read_values
 from cribo.data.sources.collection import ImageCollection, names_hash
 from cribo.data.sources.images import ImageFiles, is_url, require_readable

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 import torch
@@ -272,6 +272,14 @@ def _hex(colour: Colour) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------ files
+
+
+def write_labels(labels: UInt8[Tensor, "h w"], palette: Sequence[Colour], file: Path | IO[bytes]) -> None:
+    """Write class indices as a palette PNG; 255 means no class."""
+    image = Image.fromarray(labels.numpy())
+    image.putpalette([part for colour in palette for part in colour])
+    # By default, Pillow stores only as many bits as the palette needs, which truncates 255.
+    image.save(file, "PNG", **({"bits": 8} if labels.max() == IGNORE_INDEX else {}))
 
 
 def open_some(paths: Sequence[str]) -> Iterator[Image.Image]:
