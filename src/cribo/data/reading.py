@@ -187,6 +187,15 @@ def read_reduced(
         return _tensor(pixels), factor
 
 
+def largest_factor(fits: Callable[[int], bool]) -> int:
+    """Return the largest factor by which a decoder can reduce an image and that fits: 8, 4, 2, or 1.
+
+    >>> largest_factor(lambda factor: 1000 // factor >= 224)
+    4
+    """
+    return next(filter(fits, (8, 4, 2)), 1)
+
+
 def image_size(path: str | os.PathLike[str] | EncodedImage, *, reading: Reading = DEFAULT_READING) -> tuple[int, int]:
     """Return height and width of the tensor that `read_image` would return, reading only the header.
 

@@ -23,7 +23,7 @@ from cribo.base.files import write_whole
 from cribo.base.painting import outline_region
 from cribo.base.wording import counted, shortened
 from cribo.data.config import DEFAULT_READING, Reading
-from cribo.data.reading import EncodedImage, read_reduced
+from cribo.data.reading import EncodedImage, largest_factor, read_reduced
 from cribo.features.objects import resize_mask
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ def _read(path: Path | EncodedImage, room: tuple[int, int], reading: Reading) ->
     """Read an image as RGB, scaled to fit into (width, height) = `room`."""
 
     def reduction(height: int, width: int) -> int:
-        return next((by for by in (8, 4, 2) if min(height, width) // by >= 2 * max(room)), 1)
+        return largest_factor(lambda factor: min(height, width) // factor >= 2 * max(room))
 
     pixels, _ = read_reduced(path, reduction, reading=reading)
     picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())

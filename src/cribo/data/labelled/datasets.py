@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from cribo.base.errors import DataError, MissingData
-from cribo.base.files import require
+from cribo.base.files import read_lines, require
 from cribo.base.wording import enumerated
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.labelled.formats import CLASSES_FILE, open_labels_of
@@ -189,12 +189,8 @@ def read_stems(path: Path) -> set[str]:
 
     Each line is a name without folder and extension, or the paths of an image and its label map.
     """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not a list of images: it is not UTF-8 text") from error
     stems: set[str] = set()
-    for number, line in enumerate(lines, start=1):
+    for number, line in read_lines(path, "a list of images"):
         names = {composed(PurePosixPath(part).stem) for part in line.split()}
         if len(names) > 1:
             raise DataError(

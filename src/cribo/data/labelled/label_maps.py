@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cribo.base.colours import Colour
 from cribo.base.errors import DataError
-from cribo.base.files import require
+from cribo.base.files import read_lines, require
 from cribo.base.wording import counted, enumerated
 from cribo.data.reading import read_values
 
@@ -308,11 +308,7 @@ def read_classes(classes: Sequence[str] | str | os.PathLike[str]) -> ClassList:
         return ClassList(_checked(list(classes), "classes"))
     path = Path(classes).expanduser()
     require(path)
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not a list of classes: it is not UTF-8 text") from error
-    lines = [line for line in lines if line and not line.startswith(_COMMENT)]
+    lines = [line for _, line in read_lines(path, "a list of classes") if not line.startswith(_COMMENT)]
     matches = [_COLOURED_LINE.fullmatch(line) for line in lines]
     if not any(matches):
         return ClassList(_checked(lines, str(path)))

@@ -5,7 +5,14 @@ from pathlib import Path
 from cribo.base.errors import DataError
 from cribo.base.wording import enumerated
 from cribo.data.labelled.label_maps import ClassList, read_classes
-from cribo.data.labelled.segmentation import LabelledFiles, LabelledFolder, by_stem, other_annotations, require_images
+from cribo.data.labelled.segmentation import (
+    LabelledFiles,
+    LabelledFolder,
+    by_stem,
+    label_maps_in,
+    other_annotations,
+    require_images,
+)
 from cribo.data.reading import EXTENSIONS
 from cribo.data.sources.images import ImageFiles, list_files, open_images
 
@@ -33,7 +40,7 @@ def find_label_maps(folder: Path, classes: Path | None, masks: bool) -> Labelled
 
 def _in_voc(images: Path, labels: Path, classes: Path | None, masks: bool) -> LabelledFiles:
     """Open the labelled images in the folders of Pascal VOC, in which most images have no labels."""
-    maps, found = by_stem(list_files(labels, [".png"]), [".png"]), by_stem(open_images(images).names, EXTENSIONS)
+    maps, found = label_maps_in(labels), by_stem(open_images(images).names, EXTENSIONS)
     if not maps:
         there = sorted(path.name for path in labels.iterdir())
         raise DataError(f"no label maps in {labels}: they must be PNG, got {enumerated(there) or 'no files'}")

@@ -255,7 +255,7 @@ class LabelledFolder(LabelledFiles):
         folder = Path(labels_dir).expanduser()
         require(folder)
         stems = by_stem(images.names, EXTENSIONS)
-        maps = by_stem(list_files(folder, [".png"]), [".png"])
+        maps = label_maps_in(folder)
         for stem, name in stems.items():
             if stem not in maps:
                 raise missing_labels(name, images.folder, folder / f"{stem}.png")
@@ -338,6 +338,11 @@ def by_stem(names: Iterable[str], endings: Sequence[str]) -> dict[str, str]:
             raise DataError(f"the images {stems[stem]} and {name} share the labels {stem}.png: rename one")
         stems[stem] = name
     return stems
+
+
+def label_maps_in(folder: Path) -> dict[str, str]:
+    """Map the stem of each label map below a folder to its name (see `by_stem`)."""
+    return by_stem(list_files(folder, [".png"]), [".png"])
 
 
 def missing_labels(image: str, folder: str | os.PathLike[str], labels: Path) -> MissingData:

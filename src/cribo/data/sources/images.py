@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from cribo.base.errors import DataError, InputError, MissingData, UnreadableImage
-from cribo.base.files import absolute_path, require
+from cribo.base.files import absolute_path, read_lines, require
 from cribo.base.wording import counted, enumerated, is_utf8, printable
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.reading import (
@@ -452,12 +452,7 @@ def _walk(folder: str, prefix: str, extensions: frozenset[str], above: tuple[tup
 
 def read_list(path: Path) -> list[tuple[int, str]]:
     """Return the line numbers and names in a list of images; raises DataError if it is empty or not UTF-8 text."""
-    try:
-        # utf-8-sig: without it, a byte-order mark would become part of the first name.
-        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not a list of images: it is not UTF-8 text") from error
-    names = [(number, line) for number, line in enumerate(lines, start=1) if line and not line.startswith("#")]
+    names = [(number, line) for number, line in read_lines(path, "a list of images") if not line.startswith("#")]
     if not names:
         raise DataError(f"{path} lists no images: put one path per line, relative to {path.parent} or absolute")
     return names
