@@ -51,8 +51,9 @@ from cribo.base.job import Job, require_writable
 from cribo.base.versions import versions
 from cribo.base.wording import counted
 from cribo.data.config import Reading, spread
-from cribo.data.labelled.formats import LABEL_FORMATS, Examples, LabelFormat, find_examples
+from cribo.data.labelled.formats import LABEL_FORMATS, LabelFormat, find_examples
 from cribo.data.labelled.label_maps import IGNORE_INDEX, Labelling, write_labels
+from cribo.data.labelled.segmentation import LabelledExamples
 from cribo.data.reading import read_values
 from cribo.data.sources.collection import ImageCollection, names_hash
 from cribo.data.sources.images import ImageFiles, is_url, require_readable
@@ -236,27 +237,29 @@ def _open_memory(
         classes=config.classes,
         known_classes=None if memory is None else len(memory.classes),
     )
-    examples.images.reading = Reading(config.max_pixels, (settings if memory is None else memory.settings).range)
+    examples.reading = Reading(config.max_pixels, (settings if memory is None else memory.settings).range)
     if memory is None:
         memory = SegmentationMemory(
-            config.backbone, classes=examples.new_classes, palette=examples.palette, settings=settings, **options
+            config.backbone, classes=examples.new_classes, palette=examples.stated_palette, settings=settings, **options
         )
-    elif examples.classes is not None and examples.classes != memory.classes:
+    elif (listed := examples.listed_classes) is not None and listed != memory.classes:
         raise DataError(
-            f"the examples in {config.examples} have the classes {', '.join(examples.classes)}, but the memory {file} "
-            f"has {', '.join(memory.classes)}: use the same list for both, or create another memory"
+            f"the examples in {config.examples} have the classes {', '.join(listed)}, but the memory {file} has "
+            f"{', '.join(memory.classes)}: use the same list for both, or create another memory"
         )
-    memory.reading = examples.images.reading
+    memory.reading = examples.reading
     return memory, _add_examples(memory, examples, config, progress)
 
 
-def _add_examples(memory: SegmentationMemory, examples: Examples, config: SegmentConfig, progress: Phases) -> bool:
+def _add_examples(
+    memory: SegmentationMemory, examples: LabelledExamples, config: SegmentConfig, progress: Phases
+) -> bool:
     """Add new examples to the memory; return whether the memory has changed."""
     changed = 0
     progress("examples", 0, len(examples))
     for start in range(0, len(examples), config.batch_size):
         part = range(start, min(len(examples), start + config.batch_size))
-        changed += memory.extend([examples[number] for number in part])
+        changed += memory.extend([examples.example(number) for number in part])
         progress("examples", part[-1] + 1, len(examples))
     if changed < len(examples):
         log.info("already in the memory: %d of %s", len(examples) - changed, counted(len(examples), "example"))

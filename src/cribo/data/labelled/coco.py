@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int64, UInt8
-from torch import Tensor
+from jaxtyping import Bool, Int64
 
-from cribo.base.colours import class_colours
+from cribo.base.colours import Colour, class_colours
 from cribo.base.errors import DataError, InputError, MissingData
 from cribo.base.files import path_inside, read_json, require, write_whole
 from cribo.base.wording import counted, enumerated
 from cribo.data.labelled.label_maps import IGNORE_INDEX, Labelling, LabelMap, read_classes
 from cribo.data.labelled.run_lengths import decompressed, mask_annotation, mask_of, require_counts
+from cribo.data.labelled.segmentation import LabelledExamples
 from cribo.data.reading import image_size
 from cribo.data.sources.images import FilesBelow, ImageFiles
 
@@ -229,7 +229,7 @@ def require_size(file: Path, name: str, listed: tuple[int, int] | None, size: tu
         )
 
 
-class CocoLabels(ImageFiles):
+class CocoLabels(LabelledExamples):
     """Images with objects outlined by a file in COCO's format, as `LabelledImages`.
 
     Class 0 is the background, followed by the categories sorted by id; ids may have gaps. Where objects overlap, the
@@ -247,8 +247,6 @@ class CocoLabels(ImageFiles):
             crowds.
     """
 
-    ignore_index: int = IGNORE_INDEX
-
     def __init__(self, annotations: str | os.PathLike[str], images: str | os.PathLike[str] | None = None) -> None:
         self._coco = coco = CocoFile(annotations)
         # A category called background is merged with class 0.
@@ -256,13 +254,10 @@ class CocoLabels(ImageFiles):
         things = [name for name in names if name.lower() != BACKGROUND]
         numbers = iter(range(1, len(things) + 1))
         self._label = [0 if name.lower() == BACKGROUND else next(numbers) for name in names]
-        self.classes = read_classes([BACKGROUND, *things]).names
-        self.palette = class_colours(self.classes)
+        self.listed_classes = read_classes([BACKGROUND, *things]).names
         files = coco.image_files(images)
         super().__init__(files.folder, files.names)
         coco.require_objects()
-        self.listed_classes = self.new_classes = self.classes
-        self.stated_palette = list(self.palette)
         self._outlines = self._read_outlines()
 
     def _read_outlines(self) -> list[list[tuple[Annotation, Any]]]:
@@ -302,7 +297,7 @@ class CocoLabels(ImageFiles):
             )
         return outlines
 
-    def labels(self, index: int) -> UInt8[Tensor, "h w"]:
+    def label_map(self, index: int) -> LabelMap:
         """Return the class of each pixel, 0 for background and 255 for crowds.
 
         Raises:
@@ -317,14 +312,12 @@ class CocoLabels(ImageFiles):
         drawn.sort(key=lambda each: (not each[0].crowd, -each[1]))
         for annotation, _, runs in drawn:
             labels[_mask(runs, height, width)] = IGNORE_INDEX if annotation.crowd else self._label[annotation.category]
-        return torch.from_numpy(labels)
+        return LabelMap(torch.from_numpy(labels))
 
-    def label_map(self, index: int) -> LabelMap:
-        """Return the class of each pixel; raises as `labels` does."""
-        return LabelMap(self.labels(index))
-
-    def require_images(self) -> None:
-        """No-op: all images that the file lists exist."""
+    @property
+    def stated_palette(self) -> list[Colour]:
+        """Colours by the names of the classes."""
+        return list(class_colours(self.classes))
 
 
 # --------------------------------------------------------------------------------------------------------- outlines

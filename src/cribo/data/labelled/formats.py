@@ -5,12 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cribo.base.colours import Colour
 from cribo.base.errors import DataError
 from cribo.base.files import require
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.labelled.coco import CocoLabels, DamagedLabels, find_coco_labels, is_coco, write_label_maps_as_coco
-from cribo.data.labelled.inputs import Example
 from cribo.data.labelled.label_maps import MASK_CLASSES, Labelling
 from cribo.data.labelled.map_layouts import find_label_maps
 from cribo.data.labelled.segmentation import LabelledExamples, LabelledFolder
@@ -104,41 +102,13 @@ def _format_of(labels: Path) -> LabelFormat:
     return found
 
 
-@dataclass(frozen=True)
-class Examples:
-    """Labelled images, read on access, and the names of their classes if known."""
-
-    images: LabelledExamples
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> Example:
-        return Example(self.images.path(index), self.images.label_map(index), self.images.name(index))
-
-    @property
-    def classes(self) -> list[str] | None:
-        """Names of the classes if they are known."""
-        return self.images.listed_classes
-
-    @property
-    def new_classes(self) -> list[str] | None:
-        """Names of the classes of a new memory; those of masks are background and foreground by default."""
-        return self.images.new_classes
-
-    @property
-    def palette(self) -> list[Colour] | None:
-        """Colours of the classes; None for those of the label maps."""
-        return self.images.stated_palette
-
-
 def find_examples(
     source: str | Path,
     *,
     labels: str | Path | None = None,
     classes: str | Path | None = None,
     known_classes: int | None = None,
-) -> Examples:
+) -> LabelledExamples:
     """Find the examples in a folder in a layout of any format, or with labels in another place.
 
     Args:
@@ -170,7 +140,7 @@ def find_examples(
     else:
         raise DataError(f"{folder} is a file: give the folder of its label maps with --labels, or give a folder")
     found.require_images()
-    return Examples(found)
+    return found
 
 
 def _found(folder: Path, listed: Path | None, masks: bool) -> LabelledExamples:

@@ -16,6 +16,7 @@ from cribo.base.errors import DataError, MissingData
 from cribo.base.files import read_json, require
 from cribo.base.wording import enumerated
 from cribo.data.config import DEFAULT_READING, Reading
+from cribo.data.labelled.inputs import Example
 from cribo.data.labelled.label_maps import (
     IGNORE_INDEX,
     MASK_CLASSES,
@@ -70,40 +71,53 @@ class LabelledImages(ImageSource, Protocol):
         ...
 
 
-class LabelledExamples(LabelledImages, Protocol):
-    """Labelled images on disk, in any of `LABEL_FORMATS`."""
+class LabelledExamples(ImageFiles):
+    """Base of labelled image files, as `LabelledImages` and as examples of segmentation.
 
-    reading: Reading
+    Attributes:
+        listed_classes: names of the classes if the labels or a list define them.
+    """
+
+    ignore_index: int = IGNORE_INDEX
+    listed_classes: list[str] | None = None
 
     @property
-    def listed_classes(self) -> list[str] | None:
-        """Names of the classes if the labels or a list define them."""
-        ...
+    def classes(self) -> Sequence[str]:
+        """Names of the classes; label c is `classes[c]`."""
+        return self.listed_classes or ()
+
+    @property
+    def palette(self) -> Sequence[Colour]:
+        """The colour of each class in pictures."""
+        return self.stated_palette or class_colours(self.classes)
 
     @property
     def new_classes(self) -> list[str] | None:
-        """Names of the classes of a new memory; those of masks are background and foreground by default."""
-        ...
+        """Names of the classes of a new memory."""
+        return self.listed_classes
 
     @property
     def stated_palette(self) -> list[Colour] | None:
-        """Colours of the classes; None for those of the label maps."""
-        ...
-
-    def path(self, index: int) -> str:
-        """Return the path of an image file."""
-        ...
+        """Colours that the labels or a list define; None for those of `label_map`."""
+        return None
 
     def label_map(self, index: int) -> LabelMap:
-        """Return the class of each pixel, and the colours of the classes if the labels have them."""
-        ...
+        """Return the class of each pixel of an image, and the colours of the classes if its labels have them."""
+        raise NotImplementedError
+
+    def labels(self, index: int) -> UInt8[Tensor, "h w"]:
+        """Return the class of each pixel, 255 for ignored pixels; raises the errors of `label_map`."""
+        return self.label_map(index).labels
+
+    def example(self, index: int) -> Example:
+        """Return an image with its labels as an example of segmentation."""
+        return Example(self.path(index), self.label_map(index), self.name(index))
 
     def require_images(self) -> None:
         """Raise DataError for labels without an image."""
-        ...
 
 
-class LabelledFiles(ImageFiles):
+class LabelledFiles(LabelledExamples):
     """Image files, each with a label map in a file.
 
     A label map is a PNG. Its values are read, of a palette PNG the indices, unless `coding` gives the colours of the
@@ -121,8 +135,6 @@ class LabelledFiles(ImageFiles):
         masks: whether label maps that contain only 0 and 255 may be masks.
     """
 
-    ignore_index: int = IGNORE_INDEX
-
     def __init__(
         self,
         images: ImageFiles,
@@ -136,7 +148,7 @@ class LabelledFiles(ImageFiles):
     ) -> None:
         super().__init__(images.folder, images.names, reading=images.reading)
         self._label_files = ImageFiles(label_folder, label_names)
-        self._classes, self._listed = list(classes), list(classes)
+        self._classes, self.listed_classes = list(classes), list(classes) or None
         self._palette = coding.classes if palette is None and isinstance(coding, LabelColours) else palette
         self._coding = coding
         self._is_published = isinstance(coding, LabelValues)
@@ -187,30 +199,18 @@ class LabelledFiles(ImageFiles):
         return class_colours(self.classes) if self._palette is None else self._palette
 
     @property
-    def listed_classes(self) -> list[str] | None:
-        """Names of the classes, if they were given."""
-        return self._listed or None
-
-    @property
     def new_classes(self) -> list[str] | None:
         """Names of the classes of a new memory; those of masks are background and foreground by default."""
-        return self._listed or (list(MASK_CLASSES) if self.coding == MASKS else None)
+        return self.listed_classes or (list(MASK_CLASSES) if self.coding == MASKS else None)
 
     @property
     def stated_palette(self) -> list[Colour] | None:
         """The colours of the classes in the list of classes; None if the label maps have class indices."""
         return None if isinstance(self.coding, LabelValues) else list(self.coding.classes)
 
-    def require_images(self) -> None:
-        """Raise DataError for a label map without an image; `LabelledFolder` may have one."""
-
     def label_path(self, index: int) -> str:
         """Return the path of an image's label map."""
         return self._label_files.path(index)
-
-    def labels(self, index: int) -> UInt8[Tensor, "h w"]:
-        """Return the class of each pixel, 255 for ignored pixels; raises the errors of `label_map`."""
-        return self.label_map(index).labels
 
     def label_map(self, index: int) -> LabelMap:
         """Return the class of each pixel, and the colours of a palette PNG.
