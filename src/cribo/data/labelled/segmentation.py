@@ -262,11 +262,12 @@ class LabelledFolder(LabelledFiles):
         listed = ClassList([]) if classes is None else read_classes(classes)
         names = (maps[stem] for stem in stems)
         super().__init__(images, folder, names, classes=listed.names, coding=listed.colours, masks=masks)
-        self._pairs = (maps.keys(), stems) if Path(images_dir).expanduser().is_dir() else ((), stems)
+        self._unused = [stem for stem in maps if stem not in stems] if Path(images_dir).expanduser().is_dir() else []
 
     def require_images(self) -> None:
         """Raise DataError for a label map without an image; those of images that a list omits are skipped."""
-        require_images(*self._pairs, Path(self._label_files.folder), Path(self.folder))
+        images = by_stem(self.names, EXTENSIONS)
+        require_images(self._unused, images, Path(self._label_files.folder), Path(self.folder))
 
 
 class UnlabelledFiles(ImageFiles):

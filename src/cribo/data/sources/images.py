@@ -431,6 +431,11 @@ def list_files(folder: str | os.PathLike[str], extensions: Iterable[str]) -> Ite
     return _walk(os.fspath(folder), "", frozenset(extensions), ())
 
 
+def list_directly(folder: Path, suffix: str) -> list[Path]:
+    """List the files directly in a folder that end in `suffix`, without hidden ones, sorted by name."""
+    return sorted(path for path in folder.glob(f"*{suffix}") if not path.name.startswith(".") and path.is_file())
+
+
 def _walk(folder: str, prefix: str, extensions: frozenset[str], above: tuple[tuple[int, int], ...]) -> Iterator[str]:
     status = os.stat(folder)
     here = (status.st_dev, status.st_ino)
