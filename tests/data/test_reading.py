@@ -2,18 +2,24 @@
 
 import io
 import pickle
+import re
 import struct
+import sys
 import zlib
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from cribo.base.errors import UnreadableImage
+from cribo.base.errors import InputError, MissingPackage, TooManyPixels, UnreadableImage
 from cribo.data.config import MAX_PIXELS, Reading
-from cribo.data.reading import image_size, read_image, read_reduced
+from cribo.data.readers import ImageKind, Picture
+from cribo.data.reading import IMAGE_KINDS, EncodedImage, image_size, read_image, read_reduced, read_values
 
 
 def gradient(height: int = 24, width: int = 40) -> np.ndarray:
@@ -243,6 +249,86 @@ def test_files_that_are_not_images_are_refused(tmp_path, content, reason):
     assert str(caught.value).startswith(str(tmp_path / "x.jpg"))
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "kind"),
+    [
+        ("x.jpg", b"\0\0\0\x18ftypheic\0\0\0\0", "HEIC"),
+        ("scan", b"\0" * 128 + b"DICM", "DICOM"),
+        ("x.dng", b"II*\0\x08\0\0\0", "camera raw"),  # Pillow would read the thumbnail of such a TIFF
+        ("x.svs", b"II*\0\x08\0\0\0", "whole-slide TIFF"),
+    ],
+)
+def test_kinds_that_are_not_read_are_refused_by_name(name, content, kind):
+    with pytest.raises(UnreadableImage) as caught:
+        read_image(EncodedImage(name, content))
+    assert caught.value.reason.startswith(f"{kind} images cannot be read")
+
+
+def test_the_extensions_of_all_kinds_differ_and_the_documentation_lists_those_that_are_read():
+    extensions = [extension for kind in IMAGE_KINDS for extension in kind.extensions]
+    assert len({*extensions}) == len(extensions)
+    page = Path(__file__).parents[2].joinpath("docs/data.md").read_text(encoding="utf-8")
+    rows = [
+        f"| {kind.name} | {' '.join(kind.extensions)} | {kind.channels} | {kind.bits} | {kind.pages} |"
+        for kind in IMAGE_KINDS
+        if kind.reader
+    ]
+    assert "\n".join(rows) in page
+
+
+class Flat(Picture):
+    """An image of one colour: a reader that does not use Pillow."""
+
+    def __init__(self, kind: ImageKind, header: bytes) -> None:
+        super().__init__(kind, (header[4], header[5]))
+        self.colour = header[6:9]
+
+    def require_whole(self) -> None:
+        if self.colour[0] == 13:
+            raise InputError("it has a second page")
+
+    def rgb(self) -> np.ndarray:
+        return np.full((*self.header_size, 3), np.frombuffer(self.colour, dtype=np.uint8))
+
+
+@pytest.fixture
+def flat_kind(monkeypatch):
+    """Add a kind of image to the table, as a row and a module."""
+    module = ModuleType("cribo.data.readers.flat")
+    vars(module)["open_picture"] = lambda file, name, kind, reading: nullcontext(Flat(kind, file.read()))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    kind = ImageKind("Flat", (".flat",), re.compile(b"FLAT"), "flat")
+
+    def add(**changes) -> None:
+        monkeypatch.setattr("cribo.data.reading.IMAGE_KINDS", (*IMAGE_KINDS, replace(kind, **changes)))
+
+    return add
+
+
+def test_a_kind_with_a_reader_of_its_own(flat_kind):
+    flat_kind()
+    image = EncodedImage("x.flat", b"FLAT" + bytes([3, 5, 10, 20, 30]))
+    assert read_image(image)[:, 2, 4].tolist() == [10, 20, 30]
+    assert image_size(image) == (3, 5)
+    pixels, factor = read_reduced(image, lambda height, width: height)
+    assert (pixels.shape, factor) == ((3, 3, 5), 1)
+    for refused, reason in (
+        (EncodedImage("x", b"FLAT" + bytes([3, 5, 13, 0, 0])), "it has a second page"),
+        (EncodedImage("x", b"FLAT" + bytes([3, 1, 0, 0, 0])), "too few"),
+        (EncodedImage("x", b"FLAT"), "index"),  # any error of a reader
+    ):
+        with pytest.raises(UnreadableImage, match=reason):
+            read_image(refused)
+    with pytest.raises(UnreadableImage, match="Flat"):
+        read_values(image)
+
+
+def test_a_reader_whose_package_is_missing(flat_kind):
+    flat_kind(packages=("no_such_package",), extra="video")
+    with pytest.raises(MissingPackage, match="Flat images needs no_such_package"):
+        read_image(EncodedImage("x.flat", b"FLAT" + bytes(5)))
+
+
 def test_missing_file_and_folder(tmp_path):
     with pytest.raises(UnreadableImage, match="no such file"):
         read_image(tmp_path / "x.jpg")
@@ -281,6 +367,9 @@ def test_the_error_can_be_pickled():
     error = pickle.loads(pickle.dumps(UnreadableImage(Path("a/b.jpg"), "the file is empty")))
     assert (type(error), error.path, error.reason) == (UnreadableImage, "a/b.jpg", "the file is empty")
     assert str(error) == "a/b.jpg: the file is empty"
+    many = pickle.loads(pickle.dumps(TooManyPixels(Path("a/b.jpg"), "9 x 9 pixels", 80)))
+    assert (type(many), many.path) == (TooManyPixels, "a/b.jpg")
+    assert many.reason.startswith("9 x 9 pixels are more than max_pixels = 80")
 
 
 def mean_of_squares(image: np.ndarray, side: int) -> np.ndarray:

@@ -9,7 +9,7 @@ from PIL import Image
 from tests.explorer.conftest import encoded
 
 from cribo.base.errors import InputError
-from cribo.data.labelled.examples import find_examples
+from cribo.data.labelled.formats import find_examples
 from cribo.data.labelled.inputs import open_labels
 from cribo.data.reading import EncodedImage
 from cribo.explorer.example_folder import ExampleFolder, ExistingLabels, Written
@@ -34,7 +34,7 @@ def labels_of(folder: Path, name: str) -> torch.Tensor:
 
 
 def names_in(folder: ExampleFolder) -> list[str]:
-    return [*find_examples(folder.path).images.names]
+    return [*find_examples(folder.path).names]
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -47,7 +47,7 @@ def test_saved_examples_are_those_that_segment_reads(tmp_path: Path) -> None:
     folder.save(picture("street/a.png", 10), halves(1), ["road", "sky"], written)
     folder.save(picture("b.png", 20), halves(0, 1), ["road", "sky"], written)
     found = find_examples(tmp_path / "new" / "ex")
-    assert ([*found.images.names], found.classes) == (["b.png", "street/a.png"], ["road", "sky"])
+    assert ([*found.names], found.listed_classes) == (["b.png", "street/a.png"], ["road", "sky"])
     assert torch.equal(labels_of(folder.path, "street/a.png"), halves(1))
     assert (folder.path / "images" / "street" / "a.png").read_bytes() == picture("street/a.png", 10).content
 
@@ -146,14 +146,14 @@ def test_a_single_painted_class_is_not_read_as_a_mask(tmp_path: Path) -> None:
     folder, written = ExampleFolder(tmp_path / "ex"), Written()
     folder.save(picture("a.png", 1), halves(0), ["road", "sky"], written)
     assert folder.classes == ["road"]
-    assert (open_labels(find_examples(folder.path)[0].labels).labels[:, 20:] == 255).all()
+    assert (open_labels(find_examples(folder.path).example(0).labels).labels[:, 20:] == 255).all()
     folder.save(picture("b.png", 2), halves(1), ["road", "sky"], written)
     assert folder.classes == ["road", "sky"]
     folder.save(picture("b.png", 2), halves(0), ["road", "sky"], written)  # a correction
-    assert (open_labels(find_examples(folder.path)[0].labels).labels[:, 20:] == 255).all()
+    assert (open_labels(find_examples(folder.path).example(0).labels).labels[:, 20:] == 255).all()
     folder.save(picture("b.png", 2), halves(1), ["road", "sky"], written)
     folder.remove(picture("b.png", 2), written)
-    assert (open_labels(find_examples(folder.path)[0].labels).labels[:, 20:] == 255).all()
+    assert (open_labels(find_examples(folder.path).example(0).labels).labels[:, 20:] == 255).all()
 
 
 def test_own_examples_can_be_removed(tmp_path: Path) -> None:

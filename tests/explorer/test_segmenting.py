@@ -16,7 +16,7 @@ from tests.explorer.conftest import COLOURS, draw_square, encoded
 from cribo.base.errors import InputError
 from cribo.cli import main
 from cribo.data.config import Reading
-from cribo.data.labelled.examples import find_examples
+from cribo.data.labelled.formats import find_examples
 from cribo.data.labelled.inputs import open_labels
 from cribo.data.sources.images import open_images
 from cribo.explorer import segmenting
@@ -231,7 +231,7 @@ def test_a_later_session_continues_from_saved_examples(visit: Callable[..., Visi
     later.open(KEYS["0-red"])
     assert later.canvas()["painted"] == runs((0, SQUARE), (1, GROUND))
     paint(later, "0-green", (2, SQUARE))
-    assert find_examples(tmp_path / "ex").classes == ["square", "ground", "roof"]
+    assert find_examples(tmp_path / "ex").listed_classes == ["square", "ground", "roof"]
 
 
 def test_labels_from_before_the_session_are_replaced_only_after_confirmation(
@@ -259,7 +259,7 @@ def test_a_failed_save_is_reported_and_can_be_repeated(visit: Callable[..., Visi
     (tmp_path / "ex").unlink()
     session.replace()
     assert session.saved == "All examples are saved in “ex”."
-    assert [*find_examples(tmp_path / "ex").images.names] == ["0-red.png"]
+    assert [*find_examples(tmp_path / "ex").names] == ["0-red.png"]
 
 
 def test_downloaded_examples_can_be_read_by_cribo_segment(session: Session, tmp_path: Path) -> None:
@@ -269,8 +269,8 @@ def test_downloaded_examples_can_be_read_by_cribo_segment(session: Session, tmp_
     with zipfile.ZipFile(io.BytesIO(session.zipped())) as archive:
         archive.extractall(tmp_path)
     found = find_examples(tmp_path / "examples")
-    assert ([*found.images.names], found.classes) == (["0-red.png"], ["square", "ground"])
-    assert (open_labels(found[0].labels).labels[4:44, 4:44] == 1).all()
+    assert ([*found.names], found.listed_classes) == (["0-red.png"], ["square", "ground"])
+    assert (open_labels(found.example(0).labels).labels[4:44, 4:44] == 1).all()
     assert session.saved.startswith("The examples are kept until the server stops")
 
 

@@ -95,6 +95,16 @@ class UnreadableImage(Stopped):
         return f"{self.path}: {self.reason}"
 
 
+class TooManyPixels(UnreadableImage):
+    """An image has more pixels than `max_pixels`; the file itself may be intact."""
+
+    def __init__(self, path: str | os.PathLike[str], pixels: str, most: int) -> None:
+        super().__init__(
+            path, f"{pixels} are more than max_pixels = {most}: not decoded; raise --max_pixels to read it"
+        )
+        self.args = os.fspath(path), pixels, most
+
+
 class TooManyUnreadable(Stopped):
     """During training, more images were unreadable than `data.max_unreadable` allows."""
 

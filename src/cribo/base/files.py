@@ -378,6 +378,24 @@ def read_text(path: Path, *, limit_bytes: int = TEXT_BYTES, errors: str = "stric
     return _read_bytes(path, limit_bytes).decode("utf-8", errors)
 
 
+def read_lines(path: Path, what: str) -> list[tuple[int, str]]:
+    """Return the number and text of each line of a text file that is not blank, without surrounding spaces.
+
+    Args:
+        path: of the file.
+        what: what the file is, for the message.
+
+    Raises:
+        DataError: it is not UTF-8 text.
+    """
+    try:
+        # utf-8-sig: without it, a byte-order mark would become part of the first line.
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not {what}: it is not UTF-8 text") from error
+    return [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
+
+
 def require_regular(path: Path) -> None:
     """Check that a file which may be from a stranger is no pipe or device, which might never end.
 

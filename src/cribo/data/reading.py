@@ -1,65 +1,101 @@
-"""Reading of image files as RGB tensors, with one error class for all invalid files; decoding imports torch."""
+"""Reading of image files as RGB tensors: one table of image kinds, and one error class for all invalid files.
+
+Decoding imports torch.
+"""
 
 from __future__ import annotations
 
 import errno
 import io
-import logging
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
-import numpy as np
-from PIL import Image, ImageChops, UnidentifiedImageError
-
-from cribo.base.errors import UnreadableImage
+from cribo.base.errors import MissingPackage, TooManyPixels, UnreadableImage
+from cribo.base.packages import require_packages
 from cribo.base.wording import is_utf8
-from cribo.data.channels import (
-    Samples,
-    colour_of_16_bits,
-    grey_to_8_bits,
-    require_one_picture,
-    samples_of,
-    why_no_tiff,
-)
 from cribo.data.config import DEFAULT_READING, Reading
+from cribo.data.readers import ImageKind, Picture
 
 if TYPE_CHECKING:
+    import numpy as np
     from jaxtyping import UInt8
+    from PIL import Image
     from torch import Tensor
 
-# Restricted, so that no file can reach Pillow's other plugins: the EPS plugin, for example, starts Ghostscript.
-IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM", "JPEG2000")
 
-_EXIF_ORIENTATION = 0x0112
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+# ------------------------------------------------------------------------------------------------------ image kinds
 
 
-# Pillow's warnings and messages, such as of a broken EXIF block, do not contain the name of the file. What affects the
-# pixels is an error.
-for _category in (UserWarning, Image.DecompressionBombWarning):
-    warnings.filterwarnings("ignore", category=_category, module=r"PIL\.")
-logging.getLogger("PIL").addHandler(logging.NullHandler())
+def _starts(pattern: bytes) -> re.Pattern[bytes]:
+    return re.compile(pattern, re.DOTALL)
+
+
+_TIFF = _starts(rb"II[*+]\0|MM\0[*+]|II\0\*|MM\*\0")
+
+IMAGE_KINDS = (
+    ImageKind(
+        "JPEG", (".jpg", ".jpeg", ".jpe", ".jfif"), _starts(rb"\xff\xd8\xff"), "pillow", channels="grey, RGB, CMYK"
+    ),
+    ImageKind("PNG", (".png",), _starts(rb"\x89PNG\r\n\x1a\n"), "pillow", bits=16),
+    ImageKind("WEBP", (".webp",), _starts(rb"RIFF.{4}WEBP"), "pillow"),
+    ImageKind("TIFF", (".tif", ".tiff"), _TIFF, "pillow", channels="grey, RGB, CMYK", bits=32, pages="one"),
+    ImageKind("BMP", (".bmp",), _starts(rb"BM"), "pillow"),
+    ImageKind("GIF", (".gif",), _starts(rb"GIF8[79]a"), "pillow"),
+    ImageKind("PPM", (".ppm", ".pgm", ".pbm", ".pnm"), _starts(rb"P[0-6fy]"), "pillow", bits=32),
+    ImageKind("JPEG2000", (".jp2",), _starts(rb"\xff\x4f\xff\x51|\0\0\0\x0cjP  \r\n\x87\n"), "pillow", bits=16),
+    # Recognised, and refused by name.
+    ImageKind("HEIC", (".heic", ".heif"), _starts(rb".{4}ftyp(hei|hev|mif1|msf1)")),
+    ImageKind("AVIF", (".avif",), _starts(rb".{4}ftypavi[fs]")),
+    ImageKind("JPEG XL", (".jxl",), _starts(rb"\xff\x0a|\0\0\0\x0cJXL ")),
+    ImageKind("DICOM", (".dcm",), _starts(rb".{128}DICM")),
+    ImageKind("NIfTI", (".nii",), _starts(rb"\x5c\x01\0\0|\0\0\x01\x5c|\x1c\x02\0\0|\0\0\x02\x1c")),
+    ImageKind("OpenEXR", (".exr",), _starts(rb"\x76\x2f\x31\x01")),
+    ImageKind("Radiance HDR", (".hdr",), _starts(rb"#\?R(ADIANCE|GBE)")),
+    ImageKind("Photoshop", (".psd",), _starts(rb"8BPS")),
+    ImageKind("whole-slide TIFF", (".svs",), _TIFF),
+    ImageKind("CZI", (".czi",), _starts(rb"ZISRAWFILE")),
+    ImageKind("ND2", (".nd2",), _starts(rb"\xda\xce\xbe\x0a")),
+    ImageKind("LIF", (".lif",), _starts(rb"\x70\0\0\0")),
+    ImageKind(
+        "camera raw",
+        (".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".orf", ".rw2"),
+        _starts(rb".{4}ftypcrx|FUJIFILMCCD-RAW|IIR[OS]|MMOR|IIU\0|" + _TIFF.pattern),
+    ),
+)
+"""All kinds of images. A file is of the first kind whose signature it has, or of one that its extension confirms."""
+
+# Compared in lower case: ImageNet's files end in .JPEG.
+EXTENSIONS = tuple(extension for kind in IMAGE_KINDS if kind.reader for extension in kind.extensions)
+"""Extensions of images."""
+
+UNREAD_EXTENSIONS = tuple(extension for kind in IMAGE_KINDS if not kind.reader for extension in kind.extensions)
+"""Extensions of images that cannot be read, of which the number is reported."""
+
+_SIGNATURE_BYTES = 256
+
+
+def kind_of_name(name: str) -> ImageKind | None:
+    """Return the kind of image that the extension of a name indicates; None for other names."""
+    extension = Path(name).suffix.lower()
+    return next((kind for kind in IMAGE_KINDS if extension in kind.extensions), None)
+
+
+def _kind_of(start: bytes, name: str) -> ImageKind | None:
+    found = [kind for kind in IMAGE_KINDS if kind.signature.match(start)]
+    named = kind_of_name(name)
+    return named if named in found else next(iter(found), None)
+
+
+# ------------------------------------------------------------------------------------------------------------ files
 
 # Errors of the path itself; all others may be temporary server or network failures.
 _PERMANENT = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL}
-
-
-class TooManyPixels(UnreadableImage):
-    """An image has more pixels than allowed; the file itself may be intact."""
 
 
 def temporary_errno(error: BaseException) -> int | None:
@@ -102,7 +138,7 @@ def read_image(
 ) -> UInt8[Tensor, "3 h w"]:
     """Read an image file, or the bytes of one, as upright RGB.
 
-    Accepts `IMAGE_FORMATS`, and reads the first frame of an animation and the first picture of a phone's MPO.
+    Reads `IMAGE_KINDS`, the first frame of an animation and the first picture of a phone's MPO.
     Transparent pixels are composited over white, since the colour stored under them is arbitrary. EXIF orientation is
     applied, embedded colour profiles are ignored. 9 to 16 bits per channel are scaled to 8: grey by
     `reading.range`, else by the range that the file states, else by 0 to 65535. The tensor is writable and
@@ -118,8 +154,8 @@ def read_image(
     torch.Size([3, 360, 480])
     """
     # torchvision.io decodes JPEGs about 20 % faster, but is deprecated since torchvision 0.29 and will be removed.
-    with open_header(path, reading=reading) as image:
-        return decode(image, reading)
+    with open_picture(path, reading=reading) as picture:
+        return _tensor(picture.rgb())
 
 
 def read_reduced(
@@ -146,19 +182,18 @@ def read_reduced(
     >>> pixels.shape, reduction  # doctest: +SKIP
     (torch.Size([3, 180, 240]), 2)
     """
-    with open_header(path, reading=reading) as image:
-        if image.format not in ("JPEG", "MPO"):
-            pixels = decode(image, reading)
-            reduction(pixels.shape[1], pixels.shape[2])
-            return pixels, 1
-        width, height = image.size
-        orientation = _orientation(image)
-        factor = reduction(*((width, height) if orientation >= 5 else (height, width)))
-        whole = factor not in (2, 4, 8) or min(width, height) < factor**2
-        outside = orientation in _UPRIGHT and (width % factor or height % factor)
-        if whole or outside or image.draft(None, (width // factor, height // factor)) is None:
-            return decode(image, reading), 1
-        return decode(image, reading), factor
+    with open_picture(path, reading=reading) as picture:
+        pixels, factor = picture.reduced_rgb(reduction)
+        return _tensor(pixels), factor
+
+
+def largest_factor(fits: Callable[[int], bool]) -> int:
+    """Return the largest factor by which a decoder can reduce an image and that fits: 8, 4, 2, or 1.
+
+    >>> largest_factor(lambda factor: 1000 // factor >= 224)
+    4
+    """
+    return next(filter(fits, (8, 4, 2)), 1)
 
 
 def image_size(path: str | os.PathLike[str] | EncodedImage, *, reading: Reading = DEFAULT_READING) -> tuple[int, int]:
@@ -166,11 +201,17 @@ def image_size(path: str | os.PathLike[str] | EncodedImage, *, reading: Reading 
 
     Raises UnreadableImage if the header is invalid; the rest of the file is not read, except that a TIFF is decoded.
     """
-    with open_header(path, reading=reading) as image:
-        if image.format == "TIFF":  # Pillow versions differ in whether they rotate its size before decoding
-            image.load()
-        width, height = image.size
-        return (width, height) if _orientation(image) >= 5 else (height, width)
+    with open_picture(path, reading=reading) as picture:
+        return picture.size()
+
+
+def read_values(path: str | os.PathLike[str] | EncodedImage, *, reading: Reading = DEFAULT_READING) -> Image.Image:
+    """Read an image without converting its values, such as a map of classes or depths.
+
+    Raises UnreadableImage if the file is not an image, or its kind has no such values.
+    """
+    with open_picture(path, reading=reading) as picture:
+        return picture.values()
 
 
 NOT_UTF8 = "its name is not valid UTF-8: rename it"
@@ -184,99 +225,51 @@ def require_utf8(name: str) -> None:
 
 
 @contextmanager
-def open_header(
+def open_picture(
     path: str | os.PathLike[str] | EncodedImage, *, reading: Reading = DEFAULT_READING
-) -> Iterator[Image.Image]:
-    """Open an image file, check its header, and yield the Pillow image before decoding.
+) -> Iterator[Picture]:
+    """Open an image file, check its header, and yield the image before decoding.
 
-    All errors, here and inside the `with` block, are raised as UnreadableImage.
+    All errors, here and inside the `with` block, are raised as UnreadableImage, except MissingPackage if the reader of
+    its kind is not installed.
     """
-    most = reading.max_pixels
-    if Image.MAX_IMAGE_PIXELS is not None and most > Image.MAX_IMAGE_PIXELS:
-        Image.MAX_IMAGE_PIXELS = most  # otherwise Pillow would refuse what `most` allows
-    require_utf8(os.fspath(path))
+    most, name = reading.max_pixels, os.fspath(path)
+    require_utf8(name)
     try:
         with _opened(path) as file:
-            if file.seek(0, os.SEEK_END) == 0:
+            if not (start := file.read(_SIGNATURE_BYTES)):
                 raise UnreadableImage(path, "the file is empty")
             file.seek(0)
-            try:
-                image = Image.open(file, formats=IMAGE_FORMATS)
-            except UnidentifiedImageError as error:
-                unknown = f"not an image of a known format ({', '.join(IMAGE_FORMATS)})"
-                raise UnreadableImage(path, why_no_tiff(file) or unknown) from error
-            with image:
-                width, height = image.size
+            kind = _kind_of(start, name)
+            if kind is None:
+                read = ", ".join(kind.name for kind in IMAGE_KINDS if kind.reader)
+                raise UnreadableImage(path, f"not an image of a known format ({read})")
+            if kind.reader is None:
+                raise UnreadableImage(path, f"{kind.name} images cannot be read: convert it to JPEG, PNG or TIFF")
+            if kind.packages:
+                require_packages(f"reading {kind.name} images", *kind.packages, extra=kind.extra)
+            reader = import_module(f"cribo.data.readers.{kind.reader}")
+            with reader.open_picture(file, name, kind, reading) as picture:
+                height, width = picture.header_size
                 if width * height > most:
-                    raise TooManyPixels(path, _too_many(f"{width} x {height} pixels", most))
+                    raise TooManyPixels(path, f"{width} x {height} pixels", most)
                 if min(width, height) < 2:
                     raise UnreadableImage(path, f"{width} x {height} pixels are too few: at least 2 x 2 are required")
-                require_one_picture(image)
-                image.filename = os.fspath(path)
-                yield image
-    except (UnreadableImage, MemoryError):
+                picture.require_whole()
+                yield picture
+    except (UnreadableImage, MissingPackage, MemoryError):
         raise
-    except Image.DecompressionBombError as error:  # above twice Pillow's limit
-        number = re.search(r"\d+", str(error))
-        raise TooManyPixels(path, _too_many(f"{number[0] if number else 'its'} pixels", most)) from error
     except FileNotFoundError as error:
         raise UnreadableImage(path, "no such file") from error
     except Exception as error:  # decoders raise various errors: OSError, SyntaxError, struct.error, ...
         raise UnreadableImage(path, str(error) or type(error).__name__) from error
 
 
-def _too_many(pixels: str, most: int) -> str:
-    return f"{pixels} are more than max_pixels = {most}: not decoded; raise --max_pixels to read it"
-
-
 def _opened(path: str | os.PathLike[str] | EncodedImage) -> BinaryIO:
     return io.BytesIO(path.content) if isinstance(path, EncodedImage) else Path(path).open("rb")
 
 
-def decode(image: Image.Image, reading: Reading = DEFAULT_READING) -> UInt8[Tensor, "3 h w"]:
-    """Return the tensor that `read_image` would return for the file of a Pillow image.
-
-    Raises:
-        ValueError: the range of its values is unknown.
-    """
+def _tensor(pixels: UInt8[np.ndarray, "h w 3"]) -> UInt8[Tensor, "3 h w"]:
     import torch
 
-    return torch.from_numpy(np.array(upright_rgb(image, reading))).permute(2, 0, 1)
-
-
-def upright_rgb(image: Image.Image, reading: Reading = DEFAULT_READING) -> Image.Image:
-    """Convert an opened image to upright RGB (see `read_image`).
-
-    Raises:
-        ValueError: the range of its values is unknown.
-    """
-    samples = samples_of(image)
-    image.load()
-    rgb = _to_rgb(image, samples, reading.range)
-    turn = _UPRIGHT.get(_orientation(image))
-    return rgb if turn is None else rgb.transpose(turn)
-
-
-def _orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation, 1 to 8; 1 if it is missing or invalid."""
-    try:
-        found = int(image.getexif().get(_EXIF_ORIENTATION, 1))
-    except Exception:  # a broken EXIF block does not affect the pixels
-        return 1
-    return found if found in _UPRIGHT else 1
-
-
-def _to_rgb(image: Image.Image, samples: Samples, limits: tuple[float, float] | None) -> Image.Image:
-    if samples.bits == 16 and image.mode in ("RGB", "RGBA", "LA"):
-        image = colour_of_16_bits(image, limits)
-    if image.mode == "RGB" and "transparency" not in image.info:
-        return image
-    if image.mode.startswith("I;16") or image.mode in ("I", "F"):
-        return grey_to_8_bits(image, samples, limits).convert("RGB")
-    if image.mode == "CMYK" and image.format in ("JPEG", "MPO") and "adobe" not in image.info:
-        # Pillow inverts the inks of every CMYK JPEG; only files with Adobe's marker store them inverted.
-        return ImageChops.invert(image).convert("RGB")
-    if image.has_transparency_data:
-        white = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
-    return image.convert("RGB")
+    return torch.from_numpy(pixels).permute(2, 0, 1)

@@ -2,10 +2,8 @@
 
 import torch
 
+from cribo.data.reading import largest_factor
 from cribo.method.views import Crops
-
-REDUCTIONS = (8, 4, 2)
-"""Factors by which a JPEG decoder can reduce an image."""
 
 
 def largest_reduction(crops: Crops, size: int) -> int:
@@ -18,10 +16,7 @@ def largest_reduction(crops: Crops, size: int) -> int:
         >>> largest_reduction(crops, 224), largest_reduction(crops, 256)
         (4, 2)
     """
-    for reduction in REDUCTIONS:
-        if int(reduced_crops(crops, reduction).boxes[:, 2:].min()) >= size:
-            return reduction
-    return 1
+    return largest_factor(lambda factor: int(reduced_crops(crops, factor).boxes[:, 2:].min()) >= size)
 
 
 def reduced_crops(crops: Crops, reduction: int) -> Crops:

@@ -11,7 +11,6 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from cribo.apps.segment.pixels import write_labels
 from cribo.apps.segment.storage import memory_lock
 from cribo.base.colours import Colour, class_colours
 from cribo.base.errors import InputError
@@ -19,11 +18,12 @@ from cribo.base.files import write_beside, write_text
 from cribo.base.job import require_writable
 from cribo.data.labelled.coco import find_coco
 from cribo.data.labelled.crops import resize_labels
-from cribo.data.labelled.examples import CLASSES_FILE, Examples, find_examples
+from cribo.data.labelled.formats import CLASSES_FILE, find_examples
 from cribo.data.labelled.inputs import open_labels
-from cribo.data.labelled.label_maps import IGNORE_INDEX, MASKS, LabelMap, LabelValues, read_classes
-from cribo.data.labelled.segmentation import LabelledFiles
-from cribo.data.sources.images import EXTENSIONS, composed, has_images, list_files
+from cribo.data.labelled.label_maps import IGNORE_INDEX, MASKS, LabelMap, LabelValues, read_classes, write_labels
+from cribo.data.labelled.segmentation import LabelledExamples, LabelledFiles
+from cribo.data.reading import EXTENSIONS
+from cribo.data.sources.images import composed, has_images, list_files
 from cribo.explorer.images import PageImage
 from cribo.explorer.uploads import Refused
 
@@ -92,7 +92,7 @@ class ExampleFolder:
         classes = self.classes
         return [*self._palette, *class_colours(classes)[len(self._palette) :]][: len(classes)]
 
-    def examples(self) -> Examples | None:
+    def examples(self) -> LabelledExamples | None:
         """Find the examples; None if there are none.
 
         Raises:
@@ -192,8 +192,8 @@ class ExampleFolder:
     def _require_indices(self) -> None:
         """Raise InputError if existing label maps are masks of 0 and 255, or colours, instead of class indices."""
         found = self.examples()
-        if found is not None and isinstance(found.images, LabelledFiles):
-            coding = found.images.coding
+        if found is not None and isinstance(found, LabelledFiles):
+            coding = found.coding
             if coding == MASKS or not isinstance(coding, LabelValues):
                 kind = "masks of 0 and 255" if coding == MASKS else "colours"
                 raise InputError(

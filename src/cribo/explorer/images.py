@@ -11,7 +11,7 @@ from torchvision.transforms.v2 import functional as TF
 
 from cribo.base.errors import UnreadableImage
 from cribo.data.config import DEFAULT_READING, Reading
-from cribo.data.reading import EncodedImage, image_size, read_reduced
+from cribo.data.reading import EncodedImage, image_size, largest_factor, read_reduced
 from cribo.data.sources.images import ImageFiles
 from cribo.explorer.uploads import Refused
 
@@ -64,7 +64,7 @@ class PageImage:
         """
 
         def reduction(height: int, width: int) -> int:
-            return next((factor for factor in (8, 4, 2) if max(height, width) >= factor * longest), 1)
+            return largest_factor(lambda factor: max(height, width) >= factor * longest)
 
         try:
             return read_reduced(self.source, reduction, reading=self.reading)[0]

@@ -30,7 +30,7 @@ from cribo.data.config import Reading
 from cribo.data.labelled.crops import resize_labels
 from cribo.data.labelled.inputs import open_labels
 from cribo.data.labelled.label_maps import IGNORE_INDEX
-from cribo.data.reading import EncodedImage, open_header
+from cribo.data.reading import EncodedImage, open_picture
 from cribo.explorer.candidates import ENCODED, Candidates
 from cribo.explorer.example_folder import ExampleFolder, ExistingLabels, Written
 from cribo.explorer.images import FolderImages, PageImage, bounded
@@ -55,18 +55,6 @@ _MOST_VISITORS = 32
 _SESSION_BYTES = 256 * 2**20
 _MOST_BYTES = 2 * 2**30  # of all visitors
 _IDLE_SECONDS = 1800  # after which the work of a visitor is removed if another one needs the memory
-_SUFFIXES = {
-    "JPEG": ".jpg",
-    "MPO": ".jpg",
-    "PNG": ".png",
-    "WEBP": ".webp",
-    "TIFF": ".tif",
-    "BMP": ".bmp",
-    "GIF": ".gif",
-    "PPM": ".ppm",
-    "JPEG2000": ".jp2",
-}
-
 _COLOUR = re.compile(r"[\s,](#[0-9a-fA-F]{6}|\d{1,3}([\s,]+\d{1,3}){2})$")  # such lines of classes.txt list colours
 
 Tile = tuple[UInt8[np.ndarray, "h w 3"], str]
@@ -147,7 +135,7 @@ class Session:
             return
         numbers = {} if self._candidates is None else self._candidates.images.numbers
         for index in range(len(examples)):
-            path, label_map, name = examples[index]
+            path, label_map, name = examples.example(index)
             image, labels = PageImage(str(name), Path(str(path))), open_labels(label_map).labels
             key = f"c{numbers.get(image.name)}"
             if image.name not in numbers or not self._has_content(key, image.content):
@@ -191,12 +179,12 @@ class Session:
             Refused: the file is not an image, has too many pixels, or the session is full.
         """
         try:
-            with open_header(EncodedImage(name, content), reading=reading) as image:
-                suffix = _SUFFIXES[str(image.format)]
+            with open_picture(EncodedImage(name, content), reading=reading) as picture:
+                extension = picture.kind.extensions[0]
         except UnreadableImage as error:
             raise Refused(f"The picture cannot be used: {error.reason}.") from error
         stem = re.sub(r"[^\w-]+", "_", PurePosixPath(name).stem).strip("_")[:60] or "picture"
-        sent = PageImage(stem + suffix, EncodedImage(stem + suffix, content), reading)
+        sent = PageImage(stem + extension, EncodedImage(stem + extension, content), reading)
         with self._lock:
             key = next((key for key, image in self._own.items() if image == sent), f"u{len(self._own)}")
             if key not in self._own:

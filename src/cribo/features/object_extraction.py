@@ -21,7 +21,7 @@ from torch import Tensor
 from cribo.base.errors import InputError
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.randomness import keyed_generator
-from cribo.data.reading import EncodedImage, read_reduced
+from cribo.data.reading import EncodedImage, largest_factor, read_reduced
 from cribo.features.config import ObjectSettings
 from cribo.features.encoder import Encoder, map_by_size
 from cribo.features.grid import patch_of_pixel
@@ -101,8 +101,8 @@ def read_prepared(
         rows, columns = _size(encoder, height, width, settings)
         # A reduction that does not divide the size would shift pixels. Decode at least twice the final size, because
         # the resize in `prepare_image` filters better.
-        fitting = (by for by in (8, 4, 2) if not (height % by or width % by))
-        return next((by for by in fitting if min(height / rows, width / columns) >= 2 * by), 1)
+        most = min(height / rows, width / columns) / 2
+        return largest_factor(lambda factor: not (height % factor or width % factor) and factor <= most)
 
     pixels, _ = read_reduced(path, reduction, reading=reading)
     return prepare_image(pixels, encoder, settings, whole)

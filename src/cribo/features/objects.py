@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float
 
-from cribo.data.labelled.coco_writing import outline
-from cribo.data.labelled.run_lengths import decompressed, mask_of, require_counts
+from cribo.data.labelled.run_lengths import decompressed, mask_annotation, mask_of, require_counts
 from cribo.features.grid import patch_of_pixel
 
 Box = tuple[int, int, int, int]
@@ -51,7 +50,7 @@ class GridMask:
 
     def coco(self) -> dict[str, object]:
         """Return the mask over pixels in COCO format: `size` and compressed `counts` as a string."""
-        return outline(self.pixels())["segmentation"]
+        return mask_annotation(self.pixels())["segmentation"]
 
 
 def resize_mask(mask: Bool[np.ndarray, "h w"], size: tuple[int, ...]) -> Bool[np.ndarray, "new_h new_w"]:

@@ -12,8 +12,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from cribo.base.errors import ConfigError, DataError
-from cribo.data.labelled.label_maps import IGNORE_INDEX, class_indices, open_label_map
+from cribo.data.labelled.label_maps import IGNORE_INDEX, class_indices
 from cribo.data.randomness import keyed_generator
+from cribo.data.reading import read_values
 from cribo.data.samples import Batch, LazyImage, Sample, SampleDataset
 from cribo.data.sources.images import FilesBelow
 from cribo.method import Matches
@@ -221,7 +222,7 @@ class RandomPairsCrIBo(CrIBo):
 
 
 def _read(path: Path) -> UInt8[Tensor, "h w"]:
-    return class_indices(IGNORE_INDEX).read(open_label_map(path), str(path)).labels
+    return class_indices(IGNORE_INDEX).read(read_values(path), str(path)).labels
 
 
 def _as_rows(objects: ClassifiedObjects) -> RowPairs:

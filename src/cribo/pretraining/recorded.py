@@ -12,8 +12,8 @@ from cribo.base.trust import check_address, check_import, is_address
 from cribo.base.wording import command_line
 from cribo.data import ImageSource
 from cribo.data.config import Reading
-from cribo.data.sources.images import has_images, read_list
-from cribo.data.sources.parquet import PARQUET, list_parquet, open_parquet
+from cribo.data.sources.images import has_images, list_directly, read_list
+from cribo.data.sources.parquet import PARQUET, open_parquet
 from cribo.models.building import BUILT_IN_NETWORKS, is_import_path
 from cribo.objectives.base import BUILT_IN, CONTROLS
 from cribo.pretraining.config import DataConfig, ObjectiveConfig, PretrainConfig
@@ -161,7 +161,7 @@ def _lists_addresses(root: str, images: str) -> bool:
         return False
     if place.suffix.lower() == ".txt" and place.is_file():
         return any(is_address(name) for _, name in read_list(place))
-    if place.suffix.lower() == PARQUET or (place.is_dir() and list_parquet(place) and not has_images(place)):
+    if place.suffix.lower() == PARQUET or (place.is_dir() and list_directly(place, PARQUET) and not has_images(place)):
         source = open_parquet(place)
         return any(is_address(name) for name in map(source.name, range(len(source))))
     return False

@@ -7,6 +7,7 @@ import torch
 from PIL import Image
 
 from cribo.base.errors import DataError, MissingData
+from cribo.data import LabelledFiles
 from cribo.data.labelled.datasets import default_splits, open_segmentation, read_stems
 from cribo.data.labelled.segmentation import LabelledImages
 from cribo.data.labelled.sets import SEGMENTATION_SETS
@@ -224,6 +225,7 @@ def test_coco_stuff_train_ids(tmp_path):
     assert len(open_segmentation("coco-stuff", tmp_path, "val", partial=True)) == 2  # the complete set of maps is used
     write_labels(tmp_path / "annotations/val2017/000000000285.png", [[0, 12, 181], [255, 10, 91]])
     data = open_segmentation("coco-stuff", tmp_path, "val", partial=True)
+    assert isinstance(data, LabelledFiles)
     assert data.label_path(0).endswith("000000000139.png")
     assert labels_of(data) == [[0, 11, 170], [255, 10, 80]]
 
@@ -300,6 +302,7 @@ def test_a_complete_split_is_accepted(tmp_path):
     fill_cityscapes(tmp_path)
     data = open_segmentation("cityscapes", tmp_path, "val")
     assert len(data) == 500
+    assert isinstance(data, LabelledFiles)
     assert data.label_path(499).endswith("frankfurt_000000_000499_gtFine_labelIds.png")
 
 

@@ -1,5 +1,6 @@
 import io
 import logging
+import pickle
 import re
 import unicodedata
 from pathlib import Path
@@ -52,6 +53,8 @@ def test_layout_with_splits(root):
 
 def test_paths_of_the_files(root):
     data = open_segmentation("folder", root, "val")
+    assert isinstance(data, LabelledFolder)
+    data = pickle.loads(pickle.dumps(data))  # for another process
     assert data.path(1) == str(root / "images" / "val" / "b.jpg")
     assert data.label_path(1) == str(root / "labels" / "val" / "b.png")
 

@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 
 from cribo.apps.adapt.encoding import encode
 from cribo.base.errors import ConfigError
-from cribo.data import LabelledFolder, LabelledImages, open_segmentation
+from cribo.data import LabelledImages, open_segmentation
 from cribo.data.config import DEFAULT_READING, Reading, spread
 from cribo.evaluation.intervals import resampled
 from cribo.features.config import ProbeSettings
@@ -66,10 +66,7 @@ def open_labelled(folder: str | Path, *, reading: Reading = DEFAULT_READING) -> 
         memory, queries = (open_segmentation("folder", root, split, reading=reading) for split in ("train", "val"))
         folds = [(spread(len(memory), _MOST_IMAGES), spread(len(queries), _MOST_IMAGES))]
     else:
-        classes = root / "classes.txt"
-        memory = LabelledFolder(
-            root / "images", root / "labels", classes if classes.exists() else None, reading=reading
-        )
+        memory = open_segmentation("folder", root, "", reading=reading)
         queries, used = memory, spread(len(memory), _MOST_IMAGES)
         folds = [
             ([image for place, image in enumerate(used) if place % _FOLDS != fold], used[fold::_FOLDS])

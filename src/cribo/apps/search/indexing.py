@@ -14,9 +14,9 @@ import numpy as np
 from cribo.apps.search.database import IndexedImage, ObjectDatabase, is_remote, new_entry
 from cribo.apps.search.extractor import READ_AHEAD, Found, ObjectExtractor
 from cribo.base.console import Progress
-from cribo.base.errors import DataError, FolderError
+from cribo.base.errors import DataError, FolderError, TooManyPixels
 from cribo.base.job import locked
-from cribo.data.reading import FileState, TooManyPixels
+from cribo.data.reading import FileState
 from cribo.data.sources.collection import ImageCollection
 from cribo.features.encoder import Encoder
 from cribo.features.objects import ImageObject

@@ -23,7 +23,7 @@ from cribo.base.files import write_whole
 from cribo.base.painting import outline_region
 from cribo.base.wording import counted, shortened
 from cribo.data.config import DEFAULT_READING, Reading
-from cribo.data.reading import EncodedImage, open_header, upright_rgb
+from cribo.data.reading import EncodedImage, largest_factor, read_reduced
 from cribo.features.objects import resize_mask
 
 if TYPE_CHECKING:
@@ -230,9 +230,12 @@ def _load(name: str, locate: Locate, room: tuple[int, int], reading: Reading) ->
 
 def _read(path: Path | EncodedImage, room: tuple[int, int], reading: Reading) -> Pixels:
     """Read an image as RGB, scaled to fit into (width, height) = `room`."""
-    with open_header(path, reading=reading) as image:
-        image.draft(None, (2 * max(room), 2 * max(room)))  # reduces a JPEG while decoding, to at least this size
-        picture = upright_rgb(image, reading)
+
+    def reduction(height: int, width: int) -> int:
+        return largest_factor(lambda factor: min(height, width) // factor >= 2 * max(room))
+
+    pixels, _ = read_reduced(path, reduction, reading=reading)
+    picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
     scale = min(side / own for side, own in zip(room, picture.size, strict=True))
     width, height = (max(1, round(scale * side)) for side in picture.size)
     return np.array(picture.resize((width, height), Image.Resampling.BILINEAR))

@@ -14,7 +14,8 @@ from cribo.apps.search.queries import Query, QueryPlace, make_query
 from cribo.base.errors import ConfigError, DatabaseError
 from cribo.base.files import write_json
 from cribo.base.job import Job
-from cribo.data.labelled.coco_writing import outline, write_coco
+from cribo.data.labelled.coco import write_coco
+from cribo.data.labelled.run_lengths import mask_annotation
 
 if TYPE_CHECKING:
     from cribo.apps.search.duplicates import DuplicatePair
@@ -192,7 +193,7 @@ def _write_coco(path: Path, query: Query, found: list[list[FoundObject]]) -> Non
             "image_id": ids[one.image],
             "category_id": category,
             "score": one.similarity,
-            **outline(one.object.mask.pixels()),
+            **mask_annotation(one.object.mask.pixels()),
         }
         for category, several in enumerate(found, start=1)
         for one in several

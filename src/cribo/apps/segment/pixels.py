@@ -1,6 +1,6 @@
 """Labels of pixels from votes of patches: upsampling, refinement at image edges, and writing."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -11,8 +11,6 @@ from PIL import Image
 from torch import Tensor
 
 from cribo.apps.segment.settings import Refine
-from cribo.base.colours import Colour
-from cribo.data.labelled.segmentation import IGNORE_INDEX
 from cribo.features.patches import resize_image
 
 _BUDGET = 2**28  # maximum size of the maps computed at once, in bytes
@@ -25,14 +23,6 @@ class PixelLabels(NamedTuple):
 
     labels: UInt8[Tensor, "h w"]
     confidence: Float[Tensor, "h w"]
-
-
-def write_labels(labels: UInt8[Tensor, "h w"], palette: Sequence[Colour], file: Path | IO[bytes]) -> None:
-    """Write class indices as a palette PNG; 255 means no class."""
-    image = Image.fromarray(labels.numpy())
-    image.putpalette([part for colour in palette for part in colour])
-    # By default, Pillow stores only as many bits as the palette needs, which truncates 255.
-    image.save(file, "PNG", **({"bits": 8} if labels.max() == IGNORE_INDEX else {}))
 
 
 def write_confidence(confidence: Float[Tensor, "h w"], file: Path | IO[bytes]) -> None:

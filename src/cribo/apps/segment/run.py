@@ -1,6 +1,7 @@
 """Implementation of `cribo segment`: add examples, label images and write the results."""
 
 import errno
+import itertools
 import logging
 import os
 import time
@@ -22,7 +23,7 @@ from cribo.apps.segment.config import SegmentConfig
 from cribo.apps.segment.labeller import LabelledImage, Labeller
 from cribo.apps.segment.memory import Segmentation, SegmentationMemory
 from cribo.apps.segment.pictures import SegmentedPanel, draw_overview, overlay
-from cribo.apps.segment.pixels import write_confidence, write_labels
+from cribo.apps.segment.pixels import write_confidence
 from cribo.apps.segment.results import (
     FOLDERS,
     KIND,
@@ -50,11 +51,10 @@ from cribo.base.job import Job, require_writable
 from cribo.base.versions import versions
 from cribo.base.wording import counted
 from cribo.data.config import Reading, spread
-from cribo.data.labelled.coco import BACKGROUND
-from cribo.data.labelled.coco_writing import outline, write_coco
-from cribo.data.labelled.examples import Examples, find_examples
-from cribo.data.labelled.label_maps import IGNORE_INDEX
-from cribo.data.reading import open_header
+from cribo.data.labelled.formats import LABEL_FORMATS, LabelFormat, find_examples
+from cribo.data.labelled.label_maps import IGNORE_INDEX, Labelling, write_labels
+from cribo.data.labelled.segmentation import LabelledExamples
+from cribo.data.reading import read_values
 from cribo.data.sources.collection import ImageCollection, names_hash
 from cribo.data.sources.images import ImageFiles, collection_name, is_url, require_readable
 from cribo.features.prefetching import prefetch
@@ -205,7 +205,7 @@ def segment_images(
             shown = [*results.records]
             results.draw([shown[place] for place in spread(len(shown), pictures)], OVERVIEW)
         if coco:
-            results.write_coco(progress)
+            results.write(LABEL_FORMATS["coco"], COCO, progress)
         if suggestions and results.records:
             _suggest(results, suggestions, progress)
         return replace(segmented, seconds=time.perf_counter() - started)
@@ -243,27 +243,29 @@ def _open_memory(
         classes=config.classes,
         known_classes=None if memory is None else len(memory.classes),
     )
-    examples.images.reading = Reading(config.max_pixels, (settings if memory is None else memory.settings).range)
+    examples.reading = Reading(config.max_pixels, (settings if memory is None else memory.settings).range)
     if memory is None:
         memory = SegmentationMemory(
-            config.backbone, classes=examples.new_classes, palette=examples.palette, settings=settings, **options
+            config.backbone, classes=examples.new_classes, palette=examples.stated_palette, settings=settings, **options
         )
-    elif examples.classes is not None and examples.classes != memory.classes:
+    elif (listed := examples.listed_classes) is not None and listed != memory.classes:
         raise DataError(
-            f"the examples in {config.examples} have the classes {', '.join(examples.classes)}, but the memory {file} "
-            f"has {', '.join(memory.classes)}: use the same list for both, or create another memory"
+            f"the examples in {config.examples} have the classes {', '.join(listed)}, but the memory {file} has "
+            f"{', '.join(memory.classes)}: use the same list for both, or create another memory"
         )
-    memory.reading = examples.images.reading
+    memory.reading = examples.reading
     return memory, _add_examples(memory, examples, config, progress)
 
 
-def _add_examples(memory: SegmentationMemory, examples: Examples, config: SegmentConfig, progress: Phases) -> bool:
+def _add_examples(
+    memory: SegmentationMemory, examples: LabelledExamples, config: SegmentConfig, progress: Phases
+) -> bool:
     """Add new examples to the memory; return whether the memory has changed."""
     changed = 0
     progress("examples", 0, len(examples))
     for start in range(0, len(examples), config.batch_size):
         part = range(start, min(len(examples), start + config.batch_size))
-        changed += memory.extend([examples[number] for number in part])
+        changed += memory.extend([examples.example(number) for number in part])
         progress("examples", part[-1] + 1, len(examples))
     if changed < len(examples):
         log.info("already in the memory: %d of %s", len(examples) - changed, counted(len(examples), "example"))
@@ -574,22 +576,17 @@ class _Results:
         )
         self.job.finish()
 
-    def write_coco(self, progress: Phases) -> None:
-        """Write labels in COCO format, with one annotation per image and class except the background."""
-        things = [c for c, name in enumerate(self.classes) if name.lower() != BACKGROUND]
+    def write(self, labels_format: LabelFormat, file: str, progress: Phases) -> None:
+        """Write all labels to one file in a format of the table."""
         sizes = {name: record.size for name, record in self.records.items()}
+        done = itertools.count(1)
 
-        def annotations() -> Iterator[dict[str, Any]]:
-            for number, name in enumerate(sizes, start=1):
-                labels = _read_grey(files_of(self.folder, name)[0]).numpy()
-                present = set(np.unique(labels).tolist())
-                for category, label in enumerate(things, start=1):
-                    if label in present:
-                        yield {"image_id": number, "category_id": category, **outline(labels == label)}
-                progress(COCO, number, len(sizes))
+        def labels(name: str) -> UInt8[Tensor, "h w"]:
+            progress(file, next(done), len(sizes))
+            return _read_grey(files_of(self.folder, name)[0])
 
-        images = [{"file_name": name, "width": width, "height": height} for name, (height, width) in sizes.items()]
-        write_coco(self.folder / COCO, images, [self.classes[c] for c in things], annotations())
+        assert labels_format.write is not None
+        labels_format.write(self.folder / file, Labelling(sizes, self.classes, labels))
 
     def draw(self, names: Sequence[str], file: str) -> None:
         """Draw some images with their labels and confidence."""
@@ -606,5 +603,4 @@ class _Results:
 
 
 def _read_grey(path: Path) -> UInt8[Tensor, "h w"]:
-    with open_header(path) as image:
-        return torch.from_numpy(np.array(image))
+    return torch.from_numpy(np.array(read_values(path)))

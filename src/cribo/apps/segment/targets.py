@@ -6,8 +6,9 @@ from pathlib import Path
 from cribo.base.errors import DataError
 from cribo.base.files import matching_files
 from cribo.data.config import DEFAULT_READING, Reading
+from cribo.data.reading import EXTENSIONS
 from cribo.data.sources.collection import ImageCollection, open_collection, without_repeats
-from cribo.data.sources.images import EXTENSIONS, ImageFiles, is_url, named_below_one_folder
+from cribo.data.sources.images import ImageFiles, is_url, named_below_one_folder
 
 
 def open_targets(

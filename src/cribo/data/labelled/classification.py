@@ -13,9 +13,10 @@ from jaxtyping import Int, Int64
 
 from cribo.base.bounds import at_least
 from cribo.base.errors import DataError, InputError, MissingData
-from cribo.base.files import require
+from cribo.base.files import read_lines, require
 from cribo.base.wording import enumerated
-from cribo.data.sources.images import EXTENSIONS, ImageFiles, composed, list_files
+from cribo.data.reading import EXTENSIONS
+from cribo.data.sources.images import ImageFiles, composed, list_files
 
 IMAGENET_SIZES = {"train": 1_281_167, "val": 50_000}
 """Images of each split of ImageNet-1k (ILSVRC 2012)."""
@@ -280,8 +281,8 @@ def _list_lines(path: Path) -> Iterator[tuple[str, str]]:
     from timm.data.imagenet_info import ImageNetInfo
 
     wnids = ImageNetInfo("imagenet-1k").label_names()
-    for line, text in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
-        name, _, number = text.strip().rpartition(" ")
+    for line, text in read_lines(path, "a list of images"):
+        name, _, number = text.rpartition(" ")
         if not name:
             continue
         if not number.isdecimal() or int(number) >= len(wnids):

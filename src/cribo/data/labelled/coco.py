@@ -1,23 +1,24 @@
-"""Annotation files in COCO's format: one reader for all commands, and label maps drawn from the outlines."""
+"""Annotation files in COCO's format: one reader and writer for all commands, and label maps drawn from the outlines."""
 
+import json
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int64, UInt8
-from torch import Tensor
+from jaxtyping import Bool, Int64
 
-from cribo.base.colours import class_colours
+from cribo.base.colours import Colour, class_colours
 from cribo.base.errors import DataError, InputError, MissingData
-from cribo.base.files import path_inside, read_json, require
+from cribo.base.files import path_inside, read_json, require, write_whole
 from cribo.base.wording import counted, enumerated
-from cribo.data.labelled.label_maps import IGNORE_INDEX, read_classes
-from cribo.data.labelled.run_lengths import decompressed, mask_of, require_counts
+from cribo.data.labelled.label_maps import IGNORE_INDEX, Labelling, LabelMap, read_classes
+from cribo.data.labelled.run_lengths import decompressed, mask_annotation, mask_of, require_counts
+from cribo.data.labelled.segmentation import LabelledExamples
 from cribo.data.reading import image_size
 from cribo.data.sources.images import FilesBelow, ImageFiles
 
@@ -228,7 +229,7 @@ def require_size(file: Path, name: str, listed: tuple[int, int] | None, size: tu
         )
 
 
-class CocoLabels(ImageFiles):
+class CocoLabels(LabelledExamples):
     """Images with objects outlined by a file in COCO's format, as `LabelledImages`.
 
     Class 0 is the background, followed by the categories sorted by id; ids may have gaps. Where objects overlap, the
@@ -246,8 +247,6 @@ class CocoLabels(ImageFiles):
             crowds.
     """
 
-    ignore_index: int = IGNORE_INDEX
-
     def __init__(self, annotations: str | os.PathLike[str], images: str | os.PathLike[str] | None = None) -> None:
         self._coco = coco = CocoFile(annotations)
         # A category called background is merged with class 0.
@@ -255,8 +254,7 @@ class CocoLabels(ImageFiles):
         things = [name for name in names if name.lower() != BACKGROUND]
         numbers = iter(range(1, len(things) + 1))
         self._label = [0 if name.lower() == BACKGROUND else next(numbers) for name in names]
-        self.classes = read_classes([BACKGROUND, *things]).names
-        self.palette = class_colours(self.classes)
+        self.listed_classes = read_classes([BACKGROUND, *things]).names
         files = coco.image_files(images)
         super().__init__(files.folder, files.names)
         coco.require_objects()
@@ -299,7 +297,7 @@ class CocoLabels(ImageFiles):
             )
         return outlines
 
-    def labels(self, index: int) -> UInt8[Tensor, "h w"]:
+    def label_map(self, index: int) -> LabelMap:
         """Return the class of each pixel, 0 for background and 255 for crowds.
 
         Raises:
@@ -314,7 +312,12 @@ class CocoLabels(ImageFiles):
         drawn.sort(key=lambda each: (not each[0].crowd, -each[1]))
         for annotation, _, runs in drawn:
             labels[_mask(runs, height, width)] = IGNORE_INDEX if annotation.crowd else self._label[annotation.category]
-        return torch.from_numpy(labels)
+        return LabelMap(torch.from_numpy(labels))
+
+    @property
+    def stated_palette(self) -> list[Colour]:
+        """Colours by the names of the classes."""
+        return list(class_colours(self.classes))
 
 
 # --------------------------------------------------------------------------------------------------------- outlines
@@ -397,6 +400,36 @@ def _mask(runs: Any, height: int, width: int) -> Bool[np.ndarray, "h w"]:
 # ------------------------------------------------------------------------------------------------------------ files
 
 
+class DamagedLabels(DataError):
+    """A file is damaged that may contain labels."""
+
+
+def is_coco(labels: Path) -> bool:
+    """Whether a file may be in COCO's format."""
+    if not labels.is_file():
+        return False
+    with labels.open("rb") as file:
+        return labels.suffix.lower() == ".json" or file.read(64).lstrip().startswith(b"{")
+
+
+def find_coco_labels(folder: Path) -> CocoLabels | None:
+    """Open the images of a folder with a file in COCO's format; None if there is no such file.
+
+    Raises:
+        DamagedLabels: no JSON file is in COCO's format, but one is damaged.
+        DataError: there are several such files, or one besides a damaged one; or errors of `CocoLabels`.
+    """
+    annotations, damaged = find_coco(folder)
+    if not annotations and damaged:
+        raise DamagedLabels(str(damaged[0])) from damaged[0]
+    if damaged:
+        raise damaged[0]
+    if len(annotations) > 1:
+        names = ", ".join(path.name for path in annotations)
+        raise DataError(f"{folder} contains several annotation files ({names}): choose one with --labels")
+    return CocoLabels(annotations[0]) if annotations else None
+
+
 def find_coco(folder: Path) -> tuple[list[Path], list[DataError]]:
     """Return the files in COCO's format in a folder, and the errors of its JSON files that are damaged."""
     found: list[Path] = []
@@ -408,6 +441,50 @@ def find_coco(folder: Path) -> tuple[list[Path], list[DataError]]:
         except DataError as error:
             damaged.append(error)
     return found, damaged
+
+
+def write_coco(
+    path: Path,
+    images: Sequence[Mapping[str, Any]],
+    categories: Sequence[str],
+    annotations: Iterable[Mapping[str, Any]],
+) -> None:
+    """Write a file in COCO's format, whole or not at all; annotations are written as they come.
+
+    Args:
+        path: of the JSON file.
+        images: `file_name`, `width` and `height` of each; their ids are their places, from 1.
+        categories: names; their ids are their places, from 1.
+        annotations: all fields but `id`.
+    """
+
+    def write(part: Path) -> None:
+        with part.open("w", encoding="utf-8") as file:
+            listed = [{"id": number, **image} for number, image in enumerate(images, start=1)]
+            named = [{"id": number, "name": name} for number, name in enumerate(categories, start=1)]
+            file.write(f'{{"images": {json.dumps(listed)},\n"categories": {json.dumps(named)},\n"annotations": [')
+            for number, annotation in enumerate(annotations, start=1):
+                file.write(f"{',' if number > 1 else ''}\n{json.dumps({'id': number, 'iscrowd': 0, **annotation})}")
+            file.write("]}\n")
+
+    write_whole(path, write)
+
+
+def write_label_maps_as_coco(path: Path, labelling: Labelling) -> None:
+    """Write labels in COCO's format, with one annotation for each image and class except the background."""
+    things = [c for c, name in enumerate(labelling.classes) if name.lower() != BACKGROUND]
+
+    def annotations() -> Iterator[dict[str, Any]]:
+        for number, name in enumerate(labelling.sizes, start=1):
+            labels = labelling.labels(name).numpy()
+            present = set(np.unique(labels).tolist())
+            for category, label in enumerate(things, start=1):
+                if label in present:
+                    yield {"image_id": number, "category_id": category, **mask_annotation(labels == label)}
+
+    sizes = labelling.sizes.items()
+    images = [{"file_name": name, "width": width, "height": height} for name, (height, width) in sizes]
+    write_coco(path, images, [labelling.classes[c] for c in things], annotations())
 
 
 def _has_lists(content: object) -> bool:

@@ -5,13 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from cribo.base.errors import DataError, MissingData
-from cribo.base.files import require
+from cribo.base.files import read_lines, require
 from cribo.base.wording import enumerated
 from cribo.data.config import DEFAULT_READING, Reading
+from cribo.data.labelled.formats import CLASSES_FILE, open_labels_of
 from cribo.data.labelled.label_maps import class_indices, read_classes
-from cribo.data.labelled.segmentation import LabelledFiles, LabelledFolder, by_stem, missing_labels
+from cribo.data.labelled.segmentation import LabelledExamples, LabelledFiles, by_stem, missing_labels
 from cribo.data.labelled.sets import Layout, SegmentationSet, segmentation_set
-from cribo.data.sources.images import EXTENSIONS, ImageFiles, composed, list_files
+from cribo.data.reading import EXTENSIONS
+from cribo.data.sources.images import ImageFiles, composed, list_files
 
 
 def open_segmentation(
@@ -21,17 +23,18 @@ def open_segmentation(
     *,
     partial: bool = False,
     reading: Reading = DEFAULT_READING,
-) -> LabelledFiles:
+) -> LabelledExamples:
     """Open one split of a segmentation set, as published.
 
     Opening lists folders but reads no images. The root may also be a folder inside the set, or the folder that
     contains the set. Images are sorted by name.
 
     Args:
-        name: one of `SEGMENTATION_SETS`. `folder` is any other set with images in `images/<split>` and PNG maps of
-            class indices (255: ignored) in `labels/<split>`, and optionally `classes.txt` with one name per line.
+        name: one of `SEGMENTATION_SETS`. `folder` is any other set with images in `images/<split>` and labels in any
+            of `LABEL_FORMATS`: PNG maps of class indices (255: ignored) in `labels/<split>`, and optionally
+            `classes.txt` with one name per line; or a file `labels/<split>.json` in COCO's format.
         root: the set's folder.
-        split: one of the set's splits; for `folder` the name of its folders.
+        split: one of the set's splits; for `folder` the name of its folders, or empty if it has no splits.
         partial: accept an incomplete split; every image must still have labels.
         reading: how images are read.
 
@@ -46,8 +49,9 @@ def open_segmentation(
     chosen = segmentation_set(name)
     root = Path(root).expanduser()
     if chosen.name == "folder":
-        images, labels, classes = root / "images" / split, root / "labels" / split, root / "classes.txt"
-        return LabelledFolder(images, labels, classes if classes.exists() else None, reading=reading)
+        classes = root / CLASSES_FILE
+        listed = classes if classes.exists() else None
+        return open_labels_of(root / "images" / split, root / "labels" / split, listed, reading=reading)
     place = _locate(chosen, root, split)
     if place.missing:
         there = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
@@ -185,12 +189,8 @@ def read_stems(path: Path) -> set[str]:
 
     Each line is a name without folder and extension, or the paths of an image and its label map.
     """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not a list of images: it is not UTF-8 text") from error
     stems: set[str] = set()
-    for number, line in enumerate(lines, start=1):
+    for number, line in read_lines(path, "a list of images"):
         names = {composed(PurePosixPath(part).stem) for part in line.split()}
         if len(names) > 1:
             raise DataError(

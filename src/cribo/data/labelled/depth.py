@@ -10,11 +10,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cribo.base.errors import DataError, MissingData
-from cribo.base.files import path_inside, require
+from cribo.base.files import path_inside, read_lines, require
 from cribo.data.config import spread
-from cribo.data.labelled.segmentation import UnlabelledFiles, by_stem
-from cribo.data.reading import open_header
-from cribo.data.sources.images import EXTENSIONS, ImageFiles, list_files, open_images
+from cribo.data.labelled.segmentation import UnlabelledFiles, by_stem, label_maps_in
+from cribo.data.reading import EXTENSIONS, read_values
+from cribo.data.sources.images import ImageFiles, open_images
 
 NYU_SIZES = {"train": 24_231, "val": 654}
 """Images of NYU-Depth v2 in the lists of BTS."""
@@ -97,8 +97,8 @@ class DepthImages(UnlabelledFiles):
 
     def _metres(self, index: int) -> Float[Tensor, "h w"]:
         path = self._depth_files.path(index)
-        with open_header(path) as image:
-            mode, values = image.mode, np.array(image)
+        image = read_values(path)
+        mode, values = image.mode, np.array(image)
         # Pillow opens 16-bit PNGs as I;16 or, in older versions, as I.
         if not (mode.startswith("I;16") or mode == "I"):
             raise DataError(
@@ -172,14 +172,14 @@ def _listed(root: Path, split: str, *, partial: bool) -> Pairs:
     listed = next((root / name for name in _NYU_LISTS[split] if (root / name).is_file()), None)
     if listed is None:
         raise MissingData(f"{root} has no list of NYU-Depth v2 for {split}: {' or '.join(_NYU_LISTS[split])} is needed")
-    lines = [line.split() for line in listed.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-    wrong = next((number for number, words in enumerate(lines, start=1) if len(words) < 2), None)
+    lines = read_lines(listed, "a list of images")
+    wrong = next((f"{line!r} in line {number}" for number, line in lines if len(line.split()) < 2), None)
     if wrong is not None or not lines:
         raise DataError(
-            f"{listed} must have lines with the paths of an image and of its depth map, "
-            + ("got an empty file" if wrong is None else f"got {' '.join(lines[wrong - 1])!r} in line {wrong}")
+            f"{listed} must have lines with the paths of an image and of its depth map, got {wrong or 'an empty file'}"
         )
-    pairs = [(words[0].lstrip("/"), words[1].lstrip("/")) for words in lines]
+    words = (line.split() for _, line in lines)
+    pairs = [(image.lstrip("/"), depth.lstrip("/")) for image, depth, *_ in words]
     for name in (name for pair in pairs for name in pair):
         path_inside(root, name, source=listed, follow_links=True)
     folders = [root / name for name in _NYU_FOLDERS[split]]
@@ -197,7 +197,7 @@ def _paired(root: Path, split: str) -> Pairs:
     for folder in folders:
         require(folder)
     images = by_stem(open_images(folders[0]).names, EXTENSIONS)
-    maps = by_stem(list_files(folders[1], [".png"]), [".png"])
+    maps = label_maps_in(folders[1])
     pairs = [
         (f"images/{split}/{name}", f"depth/{split}/{maps.get(stem, f'{stem}.png')}") for stem, name in images.items()
     ]

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from cribo.base.errors import DataError, InputError
 from cribo.data.config import DEFAULT_READING, Reading
-from cribo.data.labelled.label_maps import IGNORE_INDEX, LabelMap, class_indices, open_label_map
-from cribo.data.reading import decode, read_image
+from cribo.data.labelled.label_maps import IGNORE_INDEX, LabelMap, class_indices
+from cribo.data.readers.pillow import upright_rgb
+from cribo.data.reading import read_image, read_values
 
 ImageLike = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
 """A file; a Pillow image; a uint8 array (H, W, 3); or a uint8 tensor (3, H, W)."""
@@ -45,7 +46,7 @@ def open_image(image: ImageLike, reading: Reading = DEFAULT_READING) -> UInt8[Te
     if isinstance(image, str | os.PathLike):
         return read_image(image, reading=reading)
     if isinstance(image, Image.Image):
-        return decode(image, reading)
+        return torch.from_numpy(upright_rgb(image, reading)).permute(2, 0, 1)
     if isinstance(image, np.ndarray):
         if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
             raise InputError(f"an image must be a uint8 array (H, W, 3), got {image.dtype} {image.shape}")
@@ -66,7 +67,7 @@ def open_labels(labels: LabelsLike) -> LabelMap:
     if isinstance(labels, LabelMap):
         return labels
     if isinstance(labels, str | os.PathLike):
-        return class_indices(IGNORE_INDEX).read(open_label_map(labels), os.fspath(labels))
+        return class_indices(IGNORE_INDEX).read(read_values(labels), os.fspath(labels))
     if isinstance(labels, Image.Image):
         return class_indices(IGNORE_INDEX).read(labels, "labels")
     values = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else labels

@@ -3,11 +3,11 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 import torch
@@ -17,10 +17,9 @@ from torch import Tensor
 
 from cribo.base.colours import Colour
 from cribo.base.errors import DataError
-from cribo.base.files import require
+from cribo.base.files import read_lines, require
 from cribo.base.wording import counted, enumerated
-from cribo.data.config import DEFAULT_READING, Reading
-from cribo.data.reading import open_header
+from cribo.data.reading import read_values
 
 IGNORE_INDEX = 255
 """Label of pixels that memories and scores ignore."""
@@ -41,6 +40,20 @@ class LabelMap(NamedTuple):
 
     labels: UInt8[Tensor, "h w"]
     palette: tuple[Colour, ...] | None = None
+
+
+class Labelling(NamedTuple):
+    """Labels of many images, to be written to a file.
+
+    Attributes:
+        sizes: height and width of each image by name.
+        classes: names of the classes.
+        labels: returns the class of each pixel of an image by its name.
+    """
+
+    sizes: Mapping[str, tuple[int, int]]
+    classes: Sequence[str]
+    labels: Callable[[str], UInt8[Tensor, "h w"]]
 
 
 # ---------------------------------------------------------------------------------------------------- class indices
@@ -261,20 +274,17 @@ def _hex(colour: Colour) -> str:
 # ------------------------------------------------------------------------------------------------------------ files
 
 
-def open_label_map(path: str | os.PathLike[str], *, reading: Reading = DEFAULT_READING) -> Image.Image:
-    """Open and decode a label map.
-
-    Raises:
-        UnreadableImage: the file cannot be read as an image.
-    """
-    with open_header(path, reading=reading) as image:
-        image.load()
-    return image
+def write_labels(labels: UInt8[Tensor, "h w"], palette: Sequence[Colour], file: Path | IO[bytes]) -> None:
+    """Write class indices as a palette PNG; 255 means no class."""
+    image = Image.fromarray(labels.numpy())
+    image.putpalette([part for colour in palette for part in colour])
+    # By default, Pillow stores only as many bits as the palette needs, which truncates 255.
+    image.save(file, "PNG", **({"bits": 8} if labels.max() == IGNORE_INDEX else {}))
 
 
 def open_some(paths: Sequence[str]) -> Iterator[Image.Image]:
     """Open up to a hundred label maps, evenly spaced."""
-    return map(open_label_map, paths[:: max(1, -(-len(paths) // _MOST_SURVEYED))])
+    return map(read_values, paths[:: max(1, -(-len(paths) // _MOST_SURVEYED))])
 
 
 class ClassList(NamedTuple):
@@ -298,11 +308,7 @@ def read_classes(classes: Sequence[str] | str | os.PathLike[str]) -> ClassList:
         return ClassList(_checked(list(classes), "classes"))
     path = Path(classes).expanduser()
     require(path)
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not a list of classes: it is not UTF-8 text") from error
-    lines = [line for line in lines if line and not line.startswith(_COMMENT)]
+    lines = [line for _, line in read_lines(path, "a list of classes") if not line.startswith(_COMMENT)]
     matches = [_COLOURED_LINE.fullmatch(line) for line in lines]
     if not any(matches):
         return ClassList(_checked(lines, str(path)))

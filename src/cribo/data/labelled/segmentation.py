@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from cribo.base.errors import DataError, MissingData
 from cribo.base.files import read_json, require
 from cribo.base.wording import enumerated
 from cribo.data.config import DEFAULT_READING, Reading
+from cribo.data.labelled.inputs import Example
 from cribo.data.labelled.label_maps import (
     IGNORE_INDEX,
     MASK_CLASSES,
@@ -27,14 +28,12 @@ from cribo.data.labelled.label_maps import (
     are_masks,
     class_indices,
     has_colours,
-    open_label_map,
     open_some,
     read_classes,
     unlisted_colours,
 )
-from cribo.data.reading import image_size
+from cribo.data.reading import EXTENSIONS, IMAGE_KINDS, image_size, read_values
 from cribo.data.sources.images import (
-    EXTENSIONS,
     ImageFiles,
     ImageSource,
     composed,
@@ -46,7 +45,7 @@ from cribo.data.sources.images import (
 log = logging.getLogger("cribo")
 
 _MARK = r"(?:masks?|labels?|label_?ids|seg\w*|gt|ground_?truth|ann\w*|L)"  # in names of label maps of other tools
-_LOSSY = (".jpg", ".jpeg", ".jpe", ".jfif", ".webp")
+_LOSSY = [extension for kind in IMAGE_KINDS if kind.name in ("JPEG", "WEBP") for extension in kind.extensions]
 
 
 class LabelledImages(ImageSource, Protocol):
@@ -72,7 +71,53 @@ class LabelledImages(ImageSource, Protocol):
         ...
 
 
-class LabelledFiles(ImageFiles):
+class LabelledExamples(ImageFiles):
+    """Base of labelled image files, as `LabelledImages` and as examples of segmentation.
+
+    Attributes:
+        listed_classes: names of the classes if the labels or a list define them.
+    """
+
+    ignore_index: int = IGNORE_INDEX
+    listed_classes: list[str] | None = None
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Names of the classes; label c is `classes[c]`."""
+        return self.listed_classes or ()
+
+    @property
+    def palette(self) -> Sequence[Colour]:
+        """The colour of each class in pictures."""
+        return self.stated_palette or class_colours(self.classes)
+
+    @property
+    def new_classes(self) -> list[str] | None:
+        """Names of the classes of a new memory."""
+        return self.listed_classes
+
+    @property
+    def stated_palette(self) -> list[Colour] | None:
+        """Colours that the labels or a list define; None for those of `label_map`."""
+        return None
+
+    def label_map(self, index: int) -> LabelMap:
+        """Return the class of each pixel of an image, and the colours of the classes if its labels have them."""
+        raise NotImplementedError
+
+    def labels(self, index: int) -> UInt8[Tensor, "h w"]:
+        """Return the class of each pixel, 255 for ignored pixels; raises the errors of `label_map`."""
+        return self.label_map(index).labels
+
+    def example(self, index: int) -> Example:
+        """Return an image with its labels as an example of segmentation."""
+        return Example(self.path(index), self.label_map(index), self.name(index))
+
+    def require_images(self) -> None:
+        """Raise DataError for labels without an image."""
+
+
+class LabelledFiles(LabelledExamples):
     """Image files, each with a label map in a file.
 
     A label map is a PNG. Its values are read, of a palette PNG the indices, unless `coding` gives the colours of the
@@ -90,8 +135,6 @@ class LabelledFiles(ImageFiles):
         masks: whether label maps that contain only 0 and 255 may be masks.
     """
 
-    ignore_index: int = IGNORE_INDEX
-
     def __init__(
         self,
         images: ImageFiles,
@@ -105,7 +148,7 @@ class LabelledFiles(ImageFiles):
     ) -> None:
         super().__init__(images.folder, images.names, reading=images.reading)
         self._label_files = ImageFiles(label_folder, label_names)
-        self._classes = list(classes)
+        self._classes, self.listed_classes = list(classes), list(classes) or None
         self._palette = coding.classes if palette is None and isinstance(coding, LabelColours) else palette
         self._coding = coding
         self._is_published = isinstance(coding, LabelValues)
@@ -116,7 +159,7 @@ class LabelledFiles(ImageFiles):
         """Meaning of the values or colours in the label maps."""
         if self._coding is None:
             self._coding = class_indices(len(self._classes) or IGNORE_INDEX)
-            if are_masks(map(open_label_map, self._label_paths())):
+            if are_masks(map(read_values, self._label_paths())):
                 if self._may_be_masks:
                     log.info(
                         "the label maps in %s contain only 0 and 255, which are read as %s and %s. (255 means no class "
@@ -155,13 +198,19 @@ class LabelledFiles(ImageFiles):
         """The colour of each class in pictures."""
         return class_colours(self.classes) if self._palette is None else self._palette
 
+    @property
+    def new_classes(self) -> list[str] | None:
+        """Names of the classes of a new memory; those of masks are background and foreground by default."""
+        return self.listed_classes or (list(MASK_CLASSES) if self.coding == MASKS else None)
+
+    @property
+    def stated_palette(self) -> list[Colour] | None:
+        """The colours of the classes in the list of classes; None if the label maps have class indices."""
+        return None if isinstance(self.coding, LabelValues) else list(self.coding.classes)
+
     def label_path(self, index: int) -> str:
         """Return the path of an image's label map."""
         return self._label_files.path(index)
-
-    def labels(self, index: int) -> UInt8[Tensor, "h w"]:
-        """Return the class of each pixel, 255 for ignored pixels; raises the errors of `label_map`."""
-        return self.label_map(index).labels
 
     def label_map(self, index: int) -> LabelMap:
         """Return the class of each pixel, and the colours of a palette PNG.
@@ -170,7 +219,7 @@ class LabelledFiles(ImageFiles):
         colours that `coding` does not give, or a value that is neither a class nor ignored.
         """
         path = self.label_path(index)
-        image = open_label_map(path, reading=self.reading)
+        image = read_values(path, reading=self.reading)
         self.require_size(index, (image.height, image.width), f"{path}: labels")
         if isinstance(self.coding, LabelValues) and not self._is_published and has_colours(image):
             raise unlisted_colours(path, open_some(self._label_paths()))
@@ -206,13 +255,19 @@ class LabelledFolder(LabelledFiles):
         folder = Path(labels_dir).expanduser()
         require(folder)
         stems = by_stem(images.names, EXTENSIONS)
-        maps = by_stem(list_files(folder, [".png"]), [".png"])
+        maps = label_maps_in(folder)
         for stem, name in stems.items():
             if stem not in maps:
                 raise missing_labels(name, images.folder, folder / f"{stem}.png")
         listed = ClassList([]) if classes is None else read_classes(classes)
         names = (maps[stem] for stem in stems)
         super().__init__(images, folder, names, classes=listed.names, coding=listed.colours, masks=masks)
+        self._unused = [stem for stem in maps if stem not in stems] if Path(images_dir).expanduser().is_dir() else []
+
+    def require_images(self) -> None:
+        """Raise DataError for a label map without an image; those of images that a list omits are skipped."""
+        images = by_stem(self.names, EXTENSIONS)
+        require_images(self._unused, images, Path(self._label_files.folder), Path(self.folder))
 
 
 class UnlabelledFiles(ImageFiles):
@@ -286,10 +341,24 @@ def by_stem(names: Iterable[str], endings: Sequence[str]) -> dict[str, str]:
     return stems
 
 
+def label_maps_in(folder: Path) -> dict[str, str]:
+    """Map the stem of each label map below a folder to its name (see `by_stem`)."""
+    return by_stem(list_files(folder, [".png"]), [".png"])
+
+
 def missing_labels(image: str, folder: str | os.PathLike[str], labels: Path) -> MissingData:
     """Return the error for an image in a folder without a label map."""
     instead = other_annotations(Path(folder, image), labels)
     return MissingData(f"the image {image} has no labels: there is no {labels.name} in {labels.parent}{instead}")
+
+
+def require_images(maps: Iterable[str], images: Mapping[str, str], labels: Path, folder: Path) -> None:
+    """Raise DataError for a label map without an image."""
+    for stem in maps:
+        if stem not in images:
+            near = next((image for image in images if is_marked(stem, image)), None)
+            advice = "" if near is None else f", but {images[near]}: give the label map its name, {near}.png"
+            raise DataError(f"the labels {labels / stem}.png have no image: {folder} does not contain {stem}{advice}")
 
 
 def other_annotations(image: Path, labels: Path) -> str:

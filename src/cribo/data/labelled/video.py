@@ -13,11 +13,11 @@ from torch import Tensor
 
 from cribo.base.colours import BLACK, Colour, distinct_colours
 from cribo.base.errors import DataError, MissingData
-from cribo.base.files import path_inside, require
+from cribo.base.files import path_inside, read_lines, require
 from cribo.data.config import spread
-from cribo.data.labelled.segmentation import IGNORE_INDEX, UnlabelledFiles, by_stem
-from cribo.data.reading import image_size, open_header
-from cribo.data.sources.images import EXTENSIONS, ImageFiles, list_files
+from cribo.data.labelled.segmentation import IGNORE_INDEX, UnlabelledFiles, by_stem, label_maps_in
+from cribo.data.reading import EXTENSIONS, image_size, read_values
+from cribo.data.sources.images import ImageFiles, list_files
 
 DAVIS_SIZES = {"train": 60, "val": 30}
 """Videos of the splits of DAVIS 2017 with public annotations."""
@@ -68,8 +68,8 @@ class VideoFrames(UnlabelledFiles):
 
 def read_objects(path: str | os.PathLike[str]) -> UInt8[Tensor, "h w"]:
     """Read the number of the object at each pixel; 255, no class in DAVIS, is background, as in its evaluation."""
-    with open_header(path) as image:
-        mode, values = image.mode, np.array(image)
+    image = read_values(path)
+    mode, values = image.mode, np.array(image)
     if mode not in ("P", "L", "1"):
         raise DataError(
             f"{path}: annotations must be object numbers in a grey or palette PNG with 8 bits, got mode {mode}: "
@@ -141,7 +141,7 @@ def _listed(root: Path, split: str, frames: Path, *, partial: bool) -> list[str]
         raise DataError(f"{frames} has no folders of frames, one for each video")
     file = root / "ImageSets" / "2017" / f"{split}.txt"
     require(file)
-    names = file.read_text(encoding="utf-8-sig").split()
+    names = [name for _, line in read_lines(file, "a list of videos") for name in line.split()]
     for name in names:
         path_inside(frames, name, source=file, follow_links=True)
     if not names:
@@ -157,7 +157,7 @@ def _listed(root: Path, split: str, frames: Path, *, partial: bool) -> list[str]
 def _pairs(frames: Path, annotations: Path) -> list[tuple[str, str]]:
     """Return the frames of a video in order, each with its annotation."""
     pictures = by_stem(list_files(frames, EXTENSIONS), EXTENSIONS)
-    maps = by_stem(list_files(annotations, [".png"]), [".png"])
+    maps = label_maps_in(annotations)
     if len(pictures) < _LEAST_FRAMES:
         raise DataError(
             f"{frames} must have at least {_LEAST_FRAMES} frames, got {len(pictures)}: the first one is given, and the "

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from cribo.base.errors import DataError, MissingData
-from cribo.base.files import path_inside, require
+from cribo.base.files import path_inside, read_lines, require
 from cribo.data.labelled.detection import Boxes
 from cribo.data.sources.images import ImageFiles, PackedNames
 
@@ -40,7 +40,7 @@ class VocBoxes(ImageFiles):
         folder = Path(root).expanduser()
         listed = folder / "ImageSets" / "Main" / f"{split}.txt"
         require(listed)
-        stems = [line.split()[0] for line in listed.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+        stems = [line.split()[0] for _, line in read_lines(listed, "a list of images")]
         if not stems:
             raise DataError(f"{listed} lists no images")
         images, annotations = folder / "JPEGImages", folder / "Annotations"

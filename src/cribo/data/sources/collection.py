@@ -19,18 +19,18 @@ from cribo.base.files import path_inside, require
 from cribo.base.redaction import is_masked, without_secrets
 from cribo.base.wording import enumerated
 from cribo.data.config import DEFAULT_READING, Reading, spread
-from cribo.data.reading import EncodedImage, FileState
+from cribo.data.reading import EXTENSIONS, EncodedImage, FileState
 from cribo.data.sources.images import (
-    EXTENSIONS,
     EncodedImages,
     ImageSource,
     ascending,
     has_images,
     is_url,
+    list_directly,
     open_images,
     read_list,
 )
-from cribo.data.sources.parquet import PARQUET, list_parquet, open_parquet, open_row
+from cribo.data.sources.parquet import PARQUET, open_parquet, open_row
 from cribo.data.sources.remote import located, open_mixed_list, open_remote
 from cribo.data.sources.shards import open_shards, read_member
 from cribo.data.sources.storage import (
@@ -39,7 +39,6 @@ from cribo.data.sources.storage import (
     SUFFIX,
     file_state,
     list_folder,
-    list_tars,
     read_file,
     require_answer,
 )
@@ -147,7 +146,7 @@ def _kind_of_path(place: str, column: str | None) -> str:
         return {SUFFIX: "shards", PARQUET: "parquet"}.get(path.suffix.lower(), "images")
     if (path / INDEX).is_file():
         return "shards"
-    parquet, tars = list_parquet(path), list_tars(path)
+    parquet, tars = (list_directly(path, suffix) for suffix in (PARQUET, SUFFIX))
     # Parquet files beside images contain their metadata, unless a column is given.
     if not (parquet or tars) or (not (parquet and column) and has_images(path)):
         return "images"

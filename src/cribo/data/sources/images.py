@@ -18,28 +18,26 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from cribo.base.errors import DataError, InputError, MissingData, UnreadableImage
-from cribo.base.files import absolute_path, require
+from cribo.base.files import absolute_path, read_lines, require
 from cribo.base.wording import counted, enumerated, is_utf8, printable
 from cribo.data.config import DEFAULT_READING, Reading
-from cribo.data.reading import NOT_UTF8, EncodedImage, FileState, image_size, read_image, read_reduced, require_utf8
+from cribo.data.reading import (
+    EXTENSIONS,
+    NOT_UTF8,
+    UNREAD_EXTENSIONS,
+    EncodedImage,
+    FileState,
+    image_size,
+    read_image,
+    read_reduced,
+    require_utf8,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Int, Int64, UInt8
     from torch import Tensor
 
 log = logging.getLogger("cribo")
-
-# Compared in lower case: ImageNet's files end in .JPEG.
-EXTENSIONS = (
-    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".tif", ".tiff", ".bmp", ".gif"),
-    *(".ppm", ".pgm", ".pbm", ".pnm", ".jp2"),
-)
-
-UNREAD_EXTENSIONS = (
-    *(".heic", ".heif", ".avif", ".jxl", ".dcm", ".nii", ".exr", ".hdr", ".psd", ".svs", ".czi", ".nd2", ".lif"),
-    *(".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".orf", ".rw2"),
-)
-"""Formats of images that cannot be read, of which the number is reported."""
 
 
 class ImageSource(Protocol):
@@ -452,6 +450,11 @@ def list_files(folder: str | os.PathLike[str], extensions: Iterable[str]) -> Ite
     return _walk(os.fspath(folder), "", frozenset(extensions), ())
 
 
+def list_directly(folder: Path, suffix: str) -> list[Path]:
+    """List the files directly in a folder that end in `suffix`, without hidden ones, sorted by name."""
+    return sorted(path for path in folder.glob(f"*{suffix}") if not path.name.startswith(".") and path.is_file())
+
+
 def _walk(folder: str, prefix: str, extensions: frozenset[str], above: tuple[tuple[int, int], ...]) -> Iterator[str]:
     status = os.stat(folder)
     here = (status.st_dev, status.st_ino)
@@ -473,12 +476,7 @@ def _walk(folder: str, prefix: str, extensions: frozenset[str], above: tuple[tup
 
 def read_list(path: Path) -> list[tuple[int, str]]:
     """Return the line numbers and names in a list of images; raises DataError if it is empty or not UTF-8 text."""
-    try:
-        # utf-8-sig: without it, a byte-order mark would become part of the first name.
-        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not a list of images: it is not UTF-8 text") from error
-    names = [(number, line) for number, line in enumerate(lines, start=1) if line and not line.startswith("#")]
+    names = [(number, line) for number, line in read_lines(path, "a list of images") if not line.startswith("#")]
     if not names:
         raise DataError(f"{path} lists no images: put one path per line, relative to {path.parent} or absolute")
     return names

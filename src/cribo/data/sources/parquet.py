@@ -17,8 +17,8 @@ from cribo.base.errors import DataError, UnreadableImage
 from cribo.base.files import require
 from cribo.base.wording import enumerated, nearest
 from cribo.data.config import DEFAULT_READING, Reading
-from cribo.data.reading import EncodedImage, FileState
-from cribo.data.sources.images import EXTENSIONS, EncodedImages, PackedNames, ascending, is_url, require_inside
+from cribo.data.reading import EXTENSIONS, EncodedImage, FileState
+from cribo.data.sources.images import EncodedImages, PackedNames, ascending, is_url, list_directly, require_inside
 from cribo.data.sources.remote import located
 from cribo.data.sources.storage import file_state, file_system, list_folder, read_file, require_answer, retry
 
@@ -383,16 +383,11 @@ def _files_of(root: str) -> list[ParquetFile]:
         states, _ = list_folder(root)
         files = {name: (located(root, name), state) for name, state in states.items() if name.endswith(PARQUET)}
     else:
-        paths = list_parquet(Path(root).expanduser().absolute())
+        paths = list_directly(Path(root).expanduser().absolute(), PARQUET)
         files = {path.name: (str(path), file_state(str(path))) for path in paths}
     if not files:
         raise DataError(f"no Parquet files in {root}: looked for files that end in {PARQUET}")
     return [ParquetFile(files[name][0], name, files[name][1]) for name in sorted(files)]
-
-
-def list_parquet(folder: Path) -> list[Path]:
-    """List the Parquet files directly in a folder, without hidden ones, sorted by name."""
-    return sorted(path for path in folder.glob(f"*{PARQUET}") if not path.name.startswith(".") and path.is_file())
 
 
 def _parquet_file(location: str) -> Any:

@@ -11,9 +11,8 @@ import numpy as np
 from cribo.base.errors import DataError
 from cribo.base.redaction import without_secrets
 from cribo.data.config import DEFAULT_READING, Reading
-from cribo.data.reading import EncodedImage, FileState
+from cribo.data.reading import EXTENSIONS, EncodedImage, FileState
 from cribo.data.sources.images import (
-    EXTENSIONS,
     EncodedImages,
     PackedNames,
     ascending,

@@ -22,7 +22,7 @@ from cribo.base.errors import DataError, FolderError, TooManySkipped, Unreadable
 from cribo.base.files import write_folder_whole
 from cribo.base.job import require_writable
 from cribo.data.randomness import keyed_generator
-from cribo.data.reading import EncodedImage, read_image, read_reduced
+from cribo.data.reading import EncodedImage, kind_of_name, largest_factor, read_image, read_reduced
 from cribo.data.sources.images import ImageFiles
 from cribo.data.sources.storage import SUFFIX, LocalShards
 from cribo.data.sources.tars import INDEX, build_index, escaped
@@ -175,7 +175,7 @@ def _read(source: ImageFiles, index: int, size: int | None) -> Encoded | Unreada
             nonlocal height, width
             height, width = whole_height, whole_width
             # Decode at no less than twice the size, then resize with the better filter below.
-            return next((by for by in (8, 4, 2) if min(height, width) // by >= 2 * size), 1)
+            return largest_factor(lambda factor: min(height, width) // factor >= 2 * size)
 
         pixels, _ = read_reduced(image, reduction, reading=source.reading)
         return unchanged if min(height, width) <= size else _shrunk(pixels, height, width, size)
@@ -205,7 +205,7 @@ def member_name(name: str, index: int, extension: str) -> str:
     """
     folder, base = posixpath.split(name)
     stem, own = posixpath.splitext(base)
-    if own.lower() != extension.lower() and not {own.lower(), extension.lower()} <= {".jpg", ".jpeg", ".jpe", ".jfif"}:
+    if own.lower() != extension.lower() and kind_of_name(base) != kind_of_name(f"{stem}{extension}"):
         stem = base  # otherwise a.png and a.jpg would get the same name
     stem = stem.replace(".", "%2E")
     # A list written on Windows may contain backslashes and drives.

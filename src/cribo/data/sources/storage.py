@@ -21,7 +21,7 @@ from cribo.base.errors import DataError, MissingData, MissingPackage, ShardError
 from cribo.base.packages import install_command
 from cribo.base.redaction import is_masked, without_secrets
 from cribo.data.reading import FileState
-from cribo.data.sources.images import is_url
+from cribo.data.sources.images import is_url, list_directly
 
 log = logging.getLogger("cribo")
 T = TypeVar("T")
@@ -275,7 +275,7 @@ class LocalShards:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         path = Path(path).expanduser()
-        files = [path] if path.is_file() else list_tars(path)
+        files = [path] if path.is_file() else list_directly(path, SUFFIX)
         if not files:
             raise DataError(f"no shards in {path}: looked for files that end in {SUFFIX}")
         self.root = str((path.parent if path.is_file() else path).absolute())
@@ -315,11 +315,6 @@ def _part_of(store: Store, shards: Sequence[int]) -> Store:
     part.sizes = tuple(store.sizes[shard] for shard in shards)
     part.mtimes_ns = tuple(store.mtimes_ns[shard] for shard in shards)
     return part
-
-
-def list_tars(folder: Path) -> list[Path]:
-    """List the tar files directly in a folder, without hidden ones, sorted by name."""
-    return sorted(path for path in folder.glob(f"*{SUFFIX}") if not path.name.startswith(".") and path.is_file())
 
 
 class RemoteShards:

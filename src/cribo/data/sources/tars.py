@@ -18,7 +18,8 @@ from jaxtyping import Int64
 
 from cribo.base.errors import DataError, ShardError
 from cribo.base.files import open_arrays, write_whole
-from cribo.data.sources.images import EXTENSIONS, PackedNames
+from cribo.data.reading import EXTENSIONS
+from cribo.data.sources.images import PackedNames
 from cribo.data.sources.storage import ShardStore, needs_ranges, retry
 
 log = logging.getLogger("cribo")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cribo.base.errors import DataError, UnreadableImage
+from cribo.base.errors import DataError, TooManyPixels, UnreadableImage
 from cribo.base.packages import require_packages
 from cribo.base.wording import counted
 from cribo.data.config import DEFAULT_READING, Reading
@@ -104,11 +104,7 @@ class _Reader:
         self._container = av.open(path)
         self._stream = self._container.streams.video[0]
         if self._stream.width * self._stream.height > max_pixels:
-            size = f"{self._stream.width} x {self._stream.height}"
-            raise UnreadableImage(
-                path,
-                f"{size} pixels are more than max_pixels = {max_pixels}: not decoded; raise --max_pixels to read it",
-            )
+            raise TooManyPixels(path, f"{self._stream.width} x {self._stream.height} pixels", max_pixels)
         self._frames: Iterator[Any] = iter(())
         self._frame: Any = None
         self._earliest = 0.0  # time from which on `_frame` is the first one, in seconds

@@ -1,0 +1,92 @@
+"""Readers of image files, one module per library; rows of the table in `cribo.data.reading` name them.
+
+A reader has one function, `open_picture(file, name, kind, reading)`, a context manager that yields a `Picture`.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from cribo.base.errors import InputError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import UInt8
+    from PIL import Image
+
+
+@dataclass(frozen=True)
+class ImageKind:
+    """A row of the table of image kinds.
+
+    Attributes:
+        name: for messages; for Pillow, also the name of its format.
+        extensions: of file names, in lower case with the dot, the usual one first.
+        signature: pattern of the first bytes of a file.
+        reader: module in `cribo.data.readers`; None if files of this kind are recognised and refused.
+        channels: what is read, besides transparency.
+        bits: maximum bits per channel.
+        pages: `first` reads the first frame of an animation; `one` refuses files of several pages.
+        packages: import names of the optional packages of the reader.
+        extra: extra of cribo that installs them.
+    """
+
+    name: str
+    extensions: tuple[str, ...]
+    signature: re.Pattern[bytes]
+    reader: str | None = None
+    channels: str = "grey, RGB"
+    bits: int = 8
+    pages: Literal["first", "one"] = "first"
+    packages: tuple[str, ...] = ()
+    extra: str = ""
+
+
+class Picture(ABC):
+    """An open image file of which only the header has been read. Its methods raise any error for damaged files.
+
+    Attributes:
+        kind: its row in the table of image kinds.
+        header_size: height and width in the header, in which the image may lie on its side.
+    """
+
+    def __init__(self, kind: ImageKind, header_size: tuple[int, int]) -> None:
+        self.kind, self.header_size = kind, header_size
+
+    @abstractmethod
+    def require_whole(self) -> None:
+        """Check that `rgb` would omit nothing.
+
+        Raises:
+            InputError: the file has further channels or pages, or values of an unsupported type.
+        """
+
+    @abstractmethod
+    def rgb(self) -> UInt8[np.ndarray, "h w 3"]:
+        """Decode the image as upright RGB.
+
+        Raises:
+            InputError: the range of its values is unknown.
+        """
+
+    def size(self) -> tuple[int, int]:
+        """Return height and width of the upright image."""
+        return self.header_size
+
+    def reduced_rgb(self, reduction: Callable[[int, int], int]) -> tuple[UInt8[np.ndarray, "h w 3"], int]:
+        """Decode the image at a fraction of its size if that is faster (see `cribo.data.reading.read_reduced`)."""
+        pixels = self.rgb()
+        reduction(pixels.shape[0], pixels.shape[1])
+        return pixels, 1
+
+    def values(self) -> Image.Image:
+        """Decode the values as they are stored, such as the classes of a label map.
+
+        Raises:
+            InputError: files of this kind contain pictures only.
+        """
+        raise InputError(f"values of pixels are not read from {self.kind.name} files: save them as PNG")

@@ -1,0 +1,155 @@
+"""Reader of image kinds that Pillow decodes."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, BinaryIO
+
+import numpy as np
+from PIL import Image, ImageChops, UnidentifiedImageError
+
+from cribo.base.errors import InputError, TooManyPixels
+from cribo.data.channels import Samples, grey_to_8_bits, require_bright, require_high_bits, scaled
+from cribo.data.config import DEFAULT_READING, Reading
+from cribo.data.readers import ImageKind, Picture
+from cribo.data.readers.headers import require_one_picture, samples_of, why_no_tiff
+
+if TYPE_CHECKING:
+    from jaxtyping import UInt8
+
+_EXIF_ORIENTATION = 0x0112
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+# Pillow's warnings and messages, such as of a broken EXIF block, do not contain the name of the file. What affects the
+# pixels is an error.
+for _category in (UserWarning, Image.DecompressionBombWarning):
+    warnings.filterwarnings("ignore", category=_category, module=r"PIL\.")
+logging.getLogger("PIL").addHandler(logging.NullHandler())
+
+
+@contextmanager
+def open_picture(file: BinaryIO, name: str, kind: ImageKind, reading: Reading) -> Iterator[Picture]:
+    """Open an image file; the other plugins of Pillow are not tried, since that of EPS starts Ghostscript.
+
+    Raises:
+        InputError: the header is damaged.
+        TooManyPixels: Pillow refuses the number of pixels.
+    """
+    if Image.MAX_IMAGE_PIXELS is not None and reading.max_pixels > Image.MAX_IMAGE_PIXELS:
+        Image.MAX_IMAGE_PIXELS = reading.max_pixels  # otherwise Pillow would refuse what is allowed
+    try:
+        image = Image.open(file, formats=[kind.name])
+    except UnidentifiedImageError as error:
+        raise InputError(
+            why_no_tiff(file) or f"not an image of a known format: it begins as {kind.name}, but its header is damaged"
+        ) from error
+    except Image.DecompressionBombError as error:  # above twice Pillow's limit
+        number = re.search(r"\d+", str(error))
+        raise TooManyPixels(name, f"{number[0] if number else 'its'} pixels", reading.max_pixels) from error
+    with image:
+        image.filename = name
+        yield _PillowPicture(kind, image, reading)
+
+
+class _PillowPicture(Picture):
+    """An image that Pillow has opened."""
+
+    def __init__(self, kind: ImageKind, image: Image.Image, reading: Reading) -> None:
+        super().__init__(kind, (image.height, image.width))
+        self._image, self._reading = image, reading
+
+    def require_whole(self) -> None:
+        require_one_picture(self._image)
+
+    def rgb(self) -> UInt8[np.ndarray, "h w 3"]:
+        return upright_rgb(self._image, self._reading)
+
+    def size(self) -> tuple[int, int]:
+        image = self._image
+        if self.kind.name == "TIFF":  # Pillow versions differ in whether they rotate its size before decoding
+            image.load()
+        return (image.width, image.height) if _orientation(image) >= 5 else (image.height, image.width)
+
+    def reduced_rgb(self, reduction: Callable[[int, int], int]) -> tuple[UInt8[np.ndarray, "h w 3"], int]:
+        if self.kind.name != "JPEG":
+            return super().reduced_rgb(reduction)
+        image = self._image
+        width, height = image.size
+        factor = reduction(*self.size())
+        whole = factor not in (2, 4, 8) or min(width, height) < factor**2
+        outside = _orientation(image) in _UPRIGHT and (width % factor or height % factor)
+        if whole or outside or image.draft(None, (width // factor, height // factor)) is None:
+            factor = 1
+        return self.rgb(), factor
+
+    def values(self) -> Image.Image:
+        self._image.load()
+        return self._image
+
+
+def upright_rgb(image: Image.Image, reading: Reading = DEFAULT_READING) -> UInt8[np.ndarray, "h w 3"]:
+    """Decode a Pillow image as upright RGB (see `cribo.data.reading.read_image`).
+
+    Raises:
+        InputError: the range of its values is unknown.
+    """
+    samples = samples_of(image)
+    image.load()
+    rgb = _to_rgb(image, samples, reading.range)
+    turn = _UPRIGHT.get(_orientation(image))
+    return np.array(rgb if turn is None else rgb.transpose(turn))
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation, 1 to 8; 1 if it is missing or invalid."""
+    try:
+        found = int(image.getexif().get(_EXIF_ORIENTATION, 1))
+    except Exception:  # a broken EXIF block does not affect the pixels
+        return 1
+    return found if found in _UPRIGHT else 1
+
+
+def _to_rgb(image: Image.Image, samples: Samples, limits: tuple[float, float] | None) -> Image.Image:
+    if samples.bits == 16 and image.mode in ("RGB", "RGBA", "LA"):
+        image = _colour_of_16_bits(image, limits)
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if image.mode.startswith("I;16") or image.mode in ("I", "F"):
+        grey = grey_to_8_bits(np.asarray(image), samples, limits, _name(image))
+        return Image.fromarray(grey).convert("RGB")
+    if image.mode == "CMYK" and image.format in ("JPEG", "MPO") and "adobe" not in image.info:
+        # Pillow inverts the inks of every CMYK JPEG; only files with Adobe's marker store them inverted.
+        return ImageChops.invert(image).convert("RGB")
+    if image.has_transparency_data:
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+    return image.convert("RGB")
+
+
+def _colour_of_16_bits(image: Image.Image, limits: tuple[float, float] | None) -> Image.Image:
+    """Return an RGB, RGBA or LA image that Pillow has reduced from 16 to 8 bits, with its range of values."""
+    bands = image.split()
+    colours = bands[: len(bands) - (image.mode in ("RGBA", "LA"))]
+    if limits is None:
+        largest = max(int(band.getextrema()[1]) for band in colours) * 257  # pyright: ignore[reportArgumentType]
+        require_bright(largest, _name(image), colour=True)
+        return image
+    require_high_bits(limits)
+    table = scaled(np.arange(256) * 257, *limits).tolist()
+    return Image.merge(image.mode, [band.point(table) for band in colours] + list(bands[len(colours) :]))
+
+
+def _name(image: Image.Image) -> str:
+    return str(getattr(image, "filename", ""))
