@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-from cribo.base.bounds import above, at_least, at_most, check_bounds, require_distinct_numbers
+from cribo.base.bounds import above, at_least, at_most, require_distinct_numbers
 from cribo.evaluation.config import QUICK_SIDE, UNDECIDED, Decided, Settings, Side, square
-from cribo.evaluation.data import Splits, absolute, described
+from cribo.evaluation.data import LabelledData, Splits, absolute, described
 from cribo.features.config import FeaturePrecision, Interpolation
 
 
 @dataclass
-class CorrespondenceData:
+class CorrespondenceData(LabelledData):
     """Pairs of images with keypoints: SPair-71k, or a folder with files in its format.
 
     Attributes:
@@ -29,14 +29,10 @@ class CorrespondenceData:
     partial: bool = False
     limit: Annotated[int, at_least(1)] | None = None
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "data.")
-
     @classmethod
-    def find(cls, folder: Path) -> Self | None:
-        """Return the pairs in a folder, None if there are none."""
-        has_pairs = any((folder / name).is_dir() for name in ("PairAnnotation", "pairs"))
-        return cls(str(folder)) if has_pairs else None
+    def recognises(cls, folder: Path) -> bool:
+        """Whether a folder has pairs."""
+        return any((folder / name).is_dir() for name in ("PairAnnotation", "pairs"))
 
     def open(self) -> Splits:
         """Open the pairs.

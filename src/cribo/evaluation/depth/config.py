@@ -2,19 +2,19 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar
 
-from cribo.base.bounds import above, at_least, check_bounds, require_distinct
+from cribo.base.bounds import above, at_least, require_distinct
 from cribo.data.config import spread
 from cribo.evaluation.config import Settings, Side
-from cribo.evaluation.data import Splits, about_splits, absolute
+from cribo.evaluation.data import LabelledData, Splits, about_splits, absolute
 from cribo.features.config import FeaturePrecision, Interpolation, Vote
 
 METHODS = ("neighbours", "linear")
 
 
 @dataclass
-class DepthData:
+class DepthData(LabelledData):
     """Images with depth maps.
 
     Attributes:
@@ -35,15 +35,12 @@ class DepthData:
     partial: bool = False
     limit: Annotated[int, at_least(1)] | None = None
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "data.")
-
     @classmethod
-    def find(cls, folder: Path) -> Self | None:
-        """Return the data set in a folder with depth maps, None if there are none."""
+    def recognises(cls, folder: Path) -> bool:
+        """Whether a folder has depth maps."""
         from cribo.data.labelled.depth import is_nyu
 
-        return cls(str(folder)) if is_nyu(folder) or (folder / "depth").is_dir() else None
+        return is_nyu(folder) or (folder / "depth").is_dir()
 
     def open(self) -> Splits:
         """Open both splits.

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-from cribo.base.bounds import above, at_least, check_bounds
+from cribo.base.bounds import above, at_least
 from cribo.base.errors import ConfigError
 from cribo.base.packages import require_packages
 from cribo.data.config import spread
 from cribo.evaluation.config import UNDECIDED, Decided, Schedule, Settings, TrainingRuntime
-from cribo.evaluation.data import Splits, about_splits
+from cribo.evaluation.data import LabelledData, Splits, about_splits
 from cribo.features.config import MEAN_COLOUR, BackboneSource
 
 METRICS = ("ap", "ap50", "ap75")
@@ -32,7 +32,7 @@ CLIP = 0.1  # maximum norm of the gradients
 
 
 @dataclass
-class DetectionData:
+class DetectionData(LabelledData):
     """Images with boxes, in files of COCO's format.
 
     Attributes:
@@ -55,15 +55,12 @@ class DetectionData:
     val_images: str | None = None
     limit: Annotated[int, at_least(1)] | None = None
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "data.")
-
     @classmethod
-    def find(cls, folder: Path) -> Self | None:
-        """Return the data set in a folder with annotations in one of the layouts, None if there are none."""
+    def recognises(cls, folder: Path) -> bool:
+        """Whether a folder has annotations in one of the layouts."""
         from cribo.data.labelled.detection import has_annotations
 
-        return cls(str(folder)) if has_annotations(folder) else None
+        return has_annotations(folder)
 
     def open(self) -> Splits:
         """Open both splits.

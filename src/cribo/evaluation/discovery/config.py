@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from cribo.base.bounds import above, at_least, below, check_bounds, require_distinct
+from cribo.base.bounds import above, at_least, below, require_distinct
 from cribo.base.errors import ConfigError, DataError
 from cribo.data.config import spread
 from cribo.evaluation.config import QUICK_SIDE, UNDECIDED, Decided, Settings
-from cribo.evaluation.data import Splits, absolute, described
+from cribo.evaluation.data import LabelledData, Splits, absolute, described
 from cribo.features.config import BackboneSource
 
 METHODS = ("lost", "tokencut")
@@ -16,7 +16,7 @@ DiscoveryFeatures = Literal["keys", "queries", "values", "tokens"]
 
 
 @dataclass
-class DiscoveryData:
+class DiscoveryData(LabelledData):
     """Images with boxes: Pascal VOC, or annotations in COCO's format.
 
     Attributes:
@@ -37,16 +37,13 @@ class DiscoveryData:
     images: str | None = None
     limit: Annotated[int, at_least(1)] | None = None
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "data.")
-
     @classmethod
-    def find(cls, folder: Path) -> Self | None:
-        """Return the data set in a folder with a layout of Pascal VOC or COCO, None if there is none."""
+    def recognises(cls, folder: Path) -> bool:
+        """Whether a folder has a layout of Pascal VOC or COCO."""
         from cribo.data.labelled.detection import has_annotations
         from cribo.data.labelled.voc import is_voc
 
-        return cls(str(folder)) if is_voc(folder) or has_annotations(folder) else None
+        return is_voc(folder) or has_annotations(folder)
 
     def open(self) -> Splits:
         """Open the images with at least one object.

@@ -2,16 +2,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar
 
-from cribo.base.bounds import above, at_least, check_bounds
+from cribo.base.bounds import above, at_least
 from cribo.evaluation.config import Settings
-from cribo.evaluation.data import Splits, absolute, described
+from cribo.evaluation.data import LabelledData, Splits, absolute, described
 from cribo.features.config import FeaturePrecision, Interpolation
 
 
 @dataclass
-class VideoData:
+class VideoData(LabelledData):
     """Videos whose frames have annotated objects: DAVIS 2017, or a folder of the same layout.
 
     Attributes:
@@ -30,15 +30,12 @@ class VideoData:
     partial: bool = False
     limit: Annotated[int, at_least(1)] | None = None
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "data.")
-
     @classmethod
-    def find(cls, folder: Path) -> Self | None:
-        """Return the videos in a folder, None if there are none."""
+    def recognises(cls, folder: Path) -> bool:
+        """Whether a folder has videos."""
         from cribo.data.labelled.video import has_videos
 
-        return cls(str(folder)) if has_videos(folder) else None
+        return has_videos(folder)
 
     def open(self) -> Splits:
         """Open the videos.
