@@ -56,6 +56,9 @@ _CLASS_FIGURES: Mapping[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
 
 _T = TypeVar("_T")
 
+Overlay = Callable[[Axes], object]
+"""Draws over a picture in its axes."""
+
 # ----------------------------------------------------------------------- pages
 
 
@@ -64,12 +67,12 @@ class Picture(NamedTuple):
 
     Attributes:
         image: RGB image, a (3, h, w) tensor or an (h, w, 3) array.
-        overlays: functions that draw over it, such as `box` or `point`.
+        overlays: what is drawn over it, such as `box` or `point`.
         nearest: whether it is not interpolated: a mixture of two class colours may equal the colour of a third class.
     """
 
     image: UInt8[Tensor, "3 h w"] | UInt8[np.ndarray, "h w 3"]
-    overlays: Sequence[Callable[[Axes], object]] = ()
+    overlays: Sequence[Overlay] = ()
     nearest: bool = False
 
     @property
@@ -153,7 +156,7 @@ def write_pages(
 
 def box(
     corners: Sequence[float], colour: Any, *, text: str = "", line_width: float = 1.5, dashed: bool = False
-) -> Callable[[Axes], None]:
+) -> Overlay:
     """Return an overlay that draws a box.
 
     Args:
@@ -178,12 +181,12 @@ def box(
     return draw
 
 
-def point(place: Sequence[float], colour: Any, *, edge: Any = "white", size: float = 5) -> Callable[[Axes], object]:
+def point(place: Sequence[float], colour: Any, *, edge: Any = "white", size: float = 5) -> Overlay:
     """Return an overlay that draws a point at (x, y) in pixels."""
     return lambda axes: axes.plot(*place, "o", markersize=size, color=colour, markeredgecolor=edge)
 
 
-def line(start: Sequence[float], end: Sequence[float], colour: Any) -> Callable[[Axes], object]:
+def line(start: Sequence[float], end: Sequence[float], colour: Any) -> Overlay:
     """Return an overlay that draws a line between two places (x, y) in pixels."""
     return lambda axes: axes.plot(*zip(start, end, strict=True), "-", color=colour, linewidth=1.2)
 

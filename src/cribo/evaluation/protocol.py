@@ -54,8 +54,9 @@ class Outcome:
 class Protocol(Settings, ABC):
     """Base class of evaluation protocols: settings, and the measurement of a backbone.
 
-    A protocol is a frozen dataclass. Its fields are its settings; backbone, data and runtime are not part of it. A
-    protocol of your own may be one class, which imports torch inside its methods to keep help and option errors fast.
+    A protocol is a frozen dataclass. Its fields are its settings, and its class variables (`config.Settings`) describe
+    it; backbone, data and runtime are not part of it. A protocol of your own may be one class, which imports torch
+    inside its methods to keep help and option errors fast.
     """
 
     def prepare(self, run: "Run") -> Self:

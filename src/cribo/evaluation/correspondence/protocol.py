@@ -1,6 +1,6 @@
 """Semantic correspondence: keypoints are matched by nearest features, and scored by PCK."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -9,7 +9,6 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
-from matplotlib.axes import Axes
 from torch import Tensor
 
 from cribo.base.colours import rgb
@@ -19,7 +18,7 @@ from cribo.data.labelled.correspondence import Pair, PairedImages
 from cribo.data.reading import image_size
 from cribo.evaluation.config import require_whole_patches, square
 from cribo.evaluation.correspondence.config import CorrespondenceSettings
-from cribo.evaluation.pictures import RIGHT, WRONG, Page, Picture, Row, box, line, point, write_pages
+from cribo.evaluation.pictures import RIGHT, WRONG, Overlay, Page, Picture, Row, box, line, point, write_pages
 from cribo.evaluation.protocol import Outcome, PatchProtocol
 from cribo.evaluation.run import Run
 from cribo.features.extraction import EncodedView, PatchFeatures
@@ -183,8 +182,8 @@ def pairs_page(
     def row_of(number: int) -> Row:
         pair, found = images.pairs[number], matches[number]
         correct = are_correct(pair, found, alpha).tolist()
-        sources: list[Callable[[Axes], object]] = []
-        targets: list[Callable[[Axes], object]] = [box(pair.box, "white", line_width=0.8)]
+        sources: list[Overlay] = []
+        targets: list[Overlay] = [box(pair.box, "white", line_width=0.8)]
         points = (part.tolist() for part in (pair.source_points, pair.target_points, found))
         for source, target, match, is_right in zip(*points, correct, strict=True):
             colour = rgb(RIGHT if is_right else WRONG)

@@ -53,7 +53,6 @@ class DenseNN(DenseNNSettings, Protocol):
 
     def measure(self, run: Run) -> Outcome:
         """Label the patches of val by their nearest patches in train."""
-
         with Phases(run.console) as progress:
             return dense_nn(
                 run.encoder,

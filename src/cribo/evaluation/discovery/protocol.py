@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float64, UInt8
-from matplotlib.axes import Axes
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.ops import box_iou
@@ -26,7 +25,7 @@ from cribo.base.errors import InputError
 from cribo.base.files import write_json
 from cribo.data.batches import Batches
 from cribo.evaluation.discovery.config import DiscoverySettings
-from cribo.evaluation.pictures import RIGHT, WRONG, Page, Picture, Row, box, point, write_pages
+from cribo.evaluation.pictures import RIGHT, WRONG, Overlay, Page, Picture, Row, box, point, write_pages
 from cribo.evaluation.protocol import Outcome, Protocol
 from cribo.evaluation.results import EvaluationResult
 from cribo.evaluation.run import Run
@@ -375,7 +374,7 @@ def _named_boxes(discovered: Discovered, images: Any) -> dict[str, list[float]]:
     return {images.name(index): [round(side, 2) for side in each] for index, each in enumerate(boxes)}
 
 
-def _overlays(discovered: Discovered, index: int) -> list[Callable[[Axes], object]]:
+def _overlays(discovered: Discovered, index: int) -> list[Overlay]:
     """Return patches, box and seed of the object in an image."""
     part, (down, across) = discovered.objects[index], discovered.patches[index].tolist()
     height, width = part.mask.shape

@@ -6,14 +6,13 @@ learning via non-parametric instance discrimination" (Wu et al. 2018). Nothing i
 
 import dataclasses
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
 from jaxtyping import Float, Int64
-from matplotlib.axes import Axes
 from torch import Tensor
 
 from cribo.base.colours import rgb
@@ -23,7 +22,7 @@ from cribo.base.errors import ConfigError, InputError
 from cribo.data.config import spread
 from cribo.data.labelled.classification import ClassifiedFiles
 from cribo.evaluation.image_neighbours.config import PUBLISHED, ImageNNSettings
-from cribo.evaluation.pictures import RIGHT, WRONG, Page, Picture, Row, write_pages
+from cribo.evaluation.pictures import RIGHT, WRONG, Overlay, Page, Picture, Row, write_pages
 from cribo.evaluation.protocol import Outcome, Protocol
 from cribo.evaluation.results import EvaluationResult
 from cribo.evaluation.run import Run
@@ -47,7 +46,7 @@ _CONFUSION_CLASSES = 256  # maximum number of classes for a confusion matrix in 
 class ImageNN(ImageNNSettings, Protocol):
     """Image-level nearest-neighbour classification, as in DINO's `eval_knn.py`."""
 
-    def _check_crop(self, backbone: "Backbone") -> None:
+    def _check_crop(self, backbone: Backbone) -> None:
         """Raise ConfigError if the network does not support images of this size."""
         patch_size, name = backbone.patch_size, backbone.name
         if self.crop % patch_size:
@@ -317,7 +316,7 @@ def neighbours_page(
     )
 
 
-def _caption(text: str, **style: Any) -> Callable[[Axes], object]:
+def _caption(text: str, **style: Any) -> Overlay:
     return lambda axes: axes.set_xlabel(text, fontsize=8, **style)
 
 
