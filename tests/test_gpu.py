@@ -18,7 +18,7 @@ from cribo.cli.doctor import examine
 from cribo.data import apply_photometric, sample_photometric
 from cribo.data.scenes import Scenes
 from cribo.evaluation import DenseNN, dense_nn
-from cribo.evaluation.dense_neighbours.settings import Variant
+from cribo.evaluation.dense_neighbours.config import Variant
 from cribo.features import Encoder, Machine, nearest
 from cribo.features.config import Head
 from cribo.features.search import TensorKeys

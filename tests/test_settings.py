@@ -7,9 +7,10 @@ import re
 
 import cribo
 from cribo.base.bounds import find_bounds
-from cribo.evaluation.protocol import PROTOCOLS, find_protocol
+from cribo.evaluation.config import PROTOCOLS
+from cribo.evaluation.protocol import find_protocol
 
-SETTINGS = r"^cribo\..*(config|settings|runtime)$"
+SETTINGS = r"^cribo\..*(config|settings)$"
 """Names of the modules of settings."""
 
 WITHOUT_BOUNDS = {

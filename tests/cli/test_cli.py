@@ -13,7 +13,8 @@ import pytest
 import cribo
 from cribo.cli import main
 from cribo.cli.evaluate import EVALUATIONS
-from cribo.evaluation.protocol import PROTOCOLS, find_protocol
+from cribo.evaluation.config import PROTOCOLS
+from cribo.evaluation.protocol import find_protocol
 
 if TYPE_CHECKING:
     from cribo.pretraining import PretrainConfig

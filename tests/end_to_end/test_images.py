@@ -13,7 +13,7 @@ from cribo.apps.adapt.planning import open_listable
 from cribo.base.errors import DataError
 from cribo.cli import main
 from cribo.data.config import DEFAULT_READING
-from cribo.evaluation.protocol import PROTOCOLS
+from cribo.evaluation.config import PROTOCOLS
 
 Run = Callable[..., str]
 NOT_UTF8 = os.fsdecode(b"caf\xe9.png")

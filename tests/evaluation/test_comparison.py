@@ -15,7 +15,7 @@ from cribo.evaluation.comparison import COMPARISON, Comparison, compare
 from cribo.evaluation.protocol import find_protocol
 from cribo.evaluation.published import published_beside
 from cribo.evaluation.results import NONE, EvaluationResult
-from cribo.evaluation.segmentation.protocol import Linear
+from cribo.evaluation.segmentation.linear import Linear
 from cribo.features import BackboneSource
 from cribo.models import build_backbone
 

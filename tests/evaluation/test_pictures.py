@@ -17,8 +17,8 @@ from cribo.evaluation.pictures import (
     WRONG,
     Panel,
     draw_confusion,
-    draw_predictions,
     paint_right_and_wrong,
+    predictions_page,
     write_pictures,
 )
 from cribo.evaluation.results import EvaluationResult
@@ -118,7 +118,7 @@ def test_classes_have_the_colours_of_the_palette(ignore_index: int) -> None:
 
 def test_the_legend_lists_the_classes_that_are_drawn() -> None:
     panel = a_panel()
-    figure = draw_predictions([panel], CLASSES, PALETTE)
+    figure = predictions_page([panel], CLASSES, PALETTE).draw()
     assert texts(figure)[-6:] == ["0 sky", "2 car", "3 tree", "no class", "last column: right", "wrong"]
     handles = figure.legends[0].get_patches()
     assert [np.round(255 * np.array(to_rgb(patch.get_facecolor()))).astype(int).tolist() for patch in handles[:3]] == [
@@ -127,7 +127,7 @@ def test_the_legend_lists_the_classes_that_are_drawn() -> None:
         list(PALETTE[3]),
     ]
     labelled = Panel("b.jpg", panel.image, panel.prediction, panel.prediction)
-    assert texts(draw_predictions([labelled], CLASSES, PALETTE))[-4:] == [
+    assert texts(predictions_page([labelled], CLASSES, PALETTE).draw())[-4:] == [
         "0 sky",
         "3 tree",
         "last column: right",
@@ -138,7 +138,7 @@ def test_the_legend_lists_the_classes_that_are_drawn() -> None:
 def test_a_row_shows_the_score_of_the_prediction() -> None:
     panel = a_panel()
     unlabelled = Panel("b.jpg", panel.image, torch.full_like(panel.labels, 255), panel.prediction)
-    figure = draw_predictions([panel, unlabelled], CLASSES, PALETTE)
+    figure = predictions_page([panel, unlabelled], CLASSES, PALETTE).draw()
     # sky: 42 of 83; car: 0 of 42; tree: 0 of 1
     assert titles(figure)[:2] == [
         f"a.jpg: mIoU {100 * 42 / 83 / 3:.1f} %, {100 * 42 / 84:.1f} % of the pixels right",
@@ -148,7 +148,7 @@ def test_a_row_shows_the_score_of_the_prediction() -> None:
 
 def test_a_row_shows_image_labels_prediction_and_errors() -> None:
     panel = a_panel()
-    shown = [axes.images[0].get_array() for axes in draw_predictions([panel], CLASSES, PALETTE).subfigs[0].axes]
+    shown = [axes.images[0].get_array() for axes in predictions_page([panel], CLASSES, PALETTE).draw().subfigs[0].axes]
     expected = (
         panel.image.permute(1, 2, 0).numpy(),
         paint_classes(panel.labels.numpy(), PALETTE, 255),
@@ -165,7 +165,7 @@ def test_invalid_pictures_are_refused() -> None:
     with pytest.raises(ValueError, match=r"of a\.jpg must be of one size, got \[\(4, 12\), \(8, 12\)\]"):
         Panel("a.jpg", panel.image, panel.labels, panel.prediction[:4])
     with pytest.raises(ValueError, match="a colour for each of the 5 classes, got 4"):
-        draw_predictions([panel], CLASSES, PALETTE[:4])
+        predictions_page([panel], CLASSES, PALETTE[:4]).draw()
 
 
 # ------------------------------------------------------------------- confusion

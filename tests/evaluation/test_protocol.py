@@ -18,7 +18,8 @@ from cribo.evaluation import (
     evaluate,
     read_result,
 )
-from cribo.evaluation.protocol import PROTOCOLS, find_protocol
+from cribo.evaluation.config import PROTOCOLS
+from cribo.evaluation.protocol import find_protocol
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

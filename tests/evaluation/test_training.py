@@ -20,7 +20,7 @@ from torchmetrics import SumMetric
 from cribo.base.errors import ConfigError, FolderError, Interrupted, NonFiniteLoss, UnreadableImage
 from cribo.base.job import RECORD
 from cribo.data.randomness import keyed_generator
-from cribo.evaluation.runtime import TrainingRuntime
+from cribo.evaluation.config import TrainingRuntime
 from cribo.evaluation.training import KIND, KeyStream, evaluation_folder, fit
 from cribo.training.checkpoints import checkpoint_files
 from cribo.training.loggers import SERVICES, Service, Status

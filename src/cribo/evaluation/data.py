@@ -48,7 +48,32 @@ class Splits:
 
 
 @dataclass
-class SegmentationData:
+class LabelledData:
+    """Base class of the labelled data of a protocol, whose fields are the options of `--data`.
+
+    Attributes:
+        layout: layouts of the folder, for errors.
+    """
+
+    layout: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "data.")
+
+    @classmethod
+    def find(cls, folder: Path) -> Self | None:
+        """Return the data set in a folder, None if there is none."""
+        data: Any = cls  # subclasses have a root
+        return data(root=str(folder)) if cls.recognises(folder) else None
+
+    @classmethod
+    def recognises(cls, folder: Path) -> bool:
+        """Whether a folder has one of the layouts; its files may be incomplete."""
+        raise NotImplementedError
+
+
+@dataclass
+class SegmentationData(LabelledData):
     """Images with pixel-wise class labels.
 
     Attributes:
@@ -76,7 +101,7 @@ class SegmentationData:
     val: str | None = None
 
     def __post_init__(self) -> None:
-        check_bounds(self, "data.")
+        super().__post_init__()
         if self.name != SCENES and _is_folder(self):
             self.name, self.root = _found(self)
         if self.name != SCENES and "." not in self.name:
@@ -156,7 +181,7 @@ def _has_labels(folder: Path, data_set: SegmentationSet) -> bool:
 
 
 @dataclass
-class ImageData:
+class ImageData(LabelledData):
     """Images with one class each, for classification.
 
     Attributes:
@@ -181,7 +206,7 @@ class ImageData:
     limit: Annotated[int, at_least(1)] | None = None
 
     def __post_init__(self) -> None:
-        check_bounds(self, "data.")
+        super().__post_init__()
         if _is_folder(self):
             self.name, self.root = _found(self)
         if self.name not in _IMAGE_LAYOUTS:

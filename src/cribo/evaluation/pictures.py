@@ -1,18 +1,20 @@
-"""Pictures of a result: metric curve, confusion matrix, and predictions next to images and labels."""
+"""Pictures of results: pages of images with boxes, points or classes, metric curves and confusion matrices."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import matplotlib as mpl
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import PercentFormatter
 from torch import Tensor
 
@@ -29,9 +31,9 @@ from cribo.base.drawing import (
 from cribo.base.errors import InputError
 from cribo.base.painting import paint_classes, stripes, tint
 from cribo.data import LabelledImages
+from cribo.data.config import spread
 from cribo.data.labelled.crops import resize_labels
 from cribo.evaluation.curves import Curve, plot_curves, varied_values
-from cribo.evaluation.pages import write_pages
 from cribo.evaluation.results import EvaluationResult, percent, varied_title, varied_value
 from cribo.features.scores import accuracy, count_confusion, iou, mean_iou
 
@@ -50,6 +52,146 @@ _CLASS_FIGURES: Mapping[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
     "IoU": (iou, "mIoU", "pixels or patches"),
     "accuracy": (accuracy, "mean", "images"),
 }
+
+
+_T = TypeVar("_T")
+
+Overlay = Callable[[Axes], object]
+"""Draws over a picture in its axes."""
+
+# ----------------------------------------------------------------------- pages
+
+
+class Picture(NamedTuple):
+    """An image of a page.
+
+    Attributes:
+        image: RGB image, a (3, h, w) tensor or an (h, w, 3) array.
+        overlays: what is drawn over it, such as `box` or `point`.
+        nearest: whether it is not interpolated: a mixture of two class colours may equal the colour of a third class.
+    """
+
+    image: UInt8[Tensor, "3 h w"] | UInt8[np.ndarray, "h w 3"]
+    overlays: Sequence[Overlay] = ()
+    nearest: bool = False
+
+    @property
+    def pixels(self) -> UInt8[np.ndarray, "h w 3"]:
+        """The image as an array."""
+        return self.image.permute(1, 2, 0).numpy() if isinstance(self.image, Tensor) else self.image
+
+
+class Row(NamedTuple):
+    """A row of a page: its name and verdict are its title, and its height is that of its last picture."""
+
+    name: str
+    verdict: str
+    pictures: Sequence[Picture]
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page of pictures in rows.
+
+    Attributes:
+        headings: title of each column.
+        rows: at least one.
+        handles: handles of the legend.
+        title: title of the page.
+        text: height in inches of the text below the pictures of a row.
+    """
+
+    headings: Sequence[str]
+    rows: Sequence[Row]
+    handles: Sequence[Artist]
+    title: str = ""
+    text: float = 0.0
+
+    def draw(self) -> Figure:
+        """Return the figure."""
+        figure, grid = panel_grid(
+            [row.pictures[-1].pixels.shape[:2] for row in self.rows],
+            self.headings,
+            title=self.title,
+            row_titles=True,
+            text=self.text,
+            handles=self.handles,
+        )
+        for panels, row in zip(grid, self.rows, strict=True):
+            title_row(panels, row.name, row.verdict)
+            for axes, picture in zip(panels, row.pictures, strict=True):
+                axes.imshow(picture.pixels, interpolation="nearest" if picture.nearest else None)
+                axes.autoscale(enable=False)  # overlays do not change the limits
+                for overlay in picture.overlays:
+                    overlay(axes)
+        return figure
+
+
+@house_style()
+def write_pages(
+    folder: Path,
+    name: str,
+    items: Sequence[_T],
+    page: Callable[[Sequence[_T]], Page],
+    *,
+    number: int | None = None,
+    rows: int = 6,
+) -> list[Path]:
+    """Draw items into `<name>.png`, `<name>-2.png`, ..., and return the paths of these files.
+
+    Args:
+        folder: output folder.
+        name: name of the files.
+        items: items to draw.
+        page: function that returns the page of some items.
+        number: maximum number of items to draw, evenly spaced; all if None.
+        rows: maximum number of items per file.
+    """
+    chosen = items if number is None else [items[place] for place in spread(len(items), number)]
+    return [
+        write_figure(folder / f"{name}{f'-{number}' * (number > 1)}.png", page(chosen[start : start + rows]).draw())
+        for number, start in enumerate(range(0, len(chosen), rows), start=1)
+    ]
+
+
+def box(
+    corners: Sequence[float], colour: Any, *, text: str = "", line_width: float = 1.5, dashed: bool = False
+) -> Overlay:
+    """Return an overlay that draws a box.
+
+    Args:
+        corners: left, top, right and bottom in pixels.
+        colour: colour of the line, RGB in 0-1 if there is a text.
+        text: text in the upper left corner.
+        line_width: width of the line in points.
+        dashed: whether the line is dashed.
+    """
+    left, top, right, bottom = corners
+    corner = left - 0.5, top - 0.5  # imshow places pixel centres at integers
+
+    def draw(axes: Axes) -> None:
+        style: dict[str, Any] = {"edgecolor": colour, "linewidth": line_width, "linestyle": "--" if dashed else "-"}
+        axes.add_patch(Rectangle(corner, right - left, bottom - top, fill=False, **style))
+        if text:
+            ink = "black" if np.dot(colour, (0.3, 0.6, 0.1)) > 0.45 else "white"
+            label = {"facecolor": colour, "edgecolor": "none", "pad": 0.8}
+            place = max(0.0, left), max(0.0, top)
+            axes.text(*place, text, fontsize=8, color=ink, va="top", clip_on=True, bbox=label)
+
+    return draw
+
+
+def point(place: Sequence[float], colour: Any, *, edge: Any = "white", size: float = 5) -> Overlay:
+    """Return an overlay that draws a point at (x, y) in pixels."""
+    return lambda axes: axes.plot(*place, "o", markersize=size, color=colour, markeredgecolor=edge)
+
+
+def line(start: Sequence[float], end: Sequence[float], colour: Any) -> Overlay:
+    """Return an overlay that draws a line between two places (x, y) in pixels."""
+    return lambda axes: axes.plot(*zip(start, end, strict=True), "-", color=colour, linewidth=1.2)
+
+
+# --------------------------------------------------------------------- results
 
 
 @dataclass(frozen=True)
@@ -116,8 +258,8 @@ def write_pictures(
             title, counts = f"{result.title}, {where}{draws}", torch.tensor(confused["confusion"])
             figure = draw_confusion(counts, result.classes, title=title, metric=result.class_metric)
             written.append(write_figure(folder / "confusion.png", figure))
-    draw = partial(draw_predictions, classes=result.classes, palette=palette)
-    return [*written, *write_pages(folder, "predictions", panels, draw, rows=_ROWS_PER_PICTURE)]
+    page = partial(predictions_page, classes=result.classes, palette=palette)
+    return [*written, *write_pages(folder, "predictions", panels, page, rows=_ROWS_PER_PICTURE)]
 
 
 def panel_of(
@@ -217,8 +359,8 @@ def _draw_class_figures(axes: Axes, values: Float[Tensor, " c"], font: float, me
 # ----------------------------------------------------------------- predictions
 
 
-def draw_predictions(panels: Sequence[Panel], classes: Sequence[str], palette: Sequence[Colour]) -> Figure:
-    """Draw images, labels, predictions and their correctness, one row per image.
+def predictions_page(panels: Sequence[Panel], classes: Sequence[str], palette: Sequence[Colour]) -> Page:
+    """Return a page of images, labels, predictions and their correctness, one row per image.
 
     The title of a row contains the mIoU over the classes that occur in the image or its prediction, and the fraction of
     correct labelled pixels. Unlabelled pixels are striped. Regions have the number of their class, its index, since no
@@ -234,23 +376,27 @@ def draw_predictions(panels: Sequence[Panel], classes: Sequence[str], palette: S
     """
     if len(palette) != len(classes):
         raise InputError(f"palette must have a colour for each of the {len(classes)} classes, got {len(palette)}")
-
-    figure, rows = panel_grid(
-        [panel.labels.shape for panel in panels],
-        ("image", "labels", "prediction", "right or wrong"),
-        row_titles=True,
-        handles=_legend_handles(panels, classes, palette),
-    )
     numbers = {c: c for c in range(len(classes)) if c != panels[0].ignore_index}
-    for axes, panel in zip(rows, panels, strict=True):
-        title_row(axes, panel.name, _verdict(panel.confusion(len(classes))))
-        axes[0].imshow(panel.image.permute(1, 2, 0).numpy())
-        # No interpolation: a mixture of two class colours may equal the colour of a third class.
-        for part, labels in zip(axes[1:3], (panel.labels.numpy(), panel.prediction.numpy()), strict=True):
-            part.imshow(paint_classes(labels, palette, panel.ignore_index), interpolation="nearest")
-            number_regions(part, labels, numbers, smallest=_NUMBERED)
-        axes[3].imshow(paint_right_and_wrong(panel), interpolation="nearest")
-    return figure
+
+    def painted(panel: Panel, labels: UInt8[np.ndarray, "h w"]) -> Picture:
+        numbered = partial(number_regions, labels=labels, numbers=numbers, smallest=_NUMBERED)
+        return Picture(paint_classes(labels, palette, panel.ignore_index), [numbered], nearest=True)
+
+    rows = [
+        Row(
+            panel.name,
+            _verdict(panel.confusion(len(classes))),
+            [
+                Picture(panel.image),
+                painted(panel, panel.labels.numpy()),
+                painted(panel, panel.prediction.numpy()),
+                Picture(paint_right_and_wrong(panel), nearest=True),
+            ],
+        )
+        for panel in panels
+    ]
+    headings = "image", "labels", "prediction", "right or wrong"
+    return Page(headings, rows, _legend_handles(panels, classes, palette))
 
 
 def _verdict(confusion: Int[Tensor, "c p"]) -> str:

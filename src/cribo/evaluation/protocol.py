@@ -1,17 +1,14 @@
-"""Base class and registry of evaluation protocols. This module does not import torch."""
+"""Base class of evaluation protocols. This module does not import torch."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from cribo.base.errors import ConfigError, InputError
+from cribo.base.errors import ConfigError
 from cribo.base.trust import import_by_path
-from cribo.evaluation.data import SegmentationData
-from cribo.evaluation.runtime import EvaluationRuntime, TrainingRuntime
-from cribo.evaluation.settings import Settings
-from cribo.features.config import BackboneSource
+from cribo.evaluation.config import PROTOCOLS, Settings
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -20,21 +17,6 @@ if TYPE_CHECKING:
     from cribo.evaluation.pictures import Panel
     from cribo.evaluation.results import EvaluationResult
     from cribo.evaluation.run import Run
-
-
-PROTOCOLS: Mapping[str, str] = {
-    "dense-nn": "cribo.evaluation.dense_neighbours.protocol.DenseNN",
-    "linear": "cribo.evaluation.segmentation.protocol.Linear",
-    "segmenter": "cribo.evaluation.segmentation.protocol.FinetunedSegmenter",
-    "detection": "cribo.evaluation.detection.protocol.Detection",
-    "image-nn": "cribo.evaluation.image_neighbours.protocol.ImageNN",
-    "overclustering": "cribo.evaluation.overclustering.protocol.Overclustering",
-    "discovery": "cribo.evaluation.discovery.protocol.Discovery",
-    "correspondence": "cribo.evaluation.correspondence.protocol.Correspondence",
-    "depth": "cribo.evaluation.depth.protocol.Depth",
-    "video": "cribo.evaluation.video.protocol.VideoPropagation",
-}
-"""Import path of each protocol's class, by its name on the command line."""
 
 
 @dataclass
@@ -70,90 +52,12 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol(Settings, ABC):
-    """Base class of evaluation protocols: settings, data, measurement and description.
+    """Base class of evaluation protocols: settings, and the measurement of a backbone.
 
-    A protocol is a frozen dataclass. Its fields are its settings; they become options of `cribo evaluate`, with the
-    `Attributes:` section of its docstring as their help. Backbone, data and runtime are not part of it. Modules of
-    protocols import torch inside functions, which keeps help and option errors fast.
-
-    Attributes:
-        title: title in headings.
-        metrics: metrics of each row, the headline metric first.
-        varies: setting that varies between rows.
-        class_metric: per-class metric: IoU, accuracy or AP.
-        data_type: dataclass of the `--data` options; its `open` returns `Splits`. For `cribo benchmark`, its `find`
-            returns the data in a folder, and its `layout` names the expected files.
-        runtime_type: dataclass of the `--runtime` options, `EvaluationRuntime` or `TrainingRuntime`.
-        runtime_defaults: defaults that override those of `runtime_type`.
-        roles: names that replace keys of the data description in `results.json`, such as memory for train.
-        description: help text of the command.
-        aliases: aliases of options, in addition to the common ones.
-        pictures: meaning of the number --pictures, for its help.
-        quick_limit: number of images per split for `cribo benchmark --quick`.
-        less_memory: advice printed when a device runs out of memory.
+    A protocol is a frozen dataclass. Its fields are its settings, and its class variables (`config.Settings`) describe
+    it; backbone, data and runtime are not part of it. A protocol of your own may be one class, which imports torch
+    inside its methods to keep help and option errors fast.
     """
-
-    title: ClassVar[str]
-    metrics: ClassVar[tuple[str, ...]]
-    varies: ClassVar[str]
-    class_metric: ClassVar[str] = "IoU"
-    data_type: ClassVar[type[Any]] = SegmentationData
-    runtime_type: ClassVar[type[Any]] = EvaluationRuntime
-    runtime_defaults: ClassVar[Mapping[str, Any]] = {}
-    roles: ClassVar[Mapping[str, str]] = {}
-    description: ClassVar[str] = ""
-    aliases: ClassVar[Mapping[str, str]] = {}
-    pictures: ClassVar[str] = "images for which the prediction is drawn"
-    quick_limit: ClassVar[int] = 40
-    less_memory: ClassVar[str] = "lower --runtime.batch_size or --runtime.memory_gib"
-
-    @classmethod
-    def trains(cls) -> bool:
-        """Whether the protocol trains; its evaluations write checkpoints and can be resumed."""
-        return issubclass(cls.runtime_type, TrainingRuntime)
-
-    @classmethod
-    def data_in(cls, folder: Path) -> Any | None:
-        """Return the data configuration of a folder, None if its layout does not match.
-
-        An incomplete data set matches; opening it raises an error that names the missing files. A `data_type` without
-        `find` matches if it can be opened with the folder as `root`, provided that no other field is required.
-        """
-        if hasattr(cls.data_type, "find"):
-            return cls.data_type.find(folder)
-        needed = {part.name for part in fields(cls.data_type) if MISSING is part.default is part.default_factory}
-        if "root" not in {part.name for part in fields(cls.data_type)} or needed - {"root"}:
-            return None
-        data = cls.data_type(root=str(folder))
-        try:
-            data.open()
-        except InputError:
-            return None
-        return data
-
-    @classmethod
-    def quick(cls, patch_size: int, image_size: int | None) -> Self:
-        """Return the protocol with the settings of `cribo benchmark --quick`; by default its default settings.
-
-        Args:
-            patch_size: patch size of the backbone in pixels.
-            image_size: fixed input size of the backbone in pixels; None if it accepts any size.
-        """
-        return cls()
-
-    def check_packages(self) -> None:
-        """Check that the optional packages of these settings are installed; called before anything is opened.
-
-        Raises:
-            MissingPackage: a package is not installed.
-        """
-
-    def check_backbone(self, source: BackboneSource) -> None:
-        """Validate the source of a backbone before it is opened.
-
-        Raises:
-            ConfigError: the protocol does not support the backbone.
-        """
 
     def prepare(self, run: "Run") -> Self:
         """Return this protocol with all settings set and validated against backbone and data.
@@ -188,13 +92,23 @@ class PatchProtocol(Protocol):
         return {**asdict(self), "layers": run.source.layers}
 
 
+def find_settings(name: str) -> type[Settings]:
+    """Return the class whose fields are the options of a protocol, without importing torch for built-in protocols.
+
+    Raises:
+        ConfigError: as in `find_protocol`.
+    """
+    return import_by_path(PROTOCOLS[name].settings, "evaluation") if name in PROTOCOLS else find_protocol(name)
+
+
 def find_protocol(name: str) -> type[Protocol]:
     """Return the class of a protocol, by its name or the import path of your own protocol.
 
     Raises:
         ConfigError: no such protocol, or the class does not implement `Protocol`.
     """
-    found = import_by_path(PROTOCOLS.get(name, name), "evaluation", known=PROTOCOLS)
+    path = PROTOCOLS[name].protocol if name in PROTOCOLS else name
+    found = import_by_path(path, "evaluation", known=PROTOCOLS)
     if not (isinstance(found, type) and issubclass(found, Protocol)):
         raise ConfigError(f"{name} must be a subclass of cribo.evaluation.Protocol, see docs/extending.md")
     missing = [part for part in ("name", "title", "metrics", "varies") if not hasattr(found, part)]

@@ -19,6 +19,7 @@ from cribo.base.errors import DataError, FolderError, InputError, MissingData, R
 from cribo.base.files import read_json, write_text
 from cribo.base.job import flat
 from cribo.data import SEGMENTATION_SETS
+from cribo.evaluation.config import PROTOCOLS
 
 RESULTS = "results.json"
 """File name of a result."""
@@ -31,31 +32,10 @@ RESULTS_FORMAT = 1
 NONE = "-"
 """Placeholder of missing values in tables."""
 
-_METRICS = {
-    "miou": "mIoU",
-    "top1": "top-1",
-    "top5": "top-5",
-    "corloc": "CorLoc",
-    "pck_image": "PCK per image",
-    "pck_point": "PCK per point",
-    "delta1": "δ1",
-    "rmse": "RMSE",
-    "abs_rel": "AbsRel",
-    "j_and_f": "J&F",
-    "j_mean": "J mean",
-    "j_recall": "J recall",
-    "f_mean": "F mean",
-    "f_recall": "F recall",
-}
-_METRES = {"rmse"}  # all other metrics are fractions
+_METRICS = {metric: title for row in PROTOCOLS.values() for metric, title in row.metrics.items()}
+_METRES = {metric for row in PROTOCOLS.values() for metric in row.metres}  # all other metrics are fractions
 _BEST_OF = "learning_rate"  # of results that vary this setting, only the best row is compared
-_SETS = {
-    "coco": "COCO",
-    "imagenet": "ImageNet-1k",
-    "spair": "SPair-71k",
-    "nyu": "NYU-Depth v2",
-    "davis2017": "DAVIS 2017",
-}
+_SETS = {name: title for row in PROTOCOLS.values() for name, title in row.sets.items()}
 _ALL_CLASSES = 40  # maximum number of classes printed in full; otherwise only the best and the worst
 _EXTREME_CLASSES = 10
 _LEAST_WIDTH = 14  # minimum width in characters of a column of names in narrow terminals

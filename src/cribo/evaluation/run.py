@@ -11,8 +11,8 @@ from rich.console import Console
 from cribo.base.console import Phases
 from cribo.base.devices import resolve_devices, resolve_workers
 from cribo.data import LabelledImages
+from cribo.evaluation.config import EvaluationRuntime
 from cribo.evaluation.data import Splits
-from cribo.evaluation.runtime import EvaluationRuntime
 from cribo.features.cache import FeatureCache, Machine
 from cribo.features.config import BackboneSource, FeaturePrecision, Interpolation
 from cribo.features.encoder import Encoder

@@ -18,13 +18,13 @@ from cribo.base.machine import is_first_process
 from cribo.base.versions import versions
 from cribo.data import LabelledImages
 from cribo.data.config import DEFAULT_READING, Reading
+from cribo.evaluation.config import EvaluationRuntime
 from cribo.evaluation.data import PLACES, Splits
 from cribo.evaluation.intervals import write_counts
 from cribo.evaluation.pictures import write_pictures
 from cribo.evaluation.protocol import Outcome, Protocol
 from cribo.evaluation.results import OUT, EvaluationResult, plain
 from cribo.evaluation.run import Run
-from cribo.evaluation.runtime import EvaluationRuntime
 from cribo.features.config import BackboneSource
 from cribo.features.encoder import open_network
 from cribo.features.patches import resize_image

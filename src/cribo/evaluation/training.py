@@ -24,8 +24,8 @@ from cribo.base.machine import end_with_launcher, is_first_process
 from cribo.base.wording import command_line
 from cribo.data.batches import Batches
 from cribo.data.randomness import keyed_generator
+from cribo.evaluation.config import TrainingRuntime
 from cribo.evaluation.results import OUT, RESULTS, EvaluationResult, read_result
-from cribo.evaluation.runtime import TrainingRuntime
 from cribo.training.checkpoints import Checkpoints, checkpoint_files, resume_point
 from cribo.training.events import open_loggers
 from cribo.training.folder import open_on_all_ranks

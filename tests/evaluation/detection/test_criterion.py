@@ -8,7 +8,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torchvision.ops import box_convert, generalized_box_iou
 
-from cribo.evaluation.detection.criterion import SetLoss, SetLosses
+from cribo.evaluation.detection.detector import SetLoss, SetLosses
 from cribo.evaluation.detection.model import build_yolos
 from cribo.models import Backbone
 

@@ -6,9 +6,9 @@ import torch
 from matplotlib.patches import Rectangle
 
 from cribo.data.labelled.detection import BoxedImages, open_detection
-from cribo.evaluation.detection.pictures import draw_boxes
+from cribo.evaluation.detection.protocol import boxes_page
 from cribo.evaluation.detection.scoring import Detections
-from cribo.evaluation.pages import write_pages
+from cribo.evaluation.pictures import write_pages
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def found(images: BoxedImages) -> Detections:
 
 
 def test_boxes_are_drawn_at_their_objects(images: BoxedImages, found: Detections) -> None:
-    figure = draw_boxes(range(4), images, found, title="what")
+    figure = boxes_page(range(4), images, found, title="what").draw()
     there, predicted = figure.subfigs[0].axes
     for axes, count in ((there, 2), (predicted, 2)):  # boxes of low confidence are not drawn
         drawn = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
@@ -38,7 +38,7 @@ def test_boxes_are_drawn_at_their_objects(images: BoxedImages, found: Detections
 
 
 def test_titles_and_legend_describe_the_boxes(images: BoxedImages, found: Detections) -> None:
-    figure = draw_boxes([0, 2], images, found, title="what")
+    figure = boxes_page([0, 2], images, found, title="what").draw()
     assert [row.get_suptitle() for row in figure.subfigs] == [
         "0.png: 2 objects, 2 found",
         "2.png: 0 objects, 2 found",
@@ -50,7 +50,7 @@ def test_titles_and_legend_describe_the_boxes(images: BoxedImages, found: Detect
 def test_pictures_are_split_into_files(images: BoxedImages, found: Detections, tmp_path: Path) -> None:
     twice = images.subset([*range(4), *range(4)])
     both = Detections(*(torch.cat((part, part)) for part in vars(found).values()))
-    draw = partial(draw_boxes, images=twice, found=both, title="what")
-    written = write_pages(tmp_path, "predictions", range(len(twice)), draw, number=8)
+    page = partial(boxes_page, images=twice, found=both, title="what")
+    written = write_pages(tmp_path, "predictions", range(len(twice)), page, number=8)
     assert [path.name for path in written] == ["predictions.png", "predictions-2.png"]
     assert {*written} <= {*tmp_path.iterdir()}

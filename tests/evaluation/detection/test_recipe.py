@@ -7,11 +7,12 @@ import pytest
 
 from cribo.base.errors import ConfigError
 from cribo.data.labelled.detection import open_detection
+from cribo.evaluation.config import TrainingRuntime
 from cribo.evaluation.detection import detector
+from cribo.evaluation.detection.config import DetectionData
 from cribo.evaluation.detection.detector import Detector, optimiser
 from cribo.evaluation.detection.model import build_yolos
-from cribo.evaluation.detection.protocol import Detection, DetectionData
-from cribo.evaluation.runtime import TrainingRuntime
+from cribo.evaluation.detection.protocol import Detection
 from cribo.features.config import BackboneSource
 from cribo.models import Backbone
 

@@ -13,16 +13,16 @@ from rich.console import Console
 from tests.commands import Commands
 from transformers import AutoImageProcessor, YolosForObjectDetection
 
-import cribo.evaluation.detection.training as detection_training
+import cribo.evaluation.detection.protocol as detection_training
 from cribo.cli import main
 from cribo.data import read_image
 from cribo.data.labelled.detection import open_detection
 from cribo.evaluation import read_result
+from cribo.evaluation.config import TrainingRuntime
+from cribo.evaluation.detection.config import DetectionData
 from cribo.evaluation.detection.detector import Detector
 from cribo.evaluation.detection.model import build_yolos
-from cribo.evaluation.detection.protocol import DetectionData
 from cribo.evaluation.detection.views import Collate, Sample, Sizes, WholeViews
-from cribo.evaluation.runtime import TrainingRuntime
 from cribo.evaluation.training import fit
 from cribo.models import Backbone, normalise, save_backbone
 

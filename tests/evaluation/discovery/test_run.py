@@ -13,7 +13,7 @@ from cribo.base.errors import DataError, InputError, MissingData
 from cribo.cli import main
 from cribo.data.labelled.voc import VocBoxes, is_voc
 from cribo.evaluation import Discovery, DiscoveryData, EvaluationRuntime, evaluate, read_result
-from cribo.evaluation.discovery import discovery
+from cribo.evaluation.discovery import protocol as discovery
 from cribo.models import build_backbone, normalise
 
 # Left, top, right and bottom in pixels; the annotation of the third image is at another place.

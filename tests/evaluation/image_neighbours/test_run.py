@@ -12,8 +12,7 @@ from tests.commands import Commands
 
 from cribo.cli import main
 from cribo.evaluation import read_result
-from cribo.evaluation.image_neighbours.pictures import chosen_images
-from cribo.evaluation.image_neighbours.retrieval import Predictions
+from cribo.evaluation.image_neighbours.protocol import Predictions, chosen_images
 from cribo.models import build_backbone, save_backbone
 
 CLASSES = {"red": (200, 40, 40), "green": (40, 200, 40), "blue": (40, 40, 200)}

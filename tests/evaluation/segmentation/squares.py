@@ -7,7 +7,7 @@ from torch.utils.data import default_collate
 
 from cribo.data import colour_map
 from cribo.data.labelled.crops import Crops, WholeImages
-from cribo.evaluation.segmentation.module import SegmentationModule
+from cribo.evaluation.segmentation.training import SegmentationModule
 from cribo.models import Backbone, build_backbone
 
 SIDE = 64  # of the squares of one class: four patches

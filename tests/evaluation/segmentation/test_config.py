@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cribo.base.errors import ConfigError
-from cribo.evaluation.segmentation.protocol import Linear
+from cribo.evaluation.segmentation.linear import Linear
 from cribo.features import BackboneSource
 from cribo.models import Backbone
 

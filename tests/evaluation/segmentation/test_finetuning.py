@@ -16,10 +16,10 @@ from cribo.base.errors import ConfigError, FolderError
 from cribo.cli import main
 from cribo.data import open_segmentation
 from cribo.evaluation import evaluate, read_result
+from cribo.evaluation.config import TrainingRuntime
 from cribo.evaluation.data import SegmentationData
-from cribo.evaluation.runtime import TrainingRuntime
-from cribo.evaluation.segmentation.finetuning import build_segmenter
-from cribo.evaluation.segmentation.protocol import DecoderConfig, FinetunedSegmenter
+from cribo.evaluation.segmentation.config import DecoderConfig
+from cribo.evaluation.segmentation.finetuning import FinetunedSegmenter, build_segmenter
 from cribo.evaluation.segmentation.trained import load_segmenter
 from cribo.features import BackboneSource
 from cribo.features.scores import iou
@@ -148,7 +148,7 @@ def stop_when(condition: str) -> str:
     """Return a prelude that kills the command before the training step at which a condition holds."""
     return (
         "import signal\n"
-        "from cribo.evaluation.segmentation.segmenter import SegmenterFinetuning\n"
+        "from cribo.evaluation.segmentation.finetuning import SegmenterFinetuning\n"
         "step = SegmenterFinetuning.training_step\n"
         "def killed(self, batch, batch_idx):\n"
         f"    if {condition}: os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
+from cribo.evaluation.segmentation.segmenter import MaskTransformer
 
 
 def varied(decoder: MaskTransformer) -> MaskTransformer:

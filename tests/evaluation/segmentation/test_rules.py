@@ -14,21 +14,21 @@ from torch.utils.data import default_collate
 from cribo.base.errors import ConfigError
 from cribo.data.labelled.crops import Crops, MMSegPreparation
 from cribo.evaluation import evaluate
+from cribo.evaluation.config import TrainingRuntime
 from cribo.evaluation.data import SegmentationData
-from cribo.evaluation.runtime import TrainingRuntime
+from cribo.evaluation.segmentation.finetuning import FinetunedSegmenter
 from cribo.evaluation.segmentation.inference import Inference, segment_image
-from cribo.evaluation.segmentation.linear import LinearSegmentation
-from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
-from cribo.evaluation.segmentation.module import (
+from cribo.evaluation.segmentation.linear import Linear, LinearSegmentation
+from cribo.evaluation.segmentation.rules import LINEAR, SEGMENTER, Rules
+from cribo.evaluation.segmentation.segmenter import MaskTransformer
+from cribo.evaluation.segmentation.trained import load_segmenter
+from cribo.evaluation.segmentation.training import (
     follow_rules,
     labelled_pixels,
     pixel_cross_entropy,
+    preparation,
     step_decay,
 )
-from cribo.evaluation.segmentation.outcome import preparation
-from cribo.evaluation.segmentation.protocol import FinetunedSegmenter, Linear
-from cribo.evaluation.segmentation.rules import LINEAR, SEGMENTER, Rules
-from cribo.evaluation.segmentation.trained import load_segmenter
 from cribo.features import BackboneSource
 from cribo.models import Backbone, build_backbone
 

@@ -14,9 +14,9 @@ from tests.commands import Commands
 from cribo.base.errors import ConfigError, DataError, FolderError
 from cribo.cli import main
 from cribo.evaluation import evaluate, read_result
+from cribo.evaluation.config import TrainingRuntime
 from cribo.evaluation.data import SegmentationData
-from cribo.evaluation.runtime import TrainingRuntime
-from cribo.evaluation.segmentation.protocol import Linear
+from cribo.evaluation.segmentation.linear import Linear
 from cribo.features import BackboneSource
 
 from .squares import Squares

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from cribo.data.labelled.crops import Crops, MMSegPreparation, WholeImages
-from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
-from cribo.evaluation.segmentation.segmenter import Segmenter, SegmenterFinetuning
+from cribo.evaluation.segmentation.finetuning import SegmenterFinetuning
+from cribo.evaluation.segmentation.segmenter import MaskTransformer, Segmenter
 from cribo.models import build_backbone
 
 from .squares import Squares, score, train

@@ -9,9 +9,9 @@ import torch
 
 from cribo.base.errors import InputError
 from cribo.data.labelled.crops import Crops, MMSegPreparation, WholeImages
+from cribo.evaluation.segmentation.finetuning import SegmenterFinetuning
 from cribo.evaluation.segmentation.inference import Inference
-from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
-from cribo.evaluation.segmentation.segmenter import Segmenter, SegmenterFinetuning
+from cribo.evaluation.segmentation.segmenter import MaskTransformer, Segmenter
 from cribo.evaluation.segmentation.trained import (
     SEGMENTER_FILE,
     TrainedSegmenter,

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from cribo.evaluation import VideoPropagation
-from cribo.evaluation.video.propagation import object_map, propagate
-from cribo.evaluation.video.protocol import encoded_size
+from cribo.evaluation.video.protocol import encoded_size, object_map, propagate
 from cribo.features.propagation import LabelledFrame, label_frame
 
 ROWS, COLUMNS, DIM, OBJECTS = 5, 7, 6, 2

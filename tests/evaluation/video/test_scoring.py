@@ -5,14 +5,15 @@ import pytest
 import torch
 
 from cribo.data.labelled.video import Video
-from cribo.evaluation.video.scoring import (
+from cribo.evaluation.video.protocol import (
+    Segmented,
     boundary,
     boundary_accuracy,
     dilate,
     region_similarity,
+    row,
     score_frame,
 )
-from cribo.evaluation.video.segmenting import Segmented, row
 
 
 def blobs(seed: int, size: tuple[int, int] = (40, 56)) -> np.ndarray:

@@ -20,11 +20,11 @@ from cribo.base.console import duration
 from cribo.base.errors import InputError, Interrupted, MissingPackage, Stopped
 from cribo.base.files import write_json, write_text
 from cribo.base.job import Job, describe_changes, flat, named_folder
+from cribo.evaluation.config import EvaluationRuntime
 from cribo.evaluation.data import PLACES
 from cribo.evaluation.intervals import read_counts
 from cribo.evaluation.results import RESULTS, read_result
 from cribo.evaluation.runner import evaluate
-from cribo.evaluation.runtime import EvaluationRuntime
 from cribo.pretraining.files import SUMMARY
 from cribo.pretraining.run import pretrain
 from cribo.training.interruption import interrupted_by_signals

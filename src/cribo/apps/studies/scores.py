@@ -10,10 +10,10 @@ from rich.console import Console
 from cribo.base.arguments import Parser
 from cribo.base.devices import resolve_devices
 from cribo.base.errors import ConfigError, InputError
+from cribo.evaluation.config import TrainingRuntime
 from cribo.evaluation.data import Splits
 from cribo.evaluation.protocol import Protocol, find_protocol
 from cribo.evaluation.run import Run
-from cribo.evaluation.runtime import TrainingRuntime
 from cribo.features.config import BackboneSource
 from cribo.models import Backbone
 

@@ -6,8 +6,8 @@ from typing import Annotated
 from cribo.base.bounds import at_least, check_bounds
 from cribo.base.errors import ConfigError
 from cribo.data.config import DEFAULT_READING, Reading
-from cribo.evaluation.protocol import find_protocol
-from cribo.evaluation.runtime import EvaluationRuntime, Schedule, TrainingRuntime
+from cribo.evaluation.config import EvaluationRuntime, Schedule, TrainingRuntime
+from cribo.evaluation.protocol import find_settings
 from cribo.features.config import BackboneSource
 
 
@@ -58,7 +58,7 @@ class BenchmarkConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         for name in self.only or ():
-            find_protocol(name)
+            find_settings(name)
         if str(self.training.devices) != "1" or self.training.num_nodes != 1:
             raise ConfigError(
                 f"training.devices and training.num_nodes must be 1, got {self.training.devices} and "

@@ -11,7 +11,8 @@ from rich.text import Text
 from cribo.base.errors import ConfigError, DataError, MissingPackage
 from cribo.base.files import require
 from cribo.evaluation.benchmark.config import BenchmarkConfig
-from cribo.evaluation.protocol import PROTOCOLS, Protocol, find_protocol
+from cribo.evaluation.config import PROTOCOLS
+from cribo.evaluation.protocol import Protocol, find_protocol
 
 _CONTAINERS = frozenset({"VOCdevkit"})
 """Names of folders whose subfolders are data sets."""

@@ -1,100 +1,37 @@
-"""Semantic correspondence protocol: data and measurement."""
+"""Semantic correspondence: keypoints are matched by nearest features, and scored by PCK."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from itertools import groupby
+from typing import Any, Self
 
-from cribo.base.bounds import at_least, check_bounds
-from cribo.evaluation.correspondence.settings import CorrespondenceSettings
-from cribo.evaluation.data import Splits, absolute, described
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from cribo.base.colours import rgb
+from cribo.base.console import Phases, Progress, no_progress
+from cribo.base.drawing import marker_handle
+from cribo.data.labelled.correspondence import Pair, PairedImages
+from cribo.data.reading import image_size
+from cribo.evaluation.config import require_whole_patches, square
+from cribo.evaluation.correspondence.config import CorrespondenceSettings
+from cribo.evaluation.pictures import RIGHT, WRONG, Overlay, Page, Picture, Row, box, line, point, write_pages
 from cribo.evaluation.protocol import Outcome, PatchProtocol
-from cribo.evaluation.settings import QUICK_SIDE, require_whole_patches, square
-
-if TYPE_CHECKING:
-    from cribo.evaluation.run import Run
+from cribo.evaluation.run import Run
+from cribo.features.extraction import EncodedView, PatchFeatures
 
 _SIDE = 768  # of the square images in DIFT
-
-
-@dataclass
-class CorrespondenceData:
-    """Pairs of images with keypoints: SPair-71k, or a folder with files in its format.
-
-    Attributes:
-        root: SPair-71k (PairAnnotation, JPEGImages), or your own folder with images, and pairs/*.json in the
-            format of SPair-71k.
-        split: split of SPair-71k: trn, val or test. [test]
-        partial: accept SPair-71k with missing pairs. Its scores are not comparable with published ones.
-        limit: maximum number of pairs, evenly spaced, for a quick trial.
-    """
-
-    layout: ClassVar[str] = "pairs/*.json with images, or PairAnnotation of SPair-71k"
-
-    root: str
-    split: str | None = None
-    partial: bool = False
-    limit: Annotated[int, at_least(1)] | None = None
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "data.")
-
-    @classmethod
-    def find(cls, folder: Path) -> Self | None:
-        """Return the pairs in a folder, None if there are none."""
-        has_pairs = any((folder / name).is_dir() for name in ("PairAnnotation", "pairs"))
-        return cls(str(folder)) if has_pairs else None
-
-    def open(self) -> Splits:
-        """Open the pairs.
-
-        Raises:
-            DataError: see `open_pairs`.
-        """
-        from cribo.data.labelled.correspondence import open_pairs
-
-        images = open_pairs(self.root, self.split, partial=self.partial, limit=self.limit)
-        root = absolute(self.root)
-        is_spair = (root / "PairAnnotation").is_dir()
-        about = described(
-            self,
-            root,
-            name="spair" if is_spair else root.name,
-            split=self.split or ("test" if is_spair else None),
-            images=len(images),
-            pairs=len(images.pairs),
-            points=sum(len(pair.source_points) for pair in images.pairs),
-        )
-        return Splits(images, images, about["name"], about)
+_CHANNELS = 64  # number of channels upsampled at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correspondence(CorrespondenceSettings, PatchProtocol):
     """Semantic correspondence by nearest features, as in DIFT's `eval_spair.py`."""
 
-    title: ClassVar[str] = "Semantic correspondence"
-    metrics: ClassVar[tuple[str, ...]] = ("pck_image", "pck_point")
-    varies: ClassVar[str] = "alpha"
-    class_metric: ClassVar[str] = "PCK per image"
-    data_type: ClassVar[type[Any]] = CorrespondenceData
-    pictures: ClassVar[str] = "pairs for which the points are drawn"
-    less_memory: ClassVar[str] = "lower --runtime.batch_size or --size"
-    description: ClassVar[str] = """\
-Semantic correspondence: each keypoint of an image is matched with the pixel of another image that has the most similar
-feature, and the percentage of correct keypoints is scored (PCK, per image and per point). Nothing is trained.
-
-  cribo evaluate correspondence --backbone vit_small_patch16_224.dino --data SPair-71k
-  cribo evaluate correspondence --backbone runs/mine --data MINE --alphas 0.05,0.1
-
-Features are cached on disk. For a quick trial: --limit 50 --size 448
-"""
-
-    @classmethod
-    def quick(cls, patch_size: int, image_size: int | None) -> Self:
-        """Return the protocol with small images."""
-        return cls(size=square(image_size or 2 * QUICK_SIDE, patch_size))
-
-    def prepare(self, run: "Run") -> Self:
+    def prepare(self, run: Run) -> Self:
         """Set the image size."""
         backbone = run.backbone
         side = _SIDE if backbone.takes_any_size else backbone.image_size
@@ -102,24 +39,162 @@ Features are cached on disk. For a quick trial: --limit 50 --size 448
         require_whole_patches(settings.size, backbone.patch_size)
         return settings
 
-    def measure(self, run: "Run") -> Outcome:
+    def measure(self, run: Run) -> Outcome:
         """Match and score the keypoints of all pairs."""
-        from cribo.base.console import Phases
-        from cribo.evaluation.correspondence.matching import match_pairs, row
-        from cribo.evaluation.correspondence.pictures import draw_pairs
-        from cribo.evaluation.pages import write_pages
-
         images = run.data.val
         features = run.patches(
             images, size=self.size, interpolation=self.interpolation, precision=self.precision, unit=False
         )
         with Phases(run.console) as progress:
             matches = match_pairs(features, images, device=run.devices[0], progress=progress)
-        draw = partial(draw_pairs, matches=matches, images=images, alpha=self.alphas[0])
+        page = partial(pairs_page, matches=matches, images=images, alpha=self.alphas[0])
         return Outcome(
             rows=[row(matches, images, alpha) for alpha in self.alphas],
             classes=images.categories,
             write=lambda _, folder: write_pages(
-                folder, "pairs", range(len(images.pairs)), draw, number=run.num_pictures
+                folder, "pairs", range(len(images.pairs)), page, number=run.num_pictures
             ),
         )
+
+
+@torch.no_grad()
+def match_pairs(
+    features: PatchFeatures,
+    images: PairedImages,
+    *,
+    device: torch.device | str = "cpu",
+    progress: Progress = no_progress,
+) -> list[Float[Tensor, "k 2"]]:
+    """Match the keypoints of each source image in its target image.
+
+    Args:
+        features: patch features of all images.
+        images: paired images.
+        device: device of the matching.
+        progress: progress callback.
+
+    Returns:
+        (k, 2) tensors, one per pair: x and y in pixels of the target.
+    """
+    matches: dict[int, Tensor] = {}
+    order = sorted(range(len(images.pairs)), key=lambda number: images.pairs[number].target)
+    for index, numbers in groupby(order, key=lambda number: images.pairs[number].target):
+        size = image_size(images.path(index))
+        target = _feature_map(features, index, device)
+        norms = upsampled_norms(target, size)
+        for number in numbers:
+            pair = images.pairs[number]
+            source = _feature_map(features, pair.source, device)
+            points = features_at(source, pair.source_points.to(device), image_size(images.path(pair.source)))
+            matches[number] = nearest_pixels(points, target, norms).cpu()
+            progress("points of the pairs", len(matches), len(order))
+    return [matches[number] for number in range(len(order))]
+
+
+def features_at(
+    features: Float[Tensor, "d h w"], points: Float[Tensor, "k 2"], size: tuple[int, int]
+) -> Float[Tensor, "k d"]:
+    """Return bilinearly interpolated features of unit length at the pixels of points.
+
+    Equivalent to upsampling the feature map to the image, (D, height, width), and indexing it at [:, y, x].
+
+    Args:
+        features: feature map of an image.
+        points: x and y in pixels.
+        size: height and width of the image.
+    """
+    height, width = size
+    last = points.new_tensor([width - 1, height - 1])
+    pixels = points.floor().minimum(last)
+    places = 2 * (pixels + 0.5) / (last + 1) - 1
+    found = F.grid_sample(features[None], places[None, None], padding_mode="border", align_corners=False)
+    return F.normalize(found[0, :, 0].T, dim=1)
+
+
+def upsampled_norms(features: Float[Tensor, "d h w"], size: tuple[int, int]) -> Float[Tensor, "height width"]:
+    """Return the L2 norms of the bilinearly upsampled features at all pixels."""
+    parts = (F.interpolate(part[None], size=size, mode="bilinear")[0] for part in features.split(_CHANNELS))
+    return sum((part.square().sum(dim=0) for part in parts), start=features.new_zeros(size)).sqrt()
+
+
+def nearest_pixels(
+    points: Float[Tensor, "k d"], target: Float[Tensor, "d h w"], norms: Float[Tensor, "height width"]
+) -> Float[Tensor, "k 2"]:
+    """Return x and y of the pixel with the highest cosine for each point.
+
+    Args:
+        points: features of the points.
+        target: feature map of the target image.
+        norms: `upsampled_norms` of the target.
+    """
+    # Inner products commute with upsampling.
+    products = torch.einsum("kd,dhw->khw", points, target)
+    cosines = F.interpolate(products[None], size=norms.shape, mode="bilinear")[0] / norms.clamp_min(1e-12)
+    best = cosines.flatten(1).argmax(dim=1)
+    return torch.stack((best % norms.shape[1], best // norms.shape[1]), dim=1).float()
+
+
+def are_correct(pair: Pair, found: Float[Tensor, "k 2"], alpha: float) -> Bool[Tensor, " k"]:
+    """Return whether points are within `alpha` times the longer side of the object's box of the ground truth."""
+    left, top, right, bottom = pair.box
+    return (found - pair.target_points).norm(dim=1) <= alpha * max(right - left, bottom - top)
+
+
+def row(matches: Sequence[Float[Tensor, "k 2"]], images: PairedImages, alpha: float) -> dict[str, Any]:
+    """Return the row of a result.
+
+    PCK per image averages the fraction of correct points over pairs; PCK per point is the fraction over all points.
+    """
+    correct = [are_correct(pair, found, alpha).double() for pair, found in zip(images.pairs, matches, strict=True)]
+
+    def per_image(parts: Sequence[Tensor]) -> float:
+        return float(torch.stack([part.mean() for part in parts]).mean())
+
+    def of(category: str) -> list[Tensor]:
+        return [part for part, pair in zip(correct, images.pairs, strict=True) if pair.category == category]
+
+    return {
+        "alpha": alpha,
+        "pck_image": per_image(correct),
+        "pck_point": float(torch.cat(correct).mean()),
+        "per_class": {category: per_image(of(category)) for category in images.categories},
+        "per_class_point": {category: float(torch.cat(of(category)).mean()) for category in images.categories},
+    }
+
+
+def _feature_map(features: PatchFeatures, index: int, device: torch.device | str) -> Float[Tensor, "d h w"]:
+    view = EncodedView(index)
+    return features.features(view).to(device).float().T.unflatten(1, features.grid(view))
+
+
+def pairs_page(
+    numbers: Sequence[int], matches: Sequence[Float[Tensor, "k 2"]], images: PairedImages, *, alpha: float
+) -> Page:
+    """Return a page with the points of each source and their matches in the target, with lines to the ground truth.
+
+    Args:
+        numbers: indices of the pairs, at least one.
+        matches: matched points in the target of each pair.
+        images: paired images.
+        alpha: threshold of correct points.
+    """
+
+    def row_of(number: int) -> Row:
+        pair, found = images.pairs[number], matches[number]
+        correct = are_correct(pair, found, alpha).tolist()
+        sources: list[Overlay] = []
+        targets: list[Overlay] = [box(pair.box, "white", line_width=0.8)]
+        points = (part.tolist() for part in (pair.source_points, pair.target_points, found))
+        for source, target, match, is_right in zip(*points, correct, strict=True):
+            colour = rgb(RIGHT if is_right else WRONG)
+            sources.append(point(source, colour))
+            targets += line(target, match, colour), point(target, "none", size=6), point(match, colour)
+        pictures = Picture(images.load(pair.source), sources), Picture(images.load(pair.target), targets)
+        return Row(pair.name, f"{sum(correct)} of {len(correct)} points correct", pictures)
+
+    handles = [
+        marker_handle(f"correct, within {alpha:g} of the box", rgb(RIGHT), "white"),
+        marker_handle("wrong", rgb(WRONG), "white"),
+        marker_handle("ground truth", "none", "0.4"),
+    ]
+    return Page(("source", "target"), list(map(row_of, numbers)), handles)

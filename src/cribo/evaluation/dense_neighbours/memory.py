@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cribo.data.randomness import keyed_generator
-from cribo.evaluation.dense_neighbours.settings import DenseNNSettings
+from cribo.evaluation.dense_neighbours.config import DenseNNSettings
 from cribo.features.cache import Machine
 from cribo.features.extraction import EncodedView, PatchFeatures, SelectedKeys
 from cribo.features.patches import labels_in_memory, rarest_patches

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -12,18 +12,16 @@ from timm.layers.mlp import Mlp
 from timm.layers.weight_init import trunc_normal_
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
+from transformers import YolosForObjectDetection
 
 from cribo.base.errors import ConfigError, MissingPackage
 from cribo.base.packages import install_command
-from cribo.evaluation.detection.settings import ADVICE
+from cribo.evaluation.detection.config import ADVICE
 from cribo.models import Backbone
 from cribo.models.formats.inverse import write_as
 from cribo.models.formats.naming import State
 from cribo.models.formats.table import NAMINGS
 from cribo.models.linear import use_onednn
-
-if TYPE_CHECKING:
-    from transformers import YolosForObjectDetection
 
 _NAMES = next(naming for naming in NAMINGS if naming.name == "Hugging Face ViT")
 _POSITIONS = "embeddings.position_embeddings"

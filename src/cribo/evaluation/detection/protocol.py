@@ -1,138 +1,63 @@
-"""Protocol of object detection with YOLOS: data and measurement."""
+"""Object detection with YOLOS: finetuning of a detector, and its detections, pictures and saved model."""
 
-import dataclasses
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
 
-from cribo.base.bounds import at_least, check_bounds
+from matplotlib.patches import Patch
+
+from cribo.base.colours import distinct_colours, rgb
+from cribo.base.drawing import line_handle
 from cribo.base.errors import ConfigError
-from cribo.base.packages import require_packages
-from cribo.base.wording import command_line
-from cribo.data.config import spread
-from cribo.evaluation.data import Splits, about_splits
-from cribo.evaluation.detection.settings import (
-    ADVICE,
+from cribo.base.files import write_folder_whole, write_json
+from cribo.base.wording import command_line, counted
+from cribo.data.labelled.detection import BoxedImages
+from cribo.evaluation.detection.config import (
     CLIP,
     FINAL_LEARNING_RATE,
-    METRICS,
     SCHEDULES,
     WEIGHT_DECAY,
     DetectionSettings,
 )
+from cribo.evaluation.detection.detector import Detector
+from cribo.evaluation.detection.model import build_yolos, require_transformers, save_yolos
+from cribo.evaluation.detection.scoring import Detections, write_detections
+from cribo.evaluation.detection.views import Collate, Sizes, TrainingViews, WholeViews
+from cribo.evaluation.pictures import Page, Picture, Row, box, write_pages
 from cribo.evaluation.protocol import Outcome, Protocol
-from cribo.evaluation.runtime import TrainingRuntime
-from cribo.features.config import MEAN_COLOUR, BackboneSource
+from cribo.evaluation.results import EvaluationResult, percent
+from cribo.evaluation.run import Run
+from cribo.evaluation.training import fit
+from cribo.models import Backbone
 
-if TYPE_CHECKING:
-    from pathlib import Path
+log = logging.getLogger("cribo")
 
-    from cribo.evaluation.results import EvaluationResult
-    from cribo.evaluation.run import Run
+DETECTIONS = "detections.json"
+"""File of the detections, in COCO's result format."""
 
+DETECTOR = "detector"
+"""Folder of the trained detector, in the format of transformers."""
 
-@dataclass
-class DetectionData:
-    """Images with boxes, in files of COCO's format.
+SURE = 0.5
+"""Minimum probability of the predictions to draw."""
 
-    Attributes:
-        root: folder of the data set, in COCO's own layout (annotations/instances_train2017.json, train2017), with
-            instances_train.json and images/train, or with train/_annotations.coco.json next to the images; the same
-            for val (or valid).
-        train_annotations: JSON file of the training annotations, at any path.
-        train_images: folder of the training images. [that of the layout, or of the JSON file]
-        val_annotations: JSON file of the validation annotations, at any path.
-        val_images: folder of the validation images. [that of the layout, or of the JSON file]
-        limit: maximum number of images per split, evenly spaced, for a quick trial.
-    """
-
-    layout: ClassVar[str] = "instances_<split>.json with images/<split>, or another layout of COCO's format"
-
-    root: str | None = None
-    train_annotations: str | None = None
-    train_images: str | None = None
-    val_annotations: str | None = None
-    val_images: str | None = None
-    limit: Annotated[int, at_least(1)] | None = None
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "data.")
-
-    @classmethod
-    def find(cls, folder: "Path") -> Self | None:
-        """Return the data set in a folder with annotations in one of the layouts, None if there are none."""
-        from cribo.data.labelled.detection import has_annotations
-
-        return cls(str(folder)) if has_annotations(folder) else None
-
-    def open(self) -> Splits:
-        """Open both splits.
-
-        Raises:
-            DataError: see `open_detection`.
-        """
-        from cribo.data.labelled.detection import open_detection
-
-        places = {name: value for name, value in dataclasses.asdict(self).items() if name not in ("root", "limit")}
-        found = open_detection(self.root, **places)
-        train, val = found.train, found.val
-        if self.limit is not None:
-            train, val = (images.subset(spread(len(images), self.limit)) for images in (train, val))
-        boxes = {"train_boxes": train.num_boxes, "val_boxes": val.num_boxes}
-        about = about_splits(self, str(found.root), train, "train", val, "val", name=found.name, **boxes)
-        title = found.name if found.name != "folder" else found.root.absolute().name
-        return Splits(train, val, title, about)
+_FEWEST_PATCHES = 4  # minimum number of patches along the shorter side
 
 
 @dataclass(frozen=True, kw_only=True)
 class Detection(DetectionSettings, Protocol):
     """Object detection with YOLOS."""
 
-    title: ClassVar[str] = "Object detection"
-    metrics: ClassVar[tuple[str, ...]] = METRICS
-    varies: ClassVar[str] = "learning_rate"
-    class_metric: ClassVar[str] = "AP"
-    data_type: ClassVar[type[Any]] = DetectionData
-    runtime_type: ClassVar[type[Any]] = TrainingRuntime
-    pictures: ClassVar[str] = "images for which the boxes are drawn"
-    less_memory: ClassVar[str] = (
-        "use --checkpointing, --runtime.precision bf16-mixed, more --devices, or a smaller --size"
-    )
-    description: ClassVar[str] = """\
-Object detection with YOLOS: the backbone with detection tokens is finetuned on images with boxes (COCO's format), and
-the boxes predicted for the validation images are scored (AP, AP50, AP75).
-
-  cribo evaluate detection --backbone runs/mine --data COCO --runtime.precision bf16-mixed
-  cribo evaluate detection --backbone runs/mine --data MINE --schedule short
-  cribo evaluate detection --backbone checkpoint.pth --data.train_annotations t.json --data.train_images t/ \\
-                           --data.val_annotations v.json --data.val_images v/
-
-The backbone must be a vision transformer with a [CLS] token. The paper's schedule takes days on a GPU for COCO; to
-resume after an interruption, use --out FOLDER --resume. For a quick trial: --schedule short --limit 20 --epochs 2
-Requires the extra detection (README.md, Install).
-"""
-
-    def check_packages(self) -> None:
-        """Check that transformers is installed."""
-        require_packages("detection", "transformers", extra="detection")
-
-    def check_backbone(self, source: BackboneSource) -> None:
-        """Raise ConfigError for backbones that cannot be finetuned as a detector."""
-        if source.source == MEAN_COLOUR:
-            raise ConfigError(f"{MEAN_COLOUR} is not a network and cannot be finetuned as a detector: {ADVICE}")
-        if source.layers != 1:
-            raise ConfigError(
-                f"layers must be 1 for detection, got {source.layers}: detection tokens pass through all blocks"
-            )
-
-    def prepare(self, run: "Run") -> Self:
+    def prepare(self, run: Run) -> Self:
         """Set all settings that are None, and build the detector."""
-        from cribo.evaluation.detection.training import build_detector
-
         settings = self.scheduled()
         run.prepared = build_detector(settings, run)
         return settings
 
-    def used(self, run: "Run") -> dict[str, Any]:
+    def used(self, run: Run) -> dict[str, Any]:
         """Return the settings for `results.json`."""
         return {
             "protocol": self.schedule,
@@ -144,23 +69,159 @@ Requires the extra detection (README.md, Install).
             "precision": run.runtime.precision,
         }
 
-    def measure(self, run: "Run") -> Outcome:
+    def measure(self, run: Run) -> Outcome:
         """Finetune the detector, and score the predicted boxes."""
-        from cribo.evaluation.detection.training import train_detector
+        detector, sizes = run.prepared, Sizes(self.size)
+        collate = Collate(run.backbone.patch_size, run.backbone.mean)
+        trainer = fit(
+            detector,
+            train=TrainingViews(run.data.train, sizes, self.seed),
+            validation=WholeViews(run.data.val, sizes),
+            collate=collate,
+            batch_size=self.batch_size,
+            steps=detector.steps,
+            seed=self.seed,
+            folder=run.folder,
+            label="detection",
+            runtime=run.runtime,
+            console=run.console,
+        )
+        val = run.data.val
 
-        return train_detector(self, run)
+        def write(result: EvaluationResult, folder: Path) -> None:
+            write_detections(folder / DETECTIONS, val, detector.found)
+            write_folder_whole(
+                folder / DETECTOR, lambda part: _save(part, detector, run.backbone, sizes), replaces=True
+            )
+            title = f"{result.title}, {result.backbone['name']}"
+            page = partial(boxes_page, images=val, found=detector.found, title=title)
+            write_pages(folder, "predictions", range(len(val)), page, number=run.num_pictures)
 
-    def report(self, result: "EvaluationResult") -> list[Any]:
+        return Outcome(
+            rows=[{"learning_rate": self.learning_rate, **detector.precision}],
+            classes=val.classes,
+            packages={"transformers": require_transformers().__version__},
+            device=trainer.strategy.root_device,
+            write=write,
+        )
+
+    def report(self, result: EvaluationResult) -> list[Any]:
         """Return AP by object size."""
-        from cribo.evaluation.results import percent
-
         sizes = " · ".join(f"{size} {percent(value)}" for size, value in result.results[0]["by_size"].items())
         return [f"AP by the size of objects [%]: {sizes}"]
 
-    def places(self, folder: "Path") -> dict[str, Any]:
+    def places(self, folder: Path) -> dict[str, Any]:
         """Return the paths of the detections, the detector and the training curves."""
         return {
-            "found": folder / "detections.json",
-            "detector": folder / "detector",
+            "found": folder / DETECTIONS,
+            "detector": folder / DETECTOR,
             "curves": command_line("tensorboard", "--logdir", folder / "tensorboard"),
         }
+
+
+def build_detector(settings: DetectionSettings, run: Run) -> Detector:
+    """Return the detector before training.
+
+    Raises:
+        ImportError: transformers or scipy is not installed.
+        ConfigError: YOLOS does not support the backbone or size, or there are no boxes to train on.
+    """
+    require_transformers()
+    train, val, backbone = run.data.train, run.data.val, run.backbone
+    if not train.num_boxes:
+        raise ConfigError(
+            f"training needs at least one box, got none in {len(train)} images of {train.file}: raise data.limit, or "
+            "give another file"
+        )
+    backbone.remove_readout()  # the detection tokens belong to the blocks
+    model = build_yolos(
+        backbone,
+        train.classes,
+        positions=Sizes(settings.size).positions,
+        tokens=settings.tokens,
+        seed=settings.seed,
+    )
+    if settings.checkpointing:
+        enable_checkpointing(model)
+    if (most := max(train.most_boxes, val.most_boxes)) > settings.tokens:
+        log.warning(
+            "an image has %d boxes, but at most %d can be detected per image: increase --tokens to detect all of them",
+            most,
+            settings.tokens,
+        )
+    if settings.size < (least := _FEWEST_PATCHES * backbone.patch_size):
+        raise ConfigError(
+            f"size must be >= {least}, {_FEWEST_PATCHES} patches of {backbone.patch_size} pixels, got {settings.size}"
+        )
+    steps = max(1, round(settings.epochs * len(train) / settings.batch_size))
+    return Detector(model, settings.learning_rate, steps=steps, images=val, mean=backbone.mean, std=backbone.std)
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Enable activation checkpointing in a model of transformers."""
+    # transformers 6 removes the older name.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def _save(folder: Path, detector: Detector, backbone: Backbone, sizes: Sizes) -> None:
+    """Save the detector in the format of transformers, with the configuration of its image processor."""
+    save_yolos(detector.model, folder)
+    write_json(
+        folder / "preprocessor_config.json",
+        {
+            "image_processor_type": "YolosImageProcessor",
+            "do_resize": True,
+            "size": {"shortest_edge": sizes.size, "longest_edge": sizes.longest},
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": list(backbone.mean),
+            "image_std": list(backbone.std),
+            "do_pad": True,
+        },
+    )
+
+
+def boxes_page(indices: Sequence[int], images: BoxedImages, found: Detections, *, title: str) -> Page:
+    """Return a page with the true boxes of each image next to those predicted with a probability of at least 0.5.
+
+    Args:
+        indices: indices of the images, at least one.
+        images: images with true boxes.
+        found: detections in all images.
+        title: title of the page.
+    """
+    colours = [rgb(colour) for colour in distinct_colours(len(images.classes))]
+    rows, drawn, crowds = [], set(), False
+    for index in indices:
+        truth, scores, labels = images.boxes(index), found.scores[index], found.labels[index].tolist()
+        # In ascending order, so that the most probable box is on top.
+        places = [place for place in scores.argsort().tolist() if scores[place] >= SURE]
+        drawn |= {*truth.labels.tolist(), *(labels[place] for place in places)}
+        crowds = crowds or bool(truth.crowd.any())
+        columns = (part.tolist() for part in (truth.corners, truth.labels, truth.crowd))
+        true = [
+            box(corners, colours[label], text=images.classes[label], dashed=crowd)
+            for corners, label, crowd in zip(*columns, strict=True)
+        ]
+        predicted = [
+            box(
+                found.corners[index, place].tolist(),
+                colours[labels[place]],
+                text=f"{images.classes[labels[place]]} {100 * float(scores[place]):.0f} %",
+            )
+            for place in places
+        ]
+        image, objects = images.load(index), counted(int((~truth.crowd).sum()), "object")
+        rows.append(
+            Row(
+                images.name(index), f"{objects}, {len(places)} found", [Picture(image, true), Picture(image, predicted)]
+            )
+        )
+    handles = [
+        *(Patch(facecolor=colours[label], label=images.classes[label]) for label in sorted(drawn)),
+        *([line_handle("crowd, not counted", "0.3", dashed=True)] if crowds else ()),
+    ]
+    headings = "labels", f"found, probability ≥ {SURE:g}"
+    return Page(headings, rows, handles or [line_handle("no objects", "none")], title)

@@ -15,7 +15,7 @@ from torchvision.ops import box_convert
 from cribo.base.errors import InputError
 from cribo.base.files import write_text
 from cribo.data.labelled.detection import BoxedImages
-from cribo.evaluation.detection.settings import METRICS
+from cribo.evaluation.detection.config import METRICS
 
 # In the order of the statistics of COCO's evaluation.
 SIZES = ("small", "medium", "large")

@@ -1,16 +1,18 @@
 """Finetuning with Segmenter for several learning rates; the best network is kept."""
 
 import copy
+import dataclasses
 import json
 import logging
 import shutil
 import time
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
-from jaxtyping import Int, UInt8
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from cribo.base.errors import FolderError
@@ -18,12 +20,19 @@ from cribo.base.files import write_json
 from cribo.base.machine import is_first_process
 from cribo.evaluation.protocol import Outcome
 from cribo.evaluation.run import Run
-from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
-from cribo.evaluation.segmentation.module import follow_rules
-from cribo.evaluation.segmentation.outcome import outcome, rows_of, train
-from cribo.evaluation.segmentation.segmenter import Segmenter, SegmenterFinetuning
-from cribo.evaluation.segmentation.settings import SegmenterSettings, scale_of
+from cribo.evaluation.segmentation.config import DecoderConfig, SegmenterSettings, scale_of
+from cribo.evaluation.segmentation.inference import Inference
+from cribo.evaluation.segmentation.rules import PAPER, Rules
+from cribo.evaluation.segmentation.segmenter import MaskTransformer, Segmenter
 from cribo.evaluation.segmentation.trained import SEGMENTER_FILE, TrainedSegmenter, load_segmenter, save_segmenter
+from cribo.evaluation.segmentation.training import (
+    SegmentationModule,
+    SegmentationTraining,
+    follow_rules,
+    outcome,
+    rows_of,
+    train,
+)
 from cribo.features.encoder import open_backbone
 from cribo.features.scores import mean_iou
 from cribo.training.checkpoints import CHECKPOINTS
@@ -34,30 +43,99 @@ _SCORE = "score.json"
 """Score of a learning rate, written when its training has finished."""
 
 
-def finetune(settings: SegmenterSettings, run: Run) -> Outcome:
-    """Finetune the network once for each learning rate, score it, and keep the best one.
+@dataclass(frozen=True, kw_only=True)
+class FinetunedSegmenter(SegmenterSettings, SegmentationTraining):
+    """End-to-end finetuning with Segmenter."""
 
-    Each training has its own folder, such as `lr=8e-05`, with checkpoints and TensorBoard logs. The network of the best
-    learning rate is saved as `segmenter.safetensors` (`load_segmenter`). Finished trainings are not repeated.
+    def prepare(self, run: Run) -> Self:
+        """Set all settings that are None, including those of the decoder."""
+        settings = super().prepare(run)
+        run.prepared = build_segmenter(settings, run)
+        built = run.prepared.decoder
+        return dataclasses.replace(settings, decoder=DecoderConfig(len(built.blocks), built.width, built.heads))
+
+    def used(self, run: Run) -> dict[str, Any]:
+        """Return the settings, without those of memory."""
+        return {name: value for name, value in super().used(run).items() if name != "checkpointing"}
+
+    def measure(self, run: Run) -> Outcome:
+        """Finetune the network once for each learning rate, score it, and keep the best one.
+
+        Each training has its own folder, such as `lr=8e-05`, with checkpoints and TensorBoard logs. The network of the
+        best learning rate is saved as `segmenter.safetensors` (`load_segmenter`). Finished trainings are not repeated.
+        """
+        finished = {rate: _finish(self, run, rate) for rate in self.learning_rates}
+        rows, best = rows_of({rate: score.confusion for rate, score in finished.items()}, run)
+        if is_first_process():
+            for place, rate in enumerate(self.learning_rates):
+                network = _folder(run, rate) / SEGMENTER_FILE
+                if place != best:
+                    network.unlink(missing_ok=True)
+                elif network.is_file():  # already moved if the evaluation was killed here before
+                    network.replace(run.folder / SEGMENTER_FILE)
+
+        @cache
+        def trained() -> TrainedSegmenter:
+            return load_segmenter(run.folder, run.devices[0], name=run.backbone.name)
+
+        def segment(index: int) -> UInt8[Tensor, "h w"]:
+            return trained().segment(run.data.val.load(index)).cpu()
+
+        return outcome(rows, segment, run, seconds=sum(score.seconds for score in finished.values()))
+
+    def places(self, folder: Path) -> dict[str, Any]:
+        """Return the paths of the training curves and the network."""
+        return {"curves": folder / "lr=*" / "tensorboard", "network": folder / SEGMENTER_FILE}
+
+
+class SegmenterFinetuning(SegmentationModule):
+    """Module that trains backbone and decoder with one learning rate.
+
+    Batch norms use batch statistics (synchronised over GPUs), as in MMSegmentation and in pretraining, which untrained
+    networks require. Parameters that `encode` does not use are not changed.
+
+    Args:
+        segmenter: network, trained in place.
+        learning_rate: initial learning rate.
+        steps: total number of training steps.
+        inference: inference mode, whole images or windows.
+        rules: rules of the variant.
     """
-    finished = {rate: _finish(settings, run, rate) for rate in settings.learning_rates}
-    rows, best = rows_of({rate: score.confusion for rate, score in finished.items()}, run)
-    if is_first_process():
-        for place, rate in enumerate(settings.learning_rates):
-            network = _folder(run, rate) / SEGMENTER_FILE
-            if place != best:
-                network.unlink(missing_ok=True)
-            elif network.is_file():  # already moved if the evaluation was killed here before
-                network.replace(run.folder / SEGMENTER_FILE)
 
-    @cache
-    def trained() -> TrainedSegmenter:
-        return load_segmenter(run.folder, run.devices[0], name=run.backbone.name)
+    def __init__(
+        self,
+        segmenter: Segmenter,
+        *,
+        learning_rate: float,
+        steps: int,
+        inference: Inference | None = None,
+        rules: Rules = PAPER,
+    ) -> None:
+        super().__init__(
+            segmenter.backbone,
+            classes=segmenter.decoder.classes,
+            heads=[f"{learning_rate:g}"],
+            steps=steps,
+            inference=inference or Inference(),
+            rules=rules,
+        )
+        self.decoder = segmenter.decoder
+        self.learning_rate = learning_rate
 
-    def segment(index: int) -> UInt8[Tensor, "h w"]:
-        return trained().segment(run.data.val.load(index)).cpu()
+    @property
+    def segmenter(self) -> Segmenter:
+        """The network."""
+        return Segmenter(self.backbone, self.decoder)
 
-    return outcome(rows, segment, run, seconds=sum(score.seconds for score in finished.values()))
+    def logits(
+        self, images: Float[Tensor, "b 3 h w"], *, drop_path_noise: Float[Tensor, "b sites"] | None = None
+    ) -> Float[Tensor, "1 b c rows columns"]:
+        """Return the scores of each class on the grid of patches."""
+        return self.segmenter(images, drop_path_noise=drop_path_noise)[None]
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Return all trainable parameters as one group."""
+        return [{"params": [part for part in self.parameters() if part.requires_grad], "lr": self.learning_rate}]
 
 
 def build_segmenter(settings: SegmenterSettings, run: Run) -> Segmenter:
@@ -99,7 +177,7 @@ def _folder(run: Run, rate: float) -> Path:
     return run.folder / f"lr={rate!r}"
 
 
-def _finish(settings: SegmenterSettings, run: Run, rate: float) -> _Score:
+def _finish(settings: FinetunedSegmenter, run: Run, rate: float) -> _Score:
     """Train or resume with a learning rate, or read the score of a finished training."""
     folder = _folder(run, rate)
     if (folder / _SCORE).is_file():
@@ -121,7 +199,7 @@ def _read(path: Path) -> _Score:
         raise FolderError(f"{path} is corrupt ({error}): remove {path.parent} to repeat the training") from error
 
 
-def _train(settings: SegmenterSettings, run: Run, rate: float) -> _Score:
+def _train(settings: FinetunedSegmenter, run: Run, rate: float) -> _Score:
     """Train a copy of the prepared network, and save it with its score."""
     started, rates, folder = time.perf_counter(), settings.learning_rates, _folder(run, rate)
     segmenter = copy.deepcopy(run.prepared)

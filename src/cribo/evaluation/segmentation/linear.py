@@ -1,7 +1,9 @@
 """Linear segmentation: a linear layer on frozen patch tokens (paper, section 4.2), for several learning rates."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from jaxtyping import Float, UInt8
@@ -12,17 +14,67 @@ from cribo.data.labelled.crops import WholeImages
 from cribo.data.randomness import keyed_generator
 from cribo.evaluation.protocol import Outcome
 from cribo.evaluation.run import Run
+from cribo.evaluation.segmentation.config import LinearSettings
 from cribo.evaluation.segmentation.inference import Inference
-from cribo.evaluation.segmentation.module import SegmentationModule, follow_rules
-from cribo.evaluation.segmentation.outcome import outcome, preparation, rows_of, train
 from cribo.evaluation.segmentation.rules import PAPER, Rules
-from cribo.evaluation.segmentation.settings import LinearSettings
+from cribo.evaluation.segmentation.training import (
+    SegmentationModule,
+    SegmentationTraining,
+    follow_rules,
+    outcome,
+    preparation,
+    rows_of,
+    train,
+)
 from cribo.features.config import MEAN_COLOUR
 from cribo.features.encoder import open_backbone
 from cribo.models import Backbone
 
 _HEAD = 0x6C696E65  # key of these draws, distinct from other uses of the seed
 _STD = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(LinearSettings, SegmentationTraining):
+    """Linear segmentation: a linear head on frozen features."""
+
+    def prepare(self, run: Run) -> Self:
+        """Set all settings that are None, and open the backbone with the drop path of the variant."""
+        settings = super().prepare(run)
+        run.prepared = open_frozen(settings, run)
+        return settings
+
+    def used(self, run: Run) -> dict[str, Any]:
+        """Return the settings, with the number of layers that provide tokens."""
+        return {**super().used(run), "layers": run.source.layers}
+
+    def measure(self, run: Run) -> Outcome:
+        """Train and score all heads on the prepared backbone."""
+        backbone: Backbone = run.prepared
+        module = LinearSegmentation(
+            backbone,
+            classes=len(run.data.train.classes),
+            layers=run.source.layers,
+            learning_rates=self.learning_rates,
+            steps=self.iterations,
+            inference=self.windows,
+            rules=self.rules,
+            seed=self.seed,
+        )
+        device = train(module, self, run, sites=backbone.num_drop_path_sites, folder=run.folder, label="linear heads")
+        rows, best = rows_of(dict(zip(self.learning_rates, module.confusions, strict=True)), run)
+        module.eval().to(device)
+        val, images = run.data.val, WholeImages(run.data.val, preparation(self, run))
+
+        def segment(index: int) -> UInt8[Tensor, "h w"]:
+            height, width = val.labels(index).shape
+            return module.segment(images[index].pixels.to(device), (height, width))[best].cpu()
+
+        return outcome(rows, segment, run, device=device)
+
+    def places(self, folder: Path) -> dict[str, Any]:
+        """Return the path of the training curves."""
+        return {"curves": folder / "tensorboard"}
 
 
 class LinearSegmentation(SegmentationModule):
@@ -125,31 +177,6 @@ def open_frozen(settings: LinearSettings, run: Run) -> Backbone:
         backbone = open_backbone(run.source, drop_path=settings.drop_path)
     follow_rules(settings.rules, backbone)
     return backbone
-
-
-def train_heads(settings: LinearSettings, run: Run) -> Outcome:
-    """Train and score the heads on the prepared backbone."""
-    backbone: Backbone = run.prepared
-    module = LinearSegmentation(
-        backbone,
-        classes=len(run.data.train.classes),
-        layers=run.source.layers,
-        learning_rates=settings.learning_rates,
-        steps=settings.iterations,
-        inference=settings.windows,
-        rules=settings.rules,
-        seed=settings.seed,
-    )
-    device = train(module, settings, run, sites=backbone.num_drop_path_sites, folder=run.folder, label="linear heads")
-    rows, best = rows_of(dict(zip(settings.learning_rates, module.confusions, strict=True)), run)
-    module.eval().to(device)
-    val, images = run.data.val, WholeImages(run.data.val, preparation(settings, run))
-
-    def segment(index: int) -> UInt8[Tensor, "h w"]:
-        height, width = val.labels(index).shape
-        return module.segment(images[index].pixels.to(device), (height, width))[best].cpu()
-
-    return outcome(rows, segment, run, device=device)
 
 
 def linear_head(dim: int, classes: int, seed: int) -> nn.Linear:

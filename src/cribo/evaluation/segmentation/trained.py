@@ -20,8 +20,7 @@ from cribo.base.files import parse_json, write_whole
 from cribo.base.redaction import masked
 from cribo.data.labelled.crops import Scale, fitted_size, resize
 from cribo.evaluation.segmentation.inference import Inference, segment_pixels
-from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
-from cribo.evaluation.segmentation.segmenter import Segmenter
+from cribo.evaluation.segmentation.segmenter import MaskTransformer, Segmenter
 from cribo.models import describe
 from cribo.models.backbone import RESERVED_ARGS
 from cribo.models.building import build_network, check_network, limited_size

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from cribo.data.labelled.correspondence import Pair, PairedImages
-from cribo.evaluation.correspondence.matching import are_correct, features_at, nearest_pixels, row, upsampled_norms
+from cribo.evaluation.correspondence.protocol import are_correct, features_at, nearest_pixels, row, upsampled_norms
 
 SIZES = (37, 50), (41, 33)
 

@@ -9,12 +9,12 @@ import torch
 from tests.evaluation.coded import PERFECT, Coded, blocks, random_maps
 
 from cribo.base.errors import InputError
-from cribo.evaluation.overclustering.clustering import (
+from cribo.evaluation.overclustering.protocol import (
+    Overclustering,
     match_clusters,
     overclustering,
     principal_components,
 )
-from cribo.evaluation.overclustering.protocol import Overclustering
 from cribo.features.extraction import EncodedView, PatchFeatures, Preparation, extract_patches
 from cribo.features.scores import pairwise_iou
 

@@ -1,8 +1,11 @@
-"""Lightning module for training segmentation heads: loss, schedules and score."""
+"""Training of segmentation heads: loss, schedules, score, result rows and pictures."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -12,12 +15,30 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from cribo.data.labelled.crops import Crop, WholeImage
+from cribo.base.console import Phases
+from cribo.base.errors import DataError
+from cribo.base.machine import is_first_process
+from cribo.data.config import spread
+from cribo.data.labelled.crops import (
+    Crop,
+    Crops,
+    MMSegPreparation,
+    Preparation,
+    SquarePreparation,
+    WholeImage,
+    WholeImages,
+)
 from cribo.data.labelled.segmentation import IGNORE_INDEX
+from cribo.evaluation.pictures import panel_of
+from cribo.evaluation.protocol import Outcome, Protocol
+from cribo.evaluation.results import EvaluationResult, best_place, percent, setting_value
+from cribo.evaluation.run import Run
+from cribo.evaluation.segmentation.config import SegmentationTrainingSettings, scale_of
 from cribo.evaluation.segmentation.inference import Inference, segment_pixels
-from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
 from cribo.evaluation.segmentation.rules import PAPER, Rules
-from cribo.features.scores import mean_iou
+from cribo.evaluation.segmentation.segmenter import MaskTransformer
+from cribo.evaluation.training import fit
+from cribo.features.scores import iou, mean_iou
 from cribo.models import Backbone, normalise
 from cribo.models.backbone import drop_feed_forward_only
 from cribo.training.module import ResumableModule
@@ -27,6 +48,45 @@ LAST_RATE = 0.1
 MOMENTUM = 0.9
 
 _BUDGET = 2**29  # maximum bytes of upsampled logits and their gradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentationTraining(SegmentationTrainingSettings, Protocol):
+    """Common parts of linear segmentation and Segmenter."""
+
+    @property
+    def windows(self) -> Inference:
+        """Inference mode for scoring."""
+        stretch = self.rules.stretches_windows
+        return Inference(self.inference, window=self.crop, stride=self.stride, stretch=stretch)
+
+    def prepare(self, run: Run) -> Self:
+        """Set all settings that are None, and check that both splits have labels."""
+        for split in ("train", "val"):
+            images = getattr(run.data, split)
+            # Reads label maps up to the first one with a labelled pixel.
+            if not any(bool((images.labels(index) != images.ignore_index).any()) for index in range(len(images))):
+                name = run.data.about[split]
+                raise DataError(
+                    f"all labels of the {len(images)} images of {name} are ignored: no head can be trained or scored"
+                )
+        return self.for_data(run.data.about["name"], run.backbone)
+
+    def used(self, run: Run) -> dict[str, Any]:
+        """Return the settings, including those that depend on the data."""
+        return {
+            **dataclasses.asdict(self),
+            "scale": None if self.rules.mask_size else scale_of(run.data.about["name"]),
+            "optimiser": self.rules.optimiser,
+            "stride": self.stride if self.inference == "slide" else None,
+        }
+
+    def report(self, result: EvaluationResult) -> list[Any]:
+        """Return the best learning rate, if there is more than one."""
+        if len(result.results) == 1:
+            return []
+        rate = setting_value(result.best["learning_rate"])
+        return [f"  best         mIoU {percent(result.best['miou'])} % at learning rate {rate}"]
 
 
 class SegmentationModule(ResumableModule):
@@ -217,3 +277,90 @@ def _inside(batch: Crop) -> Float[Tensor, "b 1 size size"]:
     places = torch.arange(batch.pixels.shape[-1], device=batch.pixels.device)
     rows, columns = (places < batch.extent[:, side, None] for side in (0, 1))
     return (rows[:, None, :, None] & columns[:, None, None, :]).float()
+
+
+def preparation(settings: SegmentationTrainingSettings, run: Run) -> Preparation:
+    """Return the preparation of images for training and scoring."""
+    rules, name, crop = settings.rules, run.data.about["name"], settings.crop
+    if rules.mask_size is not None:
+        return SquarePreparation(crop, rules.mask_size)
+    size = settings.stride if name in rules.narrow_crops else crop
+    return MMSegPreparation(size, scale_of(name), pad_to=crop, black_padding=name in rules.black_padding)
+
+
+def train(
+    module: SegmentationModule,
+    settings: SegmentationTrainingSettings,
+    run: Run,
+    *,
+    sites: int,
+    folder: Path,
+    label: str,
+) -> torch.device:
+    """Train and score a module, or resume its training; return its device.
+
+    Args:
+        module: trained in place.
+        settings: settings of the protocol.
+        run: the evaluation.
+        sites: number of drop path sites of the network.
+        folder: folder of the checkpoints and TensorBoard logs.
+        label: label of the progress bar.
+    """
+    prepared = preparation(settings, run)
+    trainer = fit(
+        module,
+        train=Crops(run.data.train, prepared, settings.seed, sites),
+        validation=WholeImages(run.data.val, prepared),
+        batch_size=settings.batch_size,
+        steps=settings.iterations,
+        seed=settings.seed,
+        folder=folder,
+        label=label,
+        runtime=run.runtime,
+        console=run.console,
+    )
+    return trainer.strategy.root_device
+
+
+def rows_of(confusions: Mapping[float, Int[Tensor, "c c"]], run: Run) -> tuple[list[dict[str, Any]], int]:
+    """Return the row of each learning rate and the index of the best one, which has the confusion matrix.
+
+    Args:
+        confusions: confusion matrices (labels in rows), by learning rate.
+        run: the evaluation.
+    """
+    rows = []
+    for rate, confusion in confusions.items():
+        per_class = iou(confusion)
+        rows.append(
+            {
+                "learning_rate": rate,
+                "miou": float(per_class.nanmean()),
+                "pixel_accuracy": float(confusion.diagonal().sum() / confusion.sum().clamp(min=1)),
+                "per_class": dict(zip(run.data.train.classes, per_class.tolist(), strict=True)),
+            }
+        )
+    best = best_place([row["miou"] for row in rows])
+    rows[best]["confusion"] = list(confusions.values())[best].tolist()
+    return rows, best
+
+
+def outcome(
+    rows: list[dict[str, Any]], segment: Callable[[int], UInt8[Tensor, "h w"]], run: Run, **more: Any
+) -> Outcome:
+    """Return the outcome of a protocol, with predictions for evenly spaced images of val.
+
+    Args:
+        rows: rows of the result.
+        segment: returns the class of each pixel of an image of val, given its index; called on rank 0.
+        run: the evaluation.
+        more: further fields of the outcome.
+    """
+    panels, val = [], run.data.val
+    shown = spread(len(val), run.num_pictures) if is_first_process() else []
+    with Phases(run.console) as progress:
+        for number, index in enumerate(shown, start=1):
+            panels.append(panel_of(val, index, segment(index)))
+            progress("pictures", number, len(shown))
+    return Outcome(rows, run.data.train.classes, panels, val.palette, **more)

@@ -1,12 +1,14 @@
 """Settings of image-level nearest neighbours. This module does not import torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from cribo.base.bounds import above, at_least, require_distinct_numbers
 from cribo.base.errors import ConfigError
-from cribo.evaluation.settings import UNDECIDED, Decided, Settings
-from cribo.features.config import FeaturePrecision
+from cribo.evaluation.config import UNDECIDED, Decided, Settings
+from cribo.evaluation.data import ImageData
+from cribo.features.config import BackboneSource, FeaturePrecision
 
 NEIGHBOURS = (10, 20, 100, 200)
 """Commonly reported values of k."""
@@ -17,7 +19,7 @@ PUBLISHED = 20
 
 @dataclass(frozen=True, kw_only=True)
 class ImageNNSettings(Settings):
-    """Settings of image-level nearest neighbours.
+    """Image-level nearest-neighbour classification, as in DINO's `eval_knn.py`.
 
     Attributes:
         neighbours: k, number of nearest training images that vote, one row of results each; published scores use
@@ -32,6 +34,29 @@ class ImageNNSettings(Settings):
     """
 
     name: ClassVar[str] = "image-nn"
+    title: ClassVar[str] = "Image nearest-neighbour classification"
+    metrics: ClassVar[tuple[str, ...]] = ("top1", "top5")
+    varies: ClassVar[str] = "neighbours"
+    class_metric: ClassVar[str] = "accuracy"
+    data_type: ClassVar[type[Any]] = ImageData
+    runtime_defaults: ClassVar[Mapping[str, Any]] = {"batch_size": 64}
+    pictures: ClassVar[str] = "images for which the nearest ones are drawn"
+    quick_limit: ClassVar[int] = 240
+    description: ClassVar[str] = """\
+Image-level nearest neighbours: each image is classified by a vote of the training images with the most similar global
+tokens, as in DINO, and the predictions are scored (top-1, top-5). Nothing is trained.
+
+  cribo evaluate image-nn --backbone runs/imagenet --data ILSVRC2012
+  cribo evaluate image-nn --backbone vit_small_patch16_224.dino --data MINE
+  cribo evaluate image-nn --backbone mean-colour --data MINE
+
+A folder contains train/<class>/* and val/<class>/*, or, without splits, <class>/*, where each image is classified by
+all others. For related images (frames of one film, crops of one photograph), provide splits that keep them together;
+otherwise images are classified by their relatives, and the score is too high.
+
+Features are cached on disk and reused when an interrupted evaluation is repeated, and by further evaluations of the
+same backbone and images. For a quick trial: --limit 200
+"""
 
     neighbours: Decided[tuple[Annotated[int, at_least(1)], ...]] = UNDECIDED
     temperature: Annotated[float, above(0)] = 0.07
@@ -62,3 +87,10 @@ class ImageNNSettings(Settings):
                 f"{settings.neighbours[-1]}: use fewer, such as --neighbours {min(5, most)}"
             )
         return settings
+
+    def check_backbone(self, source: BackboneSource) -> None:
+        """Raise ConfigError for features of several layers."""
+        if source.layers != 1:
+            raise ConfigError(
+                f"layers must be 1, since the global token is that of the last block, got {source.layers}"
+            )

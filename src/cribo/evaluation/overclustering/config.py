@@ -6,7 +6,8 @@ from typing import Annotated, ClassVar, Self
 
 from cribo.base.bounds import at_least, require_distinct_numbers
 from cribo.base.errors import InputError
-from cribo.evaluation.settings import UNDECIDED, Decided, Settings, Side, require_whole_patches, square
+from cribo.base.packages import require_packages
+from cribo.evaluation.config import QUICK_SIDE, UNDECIDED, Decided, Settings, Side, require_whole_patches, square
 from cribo.features.config import FeaturePrecision, Interpolation
 
 CLUSTERS = (300, 500)
@@ -17,7 +18,7 @@ _SIDE = 448  # side of the square images in Leopart, TimeT and NeCo
 
 @dataclass(frozen=True, kw_only=True)
 class OverclusteringSettings(Settings):
-    """Settings of overclustering.
+    """Unsupervised segmentation by k-means, as in Leopart, TimeT and NeCo.
 
     Attributes:
         clusters: K, number of clusters, one row of results each. If K equals the number of classes, clusters and
@@ -41,6 +42,21 @@ class OverclusteringSettings(Settings):
     """
 
     name: ClassVar[str] = "overclustering"
+    title: ClassVar[str] = "Overclustering"
+    metrics: ClassVar[tuple[str, ...]] = ("miou",)
+    varies: ClassVar[str] = "clusters"
+    less_memory: ClassVar[str] = "lower --runtime.batch_size, or use fewer images (--limit)"
+    description: ClassVar[str] = """\
+Unsupervised segmentation: the patches of the validation images are clustered by k-means, clusters are matched with
+classes, and the result is scored as a segmentation (mIoU). Nothing is trained; labels are used for matching only.
+
+  cribo evaluate overclustering --backbone checkpoint.pth --data VOCdevkit/VOC2012
+  cribo evaluate overclustering --backbone runs/mine --data MINE --clusters 50,100
+  cribo evaluate overclustering --backbone runs/mine --data VOCdevkit/VOC2012 --foreground
+
+Features are cached on disk. For a quick trial: --limit 50 --clusters 50 --draws 2
+Requires the extra evaluation (README.md, Install).
+"""
 
     clusters: Decided[tuple[Annotated[int, at_least(1)], ...]] = UNDECIDED
     draws: Annotated[int, at_least(1)] = 5
@@ -87,6 +103,15 @@ class OverclusteringSettings(Settings):
         settings = settings.decided({"clusters": most})
         require_patches(settings.clusters, patches)
         return settings
+
+    @classmethod
+    def quick(cls, patch_size: int, image_size: int | None) -> Self:
+        """Return the protocol with one draw and small images."""
+        return cls(draws=1, restarts=1, size=square(image_size or QUICK_SIDE, patch_size))
+
+    def check_packages(self) -> None:
+        """Check that faiss is installed."""
+        require_packages("overclustering", "faiss", extra="evaluation")
 
 
 def require_patches(clusters: Sequence[int], patches: int, of: str = "patches") -> None:

@@ -7,8 +7,15 @@ from scipy.sparse import csr_array
 
 from cribo.base.errors import InputError
 from cribo.evaluation import Depth
-from cribo.evaluation.depth.prediction import patch_depths, predict_by_neighbours, predict_linearly
-from cribo.evaluation.depth.scoring import DepthScore, row, score_depth, upsample
+from cribo.evaluation.depth.protocol import (
+    DepthScore,
+    patch_depths,
+    predict_by_neighbours,
+    predict_linearly,
+    row,
+    score_depth,
+    upsample,
+)
 from cribo.features import Machine
 from cribo.features.extraction import EncodedView, PatchFeatures
 

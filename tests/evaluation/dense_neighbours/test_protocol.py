@@ -12,7 +12,7 @@ from cribo.base.errors import InputError
 from cribo.data import SEGMENTATION_SETS, open_segmentation
 from cribo.data.scenes import Scenes
 from cribo.evaluation import DenseNN, dense_nn
-from cribo.evaluation.dense_neighbours.retrieval import draw_images, images_of
+from cribo.evaluation.dense_neighbours.protocol import draw_images, images_of
 from cribo.features import Encoder, Machine, mean_colour_encoder
 from cribo.features.extraction import EncodedView, Preparation
 from cribo.features.patches import class_counts

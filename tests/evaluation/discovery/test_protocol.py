@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.linalg import eigh
 
-from cribo.evaluation.discovery.methods import FoundObject, lost, tokencut
+from cribo.evaluation.discovery.protocol import FoundObject, lost, tokencut
 
 GRID = (6, 8)
 

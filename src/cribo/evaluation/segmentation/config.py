@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from cribo.base.bounds import above, at_least, below, require_distinct_numbers
 from cribo.base.errors import ConfigError
 from cribo.data.labelled.sets import SEGMENTATION_SETS
-from cribo.evaluation.runtime import Schedule
+from cribo.evaluation.config import UNDECIDED, Decided, Schedule, Settings, TrainingRuntime
 from cribo.evaluation.segmentation.rules import LINEAR, SEGMENTER, InferenceMode, Rules
-from cribo.evaluation.settings import UNDECIDED, Decided, Settings
+from cribo.features.config import MEAN_COLOUR, BackboneSource
 from cribo.models.config import Checkpointing
 
 if TYPE_CHECKING:
     from cribo.data.labelled.crops import Scale
-    from cribo.evaluation.segmentation.inference import Inference
     from cribo.models import Backbone
 
 # Crop sizes that are multiples of the patch sizes 8, 14 and 16.
@@ -48,6 +47,10 @@ class SegmentationTrainingSettings(Settings):
             released: 0.1]
         seed: seed of the crops, their order, and the initial weights of the head.
     """
+
+    metrics: ClassVar[tuple[str, ...]] = ("miou",)
+    varies: ClassVar[str] = "learning_rate"
+    runtime_type: ClassVar[type[Any]] = TrainingRuntime
 
     RATES: ClassVar[Mapping[Schedule, tuple[float, ...]]]
     """Learning rates of each schedule."""
@@ -101,18 +104,10 @@ class SegmentationTrainingSettings(Settings):
         part, whole = _STRIDE
         return max(1, self.crop * part // whole)
 
-    @property
-    def windows(self) -> "Inference":
-        """Inference mode for scoring."""
-        from cribo.evaluation.segmentation.inference import Inference
-
-        stretch = self.rules.stretches_windows
-        return Inference(self.inference, window=self.crop, stride=self.stride, stretch=stretch)
-
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSettings(SegmentationTrainingSettings):
-    """Settings of linear segmentation.
+    """Linear segmentation: a linear head on frozen features.
 
     Attributes:
         variant: paper, following the paper's text; released, following its code; or neco-linear, as in Leopart and
@@ -127,6 +122,23 @@ class LinearSettings(SegmentationTrainingSettings):
     }
     RULES: ClassVar[Mapping[str, Rules]] = LINEAR
     name: ClassVar[str] = "linear"
+    title: ClassVar[str] = "Linear segmentation"
+    less_memory: ClassVar[str] = "lower --batch_size or --crop"
+    description: ClassVar[str] = """\
+Linear segmentation: one linear layer is trained on the patch tokens of the frozen backbone, its logits are
+upsampled to pixels, and the predictions for the validation images are scored (mIoU). All learning rates are trained
+in one pass over the features; the best one is reported. --variant released follows the paper's code instead of its
+text, --variant neco-linear the linear segmentation of Leopart and NeCo (see docs/evaluation/linear.md).
+
+  cribo evaluate linear --backbone runs/coco --data VOCdevkit/VOC2012
+  cribo evaluate linear --backbone vit_small_patch16_224.dino --data ADEChallengeData2016 \\
+      --layers 4 --runtime.precision bf16-mixed --out linear-ade20k --resume
+  cribo evaluate linear --backbone runs/camvid --data CAMVID --schedule short
+
+The default settings are the paper's: 80,000 or 160,000 iterations of 16 crops of 512 pixels, which take hours on a
+GPU. --schedule short takes minutes on a laptop; its scores are only comparable with each other. For a quick trial:
+--schedule short --limit 20 --iterations 20
+"""
 
     variant: Literal["paper", "released", "neco-linear"] = "paper"
 
@@ -148,7 +160,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmenterSettings(SegmentationTrainingSettings):
-    """Settings of finetuning with Segmenter.
+    """End-to-end finetuning with Segmenter.
 
     Attributes:
         variant: paper, following the paper's text, or released, following its code (see docs/evaluation/linear.md).
@@ -169,10 +181,41 @@ class SegmenterSettings(SegmentationTrainingSettings):
     }
     RULES: ClassVar[Mapping[str, Rules]] = SEGMENTER
     name: ClassVar[str] = "segmenter"
+    title: ClassVar[str] = "Finetuning with Segmenter"
+    less_memory: ClassVar[str] = "use --checkpointing selective (vision transformers), or lower --batch_size or --crop"
+    description: ClassVar[str] = """\
+Finetuning with Segmenter: the backbone is trained end to end with a mask transformer on its tokens (two blocks,
+one learnable token per class), and the predictions for the validation images are scored (mIoU). Each learning rate is
+trained separately from the same weights; the best one is reported, and its network is saved. --variant released
+follows the paper's code instead of its text (see docs/evaluation/linear.md).
+
+  cribo evaluate segmenter --backbone runs/coco --data VOCdevkit/VOC2012 \\
+      --runtime.precision bf16-mixed --out segmenter-voc --resume
+  cribo evaluate segmenter --backbone runs/camvid --data CAMVID --schedule short
+  cribo evaluate segmenter --backbone vit_small_patch16_224.dino --data MINE \\
+      --iterations 20000 --learning_rates 3e-5
+
+The default settings are the paper's: 80,000 iterations of 16 crops of 512 pixels at four learning rates take 1.1e18
+floating-point operations for a ViT-S/16 (ViT-B/16: 3.9e18), and 160,000 iterations twice that. This takes hours to
+days on GPUs with --runtime.precision bf16-mixed, and is not feasible on CPUs. To reduce it, use one learning rate (a
+quarter), fewer --iterations, or --schedule short, which takes minutes for a small network on a laptop. Scores are only
+comparable between equal settings. For a quick trial: --schedule short --limit 20 --iterations 20 --learning_rates 1e-3
+
+If a GPU runs out of memory: --checkpointing selective, more --devices, or a smaller --batch_size.
+"""
 
     variant: Literal["paper", "released"] = "paper"
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
     checkpointing: Checkpointing = "none"
+
+    def check_backbone(self, source: BackboneSource) -> None:
+        """Raise ConfigError for backbones that cannot be finetuned."""
+        if source.source == MEAN_COLOUR:
+            raise ConfigError(f"backbone {MEAN_COLOUR} has no weights to finetune: choose a network")
+        if source.layers != 1:
+            raise ConfigError(
+                f"backbone.layers must be 1, got {source.layers}: Segmenter decodes the tokens of the last block"
+            )
 
 
 def scale_of(name: str) -> "Scale | None":

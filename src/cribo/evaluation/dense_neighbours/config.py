@@ -1,13 +1,14 @@
 """Settings and variants of dense nearest-neighbour retrieval. This module does not import torch."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from cribo.base.bounds import above, at_least, require_distinct_numbers
+from cribo.base.packages import require_packages
 from cribo.data.labelled.sets import SEGMENTATION_SETS
-from cribo.evaluation.settings import UNDECIDED, Decided, Settings, Side, require_whole_patches, square
+from cribo.evaluation.config import QUICK_SIDE, UNDECIDED, Decided, Settings, Side, require_whole_patches, square
 from cribo.features.config import FeaturePrecision, Interpolation, PatchLabels, Unlabelled, Vote
 
 Variant = Literal["cribo", "hummingbird", "hummingbird-strict", "dip", "franca"]
@@ -18,7 +19,7 @@ Search = Literal["exact", "faiss"]
 
 @dataclass(frozen=True, kw_only=True)
 class DenseNNSettings(Settings):
-    """Settings of dense nearest-neighbour retrieval (CrIBo, section 4.1; Balazevic et al. 2023).
+    """Dense nearest-neighbour retrieval (CrIBo, section 4.1; Balazevic et al. 2023).
 
     Attributes:
         variant: implementation to follow: cribo (CrIBo, section 4.1), hummingbird (the public toolkit for Balazevic et
@@ -60,6 +61,28 @@ class DenseNNSettings(Settings):
     """
 
     name: ClassVar[str] = "dense-nn"
+    title: ClassVar[str] = "Dense nearest-neighbour retrieval"
+    metrics: ClassVar[tuple[str, ...]] = ("miou",)
+    varies: ClassVar[str] = "ratio"
+    roles: ClassVar[Mapping[str, str]] = {
+        "train": "memory",
+        "val": "queries",
+        "train_images": "memory_images",
+        "val_images": "query_images",
+    }
+    aliases: ClassVar[Mapping[str, str]] = {"--data.memory": "--data.train", "--data.queries": "--data.val"}
+    description: ClassVar[str] = """\
+Dense nearest-neighbour retrieval: each patch of a validation image is labelled by the most similar patches of the
+labelled training images, and the predictions are scored (mIoU). Nothing is trained.
+
+  cribo evaluate dense-nn --backbone runs/camvid --data CAMVID
+  cribo evaluate dense-nn --backbone checkpoint.pth --data VOCdevkit/VOC2012
+  cribo evaluate dense-nn --backbone vit_small_patch16_224.dino --data MINE
+
+--variant hummingbird follows the public toolkit for "Towards in-context scene understanding". Features are cached on
+disk and reused by further evaluations of the same backbone and images. For a quick trial:
+--data.limit 50 --ratios 1
+"""
 
     variant: Variant = "cribo"
     ratios: tuple[Annotated[int, at_least(1)], ...] = (1, 8, 64, 128)
@@ -114,6 +137,16 @@ class DenseNNSettings(Settings):
             "lists": max(self.ratios) == 1 or self.lists is None,
         }
         return {name: value for name, value in values.items() if not unused.get(name)}
+
+    @classmethod
+    def quick(cls, patch_size: int, image_size: int | None) -> Self:
+        """Return the protocol with the full memory and small images."""
+        return cls(ratios=(1,), size=square(image_size or QUICK_SIDE, patch_size))
+
+    def check_packages(self) -> None:
+        """Check that faiss is installed if it searches."""
+        if self.search == "faiss":
+            require_packages("--search faiss", "faiss", extra="search", otherwise=", or use --search exact")
 
 
 def _defaults(variant: Variant, patch_size: int, classes: Sequence[str]) -> dict[str, Any]:

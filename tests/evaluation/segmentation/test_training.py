@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from cribo.data.labelled.crops import Crops, MMSegPreparation, WholeImages
-from cribo.evaluation.segmentation import module as shared
+from cribo.evaluation.segmentation import training as shared
 from cribo.evaluation.segmentation.inference import Inference
-from cribo.evaluation.segmentation.module import SegmentationModule, pixel_cross_entropy, polynomial_decay
+from cribo.evaluation.segmentation.training import SegmentationModule, pixel_cross_entropy, polynomial_decay
 from cribo.features.scores import iou
 from cribo.models import normalise
 

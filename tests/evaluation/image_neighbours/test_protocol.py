@@ -13,9 +13,8 @@ from torch import nn
 from cribo.base.errors import ConfigError, UnreadableImage
 from cribo.data import ImageFiles
 from cribo.data.labelled.classification import ClassifiedFiles
-from cribo.evaluation.image_neighbours import retrieval as module
-from cribo.evaluation.image_neighbours.protocol import ImageNN
-from cribo.evaluation.image_neighbours.retrieval import ImageRetrieval, image_nn, places
+from cribo.evaluation.image_neighbours import protocol as module
+from cribo.evaluation.image_neighbours.protocol import ImageNN, ImageRetrieval, image_nn, places
 from cribo.features import image_features as features_module
 from cribo.features.cache import FeatureCache, Machine
 from cribo.features.encoder import Encoder
