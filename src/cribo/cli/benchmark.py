@@ -60,6 +60,6 @@ def run(words: list[str], console: Console) -> None:
         config, out=parsed.out, rows=parsed.rows, overwrite=parsed.overwrite, command=command, console=console
     )
     console.print()
-    console.print(card.section())
+    console.print(card.table())
     console.print(card.summary)
     print_places(console, {"card": folder / CARD, "picture": folder / CHART, "numbers": folder / RESULTS})

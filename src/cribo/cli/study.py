@@ -99,8 +99,8 @@ def run(words: list[str], console: Console) -> None:
         return
     result = run_study(config, out=parsed.out, name=name, part=parsed.part, console=console)
     console.print()
-    for section in result.table.sections():
-        console.print(section)
+    for table in result.table.tables():
+        console.print(table)
     for sentence in result.table.sentences:
         console.print(sentence, markup=False)
     print_places(console, {"table": result.folder / TABLE, "figure": result.folder / FIGURE})
@@ -166,5 +166,5 @@ def _compare(words: list[str], console: Console) -> None:
     with importing(console):
         from cribo.apps.studies.comparison import compare_studies
 
-    for section in compare_studies(parsed.before, parsed.after):
-        console.print(section)
+    for table in compare_studies(parsed.before, parsed.after):
+        console.print(table)

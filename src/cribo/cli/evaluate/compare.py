@@ -31,7 +31,8 @@ def run(words: list[str], console: Console) -> None:
         from cribo.evaluation.comparison import compare
 
     comparison = compare(parsed.results, sweeps=parsed.sweeps)
-    console.print(comparison.table())
+    for table in comparison.tables():
+        console.print(table)
     if parsed.out is not None:
         for path in comparison.write(parsed.out):
             console.print(f"  {path}")
