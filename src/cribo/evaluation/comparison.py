@@ -15,7 +15,7 @@ from cribo.base.drawing import PAGE_WIDTH, house_style, write_figure
 from cribo.base.errors import FolderError, ResultError
 from cribo.base.files import write_json, write_text
 from cribo.base.tables import Table, numbers, texts
-from cribo.base.wording import joined
+from cribo.base.wording import grouped, joined
 from cribo.evaluation.curves import Curve, legend_height, plot_curves, varied_values
 from cribo.evaluation.data import PLACES
 from cribo.evaluation.published import PublishedRow, architecture_name, published_beside
@@ -360,12 +360,12 @@ def _notes(group: Group) -> Iterator[str]:
         yield f"Published: {'; '.join(sorted({row.source for row in group.published}))}.{only}"
         yield from dict.fromkeys(row.remark for row in group.published if row.remark)
         silent = dict.fromkeys(name for row in group.published for name in row.silent)
-        chosen: dict[str, list[str]] = {}
-        for name in comparable if silent else ():
+
+        def chosen(name: str) -> str:
             used = group.results[name].settings
-            text = ", ".join(f"{setting_title(one)} {setting_value(used.get(one, NONE))}" for one in silent)
-            chosen.setdefault(text, []).append(name)
-        for text, names in chosen.items():
+            return ", ".join(f"{setting_title(one)} {setting_value(used.get(one, NONE))}" for one in silent)
+
+        for text, names in grouped((chosen(name), name) for name in comparable if silent).items():
             yield f"Not specified in the paper: {text} ({joined(names, 'and')})."
     if any(row.reproduced for row in group.published):
         yield "† trained by the authors of that paper, not by those of the method."

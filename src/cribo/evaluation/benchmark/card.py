@@ -16,8 +16,8 @@ from cribo.base.console import duration
 from cribo.base.drawing import PAGE_WIDTH, house_style, write_figure
 from cribo.base.files import write_json, write_text
 from cribo.base.tables import Table, numbers, texts
-from cribo.evaluation.benchmark.plan import by_reason
-from cribo.evaluation.comparison import Comparison, compare
+from cribo.base.wording import grouped
+from cribo.evaluation.comparison import Comparison, Group
 from cribo.evaluation.protocol import find_protocol
 from cribo.evaluation.published import architecture_name
 from cribo.evaluation.results import (
@@ -129,12 +129,10 @@ class Card:
         return [row for row in self.rows if BACKBONE in row.results]
 
     @cached_property
-    def comparisons(self) -> list[Comparison]:
+    def comparison(self) -> Comparison:
         """Comparison of the results of each measured row, with published values."""
-        return [
-            compare(list(row.results.values()), names=[self._label(role) for role in row.results])
-            for row in self.measured
-        ]
+        named = ({self._label(role): result for role, result in row.results.items()} for row in self.measured)
+        return Comparison([Group.of(results) for results in named])
 
     def table(self) -> Table:
         """Return the table of all scores, with notes about missing scores."""
@@ -173,7 +171,7 @@ class Card:
             replace(self.table(), title="").markdown(),
             *(line for name, path in pictures.items() for line in (f"## {name}", "", f"![{name}]({path})", "")),
             *("## All scores, settings that differ, and published values", ""),
-            *(comparison.markdown() for comparison in self.comparisons),
+            self.comparison.markdown(),
             *("## Conditions", ""),
             *(f"- {line}" for line in self._conditions()),
         ]
@@ -191,9 +189,9 @@ class Card:
                 "versions": row.results[BACKBONE].versions,
                 "folders": {role: str(folder.absolute()) for role, folder in row.folders.items()},
                 "reasons": row.reasons,
-                "comparison": comparison.record()[0],
+                "comparison": compared,
             }
-            for row, comparison in zip(self.measured, self.comparisons, strict=True)
+            for row, compared in zip(self.measured, self.comparison.record(), strict=True)
         ]
         return {
             "format": CARD_FORMAT,
@@ -240,7 +238,10 @@ class Card:
         write_json(folder / RESULTS, self.record())
 
     def _label(self, role: str) -> str:
-        return self.backbone["name"] if role == BACKBONE else role
+        if role != BACKBONE:
+            return role
+        name = self.backbone["name"]
+        return f"{name} ({role})" if name in _ROLES else name  # names must be distinct
 
     def _failed(self) -> list[CardRow]:
         return [row for row in self.rows if BACKBONE not in row.results]
@@ -255,22 +256,16 @@ class Card:
     def _notes(self) -> Iterator[str]:
         for row in self._failed():
             yield f"Not measured: {row.name}: {row.reasons[BACKBONE]}."
-        without: dict[str, list[str]] = {}
-        for row in self.measured:
-            for role, reason in row.reasons.items():
-                without.setdefault(f"No baseline {role} ({reason})", []).append(row.name)
-        for reason, names in without.items():
-            yield f"{reason}: {', '.join(names)}."
-        for reason, names in by_reason(self.left_out).items():
+        missing = ((each, row.name) for row in self.measured for each in row.reasons.items())
+        for (role, reason), names in grouped(missing).items():
+            yield f"No baseline {role} ({reason}): {', '.join(names)}."
+        for reason, names in grouped((reason, name) for name, reason in self.left_out.items()).items():
             yield f"Not measured: {', '.join(names)}: {reason}."
 
     def _conditions(self) -> Iterator[str]:
-        facts: dict[str, dict[str, None]] = {}
-        for row in self.measured:
-            for name, value in row.results[BACKBONE].versions.items():
-                facts.setdefault(name, {})[value] = None
+        facts = grouped(version for row in self.measured for version in row.results[BACKBONE].versions.items())
         all_values = " and ".join
-        machine = all_values(facts.pop("hardware", {NONE: None}))
+        machine = all_values(facts.pop("hardware", [NONE]))
         total = duration(sum(row.seconds for row in self.measured))
         yield f"Machine: {machine}. Total time of all rows, including reused results: {total}."
         yield f"Versions: {', '.join(f'{name} {all_values(values)}' for name, values in facts.items())}."
