@@ -98,7 +98,8 @@ def a_result(
 def printed(comparison: Comparison, width: int = 200) -> str:
     console = Console(width=width, soft_wrap=True)
     with console.capture() as capture:
-        console.print(comparison.table())
+        for table in comparison.tables():
+            console.print(table)
     return capture.get()
 
 
@@ -701,6 +702,7 @@ def test_narrow_terminals_truncate_nothing() -> None:
     names = ["checkpoint_of_the_teacher_after_300_epochs", "two"]
     console = Console(width=80)
     with console.capture() as capture:
-        console.print(compare([a_result(name) for name in names]).table())
+        for table in compare([a_result(name) for name in names]).tables():
+            console.print(table)
     assert "…" not in capture.get()
     assert "50.0" in capture.get()

@@ -1,10 +1,12 @@
-"""Wording of messages: commands, numbers with nouns, lists of names, and shortened names."""
+"""Wording of messages: commands, numbers with nouns, lists and groups of names, and shortened names."""
 
 import difflib
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeVar
 
+_Group = TypeVar("_Group", bound=Hashable)
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -72,6 +74,19 @@ def joined(names: Sequence[str], last: str) -> str:
         ('a, b or c', 'a')
     """
     return f" {last} ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+
+
+def grouped(pairs: Iterable[tuple[_Group, str]]) -> dict[_Group, list[str]]:
+    """Return the names of each group from pairs (group, name), without repetitions, in order.
+
+    Example:
+        >>> grouped([("it trains", "linear"), ("no set", "image-nn"), ("it trains", "detection")])
+        {'it trains': ['linear', 'detection'], 'no set': ['image-nn']}
+    """
+    groups: dict[_Group, dict[str, None]] = {}
+    for group, name in pairs:
+        groups.setdefault(group, {})[name] = None
+    return {group: list(names) for group, names in groups.items()}
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -51,7 +51,7 @@ def run(call: Call) -> None:
         console=call.console,
     )
     call.console.print()
-    call.console.print(card.section())
+    call.console.print(card.table())
     call.console.print(card.summary)
     print_places(call.console, {"card": folder / CARD, "picture": folder / CHART, "numbers": folder / RESULTS})
 

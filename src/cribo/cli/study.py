@@ -90,8 +90,8 @@ def run(call: Call) -> None:
         return
     result = run_study(config, out=call.options.out, name=name, part=call.options.part, console=call.console)
     call.console.print()
-    for section in result.table.sections():
-        call.console.print(section)
+    for table in result.table.tables():
+        call.console.print(table)
     for sentence in result.table.sentences:
         call.console.print(sentence, markup=False)
     print_places(call.console, {"table": result.folder / TABLE, "figure": result.folder / FIGURE})
@@ -154,8 +154,8 @@ def _compare(call: Call) -> None:
     with importing(call.console):
         from cribo.apps.studies.comparison import compare_studies
 
-    for section in compare_studies(call.options.before, call.options.after):
-        call.console.print(section)
+    for table in compare_studies(call.options.before, call.options.after):
+        call.console.print(table)
 
 
 _COMPARE = Command(

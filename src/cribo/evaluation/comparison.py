@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from rich.console import Group as Stack
-from rich.console import RenderableType
 
 from cribo.base.drawing import PAGE_WIDTH, house_style, write_figure
 from cribo.base.errors import FolderError, ResultError
 from cribo.base.files import write_json, write_text
+from cribo.base.tables import Table, numbers, texts
+from cribo.base.wording import grouped, joined
 from cribo.evaluation.curves import Curve, legend_height, plot_curves, varied_values
 from cribo.evaluation.data import PLACES
 from cribo.evaluation.published import PublishedRow, architecture_name, published_beside
@@ -23,15 +23,15 @@ from cribo.evaluation.results import (
     NONE,
     RESULTS,
     EvaluationResult,
-    Section,
     metric_heading,
     metric_title,
-    metric_value,
     percent,
     read_result,
     result_title,
+    score,
     setting_title,
     setting_value,
+    varied_setting,
     varied_title,
     varied_value,
 )
@@ -110,10 +110,12 @@ class Group:
     @property
     def verdict(self) -> str:
         """Sentence about the comparability of the results; empty if no setting differs."""
-        names = _listed(list(map(setting_title, self.incomparable or self.differences)))
+        if not self.differences:
+            return ""
+        names = joined([setting_title(name) for name in self.incomparable or self.differences], "and")
         if self.incomparable:
             return f"These figures are NOT comparable: the results differ in {names}."
-        return f"The results differ in {names}, which affects figures by noise or rounding only." if names else ""
+        return f"The results differ in {names}, which affects figures by noise or rounding only."
 
     def class_differences(self) -> tuple[Any, list[tuple[str, float, float]]]:
         """Return the classes with the largest differences between two results.
@@ -183,14 +185,13 @@ class Comparison:
 
     groups: list[Group]
 
-    def table(self) -> RenderableType:
-        """Return tables of metrics, differing settings and classes of each group for a terminal."""
-        return Stack(*(section for group in self.groups for section in _sections(group)))
+    def tables(self) -> list[Table]:
+        """Return the tables of metrics, differing settings and classes of each group."""
+        return [table for group in self.groups for table in _tables(group)]
 
     def markdown(self) -> str:
         """Return the tables as Markdown."""
-        lines = [line for group in self.groups for section in _sections(group) for line in section.markdown()]
-        return "\n".join(lines).strip() + "\n"
+        return "\n".join(table.markdown() for table in self.tables())
 
     def record(self) -> list[dict[str, Any]]:
         """Return the comparison as JSON types, one dictionary per group."""
@@ -290,14 +291,10 @@ def _comparable(result: EvaluationResult) -> dict[str, Any]:
     return {name: value for name, value in result.conditions.items() if name not in unimportant}
 
 
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else "".join(names)
-
-
 # ---------------------------------------------------------------------- tables
 
 
-def _sections(group: Group) -> Iterator[Section]:
+def _tables(group: Group) -> Iterator[Table]:
     first, names = group.first, list(group.results)
     # With several values, one table for each metric; notes below the last.
     tables = [first.metrics] if len(group.values) == 1 else [[metric] for metric in first.metrics]
@@ -306,21 +303,20 @@ def _sections(group: Group) -> Iterator[Section]:
         yield _figures(group, title, metrics, list(_notes(group)) if metrics is tables[-1] else [])
     if group.differences:
         rows = [[setting_title(name), *map(setting_value, values)] for name, values in group.differences.items()]
-        yield Section("Settings that differ", ["setting", *names], [rows])
+        yield Table([*texts("setting"), *numbers(*names)], [rows], "Settings that differ")
     value, classes = group.class_differences()
     if classes:
-        at = "" if value is None else f", {varied_title(first.varies)} {varied_value(first.varies, value)}"
+        at = "" if value is None else f", {varied_setting(first.varies, value)}"
         rows = [[name, percent(a), percent(b), f"{100 * (b - a):+.1f}"] for name, a, b in classes]
         title = f"Classes that differ most, {first.class_metric} [%]{at}"
-        yield Section(title, ["class", *names, "difference"], [rows])
+        yield Table([*texts("class"), *numbers(*names, "difference")], [rows], title)
 
 
-def _figures(group: Group, title: str, metrics: Sequence[str], notes: list[str]) -> Section:
+def _figures(group: Group, title: str, metrics: Sequence[str], notes: list[str]) -> Table:
     columns = [(value, metric) for value in group.values for metric in metrics]
 
     def cells(points: Mapping[Any, Mapping[str, Any]]) -> list[str]:
-        rows = [(points.get(value, {}), metric) for value, metric in columns]
-        return [metric_value(metric, row.get(metric), row.get(f"{metric}_std")) for row, metric in rows]
+        return [score(metric, points.get(value, {})) for value, metric in columns]
 
     def heading(value: Any, metric: str) -> str:
         if value is None:
@@ -332,10 +328,10 @@ def _figures(group: Group, title: str, metrics: Sequence[str], notes: list[str])
     rows = [[name, _architecture(result), NONE, *cells(result.points)] for name, result in group.results.items()]
     printed = [[row.marked, row.backbone, row.training, *cells(row.points)] for row in group.published]
     printed = [row for row in printed if set(row[3:]) != {NONE}]
-    header = ["", "backbone", "pretraining (epochs)", *(heading(*column) for column in columns)]
+    headings = numbers(*(heading(*column) for column in columns))
     if printed:
-        return Section(title, header, [rows, printed], notes, names=3)
-    return Section(title, header[:2] + header[3:], [[row[:2] + row[3:] for row in rows]], notes, names=2)
+        return Table([*texts("", "backbone", "pretraining (epochs)"), *headings], [rows, printed], title, notes)
+    return Table([*texts("", "backbone"), *headings], [[row[:2] + row[3:] for row in rows]], title, notes)
 
 
 def _architecture(result: EvaluationResult) -> str:
@@ -356,21 +352,21 @@ def _notes(group: Group) -> Iterator[str]:
         yield group.verdict
     used = {name: result.versions.get("cribo", "an unknown version") for name, result in group.results.items()}
     if len(set(used.values())) > 1:
-        listed = _listed([f"{name} by {version}" for name, version in used.items()])
+        listed = joined([f"{name} by {version}" for name, version in used.items()], "and")
         yield f"Evaluated with different versions of cribo: {listed} (docs/versions.md)."
     if group.published:
         comparable = [name for name in group.results if name not in group.apart]
-        only = f" Comparable with {_listed(comparable)} only." if group.apart else ""
+        only = f" Comparable with {joined(comparable, 'and')} only." if group.apart else ""
         yield f"Published: {'; '.join(sorted({row.source for row in group.published}))}.{only}"
         yield from dict.fromkeys(row.remark for row in group.published if row.remark)
         silent = dict.fromkeys(name for row in group.published for name in row.silent)
-        chosen: dict[str, list[str]] = {}
-        for name in comparable if silent else ():
+
+        def chosen(name: str) -> str:
             used = group.results[name].settings
-            text = ", ".join(f"{setting_title(one)} {setting_value(used.get(one, NONE))}" for one in silent)
-            chosen.setdefault(text, []).append(name)
-        for text, names in chosen.items():
-            yield f"Not specified in the paper: {text} ({_listed(names)})."
+            return ", ".join(f"{setting_title(one)} {setting_value(used.get(one, NONE))}" for one in silent)
+
+        for text, names in grouped((chosen(name), name) for name in comparable if silent).items():
+            yield f"Not specified in the paper: {text} ({joined(names, 'and')})."
     if any(row.reproduced for row in group.published):
         yield "† trained by the authors of that paper, not by those of the method."
     if taken := dict.fromkeys(row.taken_from for row in group.published if row.taken_from):

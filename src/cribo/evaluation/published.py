@@ -8,6 +8,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from cribo.base.wording import grouped
 from cribo.evaluation.results import NONE, EvaluationResult, setting_title, setting_value
 
 # The name in papers, embed_dim and depth.
@@ -161,9 +162,9 @@ def published_beside(result: EvaluationResult, *, sweeps: bool = False) -> tuple
 def _reasons(obstacles: Sequence[Sequence[tuple[str, str, str]]]) -> list[str]:
     """Return the differing settings of the closest rows as text."""
     fewest = min(map(len, obstacles))
-    wanted: dict[tuple[str, str], dict[str, None]] = {}
-    for setting, value, published in (one for row in obstacles if len(row) == fewest for one in row):
-        wanted.setdefault((setting, value), {})[published] = None
+    wanted = grouped(
+        ((setting, value), other) for row in obstacles if len(row) == fewest for setting, value, other in row
+    )
     return [
         f"{setting_title(setting).removeprefix('data ')} is {value}, published with {' or '.join(values)}"
         for (setting, value), values in wanted.items()

@@ -4,20 +4,21 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 import numpy as np
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.table import Table
+from rich.console import RenderableType
+from rich.table import Table as Grid
 from rich.text import Text
 
 from cribo.base.console import duration
 from cribo.base.errors import DataError, FolderError, InputError, MissingData, ResultError
 from cribo.base.files import read_json, write_text
 from cribo.base.job import flat
+from cribo.base.tables import Table, numbers, texts
 from cribo.data import SEGMENTATION_SETS
 from cribo.evaluation.config import PROTOCOLS
 
@@ -38,7 +39,6 @@ _BEST_OF = "learning_rate"  # of results that vary this setting, only the best r
 _SETS = {name: title for row in PROTOCOLS.values() for name, title in row.sets.items()}
 _ALL_CLASSES = 40  # maximum number of classes printed in full; otherwise only the best and the worst
 _EXTREME_CLASSES = 10
-_LEAST_WIDTH = 14  # minimum width in characters of a column of names in narrow terminals
 
 
 @dataclass(frozen=True)
@@ -239,6 +239,16 @@ def metric_value(metric: str, value: float | None, std: float | None = None) -> 
     return percent(value, std) if metric not in _METRES else NONE if value is None else f"{value:.3f}"
 
 
+def score(metric: str, row: Mapping[str, Any]) -> str:
+    """Return the metric of a row of results, with its standard deviation if there is one, as text.
+
+    Example:
+        >>> score("miou", {"ratio": 8, "miou": 0.4412, "miou_std": 0.0031}), score("miou", {})
+        ('44.1 ± 0.3', '-')
+    """
+    return metric_value(metric, row.get(metric), row.get(f"{metric}_std"))
+
+
 def varied_title(varies: str) -> str:
     """Return the title of the varied setting."""
     return "memory share" if varies == "ratio" else varies.replace("_", " ")
@@ -252,6 +262,17 @@ def varied_value(varies: str, value: Any) -> str:
         ('1/8', '0.0003')
     """
     return f"1/{value}" if varies == "ratio" else setting_value(value)
+
+
+def varied_setting(varies: str, value: Any) -> str:
+    """Return the varied setting with its value, None for the best, as text.
+
+    Example:
+        >>> varied_setting("ratio", 8), varied_setting("learning_rate", None)
+        ('memory share 1/8', 'best learning rate')
+    """
+    title = varied_title(varies)
+    return f"best {title}" if value is None else f"{title} {varied_value(varies, value)}"
 
 
 def setting_title(name: str) -> str:
@@ -291,80 +312,30 @@ def percent(value: float | None, std: float | None = None) -> str:
 # ---------------------------------------------------------------------- tables
 
 
-@dataclass(frozen=True)
-class Section:
-    """A table with a title and notes, as a rich renderable or as Markdown.
-
-    Attributes:
-        title: title above the table.
-        header: column titles.
-        blocks: groups of rows, separated by lines.
-        notes: notes below the table.
-        names: number of left-aligned columns of names; the others are numbers.
-    """
-
-    title: str
-    header: Sequence[str]
-    blocks: Sequence[Sequence[Sequence[str]]]
-    notes: Sequence[str] = ()
-    names: int = 1
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield Text(self.title, style="bold")  # a table title would be wrapped to the width of the table
-        table = Table()
-        for place, name in enumerate(self.header):
-            is_number = place >= self.names
-            longest = max((len(row[place]) for block in self.blocks for row in block), default=0)
-            # In narrow terminals, headings and names are wrapped, but numbers are not.
-            table.add_column(
-                Text(name),
-                justify="right" if is_number else "left",
-                overflow="fold",
-                min_width=longest if is_number else min(longest, _LEAST_WIDTH),
-            )
-        for block in self.blocks:
-            table.add_section()
-            for row in block:
-                table.add_row(*map(Text, row))
-        yield table
-        yield from (Text(note) for note in (*self.notes, ""))
-
-    def markdown(self) -> Iterator[str]:
-        """Yield lines of Markdown."""
-        rule = [":--" if place < self.names else "--:" for place in range(len(self.header))]
-        yield f"**{self.title}**\n"
-        for row in (self.header, rule, *(row for block in self.blocks for row in block)):
-            yield "| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |"
-        yield ""
-        yield from (f"{note}\n" for note in self.notes)
-
-
 def result_tables(result: EvaluationResult) -> list[RenderableType]:
     """Return the tables of a result for a terminal: metrics, classes and settings.
 
     With more than 40 classes, only the ten best and the ten worst of the first row are shown.
     """
     known = {result.varies, *result.metrics, *(f"{metric}_std" for metric in result.metrics)}
-    numbers = dict.fromkeys(
+    others = dict.fromkeys(
         name
         for row in result.results
         for name, value in row.items()
         if isinstance(value, int | float) and name not in known
     )
-    metrics = [metric_heading(metric) for metric in result.metrics]
-    header = [varied_title(result.varies), *metrics, *(name.replace("_", " ") for name in numbers)]
+    headings = (metric_heading(metric) for metric in result.metrics)
+    columns = numbers(varied_title(result.varies), *headings, *(name.replace("_", " ") for name in others))
     rows = [
         [
             varied_value(result.varies, row[result.varies]),
-            *(metric_value(metric, row[metric], row.get(f"{metric}_std")) for metric in result.metrics),
-            *(_number(row.get(name)) for name in numbers),
+            *(score(metric, row) for metric in result.metrics),
+            *(_number(row.get(name)) for name in others),
         ]
         for row in result.results
     ]
-    sections = [Section(result.title, header, [rows], names=0)]
-    if any(row.get("per_class") for row in result.results):
-        sections.append(_classes(result))
-    return [*sections, _settings(result)]
+    classes = [_classes(result)] if any(row.get("per_class") for row in result.results) else []
+    return [Table(columns, [rows], result.title), *classes, _settings(result)]
 
 
 def _number(value: float | None) -> str:
@@ -373,27 +344,28 @@ def _number(value: float | None) -> str:
     return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 100 else f"{value:.3f}"
 
 
-def _classes(result: EvaluationResult) -> Section:
+def _classes(result: EvaluationResult) -> Table:
     metric = result.class_metric
     title = f"{metric[0].upper()}{metric[1:]} of each class [%], by {varied_title(result.varies)}"
-    blocks = [result.classes]
+    groups = [result.classes]
     if len(result.classes) > _ALL_CLASSES:
         title += f"; best and worst of {len(result.classes)} classes, see {RESULTS} for all"
         first = next(row["per_class"] for row in result.results if row.get("per_class"))
         ranked = sorted((name for name in result.classes if first.get(name) is not None), key=lambda name: -first[name])
-        blocks = [ranked[:_EXTREME_CLASSES], ranked[_EXTREME_CLASSES:][-_EXTREME_CLASSES:]]
-    rows = [
-        [[name, *(percent((row.get("per_class") or {}).get(name)) for row in result.results)] for name in block]
-        for block in blocks
+        groups = [ranked[:_EXTREME_CLASSES], ranked[_EXTREME_CLASSES:][-_EXTREME_CLASSES:]]
+    blocks = [
+        [[name, *(percent((row.get("per_class") or {}).get(name)) for row in result.results)] for name in group]
+        for group in groups
     ]
-    return Section(title, ["class", *(varied_value(result.varies, row[result.varies]) for row in result.results)], rows)
+    values = (varied_value(result.varies, row[result.varies]) for row in result.results)
+    return Table([*texts("class"), *numbers(*values)], blocks, title)
 
 
-def _settings(result: EvaluationResult) -> Table:
+def _settings(result: EvaluationResult) -> Grid:
     backbone = result.backbone
     about = dict.fromkeys(str(backbone[name]) for name in ("architecture", "source") if backbone.get(name))
     about.pop(backbone["name"], None)
-    table = Table.grid(padding=(0, 2))
+    table = Grid.grid(padding=(0, 2))
     for name, value in (
         ("backbone", f"{backbone['name']} ({', '.join(about)})" if about else backbone["name"]),
         ("data", _listed({name: value for name, value in result.data.items() if value is not None})),

@@ -112,9 +112,9 @@ def test_parts_train_each_cell_once_and_end_with_the_table(
         changes={**CHANGES, "optim.lr": 0.1}, seeds=[1], rows={"all": {}, "other": {"losses.image": 0}}, paper={}
     )
     run_study(changed, name="after")
-    [section] = compare_studies(folder, folder.with_name("after"))
-    [[row, before, after, difference]] = section.blocks[0]
-    assert (row, section.header) == ("all", ["row", "mine", "after", "difference"])
+    [compared] = compare_studies(folder, folder.with_name("after"))
+    [[row, before, after, difference]] = compared.rows
+    assert (row, [column.title for column in compared.columns]) == ("all", ["row", "mine", "after", "difference"])
     assert "±" in before
     assert "±" not in after
     assert "[" in difference

@@ -100,6 +100,12 @@ def test_a_card_of_all_protocols_without_training(sets: Path, make_backbone: Mak
         read_result(folder)
 
 
+def test_a_backbone_with_the_name_of_a_baseline_keeps_its_row(sets: Path, make_backbone: Make) -> None:
+    card, _ = benchmark(config(sets, make_backbone("untrained"), sets=("squares",)))
+    names = [row["name"] for row in card.record()["rows"][0]["comparison"]["results"]]
+    assert names == ["untrained (backbone)", "untrained", "mean colour"]
+
+
 def test_rows_are_reused_only_for_equal_backbone_data_and_settings(sets: Path, make_backbone: Make) -> None:
     source = make_backbone()
     first, _ = benchmark(config(sets, source, sets=("squares",)))

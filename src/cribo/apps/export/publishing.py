@@ -13,7 +13,8 @@ from cribo.apps.export.run import ExportReport, check_section, export_backbone
 from cribo.apps.export.target import data_type
 from cribo.base.errors import InputError
 from cribo.base.files import path_inside, read_json, write_text
-from cribo.evaluation.results import RESULTS, metric_title, percent, varied_title, varied_value
+from cribo.base.tables import Table, numbers, texts
+from cribo.evaluation.results import NONE, RESULTS, metric_title, score, varied_setting
 from cribo.models import Backbone
 from cribo.models.hub.card import CARD, model_card
 from cribo.models.hub.download import address
@@ -145,36 +146,33 @@ def read_card(folder: Path, backbone: Backbone) -> str:
 
 def _evaluation_section(record: Mapping[str, Any], folder: Path) -> str:
     """Return the scores and conditions of a benchmark, from fields that contain names and numbers only."""
-    rows = record["rows"]
     own = record["backbone"]["fingerprint"]
-    scores = [
-        {
-            "backbone" if result["backbone"]["fingerprint"] == own else result["name"]: result["figures"]
-            for result in row["comparison"]["results"]
+    lines: list[tuple[list[str], dict[str, str]]] = []  # the names and the scores by network of each
+    for row in record["rows"]:
+        compared = row["comparison"]
+        varies, metric = compared["varies"], compared["metrics"][0]
+        points = {
+            "backbone" if result["backbone"]["fingerprint"] == own else result["name"]: {
+                figure[varies]: figure for figure in result["figures"]
+            }
+            for result in compared["results"]
         }
-        for row in rows
-    ]
-    networks = list(dict.fromkeys(name for row in scores for name in row))
-    table = [["evaluation", "set", "score [%]", *networks], [":--"] * 3 + ["--:"] * len(networks)]
-    for row, figures in zip(rows, scores, strict=True):
-        varies, metric = row["comparison"]["varies"], row["comparison"]["metrics"][0]
-        for value in dict.fromkeys(figure[varies] for figures_of in figures.values() for figure in figures_of):
-            of = {name: next((f for f in found if f[varies] == value), {}) for name, found in figures.items()}
-            at = f"best {varied_title(varies)}"
-            if value is not None:
-                at = f"{varied_title(varies)} {varied_value(varies, value)}"
-            cells = [percent(of.get(name, {}).get(metric), of.get(name, {}).get(f"{metric}_std")) for name in networks]
-            table.append([row["evaluation"], Path(row["set"]).name, f"{metric_title(metric)}, {at}", *cells])
-    lines = ["| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |" for cells in table]
+        for value in dict.fromkeys(value for of in points.values() for value in of):
+            title = f"{metric_title(metric)}, {varied_setting(varies, value)}"
+            scores = {name: score(metric, of.get(value, {})) for name, of in points.items()}
+            lines.append(([row["evaluation"], Path(row["set"]).name, title], scores))
+    networks = list(dict.fromkeys(name for _, scores in lines for name in scores))
+    cells = [[*names, *(scores.get(network, NONE) for network in networks)] for names, scores in lines]
+    table = Table([*texts("evaluation", "set", "score [%]"), *numbers(*networks)], [cells])
     conditions = [f"- Features: of the last {_blocks(record['backbone']['layers'])}."]
     if record["quick"]:
         conditions.append("- Quick benchmark: few, small images; not comparable with published scores.")
-    versions = {(name, value): None for row in rows for name, value in row["versions"].items()}
+    versions = {(name, value): None for row in record["rows"] for name, value in row["versions"].items()}
     conditions.append(f"- Computed with {', '.join(f'{name} {value}' for name, value in versions)}.")
     if missing := record["not_measured"]:
         conditions.append(f"- Not measured: {', '.join(missing)}.")
     pictures = [f"![{Path(file).stem}]({_PICTURES}/{quote(file)})" for file in _pictures(record, folder)]
-    parts = ["\n".join(lines), "\n".join(conditions), *pictures]
+    parts = [table.markdown() + "\n" + "\n".join(conditions), *pictures]
     return "## Evaluation\n\nBy `cribo benchmark`.\n\n" + "\n\n".join(parts)
 
 

@@ -1,7 +1,5 @@
 """Files that describe the results of `cribo segment`: a record for each image, the summary and the settings."""
 
-import csv
-import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +9,7 @@ from typing import Any
 from cribo.apps.segment.targets import result_name
 from cribo.base.files import write_json, write_text
 from cribo.base.job import Account, describe_changes
+from cribo.base.tables import Table, texts
 from cribo.base.wording import enumerated
 from cribo.features.probes.fitting import Choice
 
@@ -123,17 +122,16 @@ def write_summary(
         skipped: reasons why the other images could not be read, by name.
         classes: names of the classes.
     """
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(["image", "width", "height", "confidence", *classes, "error"])
+    rows = []
     for name in (*names, *earlier):
         if name in skipped:
-            table.writerow([name, *[""] * (3 + len(classes)), skipped[name]])
+            rows.append([name, *[""] * (3 + len(classes)), skipped[name]])
             continue
         record = records.get(name) or earlier[name]
         shares = [f"{record.shares.get(c, 0):.6f}" for c in classes]
-        table.writerow([name, *reversed(record.size), f"{record.confidence:.4f}", *shares, ""])
-    write_text(folder / SUMMARY, text.getvalue())
+        rows.append([name, *map(str, reversed(record.size)), f"{record.confidence:.4f}", *shares, ""])
+    columns = texts("image", "width", "height", "confidence", *classes, "error")
+    write_text(folder / SUMMARY, Table(columns, [rows]).csv())
 
 
 def write_finished(folder: Path, about: Mapping[str, Any], *, seconds: float, **images: int) -> None:

@@ -8,11 +8,12 @@ from cribo.apps.studies.table import RESULTS, Measured, Scored, compare_rows
 from cribo.base.errors import FolderError, InputError
 from cribo.base.files import path_inside, read_json
 from cribo.base.job import flat
+from cribo.base.tables import Table, numbers, texts
 from cribo.evaluation.intervals import read_counts
-from cribo.evaluation.results import NONE, Section, metric_heading, metric_value
+from cribo.evaluation.results import NONE, metric_heading
 
 
-def compare_studies(before: str | Path, after: str | Path) -> list[Section]:
+def compare_studies(before: str | Path, after: str | Path) -> list[Table]:
     """Return a table for each score that two studies have in common: their means, and the difference with an interval.
 
     Only their results are read, so the studies may be of different versions, and their data may be elsewhere.
@@ -29,25 +30,25 @@ def compare_studies(before: str | Path, after: str | Path) -> list[Section]:
     names = [Path(folder).name for folder in (before, after)]
     if names[0] == names[1]:
         names = [str(before), str(after)]
-    sections = []
+    tables = []
     for score, one in first.items():
         other = second.get(score)
         if other is None:
             continue
         _require_same(score, one, other)
-        cells = []
+        rows = []
         for row in (row for row in one.results if row in other.results):
             pair = compare_rows(other, row, one, row)
-            values = (metric_value(one.metric, part.mean(row), part.std(row)) for part in (one, other))
-            cells.append([row, *values, pair.text(one.metric) if pair else NONE])
-        if cells:
-            sections.append(Section(f"{score}, {metric_heading(one.metric)}", ["row", *names, "difference"], [cells]))
-    if not sections:
+            rows.append([row, one.text(row), other.text(row), pair.text(one.metric) if pair else NONE])
+        if rows:
+            columns = [*texts("row"), *numbers(*names, "difference")]
+            tables.append(Table(columns, [rows], f"{score}, {metric_heading(one.metric)}"))
+    if not tables:
         raise InputError(
             f"{before} and {after} have no score and row in common: the first has the scores {', '.join(first)}, the "
             f"second {', '.join(second)}"
         )
-    return sections
+    return tables
 
 
 def _require_same(score: str, before: Measured, after: Measured) -> None:

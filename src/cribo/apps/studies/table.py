@@ -1,7 +1,5 @@
 """The result of a study: mean scores of its rows, their differences with intervals, and the paper's figures."""
 
-import csv
-import io
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +17,10 @@ from cribo.apps.studies.config import StudyConfig
 from cribo.base.colours import LINE_COLOURS
 from cribo.base.drawing import PAGE_WIDTH, house_style, write_figure
 from cribo.base.files import write_json, write_text
+from cribo.base.tables import Table, numbers, texts
 from cribo.base.wording import counted
 from cribo.evaluation.intervals import LEAST_SEEDS, Difference, miou_difference, seed_difference
-from cribo.evaluation.results import Section, metric_heading, metric_title, metric_value
+from cribo.evaluation.results import metric_heading, metric_title, metric_value
 
 TABLE, CSV, LATEX, FIGURE, RESULTS = "table.md", "table.csv", "table.tex", "figure.png", "results.json"
 """File names in the folder of a study."""
@@ -34,10 +33,6 @@ _DOTS: Mapping[str, dict[str, Any]] = {
     "mean": {"marker": "|", "color": LINE_COLOURS[0], "markersize": 13, "markeredgewidth": 2, "linestyle": "none"},
     "paper": {"marker": "D", "color": LINE_COLOURS[1], "markerfacecolor": "white", "linestyle": "none"},
 }
-_LATEX = str.maketrans(
-    {letter: rf"\{letter}" for letter in "&%$#_{}"}
-    | {"\\": r"\textbackslash{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}"}
-)
 
 
 @dataclass(frozen=True)
@@ -82,6 +77,10 @@ class Measured:
     def std(self, row: str) -> float | None:
         """Return the standard deviation over seeds; None for fewer than two."""
         return statistics.stdev(values) if len(values := self.values(row)) > 1 else None
+
+    def text(self, row: str) -> str:
+        """Return mean and standard deviation in the unit of the metric's heading."""
+        return metric_value(self.metric, self.mean(row), self.std(row))
 
 
 @dataclass(frozen=True)
@@ -197,16 +196,34 @@ class StudyTable:
             for pair in self.pairs[name]
         ]
 
-    def sections(self) -> list[Section]:
-        """Return a table for each score."""
-        return [self._section(name) for name in self.measured]
+    def tables(self) -> list[Table]:
+        """Return a table for each score: means and published figures."""
+        return [self._table(name) for name in self.measured]
+
+    def means(self) -> Table:
+        """Return one table with the means of all scores."""
+        headings = (f"{name}, {metric_heading(one.metric)}" for name, one in self.measured.items())
+        rows = [[row, *(self._mean(one, row) for one in self.measured.values())] for row in self.rows]
+        return Table([*texts(""), *numbers(*headings)], [rows], self.study.title, [self.conditions])
+
+    def values(self) -> Table:
+        """Return a table with a row for each score, row and seed, with scores in 0-1 or metres."""
+        rows = [
+            [name, one.metric, row, str(seed), str(scored.value)]
+            for name, one in self.measured.items()
+            for row, results in one.results.items()
+            for seed, scored in results.items()
+        ]
+        return Table(texts("score", "metric", "row", "seed", "value"), [rows])
 
     def markdown(self) -> str:
         """Return the tables and the sentences of the comparisons as Markdown."""
-        lines = [f"# {self.study.title}", "", f"![{self.study.title}]({FIGURE})", ""]
-        lines += [line for section in self.sections() for line in section.markdown()]
-        lines += [f"- {sentence}" for sentence in self.sentences]
-        lines += ["", self.conditions]
+        lines = [
+            *(f"# {self.study.title}", "", f"![{self.study.title}]({FIGURE})", ""),
+            *(table.markdown() for table in self.tables()),
+            *(f"- {sentence}" for sentence in self.sentences),
+            *("", self.conditions),
+        ]
         return "\n".join(lines) + "\n"
 
     @property
@@ -220,32 +237,6 @@ class StudyTable:
         over = f"{images}, and over seeds from {LEAST_SEEDS} on" if most >= LEAST_SEEDS else images
         paper = f" The paper's figures: {self.study.source}." if self.study.paper and self.study.source else ""
         return f"{seeds} Intervals: 95 %, paired bootstrap over {over}.{paper}"
-
-    def csv(self) -> str:
-        """Return a line for each score, row and seed."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["score", "metric", "row", "seed", "value"])
-        for name, one in self.measured.items():
-            for row, results in one.results.items():
-                writer.writerows([name, one.metric, row, seed, scored.value] for seed, scored in results.items())
-        return text.getvalue()
-
-    def latex(self) -> str:
-        """Return the mean scores as a table for LaTeX with the package booktabs."""
-        names = list(self.measured)
-        columns = [f"{name}, {metric_heading(self.measured[name].metric)}" for name in names]
-        lines = [
-            f"% {self.study.title}. {self.conditions}",
-            rf"\begin{{tabular}}{{l{'c' * len(names)}}}",
-            r"\toprule",
-            " & ".join(["", *(column.translate(_LATEX) for column in columns)]) + r" \\",
-            r"\midrule",
-        ]
-        for row in self.rows:
-            cells = [self._value(self.measured[name], row).replace("±", r"$\pm$") for name in names]
-            lines.append(" & ".join([row.translate(_LATEX), *cells]) + r" \\")
-        return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 
     def record(self) -> dict[str, Any]:
         """Return everything as JSON types; scores in 0-1 or metres."""
@@ -304,21 +295,22 @@ class StudyTable:
         """
         write_figure(folder / FIGURE, self.figure())
         write_text(folder / TABLE, self.markdown())
-        write_text(folder / CSV, self.csv())
-        write_text(folder / LATEX, self.latex())
+        write_text(folder / CSV, self.values().csv())
+        write_text(folder / LATEX, self.means().latex())
         write_json(folder / RESULTS, self.record())
 
-    def _section(self, name: str) -> Section:
-        one, published = self.measured[name], self.study.paper.get(name, {})
-        header = ["row", metric_heading(one.metric), *(["paper"] if published else [])]
-        rows = [[row, self._value(one, row)] for row in self.rows]
-        for cells in rows if published else ():
-            cells.append(metric_value(one.metric, self._paper(name, cells[0])))
-        return Section(f"{self.study.title}: {name}", header, [rows])
+    def _table(self, name: str) -> Table:
+        one = self.measured[name]
+        columns = [*texts("row"), *numbers(metric_heading(one.metric))]
+        rows = [[row, self._mean(one, row)] for row in self.rows]
+        if self.study.paper.get(name):
+            columns += numbers("paper")
+            rows = [[*cells, metric_value(one.metric, self._paper(name, cells[0]))] for cells in rows]
+        return Table(columns, [rows], f"{self.study.title}: {name}")
 
-    def _value(self, one: Measured, row: str) -> str:
-        value, finished = metric_value(one.metric, one.mean(row), one.std(row)), len(one.results[row])
-        return value if finished in (0, len(self.study.seeds)) else f"{value} ({counted(finished, 'seed')})"
+    def _mean(self, one: Measured, row: str) -> str:
+        finished = len(one.results[row])
+        return one.text(row) + ("" if finished in (0, len(self.study.seeds)) else f" ({counted(finished, 'seed')})")
 
     def _paper(self, name: str, row: str) -> float | None:
         value = self.study.paper.get(name, {}).get(row)

@@ -49,7 +49,7 @@ def _evaluate(name: str, words: list[str]) -> int:
         from cribo.cli.evaluate import compare
 
         return run_command("evaluate compare", compare.COMMAND, words)
-    from cribo.evaluation.config import find_settings
+    from cribo.evaluation.protocol import find_settings
 
     try:
         kind = find_settings(name)

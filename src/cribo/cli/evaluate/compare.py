@@ -29,7 +29,8 @@ def run(call: Call) -> None:
         from cribo.evaluation.comparison import compare
 
     comparison = compare(call.options.results, sweeps=call.options.sweeps)
-    call.console.print(comparison.table())
+    for table in comparison.tables():
+        call.console.print(table)
     if call.options.out is not None:
         for path in comparison.write(call.options.out):
             call.console.print(f"  {path}")

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,19 @@ from matplotlib.patches import Patch
 from cribo.base.console import duration
 from cribo.base.drawing import PAGE_WIDTH, house_style, write_figure
 from cribo.base.files import write_json, write_text
-from cribo.evaluation.benchmark.plan import by_reason
-from cribo.evaluation.comparison import Comparison, compare
+from cribo.base.tables import Table, numbers, texts
+from cribo.base.wording import grouped
+from cribo.evaluation.comparison import Comparison, Group
 from cribo.evaluation.protocol import find_protocol
 from cribo.evaluation.published import architecture_name
 from cribo.evaluation.results import (
     NONE,
     RESULTS,
     EvaluationResult,
-    Section,
     metric_title,
     percent,
-    varied_title,
-    varied_value,
+    score,
+    varied_setting,
 )
 
 CARD, CHART = "card.md", "card.png"
@@ -74,6 +74,11 @@ class CardRow:
         return sum(result.seconds for result in self.results.values())
 
     @property
+    def headline(self) -> str:
+        """Name of the metric in tables and charts."""
+        return self.results[BACKBONE].headline
+
+    @property
     def values(self) -> list[Any]:
         """Values of the varied setting of all results; None for the best."""
         return list(dict.fromkeys(value for result in self.results.values() for value in result.points))
@@ -81,16 +86,11 @@ class CardRow:
     def measure(self, value: Any) -> str:
         """Return the title of the metric and the value of the varied setting, for tables."""
         result = self.results[BACKBONE]
-        title = metric_title(result.headline)
-        if value is None:
-            return f"{title}, best {varied_title(result.varies)}"
-        return f"{title}, {varied_title(result.varies)} {varied_value(result.varies, value)}"
+        return f"{metric_title(result.headline)}, {varied_setting(result.varies, value)}"
 
-    def score(self, value: Any, role: str) -> tuple[float | None, float | None]:
-        """Return the headline metric of a role in 0-1 and its standard deviation; None if unknown."""
-        point = self.results[role].points.get(value, {}) if role in self.results else {}
-        headline = self.results[BACKBONE].headline
-        return point.get(headline), point.get(f"{headline}_std")
+    def point(self, value: Any, role: str) -> Mapping[str, Any]:
+        """Return the metrics of a role in 0-1 at a value of the varied setting; empty if unknown."""
+        return self.results[role].points.get(value, {}) if role in self.results else {}
 
     @property
     def charted(self) -> list[Any]:
@@ -100,7 +100,7 @@ class CardRow:
     @property
     def picture(self) -> Path | None:
         """First picture of images in the folder of the backbone's result."""
-        others = {"confusion", self.results[BACKBONE].headline}
+        others = {"confusion", self.headline}
         found = (path for path in self.folders[BACKBONE].glob("*.png") if path.stem not in others)
         return min(found, default=None)
 
@@ -129,18 +129,15 @@ class Card:
         return [row for row in self.rows if BACKBONE in row.results]
 
     @cached_property
-    def comparisons(self) -> list[Comparison]:
+    def comparison(self) -> Comparison:
         """Comparison of the results of each measured row, with published values."""
-        return [
-            compare(list(row.results.values()), names=[self._label(role) for role in row.results])
-            for row in self.measured
-        ]
+        named = ({self._label(role): result for role, result in row.results.items()} for row in self.measured)
+        return Comparison([Group.of(results) for results in named])
 
-    def section(self) -> Section:
+    def table(self) -> Table:
         """Return the table of all scores, with notes about missing scores."""
-        blocks = [list(self._cells(row)) for row in self.measured]
-        header = ["evaluation", "set", "score", *_ROLES, "time"]
-        return Section(self.title, header, blocks, list(self._notes()), names=3)
+        columns = [*texts("evaluation", "set", "score"), *numbers(*_ROLES, "time")]
+        return Table(columns, [list(self._cells(row)) for row in self.measured], self.title, list(self._notes()))
 
     @property
     def title(self) -> str:
@@ -171,10 +168,10 @@ class Card:
         lines = [
             f"# {self.title}",
             *("", self.summary, "", f"![Scores of the backbone and its baselines]({CHART})", ""),
-            *list(self.section().markdown())[1:],
+            replace(self.table(), title="").markdown(),
             *(line for name, path in pictures.items() for line in (f"## {name}", "", f"![{name}]({path})", "")),
             *("## All scores, settings that differ, and published values", ""),
-            *(comparison.markdown() for comparison in self.comparisons),
+            self.comparison.markdown(),
             *("## Conditions", ""),
             *(f"- {line}" for line in self._conditions()),
         ]
@@ -192,9 +189,9 @@ class Card:
                 "versions": row.results[BACKBONE].versions,
                 "folders": {role: str(folder.absolute()) for role, folder in row.folders.items()},
                 "reasons": row.reasons,
-                "comparison": comparison.record()[0],
+                "comparison": compared,
             }
-            for row, comparison in zip(self.measured, self.comparisons, strict=True)
+            for row, compared in zip(self.measured, self.comparison.record(), strict=True)
         ]
         return {
             "format": CARD_FORMAT,
@@ -241,7 +238,10 @@ class Card:
         write_json(folder / RESULTS, self.record())
 
     def _label(self, role: str) -> str:
-        return self.backbone["name"] if role == BACKBONE else role
+        if role != BACKBONE:
+            return role
+        name = self.backbone["name"]
+        return f"{name} ({role})" if name in _ROLES else name  # names must be distinct
 
     def _failed(self) -> list[CardRow]:
         return [row for row in self.rows if BACKBONE not in row.results]
@@ -250,28 +250,22 @@ class Card:
         for number, value in enumerate(row.values):
             first = number == 0
             names = [row.evaluation if first else "", row.set if first else "", row.measure(value)]
-            scores = [percent(*row.score(value, role)) for role in _ROLES]
+            scores = [score(row.headline, row.point(value, role)) for role in _ROLES]
             yield [*names, *scores, duration(row.seconds) if first else ""]
 
     def _notes(self) -> Iterator[str]:
         for row in self._failed():
             yield f"Not measured: {row.name}: {row.reasons[BACKBONE]}."
-        without: dict[str, list[str]] = {}
-        for row in self.measured:
-            for role, reason in row.reasons.items():
-                without.setdefault(f"No baseline {role} ({reason})", []).append(row.name)
-        for reason, names in without.items():
-            yield f"{reason}: {', '.join(names)}."
-        for reason, names in by_reason(self.left_out).items():
+        missing = ((each, row.name) for row in self.measured for each in row.reasons.items())
+        for (role, reason), names in grouped(missing).items():
+            yield f"No baseline {role} ({reason}): {', '.join(names)}."
+        for reason, names in grouped((reason, name) for name, reason in self.left_out.items()).items():
             yield f"Not measured: {', '.join(names)}: {reason}."
 
     def _conditions(self) -> Iterator[str]:
-        facts: dict[str, dict[str, None]] = {}
-        for row in self.measured:
-            for name, value in row.results[BACKBONE].versions.items():
-                facts.setdefault(name, {})[value] = None
+        facts = grouped(version for row in self.measured for version in row.results[BACKBONE].versions.items())
         all_values = " and ".join
-        machine = all_values(facts.pop("hardware", {NONE: None}))
+        machine = all_values(facts.pop("hardware", [NONE]))
         total = duration(sum(row.seconds for row in self.measured))
         yield f"Machine: {machine}. Total time of all rows, including reused results: {total}."
         yield f"Versions: {', '.join(f'{name} {all_values(values)}' for name, values in facts.items())}."
@@ -299,11 +293,12 @@ def _draw_bars(axes: Axes, groups: Sequence[tuple[CardRow, Any]]) -> None:
     for row, value in groups:
         begin = place
         for role in row.results:
-            score, std = row.score(value, role)
+            point = row.point(value, role)
+            found, std = (point.get(name) for name in (row.headline, f"{row.headline}_std"))
             bar = axes.barh(
-                place, 100 * (score or 0.0), xerr=100 * (std or 0.0) or None, height=0.85, color=_ROLES[role]
+                place, 100 * (found or 0.0), xerr=100 * (std or 0.0) or None, height=0.85, color=_ROLES[role]
             )
-            axes.bar_label(bar, [percent(score)], padding=4, fontsize=8)
+            axes.bar_label(bar, [percent(found)], padding=4, fontsize=8)
             place += 1
         ticks.append((begin + place - 1) / 2)
         place += 1.2

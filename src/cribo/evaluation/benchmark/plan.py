@@ -1,6 +1,6 @@
 """Planning of a benchmark: the data sets of a folder and their protocols. Torch is imported on use only."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from rich.text import Text
 
 from cribo.base.errors import ConfigError, DataError, MissingPackage
 from cribo.base.files import require
+from cribo.base.wording import grouped
 from cribo.evaluation.benchmark.config import BenchmarkConfig
 from cribo.evaluation.config import PROTOCOLS
 from cribo.evaluation.protocol import Protocol, find_protocol
@@ -53,27 +54,11 @@ class Plan:
     def table(self) -> Table:
         """Return a table of the protocols with their data sets, or the reason of their exclusion."""
         table = Table("evaluation", "sets")
-        sets: dict[str, list[str]] = {}
-        for row in self.rows:
-            sets.setdefault(row.protocol.name, []).append(row.set)
-        for name, names in sets.items():
+        for name, names in grouped((row.protocol.name, row.set) for row in self.rows).items():
             table.add_row(Text(name), Text(", ".join(names)))
-        for reason, names in by_reason(self.left_out).items():
+        for reason, names in grouped((reason, name) for name, reason in self.left_out.items()).items():
             table.add_row(Text(", ".join(names)), Text(f"not measured: {reason}"), style="dim")
         return table
-
-
-def by_reason(left_out: Mapping[str, str]) -> dict[str, list[str]]:
-    """Group names by reason.
-
-    Example:
-        >>> by_reason({"linear": "it trains", "image-nn": "no set", "detection": "it trains"})
-        {'it trains': ['linear', 'detection'], 'no set': ['image-nn']}
-    """
-    names: dict[str, list[str]] = {}
-    for name, reason in left_out.items():
-        names.setdefault(reason, []).append(name)
-    return names
 
 
 def make_plan(config: BenchmarkConfig) -> Plan:

@@ -84,19 +84,15 @@ class ImageNN(ImageNNSettings, Protocol):
 
     def report(self, result: EvaluationResult) -> list[Any]:
         """Return a table of the most frequently confused classes."""
-        from rich.table import Table
-        from rich.text import Text
+        from cribo.base.tables import Table, numbers, texts
 
         row = next((row for row in result.results if row["neighbours"] == PUBLISHED), result.results[0])
         if not row["confused"]:
             return []
-        table = Table()
-        for name in ("class", "classified as"):
-            table.add_column(name, overflow="fold")
-        table.add_column("images", justify="right")
-        for pair in row["confused"][:_SHOWN_PAIRS]:
-            table.add_row(Text(pair["label"]), Text(pair["prediction"]), f"{pair['images']:,}")
-        return [Text(f"Most frequently confused classes, neighbours {row['neighbours']}", style="bold"), table]
+        shown = row["confused"][:_SHOWN_PAIRS]
+        rows = [[pair["label"], pair["prediction"], f"{pair['images']:,}"] for pair in shown]
+        title = f"Most frequently confused classes, neighbours {row['neighbours']}"
+        return [Table([*texts("class", "classified as"), *numbers("images")], [rows], title)]
 
 
 class Predictions(NamedTuple):
