@@ -19,7 +19,7 @@ from cribo.data.sources.images import FilesBelow
 from cribo.method import Matches
 from cribo.method.matching import NO_MATCH
 from cribo.objectives.banks import object_bank
-from cribo.objectives.base import Output, Setting, Step
+from cribo.objectives.base import Setting, Step
 from cribo.objectives.cribo import CrIBo, Result
 from cribo.objectives.objects import Objects, RowPairs
 from cribo.objectives.pictures import draw_bootstrapping
@@ -163,9 +163,9 @@ class SupervisedCrIBo(CrIBo):
             self.class_bank.allocate(_as_rows(found).teacher)
         return found
 
-    def match(self, objects: Objects) -> Matches:
+    def match(self, objects: Objects, step: Step) -> Matches:
         """Return the nearest neighbours of objects in the bank, and whether they have the same classes."""
-        matches = super().match(objects)
+        matches = super().match(objects, step)
         if not self.uses_labels["matches"]:
             return matches
         assert isinstance(objects, ClassifiedObjects)
@@ -195,16 +195,7 @@ class SupervisedCrIBo(CrIBo):
 class RandomPairsCrIBo(CrIBo):
     """CrIBo whose positive pairs across images are random: every object with one of another image in the bank."""
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self._step = 0
-
-    def forward(self, batch: Batch, step: Step) -> Output:
-        """Compute the losses; see `CrIBo.forward`."""
-        self._step = step.number
-        return super().forward(batch, step)
-
-    def match(self, objects: Objects) -> Matches:
+    def match(self, objects: Objects, step: Step) -> Matches:
         """Return a random object of another image in the bank for each object, the same one for both views."""
         assert self.bank is not None
         slots = torch.tensor([slot for part in self.bank.rows.parts for slot in range(part.start, part.stop)]).long()
@@ -214,7 +205,7 @@ class RandomPairsCrIBo(CrIBo):
         for count in objects.counts:
             own = slice(first, first := first + count)
             if count and len(others := slots[images != (image := int(objects.images[own.start]))]):
-                generator = keyed_generator(self.options.seed, _PAIRS, self._step, image)
+                generator = keyed_generator(self.options.seed, _PAIRS, step.number, image)
                 nearest[own] = others[torch.randint(len(others), (count,), generator=generator)]
         nearest = nearest.to(objects.images.device).expand(2, -1)
         return Matches(nearest, nearest != NO_MATCH)

@@ -36,9 +36,10 @@ from cribo.objectives.objects import (
     label_tokens,
 )
 from cribo.objectives.points import GRID, Points, find_points
-from cribo.objectives.self_distillation import Distillation, Network
+from cribo.objectives.self_distillation import Distillation
 from cribo.objectives.trunk import Inputs, encode, inputs_of
 from cribo.objectives.views import ViewPairs, drop_path_noise, split_views
+from cribo.training.timing import backward_part, part
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -151,28 +152,43 @@ class CrIBo(Distillation):
             ValueError: the batch is not a whole number of groups.
         """
         self.image_groups(len(batch))  # raises an error about the size of the batch before any work
-        inputs = self.inputs(batch)
+        inputs = inputs_of(batch, self.teacher.backbone, self.options)
         result = self._teach(inputs, batch, step)
-        with torch.set_grad_enabled(step.epoch >= self.options.optim.freeze_backbone_epochs):
-            global_tokens, tokens = self.encode(self.student, inputs, drop_path_noise(batch))
-        images = self.project_images(self.student, global_tokens)
+        with part("student backbone"), torch.set_grad_enabled(step.epoch >= self.options.optim.freeze_backbone_epochs):
+            features = encode(self.student.backbone, inputs, drop_path_noise=drop_path_noise(batch))
+            global_tokens, tokens = split_views(features)
+        with part("image projections"):
+            images = self.student.head(global_tokens)
+        # The last operation of the forward pass is the first one of the backward pass.
+        backward_part("image projections, backward", until=global_tokens)
+        backward_part("image loss, backward", until=images)
         # Losses that are off or have no objects are 0, but attached to the graph.
-        losses = dict.fromkeys(self.weights, 0 * images.sum())
-        if self.weights["image"]:
-            losses["image"] = self.image_loss(images, result.teacher_images, step)
+        losses: dict[str, Tensor] = dict.fromkeys(self.weights, 0 * images.sum())
+        if self.weights["image"]:  # L_cv^g (equation 10)
+            with part("image loss"):
+                groups = self.image_groups(images.shape[1])
+                losses["image"] = self.cross_view("image", images, result.teacher_images, groups, step)
+            backward_part("pooling, backward", until=losses["image"])
         pairs: dict[str, Any] = {}
         metrics: dict[str, Any] = {}
         if result.objects is not None:
-            pooled = self.pool(result.objects, tokens)
+            with part("pooling"):
+                pooled = result.objects.features(tokens)
             pairs["objects"] = result.objects, pooled
             metrics["objects_per_image"] = sum(result.objects.counts), len(batch)
             if self._projects_objects:
-                losses |= self.object_losses(self.project_objects(self.student, pooled), result, step)
+                with part("object projections"):
+                    student = self.student.head(pooled)
+                backward_part("object projections, backward", until=pooled)
+                backward_part("object losses, backward", until=student)
+                losses |= self.object_losses(student, result, step)
         if result.matches is not None:
             metrics["bootstrapping_ratio"] = result.matches.valid.sum(), result.matches.valid.numel()
         if result.points is not None:
             pairs["points"] = result.points, result.points.features(tokens)
-        losses |= self.extra_losses(StepFeatures(inputs, tokens, pairs), step)
+        with part("patch losses"):
+            features = StepFeatures(inputs, tokens, pairs)
+            losses |= {name: extra(features, step) for name, extra in self.extras.items()}
         result.losses = {name: loss.detach() for name, loss in losses.items()}
         self.last_result = result
         self._results.append(result)
@@ -184,31 +200,28 @@ class CrIBo(Distillation):
     def _teach(self, inputs: Inputs, batch: Batch, step: Step) -> Result:
         """Run the teacher: objects, their matches, and the embeddings that the student must predict."""
         options = self.options
-        global_tokens, tokens = self.encode(self.teacher, inputs)
-        images = self.project_images(self.teacher, global_tokens)
+        with part("teacher backbone"):
+            global_tokens, tokens = split_views(encode(self.teacher.backbone, inputs))
+        with part("image projections"):
+            images = self.teacher.head(global_tokens)
         result = Result(batch.images, tokens, images, images[:, :0])
         if options.losses.patch_neighbours:
-            result.points = self.find_points(tokens, batch)
+            with part("patch losses"):
+                result.points = find_points(tokens, batch, grid=self.grid, side=GRID)
         if options.needs_objects:
-            labels = self.label_tokens(tokens, batch)
-            objects = result.objects = self.find_objects(tokens, labels, batch)
+            with part("clustering"):
+                labels = self.label_tokens(tokens, batch)
+            with part("pooling"):
+                objects = result.objects = self.find_objects(tokens, labels, batch)
             if options.needs_bank:
                 self.object_bank.allocate(objects.teacher)
             if options.losses.cross_image and step.epoch >= options.losses.cross_image_from_epoch:
-                result.matches = self.match(objects)
+                with part("retrieval"):
+                    result.matches = self.match(objects, step)
             if self._projects_objects:
-                result.teacher_objects = self.project_objects(self.teacher, objects.teacher)
+                with part("object projections"):
+                    result.teacher_objects = self.teacher.head(objects.teacher)
         return result
-
-    def inputs(self, batch: Batch) -> Inputs:
-        """Return the views of a batch, augmented, or their tokens after frozen blocks."""
-        return inputs_of(batch, self.teacher.backbone, self.options)
-
-    def encode(
-        self, network: Network, inputs: Inputs, noise: Float[Tensor, "two_b sites"] | None = None
-    ) -> tuple[Float[Tensor, "2 b d"], Float[Tensor, "b 2 n d"]]:
-        """Return a network's global tokens, view after view, and its tokens, image after image."""
-        return split_views(encode(network.backbone, inputs, drop_path_noise=noise))
 
     def label_tokens(self, tokens: Float[Tensor, "b 2 n d"], batch: Batch) -> Int[Tensor, "b 2 n"]:
         """Return the cluster of each of the teacher's tokens."""
@@ -218,34 +231,13 @@ class CrIBo(Distillation):
         """Return the objects of the teacher's tokens."""
         return find_objects(*pool_objects(tokens, labels, self.options.objects.num_objects), labels, batch.images)
 
-    def find_points(self, tokens: Float[Tensor, "b 2 n d"], batch: Batch) -> Points:
-        """Return points of the overlap of both views, for soft neighbours of patches."""
-        return find_points(tokens, batch, grid=self.grid, side=GRID)
-
-    def pool(self, objects: Objects, tokens: Float[Tensor, "b 2 n d"]) -> Float[Tensor, "2 r d"]:
-        """Pool the student's tokens with the teacher's labels."""
-        return objects.features(tokens)
-
-    def match(self, objects: Objects) -> Matches:
+    def match(self, objects: Objects, step: Step) -> Matches:
         """Return the nearest neighbours of objects in the bank, and whether they are positive pairs."""
         return self.object_bank.match(objects, group_size=self.images_per_group, criterion=self.criterion)
 
     # --------------------------------------------------------------------------------- 3.2.3 training objectives
 
-    def project_images(self, network: Network, global_tokens: Float[Tensor, "2 b d"]) -> Float[Tensor, "2 b e"]:
-        """Return a network's image-level embeddings."""
-        return network.head(global_tokens)
-
-    def project_objects(self, network: Network, objects: Float[Tensor, "*r d"]) -> Float[Tensor, "*r e"]:
-        """Return a network's object-level embeddings."""
-        return network.head(objects)
-
-    def image_loss(
-        self, student: Float[Tensor, "2 b e"], teacher: Float[Tensor, "2 b e"], step: Step
-    ) -> Float[Tensor, ""]:
-        """L_cv^g (equation 10)."""
-        return self.cross_view("image", student, teacher, self.image_groups(student.shape[1]), step)
-
+    @part("object losses")
     def object_losses(
         self, student: Float[Tensor, "2 r e"], result: Result, step: Step
     ) -> dict[str, Float[Tensor, ""]]:
@@ -272,11 +264,9 @@ class CrIBo(Distillation):
         """Return the teacher's embeddings of the `count` valid neighbours; the head computes no others."""
         assert self.bank is not None
         views, rows = torch.nonzero_static(valid, size=count).unbind(dim=1)
-        return self.project_objects(self.teacher, self.bank.objects(views, nearest[views, rows]))
-
-    def extra_losses(self, features: StepFeatures, step: Step) -> dict[str, Float[Tensor, ""]]:
-        """Losses that are not in the paper."""
-        return {name: extra(features, step) for name, extra in self.extras.items()}
+        neighbours = self.bank.objects(views, nearest[views, rows])
+        with part("object projections"):
+            return self.teacher.head(neighbours)
 
     @property
     def _projects_objects(self) -> bool:
@@ -293,6 +283,7 @@ class CrIBo(Distillation):
         self.move_teacher(step)
         self.push(results, step)
 
+    @part("bank update")
     def push(self, results: Sequence[Result], step: Step) -> None:
         """Push the objects and patches of a step's micro-batches to their banks."""
         images = torch.cat([result.batch_images for result in results])

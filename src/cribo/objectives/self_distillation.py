@@ -17,6 +17,7 @@ from cribo.objectives.base import Objective, Setting, Step, move_towards, sum_ov
 from cribo.objectives.config import HeadConfig
 from cribo.objectives.objects import mean_over_groups
 from cribo.objectives.sinkhorn import sinkhorn_centre
+from cribo.training.timing import part
 
 
 class Network(nn.Module):
@@ -86,9 +87,9 @@ class PredictingNetwork(nn.Module):
 
     def follow(self, student: nn.Module, momentum: float) -> None:
         """Update all parts but the predictor with the student's."""
-        for name, part in self.named_children():
+        for name, child in self.named_children():
             if name != self.student_only:
-                move_towards(part, student.get_submodule(name), momentum)
+                move_towards(child, student.get_submodule(name), momentum)
 
 
 class StudentTeacher(Objective):
@@ -128,6 +129,7 @@ class StudentTeacher(Objective):
             "teacher_temperature": step.linear(*losses.teacher_temperature, losses.teacher_temperature_epochs),
         }
 
+    @part("moving average")
     @torch.no_grad()
     def move_teacher(self, step: Step) -> None:
         """Update the teacher with the student."""
@@ -218,6 +220,7 @@ class Distillation(StudentTeacher):
 
         self.self_distillation = Compiled
 
+    @part("centres")
     @torch.no_grad()
     def update_centres(self, step: Step, embeddings: Mapping[str, Sequence[Float[Tensor, "..."]]]) -> None:
         """Update the centres with the mean logits of the whole batch.
