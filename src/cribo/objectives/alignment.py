@@ -34,7 +34,7 @@ from cribo.objectives.objects import (
 )
 from cribo.objectives.points import GRID, Points, find_points
 from cribo.objectives.trunk import encode, inputs_of
-from cribo.objectives.views import ViewPairs, drop_path_noise
+from cribo.objectives.views import ViewPairs, drop_path_noise, view_pairs
 
 
 class Alignment(Objective):
@@ -122,12 +122,8 @@ class Alignment(Objective):
 
     def samples(self) -> ViewPairs:
         """Return the transform to view pairs."""
-        return ViewPairs(
-            self.options.views,
-            grid=self.grid,
-            num_objects=self.options.objects.num_objects if self.finds_objects else 0,
-            drop_path_sites=self._backbone(self.student).num_drop_path_sites,
-        )
+        clusters = self.options.objects.num_objects if self.finds_objects else 0
+        return view_pairs(self.options.views, self._backbone(self.student), num_objects=clusters)
 
     def trainable(self) -> nn.Module:
         """Return the student."""

@@ -55,7 +55,8 @@ class LabelledViewPairs(ViewPairs):
     """
 
     def __init__(self, of: ViewPairs, folder: Path | None) -> None:
-        super().__init__(of.recipe, grid=of.grid, num_objects=of.num_objects, drop_path_sites=of.drop_path_sites)
+        recipe = of.sets[0].recipe
+        super().__init__(recipe, grid=of.grid, num_objects=of.num_objects, drop_path_sites=of.drop_path_sites)
         self.folder = folder
         self._files = None if folder is None else FilesBelow(folder)
 

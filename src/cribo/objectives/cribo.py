@@ -38,7 +38,7 @@ from cribo.objectives.objects import (
 from cribo.objectives.points import GRID, Points, find_points
 from cribo.objectives.self_distillation import Distillation
 from cribo.objectives.trunk import Inputs, encode, inputs_of
-from cribo.objectives.views import ViewPairs, drop_path_noise, split_views
+from cribo.objectives.views import ViewPairs, drop_path_noise, split_views, view_pairs
 from cribo.training.timing import backward_part, part
 
 if TYPE_CHECKING:
@@ -134,12 +134,8 @@ class CrIBo(Distillation):
 
     def samples(self) -> ViewPairs:
         """Return the transform to view pairs."""
-        return ViewPairs(
-            self.options.views,
-            grid=self.grid,
-            num_objects=self.options.objects.num_objects if self.options.needs_objects else 0,
-            drop_path_sites=self.student.backbone.num_drop_path_sites,
-        )
+        clusters = self.options.objects.num_objects if self.options.needs_objects else 0
+        return view_pairs(self.options.views, self.student.backbone, num_objects=clusters)
 
     def forward(self, batch: Batch, step: Step) -> Output:
         """Compute the paper's three losses, whose weighted sum is equation 11, and the additional losses that are on.
@@ -163,7 +159,7 @@ class CrIBo(Distillation):
         backward_part("image projections, backward", until=global_tokens)
         backward_part("image loss, backward", until=images)
         # Losses that are off or have no objects are 0, but attached to the graph.
-        losses: dict[str, Tensor] = dict.fromkeys(self.weights, 0 * images.sum())
+        losses: dict[str, Tensor] = {name: 0 * images.sum() for name in self.weights}
         if self.weights["image"]:  # L_cv^g (equation 10)
             with part("image loss"):
                 groups = self.image_groups(images.shape[1])

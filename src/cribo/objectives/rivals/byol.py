@@ -22,7 +22,7 @@ from cribo.objectives.config import HeadConfig
 from cribo.objectives.mlp import make_mlp
 from cribo.objectives.self_distillation import PredictingNetwork, StudentTeacher
 from cribo.objectives.trunk import encode, inputs_of
-from cribo.objectives.views import ViewPairs, drop_path_noise
+from cribo.objectives.views import drop_path_noise, view_pairs
 
 
 @in_float32
@@ -116,9 +116,7 @@ class BYOL(StudentTeacher):
 
     def samples(self) -> SampleTransform:
         """Return the transform to two views."""
-        side = self.options.views.size // self.student.backbone.patch_size
-        sites = self.student.backbone.num_drop_path_sites
-        return ViewPairs(self.options.views, grid=(side, side), num_objects=0, drop_path_sites=sites)
+        return view_pairs(self.options.views, self.student.backbone)
 
     def forward(self, batch: Batch, step: Step) -> Output:
         """Compute the loss of both views, the sum of both directions."""

@@ -33,7 +33,7 @@ from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.config import HeadConfig, Temperature
 from cribo.objectives.self_distillation import PredictingNetwork, StudentTeacher
 from cribo.objectives.trunk import encode, inputs_of
-from cribo.objectives.views import ViewPairs, drop_path_noise
+from cribo.objectives.views import ViewPairs, drop_path_noise, view_pairs
 
 _MEMORY_IMAGES = 153_600
 _MARGIN = 1e-5  # of cosine similarities, which differ by rounding
@@ -321,10 +321,7 @@ class Contextual(StudentTeacher):
 
     def samples(self) -> ViewPairs:
         """Return the transform to two views."""
-        backbone = self.student.backbone
-        side = self.options.views.size // backbone.patch_size
-        sites = backbone.num_drop_path_sites
-        return ViewPairs(self.options.views, grid=(side, side), num_objects=0, drop_path_sites=sites)
+        return view_pairs(self.options.views, self.student.backbone)
 
     def schedules(self, step: Step) -> dict[str, float]:
         """Return the teacher's momentum."""
