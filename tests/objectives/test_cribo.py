@@ -15,7 +15,7 @@ from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
 from cribo.method import SelfDistillation
 from cribo.objectives import Setting, Step
-from cribo.objectives import cribo as module
+from cribo.objectives import pairs as module
 from cribo.objectives.collapse import prototype_entropy
 from cribo.objectives.config import ObjectsConfig
 from cribo.objectives.cribo import CrIBo, Result

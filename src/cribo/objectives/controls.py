@@ -20,8 +20,9 @@ from cribo.method import Matches
 from cribo.method.matching import NO_MATCH
 from cribo.objectives.banks import object_bank
 from cribo.objectives.base import Setting, Step
-from cribo.objectives.cribo import CrIBo, Result
+from cribo.objectives.cribo import CrIBo
 from cribo.objectives.objects import Objects, RowPairs
+from cribo.objectives.pairs import Found
 from cribo.objectives.pictures import draw_bootstrapping
 from cribo.objectives.views import ViewPairs
 
@@ -176,12 +177,12 @@ class SupervisedCrIBo(CrIBo):
         same = (classes == own).all(dim=2) & own.any(dim=2)
         return Matches(matches.nearest, matches.valid & same)
 
-    def push(self, results: Sequence[Result], step: Step) -> None:
+    def push(self, parts: Sequence[Found], step: Step) -> None:
         """Push the objects of a step and their classes."""
-        super().push(results, step)
-        images = torch.cat([result.batch_images for result in results])
-        found = [result.objects for result in results if isinstance(result.objects, ClassifiedObjects)]
-        self.class_bank.push([_as_rows(objects) for objects in found], images, step)
+        super().push(parts, step)
+        images = torch.cat([found.batch_images for found in parts])
+        objects = [found.objects for found in parts if isinstance(found.objects, ClassifiedObjects)]
+        self.class_bank.push([_as_rows(each) for each in objects], images, step)
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the banks' states."""

@@ -20,7 +20,46 @@ from cribo.objectives.sinkhorn import sinkhorn_centre
 from cribo.training.timing import part
 
 
-class Network(nn.Module):
+class StudentNetwork(nn.Module):
+    """Base of networks that a student trains and its teacher follows.
+
+    Args:
+        backbone: the backbone, whose features are exported.
+
+    Attributes:
+        student_only: name of a child module that the teacher does not have, such as a predictor.
+        last_layers: parameters that are frozen in the first epochs; none by default.
+    """
+
+    student_only: str | None = None
+    last_layers: Sequence[nn.Parameter] = ()
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+    def make_teacher(self) -> Self:
+        """Return a copy without gradients and without what only the student has.
+
+        It stays in training mode: batch norms use the statistics of their batch, and stochastic depth is off because
+        the teacher gets no noise.
+        """
+        teacher = plain_copy(self).requires_grad_(False)
+        if self.student_only is not None:
+            setattr(teacher, self.student_only, nn.Identity())
+        return teacher
+
+    def follow(self, student: nn.Module, momentum: float) -> None:
+        """Update the moving average of the student's parameters."""
+        if self.student_only is None:
+            move_towards(self, student, momentum)
+            return
+        for name, child in self.named_children():
+            if name != self.student_only:
+                move_towards(child, student.get_submodule(name), momentum)
+
+
+class Network(StudentNetwork):
     """Backbone f, shared projection head h, and a last layer for each level, such as `image_prototypes`.
 
     Args:
@@ -31,8 +70,7 @@ class Network(nn.Module):
     """
 
     def __init__(self, backbone: Backbone, config: HeadConfig, *, levels: Mapping[str, int], seed: int) -> None:
-        super().__init__()
-        self.backbone = backbone
+        super().__init__(backbone)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(keyed_generator(seed, 1).initial_seed())
             self.head = ProjectionHead(
@@ -49,7 +87,7 @@ class Network(nn.Module):
                 self.add_module(f"{level}_prototypes", layer)
 
     @property
-    def last_layers(self) -> list[nn.Parameter]:
+    def last_layers(self) -> list[nn.Parameter]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Return the parameters of the last layers."""
         return [parameter for level in self.levels for parameter in self.prototypes(level).parameters()]
 
@@ -59,47 +97,15 @@ class Network(nn.Module):
         assert isinstance(layer, PrototypeLayer)
         return layer
 
-    def make_teacher(self) -> Self:
-        """Return a copy without gradients.
-
-        It stays in training mode: batch norms use the statistics of their batch, and stochastic depth is off because
-        the teacher gets no noise.
-        """
-        return plain_copy(self).requires_grad_(False)
-
-
-class PredictingNetwork(nn.Module):
-    """Base of networks whose student predicts its teacher: the teacher is a copy without the predictor.
-
-    Attributes:
-        student_only: name of the predictor, a child module.
-        last_layers: parameters that are frozen in the first epochs; none by default.
-    """
-
-    student_only = "predictor"
-    last_layers: Sequence[nn.Parameter] = ()
-
-    def make_teacher(self) -> Self:
-        """Return a copy without the predictor and without gradients, in training mode."""
-        teacher = plain_copy(self).requires_grad_(False)
-        setattr(teacher, self.student_only, nn.Identity())
-        return teacher
-
-    def follow(self, student: nn.Module, momentum: float) -> None:
-        """Update all parts but the predictor with the student's."""
-        for name, child in self.named_children():
-            if name != self.student_only:
-                move_towards(child, student.get_submodule(name), momentum)
-
 
 class StudentTeacher(Objective):
     """Base of objectives with a student and its moving average as teacher, which is exported.
 
-    Reads `optim` (momentum, frozen epochs) and `losses` (teacher temperature).
+    Reads `optim` (momentum, frozen epochs), and if a loss has a teacher's temperature, that of `losses`.
 
     Attributes:
-        student: the trained network, with a `backbone` and `last_layers`.
-        teacher: the moving average, with a `backbone`.
+        student: the trained network, a `StudentNetwork`.
+        teacher: the moving average, made by `StudentNetwork.make_teacher`.
     """
 
     student: Any
@@ -122,18 +128,23 @@ class StudentTeacher(Objective):
             yield from self.student.backbone.parameters()
 
     def schedules(self, step: Step) -> dict[str, float]:
-        """Return the teacher's momentum and temperature."""
+        """Return the teacher's momentum."""
+        return {"momentum": step.cosine(*self.options.optim.momentum)}
+
+    def teacher_temperature(self, step: Step) -> float:
+        """Return tau_t at a step."""
         losses = self.options.losses
-        return {
-            "momentum": step.cosine(*self.options.optim.momentum),
-            "teacher_temperature": step.linear(*losses.teacher_temperature, losses.teacher_temperature_epochs),
-        }
+        return step.linear(*losses.teacher_temperature, losses.teacher_temperature_epochs)
+
+    def after_step(self, step: Step) -> None:
+        """Update the teacher."""
+        self.move_teacher(step)
 
     @part("moving average")
     @torch.no_grad()
     def move_teacher(self, step: Step) -> None:
         """Update the teacher with the student."""
-        move_towards(self.teacher, self.student, self.schedules(step)["momentum"])
+        self.teacher.follow(self.student, self.schedules(step)["momentum"])
 
     def compile_parts(self, mode: CompileMode) -> None:
         """Compile both backbones."""
@@ -163,6 +174,10 @@ class Distillation(StudentTeacher):
             self.add_module(f"{level}_centre", Centre(prototypes, momentum=options.losses.centre_momentum))
         self.uses_all_parameters = not options.optim.freeze_backbone_epochs
         self.self_distillation = SelfDistillation
+
+    def schedules(self, step: Step) -> dict[str, float]:
+        """Return the teacher's momentum and temperature."""
+        return {**super().schedules(step), "teacher_temperature": self.teacher_temperature(step)}
 
     def centre(self, level: str) -> Centre:
         """Return the centre of a level."""

@@ -20,7 +20,7 @@ from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.collapse import feature_std
 from cribo.objectives.config import HeadConfig
 from cribo.objectives.mlp import make_mlp
-from cribo.objectives.self_distillation import PredictingNetwork, StudentTeacher
+from cribo.objectives.self_distillation import StudentNetwork, StudentTeacher
 from cribo.objectives.trunk import encode, inputs_of
 from cribo.objectives.views import drop_path_noise, view_pairs
 
@@ -42,7 +42,7 @@ def byol_loss(predicted: Float[Tensor, "*r e"], targets: Float[Tensor, "*r e"]) 
     return 2 - 2 * F.cosine_similarity(predicted, targets, dim=-1)
 
 
-class PredictiveNetwork(PredictingNetwork):
+class PredictiveNetwork(StudentNetwork):
     """Backbone, projector, and a predictor for each level, such as `image`.
 
     Args:
@@ -58,8 +58,7 @@ class PredictiveNetwork(PredictingNetwork):
     def __init__(
         self, backbone: Backbone, config: HeadConfig, *, levels: Sequence[str], batch_norm: bool, seed: int
     ) -> None:
-        super().__init__()
-        self.backbone = backbone
+        super().__init__(backbone)
 
         def mlp(dim: int) -> nn.Sequential:
             return make_mlp(
@@ -144,15 +143,6 @@ class BYOL(StudentTeacher):
         self._targets = projected[0]
         return byol_loss(predicted, projected.flip(0)).sum(dim=0).mean()
 
-    def schedules(self, step: Step) -> dict[str, float]:
-        """Return the momentum of the moving average."""
-        return {"momentum": step.cosine(*self.options.optim.momentum)}
-
     def watch(self, step: Step) -> dict[str, float]:
         """Return the spread of the projections: 0 if they have collapsed."""
         return {} if self._targets is None or len(self._targets) < 2 else {"feature_std": feature_std(self._targets)}
-
-    @torch.no_grad()
-    def after_step(self, step: Step) -> None:
-        """Update the teacher."""
-        self.teacher.follow(self.student, self.schedules(step)["momentum"])

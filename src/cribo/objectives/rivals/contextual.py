@@ -31,7 +31,7 @@ from cribo.method.precision import at_least_float32, in_float32
 from cribo.models import Backbone
 from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.config import HeadConfig, Temperature
-from cribo.objectives.self_distillation import PredictingNetwork, StudentTeacher
+from cribo.objectives.self_distillation import StudentNetwork, StudentTeacher
 from cribo.objectives.trunk import encode, inputs_of
 from cribo.objectives.views import ViewPairs, drop_path_noise, view_pairs
 
@@ -197,7 +197,7 @@ class SpatialPooling(nn.Module):
         return pool(patches, self.queries)
 
 
-class ContextNetwork(PredictingNetwork):
+class ContextNetwork(StudentNetwork):
     """Backbone, attention to the memory, pooling, projector, and the student's predictor.
 
     Projector and predictor begin with a layer norm, because their inputs have the scale of unit vectors.
@@ -209,9 +209,10 @@ class ContextNetwork(PredictingNetwork):
         seed: the only source of the random weights.
     """
 
+    student_only = "predictor"
+
     def __init__(self, backbone: Backbone, config: HeadConfig, *, queries: int, seed: int) -> None:
-        super().__init__()
-        self.backbone = backbone
+        super().__init__(backbone)
         self.hidden_dim = config.hidden_dim
         dim, embedding = backbone.embed_dim, config.bottleneck_dim
         with torch.random.fork_rng(devices=[]):
@@ -323,10 +324,6 @@ class Contextual(StudentTeacher):
         """Return the transform to two views."""
         return view_pairs(self.options.views, self.student.backbone)
 
-    def schedules(self, step: Step) -> dict[str, float]:
-        """Return the teacher's momentum."""
-        return {"momentum": super().schedules(step)["momentum"]}
-
     def forward(self, batch: Batch, step: Step) -> Output:
         """Compute the loss, the mean over images and both directions."""
         inputs = inputs_of(batch, self.teacher.backbone, self.options)
@@ -359,4 +356,4 @@ class Contextual(StudentTeacher):
     def after_step(self, step: Step) -> None:
         """Add the images of all ranks to the memory, in the order of the batch, and update the teacher."""
         self.memory.push(step.gather(self._pooled).flatten(0, 1))
-        self.teacher.follow(self.student, self.schedules(step)["momentum"])
+        self.move_teacher(step)

@@ -369,7 +369,7 @@ class LOCA(StudentTeacher):
             targets: (B, N, E) the teacher's embeddings of all reference patches.
             step: sets the temperatures.
         """
-        prototypes, temperature = self.teacher.prototypes("cluster").weight, self.schedules(step)["teacher_temperature"]
+        prototypes, temperature = self.teacher.prototypes("cluster").weight, self.teacher_temperature(step)
         return SelfDistillation(
             self.student.prototypes("cluster").weight,
             prototypes,
@@ -378,9 +378,9 @@ class LOCA(StudentTeacher):
             temperature,
         )
 
-    def after_step(self, step: Step) -> None:
-        """Update the teacher."""
-        self.move_teacher(step)
+    def schedules(self, step: Step) -> dict[str, float]:
+        """Return the teacher's momentum and temperature."""
+        return {**super().schedules(step), "teacher_temperature": self.teacher_temperature(step)}
 
 
 def _kept(name: str, ratio: float, patches: int) -> int:

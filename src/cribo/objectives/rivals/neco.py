@@ -30,7 +30,7 @@ from cribo.objectives.crops import (
 )
 from cribo.objectives.overlap import align, overlap_area, overlap_boxes
 from cribo.objectives.rivals.sorting import SortingKind, SortingNetwork
-from cribo.objectives.self_distillation import Distillation, Network
+from cribo.objectives.self_distillation import Network, StudentTeacher
 from cribo.objectives.trunk import encode, encode_frozen
 
 Similarity = Literal["cosine", "euclidean"]
@@ -95,7 +95,7 @@ def _centred(boxes: Int[Tensor, "n 4"], views: Crops, size: tuple[int, int]) -> 
     return torch.cat((places, sides), dim=1)
 
 
-class NeCo(Distillation):
+class NeCo(StudentTeacher):
     """Consistency of patch neighbours, for pretrained networks with patch tokens or a feature map.
 
     Reads `views` (the global crops; the others differ in size and area), `backbone`, `head` (its MLP), `optim`, and
@@ -130,6 +130,9 @@ class NeCo(Distillation):
     # parts have the released rates.
     lr_factors = {"backbone.": 0.1}
 
+    student: Network
+    teacher: Network
+
     def __init__(
         self,
         setting: Setting,
@@ -142,7 +145,10 @@ class NeCo(Distillation):
         sorting: SortingKind = "bitonic",
         steepness: tuple[Annotated[float, above(0)], Annotated[float, above(0)]] = (100.0, 100.0),
     ) -> None:
-        super().__init__(setting, levels={})
+        super().__init__(setting)
+        options = setting.options
+        self.student = Network(setting.build_backbone(), options.head, levels={}, seed=options.seed)
+        self.teacher = self.student.make_teacher()
         backbone, recipe = self.student.backbone, setting.options.views
         if local_size is None:
             local_size = max(1, _LOCAL_SIZE // backbone.patch_size) * backbone.patch_size
@@ -160,7 +166,6 @@ class NeCo(Distillation):
         self.student_sorting = SortingNetwork(grid**2, sorting, steepness=steepness[0])
         self.teacher_sorting = SortingNetwork(grid**2, sorting, steepness=steepness[1])
         self.images_per_group = setting.options.objects.group_size
-        self.uses_all_parameters = False  # those of the global token, such as attention pooling, get no gradient
         # Local crops differ in size and area only.
         sets = multi_crop(
             recipe, count=local_crops, size=local_size, area=local_area, blur=recipe.blur, solarise=recipe.solarise
@@ -198,14 +203,6 @@ class NeCo(Distillation):
         networks = self.student_sorting, self.teacher_sorting
         losses, entropies = neighbour_losses(*pairs, order, networks, similarity=self.similarity)
         return Output({"neco": losses.mean()}, {"rank_entropy": entropies.mean()})
-
-    def schedules(self, step: Step) -> dict[str, float]:
-        """Return the teacher's momentum."""
-        return {"momentum": step.cosine(*self.options.optim.momentum)}
-
-    def after_step(self, step: Step) -> None:
-        """Update the teacher."""
-        self.move_teacher(step)
 
 
 def _maps(network: Network, tokens: Tensor, grid: tuple[int, int], images: int) -> Float[Tensor, "v b e h w"]:

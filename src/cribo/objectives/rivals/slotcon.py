@@ -27,7 +27,7 @@ from cribo.objectives.config import HeadConfig, Temperature
 from cribo.objectives.crops import CropSampler, CropSet
 from cribo.objectives.mlp import make_mlp
 from cribo.objectives.overlap import align, overlap_area, overlap_boxes
-from cribo.objectives.self_distillation import PredictingNetwork, StudentTeacher
+from cribo.objectives.self_distillation import StudentNetwork, StudentTeacher
 from cribo.objectives.trunk import encode, inputs_of
 from cribo.objectives.views import drop_path_noise
 
@@ -179,7 +179,7 @@ def slot_loss(
     return torch.cat([checkpoint(of_block, *block, use_reentrant=False) for block in blocks])
 
 
-class SlotNetwork(PredictingNetwork):
+class SlotNetwork(StudentNetwork):
     """Backbone, projector, prototypes, and the student's predictor.
 
     Args:
@@ -189,9 +189,10 @@ class SlotNetwork(PredictingNetwork):
         seed: the only source of the random weights.
     """
 
+    student_only = "predictor"
+
     def __init__(self, backbone: Backbone, config: HeadConfig, *, batch_norm: bool, seed: int) -> None:
-        super().__init__()
-        self.backbone = backbone
+        super().__init__(backbone)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(keyed_generator(seed, 1).initial_seed())
             self.projector = make_mlp(backbone.embed_dim, config, batch_norm=batch_norm)
@@ -281,6 +282,10 @@ class SlotCon(StudentTeacher):
         sites = self.student.backbone.num_drop_path_sites
         return OverlappingPairs(CropSet("views", self.options.views), drop_path_sites=sites)
 
+    def schedules(self, step: Step) -> dict[str, float]:
+        """Return the teacher's momentum and temperature."""
+        return {**super().schedules(step), "teacher_temperature": self.teacher_temperature(step)}
+
     def forward(self, batch: Batch, step: Step) -> Output:
         """Compute both losses, each the sum of both directions. Synchronises with the device to select slots."""
         inputs = inputs_of(batch, self.teacher.backbone, self.options)
@@ -314,7 +319,7 @@ class SlotCon(StudentTeacher):
             other.flip(0),
             self.centre.value,
             student_temperature=self.options.losses.student_temperature,
-            teacher_temperature=self.schedules(step)["teacher_temperature"],
+            teacher_temperature=self.teacher_temperature(step),
         )
         overlapping = (overlap[0, :, 2:] > overlap[0, :, :2]).all(dim=1)
         counts = step.gather(overlapping.sum())
@@ -350,7 +355,7 @@ class SlotCon(StudentTeacher):
         directions = F.normalize(self._features.flatten(0, -2), dim=-1)
         prototypes = F.normalize(self.teacher.prototypes.weight, dim=-1)
         self.centre.update(*sum_over_ranks(directions, step), prototypes)
-        self.teacher.follow(self.student, self.schedules(step)["momentum"])
+        self.move_teacher(step)
 
 
 def gather_rows(rows: Float[Tensor, "r e"], lengths: Sequence[int], step: Step) -> Float[Tensor, "z e"]:

@@ -274,11 +274,3 @@ class TimeT(StudentTeacher):
         groups = targets.unflatten(0, (-1, self.images_per_group)).flatten(1)
         used = torch.zeros(len(groups), prototypes, device=targets.device).scatter_(1, groups, 1.0)
         return used.sum(), used.numel()
-
-    def schedules(self, step: Step) -> dict[str, float]:
-        """Return the teacher's momentum."""
-        return {"momentum": step.cosine(*self.options.optim.momentum)}
-
-    def after_step(self, step: Step) -> None:
-        """Update the teacher."""
-        self.move_teacher(step)
