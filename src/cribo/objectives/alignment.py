@@ -84,7 +84,6 @@ class Alignment(PairObjective):
         if cross_view or cross_image or object_neighbours:
             self.images_per_group = options.objects.group_size
         self.use_pairs(self.weights, points=grid)
-        self._found: list[Found] = []  # one per micro-batch of the step so far
 
     def frozen(self, step: Step) -> Iterable[nn.Parameter]:
         """Return nothing: there is no head to train first."""
@@ -102,7 +101,6 @@ class Alignment(PairObjective):
         tokens = encode(self.student.backbone, inputs, drop_path_noise=noise).tokens.unflatten(0, (-1, 2))
         found = Found(batch.images)
         self.find(found, targets, batch, step)
-        self._found.append(found)
         pairs: dict[str, Any] = {}
         metrics: dict[str, Any] = {}
         if found.points is not None:
@@ -114,12 +112,6 @@ class Alignment(PairObjective):
             metrics["bootstrapping_ratio"] = found.matches.valid.sum(), found.matches.valid.numel()
         features = StepFeatures(inputs, tokens, pairs, found.matches)
         return Output({name: term(features, step) for name, term in self.terms.items()}, metrics)
-
-    def after_step(self, step: Step) -> None:
-        """Update the teacher, and push the step's objects and patches to their banks."""
-        found, self._found = self._found, []
-        super().after_step(step)
-        self.push(found, step)
 
 
 def _check(weights: dict[str, float], options: ObjectiveOptions) -> None:

@@ -92,7 +92,6 @@ class CrIBo(PairObjective, Distillation):
                 losses.cross_image_from_epoch,
                 options.optim.epochs,
             )
-        self._results: list[Result] = []  # one per micro-batch of the step so far
         self.last_result: Result | None = None
 
     @property
@@ -150,7 +149,6 @@ class CrIBo(PairObjective, Distillation):
             losses |= {name: term(features, step) for name, term in self.terms.items()}
         result.losses = {name: loss.detach() for name, loss in losses.items()}
         self.last_result = result
-        self._results.append(result)
         return Output(losses, metrics)
 
     @torch.no_grad()
@@ -165,6 +163,8 @@ class CrIBo(PairObjective, Distillation):
         if result.objects is not None and self._projects_objects:
             with part("object projections"):
                 result.teacher_objects = self.teacher.head(result.objects.teacher)
+        self.embeddings["image"].append(images)
+        self.embeddings["object"].append(result.teacher_objects)
         return result
 
     # --------------------------------------------------------------------------------- 3.2.3 training objectives
@@ -203,17 +203,6 @@ class CrIBo(PairObjective, Distillation):
     @property
     def _projects_objects(self) -> bool:
         return bool(self.weights["cross_view"] or self.weights["cross_image"])
-
-    # ---------------------------------------------------------------------------------------- update after a step
-
-    @torch.no_grad()
-    def after_step(self, step: Step) -> None:
-        """Update centres and teacher, and push the step's objects and patches to their banks."""
-        results, self._results = self._results, []
-        images, objects = zip(*((result.teacher_images, result.teacher_objects) for result in results), strict=True)
-        self.update_centres(step, {"image": images, "object": objects})
-        self.move_teacher(step)
-        self.push(results, step)
 
     # ------------------------------------------------------------------------------------------ records of a run
 

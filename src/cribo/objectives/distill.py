@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from cribo.base.bounds import at_least
 from cribo.base.errors import ConfigError
-from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch
 from cribo.method.precision import at_least_float32, in_float32
 from cribo.models import Backbone, Features, load_backbone, normalise
@@ -20,6 +19,7 @@ from cribo.models.config import CompileMode
 from cribo.models.licences import with_teacher
 from cribo.objectives.base import Columns, Objective, Output, Setting, Step, sum_over_ranks
 from cribo.objectives.crops import augmented
+from cribo.objectives.mlp import seeded_weights
 from cribo.objectives.views import ViewPairs, drop_path_noise
 
 _SLOWEST = 0.01  # minimum weight of a step in the moving averages
@@ -103,8 +103,7 @@ class Distill(Objective):
         student.licences = with_teacher(student.licences, loaded.licences)
         rows = setting.options.views.size // self.exported().patch_size
         self.teacher_size = loaded.fixed_size or rows * loaded.patch_size
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(keyed_generator(setting.options.seed, 1).initial_seed())
+        with seeded_weights(setting.options.seed):
             widths = self.exported().embed_dim, loaded.embed_dim
             heads = {"global": nn.Linear(*widths)}
             if widths[0] != widths[1]:

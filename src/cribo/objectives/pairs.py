@@ -65,6 +65,7 @@ class PairObjective(StudentTeacher):
         patch_bank: bank of features at points.
         cluster: the clustering.
         criterion: the criterion for positive pairs.
+        found: what was found in the micro-batches of the step so far.
     """
 
     def use_pairs(
@@ -100,6 +101,7 @@ class PairObjective(StudentTeacher):
             ),
             "anchor": lambda: Anchor(self.exported(), losses.anchor_kind),
         }
+        self.found: list[Found] = []
         self.terms: dict[str, Term] = {name: make() for name, make in makers.items() if name in terms}
         self.anchor = self.terms.get("anchor")  # the only term with a state
         self.reads = {*reads, *(each for term in self.terms.values() for each in term.reads)}
@@ -115,7 +117,8 @@ class PairObjective(StudentTeacher):
 
     @torch.no_grad()
     def find(self, found: Found, tokens: Float[Tensor, "b 2 n d"], batch: Batch, step: Step) -> None:
-        """Find what the losses read in the teacher's tokens; adds it to `found`."""
+        """Find what the losses read in the teacher's tokens, and add it to `found`."""
+        self.found.append(found)
         if "points" in self.reads:
             with part("patch losses"):
                 found.points = find_points(tokens, batch, grid=self.grid, side=self.points_side)
@@ -143,6 +146,12 @@ class PairObjective(StudentTeacher):
         return self.object_bank.match(objects, group_size=self.images_per_group, criterion=self.criterion)
 
     # ------------------------------------------------------------------------------ update after a step, checkpoints
+
+    def after_step(self, step: Step) -> None:
+        """Update centres and teacher, and push the step's objects and points to their banks."""
+        super().after_step(step)
+        found, self.found = self.found, []
+        self.push(found, step)
 
     @part("bank update")
     def push(self, parts: Sequence[Found], step: Step) -> None:

@@ -8,13 +8,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cribo.data.randomness import keyed_generator
-from cribo.method import Centre, ProjectionHead, PrototypeLayer, SelfDistillation, cross_view_loss
+from cribo.method import Centre, PrototypeLayer, SelfDistillation, cross_view_loss
 from cribo.models import Backbone
 from cribo.models.config import CompileMode
 from cribo.models.lora import plain_copy
 from cribo.objectives.base import Objective, Setting, Step, move_towards, sum_over_ranks
 from cribo.objectives.config import HeadConfig
+from cribo.objectives.mlp import make_head, seeded_weights
 from cribo.objectives.objects import mean_over_groups
 from cribo.objectives.sinkhorn import sinkhorn_centre
 from cribo.training.timing import part
@@ -71,16 +71,8 @@ class Network(StudentNetwork):
 
     def __init__(self, backbone: Backbone, config: HeadConfig, *, levels: Mapping[str, int], seed: int) -> None:
         super().__init__(backbone)
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(keyed_generator(seed, 1).initial_seed())
-            self.head = ProjectionHead(
-                backbone.embed_dim,
-                hidden_dim=config.hidden_dim,
-                bottleneck_dim=config.bottleneck_dim,
-                num_layers=config.layers,
-                bias=config.bias,
-                init_std=config.init_std,
-            )
+        with seeded_weights(seed):
+            self.head = make_head(backbone.embed_dim, config)
             self.levels = tuple(levels)
             for level, prototypes in levels.items():
                 layer = PrototypeLayer(config.bottleneck_dim, prototypes, train_gain=config.train_gain)
@@ -160,6 +152,9 @@ class Distillation(StudentTeacher):
     Args:
         setting: the run.
         levels: number of prototypes of each last layer, by name.
+
+    Attributes:
+        embeddings: the teacher's embeddings of each level in this step, which `forward` appends for the centres.
     """
 
     student: Network
@@ -174,6 +169,8 @@ class Distillation(StudentTeacher):
             self.add_module(f"{level}_centre", Centre(prototypes, momentum=options.losses.centre_momentum))
         self.uses_all_parameters = not options.optim.freeze_backbone_epochs
         self.self_distillation = SelfDistillation
+        # The teacher's (..., E) in this step, one tensor per micro-batch.
+        self.embeddings: dict[str, list[Float[Tensor, ...]]] = {level: [] for level in levels}
 
     def schedules(self, step: Step) -> dict[str, float]:
         """Return the teacher's momentum and temperature."""
@@ -235,17 +232,18 @@ class Distillation(StudentTeacher):
 
         self.self_distillation = Compiled
 
+    def after_step(self, step: Step) -> None:
+        """Update the centres and the teacher."""
+        self.update_centres(step)
+        super().after_step(step)
+
     @part("centres")
     @torch.no_grad()
-    def update_centres(self, step: Step, embeddings: Mapping[str, Sequence[Float[Tensor, "..."]]]) -> None:
-        """Update the centres with the mean logits of the whole batch.
-
-        Args:
-            step: the completed step.
-            embeddings: (..., E) the teacher's embeddings of each level, one tensor per micro-batch.
-        """
+    def update_centres(self, step: Step) -> None:
+        """Update the centres with the mean logits of the whole batch."""
+        embeddings, self.embeddings = self.embeddings, {level: [] for level in self.embeddings}
         if self.options.losses.centring == "sinkhorn":
             return
         for name, parts in embeddings.items():
-            rows = torch.cat([part.flatten(0, -2) for part in parts])
+            rows = torch.cat([each.flatten(0, -2) for each in parts])
             self.centre(name).update(*sum_over_ranks(rows, step), self.level(name, step).teacher_prototypes)

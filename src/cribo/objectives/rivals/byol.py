@@ -12,14 +12,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from cribo.base.errors import ConfigError
-from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, SampleTransform
 from cribo.method.precision import in_float32
 from cribo.models import Backbone
 from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.collapse import feature_std
 from cribo.objectives.config import HeadConfig
-from cribo.objectives.mlp import make_mlp
+from cribo.objectives.mlp import make_mlp, seeded_weights
 from cribo.objectives.self_distillation import StudentNetwork, StudentTeacher
 from cribo.objectives.trunk import encode, inputs_of
 from cribo.objectives.views import drop_path_noise, view_pairs
@@ -65,8 +64,7 @@ class PredictiveNetwork(StudentNetwork):
                 dim, config, batch_norm=batch_norm, activation=nn.ReLU, running_statistics=True, last_bias=False
             )
 
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(keyed_generator(seed, 1).initial_seed())
+        with seeded_weights(seed):
             self.projector = mlp(backbone.embed_dim)
             self.predictors = nn.ModuleDict({level: mlp(config.bottleneck_dim) for level in levels})
 

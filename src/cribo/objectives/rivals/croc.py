@@ -151,7 +151,6 @@ class CrOC(Distillation):
             sharpness=options.objects.sharpness,
             images_per_range=self.images_per_group if cost_range == "group" else 1,
         )
-        self._embeddings: dict[str, list[Float[Tensor, "2 r e"]]] = {"image": [], "object": []}
 
     def samples(self) -> ViewPairs:
         """Return the transform to view pairs."""
@@ -197,7 +196,7 @@ class CrOC(Distillation):
             "object": self.teacher.head(objects.pool(tokens, global_tokens)),
         }
         for name, rows in embeddings.items():
-            self._embeddings[name].append(rows)
+            self.embeddings[name].append(rows)
         return objects, embeddings
 
     @torch.no_grad()
@@ -214,13 +213,6 @@ class CrOC(Distillation):
         marginals = self.options.objects.marginals
         initial = draw_clusters(similarity, batch["token_noise"], self.k_start, marginals=marginals)
         return self.cluster(of_patches, of_cls, batch["coordinates"], initial)
-
-    @torch.no_grad()
-    def after_step(self, step: Step) -> None:
-        """Update the centres and the teacher."""
-        embeddings, self._embeddings = self._embeddings, {"image": [], "object": []}
-        self.update_centres(step, embeddings)
-        self.move_teacher(step)
 
     def level(self, name: str, step: Step) -> SelfDistillation:
         """Return the prototypes, the centre and the temperatures of a level at a step."""

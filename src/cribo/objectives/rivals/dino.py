@@ -56,7 +56,6 @@ class DINO(Distillation):
         self.crops = CropSampler(*sets, drop_path_sites=backbone.num_drop_path_sites)
         if setting.options.losses.centring == "sinkhorn":
             self.images_per_group = setting.options.objects.group_size
-        self._embeddings: list[Float[Tensor, "2 b e"]] = []
 
     def samples(self) -> SampleTransform:
         """Return the transform to global and local crops."""
@@ -90,7 +89,7 @@ class DINO(Distillation):
             images: B, number of images.
         """
         level, teacher = self.level("image", step), embeddings.unflatten(0, (2, images))
-        self._embeddings.append(teacher)
+        self.embeddings["image"].append(teacher)
         with torch.no_grad():
             targets = []
             for group in self.groups(images):
@@ -105,13 +104,6 @@ class DINO(Distillation):
     def groups(self, images: int) -> list[slice]:
         """Return the groups of images that share a centre: the whole micro-batch with the moving average."""
         return self.image_groups(images) if self.options.losses.centring == "sinkhorn" else [slice(0, images)]
-
-    @torch.no_grad()
-    def after_step(self, step: Step) -> None:
-        """Update the centre and the teacher."""
-        embeddings, self._embeddings = self._embeddings, []
-        self.update_centres(step, {"image": embeddings})
-        self.move_teacher(step)
 
 
 def dino_loss(targets: Float[Tensor, "2 b l"], logits: Float[Tensor, "v b l"]) -> Float[Tensor, ""]:

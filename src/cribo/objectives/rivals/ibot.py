@@ -148,7 +148,7 @@ class IBOT(DINO):
             token = nn.Parameter(backbone.model.cls_token.new_zeros(width), requires_grad=requires_grad)
             network.register_parameter("mask_token", token)
         backbone.accept_masks()
-        self._patches: list[Float[Tensor, "2 b n e"]] = []
+        self.embeddings["patch"] = []
 
     def forward(self, batch: Batch, step: Step) -> Output:
         """Compute the loss of [CLS] over all pairs of different crops, and the loss of the masked patches."""
@@ -163,7 +163,7 @@ class IBOT(DINO):
         with torch.no_grad():
             targets = encode(teacher.backbone, unmasked)
             embeddings, patches = teacher.head(targets.global_token), teacher.head(targets.tokens).unflatten(0, (2, -1))
-        self._patches.append(patches)
+        self.embeddings["patch"].append(patches)
         features = encode(student.backbone, masked, drop_path_noise=global_noise, mask=mask)
         tokens = features.global_token, encode(student.backbone, local, drop_path_noise=local_noise).global_token
         loss, entropy = self.image_loss(embeddings, student.head(torch.cat(tokens)), step, images=len(batch))
@@ -181,13 +181,6 @@ class IBOT(DINO):
     def level(self, name: str, step: Step) -> SelfDistillation:
         """Return prototypes, centre and temperatures of `image` or `patch`: only the centres differ."""
         return replace(super().level("image", step), centre=self.centre(name).value)
-
-    @torch.no_grad()
-    def after_step(self, step: Step) -> None:
-        """Update the centres and the teacher."""
-        patches, self._patches = self._patches, []
-        self.update_centres(step, {"patch": patches})
-        super().after_step(step)
 
 
 @in_float32

@@ -15,14 +15,12 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from timm.layers.mlp import Mlp
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from cribo.base.bounds import at_least
 from cribo.base.errors import ConfigError
-from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, Sample
 from cribo.method import Crops, SelfDistillation
-from cribo.method.blocks import rows_per_block
+from cribo.method.blocks import in_blocks, rows_per_block
 from cribo.method.precision import in_float32
 from cribo.models import Backbone
 from cribo.objectives.base import Columns, Output, Setting, Step
@@ -35,6 +33,7 @@ from cribo.objectives.crops import (
     crop_noise,
     multi_crop,
 )
+from cribo.objectives.mlp import seeded_weights
 from cribo.objectives.rivals.dropping import accept_drops, gather_tokens
 from cribo.objectives.self_distillation import Network, StudentTeacher
 from cribo.objectives.sinkhorn import sinkhorn_centre
@@ -198,8 +197,7 @@ def cluster_losses(
         return -weights @ (targets * logits).sum(dim=1), logits.exp().sum(dim=0)
 
     size = rows_per_block(len(level.student_prototypes), student.device)
-    blocks = zip(*(rows.split(size) for rows in (student, teacher, weights)), strict=True)
-    entropies, masses = zip(*(checkpoint(of_block, *block, use_reentrant=False) for block in blocks), strict=True)
+    entropies, masses = zip(*in_blocks(of_block, student, teacher, weights, size=size), strict=True)
     mean = torch.stack(masses).sum(dim=0) / len(student)
     return torch.stack((torch.stack(entropies).sum(), -torch.special.entr(mean).sum()))
 
@@ -218,8 +216,7 @@ class LOCANetwork(Network):
         super().__init__(backbone, config, levels={"cluster": config.prototypes}, seed=seed)
         dim = backbone.embed_dim
         heads = math.gcd(dim, backbone.key_heads or 1)  # a readout changes D
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(keyed_generator(seed, 3).initial_seed())
+        with seeded_weights(seed, purpose=3):
             self.position = PositionHead(dim, positions, heads=heads, hidden_dim=4 * dim)
 
 

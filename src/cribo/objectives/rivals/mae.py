@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from cribo.base.bounds import at_least
 from cribo.base.errors import ConfigError
-from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, Sample
 from cribo.models import Backbone, normalise
 from cribo.models.config import CompileMode
 from cribo.objectives.base import Columns, Objective, Output, Setting, Step
 from cribo.objectives.crops import CropSampler, CropSet
+from cribo.objectives.mlp import seeded_weights
 from cribo.objectives.rivals.dropping import accept_drops, gather_tokens
 
 
@@ -100,8 +100,7 @@ class MAE(Objective):
                 f"objective.args.decoder_dim must be a multiple of 4 and of decoder_heads {decoder_heads}, got "
                 f"{decoder_dim}"
             )
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(keyed_generator(options.seed, 1).initial_seed())
+        with seeded_weights(options.seed):
             self.decoder = Decoder(
                 self.backbone.embed_dim,
                 (side, side),

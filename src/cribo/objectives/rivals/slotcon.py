@@ -12,20 +12,18 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from cribo.base.errors import ConfigError
-from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, Sample
 from cribo.method import Centre, Crops, ViewRecipe, sample_crops
-from cribo.method.blocks import rows_per_block
+from cribo.method.blocks import in_blocks, rows_per_block
 from cribo.method.config import UnitInterval
 from cribo.method.precision import in_float32
 from cribo.models import Backbone
 from cribo.objectives.base import Columns, Output, Setting, Step, sum_over_ranks
 from cribo.objectives.config import HeadConfig, Temperature
 from cribo.objectives.crops import CropSampler, CropSet
-from cribo.objectives.mlp import make_mlp
+from cribo.objectives.mlp import make_mlp, seeded_weights
 from cribo.objectives.overlap import align, overlap_area, overlap_boxes
 from cribo.objectives.self_distillation import StudentNetwork, StudentTeacher
 from cribo.objectives.trunk import encode, inputs_of
@@ -175,8 +173,7 @@ def slot_loss(
         return 2 * temperature * ((predicted @ keys.T / temperature).logsumexp(dim=1) - positive / temperature)
 
     size = rows_per_block(len(keys), keys.device)
-    blocks = zip(predicted.split(size), targets.split(size), strict=True)
-    return torch.cat([checkpoint(of_block, *block, use_reentrant=False) for block in blocks])
+    return torch.cat(in_blocks(of_block, predicted, targets, size=size))
 
 
 class SlotNetwork(StudentNetwork):
@@ -193,8 +190,7 @@ class SlotNetwork(StudentNetwork):
 
     def __init__(self, backbone: Backbone, config: HeadConfig, *, batch_norm: bool, seed: int) -> None:
         super().__init__(backbone)
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(keyed_generator(seed, 1).initial_seed())
+        with seeded_weights(seed):
             self.projector = make_mlp(backbone.embed_dim, config, batch_norm=batch_norm)
             self.prototypes = nn.Embedding(config.prototypes, config.bottleneck_dim)  # from N(0, 1)
             self.predictor: nn.Module = make_mlp(config.bottleneck_dim, config, batch_norm=batch_norm)
