@@ -20,7 +20,7 @@ from cribo.data.samples import Batch, LazyImage, Sample
 from cribo.method import Crops, ViewRecipe, cut_views, sample_crops
 from cribo.models import Backbone, normalise
 from cribo.objectives import Columns, Objective, Output, Setting, Step
-from cribo.objectives.views import load_for_crops
+from cribo.objectives.crops import load_for_crops
 
 
 class TwoFrames:

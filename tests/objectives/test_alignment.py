@@ -14,7 +14,6 @@ from cribo.data.scenes import Scenes
 from cribo.method import MemoryBank, patch_coordinates, pool_objects
 from cribo.models import load_backbone
 from cribo.objectives import Setting, Step
-from cribo.objectives import alignment as module
 from cribo.objectives.alignment import Alignment
 from cribo.objectives.headfree import soft_neighbour_loss
 from cribo.objectives.objects import Objects, find_objects, label_tokens
@@ -142,11 +141,11 @@ def test_a_loss_with_weight_0_is_not_computed(tiny: Tiny, monkeypatch: pytest.Mo
 
     objective, batch = with_banks(tiny, cross_view=1)
     monkeypatch.setattr(MemoryBank, "match", refuse)
-    monkeypatch.setattr("cribo.objectives.extras.soft_neighbour_loss", refuse)
+    monkeypatch.setattr("cribo.objectives.terms.soft_neighbour_loss", refuse)
     assert set(objective(batch, STEP).losses) == {"points", "cross_view"}
     assert objective.object_bank.bank is None
     objective, batch = with_banks(tiny)
-    monkeypatch.setattr(module, "label_tokens", refuse)
+    monkeypatch.setattr("cribo.objectives.pairs.label_tokens", refuse)
     assert set(objective(batch, STEP).losses) == {"points"}
     assert make(tiny, points=0, patch_neighbours=0.5).weights == {"patch_neighbours": 0.5}
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from cribo.data.samples import SampleDataset
 from cribo.data.scenes import Scenes
 from cribo.objectives import Objective, Output, Setting, Step, make_objective
-from cribo.objectives.extras import Anchor, StepFeatures
+from cribo.objectives.terms import Anchor, StepFeatures
 from cribo.objectives.views import normalised_views
 from cribo.pretraining import PretrainConfig
 

@@ -15,7 +15,7 @@ from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
 from cribo.method import SelfDistillation
 from cribo.objectives import Setting, Step
-from cribo.objectives import cribo as module
+from cribo.objectives import pairs as module
 from cribo.objectives.collapse import prototype_entropy
 from cribo.objectives.config import ObjectsConfig
 from cribo.objectives.cribo import CrIBo, Result
@@ -71,7 +71,9 @@ class Bench:
         """Return an objective's result, with differentiable losses; L_ci^o is on from epoch 1."""
         used = self.objective if objective is None else objective
         output = used(self.batch(images), Step(4 * epoch, 4, 12))
-        used._results.clear()  # no step follows
+        used.found.clear()  # no step follows
+        for embeddings in used.embeddings.values():
+            embeddings.clear()
         assert used.last_result is not None
         return dataclasses.replace(used.last_result, losses=output.losses)
 

@@ -1,17 +1,23 @@
+import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from cribo.base.errors import ConfigError
 from cribo.cli import main
 from cribo.method import MemoryBank
 from cribo.objectives.cribo import CrIBo
+from cribo.objectives.objects import Objects
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.loading import load_config
+from cribo.pretraining.profile_report import profile_figure, profile_table
 from cribo.pretraining.profiling import Profile, fill_bank, profile
 from cribo.pretraining.session import Session
+from cribo.training.timing import part
 
 TINY = {
     "data.scenes.count": 40,
@@ -49,6 +55,27 @@ def test_frozen_blocks_and_patch_losses_are_parts_of_a_step() -> None:
     (step,) = profile(config(losses__patch_neighbours=1.0, **frozen), steps=1, warmup=2).steps
     assert all(seconds > 0 for seconds in step.parts.values())
     assert sum(step.parts.values()) == pytest.approx(step.step)
+
+
+class Sampled(CrIBo):
+    """An objective that names a part of its own."""
+
+    def find_objects(self, tokens: Any, labels: Any, batch: Any) -> Objects:
+        objects = super().find_objects(tokens, labels, batch)
+        with part("own part"):
+            objects.teacher.sum()
+        return objects
+
+
+def test_a_custom_objective_names_its_own_parts() -> None:
+    sampled = profile(config(objective__name=f"{__name__}.Sampled"), steps=1, warmup=2)
+    (step,) = sampled.steps
+    assert 0 < step.parts["own part"] == step.rows["Other"]
+    assert sum(step.rows.values()) == pytest.approx(step.step)
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(profile_table(sampled))
+    assert "own part" in console.export_text()
+    assert profile_figure(sampled).axes
 
 
 def test_objects_and_valid_matches_are_as_requested(measured: Profile) -> None:

@@ -20,9 +20,10 @@ from cribo.data.sources.images import FilesBelow
 from cribo.method import Matches
 from cribo.method.matching import NO_MATCH
 from cribo.objectives.banks import object_bank
-from cribo.objectives.base import Output, Setting, Step
-from cribo.objectives.cribo import CrIBo, Result
+from cribo.objectives.base import Setting, Step
+from cribo.objectives.cribo import CrIBo
 from cribo.objectives.objects import Objects, RowPairs
+from cribo.objectives.pairs import Found
 from cribo.objectives.pictures import draw_bootstrapping
 from cribo.objectives.views import ViewPairs
 
@@ -56,7 +57,8 @@ class LabelledViewPairs(ViewPairs):
     """
 
     def __init__(self, of: ViewPairs, folder: Path | None) -> None:
-        super().__init__(of.recipe, grid=of.grid, num_objects=of.num_objects, drop_path_sites=of.drop_path_sites)
+        recipe = of.sets[0].recipe
+        super().__init__(recipe, grid=of.grid, num_objects=of.num_objects, drop_path_sites=of.drop_path_sites)
         self.folder = folder
         self._files = None if folder is None else FilesBelow(folder)
 
@@ -164,9 +166,9 @@ class SupervisedCrIBo(CrIBo):
             self.class_bank.allocate(_as_rows(found).teacher)
         return found
 
-    def match(self, objects: Objects) -> Matches:
+    def match(self, objects: Objects, step: Step) -> Matches:
         """Return the nearest neighbours of objects in the bank, and whether they have the same classes."""
-        matches = super().match(objects)
+        matches = super().match(objects, step)
         if not self.uses_labels["matches"]:
             return matches
         assert isinstance(objects, ClassifiedObjects)
@@ -176,12 +178,12 @@ class SupervisedCrIBo(CrIBo):
         same = (classes == own).all(dim=2) & own.any(dim=2)
         return Matches(matches.nearest, matches.valid & same)
 
-    def push(self, results: Sequence[Result], step: Step) -> None:
+    def push(self, parts: Sequence[Found], step: Step) -> None:
         """Push the objects of a step and their classes."""
-        super().push(results, step)
-        images = torch.cat([result.batch_images for result in results])
-        found = [result.objects for result in results if isinstance(result.objects, ClassifiedObjects)]
-        self.class_bank.push([_as_rows(objects) for objects in found], images, step)
+        super().push(parts, step)
+        images = torch.cat([found.batch_images for found in parts])
+        objects = [found.objects for found in parts if isinstance(found.objects, ClassifiedObjects)]
+        self.class_bank.push([_as_rows(each) for each in objects], images, step)
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the banks' states."""
@@ -196,16 +198,7 @@ class SupervisedCrIBo(CrIBo):
 class RandomPairsCrIBo(CrIBo):
     """CrIBo whose positive pairs across images are random: every object with one of another image in the bank."""
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self._step = 0
-
-    def forward(self, batch: Batch, step: Step) -> Output:
-        """Compute the losses; see `CrIBo.forward`."""
-        self._step = step.number
-        return super().forward(batch, step)
-
-    def match(self, objects: Objects) -> Matches:
+    def match(self, objects: Objects, step: Step) -> Matches:
         """Return a random object of another image in the bank for each object, the same one for both views."""
         assert self.bank is not None
         slots = torch.tensor([slot for part in self.bank.rows.parts for slot in range(part.start, part.stop)]).long()
@@ -215,7 +208,7 @@ class RandomPairsCrIBo(CrIBo):
         for count in objects.counts:
             own = slice(first, first := first + count)
             if count and len(others := slots[images != (image := int(objects.images[own.start]))]):
-                generator = keyed_generator(self.options.seed, _PAIRS, self._step, image)
+                generator = keyed_generator(self.options.seed, _PAIRS, step.number, image)
                 nearest[own] = others[torch.randint(len(others), (count,), generator=generator)]
         nearest = nearest.to(objects.images.device).expand(2, -1)
         return Matches(nearest, nearest != NO_MATCH)

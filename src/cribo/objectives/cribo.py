@@ -13,32 +13,15 @@ from torch import Tensor
 
 from cribo.base.errors import ConfigError
 from cribo.data.samples import Batch, SampleDataset
-from cribo.method import (
-    Centre,
-    Matches,
-    MemoryBank,
-    cross_image_loss,
-    cross_view_loss,
-    pool_objects,
-)
-from cribo.models.config import CompileMode
-from cribo.objectives.banks import PatchBank, object_bank
+from cribo.method import Centre, Matches, MemoryBank, cross_image_loss, cross_view_loss
 from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.collapse import collapse_advice, measure_collapse
-from cribo.objectives.config import ObjectiveOptions
-from cribo.objectives.extras import LABELS, Anchor, StepFeatures, make_extras
-from cribo.objectives.objects import (
-    Objects,
-    check_objects,
-    find_clustering,
-    find_criterion,
-    find_objects,
-    label_tokens,
-)
-from cribo.objectives.points import GRID, Points, find_points
-from cribo.objectives.self_distillation import Distillation, Network
+from cribo.objectives.pairs import Found, PairObjective
+from cribo.objectives.self_distillation import Distillation
+from cribo.objectives.terms import LABELS, StepFeatures
 from cribo.objectives.trunk import Inputs, encode, inputs_of
-from cribo.objectives.views import ViewPairs, drop_path_noise, split_views
+from cribo.objectives.views import drop_path_noise, split_views
+from cribo.training.timing import backward_part, part
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,32 +30,24 @@ log = logging.getLogger("cribo")
 
 
 @dataclass
-class Result:
+class Result(Found):
     """Teacher outputs for a batch, and the student's losses.
 
     Attributes:
-        batch_images: (B,) index of each image in the collection.
         tokens: (B, 2, N, D) the teacher's tokens.
         teacher_images: (2, B, E) the teacher's image-level embeddings.
         teacher_objects: (2, R, E) the teacher's object-level embeddings; R is 0 if no loss uses objects.
-        objects: the objects; None if no loss uses them.
-        matches: matches of the objects; None while L_ci^o is off.
-        points: points of the views' overlap; None without soft neighbours of patches.
         losses: detached means over the batch's groups. `image`, `cross_view` and `cross_image` are 0 if off; losses
             that are not in the paper are present only if on.
     """
 
-    batch_images: Int[Tensor, " b"]
-    tokens: Float[Tensor, "b 2 n d"]
-    teacher_images: Float[Tensor, "2 b e"]
-    teacher_objects: Float[Tensor, "2 r e"]
-    objects: Objects | None = None
-    matches: Matches | None = None
-    points: Points | None = None
+    tokens: Float[Tensor, "b 2 n d"] = field(kw_only=True)
+    teacher_images: Float[Tensor, "2 b e"] = field(kw_only=True)
+    teacher_objects: Float[Tensor, "2 r e"] = field(kw_only=True)
     losses: dict[str, Tensor] = field(default_factory=dict)
 
 
-class CrIBo(Distillation):
+class CrIBo(PairObjective, Distillation):
     """Cross-image object-level bootstrapping.
 
     Contains student, teacher, memory bank and centres. `forward` does not modify them, so all micro-batches of a step
@@ -100,45 +75,29 @@ class CrIBo(Distillation):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting, levels=dict.fromkeys(("image", "object"), setting.options.head.prototypes))
         options, losses = setting.options, setting.options.losses
-        side = options.views.size // self.student.backbone.patch_size
-        _check(options, tokens=2 * side * side)
+        if not (losses.image or options.needs_objects or losses.patch_neighbours):
+            raise ConfigError("all of losses.image, losses.cross_view and losses.cross_image are 0: set at least one")
         self.images_per_group = options.objects.group_size
         # A last layer without its loss gets no gradient.
         self.uses_all_parameters = self.uses_all_parameters and bool(losses.image and losses.cross_view)
-        self.grid = (side, side)
-        self.object_bank = object_bank(options, setting.num_images)
-        self.patch_bank = PatchBank(options, on=bool(losses.patch_neighbours))
+        terms = [name for name in LABELS if getattr(losses, name)]
+        reads = ["objects"] if losses.cross_view else []
+        reads += ["objects", "object_bank", "matches"] if losses.cross_image else []
+        self.use_pairs(terms, reads=reads, from_epoch=losses.cross_image_from_epoch)
         self.bank_images = self.object_bank.num_images
-        self.anchor = Anchor(self.teacher.backbone, losses.anchor_kind) if losses.anchor else None
-        self.extras = make_extras(
-            {name: getattr(losses, name) for name in LABELS},
-            losses,
-            object_bank=self.object_bank,
-            patch_bank=self.patch_bank,
-            anchor=self.anchor,
-            group_size=self.images_per_group,
-            from_epoch=losses.cross_image_from_epoch,
-        )
-        self.weights = {"image": losses.image, "cross_view": losses.cross_view, "cross_image": losses.cross_image}
-        self.weights |= {name: getattr(losses, name) for name in self.extras}
-        self.cluster = find_clustering(options.objects)
-        self.criterion = find_criterion(options.objects)
-        self._results: list[Result] = []  # one per micro-batch of the step so far
+        self.weights = {name: getattr(losses, name) for name in ("image", "cross_view", "cross_image", *self.terms)}
+        if losses.cross_image and losses.cross_image_from_epoch >= options.optim.epochs:
+            log.warning(
+                "losses.cross_image_from_epoch %d is beyond optim.epochs %d: the run does not use L_ci^o",
+                losses.cross_image_from_epoch,
+                options.optim.epochs,
+            )
         self.last_result: Result | None = None
 
     @property
     def bank(self) -> MemoryBank | None:
         """The bank of objects; None before the first batch, or if no loss reads it."""
         return self.object_bank.bank
-
-    def samples(self) -> ViewPairs:
-        """Return the transform to view pairs."""
-        return ViewPairs(
-            self.options.views,
-            grid=self.grid,
-            num_objects=self.options.objects.num_objects if self.options.needs_objects else 0,
-            drop_path_sites=self.student.backbone.num_drop_path_sites,
-        )
 
     def forward(self, batch: Batch, step: Step) -> Output:
         """Compute the paper's three losses, whose weighted sum is equation 11, and the additional losses that are on.
@@ -151,101 +110,66 @@ class CrIBo(Distillation):
             ValueError: the batch is not a whole number of groups.
         """
         self.image_groups(len(batch))  # raises an error about the size of the batch before any work
-        inputs = self.inputs(batch)
+        inputs = inputs_of(batch, self.teacher.backbone, self.options)
         result = self._teach(inputs, batch, step)
-        with torch.set_grad_enabled(step.epoch >= self.options.optim.freeze_backbone_epochs):
-            global_tokens, tokens = self.encode(self.student, inputs, drop_path_noise(batch))
-        images = self.project_images(self.student, global_tokens)
+        with part("student backbone"), torch.set_grad_enabled(step.epoch >= self.options.optim.freeze_backbone_epochs):
+            features = encode(self.student.backbone, inputs, drop_path_noise=drop_path_noise(batch))
+            global_tokens, tokens = split_views(features)
+        with part("image projections"):
+            images = self.student.head(global_tokens)
+        # The last operation of the forward pass is the first one of the backward pass.
+        backward_part("image projections, backward", until=global_tokens)
+        backward_part("image loss, backward", until=images)
         # Losses that are off or have no objects are 0, but attached to the graph.
-        losses = dict.fromkeys(self.weights, 0 * images.sum())
-        if self.weights["image"]:
-            losses["image"] = self.image_loss(images, result.teacher_images, step)
+        losses: dict[str, Tensor] = {name: 0 * images.sum() for name in self.weights}
+        if self.weights["image"]:  # L_cv^g (equation 10)
+            with part("image loss"):
+                groups = self.image_groups(images.shape[1])
+                losses["image"] = self.cross_view("image", images, result.teacher_images, groups, step)
+            backward_part("pooling, backward", until=losses["image"])
         pairs: dict[str, Any] = {}
         metrics: dict[str, Any] = {}
         if result.objects is not None:
-            pooled = self.pool(result.objects, tokens)
+            with part("pooling"):
+                pooled = result.objects.features(tokens)
             pairs["objects"] = result.objects, pooled
             metrics["objects_per_image"] = sum(result.objects.counts), len(batch)
             if self._projects_objects:
-                losses |= self.object_losses(self.project_objects(self.student, pooled), result, step)
+                with part("object projections"):
+                    student = self.student.head(pooled)
+                backward_part("object projections, backward", until=pooled)
+                backward_part("object losses, backward", until=student)
+                losses |= self.object_losses(student, result, step)
         if result.matches is not None:
             metrics["bootstrapping_ratio"] = result.matches.valid.sum(), result.matches.valid.numel()
         if result.points is not None:
             pairs["points"] = result.points, result.points.features(tokens)
-        losses |= self.extra_losses(StepFeatures(inputs, tokens, pairs), step)
+        with part("patch losses"):
+            features = StepFeatures(inputs, tokens, pairs, result.matches)
+            losses |= {name: term(features, step) for name, term in self.terms.items()}
         result.losses = {name: loss.detach() for name, loss in losses.items()}
         self.last_result = result
-        self._results.append(result)
         return Output(losses, metrics)
-
-    # --------------------------------------------------- 3.2.1 coherent image regions, 3.2.2 cross-image matchings
 
     @torch.no_grad()
     def _teach(self, inputs: Inputs, batch: Batch, step: Step) -> Result:
         """Run the teacher: objects, their matches, and the embeddings that the student must predict."""
-        options = self.options
-        global_tokens, tokens = self.encode(self.teacher, inputs)
-        images = self.project_images(self.teacher, global_tokens)
-        result = Result(batch.images, tokens, images, images[:, :0])
-        if options.losses.patch_neighbours:
-            result.points = self.find_points(tokens, batch)
-        if options.needs_objects:
-            labels = self.label_tokens(tokens, batch)
-            objects = result.objects = self.find_objects(tokens, labels, batch)
-            if options.needs_bank:
-                self.object_bank.allocate(objects.teacher)
-            if options.losses.cross_image and step.epoch >= options.losses.cross_image_from_epoch:
-                result.matches = self.match(objects)
-            if self._projects_objects:
-                result.teacher_objects = self.project_objects(self.teacher, objects.teacher)
+        with part("teacher backbone"):
+            global_tokens, tokens = split_views(encode(self.teacher.backbone, inputs))
+        with part("image projections"):
+            images = self.teacher.head(global_tokens)
+        result = Result(batch.images, tokens=tokens, teacher_images=images, teacher_objects=images[:, :0])
+        self.find(result, tokens, batch, step)  # sections 3.2.1 and 3.2.2
+        if result.objects is not None and self._projects_objects:
+            with part("object projections"):
+                result.teacher_objects = self.teacher.head(result.objects.teacher)
+        self.embeddings["image"].append(images)
+        self.embeddings["object"].append(result.teacher_objects)
         return result
-
-    def inputs(self, batch: Batch) -> Inputs:
-        """Return the views of a batch, augmented, or their tokens after frozen blocks."""
-        return inputs_of(batch, self.teacher.backbone, self.options)
-
-    def encode(
-        self, network: Network, inputs: Inputs, noise: Float[Tensor, "two_b sites"] | None = None
-    ) -> tuple[Float[Tensor, "2 b d"], Float[Tensor, "b 2 n d"]]:
-        """Return a network's global tokens, view after view, and its tokens, image after image."""
-        return split_views(encode(network.backbone, inputs, drop_path_noise=noise))
-
-    def label_tokens(self, tokens: Float[Tensor, "b 2 n d"], batch: Batch) -> Int[Tensor, "b 2 n"]:
-        """Return the cluster of each of the teacher's tokens."""
-        return label_tokens(tokens, batch, self.options.objects, self.cluster)
-
-    def find_objects(self, tokens: Float[Tensor, "b 2 n d"], labels: Int[Tensor, "b 2 n"], batch: Batch) -> Objects:
-        """Return the objects of the teacher's tokens."""
-        return find_objects(*pool_objects(tokens, labels, self.options.objects.num_objects), labels, batch.images)
-
-    def find_points(self, tokens: Float[Tensor, "b 2 n d"], batch: Batch) -> Points:
-        """Return points of the overlap of both views, for soft neighbours of patches."""
-        return find_points(tokens, batch, grid=self.grid, side=GRID)
-
-    def pool(self, objects: Objects, tokens: Float[Tensor, "b 2 n d"]) -> Float[Tensor, "2 r d"]:
-        """Pool the student's tokens with the teacher's labels."""
-        return objects.features(tokens)
-
-    def match(self, objects: Objects) -> Matches:
-        """Return the nearest neighbours of objects in the bank, and whether they are positive pairs."""
-        return self.object_bank.match(objects, group_size=self.images_per_group, criterion=self.criterion)
 
     # --------------------------------------------------------------------------------- 3.2.3 training objectives
 
-    def project_images(self, network: Network, global_tokens: Float[Tensor, "2 b d"]) -> Float[Tensor, "2 b e"]:
-        """Return a network's image-level embeddings."""
-        return network.head(global_tokens)
-
-    def project_objects(self, network: Network, objects: Float[Tensor, "*r d"]) -> Float[Tensor, "*r e"]:
-        """Return a network's object-level embeddings."""
-        return network.head(objects)
-
-    def image_loss(
-        self, student: Float[Tensor, "2 b e"], teacher: Float[Tensor, "2 b e"], step: Step
-    ) -> Float[Tensor, ""]:
-        """L_cv^g (equation 10)."""
-        return self.cross_view("image", student, teacher, self.image_groups(student.shape[1]), step)
-
+    @part("object losses")
     def object_losses(
         self, student: Float[Tensor, "2 r e"], result: Result, step: Step
     ) -> dict[str, Float[Tensor, ""]]:
@@ -272,48 +196,13 @@ class CrIBo(Distillation):
         """Return the teacher's embeddings of the `count` valid neighbours; the head computes no others."""
         assert self.bank is not None
         views, rows = torch.nonzero_static(valid, size=count).unbind(dim=1)
-        return self.project_objects(self.teacher, self.bank.objects(views, nearest[views, rows]))
-
-    def extra_losses(self, features: StepFeatures, step: Step) -> dict[str, Float[Tensor, ""]]:
-        """Losses that are not in the paper."""
-        return {name: extra(features, step) for name, extra in self.extras.items()}
+        neighbours = self.bank.objects(views, nearest[views, rows])
+        with part("object projections"):
+            return self.teacher.head(neighbours)
 
     @property
     def _projects_objects(self) -> bool:
         return bool(self.weights["cross_view"] or self.weights["cross_image"])
-
-    # ------------------------------------------------------------------------------ update after a step, checkpoints
-
-    @torch.no_grad()
-    def after_step(self, step: Step) -> None:
-        """Update centres and teacher, and push the step's objects and patches to their banks."""
-        results, self._results = self._results, []
-        images, objects = zip(*((result.teacher_images, result.teacher_objects) for result in results), strict=True)
-        self.update_centres(step, {"image": images, "object": objects})
-        self.move_teacher(step)
-        self.push(results, step)
-
-    def push(self, results: Sequence[Result], step: Step) -> None:
-        """Push the objects and patches of a step's micro-batches to their banks."""
-        images = torch.cat([result.batch_images for result in results])
-        objects = [result.objects for result in results if result.objects is not None]
-        self.object_bank.push(objects, images, step)
-        points = [result.points for result in results if result.points is not None]
-        self.patch_bank.push_points(points, images, step)
-
-    def compile_parts(self, mode: CompileMode) -> None:
-        """Compile both backbones, the cross-entropy, and the clustering."""
-        super().compile_parts(mode)
-        self.cluster = torch.compile(self.cluster)
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return the banks' states. Banks are not buffers because distributed wrappers must not broadcast them."""
-        return {"bank": self.object_bank.state_dict(), "patch_bank": self.patch_bank.state_dict()}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Store the banks' states, to be restored when the banks are allocated."""
-        self.object_bank.load_state_dict(state["bank"])
-        self.patch_bank.load_state_dict(state.get("patch_bank"))  # older checkpoints have none
 
     # ------------------------------------------------------------------------------------------ records of a run
 
@@ -361,17 +250,3 @@ class CrIBo(Distillation):
 def _valid_counts(matches: Matches, groups: Sequence[slice]) -> list[int]:
     """Return the number of positive pairs of each group; synchronises with the device once."""
     return torch.stack([matches.valid[:, rows].sum() for rows in groups]).tolist()
-
-
-def _check(options: ObjectiveOptions, *, tokens: int) -> None:
-    losses, optim = options.losses, options.optim
-    if not (losses.image or options.needs_objects or losses.patch_neighbours):
-        raise ConfigError("all of losses.image, losses.cross_view and losses.cross_image are 0: set at least one")
-    if options.needs_objects:
-        check_objects(options, tokens=tokens, with_bank=options.needs_bank)
-    if losses.cross_image and losses.cross_image_from_epoch >= optim.epochs:
-        log.warning(
-            "losses.cross_image_from_epoch %d is beyond optim.epochs %d: the run does not use L_ci^o",
-            losses.cross_image_from_epoch,
-            optim.epochs,
-        )

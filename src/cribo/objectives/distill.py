@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from cribo.base.bounds import at_least
 from cribo.base.errors import ConfigError
-from cribo.data.photometric import apply_photometric
-from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch
 from cribo.method.precision import at_least_float32, in_float32
 from cribo.models import Backbone, Features, load_backbone, normalise
 from cribo.models.config import CompileMode
 from cribo.models.licences import with_teacher
 from cribo.objectives.base import Columns, Objective, Output, Setting, Step, sum_over_ranks
+from cribo.objectives.crops import augmented
+from cribo.objectives.mlp import seeded_weights
 from cribo.objectives.views import ViewPairs, drop_path_noise
 
 _SLOWEST = 0.01  # minimum weight of a step in the moving averages
@@ -103,8 +103,7 @@ class Distill(Objective):
         student.licences = with_teacher(student.licences, loaded.licences)
         rows = setting.options.views.size // self.exported().patch_size
         self.teacher_size = loaded.fixed_size or rows * loaded.patch_size
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(keyed_generator(setting.options.seed, 1).initial_seed())
+        with seeded_weights(setting.options.seed):
             widths = self.exported().embed_dim, loaded.embed_dim
             heads = {"global": nn.Linear(*widths)}
             if widths[0] != widths[1]:
@@ -139,10 +138,8 @@ class Distill(Objective):
 
     def forward(self, batch: Batch, step: Step) -> Output:
         """Compute the losses, means over views and positions."""
-        student, teacher, recipe = self.exported(), self.teacher, self.options.views
-        views = apply_photometric(
-            batch["views"].flatten(0, 1), batch["photometric"].flatten(), solarise_threshold=recipe.solarise_threshold
-        )
+        student, teacher = self.exported(), self.teacher
+        views = augmented(batch, "views", self.options.views).flatten(0, 1)
         with torch.no_grad():
             size = (self.teacher_size, self.teacher_size)
             seen = views if views.shape[2:] == size else F.interpolate(views, size, mode="bicubic", antialias=True)

@@ -4,10 +4,9 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from cribo.method.bank import MemoryBank
-from cribo.method.blocks import rows_per_block
+from cribo.method.blocks import in_blocks, rows_per_block
 from cribo.method.matching import NO_MATCH, Rows, similarities
 from cribo.method.precision import at_least_float32, in_float32
 
@@ -93,9 +92,7 @@ def soft_neighbour_loss(
             return _cross_entropy(own / student_temperature, cosines / teacher_temperature, found)
 
         size = rows_per_block(neighbours * student.shape[2], student.device)
-        blocks = zip(*(part.split(size) for part in (student[1 - view], cosines, places)), strict=True)
-        # The backward pass gathers the neighbours again, so that only one block of them is in memory.
-        entropies = torch.cat([checkpoint(of_block, *block, use_reentrant=False) for block in blocks])
+        entropies = torch.cat(in_blocks(of_block, student[1 - view], cosines, places, size=size))
         means.append(entropies.sum() / (places[:, 0] != NO_MATCH).sum().clamp_min(1))
     return torch.stack(means).mean()
 

@@ -8,18 +8,58 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cribo.data.randomness import keyed_generator
-from cribo.method import Centre, ProjectionHead, PrototypeLayer, SelfDistillation, cross_view_loss
+from cribo.method import Centre, PrototypeLayer, SelfDistillation, cross_view_loss
 from cribo.models import Backbone
 from cribo.models.config import CompileMode
 from cribo.models.lora import plain_copy
 from cribo.objectives.base import Objective, Setting, Step, move_towards, sum_over_ranks
 from cribo.objectives.config import HeadConfig
+from cribo.objectives.mlp import make_head, seeded_weights
 from cribo.objectives.objects import mean_over_groups
 from cribo.objectives.sinkhorn import sinkhorn_centre
+from cribo.training.timing import part
 
 
-class Network(nn.Module):
+class StudentNetwork(nn.Module):
+    """Base of networks that a student trains and its teacher follows.
+
+    Args:
+        backbone: the backbone, whose features are exported.
+
+    Attributes:
+        student_only: name of a child module that the teacher does not have, such as a predictor.
+        last_layers: parameters that are frozen in the first epochs; none by default.
+    """
+
+    student_only: str | None = None
+    last_layers: Sequence[nn.Parameter] = ()
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+    def make_teacher(self) -> Self:
+        """Return a copy without gradients and without what only the student has.
+
+        It stays in training mode: batch norms use the statistics of their batch, and stochastic depth is off because
+        the teacher gets no noise.
+        """
+        teacher = plain_copy(self).requires_grad_(False)
+        if self.student_only is not None:
+            setattr(teacher, self.student_only, nn.Identity())
+        return teacher
+
+    def follow(self, student: nn.Module, momentum: float) -> None:
+        """Update the moving average of the student's parameters."""
+        if self.student_only is None:
+            move_towards(self, student, momentum)
+            return
+        for name, child in self.named_children():
+            if name != self.student_only:
+                move_towards(child, student.get_submodule(name), momentum)
+
+
+class Network(StudentNetwork):
     """Backbone f, shared projection head h, and a last layer for each level, such as `image_prototypes`.
 
     Args:
@@ -30,25 +70,16 @@ class Network(nn.Module):
     """
 
     def __init__(self, backbone: Backbone, config: HeadConfig, *, levels: Mapping[str, int], seed: int) -> None:
-        super().__init__()
-        self.backbone = backbone
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(keyed_generator(seed, 1).initial_seed())
-            self.head = ProjectionHead(
-                backbone.embed_dim,
-                hidden_dim=config.hidden_dim,
-                bottleneck_dim=config.bottleneck_dim,
-                num_layers=config.layers,
-                bias=config.bias,
-                init_std=config.init_std,
-            )
+        super().__init__(backbone)
+        with seeded_weights(seed):
+            self.head = make_head(backbone.embed_dim, config)
             self.levels = tuple(levels)
             for level, prototypes in levels.items():
                 layer = PrototypeLayer(config.bottleneck_dim, prototypes, train_gain=config.train_gain)
                 self.add_module(f"{level}_prototypes", layer)
 
     @property
-    def last_layers(self) -> list[nn.Parameter]:
+    def last_layers(self) -> list[nn.Parameter]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Return the parameters of the last layers."""
         return [parameter for level in self.levels for parameter in self.prototypes(level).parameters()]
 
@@ -58,47 +89,15 @@ class Network(nn.Module):
         assert isinstance(layer, PrototypeLayer)
         return layer
 
-    def make_teacher(self) -> Self:
-        """Return a copy without gradients.
-
-        It stays in training mode: batch norms use the statistics of their batch, and stochastic depth is off because
-        the teacher gets no noise.
-        """
-        return plain_copy(self).requires_grad_(False)
-
-
-class PredictingNetwork(nn.Module):
-    """Base of networks whose student predicts its teacher: the teacher is a copy without the predictor.
-
-    Attributes:
-        student_only: name of the predictor, a child module.
-        last_layers: parameters that are frozen in the first epochs; none by default.
-    """
-
-    student_only = "predictor"
-    last_layers: Sequence[nn.Parameter] = ()
-
-    def make_teacher(self) -> Self:
-        """Return a copy without the predictor and without gradients, in training mode."""
-        teacher = plain_copy(self).requires_grad_(False)
-        setattr(teacher, self.student_only, nn.Identity())
-        return teacher
-
-    def follow(self, student: nn.Module, momentum: float) -> None:
-        """Update all parts but the predictor with the student's."""
-        for name, part in self.named_children():
-            if name != self.student_only:
-                move_towards(part, student.get_submodule(name), momentum)
-
 
 class StudentTeacher(Objective):
     """Base of objectives with a student and its moving average as teacher, which is exported.
 
-    Reads `optim` (momentum, frozen epochs) and `losses` (teacher temperature).
+    Reads `optim` (momentum, frozen epochs), and if a loss has a teacher's temperature, that of `losses`.
 
     Attributes:
-        student: the trained network, with a `backbone` and `last_layers`.
-        teacher: the moving average, with a `backbone`.
+        student: the trained network, a `StudentNetwork`.
+        teacher: the moving average, made by `StudentNetwork.make_teacher`.
     """
 
     student: Any
@@ -121,17 +120,23 @@ class StudentTeacher(Objective):
             yield from self.student.backbone.parameters()
 
     def schedules(self, step: Step) -> dict[str, float]:
-        """Return the teacher's momentum and temperature."""
-        losses = self.options.losses
-        return {
-            "momentum": step.cosine(*self.options.optim.momentum),
-            "teacher_temperature": step.linear(*losses.teacher_temperature, losses.teacher_temperature_epochs),
-        }
+        """Return the teacher's momentum."""
+        return {"momentum": step.cosine(*self.options.optim.momentum)}
 
+    def teacher_temperature(self, step: Step) -> float:
+        """Return tau_t at a step."""
+        losses = self.options.losses
+        return step.linear(*losses.teacher_temperature, losses.teacher_temperature_epochs)
+
+    def after_step(self, step: Step) -> None:
+        """Update the teacher."""
+        self.move_teacher(step)
+
+    @part("moving average")
     @torch.no_grad()
     def move_teacher(self, step: Step) -> None:
         """Update the teacher with the student."""
-        move_towards(self.teacher, self.student, self.schedules(step)["momentum"])
+        self.teacher.follow(self.student, self.schedules(step)["momentum"])
 
     def compile_parts(self, mode: CompileMode) -> None:
         """Compile both backbones."""
@@ -147,6 +152,9 @@ class Distillation(StudentTeacher):
     Args:
         setting: the run.
         levels: number of prototypes of each last layer, by name.
+
+    Attributes:
+        embeddings: the teacher's embeddings of each level in this step, which `forward` appends for the centres.
     """
 
     student: Network
@@ -161,6 +169,12 @@ class Distillation(StudentTeacher):
             self.add_module(f"{level}_centre", Centre(prototypes, momentum=options.losses.centre_momentum))
         self.uses_all_parameters = not options.optim.freeze_backbone_epochs
         self.self_distillation = SelfDistillation
+        # The teacher's (..., E) in this step, one tensor per micro-batch.
+        self.embeddings: dict[str, list[Float[Tensor, ...]]] = {level: [] for level in levels}
+
+    def schedules(self, step: Step) -> dict[str, float]:
+        """Return the teacher's momentum and temperature."""
+        return {**super().schedules(step), "teacher_temperature": self.teacher_temperature(step)}
 
     def centre(self, level: str) -> Centre:
         """Return the centre of a level."""
@@ -218,16 +232,18 @@ class Distillation(StudentTeacher):
 
         self.self_distillation = Compiled
 
-    @torch.no_grad()
-    def update_centres(self, step: Step, embeddings: Mapping[str, Sequence[Float[Tensor, "..."]]]) -> None:
-        """Update the centres with the mean logits of the whole batch.
+    def after_step(self, step: Step) -> None:
+        """Update the centres and the teacher."""
+        self.update_centres(step)
+        super().after_step(step)
 
-        Args:
-            step: the completed step.
-            embeddings: (..., E) the teacher's embeddings of each level, one tensor per micro-batch.
-        """
+    @part("centres")
+    @torch.no_grad()
+    def update_centres(self, step: Step) -> None:
+        """Update the centres with the mean logits of the whole batch."""
+        embeddings, self.embeddings = self.embeddings, {level: [] for level in self.embeddings}
         if self.options.losses.centring == "sinkhorn":
             return
         for name, parts in embeddings.items():
-            rows = torch.cat([part.flatten(0, -2) for part in parts])
+            rows = torch.cat([each.flatten(0, -2) for each in parts])
             self.centre(name).update(*sum_over_ranks(rows, step), self.level(name, step).teacher_prototypes)

@@ -11,6 +11,7 @@ from cribo.models.backbone import Features, Trunk
 from cribo.models.masking import Mask
 from cribo.objectives.config import BackboneConfig, ObjectiveOptions
 from cribo.objectives.views import normalised_views
+from cribo.training.timing import part
 
 Inputs = Float[Tensor, "b 3 h w"] | Trunk
 """Views, or their tokens after the shared blocks."""
@@ -27,9 +28,13 @@ def encode_frozen(
 ) -> Inputs:
     """Run the frozen blocks shared by student and teacher; return the views unchanged if there are none."""
     blocks = shared_blocks(backbone, config)
-    return backbone.encode_trunk(views, blocks, mask=mask) if blocks else views
+    if not blocks:
+        return views
+    with part("frozen blocks"):
+        return backbone.encode_trunk(views, blocks, mask=mask)
 
 
+@part("photometric")
 def inputs_of(batch: Batch, backbone: Backbone, options: ObjectiveOptions) -> Inputs:
     """Return the views of a batch of view pairs, or their tokens after the shared blocks, computed or cached."""
     if "trunk" in batch.samples:

@@ -9,12 +9,13 @@ from rich.table import Table
 from cribo.base.colours import LINE_COLOURS
 from cribo.base.drawing import house_style, write_figure
 from cribo.base.files import write_json
-from cribo.pretraining.profiling import OF_OBJECTS, TABLE, Profile, StepProfile
+from cribo.pretraining.profiling import OF_OBJECTS, OTHER, TABLE, Profile, StepProfile, rows_of
 
 PROFILE, FIGURE = "profile.json", "profile.png"
 
-_OTHERS = [row for row in TABLE if row not in OF_OBJECTS]
-_COLOURS = dict(zip(OF_OBJECTS, LINE_COLOURS, strict=False)) | dict(zip(_OTHERS, ("0.55", "0.7", "0.85"), strict=True))
+_GREYS = [row for row in (*TABLE, OTHER) if row not in OF_OBJECTS]
+_COLOURS: dict[str, str] = dict(zip(OF_OBJECTS, LINE_COLOURS, strict=False))
+_COLOURS |= dict(zip(_GREYS, ("0.55", "0.7", "0.85", "0.95"), strict=True))
 
 
 def write_profile(profile: Profile, folder: Path, *, command: str) -> list[Path]:
@@ -29,13 +30,15 @@ def profile_table(profile: Profile) -> Table:
     table = Table("", *(_heading(step) for step in steps), title=_title(profile))
     for column in table.columns[1:]:
         column.justify = "right"
-    for row, parts in TABLE.items():
-        if any(step.rows[row] for step in steps):
+    for row, parts in rows_of(part for step in steps for part in step.parts).items():
+        if any(step.rows.get(row) for step in steps):
             style = "cyan" if row in OF_OBJECTS else ""
-            table.add_row(row, *(_share(step.rows[row], step) for step in steps), style=f"bold {style}")
+            table.add_row(row, *(_share(step.rows.get(row, 0.0), step) for step in steps), style=f"bold {style}")
             for part in parts:
-                if any(step.parts[part] for step in steps):
-                    table.add_row(f"  {part}", *(_share(step.parts[part], step) for step in steps), style=style)
+                if any(step.parts.get(part) for step in steps):
+                    table.add_row(
+                        f"  {part}", *(_share(step.parts.get(part, 0.0), step) for step in steps), style=style
+                    )
     table.add_section()
     table.add_row("step (fastest to slowest)", *(_range(step) for step in steps), style="bold")
     objects = (_share(sum(step.rows[row] for row in OF_OBJECTS), step) for step in steps)
@@ -57,8 +60,8 @@ def profile_figure(profile: Profile) -> Figure:
         figure = Figure(figsize=(7.5, 1.1 + 0.55 * len(steps)), layout="constrained")
         axes, places = figure.subplots(), range(len(steps))
         left = [0.0 for _ in places]
-        for row in TABLE:
-            widths = [1000 * step.rows[row] for step in steps]
+        for row in dict.fromkeys(row for step in steps for row in step.rows):
+            widths = [1000 * step.rows.get(row, 0.0) for step in steps]
             axes.barh(places, widths, left=left, color=_COLOURS[row], edgecolor="white", label=row)
             left = [begin + width for begin, width in zip(left, widths, strict=True)]
         axes.set_yticks(places, [_heading(step) for step in steps])

@@ -6,7 +6,7 @@ Runs a few real steps, with a full bank and all losses, including those that sta
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -26,13 +26,12 @@ from cribo.base.machine import give_freed_memory_back
 from cribo.data.samples import Batch
 from cribo.method import NO_MATCH, Matches, MemoryBank
 from cribo.objectives.cribo import CrIBo
-from cribo.objectives.self_distillation import Network
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.footprint import peak_bytes, reset_peak
 from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.session import Forever, Session
-from cribo.pretraining.timing import StepTimer
 from cribo.training.lightning import interruptible, quiet_lightning
+from cribo.training.timing import StepTimer
 
 TABLE = {
     "Input": ("waiting for data", "photometric"),
@@ -57,15 +56,24 @@ TABLE = {
         "moving average",
     ),
 }
-"""Rows of the paper's table, and the parts of a step (`time_parts`) in each row."""
+"""Rows of the paper's table, and the parts of a step (`cribo.training.timing`) in each row."""
 
 OF_OBJECTS = ("Clustering", "NN retrieval", "Object projections", "Object losses")
 """Rows that are computed only for objects."""
+
+OTHER = "Other"
+"""Row of the parts that a custom objective names."""
 
 _LOADER_SECONDS = 5.0
 _TRACE_STEPS = 2  # the first one includes the profiler's start-up
 _BANK_NOISE = 0.5  # standard deviation of synthetic objects, relative to the real objects' spread
 _BANK_CHUNK = 16_384
+
+
+def rows_of(parts: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return `TABLE`, with a row `OTHER` if some parts are not in it."""
+    others = tuple(dict.fromkeys(part for part in parts if all(part not in row for row in TABLE.values())))
+    return {**TABLE, OTHER: others} if others else TABLE
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ class StepProfile:
         bootstrapping_ratio: share of the objects with a valid match.
         step: median seconds of a step.
         step_range: seconds of the fastest and of the slowest step.
-        rows: median seconds of each row of `TABLE`.
+        rows: median seconds of each row of `rows_of`.
         parts: median seconds of each part.
         object_share: share of the rows `OF_OBJECTS`.
         images_per_second: images per second in the median step.
@@ -246,16 +254,16 @@ class _Measurement(Callback):
         """Train with a number of objects per image (None: as clustered) and a share of valid matches."""
         module = session.make_module()
         objective = _cribo(module)
-        time_parts(objective, self.timer)
         if objects is not None:
             objective.label_tokens = partial(_fixed_objects, objective.label_tokens, objects)
         objective.match = partial(_fixed_ratio, objective.match, ratio)
         with quiet_lightning():
             trainer = session.trainer(None, [self], self.last + (_TRACE_STEPS if self.trace else 0))
-            with interruptible(trainer), closing(session.loader(trainer)) as loader:
+            with self.timer, interruptible(trainer), closing(session.loader(trainer)) as loader:
                 trainer.fit(module, Forever(loader))
-        parts = {part: median(step.get(part, 0.0) for step in self.seconds) for row in TABLE.values() for part in row}
-        rows = {row: sum(parts[part] for part in TABLE[row]) for row in TABLE}
+        table = rows_of(part for step in self.seconds for part in step)
+        parts = {part: median(step.get(part, 0.0) for step in self.seconds) for row in table.values() for part in row}
+        rows = {row: sum(parts[part] for part in table[row]) for row in table}
         steps = [sum(step.values()) for step in self.seconds]
         return StepProfile(
             fixed_objects=objects,
@@ -273,13 +281,13 @@ class _Measurement(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for optimizer in trainer.optimizers:
-            optimizer.register_step_post_hook(lambda *_: self.timer("optimiser"))
+            optimizer.register_step_post_hook(lambda *_: self.timer.mark("optimiser"))
 
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:
-        self.timer("waiting for data")
+        self.timer.mark("waiting for data")
 
     def on_after_backward(self, *_: Any, **__: Any) -> None:
-        self.timer("backbone, backward")
+        self.timer.mark("backbone, backward")
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
@@ -303,51 +311,6 @@ class _Measurement(Callback):
             self.profiler.stop()
             self.profiler.export_chrome_trace(str(self.trace))
         self.progress(done, trainer.max_steps)
-
-
-def time_parts(objective: CrIBo, timer: StepTimer) -> None:
-    """Time the methods of an objective that compute the parts of a step, and the parts of its backward pass."""
-    student, teacher = objective.student, objective.teacher
-
-    def backbone_of(network: Network, *_: Any) -> str:
-        return "student backbone" if network is student else "teacher backbone"
-
-    def also_backward(method: str, at_result: str, at_input: str | None = None) -> None:
-        inner = getattr(objective, method)
-
-        def run(*args: Any) -> Tensor:
-            result = inner(*args)
-            timer.at_gradient(result, at_result)
-            if at_input is not None:
-                timer.at_gradient(args[-1], at_input)
-            return result
-
-        setattr(objective, method, run)
-
-    # The last operation of the forward pass is the first one of the backward pass: the losses of objects, then that of
-    # images.
-    also_backward("project_objects", "object losses, backward", "object projections, backward")
-    also_backward("image_loss", "pooling, backward")
-    also_backward("project_images", "image loss, backward", "image projections, backward")
-    timer.wrap(teacher.backbone, "encode_trunk", "frozen blocks")
-    for method, part in {
-        "inputs": "photometric",
-        "encode": backbone_of,
-        "label_tokens": "clustering",
-        "find_objects": "pooling",
-        "pool": "pooling",
-        "match": "retrieval",
-        "project_images": "image projections",
-        "image_loss": "image loss",
-        "project_objects": "object projections",
-        "object_losses": "object losses",
-        "find_points": "patch losses",
-        "extra_losses": "patch losses",
-        "update_centres": "centres",
-        "move_teacher": "moving average",
-        "push": "bank update",
-    }.items():
-        timer.wrap(objective, method, part)
 
 
 def _fixed_objects(

@@ -12,7 +12,7 @@ from cribo.base.errors import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
 from cribo.objectives import Setting, Step
-from cribo.objectives.multicrop import augmented_crops
+from cribo.objectives.crops import augmented_crops
 from cribo.objectives.rivals.dino import DINO, dino_loss
 from cribo.pretraining import PretrainConfig, pretrain
 

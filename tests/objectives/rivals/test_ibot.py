@@ -1,5 +1,6 @@
 """iBOT, against the values of its released code and its definition."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
 from cribo.method import Centre, ProjectionHead, PrototypeLayer, SelfDistillation
 from cribo.objectives import Setting, Step
-from cribo.objectives.multicrop import augmented_crops
+from cribo.objectives.crops import augmented_crops
 from cribo.objectives.rivals.dino import dino_loss
-from cribo.objectives.rivals.ibot import IBOT, draw_block_mask, masked_patch_loss
+from cribo.objectives.rivals.ibot import IBOT, BlockMasks, draw_block_mask, masked_patch_loss
 from cribo.pretraining import PretrainConfig
 
 Tiny = Callable[..., PretrainConfig]
@@ -82,9 +83,11 @@ def test_masks_are_distributed_as_those_of_the_released_code(path: Path, kind: s
     side = case[kind].shape[-1]
     objective = make(tiny, {"views.size": 8 * side}, mask_ratio=(0.1, 0.5) if kind == "mixed" else (0.3, 0.3))
     probability = 0.5 if kind == "mixed" else 1.0
-    objective.masked_crops.probability = probability
+    masks_of = objective.crops.numbers["masks"]
+    assert isinstance(masks_of, BlockMasks)
+    masks_of = dataclasses.replace(masks_of, probability=probability)
     generator = torch.Generator().manual_seed(0)
-    masks = torch.stack([objective.masked_crops.draw_mask(generator) for _ in range(1500)]).unflatten(1, (side, side))
+    masks = torch.stack([masks_of.draw(generator) for _ in range(1500)]).unflatten(1, (side, side))
     share = masks.flatten(1).double().mean(dim=1)
     expected = case[f"{kind}_fraction"]
     quantiles = torch.linspace(0.02, 0.98, 25, dtype=torch.float64)
@@ -177,7 +180,7 @@ def test_masks_change_only_the_student_and_its_global_crops(tiny: Tiny) -> None:
     again = objective(batch, STEP)
     assert again.losses["mim"] == 0
     assert again.losses["cls"] != output.losses["cls"]
-    assert torch.equal(objective._patches[0], objective._patches[1])
+    assert torch.equal(*objective.embeddings["patch"])
 
 
 def test_frozen_blocks_freeze_the_mask_token(tiny: Tiny) -> None:

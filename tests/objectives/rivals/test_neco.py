@@ -17,7 +17,7 @@ from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
 from cribo.method import Crops, ViewRecipe, patch_coordinates
 from cribo.objectives import Setting, Step
-from cribo.objectives.multicrop import augmented_crops, concatenate_crops
+from cribo.objectives.crops import augmented_crops, concatenate_crops, multi_crop
 from cribo.objectives.overlap import align, overlap_area, overlap_boxes
 from cribo.objectives.rivals import neco
 from cribo.objectives.rivals.neco import NeCo, OverlappingCrops, aligned_pairs, neighbour_losses
@@ -83,7 +83,7 @@ def test_forward_returns_the_mean_over_pairs_rows_and_references(tiny: Tiny, sim
         features = network.backbone(views)
         return network.head(features.tokens).transpose(1, 2).unflatten(2, features.grid)
 
-    parts = augmented_crops(batch, objective.crops.recipe, objective.student.backbone)
+    parts = augmented_crops(batch, objective.options.views, objective.student.backbone)
     views = [view for part in parts for view in part.split(len(batch))]
     teachers, students = (
         [maps(objective.teacher, view) for view in views[:2]],
@@ -182,18 +182,12 @@ def test_losses_can_be_computed_without_gradients() -> None:
 
 @pytest.mark.parametrize("size", [(40, 40), (30, 300), (500, 375)])
 def test_each_crop_overlaps_both_global_crops(size: tuple[int, int]) -> None:
-    transform = OverlappingCrops(
-        ViewRecipe(area=(0.1, 0.5)),
-        local_crops=3,
-        local_size=96,
-        local_area=(0.05, 0.25),
-        patches=9,
-        drop_path_sites=0,
-    )
+    sets = multi_crop(ViewRecipe(area=(0.1, 0.5)), count=3, size=96, area=(0.05, 0.25))
+    transform = OverlappingCrops(*sets, drop_path_sites=0)
     for seed in range(30):
         drawn = transform.draw_crops(*size, torch.Generator().manual_seed(seed))
-        assert [pixels for _, pixels in drawn] == [224, 96]
-        crops = concatenate_crops([crops for crops, _ in drawn])
+        assert [pixels for _, pixels in transform.sized(drawn)] == [224, 96]
+        crops = concatenate_crops(drawn)
         assert len(crops.flips) == 5
         share = overlap_area(crops) / (size[0] * size[1])
         assert share[0, 1] > 0.02
@@ -202,16 +196,10 @@ def test_each_crop_overlaps_both_global_crops(size: tuple[int, int]) -> None:
 
 def test_crops_that_rarely_overlap_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neco, "_CROP_ATTEMPTS", 1)
-    transform = OverlappingCrops(
-        ViewRecipe(area=(0.021, 0.03)),
-        local_crops=3,
-        local_size=96,
-        local_area=(0.011, 0.02),
-        patches=9,
-        drop_path_sites=0,
-    )
+    sets = multi_crop(ViewRecipe(area=(0.021, 0.03)), count=3, size=96, area=(0.011, 0.02))
+    transform = OverlappingCrops(*sets, drop_path_sites=0)
     for seed in range(30):
-        (views, _), (local, _) = transform.draw_crops(60, 90, torch.Generator().manual_seed(seed))
+        views, local = transform.draw_crops(60, 90, torch.Generator().manual_seed(seed))
         assert torch.equal(views.boxes[0], views.boxes[1])
         assert overlap_area(concatenate_crops([views, local])).min() > 0
         assert local.boxes.shape == (3, 4)
@@ -236,7 +224,7 @@ def test_local_crops_are_a_multiple_of_the_patch_size(tiny: Tiny) -> None:
     for patch, expected in ((8, 96), (14, 98), (16, 96), (32, 96)):
         args = {"patch_size": patch, "depth": 1, "embed_dim": 32, "num_heads": 2}
         changes = {"backbone.args": args, "views.size": 224}
-        assert make(tiny, changes, local_size=None).crops.local.size == expected
+        assert make(tiny, changes, local_size=None).crops.sets[1].recipe.size == expected
 
 
 @pytest.mark.parametrize(

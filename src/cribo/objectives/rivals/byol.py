@@ -12,17 +12,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from cribo.base.errors import ConfigError
-from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, SampleTransform
 from cribo.method.precision import in_float32
 from cribo.models import Backbone
 from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.collapse import feature_std
 from cribo.objectives.config import HeadConfig
-from cribo.objectives.mlp import make_mlp
-from cribo.objectives.self_distillation import PredictingNetwork, StudentTeacher
+from cribo.objectives.mlp import make_mlp, seeded_weights
+from cribo.objectives.self_distillation import StudentNetwork, StudentTeacher
 from cribo.objectives.trunk import encode, inputs_of
-from cribo.objectives.views import ViewPairs, drop_path_noise
+from cribo.objectives.views import drop_path_noise, view_pairs
 
 
 @in_float32
@@ -42,7 +41,7 @@ def byol_loss(predicted: Float[Tensor, "*r e"], targets: Float[Tensor, "*r e"]) 
     return 2 - 2 * F.cosine_similarity(predicted, targets, dim=-1)
 
 
-class PredictiveNetwork(PredictingNetwork):
+class PredictiveNetwork(StudentNetwork):
     """Backbone, projector, and a predictor for each level, such as `image`.
 
     Args:
@@ -58,16 +57,14 @@ class PredictiveNetwork(PredictingNetwork):
     def __init__(
         self, backbone: Backbone, config: HeadConfig, *, levels: Sequence[str], batch_norm: bool, seed: int
     ) -> None:
-        super().__init__()
-        self.backbone = backbone
+        super().__init__(backbone)
 
         def mlp(dim: int) -> nn.Sequential:
             return make_mlp(
                 dim, config, batch_norm=batch_norm, activation=nn.ReLU, running_statistics=True, last_bias=False
             )
 
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(keyed_generator(seed, 1).initial_seed())
+        with seeded_weights(seed):
             self.projector = mlp(backbone.embed_dim)
             self.predictors = nn.ModuleDict({level: mlp(config.bottleneck_dim) for level in levels})
 
@@ -116,9 +113,7 @@ class BYOL(StudentTeacher):
 
     def samples(self) -> SampleTransform:
         """Return the transform to two views."""
-        side = self.options.views.size // self.student.backbone.patch_size
-        sites = self.student.backbone.num_drop_path_sites
-        return ViewPairs(self.options.views, grid=(side, side), num_objects=0, drop_path_sites=sites)
+        return view_pairs(self.options.views, self.student.backbone)
 
     def forward(self, batch: Batch, step: Step) -> Output:
         """Compute the loss of both views, the sum of both directions."""
@@ -146,15 +141,6 @@ class BYOL(StudentTeacher):
         self._targets = projected[0]
         return byol_loss(predicted, projected.flip(0)).sum(dim=0).mean()
 
-    def schedules(self, step: Step) -> dict[str, float]:
-        """Return the momentum of the moving average."""
-        return {"momentum": step.cosine(*self.options.optim.momentum)}
-
     def watch(self, step: Step) -> dict[str, float]:
         """Return the spread of the projections: 0 if they have collapsed."""
         return {} if self._targets is None or len(self._targets) < 2 else {"feature_std": feature_std(self._targets)}
-
-    @torch.no_grad()
-    def after_step(self, step: Step) -> None:
-        """Update the teacher."""
-        self.teacher.follow(self.student, self.schedules(step)["momentum"])

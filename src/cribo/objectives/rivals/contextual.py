@@ -10,30 +10,27 @@ of the batch.
 """
 
 import math
-from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from cribo.base.bounds import at_least
 from cribo.base.errors import ConfigError
-from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch
-from cribo.method import ProjectionHead
 from cribo.method.bank import ring_slices
-from cribo.method.blocks import rows_per_block
+from cribo.method.blocks import in_blocks, rows_per_block
 from cribo.method.config import UnitInterval
 from cribo.method.precision import at_least_float32, in_float32
 from cribo.models import Backbone
 from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.config import HeadConfig, Temperature
-from cribo.objectives.self_distillation import PredictingNetwork, StudentTeacher
+from cribo.objectives.mlp import make_head, seeded_weights
+from cribo.objectives.self_distillation import StudentNetwork, StudentTeacher
 from cribo.objectives.trunk import encode, inputs_of
-from cribo.objectives.views import ViewPairs, drop_path_noise
+from cribo.objectives.views import ViewPairs, drop_path_noise, view_pairs
 
 _MEMORY_IMAGES = 153_600
 _MARGIN = 1e-5  # of cosine similarities, which differ by rounding
@@ -73,7 +70,9 @@ def attend(
         attention = (F.normalize(block, dim=-1) @ keys.T / temperature).softmax(dim=-1)
         return attention @ values, torch.special.entr(attention.detach()).sum(dim=-1)
 
-    return _in_blocks(of_block, patches, size=rows_per_block(len(keys), keys.device))
+    size = rows_per_block(len(keys), keys.device)
+    retrieved, entropy = map(torch.cat, zip(*in_blocks(of_block, patches, size=size), strict=True))
+    return retrieved, entropy
 
 
 @in_float32
@@ -131,12 +130,6 @@ def contrast(
     own = (predicted * targets).sum(dim=-1)
     losses = (similarities / temperature).logsumexp(dim=-1) - own / temperature
     return losses, (similarities > own[:, None] - _MARGIN).sum(dim=-1) == 1
-
-
-def _in_blocks(function: Callable[..., Any], rows: Float[Tensor, "r d"], *, size: int) -> Any:
-    """Apply a function to blocks of rows, and again in the backward pass, so that only one block is in memory."""
-    blocks = [checkpoint(function, block, use_reentrant=False, preserve_rng_state=False) for block in rows.split(size)]
-    return tuple(map(torch.cat, zip(*blocks, strict=True)))
 
 
 class ContextMemory(nn.Module):
@@ -197,7 +190,7 @@ class SpatialPooling(nn.Module):
         return pool(patches, self.queries)
 
 
-class ContextNetwork(PredictingNetwork):
+class ContextNetwork(StudentNetwork):
     """Backbone, attention to the memory, pooling, projector, and the student's predictor.
 
     Projector and predictor begin with a layer norm, because their inputs have the scale of unit vectors.
@@ -209,43 +202,31 @@ class ContextNetwork(PredictingNetwork):
         seed: the only source of the random weights.
     """
 
+    student_only = "predictor"
+
     def __init__(self, backbone: Backbone, config: HeadConfig, *, queries: int, seed: int) -> None:
-        super().__init__()
-        self.backbone = backbone
+        super().__init__(backbone)
         self.hidden_dim = config.hidden_dim
         dim, embedding = backbone.embed_dim, config.bottleneck_dim
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(keyed_generator(seed, 1).initial_seed())
-            self.values = _head(dim, dim, config, layers=2).mlp  # phi
+        with seeded_weights(seed):
+            self.values = make_head(dim, config, outputs=dim, layers=2).mlp  # phi
             self.context = nn.Linear(dim, dim)  # psi
             self.pooling = SpatialPooling(dim, queries)
-            self.projector = nn.Sequential(nn.LayerNorm(queries * dim), _head(queries * dim, embedding, config))
-            self.predictor: nn.Module = nn.Sequential(nn.LayerNorm(embedding), _head(embedding, embedding, config))
+            self.projector = nn.Sequential(nn.LayerNorm(queries * dim), make_head(queries * dim, config))
+            self.predictor: nn.Module = nn.Sequential(nn.LayerNorm(embedding), make_head(embedding, config))
 
     def retrieve(
         self, tokens: Float[Tensor, "b n d"], memory: Float[Tensor, "m d"], *, temperature: float
     ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b n"]]:
         """Return what each patch retrieves from the memory, and the entropy of its attention in nats."""
         size = rows_per_block(self.hidden_dim, memory.device)
-        (values,) = _in_blocks(lambda rows: (self.values(rows),), memory, size=size)
+        values = torch.cat(in_blocks(self.values, memory, size=size))
         retrieved, entropy = attend(tokens.flatten(0, 1), memory, values, temperature=temperature)
         return retrieved.unflatten(0, tokens.shape[:2]), entropy.unflatten(0, tokens.shape[:2])
 
     def embed(self, mixed: Float[Tensor, "b n d"]) -> Float[Tensor, "b e"]:
         """Return the embedding z of each image, of unit length, from its patches mixed with their context."""
         return self.projector(self.pooling(self.context(mixed)))
-
-
-def _head(dim: int, outputs: int, config: HeadConfig, *, layers: int | None = None) -> ProjectionHead:
-    """MLP with the configured hidden width, biases and initial weights, and by default number of layers."""
-    return ProjectionHead(
-        dim,
-        hidden_dim=config.hidden_dim,
-        bottleneck_dim=outputs,
-        num_layers=layers or config.layers,
-        bias=config.bias,
-        init_std=config.init_std,
-    )
 
 
 class Contextual(StudentTeacher):
@@ -321,14 +302,7 @@ class Contextual(StudentTeacher):
 
     def samples(self) -> ViewPairs:
         """Return the transform to two views."""
-        backbone = self.student.backbone
-        side = self.options.views.size // backbone.patch_size
-        sites = backbone.num_drop_path_sites
-        return ViewPairs(self.options.views, grid=(side, side), num_objects=0, drop_path_sites=sites)
-
-    def schedules(self, step: Step) -> dict[str, float]:
-        """Return the teacher's momentum."""
-        return {"momentum": super().schedules(step)["momentum"]}
+        return view_pairs(self.options.views, self.student.backbone)
 
     def forward(self, batch: Batch, step: Step) -> Output:
         """Compute the loss, the mean over images and both directions."""
@@ -362,4 +336,4 @@ class Contextual(StudentTeacher):
     def after_step(self, step: Step) -> None:
         """Add the images of all ranks to the memory, in the order of the batch, and update the teacher."""
         self.memory.push(step.gather(self._pooled).flatten(0, 1))
-        self.teacher.follow(self.student, self.schedules(step)["momentum"])
+        self.move_teacher(step)

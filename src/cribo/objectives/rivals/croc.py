@@ -1,6 +1,7 @@
 """CrOC: online clustering of two views together (Stegmueller et al., CVPR 2023)."""
 
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Annotated, Literal
 
 import torch
@@ -9,8 +10,8 @@ from torch import Tensor
 
 from cribo.base.bounds import above, at_least
 from cribo.base.errors import ConfigError
-from cribo.data.samples import Batch, Sample
-from cribo.method import Centre, SelfDistillation, ViewRecipe
+from cribo.data.samples import Batch
+from cribo.method import Centre, SelfDistillation
 from cribo.models.config import CompileMode
 from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.objects import rows_of_groups
@@ -23,31 +24,9 @@ from cribo.objectives.rivals.joint_clustering import (
 )
 from cribo.objectives.self_distillation import Distillation
 from cribo.objectives.trunk import Inputs, encode, encode_with_keys, inputs_of
-from cribo.objectives.views import ViewPairs, drop_path_noise, split_views
+from cribo.objectives.views import ViewPairs, drop_path_noise, split_views, view_pairs
 
 CostRange = Literal["group", "image"]
-
-
-class ViewPairsForHeads(ViewPairs):
-    """Transform of an image into view pairs and `token_noise`, from which each head draws its initial tokens.
-
-    A batch contains what `ViewPairs` gives without initial tokens, and `token_noise` (B, H, 2N), uniform in [0, 1).
-
-    Args:
-        recipe: distribution of the views.
-        grid: (h, w) patches of a view.
-        heads: H, number of attention heads.
-        drop_path_sites: number of uniform random numbers to draw per view, for the student's stochastic depth.
-    """
-
-    def __init__(self, recipe: ViewRecipe, *, grid: tuple[int, int], heads: int, drop_path_sites: int) -> None:
-        super().__init__(recipe, grid=grid, num_objects=0, drop_path_sites=drop_path_sites)
-        self.heads = heads
-
-    def draw(self, generator: torch.Generator) -> Sample:
-        """Draw the random numbers that do not depend on the pixels."""
-        tokens = 2 * self.grid[0] * self.grid[1]
-        return {**super().draw(generator), "token_noise": torch.rand((self.heads, tokens), generator=generator)}
 
 
 class HeadObjects:
@@ -161,9 +140,8 @@ class CrOC(Distillation):
         # A last layer without its loss gets no gradient.
         self.uses_all_parameters = self.uses_all_parameters and bool(losses.image)
         self.images_per_group = options.objects.group_size
-        self.views = ViewPairsForHeads(
-            options.views, grid=(side, side), heads=heads, drop_path_sites=backbone.num_drop_path_sites
-        )
+        # `token_noise` (B, H, 2N): each head draws its initial tokens from it.
+        self.views = view_pairs(options.views, backbone, numbers={"token_noise": partial(torch.rand, (heads, tokens))})
         self.encode_teacher = encode_with_keys
         self.cluster = JointClustering(
             k_max=k_max,
@@ -173,9 +151,8 @@ class CrOC(Distillation):
             sharpness=options.objects.sharpness,
             images_per_range=self.images_per_group if cost_range == "group" else 1,
         )
-        self._embeddings: dict[str, list[Float[Tensor, "2 r e"]]] = {"image": [], "object": []}
 
-    def samples(self) -> ViewPairsForHeads:
+    def samples(self) -> ViewPairs:
         """Return the transform to view pairs."""
         return self.views
 
@@ -219,7 +196,7 @@ class CrOC(Distillation):
             "object": self.teacher.head(objects.pool(tokens, global_tokens)),
         }
         for name, rows in embeddings.items():
-            self._embeddings[name].append(rows)
+            self.embeddings[name].append(rows)
         return objects, embeddings
 
     @torch.no_grad()
@@ -236,13 +213,6 @@ class CrOC(Distillation):
         marginals = self.options.objects.marginals
         initial = draw_clusters(similarity, batch["token_noise"], self.k_start, marginals=marginals)
         return self.cluster(of_patches, of_cls, batch["coordinates"], initial)
-
-    @torch.no_grad()
-    def after_step(self, step: Step) -> None:
-        """Update the centres and the teacher."""
-        embeddings, self._embeddings = self._embeddings, {"image": [], "object": []}
-        self.update_centres(step, embeddings)
-        self.move_teacher(step)
 
     def level(self, name: str, step: Step) -> SelfDistillation:
         """Return the prototypes, the centre and the temperatures of a level at a step."""

@@ -17,7 +17,7 @@ from cribo.data.samples import Batch, SampleTransform
 from cribo.method import Centre
 from cribo.method.precision import in_float32
 from cribo.objectives.base import Columns, Output, Setting, Step
-from cribo.objectives.multicrop import MultiCrop, augmented_crops, check_local_crops, crop_noise
+from cribo.objectives.crops import CropSampler, augmented_crops, check_local_crops, crop_noise, multi_crop
 from cribo.objectives.self_distillation import Distillation
 from cribo.objectives.trunk import encode, encode_frozen
 
@@ -52,16 +52,10 @@ class DINO(Distillation):
         super().__init__(setting, levels={"image": setting.options.head.prototypes})
         backbone = self.student.backbone
         check_local_crops(local_size, local_area, backbone, views=setting.options.views.size)
-        self.crops = MultiCrop(
-            setting.options.views,
-            local_crops=local_crops,
-            local_size=local_size,
-            local_area=(local_area[0], local_area[1]),
-            drop_path_sites=backbone.num_drop_path_sites,
-        )
+        sets = multi_crop(setting.options.views, count=local_crops, size=local_size, area=local_area)
+        self.crops = CropSampler(*sets, drop_path_sites=backbone.num_drop_path_sites)
         if setting.options.losses.centring == "sinkhorn":
             self.images_per_group = setting.options.objects.group_size
-        self._embeddings: list[Float[Tensor, "2 b e"]] = []
 
     def samples(self) -> SampleTransform:
         """Return the transform to global and local crops."""
@@ -69,7 +63,7 @@ class DINO(Distillation):
 
     def forward(self, batch: Batch, step: Step) -> Output:
         """Cross-entropy between teacher and student over all pairs of different crops."""
-        crops = augmented_crops(batch, self.crops.recipe, self.student.backbone)
+        crops = augmented_crops(batch, self.options.views, self.student.backbone)
         inputs = [encode_frozen(self.teacher.backbone, views, self.options.backbone) for views in crops]
         with torch.no_grad():
             embeddings = self.teacher.head(encode(self.teacher.backbone, inputs[0]).global_token)
@@ -95,7 +89,7 @@ class DINO(Distillation):
             images: B, number of images.
         """
         level, teacher = self.level("image", step), embeddings.unflatten(0, (2, images))
-        self._embeddings.append(teacher)
+        self.embeddings["image"].append(teacher)
         with torch.no_grad():
             targets = []
             for group in self.groups(images):
@@ -110,13 +104,6 @@ class DINO(Distillation):
     def groups(self, images: int) -> list[slice]:
         """Return the groups of images that share a centre: the whole micro-batch with the moving average."""
         return self.image_groups(images) if self.options.losses.centring == "sinkhorn" else [slice(0, images)]
-
-    @torch.no_grad()
-    def after_step(self, step: Step) -> None:
-        """Update the centre and the teacher."""
-        embeddings, self._embeddings = self._embeddings, []
-        self.update_centres(step, {"image": embeddings})
-        self.move_teacher(step)
 
 
 def dino_loss(targets: Float[Tensor, "2 b l"], logits: Float[Tensor, "v b l"]) -> Float[Tensor, ""]:

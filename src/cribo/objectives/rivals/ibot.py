@@ -5,7 +5,7 @@ From the masked crops, the student predicts the teacher's output for each masked
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from cribo.base.bounds import above, at_least, at_most
 from cribo.base.errors import ConfigError
-from cribo.data.samples import Batch, LazyImage, Sample
+from cribo.data.samples import Batch
 from cribo.method import Centre, SelfDistillation, weighted_cross_entropy
 from cribo.method.precision import in_float32
 from cribo.models.masking import Mask
 from cribo.objectives.base import Columns, Output, Setting, Step
-from cribo.objectives.multicrop import MultiCrop, augmented_crops, crop_noise
+from cribo.objectives.crops import augmented_crops, crop_noise
 from cribo.objectives.objects import mean_over_groups
 from cribo.objectives.rivals.dino import DINO
 from cribo.objectives.trunk import encode, encode_frozen, shared_blocks
@@ -68,32 +68,26 @@ def draw_block_mask(grid: tuple[int, int], ratio: float, *, generator: torch.Gen
     return mask
 
 
-class MaskedMultiCrop:
-    """Transform of an image into global and local crops, with a block mask for each global crop.
+@dataclass(frozen=True)
+class BlockMasks:
+    """Block masks (2, N) of the global crops of an image: whether a patch is masked.
 
-    A batch contains what `MultiCrop` returns, and `masks` (B, 2, N), whether a patch of a global crop is masked.
-
-    Args:
-        crops: transform to global and local crops.
+    Attributes:
         grid: (h, w) patches of a global crop.
         probability: share of the global crops that are masked.
         ratio: (low, high) share of the patches to mask in these.
     """
 
-    def __init__(
-        self, crops: MultiCrop, *, grid: tuple[int, int], probability: float, ratio: tuple[float, float]
-    ) -> None:
-        self.crops = crops
-        self.grid = grid
-        self.probability = probability
-        self.ratio = ratio
+    grid: tuple[int, int]
+    probability: float
+    ratio: tuple[float, float]
 
-    def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
-        """Cut the crops and draw the masks."""
-        return {**self.crops(image, generator), "masks": torch.stack([self.draw_mask(generator) for _ in range(2)])}
+    def __call__(self, *, generator: torch.Generator) -> Bool[Tensor, "2 n"]:
+        """Draw the masks of both crops."""
+        return torch.stack([self.draw(generator) for _ in range(2)])
 
-    def draw_mask(self, generator: torch.Generator) -> Bool[Tensor, " n"]:
-        """Draw the mask of one global crop."""
+    def draw(self, generator: torch.Generator) -> Bool[Tensor, " n"]:
+        """Draw the mask of one crop."""
         masked, share = torch.rand(2, dtype=torch.float64, generator=generator).tolist()
         ratio = self.ratio[0] + share * (self.ratio[1] - self.ratio[0]) if masked < self.probability else 0.0
         return draw_block_mask(self.grid, ratio, generator=generator).flatten()
@@ -145,9 +139,7 @@ class IBOT(DINO):
         if not 0 < mask_ratio[0] <= mask_ratio[1] < 1:
             raise ConfigError(f"objective.args.mask_ratio must be ordered (low, high) within 0 to 1, got {mask_ratio}")
         side = options.views.size // backbone.patch_size
-        self.masked_crops = MaskedMultiCrop(
-            self.crops, grid=(side, side), probability=mask_probability, ratio=(mask_ratio[0], mask_ratio[1])
-        )
+        self.crops.numbers = {"masks": BlockMasks((side, side), mask_probability, mask_ratio)}
         self.patch_centre = Centre(options.head.prototypes, momentum=options.losses.centre_momentum)
         trained = not shared_blocks(backbone, options.backbone)
         # The teacher never reads its token, but the moving average pairs the parameters of both networks.
@@ -156,16 +148,12 @@ class IBOT(DINO):
             token = nn.Parameter(backbone.model.cls_token.new_zeros(width), requires_grad=requires_grad)
             network.register_parameter("mask_token", token)
         backbone.accept_masks()
-        self._patches: list[Float[Tensor, "2 b n e"]] = []
-
-    def samples(self) -> MaskedMultiCrop:
-        """Return the transform to global and local crops with masks."""
-        return self.masked_crops
+        self.embeddings["patch"] = []
 
     def forward(self, batch: Batch, step: Step) -> Output:
         """Compute the loss of [CLS] over all pairs of different crops, and the loss of the masked patches."""
         student, teacher, config = self.student, self.teacher, self.options.backbone
-        global_crops, local_crops = augmented_crops(batch, self.crops.recipe, student.backbone)
+        global_crops, local_crops = augmented_crops(batch, self.options.views, student.backbone)
         global_noise, local_noise = crop_noise(batch)
         masks: Bool[Tensor, "2 b n"] = batch["masks"].transpose(0, 1)
         mask = Mask(masks.flatten(0, 1), student.get_parameter("mask_token"))
@@ -175,7 +163,7 @@ class IBOT(DINO):
         with torch.no_grad():
             targets = encode(teacher.backbone, unmasked)
             embeddings, patches = teacher.head(targets.global_token), teacher.head(targets.tokens).unflatten(0, (2, -1))
-        self._patches.append(patches)
+        self.embeddings["patch"].append(patches)
         features = encode(student.backbone, masked, drop_path_noise=global_noise, mask=mask)
         tokens = features.global_token, encode(student.backbone, local, drop_path_noise=local_noise).global_token
         loss, entropy = self.image_loss(embeddings, student.head(torch.cat(tokens)), step, images=len(batch))
@@ -193,13 +181,6 @@ class IBOT(DINO):
     def level(self, name: str, step: Step) -> SelfDistillation:
         """Return prototypes, centre and temperatures of `image` or `patch`: only the centres differ."""
         return replace(super().level("image", step), centre=self.centre(name).value)
-
-    @torch.no_grad()
-    def after_step(self, step: Step) -> None:
-        """Update the centres and the teacher."""
-        patches, self._patches = self._patches, []
-        self.update_centres(step, {"patch": patches})
-        super().after_step(step)
 
 
 @in_float32

@@ -15,41 +15,43 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from timm.layers.mlp import Mlp
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from cribo.base.bounds import at_least
 from cribo.base.errors import ConfigError
-from cribo.data.randomness import keyed_generator
-from cribo.data.samples import Batch, LazyImage, Sample
-from cribo.method import Crops, SelfDistillation, ViewRecipe
-from cribo.method.blocks import rows_per_block
+from cribo.data.samples import Batch, Sample
+from cribo.method import Crops, SelfDistillation
+from cribo.method.blocks import in_blocks, rows_per_block
 from cribo.method.precision import in_float32
 from cribo.models import Backbone
 from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.config import HeadConfig
-from cribo.objectives.multicrop import MultiCrop, augmented_crops, check_local_crops, concatenate_crops, crop_noise
+from cribo.objectives.crops import (
+    CropSampler,
+    CropSet,
+    augmented_crops,
+    check_local_crops,
+    crop_noise,
+    multi_crop,
+)
+from cribo.objectives.mlp import seeded_weights
 from cribo.objectives.rivals.dropping import accept_drops, gather_tokens
 from cribo.objectives.self_distillation import Network, StudentTeacher
 from cribo.objectives.sinkhorn import sinkhorn_centre
 from cribo.objectives.trunk import encode, encode_frozen
-from cribo.objectives.views import load_for_crops
 
 _NO_PLACE = -1
 
 
-class ReferenceAndQueries(MultiCrop):
+class ReferenceAndQueries(CropSampler):
     """Transform of an image into a reference crop and query crops, with the places of their patches in the reference.
 
-    The first global crop is the reference, which is not mirrored; the second one and the local crops are queries. In
-    addition to that of `MultiCrop`, a batch contains `reference_kept` (B, s), consecutive patches of the reference,
-    `query_kept` (B, k), random patches of the second global crop, and `places` (B, k + V n), the index in the grid of
-    the reference of each of these patches and of the n patches of each local crop, or -1 (see `reference_places`).
+    The first global crop is the reference, which is not mirrored; the second one and the local crops are queries. A
+    batch also contains `reference_kept` (B, s), consecutive patches of the reference, `query_kept` (B, k), random
+    patches of the second global crop, and `places` (B, k + V n), the index in the grid of the reference of each of
+    these patches and of the n patches of each local crop, or -1 (see `reference_places`).
 
     Args:
-        recipe: distribution of the global crops; all but size, area, blur and solarisation also apply to local crops.
-        local_crops: V, number of local crops per image.
-        local_size: side of a local crop in pixels.
-        local_area: (low, high) share of the image that a local crop covers.
+        sets: sets of global and local crops.
         drop_path_sites: number of uniform random numbers to draw per crop.
         patch_size: side of a patch in pixels.
         reference_kept: s, number of patches of the reference.
@@ -57,50 +59,32 @@ class ReferenceAndQueries(MultiCrop):
     """
 
     def __init__(
-        self,
-        recipe: ViewRecipe,
-        *,
-        local_crops: int,
-        local_size: int,
-        local_area: tuple[float, float],
-        drop_path_sites: int,
-        patch_size: int,
-        reference_kept: int,
-        query_kept: int,
+        self, *sets: CropSet, drop_path_sites: int, patch_size: int, reference_kept: int, query_kept: int
     ) -> None:
-        super().__init__(
-            recipe,
-            local_crops=local_crops,
-            local_size=local_size,
-            local_area=local_area,
-            drop_path_sites=drop_path_sites,
-        )
+        super().__init__(*sets, drop_path_sites=drop_path_sites)
         self.patch_size = patch_size
         self.reference_kept = reference_kept
         self.query_kept = query_kept
 
-    def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
-        """Decode the image, cut the crops, and draw the other random numbers."""
-        pixels, crops, reduced = load_for_crops(image, partial(self.draw_crops, generator=generator))
-        views, local = crops
-        grid = self.recipe.size // self.patch_size
+    def draw_crops(self, height: int, width: int, generator: torch.Generator) -> list[Crops]:
+        """Draw the global crops and the local ones."""
+        views, local = super().draw_crops(height, width, generator)
+        return [Crops(views.boxes, views.flips & torch.tensor([False, True])), local]
+
+    def places(self, crops: Crops, generator: torch.Generator) -> Sample:
+        """Draw the patches that are kept, and return the places of queries in the reference."""
+        size, local_size = (each.recipe.size for each in self.sets)
+        grid = size // self.patch_size
         kept = torch.randperm(grid**2, generator=generator)[: self.query_kept]
         offset = torch.randint(grid**2 - self.reference_kept + 1, (1,), generator=generator)
-        whole = Crops(concatenate_crops(crops).boxes * reduced, concatenate_crops(crops).flips)
-        find = partial(reference_places, whole.boxes[0], patch_size=self.patch_size, reference_grid=grid)
-        random = find(Crops(whole.boxes[1:2], whole.flips[1:2]), size=self.recipe.size)[0, kept]
-        focal = find(Crops(whole.boxes[2:], whole.flips[2:]), size=self.local.size)
+        find = partial(reference_places, crops.boxes[0], patch_size=self.patch_size, reference_grid=grid)
+        random = find(Crops(crops.boxes[1:2], crops.flips[1:2]), size=size)[0, kept]
+        focal = find(Crops(crops.boxes[2:], crops.flips[2:]), size=local_size)
         return {
-            **self.cut_crops(pixels, views, local, generator),
             "reference_kept": offset + torch.arange(self.reference_kept),
             "query_kept": kept,
             "places": torch.cat((random, focal.flatten())),
         }
-
-    def draw_crops(self, height: int, width: int, generator: torch.Generator) -> list[tuple[Crops, int]]:
-        """Draw the global crops and the local ones, each with the size of their views."""
-        (views, size), local = super().draw_crops(height, width, generator)
-        return [(Crops(views.boxes, views.flips & torch.tensor([False, True])), size), local]
 
 
 def reference_places(
@@ -213,8 +197,7 @@ def cluster_losses(
         return -weights @ (targets * logits).sum(dim=1), logits.exp().sum(dim=0)
 
     size = rows_per_block(len(level.student_prototypes), student.device)
-    blocks = zip(*(rows.split(size) for rows in (student, teacher, weights)), strict=True)
-    entropies, masses = zip(*(checkpoint(of_block, *block, use_reentrant=False) for block in blocks), strict=True)
+    entropies, masses = zip(*in_blocks(of_block, student, teacher, weights, size=size), strict=True)
     mean = torch.stack(masses).sum(dim=0) / len(student)
     return torch.stack((torch.stack(entropies).sum(), -torch.special.entr(mean).sum()))
 
@@ -233,8 +216,7 @@ class LOCANetwork(Network):
         super().__init__(backbone, config, levels={"cluster": config.prototypes}, seed=seed)
         dim = backbone.embed_dim
         heads = math.gcd(dim, backbone.key_heads or 1)  # a readout changes D
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(keyed_generator(seed, 3).initial_seed())
+        with seeded_weights(seed, purpose=3):
             self.position = PositionHead(dim, positions, heads=heads, hidden_dim=4 * dim)
 
 
@@ -300,10 +282,7 @@ class LOCA(StudentTeacher):
             )
         check_local_crops(local_size, local_area, backbone, views=views)
         self.crops = ReferenceAndQueries(
-            options.views,
-            local_crops=local_crops,
-            local_size=local_size,
-            local_area=(local_area[0], local_area[1]),
+            *multi_crop(options.views, count=local_crops, size=local_size, area=local_area),
             drop_path_sites=backbone.num_drop_path_sites,
             patch_size=patch_size,
             reference_kept=_kept("reference_ratio", reference_ratio, side**2),
@@ -324,7 +303,7 @@ class LOCA(StudentTeacher):
             ValueError: the batch is not a whole number of groups.
         """
         self.image_groups(len(batch))  # raises errors before any work
-        views, focal = augmented_crops(batch, self.crops.recipe, self.student.backbone)
+        views, focal = augmented_crops(batch, self.options.views, self.student.backbone)
         reference, random = views.chunk(2)
         return self.compare(reference, random, focal, batch, step)
 
@@ -387,7 +366,7 @@ class LOCA(StudentTeacher):
             targets: (B, N, E) the teacher's embeddings of all reference patches.
             step: sets the temperatures.
         """
-        prototypes, temperature = self.teacher.prototypes("cluster").weight, self.schedules(step)["teacher_temperature"]
+        prototypes, temperature = self.teacher.prototypes("cluster").weight, self.teacher_temperature(step)
         return SelfDistillation(
             self.student.prototypes("cluster").weight,
             prototypes,
@@ -396,9 +375,9 @@ class LOCA(StudentTeacher):
             temperature,
         )
 
-    def after_step(self, step: Step) -> None:
-        """Update the teacher."""
-        self.move_teacher(step)
+    def schedules(self, step: Step) -> dict[str, float]:
+        """Return the teacher's momentum and temperature."""
+        return {**super().schedules(step), "teacher_temperature": self.teacher_temperature(step)}
 
 
 def _kept(name: str, ratio: float, patches: int) -> int:

@@ -1,5 +1,6 @@
 """MAE (He et al. 2022): a vision transformer encodes the visible patches, a small decoder predicts the others."""
 
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -9,42 +10,21 @@ from torch import Tensor, nn
 
 from cribo.base.bounds import at_least
 from cribo.base.errors import ConfigError
-from cribo.data.randomness import keyed_generator
-from cribo.data.samples import Batch, LazyImage, Sample
-from cribo.method import Crops, ViewRecipe, cut_views, sample_crops
+from cribo.data.samples import Batch, Sample
 from cribo.models import Backbone, normalise
 from cribo.models.config import CompileMode
 from cribo.objectives.base import Columns, Objective, Output, Setting, Step
+from cribo.objectives.crops import CropSampler, CropSet
+from cribo.objectives.mlp import seeded_weights
 from cribo.objectives.rivals.dropping import accept_drops, gather_tokens
-from cribo.objectives.views import load_for_crops
 
 
-class MaskedView:
-    """Transform of an image into one cropped and flipped view, and a random order of its patches, visible ones first.
+class MaskedView(CropSampler):
+    """Transform of an image into one `view` without photometric operations, for any random numbers."""
 
-    A batch contains `view` (B, 3, S, S) in 8 bits and `order` (B, N).
-
-    Args:
-        recipe: distribution of the view; photometric values are ignored.
-        patches: N, number of patches.
-    """
-
-    def __init__(self, recipe: ViewRecipe, *, patches: int) -> None:
-        self.recipe = recipe
-        self.patches = patches
-
-    def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
-        """Decode the image, cut the view, and draw the order."""
-
-        def draw(height: int, width: int) -> list[tuple[Crops, int]]:
-            pair = sample_crops(height, width, self.recipe, generator=generator)
-            return [(Crops(pair.boxes[:1], pair.flips[:1]), self.recipe.size)]
-
-        pixels, (crops,), _ = load_for_crops(image, draw)
-        return {
-            "view": cut_views(pixels, crops, self.recipe.size)[0],
-            "order": torch.randperm(self.patches, generator=generator),
-        }
+    def photometric(self, generator: torch.Generator) -> Sample:
+        """Draw nothing."""
+        return {}
 
 
 class Decoder(nn.Module):
@@ -120,8 +100,7 @@ class MAE(Objective):
                 f"objective.args.decoder_dim must be a multiple of 4 and of decoder_heads {decoder_heads}, got "
                 f"{decoder_dim}"
             )
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(keyed_generator(options.seed, 1).initial_seed())
+        with seeded_weights(options.seed):
             self.decoder = Decoder(
                 self.backbone.embed_dim,
                 (side, side),
@@ -132,8 +111,9 @@ class MAE(Objective):
             )
 
     def samples(self) -> MaskedView:
-        """Return the transform to one view and an order of its patches."""
-        return MaskedView(self.options.views, patches=self.patches)
+        """Return the transform to one view and a random `order` (B, N) of its patches, visible ones first."""
+        order = partial(torch.randperm, self.patches)
+        return MaskedView(CropSet("view", self.options.views, 1), drop_path_sites=0, numbers={"order": order})
 
     def exported(self) -> Backbone:
         """Return the encoder."""
@@ -146,7 +126,7 @@ class MAE(Objective):
     def forward(self, batch: Batch, step: Step) -> Output:
         """Compute the mean squared error over the masked patches."""
         order: Int[Tensor, "b n"] = batch["order"]
-        pixels = batch["view"].float() / 255
+        pixels = batch["view"][:, 0].float() / 255
         images = normalise(pixels, mean=self.backbone.mean, std=self.backbone.std)
         with self.keep.only(order[:, : self.seen]):
             seen = self.backbone(images).tokens

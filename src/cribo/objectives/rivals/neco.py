@@ -5,7 +5,6 @@ differentiable sorting network ranks these references by similarity, and the stu
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -16,17 +15,23 @@ from torch import Tensor
 
 from cribo.base.bounds import above, at_least
 from cribo.base.errors import ConfigError
-from cribo.data.samples import Batch, LazyImage, Sample
-from cribo.method import Crops, ViewRecipe, sample_crops
+from cribo.data.samples import Batch, Sample
+from cribo.method import Crops, sample_crops
 from cribo.method.blocks import rows_per_block
 from cribo.method.precision import in_float32
 from cribo.objectives.base import Columns, Output, Setting, Step
-from cribo.objectives.multicrop import MultiCrop, augmented_crops, check_local_crops, concatenate_crops, crop_noise
+from cribo.objectives.crops import (
+    CropSampler,
+    augmented_crops,
+    check_local_crops,
+    concatenate_crops,
+    crop_noise,
+    multi_crop,
+)
 from cribo.objectives.overlap import align, overlap_area, overlap_boxes
 from cribo.objectives.rivals.sorting import SortingKind, SortingNetwork
-from cribo.objectives.self_distillation import Distillation, Network
+from cribo.objectives.self_distillation import Network, StudentTeacher
 from cribo.objectives.trunk import encode, encode_frozen
-from cribo.objectives.views import load_for_crops
 
 Similarity = Literal["cosine", "euclidean"]
 
@@ -37,84 +42,48 @@ _LOCAL_SIZE = 98
 _CROP_ATTEMPTS = 100
 
 
-class OverlappingCrops(MultiCrop):
+class OverlappingCrops(CropSampler):
     """Transform of an image into overlapping global and local crops, with the boxes of the overlaps.
 
     Crops are redrawn until each overlaps both global crops by more than `LEAST_OVERLAP` of the image, and the global
     crops each other by twice as much. After a hundred draws, the second global crop is the first, and local crops are
     centred on the overlap of the global ones.
 
-    In addition to that of `MultiCrop`, a batch contains `boxes` (B, V, V, 4), the overlaps of all pairs of crops as in
-    `overlap_boxes`, global crops first, `flips` (B, V), and `order` (B, P, n), a random number for each of the n
-    patches of an overlap in each of P pairs of crops.
-
-    Args:
-        recipe: distribution of the global crops; all but size and area also apply to local crops.
-        local_crops: number of local crops per image; V is larger by 2.
-        local_size: side of a local crop in pixels.
-        local_area: (low, high) share of the image that a local crop covers.
-        patches: n, number of patches of an overlap.
-        drop_path_sites: number of uniform random numbers to draw per crop.
+    A batch also contains `boxes` (B, V, V, 4), the overlaps of all pairs of crops as in `overlap_boxes`, global crops
+    first, and `flips` (B, V).
     """
 
-    def __init__(
-        self,
-        recipe: ViewRecipe,
-        *,
-        local_crops: int,
-        local_size: int,
-        local_area: tuple[float, float],
-        patches: int,
-        drop_path_sites: int,
-    ) -> None:
-        super().__init__(
-            recipe,
-            local_crops=local_crops,
-            local_size=local_size,
-            local_area=local_area,
-            drop_path_sites=drop_path_sites,
-        )
-        self.local = replace(self.local, blur=recipe.blur, solarise=recipe.solarise)
-        self.patches = patches
-
-    def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
-        """Decode the image, cut the crops, and draw the other random numbers."""
-        pixels, (views, local), _ = load_for_crops(image, partial(self.draw_crops, generator=generator))
-        crops = concatenate_crops([views, local])
-        return {
-            **self.cut_crops(pixels, views, local, generator),
-            "boxes": overlap_boxes(crops),
-            "flips": crops.flips,
-            "order": torch.rand((len(crop_pairs(len(crops.flips))), self.patches), generator=generator),
-        }
-
-    def draw_crops(self, height: int, width: int, generator: torch.Generator) -> list[tuple[Crops, int]]:
-        """Draw the global crops and the local ones, each with the size of their views."""
+    def draw_crops(self, height: int, width: int, generator: torch.Generator) -> list[Crops]:
+        """Draw the global crops and the local ones."""
         views = self._draw_global(height, width, generator)
-        local = self._draw_local(height, width, generator, views)
-        return [(views, self.recipe.size), (local, self.local.size)]
+        return [views, self._draw_local(height, width, generator, views)]
+
+    def places(self, crops: Crops, generator: torch.Generator) -> Sample:
+        """Return the overlaps."""
+        return {"boxes": overlap_boxes(crops), "flips": crops.flips}
 
     def _draw_global(self, height: int, width: int, generator: torch.Generator) -> Crops:
         for _ in range(_CROP_ATTEMPTS):
-            views = sample_crops(height, width, self.recipe, generator=generator)
+            views = self.sets[0].draw(height, width, generator)
             if overlap_area(views)[0, 1] > 2 * LEAST_OVERLAP * height * width:
                 return views
-        views = sample_crops(height, width, self.recipe, generator=generator)
+        views = self.sets[0].draw(height, width, generator)
         return Crops(views.boxes[[0, 0]], views.flips)
 
     def _draw_local(self, height: int, width: int, generator: torch.Generator, views: Crops) -> Crops:
+        recipe, count = self.sets[1].recipe, self.sets[1].count
         accepted: list[Crops] = []
         for _ in range(_CROP_ATTEMPTS):
-            pair = sample_crops(height, width, self.local, generator=generator)
+            pair = sample_crops(height, width, recipe, generator=generator)
             area = overlap_area(concatenate_crops([views, pair]))[:2, 2:]
             overlaps = (area > LEAST_OVERLAP * height * width).all(dim=0)
             accepted.append(Crops(pair.boxes[overlaps], pair.flips[overlaps]))
-            if sum(len(crops.flips) for crops in accepted) >= self.local_crops:
-                return concatenate_crops(accepted, limit=self.local_crops)
-        pair = sample_crops(height, width, self.local, generator=generator)
+            if sum(len(crops.flips) for crops in accepted) >= count:
+                return concatenate_crops(accepted, limit=count)
+        pair = sample_crops(height, width, recipe, generator=generator)
         boxes = _centred(pair.boxes[:1], views, (height, width))
-        centred = Crops(boxes.expand(self.local_crops, -1), pair.flips[:1].expand(self.local_crops))
-        return concatenate_crops([*accepted, centred], limit=self.local_crops)
+        centred = Crops(boxes.expand(count, -1), pair.flips[:1].expand(count))
+        return concatenate_crops([*accepted, centred], limit=count)
 
 
 def _centred(boxes: Int[Tensor, "n 4"], views: Crops, size: tuple[int, int]) -> Int[Tensor, "n 4"]:
@@ -126,7 +95,7 @@ def _centred(boxes: Int[Tensor, "n 4"], views: Crops, size: tuple[int, int]) -> 
     return torch.cat((places, sides), dim=1)
 
 
-class NeCo(Distillation):
+class NeCo(StudentTeacher):
     """Consistency of patch neighbours, for pretrained networks with patch tokens or a feature map.
 
     Reads `views` (the global crops; the others differ in size and area), `backbone`, `head` (its MLP), `optim`, and
@@ -161,6 +130,9 @@ class NeCo(Distillation):
     # parts have the released rates.
     lr_factors = {"backbone.": 0.1}
 
+    student: Network
+    teacher: Network
+
     def __init__(
         self,
         setting: Setting,
@@ -173,7 +145,10 @@ class NeCo(Distillation):
         sorting: SortingKind = "bitonic",
         steepness: tuple[Annotated[float, above(0)], Annotated[float, above(0)]] = (100.0, 100.0),
     ) -> None:
-        super().__init__(setting, levels={})
+        super().__init__(setting)
+        options = setting.options
+        self.student = Network(setting.build_backbone(), options.head, levels={}, seed=options.seed)
+        self.teacher = self.student.make_teacher()
         backbone, recipe = self.student.backbone, setting.options.views
         if local_size is None:
             local_size = max(1, _LOCAL_SIZE // backbone.patch_size) * backbone.patch_size
@@ -191,15 +166,13 @@ class NeCo(Distillation):
         self.student_sorting = SortingNetwork(grid**2, sorting, steepness=steepness[0])
         self.teacher_sorting = SortingNetwork(grid**2, sorting, steepness=steepness[1])
         self.images_per_group = setting.options.objects.group_size
-        self.uses_all_parameters = False  # those of the global token, such as attention pooling, get no gradient
-        self.crops = OverlappingCrops(
-            recipe,
-            local_crops=local_crops,
-            local_size=local_size,
-            local_area=(local_area[0], local_area[1]),
-            patches=grid**2,
-            drop_path_sites=backbone.num_drop_path_sites,
+        # Local crops differ in size and area only.
+        sets = multi_crop(
+            recipe, count=local_crops, size=local_size, area=local_area, blur=recipe.blur, solarise=recipe.solarise
         )
+        # `order` (B, P, n): a random number for each of the n patches of an overlap in each of P pairs of crops.
+        order = partial(torch.rand, (len(crop_pairs(2 + local_crops)), grid**2))
+        self.crops = OverlappingCrops(*sets, drop_path_sites=backbone.num_drop_path_sites, numbers={"order": order})
 
     def samples(self) -> OverlappingCrops:
         """Return the transform to crops that overlap."""
@@ -213,7 +186,7 @@ class NeCo(Distillation):
         """
         self.image_groups(len(batch))  # raises errors before any work
         backbone, config = self.student.backbone, self.options.backbone
-        parts = augmented_crops(batch, self.crops.recipe, backbone)
+        parts = augmented_crops(batch, self.options.views, backbone)
         inputs = [encode_frozen(self.teacher.backbone, views, config) for views in parts]
         with torch.no_grad():
             features = encode(self.teacher.backbone, inputs[0])
@@ -230,14 +203,6 @@ class NeCo(Distillation):
         networks = self.student_sorting, self.teacher_sorting
         losses, entropies = neighbour_losses(*pairs, order, networks, similarity=self.similarity)
         return Output({"neco": losses.mean()}, {"rank_entropy": entropies.mean()})
-
-    def schedules(self, step: Step) -> dict[str, float]:
-        """Return the teacher's momentum."""
-        return {"momentum": step.cosine(*self.options.optim.momentum)}
-
-    def after_step(self, step: Step) -> None:
-        """Update the teacher."""
-        self.move_teacher(step)
 
 
 def _maps(network: Network, tokens: Tensor, grid: tuple[int, int], images: int) -> Float[Tensor, "v b e h w"]:

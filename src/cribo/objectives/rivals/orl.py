@@ -5,6 +5,7 @@ with the network of stage 1. Stage 3 trains a new network on images, regions and
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -13,24 +14,21 @@ from torch import Tensor
 
 from cribo.base.bounds import at_least
 from cribo.base.errors import ConfigError, UnreadableImage
-from cribo.data.photometric import Photometric, sample_photometric
 from cribo.data.samples import Batch, LazyImage, Sample
-from cribo.method import Crops, ViewRecipe, cut_views, sample_crops
+from cribo.method import Crops, ViewRecipe, cut_views
 from cribo.objectives.base import Columns, Output, Setting, Stages, Step
-from cribo.objectives.multicrop import augmented_crops, check_crop_size, crop_noise
+from cribo.objectives.crops import CropSampler, CropSet, augmented_crops, check_crop_size, crop_noise, load_for_crops
 from cribo.objectives.rivals.byol import BYOL
 from cribo.objectives.rivals.region_pairs import DrawnRegions, RegionPairs, RegionSearch, find_pairs, require_regions
 from cribo.objectives.rivals.regions import jitter_box, require_selective_search
 from cribo.objectives.trunk import encode, encode_frozen
-from cribo.objectives.views import load_for_crops
 
 
-class RegionCrops:
+class RegionCrops(CropSampler):
     """Transform of an image into two views, and patches of two pairs of regions.
 
-    A batch contains `global` (B, 2, 3, S, S), the views, and `local` (B, 4, 3, s, s), the patches, in 8 bits:
-    a region of the image and a jittered copy; another region, and a similar region of a neighbour. `photometric` has
-    parameters (B, 6), views first, and `drop_path_noise` is (B, 6, sites).
+    A batch contains `global` (B, 2, 3, S, S), the views, and `local` (B, 4, 3, s, s), the patches: a region of the
+    image and a jittered copy; another region, and a similar region of a neighbour.
 
     Args:
         recipe: distribution of the views, whose flips and colours apply to patches, too.
@@ -40,10 +38,9 @@ class RegionCrops:
     """
 
     def __init__(self, recipe: ViewRecipe, pairs: RegionPairs | None, *, patch_size: int, drop_path_sites: int) -> None:
-        self.recipe = recipe
+        patches = CropSet("local", replace(recipe, size=patch_size), 4)
+        super().__init__(CropSet("global", recipe), patches, drop_path_sites=drop_path_sites)
         self.pairs = pairs
-        self.patch_size = patch_size
-        self.drop_path_sites = drop_path_sites
 
     def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
         """Decode the image and a neighbour, cut views and patches, and draw the other random numbers.
@@ -56,33 +53,30 @@ class RegionCrops:
             drawn = self.pairs.draw(image.index, generator=generator)
             if drawn is None:
                 raise UnreadableImage(image.name, "it could not be read when its regions were searched")
-        flips = torch.rand(4, generator=generator) < self.recipe.flip
+        views, patches = self.sets
+        flips = torch.rand(patches.count, generator=generator) < patches.recipe.flip
 
         def draw(height: int, width: int) -> list[tuple[Crops, int]]:
-            views = sample_crops(height, width, self.recipe, generator=generator)
+            both = views.draw(height, width, generator)
             region, own = (drawn.region, drawn.own) if drawn else [torch.tensor([0, 0, height, width])] * 2
             jittered = jitter_box(region, height, width, generator=generator)
-            patches = Crops(torch.stack((region, jittered, own)), flips[:3])
-            return [(views, self.recipe.size), (patches, self.patch_size)]
+            return self.sized([both, Crops(torch.stack((region, jittered, own)), flips[:3])])
 
-        pixels, (views, patches), _ = load_for_crops(image, draw)
-        parts = [cut_views(pixels, patches, self.patch_size), self.neighbours_patch(image, drawn, flips[3:])]
-        return {
-            "global": cut_views(pixels, views, self.recipe.size),
-            "local": torch.cat(parts),
-            "photometric": Photometric.cat([sample_photometric(self.recipe, generator=generator) for _ in range(3)]),
-            "drop_path_noise": torch.rand((6, self.drop_path_sites), generator=generator),
-        }
+        pixels, crops, _ = load_for_crops(image, draw)
+        cut = self.cut(pixels, crops)
+        cut["local"] = torch.cat((cut["local"], self.neighbours_patch(image, drawn, flips[3:])))
+        return {**cut, **self.photometric(generator), **self.draw(generator)}
 
     def neighbours_patch(self, image: LazyImage, drawn: DrawnRegions | None, flips: Tensor) -> UInt8[Tensor, "1 3 s s"]:
         """Decode the drawn neighbour and cut its patch."""
+        size = self.sets[1].recipe.size
 
         def draw(height: int, width: int) -> list[tuple[Crops, int]]:
             box = drawn.other if drawn else torch.tensor([0, 0, height, width])
-            return [(Crops(box[None], flips), self.patch_size)]
+            return [(Crops(box[None], flips), size)]
 
         pixels, (patch,), _ = load_for_crops(image.other(drawn.neighbour) if drawn else image, draw)
-        return cut_views(pixels, patch, self.patch_size)
+        return cut_views(pixels, patch, size)
 
 
 class ORL(BYOL):

@@ -12,60 +12,42 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from cribo.base.errors import ConfigError
-from cribo.data.photometric import sample_photometric
-from cribo.data.randomness import keyed_generator
-from cribo.data.samples import Batch, LazyImage, Sample
-from cribo.method import Centre, Crops, ViewRecipe, cut_views, sample_crops
-from cribo.method.blocks import rows_per_block
+from cribo.data.samples import Batch, Sample
+from cribo.method import Centre, Crops, ViewRecipe, sample_crops
+from cribo.method.blocks import in_blocks, rows_per_block
 from cribo.method.config import UnitInterval
 from cribo.method.precision import in_float32
 from cribo.models import Backbone
 from cribo.objectives.base import Columns, Output, Setting, Step, sum_over_ranks
 from cribo.objectives.config import HeadConfig, Temperature
-from cribo.objectives.mlp import make_mlp
+from cribo.objectives.crops import CropSampler, CropSet
+from cribo.objectives.mlp import make_mlp, seeded_weights
 from cribo.objectives.overlap import align, overlap_area, overlap_boxes
-from cribo.objectives.self_distillation import PredictingNetwork, StudentTeacher
+from cribo.objectives.self_distillation import StudentNetwork, StudentTeacher
 from cribo.objectives.trunk import encode, inputs_of
-from cribo.objectives.views import drop_path_noise, load_for_crops
+from cribo.objectives.views import drop_path_noise
 
 _REDRAWS = 10
 _LEAST_OVERLAP = 0.01  # of the second crop's area
 _LEAST_ATTENTION = 1e-6
 
 
-class OverlappingPairs:
-    """Transform of an image into two views that overlap.
+class OverlappingPairs(CropSampler):
+    """Transform of an image into two `views` that overlap.
 
-    A batch contains `views` (B, 2, 3, S, S) in 8 bits, `overlap` (B, 2, 4), the box (x1, y1, x2, y2) of the overlap in
-    fractions of each view (empty if x2 <= x1 or y2 <= y1), `flips` (B, 2), whether a view is mirrored,
-    `drop_path_noise` (B, 2, sites), and `photometric` with parameters (B, 2).
-
-    Args:
-        recipe: distribution of the views.
-        drop_path_sites: number of uniform random numbers to draw per view, for the student's stochastic depth.
+    A batch also contains `overlap` (B, 2, 4), the box (x1, y1, x2, y2) of the overlap in fractions of each view (empty
+    if x2 <= x1 or y2 <= y1), and `flips` (B, 2), whether a view is mirrored.
     """
 
-    def __init__(self, recipe: ViewRecipe, *, drop_path_sites: int) -> None:
-        self.recipe = recipe
-        self.drop_path_sites = drop_path_sites
+    def draw_crops(self, height: int, width: int, generator: torch.Generator) -> list[Crops]:
+        """Draw the crops of both views."""
+        return [overlapping_crops(height, width, self.sets[0].recipe, generator=generator)]
 
-    def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
-        """Decode the image, cut the views, and draw the other random numbers."""
-
-        def draw(height: int, width: int) -> list[tuple[Crops, int]]:
-            return [(overlapping_crops(height, width, self.recipe, generator=generator), self.recipe.size)]
-
-        pixels, (crops,), _ = load_for_crops(image, draw)
-        return {
-            "views": cut_views(pixels, crops, self.recipe.size),
-            "overlap": overlap_boxes(crops)[[0, 1], [1, 0]],
-            "flips": crops.flips,
-            "photometric": sample_photometric(self.recipe, generator=generator),
-            "drop_path_noise": torch.rand((2, self.drop_path_sites), generator=generator),
-        }
+    def places(self, crops: Crops, generator: torch.Generator) -> Sample:
+        """Return the overlap."""
+        return {"overlap": overlap_boxes(crops)[[0, 1], [1, 0]], "flips": crops.flips}
 
 
 def overlapping_crops(height: int, width: int, recipe: ViewRecipe, *, generator: torch.Generator) -> Crops:
@@ -191,11 +173,10 @@ def slot_loss(
         return 2 * temperature * ((predicted @ keys.T / temperature).logsumexp(dim=1) - positive / temperature)
 
     size = rows_per_block(len(keys), keys.device)
-    blocks = zip(predicted.split(size), targets.split(size), strict=True)
-    return torch.cat([checkpoint(of_block, *block, use_reentrant=False) for block in blocks])
+    return torch.cat(in_blocks(of_block, predicted, targets, size=size))
 
 
-class SlotNetwork(PredictingNetwork):
+class SlotNetwork(StudentNetwork):
     """Backbone, projector, prototypes, and the student's predictor.
 
     Args:
@@ -205,11 +186,11 @@ class SlotNetwork(PredictingNetwork):
         seed: the only source of the random weights.
     """
 
+    student_only = "predictor"
+
     def __init__(self, backbone: Backbone, config: HeadConfig, *, batch_norm: bool, seed: int) -> None:
-        super().__init__()
-        self.backbone = backbone
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(keyed_generator(seed, 1).initial_seed())
+        super().__init__(backbone)
+        with seeded_weights(seed):
             self.projector = make_mlp(backbone.embed_dim, config, batch_norm=batch_norm)
             self.prototypes = nn.Embedding(config.prototypes, config.bottleneck_dim)  # from N(0, 1)
             self.predictor: nn.Module = make_mlp(config.bottleneck_dim, config, batch_norm=batch_norm)
@@ -295,7 +276,11 @@ class SlotCon(StudentTeacher):
     def samples(self) -> OverlappingPairs:
         """Return the transform to two overlapping views."""
         sites = self.student.backbone.num_drop_path_sites
-        return OverlappingPairs(self.options.views, drop_path_sites=sites)
+        return OverlappingPairs(CropSet("views", self.options.views), drop_path_sites=sites)
+
+    def schedules(self, step: Step) -> dict[str, float]:
+        """Return the teacher's momentum and temperature."""
+        return {**super().schedules(step), "teacher_temperature": self.teacher_temperature(step)}
 
     def forward(self, batch: Batch, step: Step) -> Output:
         """Compute both losses, each the sum of both directions. Synchronises with the device to select slots."""
@@ -330,7 +315,7 @@ class SlotCon(StudentTeacher):
             other.flip(0),
             self.centre.value,
             student_temperature=self.options.losses.student_temperature,
-            teacher_temperature=self.schedules(step)["teacher_temperature"],
+            teacher_temperature=self.teacher_temperature(step),
         )
         overlapping = (overlap[0, :, 2:] > overlap[0, :, :2]).all(dim=1)
         counts = step.gather(overlapping.sum())
@@ -366,7 +351,7 @@ class SlotCon(StudentTeacher):
         directions = F.normalize(self._features.flatten(0, -2), dim=-1)
         prototypes = F.normalize(self.teacher.prototypes.weight, dim=-1)
         self.centre.update(*sum_over_ranks(directions, step), prototypes)
-        self.teacher.follow(self.student, self.schedules(step)["momentum"])
+        self.move_teacher(step)
 
 
 def gather_rows(rows: Float[Tensor, "r e"], lengths: Sequence[int], step: Step) -> Float[Tensor, "z e"]:

@@ -15,27 +15,27 @@ from torch import Tensor
 
 from cribo.base.bounds import at_least
 from cribo.base.errors import UnreadableImage
-from cribo.data.photometric import Photometric, apply_photometric, sample_photometric
+from cribo.data.photometric import sample_photometric
 from cribo.data.samples import Batch, LazyImage, Sample
 from cribo.features.propagation import LabelledFrame, label_frame
-from cribo.method import Crops, ViewRecipe, cut_views, sample_crops
+from cribo.method import Crops, ViewRecipe
 from cribo.method.precision import in_float32
-from cribo.models import normalise
 from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.config import Temperature
+from cribo.objectives.crops import CropSampler, CropSet, augmented, load_for_crops
 from cribo.objectives.self_distillation import Network, StudentTeacher
 from cribo.objectives.trunk import encode, encode_frozen
-from cribo.objectives.views import load_for_crops
+from cribo.objectives.views import drop_path_noise
 
 _SINKHORN_ROUNDS = 10
 _PREVIOUS_FRAMES = 7
 
 
-class ClipFrames:
+class ClipFrames(CropSampler):
     """Transform of a clip into frames at random times, with one crop, flip and colour jitter.
 
     A batch contains `frames` (B, F, 3, S, S) in 8 bits, in temporal order, `photometric` with parameters (B, F), of
-    which only the sigma of the blur differs between the frames of a clip, and `drop_path_noise` (B, sites).
+    which only the sigma of the blur differs between the frames of a clip, and `drop_path_noise` (B, 1, sites).
 
     Args:
         recipe: distribution of the crop and of the photometric operations; of pairs, the first value applies.
@@ -44,9 +44,8 @@ class ClipFrames:
     """
 
     def __init__(self, recipe: ViewRecipe, *, frames: int, drop_path_sites: int) -> None:
-        self.recipe = recipe
+        super().__init__(CropSet("frames", recipe, 1), drop_path_sites=drop_path_sites)
         self.frames = frames
-        self.drop_path_sites = drop_path_sites
 
     def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
         """Decode frames of the clip, reduced as far as the crop allows, and draw the other random numbers.
@@ -54,34 +53,30 @@ class ClipFrames:
         Raises:
             UnreadableImage: a frame cannot be read, or has another size than the first one.
         """
-        recipe, clip = self.recipe, image.frames
-        first: list[tuple[int, int, Crops]] = []
+        clip = image.frames
+        first: list[tuple[int, int, list[Crops]]] = []
 
         def draw(height: int, width: int, frame: LazyImage) -> list[tuple[Crops, int]]:
             if not first:
-                pair = sample_crops(height, width, recipe, generator=generator)
-                first.append((height, width, Crops(pair.boxes[:1], pair.flips[:1])))
+                first.append((height, width, self.draw_crops(height, width, generator)))
             if (height, width) != first[0][:2]:
                 sizes = f"{width} x {height} pixels, but another frame of its clip {first[0][1]} x {first[0][0]}"
                 raise UnreadableImage(frame.name, f"the frame has {sizes}: frames of a video must have one size")
-            return [(first[0][2], recipe.size)]
+            return self.sized(first[0][2])
 
         views = []
         for place in sorted(torch.randperm(len(clip), generator=generator)[: self.frames].tolist()):
-            pixels, (crop,), _ = load_for_crops(clip[place], partial(draw, frame=clip[place]))
-            views.append(cut_views(pixels, crop, recipe.size))
-        return {
-            "frames": torch.cat(views),
-            "photometric": self._photometric(generator),
-            "drop_path_noise": torch.rand(self.drop_path_sites, generator=generator),
-        }
+            pixels, crops, _ = load_for_crops(clip[place], partial(draw, frame=clip[place]))
+            views.append(self.cut(pixels, crops)["frames"])
+        return {"frames": torch.cat(views), **self.photometric(generator), **self.draw(generator)}
 
-    def _photometric(self, generator: torch.Generator) -> Photometric:
+    def photometric(self, generator: torch.Generator) -> Sample:
         """Draw the parameters of a clip, with a sigma for each frame."""
-        drawn = sample_photometric(self.recipe, generator=generator).select(torch.zeros(self.frames, dtype=torch.long))
-        low, high = self.recipe.blur_sigma
+        recipe = self.sets[0].recipe
+        drawn = sample_photometric(recipe, generator=generator).select(torch.zeros(self.frames, dtype=torch.long))
+        low, high = recipe.blur_sigma
         sigma = low + (high - low) * torch.rand(self.frames, generator=generator)
-        return drawn._replace(sigma=sigma.where(drawn.sigma > 0, 0.0))
+        return {"photometric": drawn._replace(sigma=sigma.where(drawn.sigma > 0, 0.0))}
 
 
 @torch.no_grad()
@@ -239,8 +234,7 @@ class TimeT(StudentTeacher):
         with torch.no_grad():
             embeddings = teacher.head(encode(teacher.backbone, first).tokens)
             features = [encode(student.backbone, inputs).tokens for inputs in (first, *between)]
-        noise = batch["drop_path_noise"]
-        tokens = encode(student.backbone, last, drop_path_noise=noise if noise.shape[1] else None).tokens
+        tokens = encode(student.backbone, last, drop_path_noise=drop_path_noise(batch)).tokens
         assignments = self._assign(embeddings)
         propagated = propagate_assignments(
             assignments,
@@ -261,12 +255,7 @@ class TimeT(StudentTeacher):
 
     def _views(self, batch: Batch) -> list[Float[Tensor, "b 3 h w"]]:
         """Return the frames of all clips, augmented and normalised; frame after frame."""
-        backbone, recipe = self.student.backbone, self.options.views
-        frames = apply_photometric(
-            batch["frames"].flatten(0, 1), batch["photometric"].flatten(), solarise_threshold=recipe.solarise_threshold
-        )
-        views = normalise(frames, mean=backbone.mean, std=backbone.std).unflatten(0, (-1, self.clip_frames))
-        return list(views.unbind(dim=1))
+        return list(augmented(batch, "frames", self.options.views, self.student.backbone).unbind(dim=1))
 
     def _assign(self, embeddings: Float[Tensor, "b n e"]) -> Float[Tensor, "b n k"]:
         """Assign the first frames' patches to the teacher's prototypes, balanced within each group of clips."""
@@ -285,11 +274,3 @@ class TimeT(StudentTeacher):
         groups = targets.unflatten(0, (-1, self.images_per_group)).flatten(1)
         used = torch.zeros(len(groups), prototypes, device=targets.device).scatter_(1, groups, 1.0)
         return used.sum(), used.numel()
-
-    def schedules(self, step: Step) -> dict[str, float]:
-        """Return the teacher's momentum."""
-        return {"momentum": step.cosine(*self.options.optim.momentum)}
-
-    def after_step(self, step: Step) -> None:
-        """Update the teacher."""
-        self.move_teacher(step)
