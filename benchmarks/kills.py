@@ -23,7 +23,7 @@ from cribo.data import ImageFiles, ImageSource, open_images
 from cribo.data.loading import BatchLoader
 from cribo.data.samples import Batch, SampleDataset, StepBatchSampler
 from cribo.method import ViewRecipe
-from cribo.objectives.cribo import ViewPairs
+from cribo.objectives.views import ViewPairs
 
 BATCH = 16
 STEP_SECONDS = 0.2  # maximum duration of a step

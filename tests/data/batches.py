@@ -9,7 +9,7 @@ from torch import Tensor
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.sources.images import ImageSource
 from cribo.method import ViewRecipe
-from cribo.objectives.cribo import ViewPairs
+from cribo.objectives.views import ViewPairs
 
 
 def view_pairs(source: ImageSource, *, seed: int = 0, num_objects: int = 5, **options: Any) -> SampleDataset:

@@ -20,7 +20,7 @@ from cribo.data.reduction import largest_reduction, reduced_crops
 from cribo.data.samples import Batch, LazyImage, Sample, SampleDataset, StepBatchSampler, Unreadable
 from cribo.data.sources.images import ImageFiles, open_images
 from cribo.method import Crops, ViewRecipe, cut_views, sample_crops
-from cribo.objectives.cribo import ViewPairs
+from cribo.objectives.views import ViewPairs
 
 
 def make_sampler(num_images: int, batch_size: int, *, position: int = 0, seed: int = 0, **rank: int):

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float
 
-from cribo.data.labelled.run_lengths import decompressed, mask_annotation, mask_of, require_counts
+from cribo.data.labelled.coco_writing import mask_annotation
+from cribo.data.labelled.run_lengths import decompressed, mask_of, require_counts
 from cribo.features.grid import patch_of_pixel
 
 Box = tuple[int, int, int, int]

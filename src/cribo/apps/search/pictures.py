@@ -23,7 +23,7 @@ from cribo.base.files import write_whole
 from cribo.base.painting import outline_region
 from cribo.base.wording import counted, shortened
 from cribo.data.config import DEFAULT_READING, Reading
-from cribo.data.reading import EncodedImage, largest_factor, read_reduced
+from cribo.data.reading import EncodedImage, largest_factor, open_picture
 from cribo.features.objects import resize_mask
 
 if TYPE_CHECKING:
@@ -234,8 +234,8 @@ def _read(path: Path | EncodedImage, room: tuple[int, int], reading: Reading) ->
     def reduction(height: int, width: int) -> int:
         return largest_factor(lambda factor: min(height, width) // factor >= 2 * max(room))
 
-    pixels, _ = read_reduced(path, reduction, reading=reading)
-    picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+    with open_picture(path, reading=reading) as opened:  # unlike `read_reduced`, does not import torch
+        picture = Image.fromarray(opened.reduced_rgb(reduction)[0])
     scale = min(side / own for side, own in zip(room, picture.size, strict=True))
     width, height = (max(1, round(scale * side)) for side in picture.size)
     return np.array(picture.resize((width, height), Image.Resampling.BILINEAR))

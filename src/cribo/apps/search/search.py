@@ -14,8 +14,7 @@ from cribo.apps.search.queries import Query, QueryPlace, make_query
 from cribo.base.errors import ConfigError, DatabaseError
 from cribo.base.files import write_json
 from cribo.base.job import Job
-from cribo.data.labelled.coco import write_coco
-from cribo.data.labelled.run_lengths import mask_annotation
+from cribo.data.labelled.coco_writing import mask_annotation, write_coco
 
 if TYPE_CHECKING:
     from cribo.apps.search.duplicates import DuplicatePair

@@ -1,9 +1,8 @@
 """Annotation files in COCO's format: one reader and writer for all commands, and label maps drawn from the outlines."""
 
-import json
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ from jaxtyping import Bool, Int64
 
 from cribo.base.colours import Colour, class_colours
 from cribo.base.errors import DataError, InputError, MissingData
-from cribo.base.files import path_inside, read_json, require, write_whole
+from cribo.base.files import path_inside, read_json, require
 from cribo.base.wording import counted, enumerated
+from cribo.data.labelled.coco_writing import mask_annotation, write_coco
 from cribo.data.labelled.label_maps import IGNORE_INDEX, Labelling, LabelMap, read_classes
-from cribo.data.labelled.run_lengths import decompressed, mask_annotation, mask_of, require_counts
+from cribo.data.labelled.run_lengths import decompressed, mask_of, require_counts
 from cribo.data.labelled.segmentation import LabelledExamples
 from cribo.data.reading import image_size
 from cribo.data.sources.images import FilesBelow, ImageFiles
@@ -441,33 +441,6 @@ def find_coco(folder: Path) -> tuple[list[Path], list[DataError]]:
         except DataError as error:
             damaged.append(error)
     return found, damaged
-
-
-def write_coco(
-    path: Path,
-    images: Sequence[Mapping[str, Any]],
-    categories: Sequence[str],
-    annotations: Iterable[Mapping[str, Any]],
-) -> None:
-    """Write a file in COCO's format, whole or not at all; annotations are written as they come.
-
-    Args:
-        path: of the JSON file.
-        images: `file_name`, `width` and `height` of each; their ids are their places, from 1.
-        categories: names; their ids are their places, from 1.
-        annotations: all fields but `id`.
-    """
-
-    def write(part: Path) -> None:
-        with part.open("w", encoding="utf-8") as file:
-            listed = [{"id": number, **image} for number, image in enumerate(images, start=1)]
-            named = [{"id": number, "name": name} for number, name in enumerate(categories, start=1)]
-            file.write(f'{{"images": {json.dumps(listed)},\n"categories": {json.dumps(named)},\n"annotations": [')
-            for number, annotation in enumerate(annotations, start=1):
-                file.write(f"{',' if number > 1 else ''}\n{json.dumps({'id': number, 'iscrowd': 0, **annotation})}")
-            file.write("]}\n")
-
-    write_whole(path, write)
 
 
 def write_label_maps_as_coco(path: Path, labelling: Labelling) -> None:

@@ -1,7 +1,5 @@
 """Masks as run lengths in COCO's format, read without trusting the numbers; does not import torch."""
 
-from typing import Any
-
 import numpy as np
 from jaxtyping import Bool, Int64
 
@@ -44,15 +42,3 @@ def require_counts(counts: Int64[np.ndarray, " n"], size: tuple[int, int]) -> No
 def mask_of(counts: Int64[np.ndarray, " n"], size: tuple[int, int]) -> Bool[np.ndarray, "h w"]:
     """Return the mask of (height, width) of valid counts, which go down the columns and start outside the mask."""
     return np.repeat(np.arange(len(counts)) % 2 == 1, counts).reshape(size, order="F")
-
-
-def mask_annotation(mask: Bool[np.ndarray, "h w"]) -> dict[str, Any]:
-    """Describe a mask for an annotation: `segmentation` (run lengths), `bbox` (x, y, w, h) and `area`."""
-    from faster_coco_eval.core import mask as coco
-
-    encoded: Any = coco.encode(np.asfortranarray(mask, dtype=np.uint8))
-    return {
-        "segmentation": {"size": list(mask.shape), "counts": encoded["counts"].decode("ascii")},
-        "bbox": np.asarray(coco.toBbox(encoded)).tolist(),
-        "area": int(coco.area(encoded)),
-    }
