@@ -113,7 +113,7 @@ def test_everything_that_is_printed_can_be_read(terminal: Terminal) -> None:
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("segment --images photographs", "--out and --backbone are required; usage: cribo segment"),
+        ("segment --images photographs", "--backbone is required; usage: cribo segment"),
         ("pretrain --optim.epoch 3", "did you mean optim.epochs?"),
         ("segment --backbone mean-colour --examples labelled --images nowhere --out x", "there is no 'nowhere'"),
         ("search --db nowhere.db --image x", "there is no 'nowhere.db'"),

@@ -196,7 +196,7 @@ def test_the_image_level_computes_no_objects(tiny: Tiny, train: Train, monkeypat
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("no loss works on objects")
 
-    monkeypatch.setattr("cribo.objectives.cribo.find_objects", fail)
+    monkeypatch.setattr("cribo.objectives.pairs.find_objects", fail)
     record, trained = recorded(train, tiny({"losses.cross_view": False, "losses.cross_image": False}))
     assert record.bank is None
     assert trained.bank is None

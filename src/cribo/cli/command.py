@@ -63,7 +63,7 @@ class Command:
         suggestions: what to pass, by name of a required option, for the error if it is missing.
         others: commands with options of their own, by the first argument, or the option, that selects them.
         parser: type of the parser.
-        complete: completes the arguments, such as by a default preset.
+        complete: completes the arguments, such as by a default preset, or refuses some, before they are parsed.
     """
 
     help: str

@@ -1,6 +1,7 @@
 """`cribo evaluate`: evaluate a backbone on labelled images, with the options of a protocol."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -84,6 +85,7 @@ def evaluation_command(name: str, settings: type[Settings]) -> Command:
             **{f"--{option.split('.')[1]}": f"--{option}" for option in _SHORT if option in options},
             **settings.aliases,
         },
+        complete=partial(_without_variant, name, settings),
     )
 
 
@@ -110,9 +112,14 @@ def _add_options(name: str, settings: type[Settings], parser: Parser) -> None:
     parser.set_defaults({f"runtime.{option}": value for option, value in settings.runtime_defaults.items()})
 
 
-def _run(name: str, kind: type[Settings], call: Call) -> None:
-    if not kind.variants() and any(word.partition("=")[0] == "--variant" for word in call.words):
+def _without_variant(name: str, kind: type[Settings], words: Sequence[str]) -> Sequence[str]:
+    """Refuse --variant for a protocol without variants, for which the parser would suggest another option."""
+    if not kind.variants() and any(word.partition("=")[0] == "--variant" for word in words):
         raise ConfigError(f"{name} has no variants: omit --variant")
+    return words
+
+
+def _run(name: str, kind: type[Settings], call: Call) -> None:
     made = call.parser.instantiate(call.options)
     values = {field.name: made[field.name] for field in fields(kind)}
     settings = kind(**values)
