@@ -185,7 +185,7 @@ def load_pretrained(
         ConnectionError: weights are not cached and cannot be downloaded.
     """
     request = Request(network=network, positions=positions, ignore=ignore, trust=trust)
-    weights = locate(backbone.name if str(source) == "timm" else source, request)
+    weights = _of_timm(backbone.name, request) if str(source) == "timm" else locate(source, request)
     weights.backbone = backbone
     with _naming(weights), _readout_kept(backbone):
         read(weights)
@@ -303,8 +303,12 @@ def locate(source: str | Path | Download, request: Request) -> Weights:
         return Weights(request, str(file), file, notes)
     if request.name is not None:
         raise InputError(f"name={request.name!r} applies to files, but {source!r} is a timm name: remove it")
-    check_timm_name(source)
-    return Weights(request, source, of_timm=timm_weights(source) if request.pretrained else None)
+    return _of_timm(source, request)
+
+
+def _of_timm(name: str, request: Request) -> Weights:
+    check_timm_name(name)
+    return Weights(request, name, of_timm=timm_weights(name) if request.pretrained else None)
 
 
 def _file_of(path: Path) -> tuple[Path, tuple[str, ...]]:

@@ -106,6 +106,14 @@ def test_a_labelled_set_with_annotations_of_cocos_format(tmp_path: Path) -> None
     assert torch.equal(val.labels(0), blocks([1, 0]))
 
 
+def test_the_labels_of_a_split_are_those_of_its_name(tmp_path: Path) -> None:
+    save_image(tmp_path / "images" / "val[1]" / "a.bmp", LABELS)
+    save_labels(tmp_path / "labels" / "val[1].old" / "a.png", LABELS)
+    (tmp_path / "labels" / "val1.json").write_text(json.dumps(COCO))
+    with pytest.raises(MissingData, match=r"no .val\[1\]. in .*labels"):
+        open_segmentation("folder", tmp_path, "val[1]").labels(0)
+
+
 def test_labels_of_no_format(tmp_path: Path) -> None:
     save_image(tmp_path / "images" / "a.bmp", LABELS)
     (tmp_path / "labels.txt").write_text("a: road")

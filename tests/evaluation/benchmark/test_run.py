@@ -40,6 +40,14 @@ class BriefLinear(Linear):
     learning_rates: Any = (1e-2,)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OwnNeighbours(DenseNN):
+    """A protocol whose name is not its import path."""
+
+    name: ClassVar[str] = "own-neighbours"
+    quick_limit: ClassVar[int] = 3
+
+
 Make = Callable[..., Path]
 RUNTIME = EvaluationRuntime(devices=("cpu",), workers=0, cache="none")
 
@@ -148,6 +156,11 @@ def test_protocols_that_train_are_resumed(sets: Path, make_backbone: Make) -> No
     assert again.rows[0].folders == row.folders
     assert {name for name, time in written().items() if time != before[name]} == {row.folders["untrained"].name}
     assert again.rows[0].results["untrained"].results == row.results["untrained"].results
+
+
+def test_a_protocol_of_ones_own(sets: Path) -> None:
+    card, _ = benchmark(config(sets, "mean-colour", only=(f"{__name__}.OwnNeighbours",), sets=("squares",)))
+    assert "at most 3 images per split" in card.summary
 
 
 def test_an_incomplete_set(sets: Path) -> None:

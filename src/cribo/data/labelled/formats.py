@@ -1,5 +1,6 @@
 """Formats of labels on disk: one table, used by examples of segmentation, labelled sets and results."""
 
+import glob
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ def open_labels_of(
     """
     place = Path(labels).expanduser()
     if not place.is_dir():
-        files = sorted(place.parent.glob(f"{place.name}.*"))
+        files = sorted(file for file in place.parent.glob(f"{glob.escape(place.name)}.*") if file.is_file())
         place = next((file for file in files if any(each.accepts(file) for each in LABEL_FORMATS.values())), place)
     chosen = _format_of(place)
     listed = Path(classes) if classes is not None and chosen.lists_classes else None

@@ -18,7 +18,6 @@ from cribo.base.files import write_json, write_text
 from cribo.base.tables import Table, numbers, texts
 from cribo.base.wording import grouped
 from cribo.evaluation.comparison import Comparison, Group
-from cribo.evaluation.protocol import find_protocol
 from cribo.evaluation.published import architecture_name
 from cribo.evaluation.results import (
     NONE,
@@ -52,6 +51,7 @@ class CardRow:
     Attributes:
         evaluation: name of the protocol.
         set: folder name of the data set.
+        quick_limit: maximum number of images per split in a quick benchmark.
         results: results by role: `BACKBONE`, `UNTRAINED` or `MEAN`.
         folders: folders of the results, by role.
         reasons: reason why a role has no result, by role.
@@ -59,6 +59,7 @@ class CardRow:
 
     evaluation: str
     set: str
+    quick_limit: int
     results: dict[str, EvaluationResult] = field(default_factory=dict)
     folders: dict[str, Path] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -152,7 +153,7 @@ class Card:
         sentence = "Scores in %, of the backbone, of the same network with random weights, and of the mean colour."
         if not self.quick:
             return sentence
-        images = sorted({find_protocol(row.evaluation).quick_limit for row in self.measured})
+        images = sorted({row.quick_limit for row in self.measured})
         return (
             f"{sentence} Quick benchmark (--quick): at most {' or '.join(map(str, images))} images per split, small "
             "images, one draw, no training. Differences of a few points are not significant, and scores "

@@ -106,7 +106,7 @@ def _measure_row(
     console: Console,
 ) -> CardRow:
     """Evaluate the backbone and its baselines; failed baselines are recorded in the row."""
-    done = CardRow(row.protocol.name, row.set)
+    done = CardRow(row.protocol.name, row.set, row.protocol.quick_limit)
     for role, subject in subjects.items():
         try:
             done.results[role], done.folders[role] = _evaluation(row, subject, config, parent, command, console)

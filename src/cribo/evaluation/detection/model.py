@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -12,7 +12,6 @@ from timm.layers.mlp import Mlp
 from timm.layers.weight_init import trunc_normal_
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
-from transformers import YolosForObjectDetection
 
 from cribo.base.errors import ConfigError, MissingPackage
 from cribo.base.packages import install_command
@@ -22,6 +21,9 @@ from cribo.models.formats.inverse import write_as
 from cribo.models.formats.naming import State
 from cribo.models.formats.table import NAMINGS
 from cribo.models.linear import use_onednn
+
+if TYPE_CHECKING:
+    from transformers import YolosForObjectDetection
 
 _NAMES = next(naming for naming in NAMINGS if naming.name == "Hugging Face ViT")
 _POSITIONS = "embeddings.position_embeddings"
