@@ -1,4 +1,4 @@
-"""Confidence intervals of differences in mean IoU, by a paired bootstrap over images and seeds."""
+"""Confidence intervals of differences of scores: Student's t over seeds, and a paired bootstrap over images."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from scipy.stats import norm, t
+from scipy.stats import t
 from torch import Tensor
 
 from cribo.base.files import open_arrays
@@ -20,24 +20,41 @@ COUNTS = "images.npz"
 
 RESAMPLES = 1000
 LEAST_SEEDS = 3
-"""Minimum number of seeds that are resampled; with fewer, an interval covers the images only."""
+"""Minimum number of seeds for an interval. Over images alone it would leave out 0 for most pairs of equal methods."""
 
-_UPPER = 0.975  # of a 95 % interval
-_SEEDS = 0x73  # key of the draws of seeds, distinct from those of images
+CONFIDENCE = 0.95
+"""Probability that all intervals of a list of comparisons contain their true differences."""
+
+_STRATA = 1000  # of Student's t
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of two scores in 0-1, with a 95 % confidence interval.
+    """Difference of two scores in 0-1, with a confidence interval.
 
     Attributes:
         mean: the difference.
-        low, high: bounds of the interval; None if there is nothing to resample.
+        low, high: bounds of the interval; None for fewer than three seeds.
     """
 
     mean: float
     low: float | None = None
     high: float | None = None
+
+    @property
+    def detectable(self) -> float | None:
+        """Half the width of the interval: a smaller difference would not be told from 0."""
+        return None if self.low is None or self.high is None else (self.high - self.low) / 2
+
+
+def confidence_of_each(comparisons: int) -> float:
+    """Return the confidence of one interval among several (Bonferroni).
+
+    Example:
+        >>> confidence_of_each(5)
+        0.99
+    """
+    return 1 - (1 - CONFIDENCE) / comparisons
 
 
 def image_counts(confusion: Int[Tensor, "*images c p"]) -> Int[Tensor, "*images 3 c"]:
@@ -76,41 +93,54 @@ def read_counts(folder: Path, value: Any) -> Int[Tensor, "d q 3 c"] | None:
         return torch.from_numpy(arrays[str(value)]) if str(value) in arrays else None
 
 
-def resampled(count: int, *key: int) -> Float[Tensor, "r count"]:
-    """Return how often each of `count` items is drawn in each of 1,000 resamples with replacement.
-
-    Args:
-        count: number of items.
-        key: numbers that distinguish these draws from others of as many items.
-    """
-    drawn = torch.randint(count, (RESAMPLES, count), generator=keyed_generator(count, *key))
+def resampled(count: int) -> Float[Tensor, "r count"]:
+    """Return how often each of `count` items is drawn in each of 1,000 resamples with replacement."""
+    drawn = torch.randint(count, (RESAMPLES, count), generator=keyed_generator(count))
     return torch.zeros(RESAMPLES, count, dtype=torch.float64).scatter_add_(
         1, drawn, torch.ones(drawn.shape, dtype=torch.float64)
     )
 
 
-def miou_difference(before: Int[Tensor, "s d q 3 c"], after: Int[Tensor, "s d q 3 c"]) -> Difference:
-    """Compare the mean IoUs of two methods by a paired bootstrap over images, and over seeds if there are three.
+def miou_difference(
+    before: Int[Tensor, "s d q 3 c"], after: Int[Tensor, "s d q 3 c"], *, comparisons: int = 1
+) -> Difference:
+    """Compare the mean IoUs of two methods over seeds and scored images; without an interval for less than three seeds.
+
+    The deviations of a bootstrap over images, with all seeds, are added to those of Student's t over seeds.
 
     Args:
         before: `image_counts` of each seed, draw of the memory, and scored image.
         after: those of the other method, with the same seeds, draws and images.
+        comparisons: number of comparisons among which this is one, for which the interval is corrected (Bonferroni).
 
     Example:
-        >>> right, wrong = (image_counts(torch.tensor([[[[[a, 4 - a], [4 - a, a]]] * 10]])) for a in (4, 2))
+        >>> right, wrong = (image_counts(torch.tensor([[[[[a, 4 - a], [4 - a, a]]] * 10]] * 3)) for a in (4, 2))
         >>> found = miou_difference(wrong, right)
         >>> round(found.mean, 3), round(found.low, 3), round(found.high, 3)
         (0.667, 0.667, 0.667)
     """
     images = before.shape[2]
-    every, times = torch.ones(1, images, dtype=torch.float64), resampled(images)
-    of_seeds, drawn = (_miou(after, weights) - _miou(before, weights) for weights in (every, times))
+    every = torch.ones(1, images, dtype=torch.float64)
+    of_seeds = (_miou(after, every) - _miou(before, every))[:, 0]
     mean = of_seeds.mean()
-    return _difference(mean, drawn.mean(dim=0) - mean + _seed_deviations(of_seeds[:, 0]))
+    if len(of_seeds) < LEAST_SEEDS:
+        return Difference(float(mean))
+    times = resampled(images)
+    of_images = (_miou(after, times) - _miou(before, times)).mean(dim=0) - mean
+    probabilities = (torch.arange(_STRATA, dtype=torch.float64) + 0.5) / _STRATA
+    deviations = of_images[:, None] + _standard_error(of_seeds) * _student(probabilities, len(of_seeds))
+    tail = (1 - confidence_of_each(comparisons)) / 2
+    low, high = np.quantile((mean + deviations).numpy(), [tail, 1 - tail])
+    return Difference(float(mean), float(low), float(high))
 
 
-def seed_difference(before: Float[Tensor, " s"], after: Float[Tensor, " s"]) -> Difference:
-    """Compare scores of two methods that are recorded per seed only; without an interval for fewer than three seeds.
+def seed_difference(before: Float[Tensor, " s"], after: Float[Tensor, " s"], *, comparisons: int = 1) -> Difference:
+    """Compare scores of two methods that are recorded per seed only; without an interval for less than three seeds.
+
+    Args:
+        before: score of each seed.
+        after: those of the other method, with the same seeds.
+        comparisons: as in `miou_difference`.
 
     Example:
         >>> found = seed_difference(torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.2, 0.3, 0.4]))
@@ -118,9 +148,12 @@ def seed_difference(before: Float[Tensor, " s"], after: Float[Tensor, " s"]) -> 
         (0.1, 0.1)
     """
     differences = (after - before).double()
+    mean = float(differences.mean())
     if len(differences) < LEAST_SEEDS:
-        return Difference(float(differences.mean()))
-    return _difference(differences.mean(), _seed_deviations(differences))
+        return Difference(mean)
+    upper = torch.tensor((1 + confidence_of_each(comparisons)) / 2, dtype=torch.float64)
+    half = float(_standard_error(differences) * _student(upper, len(differences)))
+    return Difference(mean, mean - half, mean + half)
 
 
 def _miou(counts: Int[Tensor, "s d q 3 c"], weights: Float[Tensor, "r q"]) -> Float[Tensor, "s r"]:
@@ -129,17 +162,10 @@ def _miou(counts: Int[Tensor, "s d q 3 c"], weights: Float[Tensor, "r q"]) -> Fl
     return torch.stack([torch.stack(draws).mean(dim=0) for draws in of_seeds])
 
 
-def _seed_deviations(differences: Float[Tensor, " s"]) -> Float[Tensor, " r"]:
-    """Return deviations of the mean by a bootstrap over seeds, none for fewer than three."""
-    seeds = len(differences)
-    if seeds < LEAST_SEEDS:
-        return differences.new_zeros(RESAMPLES)
-    deviations = resampled(seeds, _SEEDS) @ (differences - differences.mean()) / seeds
-    # Resamples of a few seeds vary too little; this gives them the width of Student's t.
-    widened = math.sqrt(seeds / (seeds - 1)) * float(t.ppf(_UPPER, seeds - 1) / norm.ppf(_UPPER))
-    return widened * deviations
+def _standard_error(differences: Float[Tensor, " s"]) -> Float[Tensor, ""]:
+    return differences.std() / math.sqrt(len(differences))
 
 
-def _difference(mean: Float[Tensor, ""], deviations: Float[Tensor, " r"]) -> Difference:
-    low, high = (mean + deviations).quantile(deviations.new_tensor([1 - _UPPER, _UPPER])).tolist()
-    return Difference(float(mean), low, high)
+def _student(probabilities: Float[Tensor, "*n"], seeds: int) -> Float[Tensor, "*n"]:
+    """Return the quantiles of Student's t for the mean over a number of seeds."""
+    return torch.from_numpy(np.asarray(t.ppf(probabilities.numpy(), seeds - 1)))

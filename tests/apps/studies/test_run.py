@@ -81,6 +81,7 @@ def test_parts_train_each_cell_once_and_end_with_the_table(
     assert main(["study", str(path)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "all against image: mIoU" in printed
+    assert "not enough seeds" in printed
     assert {name: summary.stat().st_mtime_ns for name, summary in summaries.items()} == before
     # Rows with the same configuration share a cell.
     assert sorted(cell.name for cell in (folder / "cells").iterdir()) == sorted(
@@ -96,8 +97,7 @@ def test_parts_train_each_cell_once_and_end_with_the_table(
     [first, _] = results["comparisons"]
     assert (first["row"], first["reference"], first["seeds"]) == ("all", "image", [0, 1])
     assert first["difference"] == pytest.approx(rows["all"]["mean"] - rows["image"]["mean"])
-    low, high = first["interval"]  # over images
-    assert low < first["difference"] < high
+    assert first["interval"] == [None, None]
     assert first["paper"] == pytest.approx(0.265)
     with (folder / "table.csv").open(encoding="utf-8") as lines:
         table = list(csv.DictReader(lines))
@@ -106,7 +106,7 @@ def test_parts_train_each_cell_once_and_end_with_the_table(
     assert "| image |" in (folder / "table.md").read_text()
     assert (folder / "figure.png").stat().st_size > 5000
     assert main(["study", "compare", str(folder), str(folder)]) == 0
-    assert "+0.0 [+0.0, +0.0]" in capsys.readouterr().out
+    assert "3 comparisons" in capsys.readouterr().out
     # Another study, without its images: only the results are read.
     changed = study(
         changes={**CHANGES, "optim.lr": 0.1}, seeds=[1], rows={"all": {}, "other": {"losses.image": 0}}, paper={}
@@ -117,7 +117,7 @@ def test_parts_train_each_cell_once_and_end_with_the_table(
     assert (row, [column.title for column in compared.columns]) == ("all", ["row", "mine", "after", "difference"])
     assert "±" in before
     assert "±" not in after
-    assert "[" in difference
+    assert float(difference)
     other = study(
         seeds=[1], scores={"dense-nn": {"data": {"name": "scenes", "limit": 6}, "ratios": 1, "neighbours": 3}}
     )
@@ -183,8 +183,8 @@ def test_a_network_is_scored_by_a_training(study: Written) -> None:
     result = run_study(path)
     assert not result.failed
     [pair] = result.table.pairs["linear"]
-    assert pair.difference.low is not None  # over seeds: this evaluation does not record images
-    assert "too few seeds" not in pair.sentence("miou")
+    assert pair.difference.low is not None
+    assert "not enough seeds" not in pair.sentence("miou")
 
 
 @pytest.mark.slow

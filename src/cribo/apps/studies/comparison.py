@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cribo.apps.studies.table import RESULTS, Measured, Scored, compare_rows
+from cribo.apps.studies.table import RESULTS, Measured, Scored, compare_rows, comparisons_note
 from cribo.base.errors import FolderError, InputError
 from cribo.base.files import path_inside, read_json
 from cribo.base.job import flat
@@ -36,13 +36,16 @@ def compare_studies(before: str | Path, after: str | Path) -> list[Table]:
         if other is None:
             continue
         _require_same(score, one, other)
-        rows = []
-        for row in (row for row in one.results if row in other.results):
-            pair = compare_rows(other, row, one, row)
-            rows.append([row, one.text(row), other.text(row), pair.text(one.metric) if pair else NONE])
+        common = [row for row in one.results if row in other.results]
+        pairs = {row: compare_rows(other, row, one, row, comparisons=len(common)) for row in common}
+        rows = [
+            [row, one.text(row), other.text(row), NONE if pair is None else pair.text(one.metric)]
+            for row, pair in pairs.items()
+        ]
         if rows:
             columns = [*texts("row"), *numbers(*names, "difference")]
-            tables.append(Table(columns, [rows], f"{score}, {metric_heading(one.metric)}"))
+            note = comparisons_note([pair for pair in pairs.values() if pair], len(common), one.metric)
+            tables.append(Table(columns, [rows], f"{score}, {metric_heading(one.metric)}", [note]))
     if not tables:
         raise InputError(
             f"{before} and {after} have no score and row in common: the first has the scores {', '.join(first)}, the "

@@ -56,11 +56,12 @@ class StudyConfig:
         combine: `all` for a row for each combination of the axes' values; `one at a time` for the base and a row for
             each value of each axis.
         rows: further rows, by name: changes by dotted name. The key `base` names another preset for a row.
-        seeds: seeds of each row.
+        seeds: seeds of each row; differences are judged from three on.
         budget: length of each training.
         scores: evaluations of each trained network, by name: the options of `cribo evaluate`, and `evaluation`, its
             first word, if that is not the name.
-        compare: pairs (row, reference) of names of rows. [each row with the first]
+        compare: pairs (row, reference) of names of rows. [each row with the first] The more there are, the wider the
+            interval of each.
         paper: published scores in %, by names of score and row, to compare with.
         source: where these are published.
 

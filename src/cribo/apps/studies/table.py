@@ -1,7 +1,7 @@
 """The result of a study: mean scores of its rows, their differences with intervals, and the paper's figures."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,14 @@ from cribo.base.drawing import PAGE_WIDTH, house_style, write_figure
 from cribo.base.files import write_json, write_text
 from cribo.base.tables import Table, numbers, texts
 from cribo.base.wording import counted
-from cribo.evaluation.intervals import LEAST_SEEDS, Difference, miou_difference, seed_difference
+from cribo.evaluation.intervals import (
+    CONFIDENCE,
+    LEAST_SEEDS,
+    Difference,
+    confidence_of_each,
+    miou_difference,
+    seed_difference,
+)
 from cribo.evaluation.results import metric_heading, metric_title, metric_value
 
 TABLE, CSV, LATEX, FIGURE, RESULTS = "table.md", "table.csv", "table.tex", "figure.png", "results.json"
@@ -116,7 +123,7 @@ class Pair:
         """Return a sentence with the difference, whether it is significant, and the paper's difference."""
         found = {1: "higher", -1: "lower", 0: "no significant difference"}[self.sign]
         if self.difference.low is None:
-            found = f"too few seeds for an interval ({len(self.seeds)} of {LEAST_SEEDS})"
+            found = f"not enough seeds to judge ({len(self.seeds)} of {LEAST_SEEDS})"
         text = f"{self.row} against {self.reference}: {metric_title(metric)} {self.text(metric)}, {found}"
         if self.paper is not None:
             text += f"; in the paper {signed(metric, self.paper)}"
@@ -136,10 +143,31 @@ def signed(metric: str, value: float) -> str:
     return f"{'-' if value < 0 and float(size) else '+'}{size}"
 
 
+def comparisons_note(pairs: Sequence[Pair], comparisons: int, metric: str) -> str:
+    """Return a sentence with the number of comparisons and the differences that they could detect; empty for none."""
+    if not comparisons:
+        return ""
+    one = f"{counted(comparisons, 'comparison')}, with intervals of {100 * confidence_of_each(comparisons):.4g} %"
+    halves = sorted(half for pair in pairs if (half := pair.difference.detectable) is not None)
+    if not halves:
+        return f"{one} once there are {LEAST_SEEDS} seeds."
+    sizes = dict.fromkeys(metric_value(metric, half) for half in (halves[0], halves[-1]))
+    return f"{one}; the smallest difference that they detect is {' to '.join(sizes)}."
+
+
 def compare_rows(
-    measured: Measured, row: str, other: Measured, reference: str, *, paper: float | None = None
+    measured: Measured, row: str, other: Measured, reference: str, *, comparisons: int, paper: float | None = None
 ) -> Pair | None:
-    """Compare two rows, of the same study or of two; None if no seed of both is finished, or all share their cells."""
+    """Compare two rows, of the same study or of two; None if no seed of both is finished, or all share their cells.
+
+    Args:
+        measured: results that contain the row.
+        row: name of the row.
+        other: results that contain the reference row.
+        reference: its name.
+        comparisons: number of comparisons among which this is one, for which its interval is corrected.
+        paper: the same difference in the paper, in 0-1.
+    """
     pairs = {
         seed: (other.results[reference][seed], scored)
         for seed, scored in measured.results[row].items()
@@ -151,9 +179,10 @@ def compare_rows(
     counts = [[scored.counts for scored in one] for one in (before, after)]
     shapes = {None if each is None else each.shape for one in counts for each in one}
     if measured.metric == "miou" and None not in shapes and len(shapes) == 1:
-        difference = miou_difference(*(torch.stack(one) for one in counts))
+        difference = miou_difference(*(torch.stack(one) for one in counts), comparisons=comparisons)
     else:
-        difference = seed_difference(*(torch.tensor([scored.value for scored in one]) for one in (before, after)))
+        scores = (torch.tensor([scored.value for scored in one]) for one in (before, after))
+        difference = seed_difference(*scores, comparisons=comparisons)
     return Pair(row, reference, list(pairs), difference, paper)
 
 
@@ -177,14 +206,14 @@ class StudyTable:
     @cached_property
     def pairs(self) -> dict[str, list[Pair]]:
         """The comparisons of each score whose rows have a finished seed in common."""
-        return {
-            name: [
-                pair
-                for row, reference in self.study.pairs
-                if (pair := compare_rows(one, row, one, reference, paper=self._paper_difference(name, row, reference)))
-            ]
-            for name, one in self.measured.items()
-        }
+        return {name: list(self._compared(name)) for name in self.measured}
+
+    def _compared(self, name: str) -> Iterator[Pair]:
+        one, comparisons = self.measured[name], len(self.study.pairs)
+        for row, reference in self.study.pairs:
+            paper = self._paper_difference(name, row, reference)
+            if pair := compare_rows(one, row, one, reference, comparisons=comparisons, paper=paper):
+                yield pair
 
     @property
     def sentences(self) -> list[str]:
@@ -233,10 +262,12 @@ class StudyTable:
         fewest, most = min(finished), max(finished)
         up_to = "up to " if fewest < most else ""
         seeds = f"Mean and standard deviation of {up_to}{counted(most, 'seed')}." if most > 1 else "One seed."
-        images = "images, where the evaluation records them"
-        over = f"{images}, and over seeds from {LEAST_SEEDS} on" if most >= LEAST_SEEDS else images
         paper = f" The paper's figures: {self.study.source}." if self.study.paper and self.study.source else ""
-        return f"{seeds} Intervals: 95 %, paired bootstrap over {over}.{paper}"
+        intervals = (
+            f" Intervals all hold together with a probability of {100 * CONFIDENCE:.0f} %: paired, over seeds, and over "
+            "images where the evaluation records them."
+        )
+        return f"{seeds}{intervals if most >= LEAST_SEEDS else ''}{paper}"
 
     def record(self) -> dict[str, Any]:
         """Return everything as JSON types; scores in 0-1 or metres."""
@@ -306,7 +337,8 @@ class StudyTable:
         if self.study.paper.get(name):
             columns += numbers("paper")
             rows = [[*cells, metric_value(one.metric, self._paper(name, cells[0]))] for cells in rows]
-        return Table(columns, [rows], f"{self.study.title}: {name}")
+        note = comparisons_note(self.pairs[name], len(self.study.pairs), one.metric)
+        return Table(columns, [rows], f"{self.study.title}: {name}", [note] if note else [])
 
     def _mean(self, one: Measured, row: str) -> str:
         finished = len(one.results[row])
