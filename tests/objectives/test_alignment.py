@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.objectives.literal import assert_steps_are, follow, unequal
 
 from cribo.base.errors import ConfigError
 from cribo.data.samples import Batch, SampleDataset
@@ -57,6 +58,45 @@ def test_views_without_overlap_are_ignored(tiny: Tiny) -> None:
     torch.testing.assert_close(output.losses["points"], objective(alone, STEP).losses["points"])
     batch["coordinates"][0, 1] += 1000
     assert objective(batch, STEP).losses["points"] == 0
+
+
+def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, torch.Tensor]:
+    """The cosine distance of student and teacher at the same 3 x 3 points of the image, point by point."""
+    views = normalised_views(batch, objective.options.views, objective.student.backbone).double()
+    student, teacher = (
+        network.backbone(views).tokens.unflatten(0, (-1, 2)) for network in (objective.student, objective.teacher)
+    )
+    distances = []
+    for image, centres in enumerate(batch["coordinates"].double()):
+        low, high = centres.amin(dim=1).amax(dim=0), centres.amax(dim=1).amin(dim=0)
+        if (low >= high).any():
+            continue
+        for row in range(3):
+            for column in range(3):
+                place = low + (high - low) * (torch.tensor([column, row]).double() + 0.5) / 3
+                for view in (0, 1):
+                    own = interpolated(student[image, view], centres[view], place)
+                    other = interpolated(teacher[image, 1 - view], centres[1 - view], place)
+                    distances.append(1 - F.cosine_similarity(own, other.detach(), dim=0))
+    return {"points": torch.stack(distances).mean()}
+
+
+def interpolated(tokens: torch.Tensor, centres: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Interpolate patches bilinearly: each counts by its distance in units of the spacing of the patches."""
+    spacing = (centres[5] - centres[0]).abs()  # to the next column and row of 4 x 4 patches
+    weights = (1 - (centres - place).abs() / spacing).clamp_min(0).prod(dim=1)
+    return weights @ tokens
+
+
+def test_two_steps_are_those_written_out(tiny: Tiny) -> None:
+    objective = unequal(make(tiny, {"optim.momentum": (0.6, 0.8)}, grid=3))
+    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
+    batches = [dataset.__getitems__([(0, image) for image in images]) for images in (range(4), range(4, 8))]
+
+    def update(own: Any, step: Step) -> None:
+        follow(own.teacher, own.student, step, (0.6, 0.8))
+
+    assert_steps_are(objective, batches, written_losses, update, tolerance=1e-5)
 
 
 ALL = {

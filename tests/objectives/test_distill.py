@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.objectives.literal import assert_steps_are, unequal
 from torch import Tensor
 
 from cribo.base.errors import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
-from cribo.models import Backbone, Features, Licence, build_backbone, load_backbone, save_backbone
+from cribo.models import Backbone, Features, Licence, build_backbone, load_backbone, normalise, save_backbone
 from cribo.objectives import Setting, Step
+from cribo.objectives.crops import augmented
 from cribo.objectives.distill import Distill, at_common_grid, resample
 from cribo.pretraining import PretrainConfig, pretrain, resume
 
@@ -67,6 +69,45 @@ def test_the_licence_of_the_teacher_is_recorded_with_the_student(tiny: Tiny, tmp
     save_backbone(teacher, tmp_path)
     save_backbone(make(tiny, tmp_path, CNN).exported(), tmp_path / "student")
     assert load_backbone(tmp_path / "student").licences == (Licence("teacher.pth", "cc-by-nc-4.0", role="teacher"),)
+
+
+def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, Tensor]:
+    """Cosine and smooth L1 distance to the teacher's features, with the mean and the deviation of earlier steps."""
+    student, teacher = objective.exported(), objective.teacher
+    views = augmented(batch, "views", objective.options.views).flatten(0, 1)
+    larger = F.interpolate(views, (48, 48), mode="bicubic", antialias=True)
+    with torch.no_grad():
+        targets = teacher(normalise(larger, mean=teacher.mean, std=teacher.std).double())
+    features = student(normalise(views, mean=student.mean, std=student.std).double())
+    losses, objective.seen = {}, {}
+    for level, own, wanted in (
+        ("global", features.global_token, targets.global_token),
+        ("patch", features.tokens.flatten(0, 1), targets.tokens.flatten(0, 1)),
+    ):
+        objective.seen[level] = wanted
+        mean, variance = (objective.get_buffer(f"{level}_{name}") for name in ("mean", "variance"))
+        target = (wanted - mean) / (variance + 1e-6).sqrt()
+        predicted = objective.student["head"][level](own)
+        difference = (predicted - target).abs()
+        losses[f"{level}_cosine"] = (1 - F.cosine_similarity(predicted, target, dim=1)).mean()
+        losses[f"{level}_smooth_l1"] = torch.where(difference < 1, difference**2 / 2, difference - 0.5).mean()
+    return losses
+
+
+def written_update(objective: Any, step: Step) -> None:
+    share = 1 / (step.number + 1)
+    for level, rows in objective.seen.items():
+        mean, variance = (objective.get_buffer(f"{level}_{name}") for name in ("mean", "variance"))
+        variance.copy_((1 - share) * variance + share * rows.var(dim=0, correction=0).mean())
+        mean.copy_((1 - share) * mean + share * rows.mean(dim=0))
+
+
+def test_two_steps_are_those_written_out(tiny: Tiny, tmp_path: Path) -> None:
+    saved(tmp_path)
+    objective = unequal(make(tiny, tmp_path))
+    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
+    batches = [dataset.__getitems__([(0, image) for image in images]) for images in (range(4), range(4, 8))]
+    assert_steps_are(objective, batches, written_losses, written_update, tolerance=1e-6)
 
 
 def test_the_losses_are_those_of_standardised_features(tiny: Tiny, tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.objectives.golden import cases, load
+from tests.objectives.literal import assert_steps_are, follow, unequal
 from torch import nn
 
 from cribo.base.errors import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
+from cribo.models import normalise
 from cribo.objectives import Setting, Step
 from cribo.objectives.rivals.byol import BYOL, byol_loss
 from cribo.pretraining import PretrainConfig, pretrain
@@ -58,19 +60,31 @@ def test_the_loss_equals_the_released_code(path: Path) -> None:
     torch.testing.assert_close(online.grad, case["online_grad"], rtol=1e-9, atol=1e-12)
 
 
-def test_forward_predicts_each_view_from_the_other(tiny: Tiny) -> None:
-    objective = make(tiny, batch_norm=True).double()
-    batch = batch_of(objective)
-    expected = torch.zeros((), dtype=torch.float64)
-    views = batch["views"].double() / 255
-    for view in (0, 1):
-        outputs = []
-        for network, number in ((objective.student, view), (objective.teacher, 1 - view)):
-            mean, std = (torch.tensor(x).double()[:, None, None] for x in (network.backbone.mean, network.backbone.std))
-            outputs.append(network.projector(network.backbone((views[:, number] - mean) / std).global_token))
-        prediction = F.normalize(objective.student.predictors["image"](outputs[0]), dim=1)
-        expected += (prediction - F.normalize(outputs[1], dim=1)).square().sum(dim=1).mean()
-    torch.testing.assert_close(objective(batch, STEP).losses["image"], expected, rtol=1e-6, atol=1e-6)
+def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, torch.Tensor]:
+    """The squared distance of a prediction from one view and the projection of the other, in both directions."""
+    views = normalise(batch["views"].flatten(0, 1).float() / 255).double().unflatten(0, (-1, 2))
+    student, teacher = (
+        [network.projector(network.backbone(views[:, view]).global_token) for view in (0, 1)]
+        for network in (objective.student, objective.teacher)
+    )
+    predicted = [objective.student.predictors["image"](rows) for rows in student]
+    terms = [
+        (F.normalize(predicted[view], dim=1) - F.normalize(teacher[1 - view].detach(), dim=1)).square().sum(dim=1)
+        for view in (0, 1)
+    ]
+    return {"image": torch.stack(terms).sum(dim=0).mean()}
+
+
+@pytest.mark.parametrize("batch_norm", [True, False])
+def test_two_steps_are_those_written_out(tiny: Tiny, batch_norm: bool) -> None:
+    objective = unequal(make(tiny, {"optim.momentum": (0.6, 0.8)}, batch_norm=batch_norm))
+    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
+    batches = [dataset.__getitems__([(0, image) for image in images]) for images in (range(4), range(4, 8))]
+
+    def update(own: Any, step: Step) -> None:
+        follow(own.teacher, own.student, step, (0.6, 0.8))
+
+    assert_steps_are(objective, batches, written_losses, update)
 
 
 def test_the_mlps_are_those_of_the_released_code(tiny: Tiny) -> None:

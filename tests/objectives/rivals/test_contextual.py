@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.objectives.literal import assert_steps_are, follow, unequal
 from torch import Tensor
 
 from cribo.base.errors import ConfigError
@@ -109,6 +110,26 @@ def test_the_loss_and_its_gradients_are_those_of_the_formulas(tiny: Tiny, rows: 
     assert all(gradient.any() for gradient in found.values())
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, literal[name], rtol=1e-7, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_two_steps_are_those_written_out(tiny: Tiny) -> None:
+    """The second step reads what the first one has added to the memory."""
+    objective = unequal(make(tiny, {"optim.momentum": (0.6, 0.8)}, memory_images=12), scale=0.1)
+
+    def losses(own: Any, batch: Batch, step: Step) -> dict[str, Tensor]:
+        views = normalised_views(batch, own.options.views, own.teacher.backbone)
+        own.seen = own.teacher.backbone(views).tokens.detach().unflatten(0, (-1, 2)).mean(dim=(1, 2))
+        return {"contrast": literal_loss(own, batch)}
+
+    def update(own: Any, step: Step) -> None:
+        own.memory.rows[own.memory.written : own.memory.written + 4] = own.seen
+        own.memory.written += 4
+        follow(own.teacher, own.student, step, (0.6, 0.8))
+
+    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
+    batches = [dataset.__getitems__([(0, image) for image in images]) for images in (range(4), range(4, 8))]
+    assert_steps_are(objective, batches, losses, update, tolerance=1e-7)
+    assert len(objective.memory) == 8
 
 
 def test_blocks_change_neither_loss_nor_gradients(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """CrOC, against the public code's values, and properties of its clustering and training."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.objectives.golden import cases, load
+from tests.objectives.literal import assert_steps_are, follow, linear, unequal
 from torch import Tensor
 
 from cribo.base.errors import ConfigError, InputError
@@ -27,8 +29,8 @@ from cribo.objectives.rivals.joint_clustering import (
     draw_clusters,
     pool_clusters,
 )
-from cribo.objectives.trunk import encode_with_keys, inputs_of
-from cribo.objectives.views import split_views
+from cribo.objectives.trunk import encode_with_keys
+from cribo.objectives.views import normalised_views, split_views
 from cribo.pretraining import PretrainConfig, pretrain
 
 Tiny = Callable[..., PretrainConfig]
@@ -273,35 +275,56 @@ def test_forward_returns_the_losses_of_each_group(tiny: Tiny) -> None:
     assert len(objective.image_centre.value) == 32
 
 
-def test_the_losses_are_their_definition(tiny: Tiny) -> None:
-    objective = make(tiny)
-    batch = batch_of(objective, count=4)
-    output = objective(batch, STEP)
+def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, Tensor]:
+    """The losses of [CLS] and of objects, image by image, view by view, head by head and cluster by cluster."""
+    temperatures = {"image": linear(0.04, 0.07, 3, step), "object": linear(0.06, 0.09, 3, step)}
+    inputs = normalised_views(batch, objective.options.views, objective.student.backbone).double()
     with torch.no_grad():
-        inputs = inputs_of(batch, objective.teacher.backbone, objective.options)
         features, keys = encode_with_keys(objective.teacher.backbone, inputs)
-        clusters = objective.find_clusters(keys, batch)
-        global_tokens, tokens = split_views(features)
-        terms: dict[str, list[Tensor]] = {"image": [], "cross_view": []}
+        weights = objective.find_clusters(keys, batch).weights
+    networks = {"teacher": split_views(features), "student": split_views(objective.student.backbone(inputs))}
+    norms = {name: global_tokens.norm(dim=-1).mean() for name, (global_tokens, _) in networks.items()}
 
-        def entropy(level: str, teacher: Tensor, student: Tensor) -> Tensor:  # student and teacher are equal
-            temperature = objective.level(level, STEP).teacher_temperature
-            logits = [objective.teacher.prototypes(level)(objective.teacher.head(rows)) for rows in (teacher, student)]
-            return -((logits[0] / temperature).softmax(dim=-1) * F.log_softmax(logits[1] / 0.1, dim=-1)).sum()
+    def logits(name: str, level: str, rows: Tensor) -> Tensor:
+        network = getattr(objective, name)
+        return network.head(rows) @ network.prototypes(level).weight.T
 
-        norm = global_tokens.norm(dim=-1).mean()
-        for image in range(4):
-            for view in (0, 1):
-                terms["image"].append(entropy("image", global_tokens[view, image], global_tokens[1 - view, image]))
-                for head in range(2):
-                    for cluster in range(4):
-                        weights = clusters.weights[image, head, :, :, cluster]
-                        if (weights > 0).any(dim=1).all():
-                            own = [norm * F.normalize(weights[part] @ tokens[image, part], dim=0) for part in (0, 1)]
-                            terms["cross_view"].append(entropy("object", own[view], own[1 - view]))
-    for name, found in terms.items():
-        torch.testing.assert_close(output.losses[name], torch.stack(found).mean())
-    assert output.metrics["objects_per_image"] == (len(terms["cross_view"]) // 2, 4)
+    def pooled(name: str, image: int, view: int, own: Tensor) -> Tensor:
+        return norms[name] * F.normalize(own[view] @ networks[name][1][image, view], dim=0)
+
+    terms: dict[str, list[Tensor]] = {"image": [], "object": []}
+    objective.seen = {"image": [], "object": []}
+
+    def add(level: str, teacher: Tensor, student: Tensor) -> None:
+        target = logits("teacher", level, teacher).detach()
+        objective.seen[level].append(target)
+        target = ((target - getattr(objective, f"{level}_centre").value) / temperatures[level]).softmax(dim=-1)
+        terms[level].append(-(target * (logits("student", level, student) / 0.1).log_softmax(dim=-1)).sum())
+
+    for image, view in itertools.product(range(len(batch)), (0, 1)):
+        add("image", networks["teacher"][0][view, image], networks["student"][0][1 - view, image])
+        for own in weights[image].movedim(3, 1).flatten(0, 1):  # of each head and cluster, (2, N)
+            if (own > 0).any(dim=1).all():
+                add("object", pooled("teacher", image, view, own), pooled("student", image, 1 - view, own))
+    return {name: torch.stack(terms[level]).mean() for name, level in (("image", "image"), ("cross_view", "object"))}
+
+
+def written_update(objective: Any, step: Step) -> None:
+    for level, rows in objective.seen.items():
+        centre = getattr(objective, f"{level}_centre").value
+        centre.copy_(0.8 * centre + 0.2 * torch.stack(rows).mean(dim=0))
+    follow(objective.teacher, objective.student, step, (0.6, 0.8))
+
+
+def test_two_steps_are_those_written_out(tiny: Tiny) -> None:
+    changes = {"optim.momentum": (0.6, 0.8), "losses.centre_momentum": 0.8, "losses.cross_view": 0.7}
+    changes |= {"losses.teacher_temperature": (0.04, 0.07), "losses.teacher_temperature_epochs": 3}
+    objective = unequal(make(tiny, changes, object_temperature=(0.06, 0.09)))
+    for centre in (objective.image_centre, objective.object_centre):
+        centre.value += 0.1 * torch.randn(len(centre.value), generator=torch.Generator().manual_seed(1))
+    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
+    batches = [dataset.__getitems__([(0, image) for image in images]) for images in (range(4), range(4, 8))]
+    assert_steps_are(objective, batches, written_losses, written_update, tolerance=1e-6)
 
 
 def test_samples_carry_keyed_noise_for_each_head(tiny: Tiny) -> None:

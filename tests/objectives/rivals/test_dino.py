@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.objectives.literal import assert_steps_are, follow, linear, unequal
 
 from cribo.base.errors import ConfigError
 from cribo.data.samples import Batch, SampleDataset
@@ -62,6 +63,45 @@ def test_forward_returns_this_loss_of_teacher_and_student(tiny: Tiny) -> None:
     torch.testing.assert_close(output.losses["dino"], dino_loss(targets, students / 0.1))
 
 
+def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, torch.Tensor]:
+    """Cross-entropy of teacher and student over all pairs of different crops, crop by crop."""
+    crops = [part.double() for part in augmented_crops(batch, objective.options.views, objective.student.backbone)]
+    images = len(batch)
+
+    def logits(network: Any, views: torch.Tensor) -> torch.Tensor:
+        tokens = network.backbone(views).global_token
+        return network.head(tokens) @ network.image_prototypes.weight.T
+
+    with torch.no_grad():
+        objective.seen = logits(objective.teacher, crops[0])
+        centred = objective.seen - objective.image_centre.value
+        targets = (centred / linear(0.04, 0.07, 3, step)).softmax(dim=-1).split(images)
+    students = torch.cat([logits(objective.student, part) for part in crops]).split(images)
+    terms = [
+        -(target * (student / 0.1).log_softmax(dim=-1)).sum(dim=-1).mean()
+        for first, target in enumerate(targets)
+        for second, student in enumerate(students)
+        if first != second
+    ]
+    return {"dino": torch.stack(terms).mean()}
+
+
+def written_update(objective: Any, step: Step) -> None:
+    centre = objective.image_centre.value
+    centre.copy_(0.8 * centre + 0.2 * objective.seen.mean(dim=0))
+    follow(objective.teacher, objective.student, step, (0.6, 0.8))
+
+
+def test_two_steps_are_those_written_out(tiny: Tiny) -> None:
+    losses = {"losses.centre_momentum": 0.8, "losses.teacher_temperature": (0.04, 0.07)}
+    changes = {"backbone.drop_path": 0.0, "optim.momentum": (0.6, 0.8), "losses.student_temperature": 0.1}
+    objective = unequal(make(tiny, {**changes, **losses, "losses.teacher_temperature_epochs": 3}))
+    objective.image_centre.value += torch.randn(32, generator=torch.Generator().manual_seed(1))
+    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
+    batches = [dataset.__getitems__([(0, image) for image in images]) for images in (range(4), range(4, 8))]
+    assert_steps_are(objective, batches, written_losses, written_update)
+
+
 def test_a_step_updates_centre_and_teacher(tiny: Tiny) -> None:
     objective = make(tiny, {"losses.centre_momentum": 0.8})
     batch = batch_of(objective)
@@ -89,6 +129,15 @@ def test_local_crops_are_small_and_keyed(tiny: Tiny) -> None:
     assert first["photometric"].sigma.shape == (4, 5)
     assert torch.equal(first["local"], again["local"])
     assert not torch.equal(first["local"][0, 0], first["local"][0, 1])
+
+
+def test_local_crops_are_blurred_half_as_often_and_never_solarised(tiny: Tiny) -> None:
+    objective = make(tiny, {"views.blur": (1.0, 0.6), "views.solarise": (0.0, 1.0)}, local_crops=20)
+    photometric = batch_of(objective, 8)["photometric"]
+    blurred, solarised = photometric.sigma > 0, photometric.solarise
+    assert blurred[:, 0].all()
+    assert 0.4 < blurred[:, 2:].double().mean() < 0.6
+    assert (solarised[:, 0].any(), solarised[:, 1].all(), solarised[:, 2:].any()) == (False, True, False)
 
 
 @pytest.mark.parametrize(

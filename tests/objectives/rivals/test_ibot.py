@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.objectives import golden
+from tests.objectives.literal import assert_steps_are, follow, linear, unequal
 from torch import Tensor
 
 from cribo.base.errors import ConfigError
@@ -168,6 +169,64 @@ def test_forward_is_the_definition(tiny: Tiny) -> None:
             predicted = F.log_softmax(logits(student, tokens)[masked] / 0.1, dim=-1)
             terms.append(-((target[masked] / temperature).softmax(dim=-1) * predicted).sum(dim=1).mean())
     torch.testing.assert_close(output.losses["mim"], torch.stack(terms).mean())
+
+
+def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, Tensor]:
+    """The losses of [CLS], over pairs of different crops, and of the masked patches, image by image."""
+    student, teacher, images = objective.student, objective.teacher, len(batch)
+    views, local = (part.double() for part in augmented_crops(batch, objective.options.views, student.backbone))
+    masks, temperature = batch["masks"].transpose(0, 1), linear(0.04, 0.07, 3, step)
+    with torch.no_grad():
+        features = teacher.backbone(views)
+        objective.seen = {"image": logits(teacher, features.global_token), "patch": logits(teacher, features.tokens)}
+        targets, patch_targets = (
+            ((objective.seen[name] - getattr(objective, f"{name}_centre").value) / temperature).softmax(dim=-1)
+            for name in ("image", "patch")
+        )
+    model = student.backbone.model
+    embedded = model.patch_embed(views)  # (2B, h, w, D)
+    masked = masks.reshape(*embedded.shape[:3], 1)
+    embedded = torch.where(masked, student.get_parameter("mask_token"), embedded)
+    tokens = model.norm(model.blocks(model._pos_embed(embedded)))
+    of_cls = torch.cat((logits(student, tokens[:, 0]), logits(student, student.backbone(local).global_token)))
+    cls = [
+        -(target * (own / 0.1).log_softmax(dim=-1)).sum(dim=-1).mean()
+        for first, target in enumerate(targets.split(images))
+        for second, own in enumerate(of_cls.split(images))
+        if first != second
+    ]
+    of_patches = (logits(student, tokens[:, 1:]) / 0.1).log_softmax(dim=-1)
+    entropies = -(patch_targets * of_patches).sum(dim=-1).unflatten(0, (2, images))
+    terms = [
+        entropies[view, image][masks[view, image]].mean() if masks[view, image].any() else torch.zeros(()).double()
+        for view in range(2)
+        for image in range(images)
+    ]
+    return {"cls": torch.stack(cls).mean(), "mim": torch.stack(terms).mean()}
+
+
+def written_update(objective: Any, step: Step) -> None:
+    for name, rows in objective.seen.items():
+        centre = getattr(objective, f"{name}_centre").value
+        centre.copy_(0.8 * centre + 0.2 * rows.flatten(0, -2).mean(dim=0))
+    follow(objective.teacher, objective.student, step, (0.6, 0.8))
+
+
+@pytest.mark.parametrize("network", [{}, {"backbone.train_blocks": 1}], ids=["all blocks", "frozen blocks"])
+def test_two_steps_are_those_written_out(tiny: Tiny, network: dict[str, Any]) -> None:
+    losses = {"losses.centre_momentum": 0.8, "losses.teacher_temperature": (0.04, 0.07)}
+    changes = {"backbone.drop_path": 0.0, "optim.momentum": (0.6, 0.8), "losses.teacher_temperature_epochs": 3}
+    objective = make(tiny, {**changes, **losses, "losses.student_temperature": 0.1, **network})
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        objective.student.get_parameter("mask_token").normal_(generator=generator)
+        for centre in (objective.image_centre, objective.patch_centre):
+            centre.value += torch.randn(32, generator=generator)
+    unequal(objective)
+    dataset = SampleDataset(Scenes(12, size=40), objective.samples(), seed=0)
+    batches = [dataset.__getitems__([(0, image) for image in images]) for images in (range(6), range(6, 12))]
+    assert 0 < int(batches[0]["masks"].any(dim=2).sum()) < 12
+    assert_steps_are(objective, batches, written_losses, written_update, tolerance=1e-6)
 
 
 def test_masks_change_only_the_student_and_its_global_crops(tiny: Tiny) -> None:

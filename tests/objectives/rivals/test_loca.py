@@ -296,6 +296,18 @@ def test_the_student_does_not_read_dropped_patches(tiny: Tiny, args: dict[str, A
     assert losses(changed(kept[0])) != losses(random)
 
 
+def test_paths_are_dropped_in_the_teacher_and_for_each_crop(tiny: Tiny) -> None:
+    """Stochastic depth of the reference, in the teacher, of the large query and of the small ones, in the student."""
+    objective = make(tiny, {"backbone.drop_path": 0.4})
+    batch = batch_of(objective)
+    batch["drop_path_noise"].fill_(0.99)  # drops none
+    kept = objective(batch, STEP).losses["cluster"].item()
+    for crop in range(4):
+        batch["drop_path_noise"].fill_(0.99)
+        batch["drop_path_noise"][:, crop] = 0.0
+        assert objective(batch, STEP).losses["cluster"].item() != kept
+
+
 def test_the_position_head_reads_only_the_kept_patches_of_the_reference(tiny: Tiny) -> None:
     objective = make(tiny, {"backbone.drop_path": 0.0}).eval()
     batch = batch_of(objective)

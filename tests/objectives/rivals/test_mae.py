@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.objectives.literal import assert_steps_are, unequal
 
 from cribo.base.errors import ConfigError
 from cribo.data.samples import Batch, SampleDataset
@@ -101,6 +102,35 @@ def test_targets_are_normalised_by_patch(tiny: Tiny) -> None:
     torch.nn.init.zeros_(objective.decoder.predict.bias)
     loss = objective(batch_of(objective), STEP).losses["mae"]
     assert loss.item() == pytest.approx(191 / 192, rel=1e-2)
+
+
+def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, torch.Tensor]:
+    """The squared error of the masked patches, image by image and patch by patch."""
+    model, decoder = objective.backbone.model, objective.decoder
+    pixels = batch["view"][:, 0].float() / 255
+    images = normalise(pixels, mean=objective.backbone.mean, std=objective.backbone.std).double()
+    errors = []
+    for image, order in zip(images, batch["order"].tolist(), strict=True):
+        embedded = model._pos_embed(model.patch_embed(image[None]))
+        seen = [0, *(1 + patch for patch in order[: objective.seen])]
+        encoded = decoder.embed(model.norm(model.blocks(embedded[:, seen]))[0, 1:])
+        tokens = [decoder.mask_token[0, 0]] * 16
+        for patch, token in zip(order, encoded, strict=False):
+            tokens[patch] = token
+        predicted = decoder.predict(decoder.norm(decoder.blocks(torch.stack(tokens)[None] + decoder.positions)))[0]
+        for patch in order[objective.seen :]:
+            row, column = 8 * (patch // 4), 8 * (patch % 4)
+            pixels = image[:, row : row + 8, column : column + 8].permute(1, 2, 0).flatten()
+            target = (pixels - pixels.mean()) / (pixels.var() + 1e-6).sqrt()
+            errors.append((predicted[patch] - target).square().mean())
+    return {"mae": torch.stack(errors).mean()}
+
+
+def test_two_steps_are_those_written_out(tiny: Tiny) -> None:
+    objective = unequal(make(tiny))
+    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
+    batches = [dataset.__getitems__([(0, image) for image in images]) for images in (range(4), range(4, 8))]
+    assert_steps_are(objective, batches, written_losses, lambda own, step: None, tolerance=1e-5)
 
 
 def test_positions_encode_rows_and_columns() -> None:

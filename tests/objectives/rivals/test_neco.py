@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.objectives.golden import cases, load
+from tests.objectives.literal import assert_steps_are, follow, unequal
 
 from cribo.base.errors import ConfigError
 from cribo.data.samples import Batch, SampleDataset
@@ -22,14 +23,15 @@ from cribo.objectives.overlap import align, overlap_area, overlap_boxes
 from cribo.objectives.rivals import neco
 from cribo.objectives.rivals.neco import NeCo, OverlappingCrops, aligned_pairs, neighbour_losses
 from cribo.objectives.rivals.sorting import SortingNetwork
-from cribo.pretraining import PretrainConfig, pretrain
+from cribo.pretraining import PretrainConfig, PretrainingModule, pretrain
 
 Tiny = Callable[..., PretrainConfig]
 STEP = Step(6, steps_per_epoch=4, total_steps=12)
+ARGS: dict[str, Any] = {"local_crops": 2, "local_size": 16, "grid": 3}
 
 
 def make(tiny: Tiny, changes: dict[str, Any] | None = None, **args: Any) -> NeCo:
-    return NeCo(Setting(tiny(changes), 36, 4), **{"local_crops": 2, "local_size": 16, "grid": 3, **args})
+    return NeCo(Setting(tiny(changes), 36, 4), **{**ARGS, **args})
 
 
 def batch_of(objective: NeCo, count: int = 8) -> Batch:
@@ -69,26 +71,17 @@ def test_golden_loss_and_gradient(file: Path) -> None:
     torch.testing.assert_close(local.grad, values["student_local_grad"], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
-def test_forward_returns_the_mean_over_pairs_rows_and_references(tiny: Tiny, similarity: Any) -> None:
-    changes = {"backbone.drop_path": 0.0, "views.flip": 0.0}
-    objective = make(tiny, changes, similarity=similarity, steepness=(40.0, 80.0))
-    with torch.no_grad():
-        for parameter in objective.student.parameters():
-            parameter *= 1.1
-    batch = batch_of(objective)
-    output = objective(batch, STEP)
+def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, torch.Tensor]:
+    """Cross-entropy of the ranks, pair of crops by pair, image by image; two groups of four images."""
 
     def maps(network: Any, views: torch.Tensor) -> torch.Tensor:
         features = network.backbone(views)
         return network.head(features.tokens).transpose(1, 2).unflatten(2, features.grid)
 
     parts = augmented_crops(batch, objective.options.views, objective.student.backbone)
-    views = [view for part in parts for view in part.split(len(batch))]
-    teachers, students = (
-        [maps(objective.teacher, view) for view in views[:2]],
-        [maps(objective.student, v) for v in views],
-    )
+    views = [view.double() for part in parts for view in part.split(len(batch))]
+    teachers = [maps(objective.teacher, view).detach() for view in views[:2]]
+    students = [maps(objective.student, view) for view in views]
     terms, place = [], 0
     for g in (0, 1):
         for v in range(4):
@@ -105,15 +98,43 @@ def test_forward_returns_the_mean_over_pairs_rows_and_references(tiny: Tiny, sim
                 for image in range(4):
                     ranks = []
                     for rows, steepness in ((teacher[image], 80.0), (student[image], 40.0)):
-                        if similarity == "cosine":
+                        if objective.similarity == "cosine":
                             numbers = F.cosine_similarity(rows[:, None], references[image], dim=2)
                         else:
                             numbers = (rows[:, None] - references[image]).norm(dim=2)
                         ranks.append(SortingNetwork(9, steepness=steepness)(numbers)[1])
                     terms += (-(ranks[0] * ranks[1].log()).sum(dim=2).mean(dim=1)).unbind()
             place += 1
-    torch.testing.assert_close(output.losses["neco"], torch.stack(terms).mean(), rtol=1e-5, atol=1e-5)
+    return {"neco": torch.stack(terms).mean()}
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
+def test_two_steps_are_those_written_out(tiny: Tiny, similarity: Any) -> None:
+    changes = {"backbone.drop_path": 0.0, "views.flip": 0.0, "optim.momentum": (0.6, 0.8)}
+    objective = unequal(make(tiny, changes, similarity=similarity, steepness=(40.0, 80.0)))
+    dataset = SampleDataset(Scenes(16, size=40), objective.samples(), seed=0)
+    batches = [dataset.__getitems__([(0, image) for image in images]) for images in (range(8), range(8, 16))]
+
+    def update(own: Any, step: Step) -> None:
+        follow(own.teacher, own.student, step, (0.6, 0.8))
+
+    assert_steps_are(objective, batches, written_losses, update, tolerance=1e-6)
+
+
+def test_the_entropy_of_the_ranks_is_the_lower_bound_of_the_loss(tiny: Tiny) -> None:
+    objective = unequal(make(tiny))
+    output = objective(batch_of(objective), STEP)
     assert output.metrics["rank_entropy"] < output.losses["neco"]
+
+
+def test_the_backbone_has_a_tenth_of_the_rate_of_the_head(tiny: Tiny) -> None:
+    config = tiny({"objective.name": "neco", "objective.args": ARGS})
+    module = PretrainingModule(config, num_images=36, steps_per_epoch=4)
+    groups = module.configure_optimizers().param_groups
+    scales = {id(parameter): group["lr_scale"] for group in groups for parameter in group["params"]}
+    names = dict(module.objective.trainable().named_parameters())
+    found = {name.partition(".")[0]: scales[id(parameter)] for name, parameter in names.items()}
+    assert found == {"backbone": 0.1, "head": 1.0}
 
 
 def test_student_and_teacher_see_the_same_places_also_in_mirrored_crops() -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
+from tests.objectives.literal import assert_steps_are, follow, unequal
 from tests.objectives.rivals.test_byol import RESNET, SHARP
 from tests.pretraining.test_spread import assert_same_checkpoint, last
 
@@ -24,6 +25,7 @@ from cribo.data.sources.images import open_images
 from cribo.method import Crops, ViewRecipe, cut_views
 from cribo.models import load_backbone, normalise
 from cribo.objectives import Setting, Step
+from cribo.objectives.crops import augmented_crops
 from cribo.objectives.rivals.byol import BYOL
 from cribo.objectives.rivals.orl import ORL, RegionCrops
 from cribo.objectives.rivals.region_pairs import RegionPairs
@@ -273,6 +275,41 @@ def test_without_stage_2_an_image_is_its_own_neighbour() -> None:
             mirrored += flipped
             assert flipped or torch.equal(patch, scenes.load(image))
     assert 4 < mirrored < 20
+
+
+def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, torch.Tensor]:
+    """BYOL's loss of the two views, of a region and its copy, and of a pair of regions, each with its predictor."""
+    crops = [
+        crop.double()
+        for part in augmented_crops(batch, objective.options.views, objective.student.backbone)
+        for crop in part.split(len(batch))
+    ]
+    losses = {}
+    for level, places in (("image", (0, 1)), ("region", (2, 3)), ("pair", (4, 5))):
+        terms = []
+        for own, other in (places, places[::-1]):
+            student, teacher = (
+                network.projector(network.backbone(crops[place]).global_token)
+                for network, place in ((objective.student, own), (objective.teacher, other))
+            )
+            predicted = F.normalize(objective.student.predictors[level](student), dim=1)
+            terms.append((predicted - F.normalize(teacher.detach(), dim=1)).square().sum(dim=1).mean())
+        losses[level] = terms[0] + terms[1]
+    return losses
+
+
+def test_two_steps_are_those_written_out(tiny: Tiny) -> None:
+    network = tiny().backbone
+    changes = {"backbone.name": network.name, "backbone.args": network.args, "optim.momentum": (0.6, 0.8)}
+    options = config(tiny, changes)
+    objective = unequal(ORL(Setting(options, 24, 3), **{**ARGS, "batch_norm": False}))
+    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
+    batches = [dataset.__getitems__([(0, image) for image in images]) for images in (range(4), range(4, 8))]
+
+    def update(own: Any, step: Step) -> None:
+        follow(own.teacher, own.student, step, (0.6, 0.8))
+
+    assert_steps_are(objective, batches, written_losses, update, tolerance=1e-6)
 
 
 def test_every_loss_has_its_own_predictor_and_crops(tiny: Tiny) -> None:

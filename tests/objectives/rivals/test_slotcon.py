@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.objectives.golden import cases, load
+from tests.objectives.literal import assert_steps_are, follow, linear, unequal
 from torch import Tensor, nn
 
 from cribo.base.errors import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
 from cribo.method import Centre, ViewRecipe
+from cribo.models import normalise
 from cribo.objectives import Setting, Step
 from cribo.objectives.overlap import overlap_area
 from cribo.objectives.rivals.slotcon import (
@@ -159,15 +161,14 @@ def test_the_slot_loss_ranks_a_slot_among_all() -> None:
     torch.testing.assert_close(slot_loss(predicted, keys[places], keys, temperature=0.3), expected)
 
 
-def literal_losses(objective: SlotCon, batch: Batch, step: Step) -> dict[str, Tensor]:
-    """Compute both losses from the networks' outputs with a loop over images."""
-    views = (batch["views"].float() / 255).to(torch.float64)
+def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, Tensor]:
+    """Both losses from the networks' outputs, image by image and slot by slot."""
+    views = normalise(batch["views"].flatten(0, 1).float() / 255).double().unflatten(0, (-1, 2))
     outputs = {}
     for name, network in (("student", objective.student), ("teacher", objective.teacher)):
-        backbone = network.backbone
-        mean, std = (torch.tensor(value).double()[:, None, None] for value in (backbone.mean, backbone.std))
-        features = [network.project(backbone((views[:, view] - mean) / std).tokens) for view in (0, 1)]
+        features = [network.project(network.backbone(views[:, view]).tokens) for view in (0, 1)]
         outputs[name] = [find_slots(part, network.prototypes.weight, temperature=0.07) for part in features]
+    objective.seen = torch.stack([found.scores for found in outputs["teacher"]]).detach()
     places = [
         [
             align_scores(found.scores, batch["overlap"][:, view], batch["flips"][:, view], objective.side)
@@ -175,7 +176,7 @@ def literal_losses(objective: SlotCon, batch: Batch, step: Step) -> dict[str, Te
         ]
         for name in ("student", "teacher")
     ]
-    temperature = step.linear(*objective.options.losses.teacher_temperature, 30)
+    temperature = linear(0.04, 0.07, 3, step)
     grouping, slots = torch.zeros(()), torch.zeros(())
     for view in (0, 1):
         terms, contrasts = [], []
@@ -183,13 +184,13 @@ def literal_losses(objective: SlotCon, batch: Batch, step: Step) -> dict[str, Te
         for image in range(len(batch)):
             x1, y1, x2, y2 = batch["overlap"][image, view]
             if x2 > x1 and y2 > y1:
-                p = ((places[1][1 - view][image] - objective.centre.value) / temperature).softmax(dim=-1)
+                p = ((places[1][1 - view][image].detach() - objective.centre.value) / temperature).softmax(dim=-1)
                 terms.append(-(p * (places[0][view][image] / 0.1).log_softmax(dim=-1)).sum(dim=-1).mean())
             for k in range(student.present.shape[1]):
                 if student.present[image, k] and teacher.present[image, k]:
                     query = F.normalize(objective.student.predictor(student.slots[image, k]), dim=0)
-                    keys = F.normalize(teacher.slots[teacher.present], dim=1)
-                    own = query @ F.normalize(teacher.slots[image, k], dim=0)
+                    keys = F.normalize(teacher.slots[teacher.present], dim=1).detach()
+                    own = query @ F.normalize(teacher.slots[image, k], dim=0).detach()
                     contrasts.append(2 * 0.2 * ((query @ keys.T / 0.2).logsumexp(dim=0) - own / 0.2))
         grouping = grouping + torch.stack(terms).mean()
         slots = slots + torch.stack(contrasts).mean()
@@ -200,16 +201,22 @@ PLAIN = {"views.jitter": 0.0, "views.greyscale": 0.0, "views.blur": (0.0, 0.0), 
 DISTINCT = {"head.init_std": 0.2, "backbone.drop_path": 0.0}
 
 
-def test_forward_returns_these_losses_of_both_directions(tiny: Tiny) -> None:
-    objective = make(tiny, {**PLAIN, **DISTINCT}).double()
-    with torch.no_grad():
-        objective.centre.value += 0.1 * torch.randn(32, generator=torch.Generator().manual_seed(1))
-    batch = batch_of(objective)
-    batch["overlap"][2, :, 2] = batch["overlap"][2, :, 0] - 0.1  # no overlap
-    output = objective(batch, STEP)
-    for name, expected in literal_losses(objective, batch, STEP).items():
-        torch.testing.assert_close(output.losses[name], expected, rtol=1e-6, atol=1e-6)
-    assert objective.weights == {"grouping": 0.5, "slot": 0.5}
+def written_update(objective: Any, step: Step) -> None:
+    centre = objective.centre.value
+    centre.copy_(0.8 * centre + 0.2 * objective.seen.flatten(0, -2).mean(dim=0))
+    follow(objective.teacher, objective.student, step, (0.6, 0.8))
+
+
+def test_two_steps_are_those_written_out(tiny: Tiny) -> None:
+    losses = {"losses.teacher_temperature": (0.04, 0.07), "losses.teacher_temperature_epochs": 3}
+    changes = {"losses.student_temperature": 0.1, "losses.centre_momentum": 0.8, "optim.momentum": (0.6, 0.8)}
+    objective = unequal(make(tiny, {**PLAIN, **DISTINCT, **losses, **changes}, grouping_weight=0.3))
+    objective.centre.value += 0.1 * torch.randn(32, generator=torch.Generator().manual_seed(1))
+    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
+    batches = [dataset.__getitems__([(0, image) for image in images]) for images in (range(4), range(4, 8))]
+    batches[0]["overlap"][2, :, 2] = batches[0]["overlap"][2, :, 0] - 0.1  # no overlap
+    assert_steps_are(objective, batches, written_losses, written_update, tolerance=1e-6)
+    assert objective.weights == {"grouping": 0.3, "slot": 0.7}
 
 
 def test_slots_of_other_ranks_are_negatives(tiny: Tiny) -> None:

@@ -5,17 +5,27 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from tests.objectives.golden import cases, load
+from tests.objectives.literal import assert_steps_are, follow, unequal
 from torch import Tensor
 
 from cribo.base.errors import ConfigError, DataError
-from cribo.data.samples import SampleDataset
+from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
 from cribo.data.sources.clips import Clips
 from cribo.data.sources.images import open_images
 from cribo.method import ViewRecipe
-from cribo.objectives.rivals.timet import ClipFrames, assignment_loss, balanced_assignments, propagate_assignments
+from cribo.objectives import Setting, Step
+from cribo.objectives.crops import augmented
+from cribo.objectives.rivals.timet import (
+    ClipFrames,
+    TimeT,
+    assignment_loss,
+    balanced_assignments,
+    propagate_assignments,
+)
 from cribo.pretraining import PretrainConfig, pretrain
 
 Tiny = Callable[..., PretrainConfig]
@@ -53,6 +63,75 @@ def test_loss_and_gradient_equal_those_of_the_released_code(path: Path) -> None:
     loss.backward()
     for name in ("projected", "prototypes"):
         torch.testing.assert_close(golden[name].grad, golden[f"{name}_grad"], rtol=1e-4, atol=1e-7)
+
+
+# ------------------------------------------------------------------ the step, written out
+
+SIDE, FRAMES, NEIGHBOURS, RADIUS = 4, 10, 3, 1  # with ten frames, the second is too old a source for the last
+
+
+def written_losses(objective: TimeT, batch: Batch, step: Step) -> dict[str, Tensor]:
+    """The loss of the released code, patch by patch; two clips are balanced together, instead of a device's batch."""
+    student, teacher = objective.student, objective.teacher
+    frames = augmented(batch, "frames", objective.options.views, student.backbone).double()
+    with torch.no_grad():
+        first = F.normalize(teacher.head(teacher.backbone(frames[:, 0]).tokens), dim=-1)
+        scores = first @ F.normalize(teacher.prototypes("patch").direction, dim=-1).T
+        assignments = []
+        for group in scores.split(2):
+            plan = (group.flatten(0, 1) / 0.05).exp()
+            for _ in range(10):
+                plan = plan / plan.sum(dim=0)
+                plan = plan / plan.sum(dim=1, keepdim=True)
+            assignments.append(plan.unflatten(0, (2, SIDE**2)))
+        features = torch.stack([F.normalize(student.backbone(frames[:, f]).tokens, dim=-1) for f in range(FRAMES)], 1)
+        targets = torch.stack(
+            [propagated(*clip) for clip in zip(torch.cat(assignments), features, strict=True)]
+        ).argmax(dim=-1)
+    last = F.normalize(student.head(student.backbone(frames[:, -1]).tokens), dim=-1)
+    logits = last @ F.normalize(student.prototypes("patch").direction, dim=-1).T / 0.1
+    chosen = logits.log_softmax(dim=-1).gather(2, targets[..., None])
+    return {"timet": -chosen.mean()}
+
+
+def propagated(assignments: Tensor, features: Tensor) -> Tensor:
+    """The labels of the last frame of a clip: of the first frame (N, K), and features (F, N, D)."""
+    labels = [assignments]
+    for frame in range(1, FRAMES):
+        sources = sorted({0, *range(max(0, frame - 7), frame)})
+        rows = []
+        for patch in range(SIDE**2):
+            near = [
+                other
+                for other in range(SIDE**2)
+                if max(abs(patch // SIDE - other // SIDE), abs(patch % SIDE - other % SIDE)) <= RADIUS
+            ]
+            cosines = torch.cat([features[source, near] @ features[frame, patch] for source in sources])
+            of_near = torch.cat([labels[source][near] for source in sources])
+            values, places = cosines.topk(NEIGHBOURS)
+            weights = (values / 0.1).exp()
+            rows.append((weights[:, None] * of_near[places]).sum(dim=0) / weights.sum())
+        labels.append(torch.stack(rows))
+    return labels[-1]
+
+
+def test_two_steps_are_those_written_out(tiny: Tiny) -> None:
+    changes = {
+        "backbone.drop_path": 0.0,
+        "objects.group_size": 2,
+        "head.prototypes": 6,
+        "losses.student_temperature": 0.1,
+    }
+    setting = Setting(tiny({**changes, "optim.momentum": (0.6, 0.8)}), 8, 4)
+    objective = unequal(TimeT(setting, frames=FRAMES, neighbours=NEIGHBOURS, radius=RADIUS))
+    dataset = SampleDataset(Clips(Scenes(8, size=40, frames=12)), objective.samples(), seed=0)
+    batches = [dataset.__getitems__([(0, clip) for clip in range(start, start + 4)]) for start in (0, 4)]
+    assert_steps_are(
+        objective, batches, written_losses, lambda own, step: follow(own.teacher, own.student, step, (0.6, 0.8))
+    )
+
+
+# ------------------------------------------------------------------ samples
 
 
 class Still:
