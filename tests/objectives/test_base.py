@@ -12,7 +12,7 @@ from tests.commands import Commands
 
 from cribo.base.errors import ConfigError, DataError
 from cribo.objectives import Setting, Step, make_objective
-from cribo.pretraining import PretrainConfig, pretrain, resume
+from cribo.pretraining import PretrainConfig, PretrainingModule, pretrain, resume
 from cribo.training.checkpoints import checkpoint_files
 
 Tiny = Callable[..., PretrainConfig]
@@ -138,3 +138,18 @@ def test_schedules_of_a_step() -> None:
     )
     assert steps[3].epoch == 0
     assert steps[4].epoch == 1
+
+
+@pytest.mark.parametrize("name", ["neco", "timet"])
+def test_the_backbone_has_a_tenth_of_the_rate_of_a_random_head(tiny: Tiny, name: str) -> None:
+    args = {"neco": {"local_size": 16}, "timet": {}}[name]
+    module = PretrainingModule(tiny({"objective.name": name, "objective.args": args}), num_images=36, steps_per_epoch=4)
+    groups = module.configure_optimizers().param_groups
+    scales = {id(parameter): group["lr_scale"] for group in groups for parameter in group["params"]}
+    found = {
+        parameter_name.partition(".")[0]: scales[id(parameter)]
+        for parameter_name, parameter in module.objective.trainable().named_parameters()
+        if parameter.requires_grad
+    }
+    assert found.pop("backbone") == 0.1
+    assert {*found.values()} == {1.0}
