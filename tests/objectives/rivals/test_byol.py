@@ -37,7 +37,7 @@ def batch_of(objective: BYOL, count: int = 4) -> Batch:
 
 
 @pytest.mark.parametrize("path", cases("orl_loss"), ids=lambda path: path.stem)
-def test_the_loss_equals_the_released_code(path: Path) -> None:
+def test_golden_loss(path: Path) -> None:
     case = load(path)
     weights = {key.removeprefix("predictor."): value for key, value in case.items() if key.startswith("predictor.")}
     hidden, dim = weights["fc0.weight"].shape

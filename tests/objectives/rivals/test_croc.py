@@ -82,7 +82,7 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-6) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=tolerance)
 
 
-def test_rounds_are_those_of_the_public_code(golden: Golden) -> None:
+def test_golden_rounds(golden: Golden) -> None:
     rounds = golden.rounds()
     first, second, last = rounds[0], rounds[1], rounds[-1]
     close(first.token_mass, golden.by_problem("row_marginals"))
@@ -96,7 +96,7 @@ def test_rounds_are_those_of_the_public_code(golden: Golden) -> None:
     close(torch.stack([round_.total_cost for round_ in rounds], dim=-1), golden.by_problem("costs"))
 
 
-def test_clusters_are_those_of_the_public_code(golden: Golden) -> None:
+def test_golden_clusters(golden: Golden) -> None:
     clusters = choose_clusters(golden.rounds(), golden.k_max)
     assert torch.equal(clusters.chosen, golden.by_problem("chosen_k"))
     expected = golden.file["assignments"].unflatten(1, (golden.images, golden.heads)).permute(1, 2, 0, 3, 4)
@@ -106,7 +106,7 @@ def test_clusters_are_those_of_the_public_code(golden: Golden) -> None:
     assert torch.equal(clusters.kept[..., :k].flatten().nonzero()[:, 0], golden.file["valid"])
 
 
-def test_objects_and_their_gradient_are_those_of_the_public_code(golden: Golden) -> None:
+def test_golden_objects_and_their_gradient(golden: Golden) -> None:
     clusters = choose_clusters(golden.rounds(), golden.k_max)
     close(golden.objects(clusters, "teacher")[0], golden.file["teacher_objects"], 1e-5)
     objects, tokens = golden.objects(clusters, "student")
@@ -116,7 +116,7 @@ def test_objects_and_their_gradient_are_those_of_the_public_code(golden: Golden)
     close(tokens.grad, golden.file["student_tokens_grad"], 1e-5)
 
 
-def test_initial_tokens_are_drawn_with_the_probabilities_of_the_public_code(golden: Golden) -> None:
+def test_golden_probabilities_of_initial_tokens(golden: Golden) -> None:
     similarity = cls_similarity(golden.keys, golden.cls_keys)[0, 0]
     noise = torch.rand(20_000, *similarity.shape, generator=torch.Generator().manual_seed(0))
     rows = similarity.expand_as(noise)
@@ -132,7 +132,7 @@ def test_initial_tokens_are_drawn_with_the_probabilities_of_the_public_code(gold
 
 @pytest.mark.parametrize("path", cases("croc_loss"), ids=lambda path: path.stem)
 @pytest.mark.parametrize("level", ["image", "object"])
-def test_losses_are_those_of_the_public_code(path: Path, level: str) -> None:
+def test_golden_losses(path: Path, level: str) -> None:
     file, part = load(path), "" if level == "image" else "object_"
     student = file[f"student_{part}logits"].clone().requires_grad_()
     teacher = file[f"teacher_{part}logits"]

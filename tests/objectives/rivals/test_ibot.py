@@ -30,7 +30,7 @@ STEP = Step(6, steps_per_epoch=4, total_steps=12)
 
 
 @pytest.mark.parametrize("path", golden.cases("ibot_loss"), ids=lambda path: path.stem)
-def test_losses_and_gradients_are_those_of_the_released_code(path: Path) -> None:
+def test_golden_losses_and_gradients(path: Path) -> None:
     case = golden.load(path)
     masks = case["masks"].flatten(2)
     images = masks.shape[1]
@@ -54,7 +54,7 @@ def test_losses_and_gradients_are_those_of_the_released_code(path: Path) -> None
 
 @pytest.mark.parametrize("path", golden.cases("ibot_loss"), ids=lambda path: path.stem)
 @pytest.mark.parametrize(("rows", "prefix"), [("teacher_cls", ""), ("teacher_patches", "patch_")])
-def test_centres_are_those_of_the_released_code(path: Path, rows: str, prefix: str) -> None:
+def test_golden_centres(path: Path, rows: str, prefix: str) -> None:
     case = golden.load(path)
     logits = case[rows].flatten(0, -2)
     centre = Centre(logits.shape[1]).to(logits.dtype)
@@ -64,7 +64,7 @@ def test_centres_are_those_of_the_released_code(path: Path, rows: str, prefix: s
 
 
 @pytest.mark.parametrize("path", golden.cases("ibot_head"), ids=lambda path: path.stem)
-def test_the_head_is_that_of_the_released_code(path: Path) -> None:
+def test_golden_head(path: Path) -> None:
     case = golden.load(path)
     layers = [name for name in case if name.startswith("mlp") and name.endswith("weight")]
     hidden, dim = case[layers[0]].shape
@@ -79,7 +79,7 @@ def test_the_head_is_that_of_the_released_code(path: Path) -> None:
 
 @pytest.mark.parametrize("path", golden.cases("ibot_masks"), ids=lambda path: path.stem)
 @pytest.mark.parametrize("kind", ["mixed", "fixed"])
-def test_masks_are_distributed_as_those_of_the_released_code(path: Path, kind: str, tiny: Tiny) -> None:
+def test_golden_distribution_of_masks(path: Path, kind: str, tiny: Tiny) -> None:
     case = golden.load(path)
     side = case[kind].shape[-1]
     objective = make(tiny, {"views.size": 8 * side}, mask_ratio=(0.1, 0.5) if kind == "mixed" else (0.3, 0.3))

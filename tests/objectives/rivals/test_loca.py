@@ -40,7 +40,7 @@ def batch_of(objective: LOCA, count: int = 8) -> Batch:
 
 
 @pytest.mark.parametrize("path", cases("loca_losses"), ids=lambda path: path.stem)
-def test_losses_are_those_of_the_released_code(path: Path) -> None:
+def test_golden_losses(path: Path) -> None:
     case = load(path)
     places = case["position_targets"].where(case["has_target"], -1)
     assert position_loss(case["position_logits"], places).item() == pytest.approx(case["position_loss"], rel=1e-5)
@@ -93,7 +93,7 @@ def heads_of(arrays: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("path", cases("loca_step"), ids=lambda path: path.stem)
-def test_the_step_is_that_of_the_released_code(path: Path, tiny: Tiny, tmp_path: Path) -> None:
+def test_golden_step(path: Path, tiny: Tiny, tmp_path: Path) -> None:
     """Weights and gradients of the backbone are read as a checkpoint of LOCA."""
     case = load(path)
     dim, prototypes = case["student/projection_head_for_clustering_prediction/prototypes/kernel"].shape
@@ -181,7 +181,7 @@ def test_the_step_is_that_of_the_released_code(path: Path, tiny: Tiny, tmp_path:
 
 
 @pytest.mark.parametrize("path", cases("loca_targets"), ids=lambda path: path.stem)
-def test_places_are_those_of_the_released_code(path: Path) -> None:
+def test_golden_places(path: Path) -> None:
     """A few differ in the released code's float rounding."""
     case = load(path)
     grids = case["sizes_and_boxes"][:, 10]
@@ -197,7 +197,7 @@ def test_places_are_those_of_the_released_code(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", cases("loca_schedules"), ids=lambda path: path.stem)
-def test_the_preset_has_the_schedules_of_the_released_code(path: Path) -> None:
+def test_golden_schedules_of_the_preset(path: Path) -> None:
     case = load(path)
     optim = load_config("loca_vitb16").optim
     steps = case["total_steps"] // optim.epochs

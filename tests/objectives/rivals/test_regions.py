@@ -28,7 +28,7 @@ def jittered(box: Tensor, height: int, width: int, count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("path", cases("orl_proposals"), ids=lambda path: path.stem)
-def test_regions_and_pairs_equal_the_released_code(path: Path) -> None:
+def test_golden_regions_and_pairs(path: Path) -> None:
     case = load(path)
     boxes = swapped(case["boxes"])
     assert torch.equal(swapped(select_regions(boxes, min_side=96, most=100)), case["kept"])
@@ -40,7 +40,7 @@ def test_regions_and_pairs_equal_the_released_code(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", cases("orl_proposals"), ids=lambda path: path.stem)
-def test_jittered_boxes_have_the_distribution_of_the_released_code(path: Path) -> None:
+def test_golden_distribution_of_jittered_boxes(path: Path) -> None:
     case = load(path)
     box, found = torch.tensor([150, 200, 120, 160]), swapped(case["jittered"])
     own = jittered(box, 480, 640, 3000)

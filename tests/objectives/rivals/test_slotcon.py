@@ -60,7 +60,7 @@ def predictor_of(case: dict[str, Any]) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("path", cases("slotcon_step"), ids=lambda path: path.stem)
-def test_the_step_equals_the_released_code(path: Path) -> None:
+def test_golden_step(path: Path) -> None:
     case = load(path)
     side = case["student_1"].shape[-1]
 

@@ -21,7 +21,7 @@ def golden() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "arrays"), golden())
-def test_golden_values(name: str, arrays: dict[str, torch.Tensor]) -> None:
+def test_golden_ranks(name: str, arrays: dict[str, torch.Tensor]) -> None:
     kind, count, steepness = name.rsplit("_", 2)
     network = SortingNetwork(int(count), kind, steepness=float(steepness))  # pyright: ignore[reportArgumentType]
     numbers = arrays["input"].requires_grad_()

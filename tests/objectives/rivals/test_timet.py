@@ -32,7 +32,7 @@ Tiny = Callable[..., PretrainConfig]
 
 
 @pytest.mark.parametrize("path", cases("timet_sinkhorn"), ids=lambda path: path.stem)
-def test_assignments_equal_those_of_the_released_code(path: Path) -> None:
+def test_golden_assignments(path: Path) -> None:
     golden = load(path)
     scores: Tensor = golden["scores"]
     for rounds in (3, 10):
@@ -42,14 +42,19 @@ def test_assignments_equal_those_of_the_released_code(path: Path) -> None:
         torch.testing.assert_close(found, golden[f"assignments_{rounds}"].to(found.dtype), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("path", cases("timet_no_teacher"), ids=lambda path: path.stem)
-def test_loss_and_gradient_equal_those_of_the_released_code(path: Path) -> None:
+@pytest.mark.parametrize("path", [*cases("timet_no_teacher"), *cases("timet_teacher")], ids=lambda path: path.stem)
+def test_golden_loss_and_gradient(path: Path) -> None:
     golden = load(path)
     clips, frames = golden["assignments_first"].shape[0], len(golden["features"]) // len(golden["assignments_first"])
-    projected = torch.nn.functional.normalize(golden["projected"].requires_grad_(), dim=-1).unflatten(0, (clips, -1))
+    projected = F.normalize(golden["projected"].requires_grad_(), dim=-1).unflatten(0, (clips, -1))
     prototypes = golden["prototypes"].requires_grad_()
+    # With a teacher, only the assignments of the first frame are the teacher's.
+    teacher = F.normalize(golden.get("teacher_projected", golden["projected"]), dim=-1).unflatten(0, (clips, -1))
     assignments = balanced_assignments(
-        projected[:, 0].flatten(0, 1).detach(), prototypes.detach(), temperature=0.05, rounds=10
+        teacher[:, 0].flatten(0, 1).detach(),
+        golden.get("teacher_prototypes", prototypes).detach(),
+        temperature=0.05,
+        rounds=10,
     ).unflatten(0, (clips, -1))
     torch.testing.assert_close(assignments, golden["assignments_first"], rtol=1e-4, atol=1e-6)
     features = golden["features"].unflatten(0, (clips, frames))
