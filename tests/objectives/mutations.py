@@ -39,9 +39,12 @@ def main(names: list[str]) -> int:
         return 2
     survivors = 0
     for name in names or content:
-        for each in content[name]["mutations"]:
-            mutation = Mutation(**each)
-            found = is_noticed(mutation, content[name]["tests"])
+        mutations, tests = [Mutation(**each) for each in content[name]["mutations"]], content[name]["tests"]
+        if is_noticed(mutations[0]._replace(after=mutations[0].before), tests):
+            print(f"{name}: the tests fail without a mutation")
+            return 2
+        for mutation in mutations:
+            found = is_noticed(mutation, tests)
             survivors += not found
             print(f"{name}: {mutation.name}: {'noticed' if found else 'SURVIVES'}", flush=True)
     print(f"{survivors} survive")
