@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-
 LINES = {
     "cribo se": {"segment", "search"},
     "cribo evaluate over": {"overclustering "},
@@ -22,8 +21,8 @@ import cribo.base.arguments, cribo.cli.running
 
 for number, line in enumerate(sys.argv[1:]):
     if not (child := os.fork()):
-        point = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
-        os.environ |= {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\\n", "_ARGCOMPLETE_STDOUT_FILENAME": f"{number}", **point}
+        os.environ |= {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(number)}
+        os.environ |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
         os._exit(cribo.cli.main([]))
     os.waitpid(child, 0)
 """
