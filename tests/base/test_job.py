@@ -227,7 +227,11 @@ def test_a_finished_job_does_nothing_again_except_new_parts(tmp_path: Path) -> N
 
 def test_other_inputs_are_not_resumed(tmp_path: Path) -> None:
     before = files(squares(tmp_path / "out", range(2)).path)
-    for changes, named in (({"power": 3}, "power was 2, is 3"), ({"share": "1/2"}, "part was 1/1, is 1/2")):
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"power": 3}, "power was 2, is 3"),
+        ({"share": "1/2"}, "part was 1/1, is 1/2"),
+    ]
+    for changes, named in refused:
         with pytest.raises(FolderError, match=named):
             squares(tmp_path / "out", range(2), resume=True, **changes)
     assert files(tmp_path / "out") == before
