@@ -1,3 +1,4 @@
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -127,67 +128,67 @@ def test_a_file_uses_the_syntax_of_the_command_line(tmp_path: Path, content: str
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "named"),
     [
-        ("", "is empty: add a value, such as overwrite: true"),
-        ("[a, b]", "must be a mapping of names to values in YAML, got a list"),
-        ("ratios: [1", "is not YAML"),
-        ("a: &b {}\nsource: *b", "must not contain YAML aliases"),
+        ("", "is empty"),
+        ("[a, b]", "mapping"),
+        ("ratios: [1", "YAML"),
+        ("a: &b {}\nsource: *b", "aliases"),
         ("rations: 3", "did you mean ratios?"),
         ("source: {nam: a}", "did you mean source.name?"),
-        ("temperature: x", "temperature must be a number, got 'x'"),
+        ("temperature: x", "temperature"),
+        ("size: [1, 2, 3]", "size must be two integers"),
+        ("size: x", "size must be two integers"),
+        ("size: {a: 7}", "size must be two integers"),
+        ("counts: 7", "counts must be two integers"),
     ],
 )
-def test_invalid_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
+def test_invalid_files_are_refused(tmp_path: Path, content: str, named: str) -> None:
     (tmp_path / "a.yaml").write_text(content)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=re.escape(named)):
         parser().parse_args(["--config", str(tmp_path / "a.yaml"), "--source", "a"])
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("content", ["size: [1, 2, 3]", "size: x", "counts: 7", "size: {a: 7}"])
-def test_an_invalid_size_in_a_file_is_refused(tmp_path: Path, content: str) -> None:
-    made = parser()
-    (tmp_path / "a.yaml").write_text(content)
-    with pytest.raises(ConfigError, match="must be two integers separated by commas"):
-        made.parse_args(["--config", str(tmp_path / "a.yaml"), "--source", "a"])
-
-
-def test_height_comes_before_width_and_only_a_size_can_be_square() -> None:
-    assert parser().parse_args(["--source", "a", "--size", "32", "64"]).size == (32, 64)
-    assert parser().parse_args(["--source", "a", "--counts", "4", "2"]).counts == (4, 2)
-    with pytest.raises(ConfigError, match=r"counts must be two integers separated by commas, got \[4\]"):
-        parser().parse_args(["--source", "a", "--counts", "4"])
 
 
 def test_pairs_of_numbers_and_lists_of_names() -> None:
-    parsed = parser().parse_args(["--source", "a", "--area", "-1", "1e-3", "--devices", "cuda:0,cuda:1"])
-    assert (parsed.area, parsed.devices) == ((-1.0, 0.001), ("cuda:0", "cuda:1"))
+    parsed = parser().parse_args(["--source", "a", "--size", "32", "64", "--counts", "4", "2", "--area", "-1", "1e-3"])
+    assert (parsed.size, parsed.counts, parsed.area) == ((32, 64), (4, 2), (-1.0, 0.001))  # height before width
+    assert parser().parse_args(["--source", "a", "--devices", "cuda:0,cuda:1"]).devices == ("cuda:0", "cuda:1")
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "named"),
     [
-        ([], "--source is required"),
-        (["--sourc", "a"], "did you mean source?"),
-        (["--source", "a", "--rations", "1"], "did you mean ratios?"),
-        (["--source", "a", "--source.trusty", "1"], "did you mean source.trust?"),
-        (["--source", "a", "--ratios", "x"], "ratios must be integers separated by commas, got 'x'"),
-        (["--source", "a", "--size", "1,2,3"], "size must be two integers separated by commas, got [1, 2, 3]"),
-        (["--source", "a", "--size", "1", "2", "3"], "size must be two integers separated by commas, got [1, 2, 3]"),
-        (["--source", "a", "--area", "1"], "area must be two numbers separated by commas, got [1]"),
-        (["--source", "a", "--search", "fais"], "search must be exact or faiss, got 'fais'"),
-        (["--source", "a", "--temperature", "x"], "temperature must be a number, got 'x'"),
-        (["--source", "a", "--trust", "x"], "--trust must be true or false, got 'x'"),
-        (["--source", "a", "--format", "gif"], "format must be pdf or png, got 'gif'"),
-        (["--source", "a", "--size"], "argument --size: expected one argument"),
-        (["--source", "--ratios", "1"], "argument --source: expected one argument"),
+        ("", "--source is required"),
+        ("--sourc a", "did you mean source?"),
+        ("--source a --rations 1", "did you mean ratios?"),
+        ("--source a --source.trusty 1", "did you mean source.trust?"),
+        ("--source a --ratios x", "ratios must be integers separated by commas, got 'x'"),
+        ("--source a --size 1,2,3", "size must be two integers"),
+        ("--source a --size 1 2 3", "size must be two integers"),
+        ("--source a --counts 4", "counts must be two integers"),  # only a size can be square
+        ("--source a --area 1", "area must be two numbers"),
+        ("--source a --search fais", "search must be exact or faiss"),
+        ("--source a --temperature x", "temperature must be a number"),
+        ("--source a --trust x", "--trust must be true or false"),
+        ("--source a --format gif", "format must be pdf or png"),
+        ("--source a --size", "--size: expected one argument"),
+        ("--source --ratios 1", "--source: expected one argument"),
+        ("--source a --run=", "--run must not be empty"),  # it is not the current folder
+        ("--source= --run b", "--source must not be empty"),
+        ("--source a --zzz 1", "zzz"),
+        ("--source a zzz", "zzz"),
+        ("--source a --zzz 1", "try --help"),
     ],
 )
-def test_invalid_arguments_are_refused(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_invalid_arguments_are_refused(words: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        parser().parse_args(words.split())
+
+
+@pytest.mark.parametrize("words", [["--source", ""], ["", "--source", "a"]])
+def test_an_empty_argument_is_not_the_current_folder(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="must not be empty"):
         parser().parse_args(words)
-    assert message in str(caught.value)
 
 
 def test_help_contains_the_short_names() -> None:
@@ -196,20 +197,6 @@ def test_help_contains_the_short_names() -> None:
     assert "--source.name" not in said
     assert "--trust" in said
     assert "Path to a configuration file" not in said
-
-
-@pytest.mark.parametrize(
-    ("words", "option"),
-    [
-        (["--source", "a", "--run", ""], "--run"),
-        (["--source=", "--run", "b"], "--source"),
-        (["--source", ""], "--source"),
-        (["", "--source", "a"], "an argument"),
-    ],
-)
-def test_an_empty_argument_is_not_the_current_folder(words: list[str], option: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{option} must not be empty"):
-        parser().parse_args(words)
 
 
 def test_a_group_of_options_with_another_file_than_a_configuration(tmp_path: Path) -> None:
@@ -249,11 +236,3 @@ def test_options_by_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wo
         made.parse_args([*words, "third"])
     with pytest.raises(ConfigError, match="IMAGES is required"):
         made.parse_args(["--out", "b"])
-
-
-def test_no_arguments_and_arguments_unlike_any_option() -> None:
-    with pytest.raises(ConfigError, match="--source is required"):
-        parser().parse_args([])
-    for words in (["--zzz", "1"], ["zzz"]):
-        with pytest.raises(ConfigError, match=r"zzz.*try --help lists the options"):
-            parser().parse_args(["--source", "a", *words])

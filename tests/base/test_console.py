@@ -12,19 +12,20 @@ from cribo.base.console import Phases, _SafeConsole, command_console, duration, 
 
 
 def test_durations() -> None:
-    assert [duration(seconds) for seconds in (0, 59.6, 61, 3600, 90061)] == [
-        "0:00",
-        "1:00",
-        "1:01",
-        "1:00:00",
-        "25:01:01",
-    ]
+    found = [duration(seconds) for seconds in (0, 59.6, 61, 3600, 90061)]
+    assert found == ["0:00", "1:00", "1:01", "1:00:00", "25:01:01"]
 
 
-def test_a_log_file_gets_occasional_lines_and_the_end_of_each_phase(monkeypatch) -> None:
-    text = io.StringIO()
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Replace the clock by a number of seconds."""
     now = [0.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_a_log_file_gets_occasional_lines_and_the_end_of_each_phase(now: list[float]) -> None:
+    text = io.StringIO()
     with Phases(Console(file=text, width=200)) as progress:
         for done in range(1, 101):
             now[0] += 1
@@ -41,20 +42,16 @@ def test_a_log_file_gets_occasional_lines_and_the_end_of_each_phase(monkeypatch)
     ]
 
 
-def test_the_first_call_of_a_phase_has_no_eta(monkeypatch) -> None:
+def test_the_first_call_of_a_phase_has_no_eta(now: list[float]) -> None:
     text = io.StringIO()
-    now = [0.0]
-    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
     with Phases(Console(file=text, width=200)) as progress:
         now[0] = 40
         progress("reading", 1, 100)
     assert text.getvalue() == "reading: 1/100\n"
 
 
-def test_the_eta_of_a_resumed_phase_is_based_on_new_items(monkeypatch) -> None:
+def test_the_eta_of_a_resumed_phase_is_based_on_new_items(now: list[float]) -> None:
     text = io.StringIO()
-    now = [0.0]
-    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
     with Phases(Console(file=text, width=40), first_line=5.0) as progress:
         for done in range(900, 911):
             progress("training", done, 1000, "epoch 9/10 · 240 img/s · a line is never wrapped")

@@ -5,8 +5,6 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
-
 import cribo
 from cribo.base.wording import command_line
 
@@ -22,20 +20,20 @@ def test_words_are_quoted_for_a_shell() -> None:
     assert shlex.split(command_line(*words)) == [str(word) for word in words]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
-def test_no_message_has_a_command_with_an_unquoted_value(path: Path) -> None:
+def test_no_message_has_a_command_with_an_unquoted_value() -> None:
     """Printed commands are made by `command_line`, not by f-strings with values after options."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.JoinedStr):
-            continue
-        before = ""
-        for part in node.values:
-            if isinstance(part, ast.Constant):
-                before += str(part.value)
-            elif isinstance(part, ast.FormattedValue):
-                is_constant = isinstance(part.value, ast.Name) and part.value.id.isupper()
-                if COMMAND.search(before) and not is_constant:
-                    found.append((node.lineno, before, ast.unparse(part.value)))
-                before += "VALUE"
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.JoinedStr):
+                continue
+            before = ""
+            for part in node.values:
+                if isinstance(part, ast.Constant):
+                    before += str(part.value)
+                elif isinstance(part, ast.FormattedValue):
+                    is_constant = isinstance(part.value, ast.Name) and part.value.id.isupper()
+                    if COMMAND.search(before) and not is_constant:
+                        found.append(f"{path}:{node.lineno}: {before}{{{ast.unparse(part.value)}}}")
+                    before += "VALUE"
     assert not found

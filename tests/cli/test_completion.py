@@ -1,29 +1,42 @@
 """Shell completion: suggestions for the words before the cursor."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+LINES = {
+    "cribo se": {"segment", "search"},
+    "cribo evaluate over": {"overclustering "},
+    "cribo segment --images X --he": {"--help", "--head"},
+    "cribo segment --head ": {"knn", "ridge", "both"},
+    "cribo evaluate linear --schedule p": {"paper "},
+    "cribo pretrain --config camvid --optim.epo": {"--optim.epochs "},
+    "cribo index --images pho": {"photographs/"},
+}
+# Argcomplete ends its process, so each line has one of its own, which need not import the packages again.
+PROGRAM = """
+import os, sys
+import cribo.base.arguments, cribo.cli.running
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("cribo se", {"segment", "search"}),
-        ("cribo evaluate over", {"overclustering "}),
-        ("cribo segment --images X --he", {"--help", "--head"}),
-        ("cribo segment --head ", {"knn", "ridge", "both"}),
-        ("cribo evaluate linear --schedule p", {"paper "}),
-        ("cribo pretrain --config camvid --optim.epo", {"--optim.epochs "}),
-        ("cribo index --images pho", {"photographs/"}),
-    ],
-)
-def test_words_are_completed(line: str, expected: set[str], tmp_path: Path) -> None:
-    (tmp_path / "photographs").mkdir()
-    answer = tmp_path / "answer"
-    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
-    point = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
-    subprocess.run([sys.executable, "-m", "cribo"], cwd=tmp_path, env=os.environ | asked | point, check=True)
-    assert set(answer.read_text().split("\n")) == expected
+for number, line in enumerate(sys.argv[1:]):
+    if not (child := os.fork()):
+        os.environ |= {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(number)}
+        os.environ |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
+        os._exit(cribo.cli.main([]))
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def completed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """Complete all lines in a folder that contains a folder."""
+    folder = tmp_path_factory.mktemp("completion")
+    (folder / "photographs").mkdir()
+    subprocess.run([sys.executable, "-c", PROGRAM, *LINES], cwd=folder, check=True)
+    return {line: set((folder / f"{n}").read_text().split("\n")) for n, line in enumerate(LINES)}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_words_are_completed(line: str, completed: dict[str, set[str]]) -> None:
+    assert completed[line] == LINES[line]

@@ -8,7 +8,6 @@ import yaml
 
 from cribo.base.errors import ConfigError
 from cribo.cli import COMMANDS, main
-from cribo.cli.evaluate import EVALUATIONS
 from cribo.pretraining.loading import load_config
 
 # For each command: other words that it requires, an option with the values of the file and of the command line, and a
@@ -64,19 +63,15 @@ def test_a_file_sets_options_and_the_command_line_overrides_it(
     expected = [1, 8] if value == "1,8" else value
     assert printed(command, ["--config", "options.yaml", *words], name, capsys) == expected
     override = [f"--{name}", *said(other)]
-    for order in (["--config=options.yaml", *override], [*override, "--config", "options.yaml"]):
-        assert printed(command, [*words, *order], name, capsys) == other
+    assert printed(command, [*words, *override, "--config", "options.yaml"], name, capsys) == other
     Path("wrong.yaml").write_text(yaml.safe_dump({misspelt: 3}))
     assert main([*command.split(), *words, "--config", "wrong.yaml"]) == 2
-    message = capsys.readouterr().err
-    assert re.search(rf"did you mean {re.escape(valid)}\?", message), message
-    assert main([*command.split(), *words, "--config", "missing.yaml"]) == 2
-    assert "missing.yaml" in capsys.readouterr().err
+    assert f"did you mean {valid}?" in capsys.readouterr().err
     assert sorted(path.name for path in Path().iterdir()) == ["options.yaml", "wrong.yaml"]
 
 
-@pytest.mark.parametrize("command", CASES)
-def test_a_key_that_a_file_has_twice_is_an_error(
+@pytest.mark.parametrize("command", ["embed", "pretrain", "evaluate dense-nn"])
+def test_keys_that_a_file_has_twice_and_missing_files_are_errors(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given, name, value, other, *_ = CASES[command]
@@ -87,6 +82,8 @@ def test_a_key_that_a_file_has_twice_is_an_error(
     assert name in message
     assert str(file) in message
     assert re.search(r"lines 1 and \d", message), message
+    assert main([*command.split(), *given.split(), "--config", "missing.yaml"]) == 2
+    assert "missing.yaml" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -101,11 +98,8 @@ def test_a_key_that_a_file_has_twice_is_an_error(
 )
 def test_nested_and_dotted_keys_are_compared(text: str, key: str, lines: tuple[int, int], tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(text)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f" {key} .*lines {lines[0]} and {lines[1]}"):
         load_config(tmp_path / "mine.yaml")
-    message = str(caught.value)
-    assert f" {key} " in message
-    assert [int(number) for number in re.findall(r"\d+", message.rpartition("lines")[2])] == list(lines)
 
 
 @pytest.mark.parametrize("words", [["--objective.args", "{crops: 1, crops: 2}"], ["--optim", "optim.yaml"]])
@@ -120,13 +114,6 @@ def test_a_key_that_a_value_has_twice_is_an_error(
 
 def test_every_command_is_tested() -> None:
     assert {command.split()[0] for command in CASES} == set(COMMANDS) - {"doctor"}  # has no option with a value
-
-
-@pytest.mark.parametrize("name", EVALUATIONS)
-def test_every_evaluation_reads_a_file(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["evaluate", name, "--help"])
-    assert "--config CONFIG " in capsys.readouterr().out
 
 
 def test_required_options_and_arguments_can_come_from_a_file(

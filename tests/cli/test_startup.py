@@ -46,6 +46,7 @@ REFUSED = {
 }
 """A wrong value, or none where one is needed, of each command."""
 
+SEGMENTATIONS = ("evaluate dense-nn", "evaluate linear", "evaluate segmenter")
 UNKNOWN_SET = ["--backbone", "x", "--data", "vox", "--data.root", "x"]
 
 HEAVY = ("torch", "timm", "lightning", "transformers", "sklearn", "gradio", "lance", "matplotlib", "numpy")
@@ -56,13 +57,13 @@ from cribo.cli import main
 
 heavy, *commands = (word.split(" ") for word in sys.argv[1:])
 for words in commands:
-    out, err = io.StringIO(), io.StringIO()
+    before, out, err = {*sys.modules}, io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             status = main(words)
         except SystemExit as exit:
             status = exit.code
-    loaded = [name for name in heavy if name in sys.modules]
+    loaded = [name for name in heavy if name in sys.modules and name not in before]
     print(json.dumps({"status": status, "out": out.getvalue(), "err": err.getvalue(), "loaded": loaded}))
 """
 
@@ -76,11 +77,21 @@ class Done(NamedTuple):
     loaded: list[str]
 
 
-def run(*commands: str) -> list[Done]:
-    """Run commands one after another in a new process."""
+def run(*commands: str) -> dict[str, Done]:
+    """Run commands one after another in a new process; a module counts for the first that imports it."""
     program = [sys.executable, "-c", PROGRAM, " ".join(HEAVY), *commands]
     lines = subprocess.run(program, capture_output=True, text=True, timeout=900, check=True).stdout.splitlines()
-    return [Done(**json.loads(line)) for line in lines]
+    return {command: Done(**json.loads(line)) for command, line in zip(commands, lines, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def done() -> dict[str, Done]:
+    """Run the help and the errors of all commands."""
+    return run(
+        *(f"{command} {words}" for command in REFUSED for words in ("--help", "--no_such_option 1")),
+        *(" ".join([command, *words]) for command, words in REFUSED.items()),
+        *(" ".join([command, *UNKNOWN_SET]) for command in SEGMENTATIONS),
+    )
 
 
 def test_almost_nothing_is_imported_before_ctrl_c_is_handled() -> None:
@@ -101,27 +112,27 @@ def test_each_command_is_tested() -> None:
 
 
 @pytest.mark.parametrize("command", REFUSED)
-def test_help_and_argument_errors_do_not_import_torch(command: str) -> None:
-    wrong_value = " ".join([command, *REFUSED[command]])
-    shown, *errors = run(f"{command} --help", f"{command} --no_such_option 1", wrong_value)
+def test_help_and_argument_errors_do_not_import_torch(command: str, done: dict[str, Done]) -> None:
+    shown, unknown = done[f"{command} --help"], done[f"{command} --no_such_option 1"]
     assert (shown.status, shown.loaded) == (0, []), shown.err
     assert "usage: cribo" in shown.out
-    assert "loading" not in shown.err
-    for done in errors:
-        assert (done.status, done.loaded) == (2, []), done.err
-        assert "usage: cribo" not in done.out
-        assert done.err.startswith(f"cribo {command}: ")
-        assert "loading" not in done.err
-    assert ["no_such_option" in done.err for done in errors] == [True, False]
+    assert "--config CONFIG " in shown.out or command == "doctor"
+    assert "no_such_option" in unknown.err
+    refused = done[" ".join([command, *REFUSED[command]])]
+    assert "no_such_option" not in refused.err
+    for each in (unknown, refused):
+        assert (each.status, each.loaded) == (2, []), each.err
+        assert "usage: cribo" not in each.out
+        assert each.err.startswith(f"cribo {command}: ")
+    assert not [each for each in (shown, unknown, refused) if "loading" in each.err]
 
 
-def test_unknown_sets_are_reported_without_importing_torch() -> None:
-    evaluations = ("dense-nn", "linear", "segmenter")
-    commands = (" ".join(["evaluate", evaluation, *UNKNOWN_SET]) for evaluation in evaluations)
-    for evaluation, done in zip(evaluations, run(*commands), strict=True):
-        assert (done.status, done.loaded) == (2, [])
-        assert f"cribo evaluate {evaluation}: " in done.err
-        assert "unknown segmentation set 'vox'; did you mean 'voc'?" in done.err
+@pytest.mark.parametrize("command", SEGMENTATIONS)
+def test_unknown_sets_are_reported_without_importing_torch(command: str, done: dict[str, Done]) -> None:
+    found = done[" ".join([command, *UNKNOWN_SET])]
+    assert (found.status, found.loaded) == (2, [])
+    assert found.err.startswith(f"cribo {command}: ")
+    assert "did you mean 'voc'?" in found.err
 
 
 def test_a_search_by_entry_imports_neither_torch_nor_matplotlib(tmp_path: Path) -> None:
@@ -132,7 +143,7 @@ def test_a_search_by_entry_imports_neither_torch_nor_matplotlib(tmp_path: Path) 
         draw_square(colour, (16, 16 * number)).save(images / f"{number}.png")
     database = tmp_path / "objects.db"
     assert main(["index", "--backbone", "mean-colour", "--images", str(images), "--db", str(database)]) == 0
-    [done] = run(f"search --db {database} --image 0.png --object 0 --out {tmp_path / 'found'}")
+    [done] = run(f"search --db {database} --image 0.png --object 0 --out {tmp_path / 'found'}").values()
     assert done.status == 0, done.err
     assert done.loaded == ["lance", "numpy"]
     assert "1.png" in done.out
@@ -142,7 +153,7 @@ def test_a_search_by_entry_imports_neither_torch_nor_matplotlib(tmp_path: Path) 
 def test_a_comparison_does_not_import_torch(tmp_path: Path) -> None:
     words = ("--backbone", "mean-colour", "--data", "scenes", "--draws", "1", "--pictures", "0", "--limit", "20")
     assert main(["evaluate", "dense-nn", *words, "--ratios", "1", "--out", str(tmp_path / "result")]) == 0
-    [done] = run(f"evaluate compare {tmp_path / 'result'} --out {tmp_path / 'compared'}")
+    [done] = run(f"evaluate compare {tmp_path / 'result'} --out {tmp_path / 'compared'}").values()
     assert done.status == 0, done.err
     assert done.loaded == ["matplotlib", "numpy"]
     assert "mIoU" in done.out

@@ -52,9 +52,7 @@ def test_a_folder_without_readable_images_is_refused(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "broken.png").write_bytes(b"")
     config = ExploreConfig(backbone=BackboneSource("mean-colour"), images=tmp_path / "images", device="cpu")
-    with pytest.raises(
-        InputError, match=r"the only image of .*images cannot be read: .*broken\.png: the file is empty"
-    ):
+    with pytest.raises(InputError, match=r"broken\.png: the file is empty"):
         opened(config, tmp_path / "work")
 
 

@@ -61,10 +61,7 @@ def ask(guard: Guard) -> Callable[..., httpx.Response]:
 def test_large_uploads_are_refused(ask: Callable[..., httpx.Response], uploads: Uploads) -> None:
     assert ask("POST", "/gradio_api/upload", content=b"0" * 9_000).status_code == 200
     answer = ask("POST", "/gradio_api/upload", content=b"0" * 90_000)
-    assert (answer.status_code, answer.text.partition(":")[0]) == (
-        413,
-        "The upload has 0.1 MB, but at most 0.01 MB are allowed",
-    )
+    assert (answer.status_code, "--max_megabytes" in answer.text) == (413, True)
     assert ask("POST", "/gradio_api/queue/join", content=b"0" * 2_000_000).status_code == 413
     (uploads.folder / "earlier.png").write_bytes(b"0" * 195_000)
     answer = ask("POST", "/gradio_api/upload", content=b"0" * 9_000)
@@ -93,12 +90,8 @@ def test_concurrent_uploads_share_the_quota(guard: Guard, uploads: Uploads) -> N
 
 def test_other_host_names_and_origins_are_refused(ask: Callable[..., httpx.Response]) -> None:
     assert ask("GET", "/", headers={"host": "localhost:99"}).status_code == 200
-    for number in (
-        "192.0.2.7:7860",
-        "192.0.2.7",
-        "[2001:db8::7]:7860",
-        "[::1]",
-    ):  # an IP address, so DNS rebinding is impossible
+    # DNS cannot rebind an IP address.
+    for number in ("192.0.2.7:7860", "192.0.2.7", "[2001:db8::7]:7860", "[::1]"):
         assert ask("GET", "/", headers={"host": number}).status_code == 200, number
     for name in ("rebound.example:7860", "192.0.2.7.example", "[rebound.example]", ""):
         answer = ask("GET", "/", headers={"host": name})

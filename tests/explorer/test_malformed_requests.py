@@ -8,21 +8,11 @@ import httpx
 import pytest
 from tests.explorer.conftest import Served, Visitor
 
-REQUESTS = 600
+REQUESTS = 300
 ODD: list[Any] = [
     *(None, True, -1, 0, 1.5, 2**63, 10**400, float("nan"), float("inf"), "", "x", "\0", "\ud800", "a" * 5000, "é"),
-    *(
-        [],
-        {},
-        [[]],
-        [None] * 50,
-        {"path": ""},
-        {"path": 3},
-        {"path": "\0"},
-        {"path": "/etc/passwd"},
-        {"url": "file:///"},
-    ),
-    *({"__type__": "update"}, {"_type": "gradio.FileData"}, {"meta": {"_type": "gradio.FileData"}}, {"data": "x"}),
+    *([], {}, [[]], [None] * 50, {"path": ""}, {"path": 3}, {"path": "\0"}, {"path": "/etc/passwd"}, {"url": "file:"}),
+    *({"__type__": "update"}, {"_type": "gradio.FileData"}, {"meta": {"_type": "gradio.FileData"}}),
     *("../../x", "%00", "%ff", "0", "c999999999", {"index": [1, 2]}, {"key": {}, "time": "nan", "runs": [1, -1]}),
 ]
 POSTS = [
@@ -34,36 +24,13 @@ GETS = [
     *("upload_progress", "call/x/y", "custom_component/a/b/c/d", "stream/a/b/c/playlist.m3u8", "stream/a/b/1/c.ts"),
     *("deep_link", "dev/reload", "runs", "app_id", "user", "token", "vibe-code", "theme.css", "startup-events"),
 ]
-PAGES = [
-    "/",
-    "/config",
-    "/login",
-    "/logout",
-    "/assets/",
-    "/static/",
-    "/svelte/",
-    "/pwa_icon/",
-    "/monitoring/x",
-    "/theme.css",
-]
+PAGES = ["/", "/config", "/login", "/logout", "/assets/", "/static/", "/svelte/", "/pwa_icon/", "/monitoring/x"]
 NAMES = ["fn_index", "data", "session_hash", "event_data", "api_name", "event_id", "trigger_id", "batched", "path"]
-TYPES = [
-    "application/json",
-    "multipart/form-data",
-    "multipart/form-data; boundary=x",
-    "text/plain",
-    "",
-    "a/b; charset=x",
-]
-
-
-def encoded(value: Any) -> bytes:
-    """Return a value as JSON, in which numbers and strings may be invalid."""
-    return json.dumps(value).encode()
+TYPES = ["application/json", "multipart/form-data", "multipart/form-data; boundary=x", "text/plain", "", "a; charset=x"]
 
 
 def drawn(draw: random.Random, functions: list[int]) -> tuple[str, str, dict[str, Any]]:
-    """Return the method, the path and the rest of a request."""
+    """Return the method, the path and the rest of a request; numbers and strings of its JSON may be invalid."""
     odd = draw.choice(ODD)
     text = str(draw.choice(ODD)).encode("utf-8", "replace").decode()[:200]
     query = {draw.choice([*NAMES, "upload_id", "deep_link", "__theme", "view"]): text}
@@ -71,26 +38,22 @@ def drawn(draw: random.Random, functions: list[int]) -> tuple[str, str, dict[str
     kind = draw.random()
     if kind < 0.35:
         place = draw.choice([*(f"/gradio_api/{route}" for route in GETS), *PAGES])
-        return (
-            "GET",
-            place + draw.choice(["", "", "/", f"/{draw.choice(['..', '%2e%2e', '%00', '%ff', '1e999'])}"]),
-            {"params": query},
-        )
+        end = draw.choice(["", "", "/", f"/{draw.choice(['..', '%2e%2e', '%00', '%ff', '1e999'])}"])
+        return "GET", place + end, {"params": query}
     if kind < 0.6:  # nearly valid
         question = {"data": [odd, draw.choice(ODD), draw.choice(ODD)], "fn_index": draw.choice(functions)}
         question |= {"session_hash": "malformed", "event_data": draw.choice(ODD)}
         question[draw.choice(NAMES)] = draw.choice(ODD)
         if draw.random() < 0.3:
             del question[draw.choice(list(question))]
-        content = encoded(question)
+        content = json.dumps(question).encode()
     elif kind < 0.75:
-        content = encoded({draw.choice(NAMES): odd, draw.choice(NAMES): draw.choice(ODD)})
+        content = json.dumps({draw.choice(NAMES): odd, draw.choice(NAMES): draw.choice(ODD)}).encode()
     elif kind < 0.85:
-        content = draw.choice(
-            [b"", b"{", b"[" * 9000, b"\xff\xfe", b'{"a":1e999}', b"--x\r\n\r\n", b"--x--", b"null", b"[]"]
-        )
+        broken = [b"", b"{", b"[" * 9000, b"\xff\xfe", b'{"a":1e999}', b"--x\r\n\r\n", b"--x--", b"null", b"[]"]
+        content = draw.choice(broken)
     else:
-        content = encoded(odd)
+        content = json.dumps(odd).encode()
     place = f"/gradio_api/{draw.choice(POSTS)}" if draw.random() < 0.95 else draw.choice(PAGES)
     method = draw.choice(["POST"] * 9 + ["PUT", "DELETE", "PATCH", "OPTIONS"])
     return method, place, {"content": content, "headers": headers, "params": query if draw.random() < 0.2 else None}

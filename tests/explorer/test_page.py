@@ -114,11 +114,10 @@ def confirm(page: Page) -> None:
     expect(button).to_be_disabled()
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-def test_pictures_are_labelled_by_painting(watched: Watched, width: int, red: str, squares: Path) -> None:
+def test_pictures_are_labelled_by_painting_on_a_phone(watched: Watched, red: str, squares: Path) -> None:
     page, examples = watched.page, watched.examples
     shutil.rmtree(examples, ignore_errors=True)
-    watched.resize(width, 844)
+    watched.resize(390, 844)
     watched.open("Segment")
     advice, painter = page.locator("#advice"), page.locator(".painter")
     expect(advice).to_contain_text("Name a class")
@@ -245,15 +244,15 @@ def test_every_control_is_reached_with_tab_and_shows_focus(watched: Watched) -> 
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_tab_fits_a_phone(watched: Watched, scheme: str) -> None:
+def test_every_tab_fits_a_phone(watched: Watched) -> None:
     page = watched.page
-    page.emulate_media(color_scheme=scheme)  # pyright: ignore[reportArgumentType]
-    watched.resize(360, 740)
-    for tab in ("View pairs", "Objects", "Features", "Segment"):
-        watched.open(tab)
-        expect(page.locator("[role=tabpanel]:visible").first).to_be_visible()
-        assert watched.fits, tab
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        watched.resize(360, 740)
+        for tab in ("View pairs", "Objects", "Features", "Segment"):
+            watched.open(tab)
+            expect(page.locator("[role=tabpanel]:visible").first).to_be_visible()
+            assert watched.fits, (scheme, tab)
 
 
 def test_names_are_text_and_no_other_scripts_run(watched: Watched) -> None:

@@ -49,11 +49,9 @@ def wanted(scenes: Path, networks: Path, **changes: object) -> DistillConfig:
 def test_the_command_writes_a_student_and_a_verdict(
     scenes: Path, networks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["distill", str(scenes / "images"), "--teacher", str(networks / "teacher")]
-    words += ["--backbone", str(networks / "student"), "--steps", "10", "--labelled", str(scenes), "--workers", "0"]
-    words += ["--keep", "trained"]
-    words += ["--training", json.dumps(TRAINING), "--out", str(tmp_path), "--name", "mine", "--device", "cpu"]
-    assert main(words) == 0
+    words = f"--teacher {networks / 'teacher'} --backbone {networks / 'student'} --labelled {scenes} --steps 10"
+    words += f" --workers 0 --keep trained --out {tmp_path} --name mine --device cpu"
+    assert main(["distill", str(scenes / "images"), *words.split(), "--training", json.dumps(TRAINING)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "Dense retrieval on" in said
     assert "For comparison, the teacher: retrieval " in said

@@ -94,75 +94,62 @@ def test_parts_that_do_not_belong_together_are_refused(folder: Path) -> None:
     embed(folder, "whole")
     embed(folder, "half", "2/2")
     embed(folder, "other", "2/3", precision="float16")
-    out = folder / "all"
-    refused = [
-        ([p1, p3], r"part 2/3 is missing: run the command with --part 2/3, or give its results"),
-        ([p2], r"part 1/3, 3/3 are missing"),
-        ([p1, p2, p2], r"p2 is given twice: give each part once"),
-        ([p1, folder / "whole"], r"whole contains the results of all images"),
-        ([p1, folder / "half"], r"half is part 2/2, but .*p1 is part 1/3"),
-        ([p1, folder / "other"], r"other differs from .*p1 .*: precision was float32, is float16\. Run"),
-    ]
-    for parts, message in refused:
-        with pytest.raises(ConfigError, match=message):
-            merge_embeddings(parts, out=out)
     shutil.copytree(p2, folder / "copy")
-    with pytest.raises(ConfigError, match=r"p2 and .*copy are both part 2/3"):
-        merge_embeddings([p1, p2, folder / "copy"], out=out)
-    with pytest.raises(MissingData, match="there is no 'p9'"):
-        merge_embeddings([p1, folder / "p9"], out=out)
     Job(folder / "found", "search").create()
-    with pytest.raises(FolderError, match="found contains search results, not embedding results"):
-        merge_embeddings([p1, folder / "found"], out=out)
-    with pytest.raises(FolderError, match="images contains no results of cribo"):
-        merge_embeddings([p1, folder / "images"], out=out)
     Image.new("RGB", (32, 32)).save(folder / "images" / "0.png")
     embed(folder, "new", "2/3")
-    with pytest.raises(ConfigError, match=r"images of .*images were added, removed or changed"):
-        merge_embeddings([p1, folder / "new", p3], out=out)
-    assert not out.exists()
+    refused: list[tuple[list[str], type[Exception], str]] = [
+        (["p1", "p3"], ConfigError, r"part 2/3 is missing: run the command with --part 2/3, or give its results"),
+        (["p2"], ConfigError, r"part 1/3, 3/3 are missing"),
+        (["p1", "p2", "p2"], ConfigError, r"p2 is given twice"),
+        (["p1", "whole"], ConfigError, r"whole contains the results of all images"),
+        (["p1", "half"], ConfigError, r"half is part 2/2, but .*p1 is part 1/3"),
+        (["p1", "other"], ConfigError, r"precision was float32, is float16\. Run"),
+        (["p1", "p2", "copy"], ConfigError, r"p2 and .*copy are both part 2/3"),
+        (["p1", "p9"], MissingData, "there is no 'p9'"),
+        (["p1", "found"], FolderError, "found contains search results, not embedding results"),
+        (["p1", "images"], FolderError, "images contains no results of cribo"),
+        (["p1", "new", "p3"], ConfigError, r"images of .*images were added, removed or changed"),
+    ]
+    for parts, error, named in refused:
+        with pytest.raises(error, match=named):
+            merge_embeddings([folder / part for part in parts], out=folder / "all")
+    for overwrite in (False, True):  # parts are not replaced by what is merged from them
+        with pytest.raises(FolderError, match=r"the input .*p1 is inside the results folder .*: choose another --out"):
+            merge_embeddings([p1, p2, p3], out=p1, overwrite=overwrite)
+    assert not (folder / "all").exists()
 
 
 def test_incomplete_parts_are_refused(folder: Path) -> None:
     parts = embed_shares(folder, 2)
-    record = parts[1] / RECORD
+    record, features = parts[1] / RECORD, parts[1] / "features"
     content = json.loads(record.read_text())
+
+    def refuse(error: type[Exception], named: str) -> None:
+        with pytest.raises(error, match=named):
+            merge_embeddings(parts, out=folder / "all")
+
     record.write_text(json.dumps({**content, "finished": False}))
-    with pytest.raises(FolderError, match=r"p2 is not finished: repeat its command with --resume"):
-        merge_embeddings(parts, out=folder / "all")
+    refuse(FolderError, r"p2 is not finished: repeat its command with --resume")
     record.write_text(json.dumps({**content, "identity": "mine"}))
-    with pytest.raises(FolderError, match=r"cribo\.json is damaged"):
-        merge_embeddings(parts, out=folder / "all")
+    refuse(FolderError, r"cribo\.json is damaged")
     record.write_text(json.dumps(content))
-    first, second = sorted((parts[1] / "features").iterdir())
-    foreign = parts[1] / "features" / "part-00000-00000000.npz"
+    first, second = sorted(features.iterdir())
+    foreign, twice = features / "part-00000-00000000.npz", features / "part-00003-00000000.npz"
     first.rename(foreign)
-    with pytest.raises(DataError, match=r"p2 is part 2/2, but contains part-00000-00000000 of another part"):
-        merge_embeddings(parts, out=folder / "all")
-    foreign.rename(parts[1] / "features" / "part-00003-00000000.npz")
-    with pytest.raises(DataError, match=r"p2 contains a part twice, part-00003-00000000 and part-00003"):
-        merge_embeddings(parts, out=folder / "all")
-    (parts[1] / "features" / "part-00003-00000000.npz").unlink()
-    with pytest.raises(DataError, match=r"p2 lacks 1 file of features, such as part-00002-\*: repeat .* --resume"):
-        merge_embeddings(parts, out=folder / "all")
+    refuse(DataError, r"p2 is part 2/2, but contains part-00000-00000000 of another part")
+    foreign.rename(twice)
+    refuse(DataError, r"p2 contains a part twice, part-00003-00000000 and part-00003")
+    twice.unlink()
+    refuse(DataError, r"p2 lacks 1 file of features, such as part-00002-\*: repeat .* --resume")
     assert second.exists()
     assert not (folder / "all").exists()
 
 
-def test_parts_are_not_replaced_by_what_is_merged_from_them(folder: Path) -> None:
-    parts = embed_shares(folder, 2)
-    for overwrite in (False, True):
-        with pytest.raises(FolderError, match=r"the input .*p1 is inside the results folder .*: choose another --out"):
-            merge_embeddings(parts, out=parts[0], overwrite=overwrite)
-
-
 def test_more_shares_than_parts_are_refused(folder: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"part 1/5: there are more shares than parts of 2 images, .* 4: use 1/4 to 4/4"
-    ):
-        embed(folder, "p1", "1/5")
-    with pytest.raises(ConfigError, match=r"part must be i/n with i from 1 to n, got 4/3: use 1/3 to 3/3"):
-        embed(folder, "p4", "4/3")
+    for part, named in (("1/5", r"more shares than parts .*: use 1/4 to 4/4"), ("4/3", r"use 1/3 to 3/3")):
+        with pytest.raises(ConfigError, match=named):
+            embed(folder, "p1", part)
     assert not (folder / "p1").exists()
 
 

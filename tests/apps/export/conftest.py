@@ -1,8 +1,11 @@
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from cribo.apps.export import ExportReport, Target, export_backbone
 from cribo.models import Backbone, build_backbone
 
 _NETWORKS = {
@@ -30,3 +33,17 @@ def network() -> Callable[[str], Backbone]:
         return backbone.eval()
 
     return make
+
+
+@pytest.fixture(scope="session")
+def exported(
+    network: Callable[[str], Backbone], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., tuple[Backbone, ExportReport]]:
+    """Returns the backbone of a type and its export to a target, which all tests share and none changes."""
+
+    @functools.cache
+    def export(kind: str, target: Target, **options: Any) -> tuple[Backbone, ExportReport]:
+        backbone = network(kind)
+        return backbone, export_backbone(backbone, target, tmp_path_factory.mktemp("export") / "out", **options)
+
+    return export

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from cribo.apps.export import TARGETS, export_backbone
+from cribo.apps.export import TARGETS, ExportReport
 from cribo.models import Backbone, normalise, save_backbone
 
 ALONE = """
@@ -31,12 +31,15 @@ torch.save(tokens, "tokens.pt")
 
 
 @pytest.mark.parametrize("kind", ["vit", pytest.param("resnet", marks=pytest.mark.endurance)])
-def test_all_ways_of_loading_give_equal_features(kind: str, network: Callable[[str], Backbone], tmp_path: Path) -> None:
-    backbone = network(kind)
+def test_all_ways_of_loading_give_equal_features(
+    kind: str, exported: Callable[..., tuple[Backbone, ExportReport]], tmp_path: Path
+) -> None:
+    reports = {target: exported(kind, target) for target in TARGETS}
+    lines = {target: report.how_to_load for target, (_, report) in reports.items()}
+    backbone = reports["timm"][0]
     smooth = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 13, 3), dtype=np.uint8))
     picture = smooth.resize((211, 150), Image.Resampling.BICUBIC)
     picture.save(tmp_path / "picture.png")
-    lines = {target: export_backbone(backbone, target, tmp_path / target).how_to_load for target in TARGETS}
     save_backbone(backbone, tmp_path)
     features = "tokens = model.forward_features(transform(picture)[None])"
     prefix = getattr(backbone.model, "num_prefix_tokens", None)

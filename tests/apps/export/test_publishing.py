@@ -120,17 +120,17 @@ def test_the_card_must_be_of_the_backbone(network: Network, hub: Hub, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "named"),
     [
-        (["--to", "hub"], "--to hub requires --repo"),
-        (["--to", "hub", "--repo", "owner/x", "--out", "x"], "--to hub writes to --repo, got --out x"),
-        (["--to", "timm", "--repo", "owner/x"], "--repo applies to --to hub only"),
-        (["--to", "hub", "--repo", "other/x"], "cannot write to other/x"),
-        (["--to", "hub", "--repo", "owner/x", "--card", "none"], "--card none is not the folder"),
+        ("--to hub", "--to hub requires --repo"),
+        ("--to hub --repo owner/x --out x", "--out x"),
+        ("--to timm --repo owner/x", "--repo applies to --to hub only"),
+        ("--to hub --repo other/x", "cannot write to other/x"),
+        ("--to hub --repo owner/x --card none", "--card none is not the folder"),
     ],
 )
 def test_options_are_checked_before_the_backbone_is_loaded(
-    words: list[str], message: str, hub: Hub, capsys: pytest.CaptureFixture[str]
+    words: str, named: str, hub: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["export", "--backbone", "no_such_file.pth", *words]) == 2
-    assert message in capsys.readouterr().err
+    assert main(["export", "--backbone", "no_such_file.pth", *words.split()]) == 2
+    assert named in capsys.readouterr().err

@@ -1,9 +1,12 @@
 """Small pictures of coloured rectangles, a fast encoder, and a database of them."""
 
 import dataclasses
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,3 +74,38 @@ def held(database: ObjectDatabase) -> dict[str, list[tuple[int, bytes, tuple[int
         image.path: [(each.number, each.mask.counts, each.box) for each in database.objects_of(image.path)]
         for image in database.images()
     }
+
+
+class Traffic:
+    """A web application that counts the requests and the bytes that it sends."""
+
+    def __init__(self, app: Callable[..., Iterable[bytes]]) -> None:
+        self.app = app
+        self.requests = self.sent = 0
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterator[bytes]:
+        self.requests += 1
+        for part in self.app(environ, start_response):
+            self.sent += len(part)
+            yield part
+
+
+@contextmanager
+def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Traffic]]:
+    """Run a local server of object storage; yield a new URL in it, and its traffic."""
+    boto3, server = pytest.importorskip("boto3"), pytest.importorskip("moto.server")
+    traffic = Traffic(server.DomainDispatcherApplication(server.create_backend_app))
+    http = pytest.importorskip("werkzeug.serving").make_server("127.0.0.1", 0, traffic, threaded=True)
+    thread = threading.Thread(target=http.serve_forever)
+    thread.start()
+    keys = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
+    address = f"http://127.0.0.1:{http.server_port}"
+    for key, value in {**keys, "AWS_ENDPOINT_URL": address, "AWS_ALLOW_HTTP": "true"}.items():
+        monkeypatch.setenv(key, value)
+    bucket = tmp_path.name.replace("_", "-")  # all servers of a process have the same content
+    try:
+        boto3.client("s3").create_bucket(Bucket=bucket)
+        yield f"s3://{bucket}/some.db", traffic
+    finally:
+        http.shutdown()
+        thread.join()

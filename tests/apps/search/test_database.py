@@ -2,13 +2,10 @@ import dataclasses
 import pickle
 import shutil
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import lance
 import numpy as np
@@ -29,7 +26,7 @@ from cribo.apps.search.database import new_entry
 from cribo.base.errors import ConfigError, DatabaseError, DataError
 from cribo.features import Encoder, mean_colour_encoder
 
-from .conftest import info_of
+from .conftest import info_of, storage
 
 DIM = 3
 
@@ -82,41 +79,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         yield url
 
 
-class Traffic:
-    """A web application that counts the requests and the bytes that it sends."""
-
-    def __init__(self, app: Callable[..., Iterable[bytes]]) -> None:
-        self.app = app
-        self.requests = self.sent = 0
-
-    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterator[bytes]:
-        self.requests += 1
-        for part in self.app(environ, start_response):
-            self.sent += len(part)
-            yield part
-
-
-@contextmanager
-def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Traffic]]:
-    """Run a local server of object storage; yield a new URL in it, and its traffic."""
-    boto3, server = pytest.importorskip("boto3"), pytest.importorskip("moto.server")
-    traffic = Traffic(server.DomainDispatcherApplication(server.create_backend_app))
-    http = pytest.importorskip("werkzeug.serving").make_server("127.0.0.1", 0, traffic, threaded=True)
-    thread = threading.Thread(target=http.serve_forever)
-    thread.start()
-    keys = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
-    address = f"http://127.0.0.1:{http.server_port}"
-    for key, value in {**keys, "AWS_ENDPOINT_URL": address, "AWS_ALLOW_HTTP": "true"}.items():
-        monkeypatch.setenv(key, value)
-    bucket = tmp_path.name.replace("_", "-")  # all servers of a process have the same content
-    try:
-        boto3.client("s3").create_bucket(Bucket=bucket)
-        yield f"s3://{bucket}/some.db", traffic
-    finally:
-        http.shutdown()
-        thread.join()
-
-
 Written = tuple[list[IndexedImage], list[str]]
 
 
@@ -154,26 +116,22 @@ def test_a_repeated_commit_adds_no_objects(place: str, encoder: Encoder, tmp_pat
     assert (len(database), database.num_rows) == (12, 12)
 
 
-def test_a_commit_is_repeated_after_a_crash_in_it(database: ObjectDatabase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The objects are committed before the rows of their images."""
+@pytest.mark.parametrize("repairs", [False, True])
+def test_a_commit_is_repeated_after_a_crash_in_it(
+    database: ObjectDatabase, monkeypatch: pytest.MonkeyPatch, repairs: bool
+) -> None:
+    """The objects are committed before the rows of their images; the next writer may remove them first."""
     images, fragments = write_images(database.writer(), 0)
-    monkeypatch.setattr(database_module, "_images_table", lambda _: pytest.fail("crash"))
-    with pytest.raises(pytest.fail.Exception, match="crash"):
-        database.commit(fragments, images)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(database_module, "_images_table", lambda _: pytest.fail("crash"))
+        with pytest.raises(pytest.fail.Exception, match="crash"):
+            database.commit(fragments, images)
     assert (len(database), database.num_rows) == (0, 6)
+    if repairs:
+        database.repair()
+        assert database.num_rows == 0
     database.commit(fragments, images)
     assert (len(database), database.num_rows) == (6, 6)
-    # As above, but the next writer removes the objects without images first.
-    images, fragments = write_images(database.writer(), 1)
-    monkeypatch.setattr(database_module, "_images_table", lambda _: pytest.fail("crash"))
-    with pytest.raises(pytest.fail.Exception, match="crash"):
-        database.commit(fragments, images)
-    monkeypatch.undo()
-    database.repair()
-    assert database.num_rows == 6
-    database.commit(fragments, images)
-    assert (len(database), database.num_rows) == (12, 12)
 
 
 def test_files_that_were_never_committed_are_removed(database: ObjectDatabase) -> None:
@@ -234,6 +192,7 @@ def test_nearest_objects_have_the_greatest_cosine(database: ObjectDatabase) -> N
         best = np.argsort(-expected)[:7]
         assert [(each.image, each.object.number) for each in several] == [(f"{n // 5}.png", n % 5) for n in best]
         np.testing.assert_allclose([each.similarity for each in several], expected[best], atol=1e-6)
+    assert len(database.search(queries[:1], 1000)[0]) == 100
 
 
 def test_the_objects_of_one_image_can_be_left_out(database: ObjectDatabase) -> None:
@@ -243,11 +202,6 @@ def test_the_objects_of_one_image_can_be_left_out(database: ObjectDatabase) -> N
     assert "3.png" not in {each.image for each in found}
     [found] = database.search(vectors[3, :1], 3, exclude_image="no.png")
     assert (found[0].image, found[0].object.number) == ("3.png", 0)
-
-
-def test_k_above_the_number_of_objects_returns_all(database: ObjectDatabase) -> None:
-    vectors = filled(database, images=2)
-    assert len(database.search(vectors[0, :1], 1000)[0]) == 10
 
 
 def test_objects_without_the_row_of_their_image_are_nowhere(database: ObjectDatabase) -> None:
@@ -432,40 +386,33 @@ def test_a_search_does_not_download_the_database(
         assert searched < vectors / 4
 
 
-def test_an_empty_database_explains_how_to_fill_it(database: ObjectDatabase) -> None:
-    with pytest.raises(DatabaseError, match="contains no objects: index images with cribo index"):
-        database.search(np.ones((1, DIM)), 3)
-
-
 @pytest.mark.parametrize(
-    ("vectors", "k", "said"),
+    ("vectors", "k", "named"),
     [
         (np.ones((1, DIM)), 0, "k must be >= 1, got 0"),
         (np.ones((1, 4)), 1, r"shape \(Q, 3\), got \(1, 4\)"),
         (np.zeros((1, DIM)), 1, "non-zero length"),
         (np.full((1, DIM), np.nan), 1, "finite"),
+        (np.ones((1, DIM)), 3, "index images with cribo index"),  # the database is empty
     ],
 )
-def test_invalid_queries_are_rejected(database: ObjectDatabase, vectors: np.ndarray, k: int, said: str) -> None:
-    filled(database, images=1)
-    with pytest.raises(ValueError, match=said):
+def test_invalid_queries_are_rejected(database: ObjectDatabase, vectors: np.ndarray, k: int, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
         database.search(vectors, k)
 
 
-def test_another_backbone_is_rejected_by_name(database: ObjectDatabase) -> None:
+def test_another_backbone_and_other_settings_are_rejected_by_name(database: ObjectDatabase) -> None:
     database.require_encoder(mean_colour_encoder(8), "mean-colour")
     with pytest.raises(ConfigError, match=r"was built with the backbone mean-colour .* not with another"):
         database.require_encoder(mean_colour_encoder(16), "another")
-
-
-def test_other_settings_are_rejected_by_name(database: ObjectDatabase) -> None:
+    database.require_settings(ObjectSettings(num_objects=4, size=None))
     settings = dataclasses.replace(database.info.settings, num_objects=7, size=32)
     with pytest.raises(ConfigError, match=r"num_objects 4 \(requested: 7\), size None \(requested: 32\)"):
         database.require_settings(settings)
-    database.require_settings(ObjectSettings(num_objects=4, size=None))
 
 
 def test_places_that_hold_no_database(tmp_path: Path, encoder: Encoder) -> None:
+    info = info_of(encoder, tmp_path)
     with pytest.raises(DataError, match=r"there is no 'some\.db'"):
         ObjectDatabase.open(tmp_path / "some.db")
     assert not (tmp_path / "some.db").exists()
@@ -474,14 +421,12 @@ def test_places_that_hold_no_database(tmp_path: Path, encoder: Encoder) -> None:
     with pytest.raises(DatabaseError, match="contains no database of objects: create one with cribo index"):
         ObjectDatabase.open(tmp_path / "photos")
     with pytest.raises(DatabaseError, match=r"contains 'mine.png' and was not created by cribo"):
-        ObjectDatabase.create(tmp_path / "photos", info_of(encoder, tmp_path))
+        ObjectDatabase.create(tmp_path / "photos", info)
     assert [path.name for path in (tmp_path / "photos").iterdir()] == ["mine.png"]
-
-
-def test_foreign_tables_are_unchanged(tmp_path: Path, encoder: Encoder) -> None:
+    # Tables of other programs are unchanged.
     theirs = lance.write_dataset(pa.table({"name": ["chair"]}), tmp_path / "theirs" / "objects.lance")
     with pytest.raises(DatabaseError, match="contains a table 'objects', but no database"):
-        ObjectDatabase.create(tmp_path / "theirs", info_of(encoder, tmp_path))
+        ObjectDatabase.create(tmp_path / "theirs", info)
     assert lance.dataset(theirs.uri).count_rows() == 1
     lance.write_dataset(pa.table({"name": ["chair"]}), tmp_path / "other" / "about.lance")
     with pytest.raises(DatabaseError, match="'about' that cribo did not create"):

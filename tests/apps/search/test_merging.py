@@ -73,10 +73,6 @@ def test_a_database_is_merged_at_a_url_and_its_description_comes_last(
 ) -> None:
     parts = index_shares(pictures, 2)
     out = f"file-object-store://{pictures.parent}/all.db"
-
-    def killed(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
         patch.setattr("cribo.apps.search.merging.index_vectors", killed)
         with pytest.raises(KeyboardInterrupt):
@@ -92,12 +88,12 @@ def test_a_database_is_merged_at_a_url_and_its_description_comes_last(
         merge_databases(parts, out=out)
 
 
+def killed(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_an_interruption_leaves_nothing(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = index_shares(pictures, 2)
-
-    def killed(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
     before = sorted(path.name for path in pictures.parent.iterdir())
     with monkeypatch.context() as patch:
         patch.setattr("cribo.apps.search.merging.index_vectors", killed)
@@ -163,10 +159,6 @@ def test_incomplete_databases_are_refused(pictures: Path) -> None:
 
 def test_an_interrupted_index_is_not_finished(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = index_shares(pictures, 2)
-
-    def killed(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
     write_picture(pictures / "b" / "6.png", 6)
     with monkeypatch.context() as patch:
         patch.setattr("cribo.apps.search.run.index_images", killed)

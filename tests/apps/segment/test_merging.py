@@ -54,28 +54,27 @@ def test_images_that_moved_to_another_share_are_merged_once(folder: Path) -> Non
 
 
 def test_parts_that_do_not_belong_together_are_refused(folder: Path) -> None:  # noqa: F811
-    p1, p2 = segment_shares(folder, 2)
-    out = folder / "all"
+    _, p2 = segment_shares(folder, 2)
     segment(folder, out="other", part="2/2", neighbours=2)
-    with pytest.raises(ConfigError, match=r"other differs from .*p1 .*: neighbours was 1, is 2\. Run"):
-        merge_segmentations([p1, folder / "other"], out=out)
-    with pytest.raises(ConfigError, match=r"part 2/2 is missing"):
-        merge_segmentations([p1], out=out)
-    with pytest.raises(FolderError, match=r"the input .*p1 is inside the results folder"):
-        merge_segmentations([p1, p2], out=p1)
     shutil.copytree(p2, folder / "lost")
     (folder / "lost" / "overlays" / "sub" / "2.jpg").unlink()
-    with pytest.raises(DataError, match=r"lost lacks the results of sub/2\.bmp, or some of its files"):
-        merge_segmentations([p1, folder / "lost"], out=out)
     save_image(folder / "images" / "4.bmp", enlarged(FIRST))
     segment(folder, out="new", part="2/2")
-    with pytest.raises(ConfigError, match=r"the collection had 3 images, has 4\. Run"):
-        merge_segmentations([p1, folder / "new"], out=out)
+    shutil.copytree(p2, folder / "cut")
     record = json.loads((p2 / RECORD).read_text())
-    (p2 / RECORD).write_text(json.dumps({**record, "finished": False}))
-    with pytest.raises(FolderError, match=r"p2 is not finished: repeat its command with --resume"):
-        merge_segmentations([p1, p2], out=out)
-    assert not out.exists()
+    (folder / "cut" / RECORD).write_text(json.dumps({**record, "finished": False}))
+    refused: list[tuple[list[str], str, type[Exception], str]] = [
+        (["p1", "other"], "all", ConfigError, r"other differs from .*p1 .*: neighbours was 1, is 2\. Run"),
+        (["p1"], "all", ConfigError, r"part 2/2 is missing"),
+        (["p1", "p2"], "p1", FolderError, r"the input .*p1 is inside the results folder"),
+        (["p1", "lost"], "all", DataError, r"lost lacks the results of sub/2\.bmp, or some of its files"),
+        (["p1", "new"], "all", ConfigError, r"the collection had 3 images, has 4\. Run"),
+        (["p1", "cut"], "all", FolderError, r"cut is not finished: repeat its command with --resume"),
+    ]
+    for parts, out, error, named in refused:
+        with pytest.raises(error, match=named):
+            merge_segmentations([folder / part for part in parts], out=folder / out)
+    assert not (folder / "all").exists()
 
 
 def test_more_shares_than_images_are_refused(folder: Path) -> None:  # noqa: F811

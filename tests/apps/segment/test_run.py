@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from threading import Thread
@@ -186,12 +187,8 @@ def test_coco_labels_equal_the_label_maps(folder: Path) -> None:
     assert len(CocoLabels(out / "coco.json", folder / "images")) == 3
     (folder / "examples" / "classes.txt").write_text("background\nsky\ncar\ntree\n")
     segment_images(config(folder), out=folder / "second", pictures=0, coco=True)
-    assert CocoLabels(folder / "second" / "coco.json", folder / "images").classes == [
-        "background",
-        "sky",
-        "car",
-        "tree",
-    ]
+    again = CocoLabels(folder / "second" / "coco.json", folder / "images")
+    assert again.classes == ["background", "sky", "car", "tree"]
 
 
 def test_an_interrupted_command_resumes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,38 +252,27 @@ def test_results_of_images_that_were_removed_are_kept_on_resume(folder: Path) ->
 
 
 def test_other_images_settings_or_examples_are_not_resumed(folder: Path) -> None:
-    segment(folder)
-    before = files(folder / "out")
-    with pytest.raises(
-        FolderError,
-        match=r"out was created with different inputs and cannot be resumed: the folder of the images was .*/images, "
-        r"is .*/images/sub\. Choose another --out, or replace it with --overwrite",
-    ):
-        segment(folder, resume=True, images=str(folder / "images" / "sub"))
-    with pytest.raises(FolderError, match=r"was created with different inputs .*: neighbours was 1, is 2"):
-        segment(folder, resume=True, neighbours=2)
+    memory = folder / "memory.safetensors"
+    segment(folder, memory=str(memory))
+    before, kept = files(folder / "out"), memory.read_bytes()
+
+    def refuse(named: str, **changes) -> None:
+        with pytest.raises(FolderError, match=named):
+            segment(folder, memory=str(memory), resume=True, **changes)
+
+    refuse(r"images was .*/images, is .*/images/sub\. Choose another --out", images=str(folder / "images" / "sub"))
+    refuse("neighbours was 1, is 2", neighbours=2)
     save_labels(folder / "examples" / "b_labels.png", enlarged(FIRST), PALETTE)
-    with pytest.raises(FolderError, match="the images or labels of the examples have changed"):
-        segment(folder, resume=True)
+    refuse("the images or labels of the examples have changed")
+    assert memory.read_bytes() == kept
+    memory.unlink()
     for path in (folder / "examples").glob("b*"):
         path.unlink()
-    with pytest.raises(FolderError, match=r"the list of examples was a\.bmp, b\.bmp, is a\.bmp"):
-        segment(folder, resume=True)
+    refuse(r"the list of examples was a\.bmp, b\.bmp, is a\.bmp")
     assert files(folder / "out") == before
     (folder / "other").mkdir()
     (folder / "other" / "mine.txt").write_text("mine")
-    with pytest.raises(FolderError, match="other already exists"):
-        segment(folder, resume=True, out="other")
-
-
-def test_a_rejected_command_leaves_the_memory_unchanged(folder: Path) -> None:
-    memory = folder / "memory.safetensors"
-    segment(folder, memory=str(memory))
-    before = memory.read_bytes()
-    save_labels(folder / "examples" / "b_labels.png", enlarged(FIRST), PALETTE)
-    with pytest.raises(FolderError, match="was created with different inputs"):
-        segment(folder, memory=str(memory), resume=True)
-    assert memory.read_bytes() == before
+    refuse("other already exists", out="other")
 
 
 def test_two_commands_that_add_examples_to_a_memory_lose_none(folder: Path) -> None:
@@ -325,53 +311,43 @@ def test_unreadable_images_are_skipped_and_named(folder: Path) -> None:
     row = next(row for row in summary(folder / "out") if row["image"] == "broken.jpg")
     assert row["error"].startswith("not an image")
     assert row["road"] == ""
-
-
-def test_only_unreadable_images(folder: Path) -> None:
     (folder / "bad").mkdir()
     for name in ("x.jpg", "y.jpg"):
         (folder / "bad" / name).write_bytes(b"nothing")
-    with pytest.raises(
-        DataError, match=r"none of the 2 images of .*bad can be read; the first is .*x\.jpg: not an image"
-    ):
-        segment(folder, images=str(folder / "bad"))
-    assert not (folder / "out").exists()
+    with pytest.raises(DataError, match=r"none of the 2 images of .*bad .*x\.jpg: not an image"):
+        segment(folder, images=str(folder / "bad"), out="none")
+    assert not (folder / "none").exists()
 
 
 def test_invalid_input_leaves_no_files(folder: Path) -> None:
     refused: list[tuple[dict, type[Exception], str]] = [
-        ({"window": 8}, ValueError, "window must be a multiple of the backbone's patch size 16, got 8: use 16"),
+        ({"window": 8}, ValueError, "window must be a multiple of .* 16"),
         ({"neighbours": 0}, ValueError, "neighbours must be >= 1, got 0"),
         ({"images": str(folder / "*.gif")}, DataError, "no images match"),
         ({"examples": str(folder / "nothing")}, MissingData, "no 'nothing'"),
         ({"memory": str(folder / "x" / "m")}, FolderError, "folder of --memory .*m does not exist"),
         ({"memory": str(folder)}, FolderError, "--memory .* is a folder"),
-        ({"memory": "/proc/m"}, FolderError, "cannot write to /proc: .* another --memory"),
+        ({"memory": "/proc/m"}, FolderError, "another --memory"),
         ({"memory": str(folder / "m"), "examples": None}, MissingData, "no 'm'"),
-        ({"device": "cuda:99"}, ConfigError, "device: 'cuda:99' cannot be used"),
+        ({"device": "cuda:99"}, ConfigError, "device: 'cuda:99'"),
+        ({"examples": None}, ConfigError, "give --examples, .* or --memory"),
+        ({"examples": None, "memory": "m", "labels": "l"}, ConfigError, "--labels requires --examples"),
     ]
     before = sorted(folder.rglob("*"))
-    for changes, error, message in refused:
-        with pytest.raises(error, match=message):
+    for changes, error, named in refused:
+        with pytest.raises(error, match=named):
             segment(folder, **changes)
         assert sorted(folder.rglob("*")) == before
-    with pytest.raises(ConfigError, match=r"give --examples, .* or --memory"):
-        config(folder, examples=None)
-    with pytest.raises(ConfigError, match="--labels requires --examples"):
-        config(folder, examples=None, memory="m", labels="l")
 
 
 def test_examples_that_contradict_each_other_are_refused(folder: Path) -> None:
-    save_labels(folder / "examples" / "b_labels.png", torch.full((32, 48), 4, dtype=torch.uint8), [*PALETTE, 9, 9, 9])
-    with pytest.raises(
-        DataError, match=r"b_labels\.png: labels must be in 0\.\.3 \(4 classes\) .* got 4 at .* correct"
-    ):
+    labels = folder / "examples" / "b_labels.png"
+    save_labels(labels, torch.full((32, 48), 4, dtype=torch.uint8), [*PALETTE, 9, 9, 9])
+    with pytest.raises(DataError, match=r"b_labels\.png: labels must be in 0\.\.3 \(4 classes\) .* got 4 at"):
         segment(folder)
-    save_labels(folder / "examples" / "b_labels.png", enlarged(SECOND), [*PALETTE[:9], 9, 9, 9])
+    save_labels(labels, enlarged(SECOND), [*PALETTE[:9], 9, 9, 9])
     save_labels(folder / "examples" / "a_labels.png", enlarged(FIRST).clamp(min=1) + 1, PALETTE)
-    with pytest.raises(
-        DataError, match=r"b\.bmp: class 3 has the colour \(9, 9, 9\) in its palette, but \(0, 0, 200\)"
-    ):
+    with pytest.raises(DataError, match=r"b\.bmp: class 3 has the colour \(9, 9, 9\) .*\(0, 0, 200\)"):
         segment(folder)
     assert not (folder / "out").exists()
 
@@ -449,14 +425,23 @@ def test_coloured_labels_and_their_classes(folder: Path) -> None:
         np.testing.assert_array_equal(coloured, np.array(image))
 
 
-def test_the_expected_score_says_which_share_of_the_classes_it_covers(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def printed(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
+    """Runs the command on the images and examples of the folder, and returns its output."""
+
+    def run() -> str:
+        monkeypatch.setenv("COLUMNS", "200")
+        places = (word for name in ("images", "examples", "out") for word in (f"--{name}", str(folder / name)))
+        words = ["--backbone", "mean-colour", "--device", "cpu", "--pictures", "0", "--workers", "1"]
+        assert main(["segment", *words, *places]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_the_expected_score_says_which_share_of_the_classes_it_covers(printed: Callable[[], str]) -> None:
     both = {*FIRST.unique().tolist()} & {*SECOND.unique().tolist()} - {255}
-    words = ["--examples", str(folder / "examples"), "--images", str(folder / "images"), "--out", str(folder / "out")]
-    assert main(["segment", "--backbone", "mean-colour", "--device", "cpu", "--pictures", "0", *words]) == 0
-    scope = f"% mIoU over {len(both)} of 4 classes expected from 2 examples"
-    assert scope in " ".join(capsys.readouterr().out.split())
+    assert f"% mIoU over {len(both)} of 4 classes expected from 2 examples" in " ".join(printed().split())
 
 
 def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -498,37 +483,27 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (folder / "again").exists()
 
 
-def test_the_score_of_a_single_example_is_not_called_expected(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_score_of_a_single_example_is_not_called_expected(folder: Path, printed: Callable[[], str]) -> None:
     for path in (folder / "examples").glob("b*"):
         path.unlink()
-    words = ["segment", "--backbone", "mean-colour", "--images", str(folder / "images"), "--out", str(folder / "out")]
-    assert main([*words, "--examples", str(folder / "examples"), "--workers", "1"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    said = " ".join(printed().split())
     assert "memory: 1 example, 24 patches, 4 classes" in said
     assert "between the halves of the single example" in said
     assert "expected from" not in said
 
 
-def test_classes_without_names_are_numbered(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_classes_without_names_are_numbered(folder: Path, printed: Callable[[], str]) -> None:
     (folder / "examples" / "classes.txt").unlink()
-    words = ["segment", "--backbone", "mean-colour", "--images", str(folder / "images"), "--out", str(folder / "out")]
-    assert main([*words, "--examples", str(folder / "examples"), "--workers", "1"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    said = " ".join(printed().split())
     assert "not measured (in a single example only): class 0, class 2, class 3" in said
 
 
-def test_names_that_look_like_markup_are_printed_unchanged(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+def test_names_that_look_like_markup_are_printed_unchanged(folder: Path, printed: Callable[[], str]) -> None:
     (folder / "examples" / "classes.txt").write_text("road\n[unlabelled]\ncar\ntree\n")
-    (folder / "images" / "x[").mkdir()
-    (folder / "images" / "x[" / "b].jpg").write_bytes(b"nothing")
-    (folder / "images" / "x[" / "y[").mkdir()
-    (folder / "images" / "x[" / "y[" / "bold].jpg").write_bytes(b"nothing")
-    words = ["segment", "--backbone", "mean-colour", "--images", str(folder / "images"), "--out", str(folder / "out")]
-    assert main([*words, "--examples", str(folder / "examples"), "--pictures", "0", "--workers", "1"]) == 0
-    said = capsys.readouterr().out
+    (folder / "images" / "x[" / "y[").mkdir(parents=True)
+    for name in ("x[/b].jpg", "x[/y[/bold].jpg"):
+        (folder / "images" / name).write_bytes(b"nothing")
+    said = printed()
     assert re.search(r"\[unlabelled\] .* \d+\.\d%", said)
     assert "2 images could not be read:\n  x[/b].jpg: not an image" in said
     assert "  x[/y[/bold].jpg: not an image" in said

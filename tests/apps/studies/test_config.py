@@ -92,12 +92,9 @@ def test_invalid_studies_are_rejected(tmp_path: Path, changes: dict[str, Any], m
         load_study(written(tmp_path, changes))
 
 
-def test_an_invalid_row_is_named(tmp_path: Path) -> None:
+def test_invalid_rows_and_unknown_studies_are_named(tmp_path: Path) -> None:
     study = load_study(written(tmp_path, {"rows": {"wrong": {"losses.crossimage": 0}}}))
     with pytest.raises(ConfigError, match=r"row 'wrong': .*did you mean losses.cross_image"):
         study.configuration("wrong", 0)
-
-
-def test_an_unknown_study_gets_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="no study or file named loses_small: did you mean losses_small"):
         load_study("loses_small")
