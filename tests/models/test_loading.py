@@ -160,10 +160,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
 
 def test_the_teacher_of_a_released_checkpoint_is_loaded(tmp_path, caplog):
     student, teacher = vit(seed=1), vit(seed=2)
-    head = {
-        "module.head.mlp.0.weight": torch.zeros(4, 64),
-        "module.head.last_layer.weight_g": torch.ones(4, 1),
-    }
+    head = {"module.head.mlp.0.weight": torch.zeros(4, 64), "module.head.last_layer.weight_g": torch.ones(4, 1)}
     checkpoint = {
         "student": {**prefixed("module.backbone.", student.model.state_dict()), **head},
         "teacher": {**prefixed("module.backbone.", teacher.model.state_dict()), **head},
@@ -177,10 +174,7 @@ def test_the_teacher_of_a_released_checkpoint_is_loaded(tmp_path, caplog):
         loaded = load_pretrained(backbone, tmp_path / "checkpoint.pth")
     assert agree(backbone, teacher)
     assert (loaded.network, loaded.part) == ("teacher", "teacher/module.backbone.")
-    assert loaded.dropped["head"][2:] == (
-        "teacher/module.head.mlp.0.weight",
-        "teacher/module.head.last_layer.weight_g",
-    )
+    assert loaded.dropped["head"][2:] == ("teacher/module.head.mlp.0.weight", "teacher/module.head.last_layer.weight_g")
     assert "its teacher (teacher/module.backbone.)" in caplog.text
     assert load_pretrained(backbone, tmp_path / "checkpoint.pth", network="student").network == "student"
     assert agree(backbone, student)
@@ -392,11 +386,7 @@ def test_weights_of_timm_come_from_its_cache(tmp_path: Path, monkeypatch: pytest
     (cached / "refs").mkdir(parents=True)
     (cached / "refs/main").write_text("0" * 40)
     (cached / "snapshots" / ("0" * 40)).mkdir(parents=True)
-    state = {
-        **source.model.state_dict(),
-        "head.weight": torch.zeros(1000, 64),
-        "head.bias": torch.zeros(1000),
-    }
+    state = {**source.model.state_dict(), "head.weight": torch.zeros(1000, 64), "head.bias": torch.zeros(1000)}
     safetensors.torch.save_file(state, cached / "snapshots" / ("0" * 40) / "model.safetensors")
     before = torch.get_rng_state()
     for name in (tag, "timm"):  # this tag is timm's default

@@ -182,10 +182,7 @@ def test_a_category_named_background_is_the_background(tmp_path: Path) -> None:
         ({"categories": [*CATEGORIES, {"id": 7.5, "name": "other"}]}, "must be whole numbers or text, got 7.5"),
         ({"images": [{"id": 5, "file_name": "one.png"}, {"id": 5, "file_name": "one.png"}]}, "id 5 occurs twice"),
         ({"images": [{"id": None, "file_name": "one.png"}]}, "got None"),
-        (
-            {"annotations": [{**annotation([SQUARE]), "image_id": [5]}]},
-            r"annotation 1 refers to image \[5\], which",
-        ),
+        ({"annotations": [{**annotation([SQUARE]), "image_id": [5]}]}, r"annotation 1 refers to image \[5\], which"),
     ],
 )
 def test_ambiguous_ids_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

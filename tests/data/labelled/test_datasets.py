@@ -125,10 +125,7 @@ def test_sizes():
 
 
 def test_voc_reads_the_indices_of_its_coloured_maps(tmp_path):
-    write_voc(
-        tmp_path / VOC,
-        {"2007_000042": [[0, 255, 19], [19, 19, 0]], "2007_000033": [[0, 255, 1], [20, 1, 0]]},
-    )
+    write_voc(tmp_path / VOC, {"2007_000042": [[0, 255, 19], [19, 19, 0]], "2007_000033": [[0, 255, 1], [20, 1, 0]]})
     write_image(tmp_path / VOC / "JPEGImages/2008_000002.jpg")  # most images of VOC have no label map
     data = open_segmentation("voc", tmp_path / VOC, "val", partial=True)
     assert [data.name(index) for index in range(len(data))] == ["2007_000033.jpg", "2007_000042.jpg"]

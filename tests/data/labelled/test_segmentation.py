@@ -189,8 +189,7 @@ def test_values_outside_the_classes_are_refused(root, value, dtype):
     values[0, 1] = value
     save_labels(root / "labels" / "val" / "a.png", values)
     with pytest.raises(
-        DataError,
-        match=rf"a\.png: labels must be in 0\.\.2 \(3 classes\) or 255 .*, got {value} at 1 of 6 pixels",
+        DataError, match=rf"a\.png: labels must be in 0\.\.2 \(3 classes\) or 255 .*, got {value} at 1 of 6 pixels"
     ):
         open_segmentation("folder", root, "val").labels(0)
 

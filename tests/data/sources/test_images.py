@@ -28,27 +28,9 @@ def names(files: ImageFiles) -> list[str]:
 
 
 def test_images_are_sorted_by_class_folder_and_name(tmp_path):
-    for name in [
-        "n02/b.JPEG",
-        "n02/a.JPEG",
-        "n01/z.JPEG",
-        "n01/deep/er/x.png",
-        "top.jpg",
-        "B.jpg",
-        "a/1.jpg",
-        "a.jpg",
-    ]:
+    for name in ["n02/b.JPEG", "n02/a.JPEG", "n01/z.JPEG", "n01/deep/er/x.png", "top.jpg", "B.jpg", "a/1.jpg", "a.jpg"]:
         save(tmp_path / name)
-    expected = [
-        "B.jpg",
-        "a/1.jpg",
-        "a.jpg",
-        "n01/deep/er/x.png",
-        "n01/z.JPEG",
-        "n02/a.JPEG",
-        "n02/b.JPEG",
-        "top.jpg",
-    ]
+    expected = ["B.jpg", "a/1.jpg", "a.jpg", "n01/deep/er/x.png", "n01/z.JPEG", "n02/a.JPEG", "n02/b.JPEG", "top.jpg"]
     assert names(open_images(tmp_path)) == expected
 
 
@@ -191,10 +173,7 @@ def test_a_collection_without_readable_images_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [
-        (b"# nothing\n\n", "lists no images: put one path per line"),
-        (b"\xff\xfe\x00\x81", "it is not UTF-8 text"),
-    ],
+    [(b"# nothing\n\n", "lists no images: put one path per line"), (b"\xff\xfe\x00\x81", "it is not UTF-8 text")],
 )
 def test_empty_lists_are_refused(tmp_path, content, message):
     (tmp_path / "list.txt").write_bytes(content)

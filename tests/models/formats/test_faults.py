@@ -374,10 +374,7 @@ def test_orbax_is_rejected_with_a_conversion_command(tmp_path: Path):
     ("keys", "message"),
     [
         (["radio_model.model.patch_generator.embedder.weight"], r"is a RADIO checkpoint.*timm's copy"),
-        (
-            ["visual_model.head.ln_final.weight", "text_model.backbone.token_embedding.weight"],
-            r"is a dino\.txt check",
-        ),
+        (["visual_model.head.ln_final.weight", "text_model.backbone.token_embedding.weight"], r"is a dino\.txt check"),
         (["model/res2_0_branch2a_w", "conv1_w"], r"is a Caffe2 network"),
     ],
 )
