@@ -251,14 +251,14 @@ def test_a_copy_has_its_own_noise():
     assert not torch.equal(other, expected)
 
 
-@pytest.mark.parametrize(("name", "args"), [(VIT, TINY_VIT), ("resnet50", {**TINY_RESNET, "zero_init_last": False})])
+@pytest.mark.parametrize(("name", "args"), [(VIT, {**TINY_VIT, "depth": 2}), ("resnet18", {**TINY_RESNET, "zero_init_last": False})])
 def test_a_backbone_compiles_into_one_graph_keeps_its_names_and_takes_any_size(name, args):
     backbone = build_backbone(name, args=args, image_size=64, drop_path=0.5).eval()
     names, fingerprint = list(backbone.state_dict()), backbone.fingerprint()
     backbone.compile(backend="eager", fullgraph=True)
     assert list(backbone.state_dict()) == names
     assert backbone.fingerprint() == fingerprint
-    for shape in ((2, 3, 64, 64), (4, 3, 64, 64), (3, 3, 96, 64), (2, 3, 128, 96)):
+    for shape in ((2, 3, 64, 64), (3, 3, 64, 64), (2, 3, 128, 96)):
         batch = images(*shape)
         noise = noise_of(backbone, shape[0])
         found, expected = backbone(batch, drop_path_noise=noise), backbone.encode(batch, drop_path_noise=noise)
