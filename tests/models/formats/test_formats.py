@@ -284,6 +284,9 @@ def test_files_with_several_networks_of_which_none_is_the_teacher(tmp_path: Path
     torch.save(state, tmp_path / "weights.pth")
     with pytest.raises(ValueError, match=r"contains one network, .* and no student"):
         load_backbone(tmp_path / "weights.pth", network="student")
+    wrong: dict[str, Any] = {"network": "foo"}
+    with pytest.raises(ValueError, match=r"weights\.pth.*network .*'foo'"):
+        load_backbone(tmp_path / "weights.pth", **wrong)
 
 
 @pytest.mark.parametrize(
