@@ -46,7 +46,7 @@ from cribo.data.sources.images import ImageSource, open_images
 
 BATCH = 4
 IMAGES = 41  # ten batches and one image that is skipped
-MANY = 97  # 24 batches, more than are prefetched
+MANY = 73  # 18 batches, more than are prefetched
 PATIENT = (0.001, 0.002, 0.003)
 FEW_IMAGES, MANY_IMAGES = Noise(IMAGES), Noise(MANY)
 
@@ -131,6 +131,7 @@ def test_a_worker_that_fails_once_changes_nothing(tmp_path: Path, fault: Fault, 
         *((fault, 0) for fault in (fails(), fails(errno.ESTALE), fails(errno.ENETDOWN), fails_within_pillow)),
         *((fault, 2) for fault in (fails(), fails_within_pillow)),
     ],
+    ids=["EIO", "ESTALE", "ENETDOWN", "Pillow", "EIO-workers", "Pillow-workers"],
 )
 def test_temporary_file_system_errors_are_retried(tmp_path: Path, fault: Fault, workers: int) -> None:
     """During a total outage, every image fails at first, and no image is given up."""
@@ -178,7 +179,7 @@ def test_a_worker_killed_in_the_middle_of_a_message() -> None:
     batches = []
     for batch in training.epoch():
         batches.append(batch)
-        if training.step in (2, 20):
+        if training.step in (2, 12):
             time.sleep(0.5)  # time for the workers to fill the pipe
             for worker in training.workers:
                 worker.kill()
@@ -284,7 +285,7 @@ def test_workers_killed_repeatedly_are_replaced() -> None:
 
 
 def test_an_interruption_while_waiting_for_a_batch_loses_nothing(tmp_path: Path) -> None:
-    training = Training(Faulty(FEW_IMAGES, tmp_path / "counts", drawn(IMAGES, 0, 1.0, stalls(0.1), 1)))
+    training = Training(Faulty(FEW_IMAGES, tmp_path / "counts", drawn(IMAGES, 0, 1.0, stalls(0.3), 1)))
 
     class Interrupted(Exception):
         pass
@@ -300,13 +301,13 @@ def test_an_interruption_while_waiting_for_a_batch_loses_nothing(tmp_path: Path)
     interruptions = 0
     try:
         while training.step < 10:
-            signal.setitimer(signal.ITIMER_REAL, 0.1 + 0.05 * interruptions)
+            signal.setitimer(signal.ITIMER_REAL, 0.1 * 1.5**interruptions)
             try:
                 for batch in training.loader:
                     signal.setitimer(signal.ITIMER_REAL, 0)
                     batches.append(batch)
                     training.step += 1
-                    signal.setitimer(signal.ITIMER_REAL, 0.1 + 0.05 * interruptions)
+                    signal.setitimer(signal.ITIMER_REAL, 0.1 * 1.5**interruptions)
             except Interrupted:
                 interruptions += 1
             finally:
