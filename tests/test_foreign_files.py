@@ -117,6 +117,22 @@ class Stranger:
         ObjectDatabase.open(place).describe(**changes)
         return place
 
+    def search(self, database: Path) -> tuple[int, int]:
+        """Search a database and add to it; return both exit statuses."""
+        query = ("--image", self.own / "images" / "1.png", "--box", "0,0,20,20")
+        added = self.command("index", "--db", database, "--images", self.own / "images")
+        return self.command("search", "--db", database, *query), added
+
+    def shares(self, form: str) -> list[Path]:
+        """Write features of the user's images as two shares, each of more than one part."""
+        shares = [self.files / name for name in ("one", "two")]
+        for number in range(12, 20):
+            picture(number).save(self.own / "images" / f"{number}.png")
+        embed = ("embed", self.own / "images", "--backbone", "mean-colour", "--format", form, "--device", "cpu")
+        for number, share in enumerate(shares, start=1):
+            assert self.command(*embed, "--part", f"{number}/2", "--out", share) == 0
+        return shares
+
 
 def picture(seed: int) -> Image.Image:
     """Return an image of noise."""
@@ -433,18 +449,13 @@ def _(stranger: Stranger) -> None:
 @case("a database: its backbone names a program")
 def _(stranger: Stranger) -> None:
     place = stranger.database({"config": {"source": str(stranger.saved("os.system", PROGRAMS["os.system"]))}})
-    query = ("--image", stranger.own / "images" / "1.png", "--box", "0,0,20,20")
-    assert stranger.command("search", "--db", place, *query) == 2
-    assert stranger.command("index", "--db", place, "--images", stranger.own / "images") == 2
+    assert stranger.search(place) == (2, 2)
 
 
 @case("a database: its backbone is at an address, or custom")
 def _(stranger: Stranger) -> None:
     for config in ({"source": "hf://owner/name"}, {"source": "a.pth", "architecture": f"{CODE}.strike"}):
-        place = stranger.database({"config": config})
-        query = ("--image", stranger.own / "images" / "1.png", "--box", "0,0,20,20")
-        assert stranger.command("search", "--db", place, *query) == 2
-        assert stranger.command("index", "--db", place) == 2
+        assert stranger.search(stranger.database({"config": config})) == (2, 2)
 
 
 @case("a database: its images are at an address")
@@ -490,12 +501,7 @@ def _(stranger: Stranger) -> None:
     pytest.importorskip("lance")
     mine = stranger.outside / "weights.safetensors"
     before = mine.stat()  # opening it would be recorded
-    shares = [stranger.files / name for name in ("one", "two")]
-    for number in range(12, 20):  # more than one part
-        picture(number).save(stranger.own / "images" / f"{number}.png")
-    embed = ("embed", stranger.own / "images", "--backbone", "mean-colour", "--format", "lance", "--device", "cpu")
-    for number, share in enumerate(shares, start=1):
-        assert stranger.command(*embed, "--part", f"{number}/2", "--out", share) == 0
+    shares = stranger.shares("lance")
     [record] = (shares[0] / "features").glob("part-*.json")
     content = record.read_text()
     [file] = (shares[0] / "features.lance" / "data").iterdir()
@@ -513,12 +519,7 @@ def _(stranger: Stranger) -> None:
 
 @case("shares of features, of billions that are missing")
 def _(stranger: Stranger) -> None:
-    shares = [stranger.files / name for name in ("one", "two")]
-    for number in range(12, 20):  # more than one part
-        picture(number).save(stranger.own / "images" / f"{number}.png")
-    embed = ("embed", stranger.own / "images", "--backbone", "mean-colour", "--format", "numpy", "--device", "cpu")
-    for number, share in enumerate(shares, start=1):
-        assert stranger.command(*embed, "--part", f"{number}/2", "--out", share) == 0
+    shares = stranger.shares("numpy")
     before = [json.loads((share / RECORD).read_text()) for share in shares]
     for of_all, division in ({"parts": 10**12}, 2), ({}, 10**12):
         for number, (share, record) in enumerate(zip(shares, before, strict=True), start=1):

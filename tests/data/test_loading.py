@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -45,8 +46,9 @@ from cribo.data.sources.images import ImageSource, open_images
 
 BATCH = 4
 IMAGES = 41  # ten batches and one image that is skipped
-MANY = 161  # forty batches, more than are prefetched
+MANY = 73  # 18 batches, more than are prefetched
 PATIENT = (0.001, 0.002, 0.003)
+FEW_IMAGES, MANY_IMAGES = Noise(IMAGES), Noise(MANY)
 
 
 class Training:
@@ -79,9 +81,10 @@ class Training:
             self.loader.close()
 
 
-def expected(epochs: int = 1, *, source: ImageSource | None = None) -> list[Batch]:
+@cache
+def expected(epochs: int = 1, *, source: ImageSource = FEW_IMAGES) -> list[Batch]:
     """Return the batches loaded in the main process."""
-    return Training(source or Noise(IMAGES), workers=0).batches(epochs)
+    return Training(source, workers=0).batches(epochs)
 
 
 def retried(batches: Sequence[Batch]) -> int:
@@ -108,10 +111,12 @@ def ended(processes: Sequence[Any], seconds: float = 10) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("fault", "restarts"), [(kills, 1), (crashes, 1), (stalls(3600), 1), (stops, 1), (stalls(0.3), 0)]
+    ("fault", "restarts"),
+    [(kills, 1), (stalls(3600), 1), (stops, 1), (stalls(0.3), 0)],
+    ids=["killed", "hanging", "stopped", "slow"],
 )
 def test_a_worker_that_fails_once_changes_nothing(tmp_path: Path, fault: Fault, restarts: int) -> None:
-    faulty = Faulty(Noise(IMAGES), tmp_path / "counts", {13: (fault, 1)})
+    faulty = Faulty(FEW_IMAGES, tmp_path / "counts", {13: (fault, 1)})
     training = Training(faulty, timeout=3)
     batches = training.batches(2)
     assert_same(batches, expected(2))
@@ -120,11 +125,17 @@ def test_a_worker_that_fails_once_changes_nothing(tmp_path: Path, fault: Fault, 
     assert retried(batches) == 0
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("fault", [fails(), fails(errno.ESTALE), fails(errno.ENETDOWN), fails_within_pillow])
+@pytest.mark.parametrize(
+    ("fault", "workers"),
+    [
+        *((fault, 0) for fault in (fails(), fails(errno.ESTALE), fails(errno.ENETDOWN), fails_within_pillow)),
+        *((fault, 2) for fault in (fails(), fails_within_pillow)),
+    ],
+    ids=["EIO", "ESTALE", "ENETDOWN", "Pillow", "EIO-workers", "Pillow-workers"],
+)
 def test_temporary_file_system_errors_are_retried(tmp_path: Path, fault: Fault, workers: int) -> None:
     """During a total outage, every image fails at first, and no image is given up."""
-    faulty = Faulty(Noise(IMAGES), tmp_path / "counts", drawn(IMAGES, 0, 1.0, fault, times=len(PATIENT)))
+    faulty = Faulty(FEW_IMAGES, tmp_path / "counts", drawn(IMAGES, 0, 1.0, fault, times=len(PATIENT)))
     training = Training(faulty, workers=workers)
     batches = training.batches()
     assert_same(batches, expected())
@@ -168,7 +179,7 @@ def test_a_worker_killed_in_the_middle_of_a_message() -> None:
     batches = []
     for batch in training.epoch():
         batches.append(batch)
-        if training.step in (2, 20):
+        if training.step in (2, 12):
             time.sleep(0.5)  # time for the workers to fill the pipe
             for worker in training.workers:
                 worker.kill()
@@ -178,7 +189,7 @@ def test_a_worker_killed_in_the_middle_of_a_message() -> None:
 
 
 def test_workers_killed_between_two_epochs_are_replaced() -> None:
-    training = Training(Noise(IMAGES))
+    training = Training(FEW_IMAGES)
     batches = list(training.epoch())
     assert len(training.workers) == 2
     for worker in training.workers:
@@ -194,13 +205,12 @@ def use_another_loader() -> None:
     list(DataLoader(list(range(4)), num_workers=1))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("another", [None, 0, 1])
-@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize(("another", "both"), [(None, False), (None, True), (0, False), (1, False)])
 def test_a_dying_worker_does_not_interrupt_a_step(another: int | None, both: bool) -> None:
     """Another loader with workers is used before, during a step, or not at all."""
     if another == 0:
         use_another_loader()
-    training = Training(Noise(MANY))
+    training = Training(MANY_IMAGES)
     batches = []
     for batch in training.epoch():
         if training.step == another:
@@ -212,14 +222,14 @@ def test_a_dying_worker_does_not_interrupt_a_step(another: int | None, both: boo
                 time.sleep(0.01)
         batches.append(batch)
     training.loader.close()
-    assert_same(batches, expected(source=Noise(MANY)))
+    assert_same(batches, expected(source=MANY_IMAGES))
     assert training.loader.restarts == 1
 
 
 def test_the_handler_of_the_program_is_kept() -> None:
     before = signal.signal(signal.SIGCHLD, handler := lambda number, frame: None)
     try:
-        Training(Noise(IMAGES)).batches()
+        Training(FEW_IMAGES).batches()
         assert signal.getsignal(signal.SIGCHLD) is handler
     finally:
         signal.signal(signal.SIGCHLD, before)
@@ -228,7 +238,7 @@ def test_the_handler_of_the_program_is_kept() -> None:
 @pytest.mark.parametrize("both", [False, True])
 def test_a_worker_stopped_during_a_step_is_replaced(both: bool) -> None:
     """Its prefetched batches are lost."""
-    training = Training(Noise(MANY), timeout=3)
+    training = Training(MANY_IMAGES, timeout=3)
     batches = []
     for batch in training.epoch():
         if training.step == 3:
@@ -236,7 +246,7 @@ def test_a_worker_stopped_during_a_step_is_replaced(both: bool) -> None:
                 os.kill(worker.pid, signal.SIGSTOP)
         batches.append(batch)
     training.loader.close()
-    assert_same(batches, expected(source=Noise(MANY)))
+    assert_same(batches, expected(source=MANY_IMAGES))
     assert training.loader.restarts == 1
 
 
@@ -246,7 +256,7 @@ def continue_workers(workers: Sequence[Any]) -> None:
 
 
 def test_a_worker_that_continues_within_the_timeout_is_not_replaced() -> None:
-    training = Training(Noise(MANY), timeout=30)
+    training = Training(MANY_IMAGES, timeout=30)
     batches = []
     for batch in training.epoch():
         if training.step == 3:
@@ -255,12 +265,12 @@ def test_a_worker_that_continues_within_the_timeout_is_not_replaced() -> None:
             threading.Timer(1.0, continue_workers, (training.workers,)).start()
         batches.append(batch)
     training.loader.close()
-    assert_same(batches, expected(source=Noise(MANY)))
+    assert_same(batches, expected(source=MANY_IMAGES))
     assert training.loader.restarts == 0
 
 
 def test_workers_killed_repeatedly_are_replaced() -> None:
-    training = Training(Noise(IMAGES), max_restarts=1)
+    training = Training(FEW_IMAGES, max_restarts=1)
     batches = []
     for _ in range(3):
         for batch in training.epoch():
@@ -275,7 +285,7 @@ def test_workers_killed_repeatedly_are_replaced() -> None:
 
 
 def test_an_interruption_while_waiting_for_a_batch_loses_nothing(tmp_path: Path) -> None:
-    training = Training(Faulty(Noise(IMAGES), tmp_path / "counts", drawn(IMAGES, 0, 1.0, stalls(0.3), 1)))
+    training = Training(Faulty(FEW_IMAGES, tmp_path / "counts", drawn(IMAGES, 0, 1.0, stalls(0.3), 1)))
 
     class Interrupted(Exception):
         pass
@@ -291,13 +301,13 @@ def test_an_interruption_while_waiting_for_a_batch_loses_nothing(tmp_path: Path)
     interruptions = 0
     try:
         while training.step < 10:
-            signal.setitimer(signal.ITIMER_REAL, 0.1 + 0.05 * interruptions)
+            signal.setitimer(signal.ITIMER_REAL, 0.1 * 1.5**interruptions)
             try:
                 for batch in training.loader:
                     signal.setitimer(signal.ITIMER_REAL, 0)
                     batches.append(batch)
                     training.step += 1
-                    signal.setitimer(signal.ITIMER_REAL, 0.1 + 0.05 * interruptions)
+                    signal.setitimer(signal.ITIMER_REAL, 0.1 * 1.5**interruptions)
             except Interrupted:
                 interruptions += 1
             finally:
@@ -313,7 +323,7 @@ def test_page_locked_memory_is_not_used_without_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("has a CUDA device")
     for workers in (0, 1):
-        batches = Training(Noise(IMAGES), workers=workers, pin_memory=True).batches()
+        batches = Training(FEW_IMAGES, workers=workers, pin_memory=True).batches()
         assert not any(batch["views"].is_pinned() for batch in batches)
         assert_same(batches, expected())
 
@@ -322,7 +332,7 @@ def test_page_locked_memory_is_not_used_without_a_gpu() -> None:
 def test_batches_in_page_locked_memory_after_a_restart(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    training = Training(Faulty(Noise(IMAGES), tmp_path / "counts", {13: (kills, 1)}), pin_memory=True)
+    training = Training(Faulty(FEW_IMAGES, tmp_path / "counts", {13: (kills, 1)}), pin_memory=True)
     batches = training.batches(2)
     assert training.loader.restarts == 1
     assert all(batch["views"].is_pinned() and batch["coordinates"].is_pinned() for batch in batches)
@@ -334,7 +344,7 @@ def test_batches_in_page_locked_memory_after_a_restart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_unreadable_file_is_skipped_after_the_last_attempt(tmp_path: Path, workers: int) -> None:
-    faulty = Faulty(Noise(IMAGES), tmp_path / "counts", {7: (fails(), ALWAYS), 20: (fails(errno.EACCES), ALWAYS)})
+    faulty = Faulty(FEW_IMAGES, tmp_path / "counts", {7: (fails(), ALWAYS), 20: (fails(errno.EACCES), ALWAYS)})
     training = Training(faulty, workers=workers)
     batches = training.batches()
     assert_same(batches, expected(source=Noise(IMAGES, broken={7, 20})), reasons=False)
@@ -346,7 +356,7 @@ def test_an_unreadable_file_is_skipped_after_the_last_attempt(tmp_path: Path, wo
 
 
 def test_a_failed_image_is_not_retried_again(tmp_path: Path) -> None:
-    faulty = Faulty(Noise(IMAGES), tmp_path / "counts", {7: (fails(), ALWAYS)})
+    faulty = Faulty(FEW_IMAGES, tmp_path / "counts", {7: (fails(), ALWAYS)})
     training = Training(faulty, workers=0)
     assert retried(training.batches(4)) == len(PATIENT)
     assert len(PATIENT) + 3 <= faulty.asked(7) <= len(PATIENT) + 4
@@ -372,12 +382,11 @@ def test_a_deleted_file_is_skipped_immediately(tmp_path: Path, workers: int) -> 
     ("fault", "message"),
     [
         (crashes, r"was killed \(SIGSEGV\)"),
-        (kills, r"was killed \(SIGKILL"),
         (stops, "no batch from 2 workers for 1 s"),
     ],
 )
 def test_an_image_that_always_kills_workers_stops_loading(tmp_path: Path, fault: Fault, message: str) -> None:
-    faulty = Faulty(Noise(IMAGES), tmp_path / "counts", {13: (fault, ALWAYS)})
+    faulty = Faulty(FEW_IMAGES, tmp_path / "counts", {13: (fault, ALWAYS)})
     training = Training(faulty, timeout=1, max_restarts=2)
     batches = []
     with pytest.raises(WorkersFailed, match=f"{message}.*; workers have failed 3 times for the same batch"):
@@ -400,7 +409,7 @@ class Deadly(Noise):
         return super().load(index)
 
 
-@pytest.mark.parametrize("most", [0, 1, 3])
+@pytest.mark.parametrize("most", [0, 2])
 def test_workers_that_always_fail_stop_loading(most: int) -> None:
     training = Training(Deadly(IMAGES, kills), max_restarts=most)
     message = rf"one of 2 workers was killed \(SIGKILL.*\); workers have failed {most + 1} times for the same batch\. "
@@ -415,7 +424,6 @@ def test_workers_that_always_fail_stop_loading(most: int) -> None:
     [
         (lambda: os._exit(0), "ended with status 0"),
         (lambda: os._exit(3), "ended with status 3"),
-        (lambda: os.kill(os.getpid(), signal.SIGBUS), r"was killed \(SIGBUS\)"),
         (lambda: os.kill(os.getpid(), 40), r"was killed \(signal 40\)"),
     ],
 )
@@ -426,7 +434,7 @@ def test_workers_that_exit_in_any_way_stop_loading(end: Callable[[], None], mess
 
 
 def test_hanging_storage_stops_loading(tmp_path: Path) -> None:
-    faulty = Faulty(Noise(IMAGES), tmp_path / "counts", drawn(IMAGES, 0, 1.0, stalls(3600), ALWAYS))
+    faulty = Faulty(FEW_IMAGES, tmp_path / "counts", drawn(IMAGES, 0, 1.0, stalls(3600), ALWAYS))
     training = Training(faulty, timeout=0.5, max_restarts=1)
     with pytest.raises(WorkersFailed, match=r"no batch from 2 workers for 0\.5 s; .*Check that data\.root can be read"):
         training.batches()
@@ -443,7 +451,7 @@ def begin_with_few_files(room: int, told: Any) -> None:
             taken.append(os.open(os.devnull, os.O_RDONLY))
     for _ in range(room):
         os.close(taken.pop())
-    training = Training(Noise(IMAGES), max_restarts=1)
+    training = Training(FEW_IMAGES, max_restarts=1)
     try:
         next(training.epoch())
     except WorkersFailed as error:
@@ -501,8 +509,7 @@ class Lost(Noise):
         return torch.arange(len(self))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("step", [0, 10])
+@pytest.mark.parametrize(("step", "workers"), [(0, 0), (0, 2), (10, 2)])
 def test_errors_of_the_order_are_raised_unchanged(step: int, workers: int) -> None:
     training = Training(Lost(IMAGES), workers=workers)
     training.step = step
@@ -534,7 +541,7 @@ def test_an_error_is_raised_at_its_batch() -> None:
 
 def test_a_restart_is_logged_with_its_cause(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        Training(Faulty(Noise(IMAGES), tmp_path / "counts", {13: (kills, 1)})).batches()
+        Training(Faulty(FEW_IMAGES, tmp_path / "counts", {13: (kills, 1)})).batches()
     (told,) = caplog.messages
     assert told.startswith("one of 2 workers was killed (SIGKILL); ")
     assert told.endswith("restarting workers at the same batch (restart 1)")
@@ -543,16 +550,15 @@ def test_a_restart_is_logged_with_its_cause(tmp_path: Path, caplog: pytest.LogCa
 # ------------------------------------------------------------------ start and stop
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("step", [0, 7, 10, 19])
+@pytest.mark.parametrize(("step", "workers"), [(7, 0), (7, 2), (10, 2), (19, 2)])
 def test_loading_resumes_at_any_step(step: int, workers: int) -> None:
-    training = Training(Noise(IMAGES), workers=workers)
+    training = Training(FEW_IMAGES, workers=workers)
     training.step = step
     assert_same(training.batches(2), expected(3)[step : 10 * (step // 10 + 2)])
 
 
 def test_iteration_can_stop_and_restart_anywhere() -> None:
-    training = Training(Noise(IMAGES))
+    training = Training(FEW_IMAGES)
     whole = expected(3)
     for step in (3, 14, 18, 2):
         training.step = step
@@ -566,7 +572,7 @@ def test_iteration_can_stop_and_restart_anywhere() -> None:
 
 
 def test_two_concurrent_loaders_are_independent() -> None:
-    training = Training(Noise(IMAGES))
+    training = Training(FEW_IMAGES)
     whole = expected(2)
     first = iter(training.loader)
     assert_same([next(first)], whole[:1])
@@ -579,7 +585,7 @@ def test_two_concurrent_loaders_are_independent() -> None:
 
 
 def test_workers_are_kept_across_epochs() -> None:
-    training = Training(Noise(IMAGES))
+    training = Training(FEW_IMAGES)
     batches, workers = [], []
     for _ in range(3):
         epoch = training.epoch()
@@ -595,14 +601,15 @@ def test_workers_are_kept_across_epochs() -> None:
     assert_same(batches, expected(3))
 
 
-@pytest.mark.parametrize("fault", [None, stops, stalls(3600)])
-@pytest.mark.parametrize("how", ["closed", "dropped"])
+@pytest.mark.parametrize(
+    ("fault", "how"), [(None, "closed"), (stops, "closed"), (stalls(3600), "closed"), (stops, "dropped")]
+)
 def test_closing_stops_the_workers(tmp_path: Path, fault: Fault | None, how: str) -> None:
     late = list(StepBatchSampler(IMAGES, BATCH, 0, position=lambda: 0))[5][0][1]
     first = tmp_path / "first"
     faults: Mapping[int, tuple[Fault, int]] = {} if fault is None else {late: (after(first, fault), 1)}
     before = threads()
-    training = Training(Faulty(Noise(IMAGES), tmp_path / "counts", faults))
+    training = Training(Faulty(FEW_IMAGES, tmp_path / "counts", faults))
     next(training.epoch())
     first.touch()
     time.sleep(0.1)  # time for the fault to occur
@@ -653,7 +660,7 @@ class Adopted:
 
 
 def test_workers_ignore_signals_to_the_process_group() -> None:
-    training = Training(Noise(IMAGES))
+    training = Training(FEW_IMAGES)
     batches = []
     for batch in training.epoch():
         if training.step == 2:

@@ -7,7 +7,7 @@ from cribo.data.scenes import GROUND_CLASSES, OBJECT_CLASSES, Scenes, held_out_s
 
 @pytest.fixture(scope="module")
 def sample() -> tuple[torch.Tensor, torch.Tensor, int]:
-    scenes = Scenes(200, seed=3)
+    scenes = Scenes(120, seed=3)
     images = torch.stack([scenes.load(index) for index in range(len(scenes))])
     labels = torch.stack([scenes.labels(index) for index in range(len(scenes))])
     return images, labels, len(scenes.classes)

@@ -1,7 +1,4 @@
-"""Damaged or hostile files in COCO's format: each gives labels and boxes, or the error for invalid data.
-
-`pytest tests/fuzz --hypothesis-profile=large` tries fifty times as many, with new random draws.
-"""
+"""Damaged or hostile files in COCO's format: each gives labels and boxes, or the error for invalid data."""
 
 import contextlib
 import copy
@@ -12,20 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from tests.fuzz.profile import fuzzed
 
 from cribo.base.errors import InputError
 from cribo.data.labelled.coco import CocoLabels
 from cribo.data.labelled.detection import BoxedImages
 
-FUZZED = settings(
-    max_examples=settings().max_examples,
-    derandomize=settings().max_examples <= 100,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+FUZZED = fuzzed(2)
 HEIGHT, WIDTH = 24, 40
 CONTENT: dict[str, Any] = {
     "images": [{"id": 1, "file_name": "a.png", "height": HEIGHT, "width": WIDTH}, {"id": 2, "file_name": "b.png"}],
@@ -55,8 +48,7 @@ numbers = st.one_of(
 values = st.recursive(
     st.one_of(st.none(), st.booleans(), numbers, st.text(max_size=8), st.sampled_from(["0", "1", "a.png", "b\\a.png"])),
     lambda inner: st.one_of(
-        st.lists(inner, max_size=9),
-        st.dictionaries(st.sampled_from(["size", "counts", "x"]), inner, max_size=3),
+        st.lists(inner, max_size=9), st.dictionaries(st.sampled_from(["size", "counts", "x"]), inner, max_size=3)
     ),
     max_leaves=20,
 )

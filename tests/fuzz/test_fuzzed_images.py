@@ -1,7 +1,4 @@
-"""Damaged, forged or malicious image files: each gives pixels or the error for unreadable images.
-
-`pytest tests/fuzz --hypothesis-profile=large` tries fifty times as many, with new random draws.
-"""
+"""Damaged, forged or malicious image files: each gives pixels or the error for unreadable images."""
 
 import io
 import warnings
@@ -11,20 +8,16 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from tests.fuzz.profile import fuzzed
 
 from cribo.base.errors import UnreadableImage
 from cribo.data.config import Reading
 from cribo.data.reading import EncodedImage, image_size, read_image, read_reduced
 
-FUZZED = settings(
-    max_examples=settings().max_examples // 4,
-    derandomize=settings().max_examples <= 100,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+FUZZED = fuzzed(4)
 MOST = 20_000
 
 

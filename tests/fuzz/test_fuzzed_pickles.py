@@ -14,20 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.fuzz.profile import fuzzed
 from torch import _utils
 
 from cribo.models.formats import plain_pickle
 from cribo.models.formats.plain_pickle import ForbiddenName, PlainUnpickler, Record
 from cribo.models.formats.reading import flatten, read_weights
 
-FUZZED = settings(
-    max_examples=settings().max_examples,
-    derandomize=settings().max_examples <= 100,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+FUZZED = fuzzed()
 LISTED = sorted(plain_pickle._ALLOWED)
 FORBIDDEN = [
     *("os.system", "posix.system", "builtins.eval", "builtins.exec", "builtins.__import__", "subprocess.Popen"),

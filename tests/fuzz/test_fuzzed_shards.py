@@ -6,21 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from tests.fuzz.profile import fuzzed
 
 from cribo.base.errors import DataError
 from cribo.data.sources.shards import ShardedImages
 from cribo.data.sources.storage import LocalShards
 from cribo.data.sources.tars import HEADER, image_members
 
-FUZZED = settings(
-    max_examples=settings().max_examples // 4,
-    derandomize=settings().max_examples <= 100,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+FUZZED = fuzzed(4)
 
 
 def image_bytes() -> bytes:

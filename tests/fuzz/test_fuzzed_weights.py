@@ -8,18 +8,14 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.fuzz.profile import fuzzed
 
 from cribo.models.formats.reading import flatten, read_weights
 from cribo.models.formats.recognising import recognise
 
-FUZZED = settings(
-    max_examples=settings().max_examples // 4,
-    derandomize=settings().max_examples <= 100,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+FUZZED = fuzzed(4)
 STATE = {
     "cls_token": torch.ones(1, 1, 4),
     "patch_embed.proj.weight": torch.ones(4, 3, 2, 2),

@@ -1,5 +1,4 @@
 import copy
-import itertools
 import json
 from typing import Any
 
@@ -9,7 +8,6 @@ import timm
 import torch
 from timm.layers.attention import Attention
 
-from cribo.base.errors import InputError
 from cribo.models import build_backbone, load_backbone, save_backbone
 from cribo.models.building import first_blocks, with_stride
 from cribo.models.numerics import Numerics
@@ -251,14 +249,16 @@ def test_a_copy_has_its_own_noise():
     assert not torch.equal(other, expected)
 
 
-@pytest.mark.parametrize(("name", "args"), [(VIT, TINY_VIT), ("resnet50", {**TINY_RESNET, "zero_init_last": False})])
+@pytest.mark.parametrize(
+    ("name", "args"), [(VIT, {**TINY_VIT, "depth": 2}), ("resnet18", {**TINY_RESNET, "zero_init_last": False})]
+)
 def test_a_backbone_compiles_into_one_graph_keeps_its_names_and_takes_any_size(name, args):
     backbone = build_backbone(name, args=args, image_size=64, drop_path=0.5).eval()
     names, fingerprint = list(backbone.state_dict()), backbone.fingerprint()
     backbone.compile(backend="eager", fullgraph=True)
     assert list(backbone.state_dict()) == names
     assert backbone.fingerprint() == fingerprint
-    for shape in ((2, 3, 64, 64), (4, 3, 64, 64), (3, 3, 96, 64), (2, 3, 128, 96)):
+    for shape in ((2, 3, 64, 64), (3, 3, 64, 64), (2, 3, 128, 96)):
         batch = images(*shape)
         noise = noise_of(backbone, shape[0])
         found, expected = backbone(batch, drop_path_noise=noise), backbone.encode(batch, drop_path_noise=noise)
@@ -286,64 +286,42 @@ def test_attention_stays_fused():
     assert all(module.fused_attn for module in backbone.modules() if isinstance(module, Attention))
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 64, 64), (3, 64, 64)])
-def test_images_of_another_shape_are_refused(shape):
-    with pytest.raises(ValueError, match=r"images must be \(B, 3, H, W\)"):
-        build_backbone(VIT, args=TINY_VIT, image_size=64).encode(torch.zeros(shape))
-
-
-def test_errors_for_indivisible_sizes_suggest_the_nearest():
-    message = "image size 225 is not divisible by the patch size 16: use 224 or 240"
-    with pytest.raises(ValueError, match=message):
-        build_backbone(VIT, args=TINY_VIT, image_size=225)
-    backbone = build_backbone(VIT, args=TINY_VIT, image_size=64)
-    with pytest.raises(ValueError, match=message):
-        backbone.encode(torch.zeros(1, 3, 64, 225))
-    with pytest.raises(ValueError, match="image size 9 is not divisible by the patch size 16: use 16"):
-        backbone.encode(torch.zeros(1, 3, 9, 64))
-
-
-def test_sizes_that_windows_of_attention_do_not_divide_are_refused():
-    with pytest.raises(InputError, match="halonet_h1 does not encode images of 64x64 pixels: use its own size, 256"):
-        build_backbone("halonet_h1", image_size=64)
-
-
-def test_noise_of_another_shape_is_refused():
+@pytest.mark.parametrize(
+    ("shape", "noise", "words"),
+    [
+        ((2, 1, 64, 64), None, r"images must be \(B, 3, H, W\)"),
+        ((3, 64, 64), None, r"images must be \(B, 3, H, W\)"),
+        ((1, 3, 64, 225), None, "use 224 or 240"),
+        ((1, 3, 9, 64), None, "use 16"),
+        ((2, 3, 64, 64), (2, 3), r"drop_path_noise .*\(2, 4\)"),
+    ],
+)
+def test_inputs_of_another_shape_are_refused(shape, noise, words):
     backbone = build_backbone(VIT, args=TINY_VIT, image_size=64, drop_path=0.5)
-    with pytest.raises(ValueError, match=r"drop_path_noise must be .* = \(2, 4\), got \(2, 3\)"):
-        backbone.encode(images(2, 3, 64, 64), drop_path_noise=torch.zeros(2, 3))
-
-
-def test_an_unknown_name_suggests_the_nearest():
-    with pytest.raises(ValueError, match=r"unknown backbone 'vit_smal_patch16_224'.*vit_small_patch16_224"):
-        build_backbone("vit_smal_patch16_224")
-    with pytest.raises(ValueError, match=r"pretrained='vit_small_patch16_224\.dino'"):
-        build_backbone("vit_small_patch16_224.dino")
+    with pytest.raises(ValueError, match=words):
+        backbone.encode(torch.zeros(shape), drop_path_noise=None if noise is None else torch.zeros(noise))
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("name", "options", "words"),
     [
-        ({"dephts": 3}, "vit_small_patch16_224 has no argument 'dephts'"),
-        ({"img_size": 64}, "use image_size"),
-        ({"attn_drop_rate": 0.1}, "'attn_drop_rate' .* must be 0, got 0.1.*use drop_path"),
-        ({"embed_dim": 65}, "cannot be built with"),
+        (VIT, {"image_size": 225}, "use 224 or 240"),
+        ("halonet_h1", {"image_size": 64}, "256"),
+        ("vit_smal_patch16_224", {}, VIT),
+        (f"{VIT}.dino", {}, "pretrained="),
+        (VIT, {"args": {"dephts": 3}}, "dephts"),
+        (VIT, {"args": {"img_size": 64}}, "use image_size"),
+        (VIT, {"args": {"attn_drop_rate": 0.1}}, "attn_drop_rate.*use drop_path"),
+        (VIT, {"args": {"embed_dim": 65}}, "embed_dim"),
+        (VIT, {"drop_path": -0.1}, "drop_path"),
+        (VIT, {"drop_path": 1.0}, "drop_path"),
+        ("mixer_s32_224", {}, "vision transformer"),
+        ("hiera_tiny_224", {"args": {"embed_dim": 16, "stages": (1, 1, 1, 1)}}, "tokens"),
     ],
 )
-def test_arguments_that_do_not_fit_are_named(args, message):
-    with pytest.raises(ValueError, match=message):
-        build_backbone(VIT, args=args)
-
-
-@pytest.mark.parametrize("drop_path", [-0.1, 1.0])
-def test_drop_path_has_a_range(drop_path):
-    with pytest.raises(ValueError, match=f"drop_path must be >= 0 and < 1, got {drop_path}"):
-        build_backbone(VIT, drop_path=drop_path)
-
-
-def test_a_network_without_dense_features_is_refused():
-    with pytest.raises(ValueError, match="use a vision transformer"):
-        build_backbone("mixer_s32_224")
+def test_networks_that_cannot_be_built_are_refused_with_the_way_out(name, options, words):
+    with pytest.raises(ValueError, match=words):
+        build_backbone(name, **options)
 
 
 @pytest.mark.parametrize(
@@ -360,21 +338,6 @@ def test_networks_that_name_unexpected_arguments_in_a_list_are_built(name, args,
     assert features.grid == grid
     assert features.tokens.shape[:2] == (2, grid[0] * grid[1])
     torch.testing.assert_close(features.global_token, features.tokens.mean(dim=1))
-
-
-def test_networks_whose_tokens_have_no_grid_are_refused_with_the_reason():
-    with pytest.raises(ValueError, match="tokens whose places"):
-        build_backbone("hiera_tiny_224", args={"embed_dim": 16, "stages": (1, 1, 1, 1)})
-
-
-def test_names_of_every_size_exist_in_timm():
-    names = {
-        f"vit_{size}_patch{patch}_224"
-        for size, patch in itertools.chain(
-            itertools.product(("tiny", "small", "base", "large"), (16,)), [("small", 8), ("huge", 14)]
-        )
-    }
-    assert names <= set(timm.list_models())
 
 
 def test_the_fingerprint_changes_only_if_the_features_change():

@@ -160,10 +160,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
 
 def test_the_teacher_of_a_released_checkpoint_is_loaded(tmp_path, caplog):
     student, teacher = vit(seed=1), vit(seed=2)
-    head = {
-        "module.head.mlp.0.weight": torch.zeros(4, 64),
-        "module.head.last_layer.weight_g": torch.ones(4, 1),
-    }
+    head = {"module.head.mlp.0.weight": torch.zeros(4, 64), "module.head.last_layer.weight_g": torch.ones(4, 1)}
     checkpoint = {
         "student": {**prefixed("module.backbone.", student.model.state_dict()), **head},
         "teacher": {**prefixed("module.backbone.", teacher.model.state_dict()), **head},
@@ -177,10 +174,7 @@ def test_the_teacher_of_a_released_checkpoint_is_loaded(tmp_path, caplog):
         loaded = load_pretrained(backbone, tmp_path / "checkpoint.pth")
     assert agree(backbone, teacher)
     assert (loaded.network, loaded.part) == ("teacher", "teacher/module.backbone.")
-    assert loaded.dropped["head"][2:] == (
-        "teacher/module.head.mlp.0.weight",
-        "teacher/module.head.last_layer.weight_g",
-    )
+    assert loaded.dropped["head"][2:] == ("teacher/module.head.mlp.0.weight", "teacher/module.head.last_layer.weight_g")
     assert "its teacher (teacher/module.backbone.)" in caplog.text
     assert load_pretrained(backbone, tmp_path / "checkpoint.pth", network="student").network == "student"
     assert agree(backbone, student)
@@ -283,20 +277,6 @@ def test_a_file_with_the_name_of_its_timm_network_needs_no_name(
         load_backbone(tmp_path / "mobilenetv2_100.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("dinov2_vits14", "vit_small_patch14_dinov2"),
-        ("dinov2_vitg14_reg", "vit_giant_patch14_reg4_dinov2"),
-        ("dinov3_vits16plus", "vit_small_plus_patch16_dinov3"),
-        ("dino_vits16", r"vit_small_patch16_224\.dino"),
-    ],
-)
-def test_names_of_torch_hub_suggest_those_of_timm(name: str, expected: str):
-    with pytest.raises(InputError, match=f"did you mean {expected}\\?"):
-        load_backbone(name)
-
-
 def quantised(state: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Matrices as numbers of 8 bits, for a scale of 0.01 if they are integers."""
     scale = 1.0 if dtype.is_floating_point else 0.01
@@ -375,12 +355,12 @@ def test_the_error_without_internet_suggests_a_solution(tmp_path, monkeypatch):
     backbone = build_backbone(VIT, args={"depth": 1}, image_size=64)
 
     def load() -> None:
-        with pytest.raises(
-            ConnectionError, match=r"Without a network: download their file .*huggingface\.co/timm/vit_small"
-        ):
+        with pytest.raises(ConnectionError, match=r"download .*huggingface\.co/timm/vit_small"):
             load_pretrained(backbone, "vit_small_patch16_224.dino")
 
     assert unchanged_by(load, backbone)
+    with pytest.raises(ConnectionError, match=r"download .*huggingface\.co/timm/vit_tiny"):
+        load_backbone("vit_tiny_patch16_224")
 
 
 def test_weights_of_timm_come_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -392,11 +372,7 @@ def test_weights_of_timm_come_from_its_cache(tmp_path: Path, monkeypatch: pytest
     (cached / "refs").mkdir(parents=True)
     (cached / "refs/main").write_text("0" * 40)
     (cached / "snapshots" / ("0" * 40)).mkdir(parents=True)
-    state = {
-        **source.model.state_dict(),
-        "head.weight": torch.zeros(1000, 64),
-        "head.bias": torch.zeros(1000),
-    }
+    state = {**source.model.state_dict(), "head.weight": torch.zeros(1000, 64), "head.bias": torch.zeros(1000)}
     safetensors.torch.save_file(state, cached / "snapshots" / ("0" * 40) / "model.safetensors")
     before = torch.get_rng_state()
     monkeypatch.chdir(tmp_path)
@@ -433,37 +409,31 @@ def test_a_file_without_its_weights(tmp_path):
     assert not agree(alone, trained)
 
 
-def test_incompatible_names_and_options(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("source", "options", "words"),
+    [
+        ("vit_smal_patch16_224", {}, "did you mean vit_"),
+        ("weights.pht", {}, r"did you mean .*weights\.pth"),
+        ("{}/weigths.pth", {}, r"did you mean .*weights\.pth"),
+        ("vit_small_patch16_224.dinoo", {}, r"vit_small_patch16_224\.dino"),
+        (next(name for name in timm.list_models("vit_*") if not timm.list_pretrained(name)), {}, "give a file"),
+        ("vit_tiny_patch16_224", {"name": "resnet50"}, "name='resnet50'"),
+        ("{}/nowhere", {}, "no weights at .*nowhere"),
+        ("{}", {}, r"backbone\.safetensors"),
+        ("{}/run", {"args": {"depth": 2}}, "args="),
+        # Names of torch.hub.
+        ("dinov2_vits14", {}, "vit_small_patch14_dinov2"),
+        ("dinov2_vitg14_reg", {}, "vit_giant_patch14_reg4_dinov2"),
+        ("dinov3_vits16plus", {}, "vit_small_plus_patch16_dinov3"),
+        ("dino_vits16", {}, r"vit_small_patch16_224\.dino"),
+    ],
+)
+def test_sources_without_weights_are_refused_with_the_nearest(tmp_path, monkeypatch, source, options, words):
     torch.save(vit().model.state_dict(), tmp_path / "weights.pth")
-    with pytest.raises(
-        ValueError, match=r"'vit_smal_patch16_224' is neither a file nor a timm name: did you mean vit_"
-    ):
-        load_backbone("vit_smal_patch16_224")
-    monkeypatch.chdir(tmp_path)
-    for misspelled in ("weights.pht", str(tmp_path / "weigths.pth")):
-        with pytest.raises((InputError, FileNotFoundError), match=r"did you mean .*weights\.pth\?"):
-            load_backbone(misspelled)
-    with pytest.raises(ValueError, match=r"timm has no weights .*\.dinoo'.*vit_small_patch16_224\.dino"):
-        load_backbone("vit_small_patch16_224.dinoo")
-    without = next(name for name in timm.list_models("vit_*") if not timm.list_pretrained(name))
-    with pytest.raises(ValueError, match=f"timm has no pretrained weights of {without}: give a file, or use random"):
-        load_backbone(without)
-    with pytest.raises(ValueError, match=r"name='resnet50' applies to files, .*'vit_tiny_patch16_224' is a timm name"):
-        load_backbone("vit_tiny_patch16_224", name="resnet50")
-    with pytest.raises(FileNotFoundError, match=r"no weights at .*nowhere: give a file"):
-        load_backbone(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match=r"give a folder with backbone\.safetensors"):
-        load_backbone(tmp_path)
     save_backbone(vit(), tmp_path / "run")
-    with pytest.raises(ValueError, match=r"args=.* cannot be combined with .*which specifies its network"):
-        load_backbone(tmp_path / "run", args={"depth": 2})
-
-
-def test_the_error_of_load_backbone_without_internet_suggests_a_solution(tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConnectionError, match=r"Without a network: download .*huggingface\.co/timm/vit_tiny"):
-        load_backbone("vit_tiny_patch16_224")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        load_backbone(source.format(tmp_path), **options)
 
 
 def test_another_image_size_is_resampled(tmp_path):
@@ -492,10 +462,11 @@ def test_a_saved_backbone_is_recognised_under_another_name(tmp_path):
     assert backbone.loaded.format == "cribo backbone"
 
 
-def test_the_teacher_of_an_interrupted_run_is_loaded(tmp_path, tiny):
-    from cribo.pretraining import pretrain
+def test_the_teacher_of_an_interrupted_run_is_loaded(tmp_path, tiny, monkeypatch):
+    import cribo.pretraining.run as pretraining
 
-    run = pretrain(tiny(), out=tmp_path, name="run")
+    monkeypatch.setattr(pretraining, "write_report", lambda *args, **options: [])
+    run = pretraining.pretrain(tiny({"optim.epochs": 2}), out=tmp_path, name="run")
     expected = run.backbone()
     for name in ("backbone.safetensors", "backbone.json"):
         (run.folder / name).unlink()

@@ -93,12 +93,7 @@ def test_scales_range_from_half_to_twice() -> None:
 
 @pytest.mark.parametrize(
     ("scale", "expected"),
-    [
-        ((2048, 512), (512, 683)),
-        ((512, 2048), (512, 683)),
-        ((520, 520), (390, 520)),
-        (None, (375, 500)),
-    ],
+    [((2048, 512), (512, 683)), ((512, 2048), (512, 683)), ((520, 520), (390, 520)), (None, (375, 500))],
 )
 def test_fitted_size(scale: tuple[int, int] | None, expected: tuple[int, int]) -> None:
     assert fitted_size(375, 500, scale) == expected

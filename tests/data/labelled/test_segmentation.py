@@ -145,33 +145,56 @@ def test_masks_of_0_and_255(root, caplog, classes, others, expected):
     if expected is not None:
         assert data.classes == expected
         assert f"only 0 and 255, which are read as {expected[0]} and {expected[1]}" in caplog.text
+    elif classes == ["a", "b", "c"]:
+        assert "255 is read as no class" in caplog.text
 
 
-def test_missing_label_is_named(root):
+def without_labels(root: Path, name: str = "", text: str = "") -> None:
     (root / "labels" / "val" / "b.png").unlink()
-    with pytest.raises(MissingData, match=r"image b\.jpg has no labels: there is no b\.png in .*val"):
-        open_segmentation("folder", root, "val")
+    if name:
+        (root / "labels" / "val" / name).write_text(text)
 
 
-def test_other_files_in_place_of_labels_are_named(root):
-    (root / "labels" / "val" / "b.png").unlink()
-    (root / "labels" / "val" / "b.txt").write_text("0 0.5 0.5 0.1 0.1")
-    with pytest.raises(MissingData, match=r"there is no b\.png in .*val, but b\.txt: convert the labels to PNG"):
-        open_segmentation("folder", root, "val")
-    (root / "labels" / "val" / "b.json").write_text('{"version": "5.5", "shapes": [], "imagePath": "b.jpg"}')
-    with pytest.raises(MissingData, match=r"but b\.json, which is in labelme's format: convert it with .*labelme2voc"):
-        open_segmentation("folder", root, "val")
+def with_broken_labels(root: Path) -> None:
+    path = root / "labels" / "val" / "a.png"
+    save_labels(path, np.random.default_rng(0).integers(0, 3, (64, 64), dtype=np.uint8))
+    path.write_bytes(path.read_bytes()[:400])
 
 
-def test_two_images_with_the_same_labels(root):
-    save_image(root / "images" / "val" / "a.png")
-    with pytest.raises(DataError, match=r"a\.jpg and a\.png share the labels a\.png"):
-        open_segmentation("folder", root, "val")
+def with_many_colours(root: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8)
+    save_image(root / "images" / "val" / "a.jpg", width=80, height=60)
+    save_labels(root / "labels" / "val" / "a.png", noise)
 
 
-def test_size_mismatch(root):
-    save_labels(root / "labels" / "val" / "a.png", LABELS.T.copy())
-    with pytest.raises(DataError, match=r"size of image a\.jpg, 3 x 2, got 2 x 3"):
+REFUSED = {
+    "no labels": (without_labels, MissingData, r"b\.jpg .* no b\.png in .*val"),
+    "other labels": (lambda root: without_labels(root, "b.txt"), MissingData, r"but b\.txt"),
+    "labelme": (
+        lambda root: without_labels(root, "b.json", '{"version": "5.5", "shapes": [], "imagePath": "b.jpg"}'),
+        MissingData,
+        r"but b\.json, .*labelme2voc",
+    ),
+    "two images": (
+        lambda root: save_image(root / "images" / "val" / "a.png"),
+        DataError,
+        r"a\.jpg and a\.png .*a\.png",
+    ),
+    "size": (
+        lambda root: save_labels(root / "labels" / "val" / "a.png", LABELS.T.copy()),
+        DataError,
+        r"a\.jpg, 3 x 2, got 2 x 3",
+    ),
+    "no images": (lambda root: [path.unlink() for path in (root / "images" / "val").iterdir()], DataError, "no images"),
+    "broken": (with_broken_labels, UnreadableImage, r"a\.png"),
+    "colours": (with_many_colours, DataError, "more colours than classes"),
+}
+
+
+@pytest.mark.parametrize(("change", "error", "words"), REFUSED.values(), ids=REFUSED)
+def test_files_that_do_not_fit_are_refused_by_name(root, change, error, words):
+    change(root)
+    with pytest.raises(error, match=words):
         open_segmentation("folder", root, "val").labels(0)
 
 
@@ -189,8 +212,7 @@ def test_values_outside_the_classes_are_refused(root, value, dtype):
     values[0, 1] = value
     save_labels(root / "labels" / "val" / "a.png", values)
     with pytest.raises(
-        DataError,
-        match=rf"a\.png: labels must be in 0\.\.2 \(3 classes\) or 255 .*, got {value} at 1 of 6 pixels",
+        DataError, match=rf"a\.png: labels must be in 0\.\.2 \(3 classes\) or 255 .*, got {value} at 1 of 6 pixels"
     ):
         open_segmentation("folder", root, "val").labels(0)
 
@@ -225,20 +247,6 @@ def test_wrong_classes(root, classes, message):
 def test_missing_classes_file(root):
     with pytest.raises(MissingData, match=r"no 'class\.txt' in .*; did you mean 'classes\.txt'"):
         LabelledFolder(root / "images" / "val", root / "labels" / "val", root / "class.txt")
-
-
-def test_no_images(root):
-    (root / "images" / "train").mkdir()
-    with pytest.raises(DataError, match="no images in"):
-        open_segmentation("folder", root, "train")
-
-
-def test_broken_label_file(root):
-    path = root / "labels" / "val" / "a.png"
-    save_labels(path, np.random.default_rng(0).integers(0, 3, (64, 64), dtype=np.uint8))
-    path.write_bytes(path.read_bytes()[:400])
-    with pytest.raises(UnreadableImage, match=r"a\.png"):
-        open_segmentation("folder", root, "val").labels(0)
 
 
 def test_scenes_have_a_colour_per_class():
@@ -298,24 +306,6 @@ def test_class_indices_without_a_list_are_not_taken_for_soft_masks(root):
     data = LabelledFolder(root / "images" / "val", root / "labels" / "val")
     np.testing.assert_array_equal(data.labels(0), labels)
     assert len(data.classes) == 21
-
-
-def test_masks_whose_foreground_has_no_class_are_reported(root, caplog):
-    mask = np.array([[0, 255, 0], [255, 255, 0]], dtype=np.uint8)
-    for name in ("a", "b"):
-        save_labels(root / "labels" / "val" / f"{name}.png", mask)
-    logging.getLogger("cribo").propagate = True
-    with caplog.at_level(logging.WARNING, "cribo"):
-        LabelledFolder(root / "images" / "val", root / "labels" / "val", ["a", "b", "c"]).labels(0)
-    assert "255 is read as no class" in caplog.text
-
-
-def test_more_colours_than_classes_are_refused(root):
-    noise = np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8)
-    save_image(root / "images" / "val" / "a.jpg", width=80, height=60)
-    save_labels(root / "labels" / "val" / "a.png", noise)
-    with pytest.raises(DataError, match="have more colours than classes"):
-        open_segmentation("folder", root, "val").labels(0)
 
 
 @pytest.mark.parametrize(

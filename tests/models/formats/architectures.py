@@ -166,7 +166,7 @@ def vit(weights: State, images: Tensor, *, heads: int, resize: Resize, eps: floa
 
 
 @torch.no_grad()
-def dinov3(weights: State, images: Tensor, *, heads: int, eps: float = 1e-5) -> Outputs:
+def dinov3(weights: State, images: Tensor, *, heads: int, eps: float = 1e-5, coordinates: str = "separate") -> Outputs:
     """facebookresearch/dinov3: models/vision_transformer.py, layers/attention.py, layers/rope_position_encoding.py.
 
     The released weights are built with `norm_layer="layernormbf16"`, an epsilon of 1e-5, and compute their rotary
@@ -177,8 +177,8 @@ def dinov3(weights: State, images: Tensor, *, heads: int, eps: float = 1e-5) -> 
     h, w = grid.shape[2:]
     prefix = [weights[name].expand(len(images), -1, -1) for name in ("cls_token", "storage_tokens") if name in weights]
     x = torch.cat([*prefix, grid.flatten(2).mT], dim=1)
-    places = torch.stack(torch.meshgrid((torch.arange(h) + 0.5) / h, (torch.arange(w) + 0.5) / w, indexing="ij"), -1)
-    places = 2 * places.flatten(0, 1) - 1
+    rows, columns = {"separate": (h, w), "max": (max(h, w),) * 2, "min": (min(h, w),) * 2}[coordinates]
+    places = torch.cartesian_prod((torch.arange(h) + 0.5) / rows, (torch.arange(w) + 0.5) / columns) * 2 - 1
     angles = 2 * math.pi * places[:, :, None] / weights["rope_embed.periods"].float()
     angles = angles.flatten(1).tile(2)  # (N, D / heads): rows, columns, rows, columns
 

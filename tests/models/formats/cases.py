@@ -185,49 +185,29 @@ def cribo_run(folder: Path):
     return path, vit(teacher, antialiased_bicubic), vit(student, antialiased_bicubic)
 
 
-@case("CrIBo", positions="bicubic_offset")
-def cribo(folder: Path):
-    teacher, student = vit_state(1), vit_state(2)
-    queues = {f"{name}_queue_cpu": torch.ones(2, 3) for name in ("centroids", "cls", "cpv")}
-    content = multi_crop(teacher, student, CROC_HEAD, cribo_loss={"center": torch.zeros(1, 2)}, **queues)
+def of_multi_crop(
+    folder: Path, head: State = DINO_HEAD, *, network: Mapping[str, Any] | None = None, **rest: Any
+) -> tuple[Path, Network, Network]:
+    teacher, student = (vit_state(seed, **(network or {})) for seed in (1, 2))
+    content = multi_crop(teacher, student, head, **rest)
+    content["student"] |= junk("module.backbone.masked_embed") if "ibot_loss" in rest else {}
     return save(folder, content), vit(teacher, scaled_bicubic), vit(student, scaled_bicubic)
 
 
-@case("CrIBo or CrOC", positions="bicubic_offset")
-def croc(folder: Path):
-    teacher, student = vit_state(1), vit_state(2)
-    content = multi_crop(teacher, student, CROC_HEAD, croc_loss={"center": torch.zeros(1, 2)})
-    return save(folder, content), vit(teacher, scaled_bicubic), vit(student, scaled_bicubic)
-
-
-@case("iBOT", positions="bicubic_offset")
-def ibot(folder: Path):
-    teacher, student = vit_state(1), vit_state(2)
-    head = {**DINO_HEAD, **junk("head.last_layer2.weight_g", "head.last_layer2.weight_v")}
-    content = multi_crop(teacher, student, head, ibot_loss={"center": torch.zeros(1, 2), "center2": torch.zeros(1, 2)})
-    content["student"]["module.backbone.masked_embed"] = torch.ones(1, 128)
-    return save(folder, content), vit(teacher, scaled_bicubic), vit(student, scaled_bicubic)
-
-
-@case("iBOT", "layer scale", positions="bicubic_offset")
-def ibot_layer_scale(folder: Path):
-    teacher, student = (vit_state(seed, scale="gamma_{}") for seed in (1, 2))
-    content = multi_crop(teacher, student, DINO_HEAD, ibot_loss={"center": torch.zeros(1, 2)})
-    return save(folder, content), vit(teacher, scaled_bicubic), vit(student, scaled_bicubic)
-
-
-@case("DINO", positions="bicubic_offset")
-def dino(folder: Path):
-    teacher, student = vit_state(1), vit_state(2)
-    content = multi_crop(teacher, student, DINO_HEAD, dino_loss={"center": torch.zeros(1, 2)})
-    return save(folder, content), vit(teacher, scaled_bicubic), vit(student, scaled_bicubic)
-
-
-@case("DINO", "8 pixels a patch", sizes=((32, 32), (56, 56), (40, 24)), positions="bicubic_offset")
-def dino_of_small_patches(folder: Path):
-    teacher, student = (vit_state(seed, patch=8, side=4) for seed in (1, 2))
-    content = multi_crop(teacher, student, DINO_HEAD)
-    return save(folder, content), vit(teacher, scaled_bicubic), vit(student, scaled_bicubic)
+CENTRE = {"center": torch.zeros(1, 2)}
+IBOT_HEAD = {**DINO_HEAD, **junk("head.last_layer2.weight_g", "head.last_layer2.weight_v")}
+QUEUES = {f"{name}_queue_cpu": torch.ones(2, 3) for name in ("centroids", "cls", "cpv")}
+for row, about, content in (
+    ("CrIBo", "", {"head": CROC_HEAD, "cribo_loss": CENTRE, **QUEUES}),
+    ("CrIBo or CrOC", "", {"head": CROC_HEAD, "croc_loss": CENTRE}),
+    ("iBOT", "", {"head": IBOT_HEAD, "ibot_loss": {**CENTRE, "center2": torch.zeros(1, 2)}}),
+    ("iBOT", "layer scale", {"network": {"scale": "gamma_{}"}, "ibot_loss": CENTRE}),
+    ("DINO", "", {"dino_loss": CENTRE}),
+):
+    case(row, about, positions="bicubic_offset")(partial(of_multi_crop, **content))
+case("DINO", "8 pixels a patch", sizes=((32, 32), (56, 56), (40, 24)), positions="bicubic_offset")(
+    partial(of_multi_crop, network={"patch": 8, "side": 4})
+)
 
 
 @case("DINO", "ResNet", sizes=RESNET_SIZES, norm_eps=None)
@@ -286,22 +266,14 @@ def neco_on_dinov2(folder: Path):
 # ------------------------------------------------------------------------------------------------ DINOv2 and v3
 
 
-@case("DINOv2", sizes=SIZES_14, positions="bicubic_offset")
-def dinov2(folder: Path):
-    state = vit_state(1, patch=14, scale="ls{}.gamma")
-    return save(folder, {**state, "mask_token": torch.ones(1, 128)}), vit(state, scaled_bicubic), None
+def dinov2(folder: Path, resize: architectures.Resize = scaled_bicubic, **options: Any):
+    state = vit_state(1, patch=14, scale="ls{}.gamma", **options)
+    return save(folder, {**state, "mask_token": torch.ones(1, 128)}), vit(state, resize), None
 
 
-@case("DINOv2", "registers", sizes=SIZES_14, positions="timm")
-def dinov2_registers(folder: Path):
-    state = vit_state(1, patch=14, scale="ls{}.gamma", registers=4)
-    return save(folder, {**state, "mask_token": torch.ones(1, 128)}), vit(state, antialiased_bicubic), None
-
-
-@case("DINOv2", "gated", sizes=SIZES_14, positions="bicubic_offset")
-def dinov2_gated(folder: Path):
-    state = vit_state(1, patch=14, scale="ls{}.gamma", swiglu=True)
-    return save(folder, {**state, "mask_token": torch.ones(1, 128)}), vit(state, scaled_bicubic), None
+case("DINOv2", sizes=SIZES_14, positions="bicubic_offset")(dinov2)
+case("DINOv2", "gated", sizes=SIZES_14, positions="bicubic_offset")(partial(dinov2, swiglu=True))
+case("DINOv2", "registers", sizes=SIZES_14, positions="timm")(partial(dinov2, resize=antialiased_bicubic, registers=4))
 
 
 TRAINING_HEADS = junk("dino_head.mlp.0.weight", "dino_head.last_layer.weight_g", "ibot_head.last_layer.weight_v")
@@ -340,35 +312,22 @@ def dinov3_teacher(folder: Path):
     return path, partial(dinov3, state, heads=2), None
 
 
-@case("DINOv3", norm_eps=1e-5)
-def dinov3_released(folder: Path):
-    state = dinov3_state(1)
-    return save(folder, state), partial(dinov3, state, heads=2), None
+def dinov3_released(folder: Path, *rest: str, heads: int = 2, **options: Any):
+    state = dinov3_state(1, heads=heads, **options)
+    return save(folder, {**state, **junk(*rest)}), partial(dinov3, state, heads=heads), None
 
 
-@case("DINOv3", "gated", norm_eps=1e-5)
-def dinov3_gated(folder: Path):
-    state = dinov3_state(1, swiglu=True)
-    return save(folder, state), partial(dinov3, state, heads=2), None
-
-
-@case("DINOv3", "a rotated bias of keys (mask_k_bias: false), no registers", norm_eps=1e-5)
-def dinov3_key_bias(folder: Path):
-    state = dinov3_state(1, bias="plain", registers=0)
-    return save(folder, state), partial(dinov3, state, heads=2), None
-
-
-@case("DINOv3", "no bias, two registers, four heads, base 50", norm_eps=1e-5)
-def dinov3_variant(folder: Path):
-    state = dinov3_state(1, bias=None, registers=2, heads=4, base=50.0)
-    return save(folder, {**state, **junk("local_cls_norm.weight")}), partial(dinov3, state, heads=4), None
-
-
-@case("DINOv3 SAT-493M", norm_eps=1e-5, mean=(0.430, 0.411, 0.296))
-def dinov3_satellite(folder: Path):
-    state = dinov3_state(1)
-    path = save(folder, {**state, **junk("local_cls_norm.weight", "local_cls_norm.bias")})
-    return path, partial(dinov3, state, heads=2), None
+LOCAL_NORM = ("local_cls_norm.weight", "local_cls_norm.bias")
+for about, options in (
+    ("", {}),
+    ("gated", {"swiglu": True}),
+    ("a rotated bias of keys (mask_k_bias: false), no registers", {"bias": "plain", "registers": 0}),
+):
+    case("DINOv3", about, norm_eps=1e-5)(partial(dinov3_released, **options))
+case("DINOv3", "no bias, two registers, four heads, base 50", norm_eps=1e-5)(
+    lambda folder: dinov3_released(folder, LOCAL_NORM[0], heads=4, bias=None, registers=2, base=50.0)
+)
+case("DINOv3 SAT-493M", norm_eps=1e-5, mean=(0.430, 0.411, 0.296))(lambda folder: dinov3_released(folder, *LOCAL_NORM))
 
 
 def timm_network(model: Any) -> Network:
@@ -557,54 +516,55 @@ def mmsegmentation(state: State, *heads: str) -> dict[str, Any]:
     return {"meta": meta, "state_dict": content, "message_hub": {}, "optimizer": OPTIMISER}
 
 
-@case("MMSegmentation", positions="bicubic")
-def mmsegmentation_upernet(folder: Path):
-    state = mmsegmentation_state(1, final_norm=False)
-    content = mmsegmentation(state, "decode_head.lateral_convs.0.conv.weight", "auxiliary_head.conv_seg.weight")
-    return save(folder, content), partial(mmsegmentation_vit, state, heads=2), None
+def mmsegmentation_of_vit(
+    folder: Path, *heads: str, network: Mapping[str, Any] | None = None, **options: Any
+) -> tuple[Path, Network, None]:
+    state = mmsegmentation_state(1, **(network or {}))
+    return save(folder, mmsegmentation(state, *heads)), partial(mmsegmentation_vit, state, heads=2, **options), None
 
 
-@case("MMSegmentation", "final norm, no bias of patches", positions="bicubic")
-def mmsegmentation_final_norm(folder: Path):
-    state = mmsegmentation_state(1, patch_bias=False)
-    return save(folder, mmsegmentation(state)), partial(mmsegmentation_vit, state, heads=2), None
+WITHOUT_NORM = {"network": {"final_norm": False}}
+for row, about, heads, options, expected in (
+    ("", "", ("decode_head.lateral_convs.0.conv.weight", "auxiliary_head.conv_seg.weight"), WITHOUT_NORM, {}),
+    ("", "final norm, no bias of patches", (), {"network": {"patch_bias": False}}, {}),
+    (
+        " Segmenter",
+        "",
+        ("decode_head.cls_emb", "decode_head.layers.0.attn.attn.in_proj_weight"),
+        {},
+        {"mean": HALF},
+    ),
+    (
+        " SETR",
+        "",
+        ("decode_head.up_convs.0.0.conv.weight", "auxiliary_head.0.up_convs.0.0.conv.weight"),
+        {**WITHOUT_NORM, "resize": bilinear},
+        {"positions": "bilinear"},
+    ),
+    (  # with `with_cls_token=False`: the blocks never read [CLS]
+        " SETR-MLA",
+        "",
+        ("neck.mla.channel_proj.0.conv.weight", "auxiliary_head.0.conv_seg.weight"),
+        {**WITHOUT_NORM, "resize": bilinear, "has_cls": False},
+        {"positions": "bilinear"},
+    ),
+    (  # without `norm_cfg`, so norms have mmcv's default epsilon
+        " DPT",
+        "",
+        ("decode_head.reassemble_blocks.projects.0.conv.weight",),
+        {**WITHOUT_NORM, "eps": 1e-5},
+        {"norm_eps": 1e-5},
+    ),
+):
+    case(f"MMSegmentation{row}", about, **{"positions": "bicubic", **expected})(
+        lambda folder, heads=heads, options=options: mmsegmentation_of_vit(folder, *heads, **options)
+    )
 
 
 @case("MMSegmentation", "ResNet", sizes=RESNET_SIZES, norm_eps=None)
 def mmsegmentation_resnet(folder: Path):
     state = resnet_state(1)
     return save(folder, mmsegmentation(state, "auxiliary_head.conv_seg.weight")), partial(resnet, state), None
-
-
-@case("MMSegmentation Segmenter", mean=HALF, positions="bicubic")
-def mmsegmentation_segmenter(folder: Path):
-    state = mmsegmentation_state(1)
-    content = mmsegmentation(state, "decode_head.cls_emb", "decode_head.layers.0.attn.attn.in_proj_weight")
-    return save(folder, content), partial(mmsegmentation_vit, state, heads=2), None
-
-
-@case("MMSegmentation SETR", positions="bilinear")
-def mmsegmentation_setr(folder: Path):
-    state = mmsegmentation_state(1, final_norm=False)
-    content = mmsegmentation(state, "decode_head.up_convs.0.0.conv.weight", "auxiliary_head.0.up_convs.0.0.conv.weight")
-    return save(folder, content), partial(mmsegmentation_vit, state, heads=2, resize=bilinear), None
-
-
-@case("MMSegmentation SETR-MLA", positions="bilinear")
-def mmsegmentation_setr_mla(folder: Path):
-    """With `with_cls_token=False`: the blocks never read [CLS]."""
-    state = mmsegmentation_state(1, final_norm=False)
-    content = mmsegmentation(state, "neck.mla.channel_proj.0.conv.weight", "auxiliary_head.0.conv_seg.weight")
-    network = partial(mmsegmentation_vit, state, heads=2, resize=bilinear, has_cls=False)
-    return save(folder, content), network, None
-
-
-@case("MMSegmentation DPT", norm_eps=1e-5, positions="bicubic")
-def mmsegmentation_dpt(folder: Path):
-    """Without `norm_cfg`, so norms have mmcv's default epsilon."""
-    state = mmsegmentation_state(1, final_norm=False)
-    content = mmsegmentation(state, "decode_head.reassemble_blocks.projects.0.conv.weight")
-    return save(folder, content), partial(mmsegmentation_vit, state, heads=2, eps=1e-5), None
 
 
 @case("MMSegmentation ViT", positions="bicubic")

@@ -9,9 +9,10 @@ from cribo.models.formats.architecture import infer_architecture
 NAMES = [
     *(f"vit_{size}_patch16_224" for size in ("tiny", "small", "base", "large")),
     *("vit_small_patch8_224", "vit_base_patch32_224", "vit_huge_patch14_224"),
-    *(f"vit_{size}_patch14_{kind}dinov2" for size in ("small", "base", "large", "giant") for kind in ("", "reg4_")),
+    *(f"vit_{size}_patch14_dinov2" for size in ("small", "base", "large", "giant")),
+    *("vit_small_patch14_reg4_dinov2", "vit_giant_patch14_reg4_dinov2"),
     *(f"vit_{size}_patch16_dinov3" for size in ("small", "base", "large", "small_plus", "huge_plus", "7b")),
-    *(f"vit_{size}_patch16_dinov3_qkvb" for size in ("tiny", "small", "base", "large", "small_plus", "huge_plus")),
+    *("vit_tiny_patch16_dinov3_qkvb", "vit_small_plus_patch16_dinov3_qkvb"),
     *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152"),
 ]
 

@@ -16,7 +16,7 @@ import torch
 from tests.models.formats.cases import Case, deviation, load_cases
 from torch import Tensor, nn
 
-from cribo.models import Backbone, build_backbone, load_backbone, load_pretrained, save_backbone
+from cribo.models import Backbone, build_backbone, load_backbone, load_pretrained
 
 State = dict[str, Tensor]
 VIT = "vit_small_patch16_224"
@@ -167,15 +167,6 @@ def test_positions_of_weights_of_unknown_origin(tmp_path: Path):
     assert "as requested (timm)" in str(load_backbone(path, positions="timm").loaded)
 
 
-@pytest.mark.parametrize("name", ["DINO", "DINOv3", "Segmenter", "JAX ViT", "SlotCon, resnet50_16s"])
-def test_a_saved_network_has_the_same_features(tmp_path: Path, name: str):
-    path, case, teacher = written(name, tmp_path)
-    save_backbone(load_backbone(path), tmp_path / "saved")
-    saved = load_backbone(tmp_path / "saved")
-    assert max(deviation(saved, teacher, size) for size in case.sizes) < 1e-5
-    assert saved.mean == case.mean
-
-
 def test_dinov3_weights_for_unknown_images_have_a_note(tmp_path: Path):
     """As ViT-7B: without attention bias, with a norm of local crops."""
     path, _, _ = written("DINOv3, no bias, two registers, four heads, base 50", tmp_path)
@@ -293,6 +284,9 @@ def test_files_with_several_networks_of_which_none_is_the_teacher(tmp_path: Path
     torch.save(state, tmp_path / "weights.pth")
     with pytest.raises(ValueError, match=r"contains one network, .* and no student"):
         load_backbone(tmp_path / "weights.pth", network="student")
+    wrong: dict[str, Any] = {"network": "foo"}
+    with pytest.raises(ValueError, match=r"weights\.pth.*network .*'foo'"):
+        load_backbone(tmp_path / "weights.pth", **wrong)
 
 
 @pytest.mark.parametrize(

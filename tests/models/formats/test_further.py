@@ -112,8 +112,7 @@ def test_swin_refuses_maps_smaller_than_a_window(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["swin_tiny_patch4_window7_224", "swin_base_patch4_window12_384", "convnext_base", "convnextv2_huge"],
+    "name", ["swin_tiny_patch4_window7_224", "swin_base_patch4_window12_384", "convnext_base", "convnextv2_huge"]
 )
 def test_networks_with_a_name_are_recognised(name: str):
     found = infer_architecture(timm.create_model(name, device="meta", num_classes=0).state_dict())
