@@ -281,7 +281,10 @@ def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, Tensor
     inputs = normalised_views(batch, objective.options.views, objective.student.backbone).double()
     with torch.no_grad():
         features, keys = encode_with_keys(objective.teacher.backbone, inputs)
-        weights = objective.find_clusters(keys, batch).weights
+        keys = torch.stack([keys[0::2], keys[1::2]], dim=2)  # (B, H, 2, 1 + N, d), [CLS] first
+        of_cls, of_patches = keys[..., 0, :], keys[..., 1:, :]
+        initial = draw_clusters(cls_similarity(of_patches, of_cls), batch["token_noise"], 6, marginals="adaptive")
+        weights = objective.cluster(of_patches, of_cls, batch["coordinates"], initial).weights
     networks = {"teacher": split_views(features), "student": split_views(objective.student.backbone(inputs))}
     norms = {name: global_tokens.norm(dim=-1).mean() for name, (global_tokens, _) in networks.items()}
 
@@ -325,6 +328,7 @@ def test_two_steps_are_those_written_out(tiny: Tiny) -> None:
     dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
     batches = [dataset.__getitems__([(0, image) for image in images]) for images in (range(4), range(4, 8))]
     assert_steps_are(objective, batches, written_losses, written_update, tolerance=1e-6)
+    assert objective.weights == {"image": 1.0, "cross_view": 0.7}
 
 
 def test_samples_carry_keyed_noise_for_each_head(tiny: Tiny) -> None:
