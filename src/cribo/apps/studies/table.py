@@ -264,7 +264,7 @@ class StudyTable:
         seeds = f"Mean and standard deviation of {up_to}{counted(most, 'seed')}." if most > 1 else "One seed."
         paper = f" The paper's figures: {self.study.source}." if self.study.paper and self.study.source else ""
         intervals = (
-            f" All intervals are right with a probability of {100 * CONFIDENCE:.0f} %. They are paired, over seeds, and "
+            f" All intervals are right with a probability of {100 * CONFIDENCE:.0f} %. They are paired, over seeds and "
             "over images where the evaluation records them."
         )
         return f"{seeds}{intervals if most >= LEAST_SEEDS else ''}{paper}"
