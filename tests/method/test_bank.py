@@ -2,6 +2,7 @@ import copy
 import io
 import random
 from collections import deque
+from typing import Any
 
 import pytest
 import torch
@@ -149,12 +150,13 @@ def test_the_state_of_a_wrapped_bank_is_restored_from_a_file(dtype: torch.dtype)
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_state_does_not_change_with_its_bank(wrapped: bool) -> None:
-    bank = wrapped_bank() if wrapped else MemoryBank(num_images=5, num_objects=4, dim=DIM)
+    """The next batch overwrites the rows of a full ring."""
+    bank, each = (wrapped_bank(), 4) if wrapped else (MemoryBank(num_images=2, num_objects=1, dim=DIM), 1)
     if not wrapped:
-        bank.push(torch.ones(2, 5, DIM), torch.arange(5), [1] * 5)
+        bank.push(torch.ones(2, 2, DIM), torch.tensor([0, 1]), [1, 1])
     state = bank.state_dict()
     before = copy.deepcopy(state)
-    bank.push(torch.zeros(2, 8, DIM), torch.arange(8) // 4, [4, 4])
+    bank.push(torch.zeros(2, 2 * each, DIM), torch.tensor([2, 3]).repeat_interleave(each), [each, each])
     assert all(torch.equal(state[name], before[name]) for name in ("rows", "norms"))
 
 
@@ -227,8 +229,9 @@ def test_pushed_tensors_are_copied() -> None:
 
 @pytest.mark.parametrize("name", ["num_images", "num_objects", "dim"])
 def test_sizes_below_one(name: str) -> None:
+    sizes: dict[str, Any] = {"num_images": 3, "num_objects": 2, "dim": 4, name: 0}
     with pytest.raises(ValueError, match=f"{name} must be >= 1, got 0"):
-        MemoryBank(**{"num_images": 3, "num_objects": 2, "dim": 4, name: 0})
+        MemoryBank(**sizes)
 
 
 @pytest.mark.parametrize(

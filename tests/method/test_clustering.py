@@ -1,4 +1,5 @@
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -271,7 +272,7 @@ def test_inputs_are_not_modified() -> None:
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_errors(change: dict, message: str) -> None:
     tokens, coordinates, initial = scene(0)
-    arguments = {"tokens": tokens, "coordinates": coordinates, "initial_tokens": initial}
+    arguments: dict[str, Any] = {"tokens": tokens, "coordinates": coordinates, "initial_tokens": initial}
     with pytest.raises(ValueError, match=message):
         cluster_tokens(**{**arguments, "num_objects": 6, "position_weight": 1.0, **change})
 

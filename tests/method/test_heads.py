@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -94,14 +96,16 @@ def test_the_gain_is_trained_or_frozen(train_gain: bool) -> None:
 
 @pytest.mark.parametrize("name", ["dim", "hidden_dim", "bottleneck_dim", "num_layers"])
 def test_head_sizes_below_one(name: str) -> None:
+    sizes: dict[str, Any] = {"dim": 4, "hidden_dim": 4, "bottleneck_dim": 4, "num_layers": 3, name: 0}
     with pytest.raises(ValueError, match=f"{name} must be >= 1, got 0"):
-        ProjectionHead(**{"dim": 4, "hidden_dim": 4, "bottleneck_dim": 4, "num_layers": 3, name: 0})
+        ProjectionHead(**sizes)
 
 
 @pytest.mark.parametrize("name", ["bottleneck_dim", "num_prototypes"])
 def test_prototype_sizes_below_one(name: str) -> None:
+    sizes: dict[str, Any] = {"bottleneck_dim": 4, "num_prototypes": 8, name: -1}
     with pytest.raises(ValueError, match=f"{name} must be >= 1, got -1"):
-        PrototypeLayer(**{"bottleneck_dim": 4, "num_prototypes": 8, name: -1})
+        PrototypeLayer(**sizes)
 
 
 def test_a_head_without_biases_starts_at_its_own_scale() -> None:
