@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.objectives.conftest import batch_of
 from torch import Tensor
 
 from cribo.base.errors import ConfigError
-from cribo.data.samples import Batch, SampleDataset
-from cribo.data.scenes import Scenes
 from cribo.models import Backbone, Features, Licence, build_backbone, load_backbone, save_backbone
 from cribo.objectives import Setting, Step
 from cribo.objectives.distill import Distill, at_common_grid, resample
@@ -33,11 +32,6 @@ def saved(folder: Path, *, seed: int = 5) -> Backbone:
 
 def make(tiny: Tiny, teacher: Path, changes: dict[str, Any] | None = None, **args: Any) -> Distill:
     return Distill(Setting(tiny({"backbone.drop_path": 0.0, **(changes or {})}), 36, 4), teacher=str(teacher), **args)
-
-
-def batch_of(objective: Distill, count: int = 4) -> Batch:
-    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
-    return dataset.__getitems__([(0, image) for image in range(count)])
 
 
 def test_a_student_of_another_architecture_learns_the_teachers_features(tiny: Tiny, tmp_path: Path) -> None:
@@ -165,16 +159,3 @@ def test_a_run_resumes_with_the_same_teacher_only(tiny: Tiny, tmp_path: Path) ->
     saved(tmp_path / "teacher", seed=6)
     with pytest.raises(ConfigError, match=r"teacher .*teacher has changed since the run was started: restore it"):
         resume(run.folder)
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"teacher": "nothing"}, "objective.args.teacher: .*nothing"),
-        ({"global_token": 0.0, "patches": 0.0}, "all weights in objective.args are 0"),
-    ],
-)
-def test_invalid_options_are_rejected(tiny: Tiny, tmp_path: Path, args: dict[str, Any], message: str) -> None:
-    saved(tmp_path)
-    with pytest.raises(ConfigError, match=message):
-        Distill(Setting(tiny(), 36, 4), **{"teacher": str(tmp_path), **args})

@@ -1,6 +1,5 @@
 """BYOL, against the released code of ORL and its definition."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,12 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.objectives.conftest import batch_of
 from tests.objectives.golden import cases, load
 from torch import nn
 
-from cribo.base.errors import ConfigError
-from cribo.data.samples import Batch, SampleDataset
-from cribo.data.scenes import Scenes
 from cribo.objectives import Setting, Step
 from cribo.objectives.rivals.byol import BYOL, byol_loss
 from cribo.pretraining import PretrainConfig, pretrain
@@ -27,11 +24,6 @@ RESNET = {"backbone.name": "resnet18", "backbone.args": {"layers": [1, 1, 0, 0],
 
 def make(tiny: Tiny, changes: dict[str, Any] | None = None, **args: Any) -> BYOL:
     return BYOL(Setting(tiny({**PLAIN, **SHARP, **(changes or {})}), 36, 4), **args)
-
-
-def batch_of(objective: BYOL, count: int = 4) -> Batch:
-    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
-    return dataset.__getitems__([(0, image) for image in range(count)])
 
 
 @pytest.mark.parametrize("path", cases("orl_loss"), ids=lambda path: path.stem)
@@ -102,23 +94,10 @@ def test_a_step_updates_the_teacher_and_reports_collapse(tiny: Tiny) -> None:
     assert objective.watch(STEP)["feature_std"] == 0
 
 
-def test_batch_norms_need_two_images(tiny: Tiny) -> None:
-    with pytest.raises(ConfigError, match=r"batch_size 8 and optim\.micro_batches 8: use a larger batch or"):
-        make(tiny, {"optim.micro_batches": 8})
-    make(tiny, {"optim.micro_batches": 8}, batch_norm=False)
-
-
 def test_training_reduces_the_loss_without_collapse(tiny: Tiny, tmp_path: Path) -> None:
-    optim = {
-        "optim.name": "sgd",
-        "optim.lr": 2.0,
-        "optim.epochs": 8,
-        "optim.warmup_epochs": 0,
-        "optim.momentum": (0.99, 1.0),
-    }
-    config = tiny({**RESNET, **SHARP, **optim, "data.scenes.count": 64, "optim.batch_size": 16})
-    config = dataclasses.replace(config, objective=dataclasses.replace(config.objective, name="byol"))
-    run = pretrain(config, out=tmp_path)
+    optim = {"optim.name": "sgd", "optim.lr": 2.0, "optim.epochs": 8, "optim.warmup_epochs": 0}
+    optim |= {"optim.momentum": (0.99, 1.0), "optim.batch_size": 16, "data.scenes.count": 64}
+    run = pretrain(tiny({**RESNET, **SHARP, **optim, "objective.name": "byol"}), out=tmp_path)
     rows = [line.split(",") for line in (run.folder / "metrics.csv").read_text().splitlines()]
     losses = [float(row[rows[0].index("loss_image")]) for row in rows[1:]]
     assert sum(losses[-4:]) < 0.7 * sum(losses[:4])

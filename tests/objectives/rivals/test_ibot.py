@@ -9,11 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.objectives import golden
+from tests.objectives.conftest import batch_of
 from torch import Tensor
 
-from cribo.base.errors import ConfigError
-from cribo.data.samples import Batch, SampleDataset
-from cribo.data.scenes import Scenes
 from cribo.method import Centre, ProjectionHead, PrototypeLayer, SelfDistillation
 from cribo.objectives import Setting, Step
 from cribo.objectives.crops import augmented_crops
@@ -128,11 +126,6 @@ def make(tiny: Tiny, changes: dict[str, Any] | None = None, **args: Any) -> IBOT
     return IBOT(Setting(tiny(changes), 36, 4), **{"local_crops": 3, "local_size": 16, **args})
 
 
-def batch_of(objective: IBOT, count: int = 4) -> Batch:
-    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
-    return dataset.__getitems__([(0, image) for image in range(count)])
-
-
 def logits(network: Any, tokens: Tensor) -> Tensor:
     return network.image_prototypes(network.head(tokens))
 
@@ -191,24 +184,3 @@ def test_frozen_blocks_freeze_the_mask_token(tiny: Tiny) -> None:
     assert "mask_token" not in trained
     assert {name for name in trained if "blocks.0" in name} == set()
     assert any("blocks.1" in name for name in trained)
-
-
-@pytest.mark.parametrize(
-    ("changes", "args", "message"),
-    [
-        (
-            {"backbone.name": "resnet18", "backbone.args": {}},
-            {"local_size": 32},
-            r"global token is \[CLS\], not resnet18",
-        ),
-        (
-            {"backbone.name": "beit_base_patch16_224", "backbone.args": {"depth": 1, "global_pool": "token"}},
-            {},
-            "local_size must be 32 for beit_base_patch16_224, which accepts no other size, got 16: use another network",
-        ),
-        ({}, {"mask_ratio": (0.5, 0.1)}, r"mask_ratio must be ordered \(low, high\) within 0 to 1"),
-    ],
-)
-def test_invalid_options_are_rejected(tiny: Tiny, changes: Any, args: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make(tiny, changes, **args)

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.objectives.conftest import batch_of
 from tests.objectives.golden import cases, load
 from torch import Tensor, nn
 
-from cribo.base.errors import ConfigError
-from cribo.data.samples import Batch, SampleDataset
-from cribo.data.scenes import Scenes
+from cribo.data.samples import Batch
 from cribo.method import Centre, ViewRecipe
 from cribo.objectives import Setting, Step
 from cribo.objectives.overlap import overlap_area
@@ -33,11 +32,6 @@ STEP = Step(6, steps_per_epoch=4, total_steps=12)
 
 def make(tiny: Tiny, changes: dict[str, Any] | None = None, **args: Any) -> SlotCon:
     return SlotCon(Setting(tiny(changes), 36, 4), **{"batch_norm": False, **args})
-
-
-def batch_of(objective: SlotCon, count: int = 4) -> Batch:
-    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
-    return dataset.__getitems__([(0, image) for image in range(count)])
 
 
 def predictor_of(case: dict[str, Any]) -> nn.Sequential:
@@ -328,27 +322,10 @@ def test_samples_have_the_overlap_of_their_views_and_are_keyed(tiny: Tiny) -> No
         assert torch.equal(left, right if same else right.flip(-1))
 
 
-@pytest.mark.parametrize(
-    ("changes", "args", "message"),
-    [
-        ({"losses.centring": "sinkhorn"}, {}, "got losses.centring sinkhorn: set losses.centring mean"),
-        (
-            {"backbone.name": "resnet18", "backbone.args": {}},
-            {},
-            "2x2 positions, but resnet18 has one position per 32 pixels: set views.size to at least 64, got 32",
-        ),
-    ],
-)
-def test_invalid_options_are_rejected(tiny: Tiny, changes: dict[str, Any], args: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make(tiny, changes, **args)
-
-
 def test_a_convolutional_network_trains_with_batch_norms_and_lars(tiny: Tiny, tmp_path: Any) -> None:
     network = {"layers": [1, 1, 0, 0], "channels": [8, 16, 16, 16]}
-    config = tiny({"backbone.name": "resnet18", "backbone.args": network, "optim.name": "lars", "optim.lr": 10.0})
-    config = dataclasses.replace(config, objective=dataclasses.replace(config.objective, name="slotcon"))
-    run = pretrain(config, out=tmp_path)
+    changes = {"backbone.name": "resnet18", "backbone.args": network, "optim.name": "lars", "optim.lr": 10.0}
+    run = pretrain(tiny({**changes, "objective.name": "slotcon"}), out=tmp_path)
     assert run.summary["losses"].keys() == {"grouping", "slot"}
     assert all(0 < loss < 10 for loss in run.summary["losses"].values())
     assert run.backbone().embed_dim == 16
