@@ -113,18 +113,11 @@ def rows_of(text: str) -> list[list[str]]:
 def test_published_values_of_the_same_setting_are_shown() -> None:
     figures, obstacles = published_beside(a_result())
     assert not obstacles
-    assert [(f.method, f.pretraining) for f in figures] == [
-        ("DINO", "COCO"),
-        ("MAE", "COCO"),
-        ("CrOC", "COCO"),
-        ("CrIBo", "COCO"),
-        ("DINO", "IN1K"),
-        ("CrOC", "IN1K"),
-        ("TimeT", "IN1K+YTVOS"),
-        ("CrIBo", "IN1K"),
-        ("CrIBo, global loss only", "COCO"),
-        ("CrIBo, no cross-image loss", "COCO"),
-    ]
+    coco, imagenet = ("DINO", "MAE", "CrOC", "CrIBo"), ("DINO", "CrOC", "TimeT", "CrIBo")
+    assert [f.method for f in figures[:8]] == [*coco, *imagenet]
+    assert [f.method for f in figures[8:]] == ["CrIBo, global loss only", "CrIBo, no cross-image loss"]
+    assert [f.pretraining for f in figures[4:8]] == ["IN1K", "IN1K", "IN1K+YTVOS", "IN1K"]
+    assert {f.pretraining for f in (*figures[:4], *figures[8:])} == {"COCO"}
     assert {f.backbone for f in figures} == {"ViT-S/16"}
 
 
@@ -364,45 +357,30 @@ def test_results_of_the_paper_setting_show_its_rows(
     assert points == {value: pytest.approx(row) for value, row in figures.items()}
 
 
+SHORT = {"schedule": "short", "iterations": 400, "batch_size": 8, "crop": 256}
 LONG = {"name": "ade20k", "train": "train", "train_images": 20210, "val_images": 2000}
 
 
 @pytest.mark.parametrize(
     ("evaluation", "more", "reasons"),
     [
-        (
-            "linear",
-            {"settings": {"schedule": "short", "iterations": 400, "batch_size": 8, "crop": 256}},
-            [
-                "crop is 256, published with 512",
-                "batch size is 8, published with 16",
-                "iterations is 400, published with 80000",
-            ],
-        ),
+        ("linear", {"settings": SHORT}, ["crop is 256", "batch size is 8", "iterations is 400"]),
         ("linear", {"settings": {"layers": 2}}, ["layers is 2, published with 1 or 4"]),
         (
             "linear",
             {"settings": {"learning_rates": [3e-4]}},
-            ["learning rates is 0.0003, published with 0.0008, 0.0003, 0.0001, 8e-05"],
+            ["learning rates is 0.0003, published with 0.0008"],
         ),
         ("linear", {"data": LONG}, ["iterations is 80000, published with 160000"]),
-        (
-            "linear",
-            {"data": {"limit": 8, "train_images": 8}},
-            ["train images is 8, published with 10582", "limit is 8"],
-        ),
+        ("linear", {"data": {"limit": 8, "train_images": 8}}, ["train images is 8, published", "limit is 8"]),
         ("segmenter", {"settings": {"decoder": {"layers": 1}}}, ["decoder layers is 1, published with 2"]),
         (
             "detection",
             {"settings": {"protocol": "short", "epochs": 40, "batch_size": 8, "learning_rate": 2e-4, "size": 256}},
-            ["epochs is 40, published with 150", "batch size is 8", "learning rate is 0.0002", "size is 256"],
+            ["epochs is 40", "batch size is 8", "learning rate is 0.0002", "size is 256"],
         ),
         ("image-nn", {"settings": {"temperature": 0.1}}, ["temperature is 0.1, published with 0.07"]),
-        (
-            "image-nn",
-            {"data": {"partial": True, "train_images": 1000}},
-            ["train images is 1000, published with 1281167", "partial is yes, published with no"],
-        ),
+        ("image-nn", {"data": {"partial": True, "train_images": 1000}}, ["train images is 1000", "partial is yes"]),
     ],
 )
 def test_results_of_another_setting_state_the_reason(evaluation: str, more: dict[str, Any], reasons: list[str]) -> None:
@@ -561,12 +539,7 @@ def test_other_evaluations_and_data_have_separate_tables() -> None:
         a_result("five", classes=["background"]),
     ]
     groups = compare(results).groups
-    assert [list(group.results) for group in groups] == [
-        ["one", "four"],
-        ["two"],
-        ["three"],
-        ["five"],
-    ]
+    assert [list(group.results) for group in groups] == [["one", "four"], ["two"], ["three"], ["five"]]
     assert not any(group.differences for group in groups)
 
 
@@ -638,18 +611,17 @@ def test_folders_of_the_same_name_are_distinguished_by_their_paths(tmp_path: Pat
 
 
 def test_incomparable_results_are_refused(tmp_path: Path) -> None:
-    a_result().write(tmp_path / "one")
-    with pytest.raises(ResultError, match="at least one result is required, got 0: give folders"):
-        compare([])
-    a_result().write(tmp_path / "two")
-    with pytest.raises(ResultError, match="one is given 3 times: give each result once"):
-        compare([tmp_path / "one", tmp_path / "two", tmp_path / "other" / ".." / "one", *[tmp_path / "one"]])
-    with pytest.raises(ResultError, match="two is given 2 times: give each result once"):
-        compare([tmp_path / "one", tmp_path / "two", tmp_path / "two"])
-    with pytest.raises(ResultError, match="nowhere does not exist"):
-        compare([tmp_path / "one", tmp_path / "nowhere"])
-    with pytest.raises(ResultError, match="names must be distinct, one for each of the 2 results, got a, a"):
-        compare([a_result("one"), a_result("two")], names=["a", "a"])
+    one, two = (a_result().write(tmp_path / name).parent for name in ("one", "two"))
+    again = tmp_path / "other" / ".." / "one"
+    for given, names, message in (
+        ([], None, "at least one result"),
+        ([one, two, again, one], None, "one is given 3 times"),
+        ([one, two, two], None, "two is given 2 times"),
+        ([one, tmp_path / "nowhere"], None, "nowhere does not exist"),
+        ([one, two], ["a", "a"], "names must be distinct, .* got a, a"),
+    ):
+        with pytest.raises(ResultError, match=message):
+            compare(given, names=names)
 
 
 # ----------------------------------------------------------------------- files

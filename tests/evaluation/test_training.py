@@ -318,11 +318,10 @@ def opened(tmp_path: Path) -> Callable[..., Any]:
 
 
 def test_a_folder_is_resumed_only_with_the_same_settings(opened: Callable[..., Any], tmp_path: Path) -> None:
-    with opened(
-        {"layers": 1, "data": {"name": "voc"}}, resume=True
-    ) as folder:  # without a folder, a new one is created
+    voc = {"layers": 1, "data": {"name": "voc"}}
+    with opened(voc, resume=True) as folder:  # a new one
         (folder / "work").touch()
-    with opened({"layers": 1, "data": {"name": "voc"}}, resume=True) as folder:
+    with opened(voc, resume=True) as folder:
         assert (folder / "work").exists()
     with pytest.raises(FolderError, match=r"cannot be resumed: data\.name was voc, is ade20k"):
         opened({"layers": 1, "data": {"name": "ade20k"}}, resume=True).__enter__()

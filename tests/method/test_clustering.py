@@ -1,4 +1,5 @@
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def literal_labels(tokens: Tensor, coordinates: Tensor, initial: Tensor, **optio
     return torch.stack([reference.cluster(*image, **options) for image in images])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("marginals", ["adaptive", "uniform"])
 @pytest.mark.parametrize("position_weight", [0.0, 1.0, 4.0])
 @pytest.mark.parametrize("spacing", [None, 16])
@@ -160,16 +161,13 @@ def test_equal_coordinates_give_no_cue() -> None:
 
 
 @pytest.mark.parametrize("cluster", BOTH)
-def test_equal_tokens_do_not_break(cluster) -> None:
-    start = torch.arange(3).expand(2, -1)
-    labels = cluster(torch.ones(2, 10, 3), torch.zeros(2, 10, 2), num_objects=3, initial_tokens=start)
-    assert ((labels >= 0) & (labels < 3)).all()
-
-
-@pytest.mark.parametrize("cluster", BOTH)
-def test_zero_tokens_do_not_break(cluster) -> None:
-    start = torch.arange(3).expand(2, -1)
-    labels = cluster(torch.zeros(2, 10, 3), torch.rand(2, 10, 2), num_objects=3, initial_tokens=start)
+@pytest.mark.parametrize(
+    ("tokens", "coordinates"),
+    [(torch.ones(2, 10, 3), torch.zeros(2, 10, 2)), (torch.zeros(2, 10, 3), torch.rand(2, 10, 2))],
+    ids=["equal", "zero"],
+)
+def test_equal_and_zero_tokens_do_not_break(cluster, tokens: Tensor, coordinates: Tensor) -> None:
+    labels = cluster(tokens, coordinates, num_objects=3, initial_tokens=torch.arange(3).expand(2, -1))
     assert ((labels >= 0) & (labels < 3)).all()
 
 
@@ -259,33 +257,24 @@ def test_inputs_are_not_modified() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"position_weight": -1.0}, r"position_weight must be >= 0, got -1\.0"),
-        ({"marginals": "even"}, "marginals must be one of adaptive, uniform, got 'even'"),
-        ({"sharpness": 0.0}, r"sharpness must be > 0 and <= 100, got 0\.0"),
+        ({"position_weight": -1.0}, "position_weight must be >= 0, got -1"),
+        ({"marginals": "even"}, "marginals .* got 'even'"),
+        ({"sharpness": 0.0}, "sharpness must be > 0 .* got 0"),
         ({"sinkhorn_iterations": 0}, "sinkhorn_iterations must be >= 1, got 0"),
-        ({"iterations": 0}, "iterations must be >= 1, got 0"),
-        ({"num_objects": 0}, r"num_objects must be between 1 and .* \(60\), got 0"),
-        ({"num_objects": 61}, r"\(60\), got 61: use fewer clusters, larger images or smaller patches"),
-        ({"tokens": torch.zeros(60, 12)}, r"tokens must have the shape \(B, T, D\), got \(60, 12\)"),
-        ({"coordinates": torch.zeros(3, 30, 2)}, r"coordinates must have the shape \(3, 60, 2\), got"),
-        (
-            {"initial_tokens": torch.zeros(3, 5).long()},
-            r"initial_tokens must have the shape \(3, 6\), got \(3, 5\)",
-        ),
+        ({"iterations": 0}, "^iterations must be >= 1, got 0"),
+        ({"num_objects": 0}, r"num_objects .* \(60\), got 0"),
+        ({"num_objects": 61}, r"num_objects .* \(60\), got 61"),
+        ({"tokens": torch.zeros(60, 12)}, r"tokens .* \(B, T, D\), got \(60, 12\)"),
+        ({"coordinates": torch.zeros(3, 30, 2)}, r"coordinates .* \(3, 60, 2\), got"),
+        ({"initial_tokens": torch.zeros(3, 5).long()}, r"initial_tokens .* \(3, 6\), got \(3, 5\)"),
     ],
 )
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_errors(change: dict, message: str) -> None:
     tokens, coordinates, initial = scene(0)
-    arguments = {
-        "tokens": tokens,
-        "coordinates": coordinates,
-        "num_objects": 6,
-        "position_weight": 1.0,
-        "initial_tokens": initial,
-    }
+    arguments: dict[str, Any] = {"tokens": tokens, "coordinates": coordinates, "initial_tokens": initial}
     with pytest.raises(ValueError, match=message):
-        cluster_tokens(**arguments | change)
+        cluster_tokens(**{**arguments, "num_objects": 6, "position_weight": 1.0, **change})
 
 
 def test_kmeans_rejects_more_clusters_than_tokens() -> None:

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,26 +12,23 @@ def linears(head: ProjectionHead) -> list[nn.Linear]:
     return [layer for layer in head.mlp if isinstance(layer, nn.Linear)]
 
 
-def test_embeddings_have_unit_length() -> None:
+@pytest.mark.parametrize("autocast", [False, True])
+def test_embeddings_are_float32_of_unit_length(autocast: bool) -> None:
     head = ProjectionHead(12, hidden_dim=32, bottleneck_dim=8)
-    embeddings = head(10 * torch.randn(4, 5, 12))
-    assert embeddings.shape == (4, 5, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        embeddings = head(10 * torch.randn(4, 5, 12))
+    assert embeddings.dtype == torch.float32
     torch.testing.assert_close(embeddings.norm(dim=-1), torch.ones(4, 5))
+    assert head(torch.zeros(0, 12)).shape == (0, 8)
 
 
-def test_the_paper_s_layers() -> None:
-    head = ProjectionHead(384)
-    assert [(layer.in_features, layer.out_features) for layer in linears(head)] == [
-        (384, 2048),
-        (2048, 2048),
-        (2048, 256),
-    ]
-    assert [type(layer) for layer in head.mlp] == [nn.Linear, nn.GELU, nn.Linear, nn.GELU, nn.Linear]
-
-
-def test_initial_weights() -> None:
+def test_layers_and_initial_weights_of_the_paper() -> None:
     torch.manual_seed(0)
-    for layer in linears(ProjectionHead(384)):
+    head = ProjectionHead(384)
+    assert [type(layer) for layer in head.mlp] == [nn.Linear, nn.GELU, nn.Linear, nn.GELU, nn.Linear]
+    sizes = [(layer.in_features, layer.out_features) for layer in linears(head)]
+    assert sizes == [(384, 2048), (2048, 2048), (2048, 256)]
+    for layer in linears(head):
         assert layer.weight.std().item() == pytest.approx(0.02, rel=0.02)
         assert layer.weight.mean().abs().item() < 1e-3
         assert (layer.bias == 0).all()
@@ -40,18 +39,6 @@ def test_number_of_layers(num_layers: int) -> None:
     head = ProjectionHead(6, hidden_dim=7, bottleneck_dim=5, num_layers=num_layers)
     assert len(linears(head)) == num_layers
     assert head(torch.randn(3, 6)).shape == (3, 5)
-
-
-def test_no_rows() -> None:
-    assert ProjectionHead(6, hidden_dim=7, bottleneck_dim=5)(torch.zeros(0, 6)).shape == (0, 5)
-
-
-def test_embeddings_are_float32_under_autocast() -> None:
-    head = ProjectionHead(12, hidden_dim=32, bottleneck_dim=8)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        embeddings = head(torch.randn(5, 12))
-    assert embeddings.dtype == torch.float32
-    torch.testing.assert_close(embeddings.norm(dim=-1), torch.ones(5))
 
 
 def test_prototypes_match_torch_weight_norm() -> None:
@@ -109,14 +96,16 @@ def test_the_gain_is_trained_or_frozen(train_gain: bool) -> None:
 
 @pytest.mark.parametrize("name", ["dim", "hidden_dim", "bottleneck_dim", "num_layers"])
 def test_head_sizes_below_one(name: str) -> None:
-    sizes = {"dim": 4, "hidden_dim": 4, "bottleneck_dim": 4, "num_layers": 3} | {name: 0}
+    sizes: dict[str, Any] = {"dim": 4, "hidden_dim": 4, "bottleneck_dim": 4, "num_layers": 3, name: 0}
     with pytest.raises(ValueError, match=f"{name} must be >= 1, got 0"):
-        ProjectionHead(
-            sizes["dim"],
-            hidden_dim=sizes["hidden_dim"],
-            bottleneck_dim=sizes["bottleneck_dim"],
-            num_layers=sizes["num_layers"],
-        )
+        ProjectionHead(**sizes)
+
+
+@pytest.mark.parametrize("name", ["bottleneck_dim", "num_prototypes"])
+def test_prototype_sizes_below_one(name: str) -> None:
+    sizes: dict[str, Any] = {"bottleneck_dim": 4, "num_prototypes": 8, name: -1}
+    with pytest.raises(ValueError, match=f"{name} must be >= 1, got -1"):
+        PrototypeLayer(**sizes)
 
 
 def test_a_head_without_biases_starts_at_its_own_scale() -> None:
@@ -127,10 +116,3 @@ def test_a_head_without_biases_starts_at_its_own_scale() -> None:
     assert abs(float(spread) - 0.1) < 0.005
     with pytest.raises(ValueError, match="init_std must be > 0, got 0"):
         ProjectionHead(4, init_std=0)
-
-
-@pytest.mark.parametrize("name", ["bottleneck_dim", "num_prototypes"])
-def test_prototype_sizes_below_one(name: str) -> None:
-    sizes = {"bottleneck_dim": 4, "num_prototypes": 8} | {name: -1}
-    with pytest.raises(ValueError, match=f"{name} must be >= 1, got -1"):
-        PrototypeLayer(sizes["bottleneck_dim"], sizes["num_prototypes"])

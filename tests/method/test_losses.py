@@ -60,7 +60,7 @@ def with_gradients(loss_function: Callable[..., Tensor], student: Tensor, teache
     return loss.detach(), *gradients
 
 
-@pytest.fixture(params=[1, 2, 7, 22, 23, 1000])
+@pytest.fixture(params=[1, 7, 22, 23, 1000])
 def block_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Number of rows whose logits are computed at once."""
     monkeypatch.setitem(blocks._NUMBERS, "cpu", request.param * PROTOTYPES)
@@ -214,7 +214,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_no_more_logits_than_a_block_are_ever_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, prototypes, bound = 400, 1000, 20_000
+    rows, prototypes, bound = 100, 300, 3000
     monkeypatch.setitem(blocks._NUMBERS, "cpu", bound)
     student = unit(2, rows, DIM, seed=5).requires_grad_()
     weight = unit(prototypes, DIM, seed=0).requires_grad_()
@@ -309,20 +309,15 @@ def test_the_centre_is_the_moving_average_of_the_mean_logits() -> None:
         torch.testing.assert_close(centre.value, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_the_centre_does_not_change_without_rows() -> None:
+def test_the_centre_does_not_change_without_rows_and_is_saved_with_its_module() -> None:
     centre = Centre(PROTOTYPES)
     centre.value.uniform_()
     before = centre.value.clone()
     centre.update(torch.zeros(DIM), torch.tensor(0), unit(PROTOTYPES, DIM, seed=1))
     assert torch.equal(centre.value, before)
-
-
-def test_the_centre_is_saved_with_its_module() -> None:
-    centre = Centre(PROTOTYPES)
-    centre.value.uniform_()
     restored = Centre(PROTOTYPES)
     restored.load_state_dict(centre.state_dict())
-    assert torch.equal(restored.value, centre.value)
+    assert torch.equal(restored.value, before)
 
 
 @pytest.mark.parametrize("momentum", [-0.1, 1.0])

@@ -1,17 +1,15 @@
 """Alignment of views, against its definition."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.objectives.conftest import batch_of
 from tests.objectives.literal import assert_steps_are, follow, unequal
 
-from cribo.base.errors import ConfigError
-from cribo.data.samples import Batch, SampleDataset
-from cribo.data.scenes import Scenes
+from cribo.data.samples import Batch
 from cribo.method import MemoryBank, patch_coordinates, pool_objects
 from cribo.models import load_backbone
 from cribo.objectives import Setting, Step
@@ -28,11 +26,6 @@ STEP = Step(0, steps_per_epoch=4, total_steps=12)
 
 def make(tiny: Tiny, changes: dict[str, Any] | None = None, **args: Any) -> Alignment:
     return Alignment(Setting(tiny({"backbone.drop_path": 0.0, **(changes or {})}), 36, 4), **args)
-
-
-def batch_of(objective: Alignment, count: int = 4) -> Batch:
-    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
-    return dataset.__getitems__([(0, image) for image in range(count)])
 
 
 def test_points_of_both_views_are_the_same_points_of_the_image() -> None:
@@ -90,8 +83,7 @@ def interpolated(tokens: torch.Tensor, centres: torch.Tensor, place: torch.Tenso
 
 def test_two_steps_are_those_written_out(tiny: Tiny) -> None:
     objective = unequal(make(tiny, {"optim.momentum": (0.6, 0.8)}, grid=3))
-    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
-    batches = [dataset.__getitems__([(0, image) for image in images]) for images in (range(4), range(4, 8))]
+    batches = [batch_of(objective, 4, first) for first in (0, 4)]
 
     def update(own: Any, step: Step) -> None:
         follow(own.teacher, own.student, step, (0.6, 0.8))
@@ -99,13 +91,8 @@ def test_two_steps_are_those_written_out(tiny: Tiny) -> None:
     assert_steps_are(objective, batches, written_losses, update, tolerance=1e-5)
 
 
-ALL = {
-    "points": 1.0,
-    "cross_view": 1.0,
-    "cross_image": 1.0,
-    "object_neighbours": 1.0,
-    "patch_neighbours": 1.0,
-}
+ALL = dict.fromkeys(("points", "cross_view", "cross_image", "object_neighbours", "patch_neighbours"), 1.0)
+ALIGNMENT = {"objective.name": "alignment", "objective.args": ALL}
 
 
 def with_banks(tiny: Tiny, **args: float) -> tuple[Alignment, Batch]:
@@ -115,10 +102,9 @@ def with_banks(tiny: Tiny, **args: float) -> tuple[Alignment, Batch]:
     with torch.no_grad():
         for parameter in objective.student.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
-    objective(dataset.__getitems__([(0, image) for image in range(4)]), STEP)
+    objective(batch_of(objective), STEP)
     objective.after_step(Step(0, 1, 10**9))  # with the first step's momentum
-    return objective, dataset.__getitems__([(0, image) for image in range(4, 8)])
+    return objective, batch_of(objective, first=4)
 
 
 def rows_of(objective: Alignment, batch: Batch) -> tuple[torch.Tensor, Objects, torch.Tensor]:
@@ -191,21 +177,14 @@ def test_a_loss_with_weight_0_is_not_computed(tiny: Tiny, monkeypatch: pytest.Mo
 
 
 def test_a_resumed_run_restores_its_banks(tiny: Tiny, resumed_state: Callable[..., dict[str, Any]]) -> None:
-    config = tiny({"losses.neighbours": 4, "losses.anchor": 1.0, "runtime.checkpoint_every": 5})
-    config = dataclasses.replace(config, objective=dataclasses.replace(config.objective, name="alignment", args=ALL))
+    config = tiny({**ALIGNMENT, "losses.neighbours": 4, "losses.anchor": 1.0, "runtime.checkpoint_every": 5})
     assert resumed_state(config)["_extra_state"]["patch_bank"]["counts"].sum() > 0
 
 
 def test_all_losses_train_in_half_precision_and_parts_of_a_batch(tiny: Tiny, tmp_path: Any) -> None:
-    changes = {
-        "runtime.precision": "bf16-mixed",
-        "optim.micro_batches": 2,
-        "losses.neighbours": 4,
-        "losses.anchor": 0.5,
-    }
-    config = tiny({**changes, "backbone.train_blocks": 1, "backbone.drop_path": 0.2})
-    config = dataclasses.replace(config, objective=dataclasses.replace(config.objective, name="alignment", args=ALL))
-    losses = pretrain(config, out=tmp_path).summary["losses"]
+    changes = {"losses.neighbours": 4, "losses.anchor": 0.5, "backbone.train_blocks": 1, "backbone.drop_path": 0.2}
+    half = {"runtime.precision": "bf16-mixed", "optim.micro_batches": 2}
+    losses = pretrain(tiny({**ALIGNMENT, **changes, **half}), out=tmp_path).summary["losses"]
     assert losses.keys() >= {*ALL, "anchor"}
     assert all(0 < losses[name] < 10 for name in ALL)
 
@@ -226,26 +205,6 @@ def test_patches_in_the_bank_do_not_depend_on_micro_batches(tiny: Tiny) -> None:
     torch.testing.assert_close(*states)
 
 
-@pytest.mark.parametrize(
-    ("changes", "args", "message"),
-    [
-        ({}, {"points": 0.0}, "all weights in objective.args are 0"),
-        ({"objects.num_objects": 33}, {"cross_view": 1.0}, "objects.num_objects must be at most 32, .* got 33"),
-        ({"objects.bank_images": 7}, {"cross_image": 1.0}, "at least one batch of 8 images, got 7"),
-        ({"losses.patch_neighbours": 0.5}, {}, "is for CrIBo only, got 0.5: set objective.args.patch_neighbours"),
-        ({"losses.patch_bank": 15}, {"patch_neighbours": 1.0}, "patch_bank must hold .* at least 16, got 15"),
-    ],
-)
-def test_invalid_options_are_rejected(tiny: Tiny, changes: dict[str, Any], args: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make(tiny, changes, **args)
-
-
-def test_train_blocks_must_not_exceed_the_depth(tiny: Tiny) -> None:
-    with pytest.raises(ConfigError, match=r"backbone.train_blocks must be 1 to 2, .*, got 3"):
-        make(tiny, {"backbone.train_blocks": 3})
-
-
 CONVOLUTIONAL: dict[str, dict[str, Any]] = {
     "efficientnet_lite0": {},
     "resnet18": {"layers": [1, 1, 1, 0], "channels": [8, 8, 16, 16]},
@@ -254,27 +213,13 @@ CONVOLUTIONAL: dict[str, dict[str, Any]] = {
 
 
 def convolutional(tiny: Tiny, name: str, **changes: Any) -> PretrainConfig:
-    network = {
-        "backbone.name": name,
-        "backbone.args": CONVOLUTIONAL[name],
-        "views.size": 64,
-        "objective.name": "alignment",
-    }
-    return tiny({**network, "backbone.drop_path": 0.0, "optim.lr": 1e-3, **changes})
+    network = {"backbone.name": name, "backbone.args": CONVOLUTIONAL[name], "backbone.drop_path": 0.0}
+    return tiny({**network, "views.size": 64, "objective.name": "alignment", "optim.lr": 1e-3, **changes})
 
 
 def test_batch_norms_keep_the_statistics_of_the_pretrained_weights(tiny: Tiny, tmp_path: Any) -> None:
-    config = convolutional(
-        tiny,
-        "efficientnet_lite0",
-        **{
-            "score.root": "scenes",
-            "score.images": (4, 2),
-            "score.every_epochs": 1,
-            "score.neighbours": 5,
-            "data.scenes.size": 96,
-        },
-    )
+    score = {"score.root": "scenes", "score.images": (4, 2), "score.every_epochs": 1, "score.neighbours": 5}
+    config = convolutional(tiny, "efficientnet_lite0", **{**score, "data.scenes.size": 96})
     before = Alignment(Setting(config, 36, 4)).exported().state_dict()
     after = load_backbone(pretrain(config, out=tmp_path).folder).state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -308,11 +253,3 @@ def test_only_the_last_stages_of_a_convolutional_network_are_trained(
         found[parameter.grad is not None].add(part)
     assert found[False] >= set(frozen)
     assert found[True] == set(trained)
-
-
-def test_train_blocks_requires_blocks_or_stages(tiny: Tiny) -> None:
-    network = {"backbone.name": "densenet121", "backbone.args": {"growth_rate": 4, "block_config": (1, 1, 1, 1)}}
-    with pytest.raises(ConfigError, match=r"backbone.train_blocks supports .*, not densenet121: remove it"):
-        make(tiny, {**network, "backbone.train_blocks": 1})
-    with pytest.raises(ConfigError, match="must be 1 to 3, the blocks of resnet18, got 4"):
-        Alignment(Setting(convolutional(tiny, "resnet18", **{"backbone.train_blocks": 4}), 36, 4))

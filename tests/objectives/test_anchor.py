@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.objectives.conftest import batch_of
 
-from cribo.data.samples import SampleDataset
-from cribo.data.scenes import Scenes
 from cribo.objectives import Objective, Output, Setting, Step, make_objective
 from cribo.objectives.terms import Anchor, StepFeatures
 from cribo.objectives.views import normalised_views
@@ -27,9 +26,7 @@ def make(tiny: Tiny, name: str, kind: str = "gram", **changes: Any) -> Objective
 
 def anchor_loss(objective: Objective) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the loss, and the tokens of the student and of the starting weights."""
-    batch = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0).__getitems__(
-        [(0, 0), (0, 1), (0, 2), (0, 3)]
-    )
+    batch = batch_of(objective)
     output = objective(batch, STEP)
     assert isinstance(output, Output)
     student: Any = objective.trainable().get_submodule("backbone")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from cribo.base.errors import ConfigError, DataError
+from cribo.base.errors import DataError
 from cribo.data import open_images
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
@@ -139,15 +139,3 @@ def test_labels_are_read_from_a_folder(tiny: Tiny, tmp_path: Path) -> None:
         dataset[0, 3]
     with pytest.raises(DataError, match="has no labels: use synthetic scenes, or name their folder"):
         SampleDataset(open_images(tmp_path / "images"), make(tiny, SupervisedCrIBo).samples(), seed=0)[0, 1]
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"clusters": False, "matches": False}, "must set clusters, matches or both"),
-        ({"labels": "/nowhere"}, "objective.args.labels must be a folder of label maps, got /nowhere"),
-    ],
-)
-def test_invalid_options_are_rejected(tiny: Tiny, args: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make(tiny, SupervisedCrIBo, **args)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from cribo.base.errors import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
 from cribo.method import SelfDistillation
@@ -245,24 +244,6 @@ def test_entropies_distinguish_collapse_from_uniformity() -> None:
 
 
 # ------------------------------------------------------------------ incompatible options
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"losses.image": 0, "losses.cross_view": 0, "losses.cross_image": 0}, "are 0: set at least one"),
-        ({"objects.clustering": "kmeans"}, r"set objects.position_weight to 0, not 1\.0"),
-        ({"objects.bank_images": 7}, "must hold at least one batch of 8 images, got 7"),
-        ({"objects.num_objects": 33}, "num_objects must be at most 32, the patches of both views, got 33"),
-        ({"objects.clustering": "kmean"}, "clustering must be sinkhorn, kmeans, or an import .* did you mean kmeans"),
-        ({"objects.criterion": "oracle"}, "criterion must be cycle, none, or an import path .* got 'oracle'"),
-        ({"objects.clustering": "math.pi"}, r"objects.clustering math.pi is not a function: 3\.14"),
-        ({"objects.criterion": "no_such_module.f"}, "no_such_module.f: module 'no_such_module' not found"),
-    ],
-)
-def test_incompatible_options_are_rejected(tiny: Tiny, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make(tiny(changes))
 
 
 def test_options_that_no_loss_uses_are_not_checked(tiny: Tiny) -> None:

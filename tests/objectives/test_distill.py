@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.objectives.conftest import batch_of
 from tests.objectives.literal import assert_steps_are, unequal
 from torch import Tensor
 
 from cribo.base.errors import ConfigError
-from cribo.data.samples import Batch, SampleDataset
-from cribo.data.scenes import Scenes
+from cribo.data.samples import Batch
 from cribo.models import Backbone, Features, Licence, build_backbone, load_backbone, normalise, save_backbone
 from cribo.objectives import Setting, Step
 from cribo.objectives.crops import augmented
@@ -35,11 +35,6 @@ def saved(folder: Path, *, seed: int = 5) -> Backbone:
 
 def make(tiny: Tiny, teacher: Path, changes: dict[str, Any] | None = None, **args: Any) -> Distill:
     return Distill(Setting(tiny({"backbone.drop_path": 0.0, **(changes or {})}), 36, 4), teacher=str(teacher), **args)
-
-
-def batch_of(objective: Distill, count: int = 4) -> Batch:
-    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
-    return dataset.__getitems__([(0, image) for image in range(count)])
 
 
 def test_a_student_of_another_architecture_learns_the_teachers_features(tiny: Tiny, tmp_path: Path) -> None:
@@ -105,8 +100,7 @@ def written_update(objective: Any, step: Step) -> None:
 def test_two_steps_are_those_written_out(tiny: Tiny, tmp_path: Path) -> None:
     saved(tmp_path)
     objective = unequal(make(tiny, tmp_path))
-    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
-    batches = [dataset.__getitems__([(0, image) for image in images]) for images in (range(4), range(4, 8))]
+    batches = [batch_of(objective, 4, first) for first in (0, 4)]
     assert_steps_are(objective, batches, written_losses, written_update, tolerance=1e-6)
 
 
@@ -206,16 +200,3 @@ def test_a_run_resumes_with_the_same_teacher_only(tiny: Tiny, tmp_path: Path) ->
     saved(tmp_path / "teacher", seed=6)
     with pytest.raises(ConfigError, match=r"teacher .*teacher has changed since the run was started: restore it"):
         resume(run.folder)
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"teacher": "nothing"}, "objective.args.teacher: .*nothing"),
-        ({"global_token": 0.0, "patches": 0.0}, "all weights in objective.args are 0"),
-    ],
-)
-def test_invalid_options_are_rejected(tiny: Tiny, tmp_path: Path, args: dict[str, Any], message: str) -> None:
-    saved(tmp_path)
-    with pytest.raises(ConfigError, match=message):
-        Distill(Setting(tiny(), 36, 4), **{"teacher": str(tmp_path), **args})

@@ -1,14 +1,12 @@
 """Frozen first blocks in each objective."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tests.objectives.conftest import batch_of
 
-from cribo.data.samples import SampleDataset
-from cribo.data.scenes import Scenes
 from cribo.models import Backbone, load_backbone
 from cribo.objectives import Setting, Step, make_objective
 from cribo.pretraining import PretrainConfig, pretrain
@@ -40,7 +38,7 @@ def test_a_shared_trunk_changes_no_loss_and_no_gradient(tiny: Tiny, name: str) -
         for more in ({}, {"backbone.train_blocks": 2})
     )
     shared.load_state_dict(whole.state_dict())
-    batch = SampleDataset(Scenes(8, size=40), whole.samples(), seed=0).__getitems__([(0, image) for image in range(4)])
+    batch = batch_of(whole)
     outputs = [objective(batch, STEP) for objective in (whole, shared)]
     for loss, other in zip(outputs[0].losses.values(), outputs[1].losses.values(), strict=True):
         torch.testing.assert_close(loss, other)
@@ -70,16 +68,14 @@ def test_frozen_blocks_run_once_for_student_and_teacher(tiny: Tiny, name: str, m
 
     monkeypatch.setattr(Backbone, "encode_trunk", counted)
     monkeypatch.setattr(Backbone, "encode", refuse)
-    transform = objective.samples()
-    batch = SampleDataset(Scenes(8, size=40), transform, seed=0).__getitems__([(0, image) for image in range(4)])
-    objective(batch, STEP)
+    objective(batch_of(objective), STEP)
     assert views == ([8, 8] if name == "dino" else [8])  # global and local crops, or two views, of 4 images
 
 
 @pytest.mark.parametrize("name", ARGS)
 def test_training_changes_only_the_last_blocks(tiny: Tiny, tmp_path: Any, name: str) -> None:
-    config = tiny({"backbone.train_blocks": 1, "backbone.drop_path": 0.0, "runtime.log_every": 12})
-    config = dataclasses.replace(config, objective=dataclasses.replace(config.objective, name=name, args=ARGS[name]))
+    changes = {"backbone.train_blocks": 1, "backbone.drop_path": 0.0, "optim.epochs": 1, "optim.warmup_epochs": 0}
+    config = tiny({**changes, "objective.name": name, "objective.args": ARGS[name]})
     before = make_objective(name, ARGS[name], Setting(config, 36, 4)).exported().state_dict()
     run = pretrain(config, out=tmp_path)
     after = load_backbone(run.folder).state_dict()

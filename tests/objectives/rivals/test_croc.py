@@ -1,6 +1,5 @@
 """CrOC, against the public code's values, and properties of its clustering and training."""
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.objectives.conftest import batch_of
 from tests.objectives.golden import cases, load
 from tests.objectives.literal import assert_steps_are, follow, linear, unequal
 from torch import Tensor
 
-from cribo.base.errors import ConfigError, InputError
-from cribo.data.samples import Batch, SampleDataset
-from cribo.data.scenes import Scenes
+from cribo.base.errors import InputError
 from cribo.method import Centre, SelfDistillation, cross_view_loss
 from cribo.models import build_backbone
 from cribo.objectives import Setting, Step
@@ -254,17 +252,12 @@ def make(tiny: Tiny, changes: dict[str, Any] | None = None, **args: Any) -> CrOC
     return CrOC(Setting(tiny(options), 36, 4), **{"k_start": 6, "object_prototypes": 16, **args})
 
 
-def batch_of(objective: CrOC, count: int = 8) -> Batch:
-    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
-    return dataset.__getitems__([(0, image) for image in range(count)])
-
-
 def test_forward_returns_the_losses_of_each_group(tiny: Tiny) -> None:
     objective = make(tiny, object_temperature=(0.09, 0.09))
     with torch.no_grad():
         for parameter in objective.teacher.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
-    batch = batch_of(objective)
+    batch = batch_of(objective, 8)
     output = objective(batch, STEP)
     alone = [objective(part, STEP).losses for part in batch.split(2)]  # a group of four images each
     for name, loss in output.losses.items():
@@ -325,15 +318,14 @@ def test_two_steps_are_those_written_out(tiny: Tiny) -> None:
     objective = unequal(make(tiny, changes, object_temperature=(0.06, 0.09)))
     for centre in (objective.image_centre, objective.object_centre):
         centre.value += 0.1 * torch.randn(len(centre.value), generator=torch.Generator().manual_seed(1))
-    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
-    batches = [dataset.__getitems__([(0, image) for image in images]) for images in (range(4), range(4, 8))]
+    batches = [batch_of(objective, 4, first) for first in (0, 4)]
     assert_steps_are(objective, batches, written_losses, written_update, tolerance=1e-6)
     assert objective.weights == {"image": 1.0, "cross_view": 0.7}
 
 
 def test_samples_carry_keyed_noise_for_each_head(tiny: Tiny) -> None:
     objective = make(tiny)
-    first, again = batch_of(objective), batch_of(objective)
+    first, again = batch_of(objective, 8), batch_of(objective, 8)
     assert first["token_noise"].shape == (8, 2, 32)
     assert torch.equal(first["token_noise"], again["token_noise"])
     assert not torch.equal(first["token_noise"][0], first["token_noise"][1])
@@ -341,7 +333,7 @@ def test_samples_carry_keyed_noise_for_each_head(tiny: Tiny) -> None:
 
 def test_a_step_updates_centres_and_teacher(tiny: Tiny) -> None:
     objective = make(tiny)
-    for part in batch_of(objective).split(2):
+    for part in batch_of(objective, 8).split(2):
         objective(part, STEP)
     before = {name: value.clone() for name, value in objective.teacher.named_parameters()}
     with torch.no_grad():
@@ -356,33 +348,6 @@ def test_a_step_updates_centres_and_teacher(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "args", "message"),
-    [
-        ({}, {"k_start": 1}, "k_start must be 2 to 32, the patches of both views, got 1"),
-        ({}, {"k_start": 33}, "k_start must be 2 to 32, the patches of both views, got 33: use fewer clusters"),
-        ({}, {"k_max": 7}, r"k_max must be 2 to 6, the number of clusters before merging \(.*k_start\), got 7"),
-        ({}, {"k_max": 1}, "k_max must be 2 to 6, .* got 1"),
-        ({"losses.cross_view": 0.0}, {}, "losses.cross_view must be > 0 for CrOC: .* use the objective dino"),
-        (
-            {"backbone.name": "resnet18", "backbone.args": {"channels": (8, 8, 8, 8)}},
-            {},
-            r"CrOC requires .* whose global token is \[CLS\].*, not resnet18: use vit_small_patch16_224",
-        ),
-        ({"backbone.args": {**DEEPER, "class_token": False, "global_pool": "avg"}}, {}, r"requires .* \[CLS\]"),
-    ],
-)
-def test_invalid_options_are_rejected(tiny: Tiny, changes: dict[str, Any], args: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make(tiny, changes, **args)
-
-
-def test_a_batch_is_a_whole_number_of_groups(tiny: Tiny) -> None:
-    objective = make(tiny)
-    with pytest.raises(InputError, match="whole number of groups of 4 images, got 6"):
-        objective(batch_of(objective, count=6), STEP)
-
-
-@pytest.mark.parametrize(
     "changes",
     [
         {"losses.centring": "sinkhorn", "backbone.drop_path": 0.2},
@@ -392,9 +357,8 @@ def test_a_batch_is_a_whole_number_of_groups(tiny: Tiny) -> None:
     ids=["sinkhorn", "objects only", "cached trunk"],
 )
 def test_it_trains(tiny: Tiny, tmp_path: Path, changes: dict[str, Any]) -> None:
-    config = tiny({"runtime.log_every": 12, **changes})
     args = {"k_start": 6, "object_prototypes": 16, "cost_range": "image"}
-    config = dataclasses.replace(config, objective=dataclasses.replace(config.objective, name="croc", args=args))
-    run = pretrain(config, out=tmp_path)
+    short = {"optim.epochs": 1, "optim.warmup_epochs": 0, "objective.name": "croc", "objective.args": args}
+    run = pretrain(tiny({**short, **changes}), out=tmp_path)
     assert 0 < run.summary["losses"]["cross_view"] < 10
     assert run.backbone().embed_dim == 32

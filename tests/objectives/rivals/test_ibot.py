@@ -9,12 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.objectives import golden
+from tests.objectives.conftest import batch_of
 from tests.objectives.literal import assert_steps_are, follow, linear, unequal
 from torch import Tensor
 
-from cribo.base.errors import ConfigError
-from cribo.data.samples import Batch, SampleDataset
-from cribo.data.scenes import Scenes
 from cribo.method import Centre, ProjectionHead, PrototypeLayer, SelfDistillation
 from cribo.objectives import Setting, Step
 from cribo.objectives.crops import augmented_crops
@@ -129,11 +127,6 @@ def make(tiny: Tiny, changes: dict[str, Any] | None = None, **args: Any) -> IBOT
     return IBOT(Setting(tiny(changes), 36, 4), **{"local_crops": 3, "local_size": 16, **args})
 
 
-def batch_of(objective: IBOT, count: int = 4) -> Batch:
-    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
-    return dataset.__getitems__([(0, image) for image in range(count)])
-
-
 def logits(network: Any, tokens: Tensor) -> Tensor:
     return network.image_prototypes(network.head(tokens))
 
@@ -223,8 +216,7 @@ def test_two_steps_are_those_written_out(tiny: Tiny, network: dict[str, Any]) ->
         for centre in (objective.image_centre, objective.patch_centre):
             centre.value += torch.randn(32, generator=generator)
     unequal(objective)
-    dataset = SampleDataset(Scenes(12, size=40), objective.samples(), seed=0)
-    batches = [dataset.__getitems__([(0, image) for image in images]) for images in (range(6), range(6, 12))]
+    batches = [batch_of(objective, 6, first) for first in (0, 6)]
     assert 0 < int(batches[0]["masks"].any(dim=2).sum()) < 12
     assert_steps_are(objective, batches, written_losses, written_update, tolerance=1e-6)
 
@@ -250,24 +242,3 @@ def test_frozen_blocks_freeze_the_mask_token(tiny: Tiny) -> None:
     assert "mask_token" not in trained
     assert {name for name in trained if "blocks.0" in name} == set()
     assert any("blocks.1" in name for name in trained)
-
-
-@pytest.mark.parametrize(
-    ("changes", "args", "message"),
-    [
-        (
-            {"backbone.name": "resnet18", "backbone.args": {}},
-            {"local_size": 32},
-            r"global token is \[CLS\], not resnet18",
-        ),
-        (
-            {"backbone.name": "beit_base_patch16_224", "backbone.args": {"depth": 1, "global_pool": "token"}},
-            {},
-            "local_size must be 32 for beit_base_patch16_224, which accepts no other size, got 16: use another network",
-        ),
-        ({}, {"mask_ratio": (0.5, 0.1)}, r"mask_ratio must be ordered \(low, high\) within 0 to 1"),
-    ],
-)
-def test_invalid_options_are_rejected(tiny: Tiny, changes: Any, args: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make(tiny, changes, **args)

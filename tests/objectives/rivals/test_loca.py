@@ -1,6 +1,5 @@
 """LOCA, against the released code's values and its definition."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,12 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.objectives.conftest import batch_of
 from tests.objectives.golden import cases, load
 from torch import Tensor, nn
 
-from cribo.base.errors import ConfigError
-from cribo.data.samples import Batch, SampleDataset
-from cribo.data.scenes import Scenes
+from cribo.data.samples import Batch
 from cribo.method import Crops, SelfDistillation
 from cribo.models import build_backbone
 from cribo.objectives import Setting, Step
@@ -29,11 +27,6 @@ NO_CLS = {"patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2, "class_t
 
 def make(tiny: Tiny, changes: dict[str, Any] | None = None, **args: Any) -> LOCA:
     return LOCA(Setting(tiny(changes), 36, 4), **{"local_crops": 2, "local_size": 16, **args})
-
-
-def batch_of(objective: LOCA, count: int = 8) -> Batch:
-    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
-    return dataset.__getitems__([(0, image) for image in range(count)])
 
 
 # ------------------------------------------------------------------ golden values
@@ -232,7 +225,7 @@ def test_a_query_outside_the_reference_has_no_place() -> None:
 def test_patches_show_what_the_reference_shows_at_their_places(tiny: Tiny) -> None:
     """Each patch of a crop is similar to the reference's patch at its place, and not to others."""
     objective = make(tiny, {"views.area": (0.5, 1.0)}, query_ratio=0.5, local_crops=3)
-    batch = batch_of(objective)
+    batch = batch_of(objective, 8)
     assert batch["places"].shape == (8, 8 + 3 * 4)
     assert (batch["places"] < 0).any()
     assert (batch["query_kept"].sort(dim=1).values.diff(dim=1) > 0).all()
@@ -257,7 +250,7 @@ def test_patches_show_what_the_reference_shows_at_their_places(tiny: Tiny) -> No
 def test_the_reference_is_not_mirrored(tiny: Tiny) -> None:
     changes = {"views.area": (1.0, 1.0), "views.aspect": (1.0, 1.0), "views.flip": 1.0}
     objective = make(tiny, changes)
-    batch = batch_of(objective)
+    batch = batch_of(objective, 8)
     reference, random = batch["global"].unbind(dim=1)
     assert torch.equal(reference, random.flip(-1))
     row, column = batch["query_kept"] // 4, batch["query_kept"] % 4
@@ -266,7 +259,7 @@ def test_the_reference_is_not_mirrored(tiny: Tiny) -> None:
 
 def test_samples_are_keyed(tiny: Tiny) -> None:
     objective = make(tiny)
-    first, again = batch_of(objective), batch_of(objective)
+    first, again = batch_of(objective, 8), batch_of(objective, 8)
     for name in ("global", "local", "reference_kept", "query_kept", "places"):
         assert torch.equal(first[name], again[name])
 
@@ -277,7 +270,7 @@ def test_samples_are_keyed(tiny: Tiny) -> None:
 @pytest.mark.parametrize("args", [{}, {"backbone.args": NO_CLS}], ids=["[CLS]", "no [CLS]"])
 def test_the_student_does_not_read_dropped_patches(tiny: Tiny, args: dict[str, Any]) -> None:
     objective = make(tiny, {"backbone.drop_path": 0.0, **args})
-    batch = batch_of(objective)
+    batch = batch_of(objective, 8)
     reference, random = torch.randn(2, 8, 3, 32, 32)
     focal = torch.randn(16, 3, 16, 16)
 
@@ -310,7 +303,7 @@ def test_paths_are_dropped_in_the_teacher_and_for_each_crop(tiny: Tiny) -> None:
 
 def test_the_position_head_reads_only_the_kept_patches_of_the_reference(tiny: Tiny) -> None:
     objective = make(tiny, {"backbone.drop_path": 0.0}).eval()
-    batch = batch_of(objective)
+    batch = batch_of(objective, 8)
     reference, random = torch.randn(2, 8, 3, 32, 32)
     focal = torch.randn(16, 3, 16, 16)
     seen: list[Tensor] = []
@@ -324,7 +317,7 @@ def test_the_position_head_reads_only_the_kept_patches_of_the_reference(tiny: Ti
 
 def test_losses_are_means_over_groups(tiny: Tiny) -> None:
     objective = make(tiny)
-    batch = batch_of(objective)
+    batch = batch_of(objective, 8)
     whole = objective(batch, STEP)
     halves = [objective(part, STEP) for part in batch.split(2)]
     for name, loss in whole.losses.items():
@@ -335,7 +328,7 @@ def test_losses_are_means_over_groups(tiny: Tiny) -> None:
 
 def test_only_the_student_has_gradients_and_they_are_finite_without_any_place(tiny: Tiny) -> None:
     objective = make(tiny)
-    batch = batch_of(objective)
+    batch = batch_of(objective, 8)
     batch["places"].fill_(-1)
     output = objective(batch, STEP)
     assert output.losses["position"] == output.losses["cluster"] == 0
@@ -361,7 +354,7 @@ def test_the_losses_fall_and_clusters_stay_in_use(tiny: Tiny) -> None:
     """Over the same batch, on which the position head can reach every position."""
     changes = {"backbone.drop_path": 0.0, "head.init_std": 0.2, "losses.teacher_temperature": (0.05, 0.05)}
     objective = make(tiny, {**changes, "views.jitter": 0.0, "objects.group_size": 8}, reference_ratio=0.5)
-    batch = batch_of(objective)
+    batch = batch_of(objective, 8)
     optimiser = torch.optim.AdamW(objective.trainable().parameters(), lr=3e-3)
     output, outputs = objective(batch, STEP), []
     for _ in range(60):
@@ -386,44 +379,9 @@ def test_the_losses_fall_and_clusters_stay_in_use(tiny: Tiny) -> None:
     ids=["frozen blocks", "no [CLS]"],
 )
 def test_it_trains(tiny: Tiny, tmp_path: Path, network: dict[str, Any]) -> None:
-    config = tiny({"optim.lr": 0.03, "optim.epochs": 6, "head.init_std": 0.2, **network})
-    args = {"local_crops": 2, "local_size": 16}
-    config = dataclasses.replace(config, objective=dataclasses.replace(config.objective, name="loca", args=args))
-    run = pretrain(config, out=tmp_path)
+    loca = {"objective.name": "loca", "objective.args": {"local_crops": 2, "local_size": 16}}
+    changes = {"optim.lr": 0.03, "optim.epochs": 6, "head.init_std": 0.2, **network}
+    run = pretrain(tiny({**loca, **changes}), out=tmp_path)
     assert 0 < run.summary["losses"]["position"] < 2.9  # log 16 = 2.77 for uniform predictions
     assert run.summary["losses"]["me_max"] < -2.0
     assert 0 < run.summary["position_accuracy"] < 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "args", "message"),
-    [
-        (
-            {"backbone.name": "resnet18", "backbone.args": {}, "views.size": 64},
-            {"local_size": 32},
-            "LOCA requires a timm vision transformer that can drop patches, not resnet18",
-        ),
-        (
-            {"backbone.name": "eva02_tiny_patch14_224", "backbone.args": {"depth": 1}, "views.size": 28},
-            {"local_size": 14},
-            "can drop patches, not eva02_tiny_patch14_224",
-        ),
-        (
-            {"backbone.args": {**NO_CLS, "patch_size": 32}},
-            {"local_size": 32},
-            "2x2 patches, but vit_tiny_patch16_224 has patches of 32 pixels: set views.size to at least 64, got 32",
-        ),
-        ({}, {"reference_ratio": 0.03}, "reference_ratio must keep 1 to 16 of 16 patches, got 0.03"),
-        ({}, {"query_ratio": 1.2}, r"query_ratio must keep 1 to 16 of 16 patches, got 1\.2"),
-        ({}, {"local_size": 4}, "local_size must be a multiple of the patch size 8, got 4"),
-    ],
-)
-def test_invalid_options_are_rejected(tiny: Tiny, changes: dict[str, Any], args: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make(tiny, changes, **args)
-
-
-def test_a_batch_that_is_not_a_whole_number_of_groups_is_rejected(tiny: Tiny) -> None:
-    objective = make(tiny)
-    with pytest.raises(ValueError, match="a batch must be a whole number of groups of 4 images, got 3"):
-        objective(batch_of(objective, 3), STEP)

@@ -1,16 +1,13 @@
 """MAE, against its definition."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tests.objectives.conftest import batch_of
 from tests.objectives.literal import assert_steps_are, unequal
 
-from cribo.base.errors import ConfigError
-from cribo.data.samples import Batch, SampleDataset
-from cribo.data.scenes import Scenes
 from cribo.models import build_backbone, normalise
 from cribo.objectives import Setting, Step
 from cribo.objectives.rivals.dropping import KeepTokens
@@ -24,11 +21,6 @@ ARGS = {"decoder_dim": 16, "decoder_depth": 1, "decoder_heads": 2}
 
 def make(tiny: Tiny, changes: dict[str, Any] | None = None, **args: Any) -> MAE:
     return MAE(Setting(tiny({"backbone.drop_path": 0.0, **(changes or {})}), 36, 4), **{**ARGS, **args})
-
-
-def batch_of(objective: MAE, count: int = 4) -> Batch:
-    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
-    return dataset.__getitems__([(0, image) for image in range(count)])
 
 
 def test_patches_are_cut_row_by_row() -> None:
@@ -128,8 +120,7 @@ def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, torch.
 
 def test_two_steps_are_those_written_out(tiny: Tiny) -> None:
     objective = unequal(make(tiny))
-    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
-    batches = [dataset.__getitems__([(0, image) for image in images]) for images in (range(4), range(4, 8))]
+    batches = [batch_of(objective, 4, first) for first in (0, 4)]
     assert_steps_are(objective, batches, written_losses, lambda own, step: None, tolerance=1e-5)
 
 
@@ -148,25 +139,7 @@ def test_prefix_tokens_are_always_kept() -> None:
     assert keep(tokens)[..., 0].tolist() == [[0, 4, 1], [5, 7, 8]]
 
 
-@pytest.mark.parametrize(
-    ("changes", "args", "message"),
-    [
-        (
-            {"backbone.name": "resnet18", "backbone.args": {}, "views.size": 64},
-            {},
-            "requires a timm vision transformer",
-        ),
-        ({}, {"mask_ratio": 1.0}, "mask_ratio must leave 1 to 15 of 16 patches visible, got 1.0"),
-        ({}, {"decoder_heads": 3}, "decoder_dim must be a multiple of 4 and of decoder_heads 3, got 16"),
-    ],
-)
-def test_invalid_options_are_rejected(tiny: Tiny, changes: dict[str, Any], args: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make(tiny, changes, **args)
-
-
 def test_it_trains(tiny: Tiny, tmp_path: Any) -> None:
-    config = tiny({"optim.epochs": 12, "backbone.drop_path": 0.0, "optim.lr": 0.1})
-    config = dataclasses.replace(config, objective=dataclasses.replace(config.objective, name="mae", args=ARGS))
-    run = pretrain(config, out=tmp_path)
+    optim = {"optim.epochs": 12, "backbone.drop_path": 0.0, "optim.lr": 0.1}
+    run = pretrain(tiny({**optim, "objective.name": "mae", "objective.args": ARGS}), out=tmp_path)
     assert run.summary["losses"]["mae"] < 1.0

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
+from tests.objectives.conftest import batch_of
 from tests.objectives.literal import assert_steps_are, follow, unequal
 from tests.objectives.rivals.test_byol import RESNET, SHARP
 from tests.pretraining.test_spread import assert_same_checkpoint, last
@@ -187,23 +188,6 @@ def test_stages_of_another_network_are_rejected(tiny: Tiny, whole: Run, tmp_path
         pretrain(other, out=tmp_path, name="run", continue_run=True)
 
 
-def test_cached_trunks_are_rejected(tiny: Tiny) -> None:
-    with pytest.raises(ConfigError, match="cache_trunk supports view pairs only, ORL has patches, too: remove it"):
-        ORL(Setting(config(tiny, {"backbone.cache_trunk": 2}), 24, 3), **ARGS)
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"neighbours": 24}, "neighbours 24 requires at least 25 images, but data.root has 24: add images, or"),
-        ({"patch_size": 20}, "patch_size must be a multiple of the patch size 8, got 20"),
-    ],
-)
-def test_invalid_options_are_rejected(args: dict[str, Any], message: str, tiny: Tiny) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ORL(Setting(config(tiny), 24, 3), **{**ARGS, **args})
-
-
 def test_regions_that_are_too_small_are_rejected(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="none of 24 images has a region of at least 64 x 64 pixels: set"):
         pretrain(config(tiny, min_side=64), out=tmp_path, name="run")
@@ -232,9 +216,8 @@ def test_unreadable_images_have_no_regions_and_are_no_neighbours(tiny: Tiny, tmp
         pretrain(config(tiny, {**changes, "data.max_unreadable": 1.0}, neighbours=5), out=tmp_path, name="few")
 
 
-def batch_of(transform: RegionCrops, count: int = 4) -> Batch:
-    dataset = SampleDataset(Scenes(8, size=40), transform, seed=0)
-    return dataset.__getitems__([(0, image) for image in range(count)])
+def samples_of(transform: RegionCrops) -> Batch:
+    return SampleDataset(Scenes(8, size=40), transform, seed=0).__getitems__([(0, image) for image in range(8)])
 
 
 def test_patches_are_a_region_its_copy_and_a_pair_with_a_neighbour() -> None:
@@ -246,7 +229,7 @@ def test_patches_are_a_region_its_copy_and_a_pair_with_a_neighbour() -> None:
         neighbours=torch.tensor([[(image + 1) % 8, (image + 2) % 8] for image in range(8)]),
         pairs=torch.tensor([[[1, 0], [0, 1]]]).repeat(8, 1, 1),
     )
-    batch = batch_of(RegionCrops(PLAIN, pairs, patch_size=16, drop_path_sites=3), 8)
+    batch = samples_of(RegionCrops(PLAIN, pairs, patch_size=16, drop_path_sites=3))
     assert batch["global"].shape == (8, 2, 3, 32, 32)
     assert batch["drop_path_noise"].shape == (8, 6, 3)
     assert batch["photometric"].sigma.shape == (8, 6)
@@ -267,7 +250,7 @@ def test_patches_are_a_region_its_copy_and_a_pair_with_a_neighbour() -> None:
 
 def test_without_stage_2_an_image_is_its_own_neighbour() -> None:
     recipe = dataclasses.replace(PLAIN, flip=0.5)
-    batch = batch_of(RegionCrops(recipe, None, patch_size=40, drop_path_sites=0), 8)
+    batch = samples_of(RegionCrops(recipe, None, patch_size=40, drop_path_sites=0))
     scenes, mirrored = Scenes(8, size=40), 0
     for image, (region, _, own, other) in enumerate(batch["local"]):
         for patch in (region, own, other):
@@ -303,8 +286,7 @@ def test_two_steps_are_those_written_out(tiny: Tiny) -> None:
     changes = {"backbone.name": network.name, "backbone.args": network.args, "optim.momentum": (0.6, 0.8)}
     options = config(tiny, changes)
     objective = unequal(ORL(Setting(options, 24, 3), **{**ARGS, "batch_norm": False}))
-    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
-    batches = [dataset.__getitems__([(0, image) for image in images]) for images in (range(4), range(4, 8))]
+    batches = [batch_of(objective, 4, first) for first in (0, 4)]
 
     def update(own: Any, step: Step) -> None:
         follow(own.teacher, own.student, step, (0.6, 0.8))
@@ -314,7 +296,7 @@ def test_two_steps_are_those_written_out(tiny: Tiny) -> None:
 
 def test_every_loss_has_its_own_predictor_and_crops(tiny: Tiny) -> None:
     objective = ORL(Setting(config(tiny), 24, 3), **ARGS)
-    batch = batch_of(objective.samples())
+    batch = batch_of(objective)
     losses = objective(batch, STEP).losses
     assert losses.keys() == {"image", "region", "pair"}
     changes = {"image": ("global", 0), "region": ("local", 1), "pair": ("local", 3)}

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.objectives.conftest import batch_of
 from tests.objectives.golden import cases, load
 from tests.objectives.literal import assert_steps_are, follow, linear, unequal
 from torch import Tensor, nn
 
-from cribo.base.errors import ConfigError
-from cribo.data.samples import Batch, SampleDataset
-from cribo.data.scenes import Scenes
+from cribo.data.samples import Batch
 from cribo.method import Centre, ViewRecipe
 from cribo.models import normalise
 from cribo.objectives import Setting, Step
@@ -35,11 +34,6 @@ STEP = Step(6, steps_per_epoch=4, total_steps=12)
 
 def make(tiny: Tiny, changes: dict[str, Any] | None = None, **args: Any) -> SlotCon:
     return SlotCon(Setting(tiny(changes), 36, 4), **{"batch_norm": False, **args})
-
-
-def batch_of(objective: SlotCon, count: int = 4) -> Batch:
-    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
-    return dataset.__getitems__([(0, image) for image in range(count)])
 
 
 def predictor_of(case: dict[str, Any]) -> nn.Sequential:
@@ -212,8 +206,7 @@ def test_two_steps_are_those_written_out(tiny: Tiny) -> None:
     changes = {"losses.student_temperature": 0.1, "losses.centre_momentum": 0.8, "optim.momentum": (0.6, 0.8)}
     objective = unequal(make(tiny, {**PLAIN, **DISTINCT, **losses, **changes}, grouping_weight=0.3))
     objective.centre.value += 0.1 * torch.randn(32, generator=torch.Generator().manual_seed(1))
-    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
-    batches = [dataset.__getitems__([(0, image) for image in images]) for images in (range(4), range(4, 8))]
+    batches = [batch_of(objective, 4, first) for first in (0, 4)]
     batches[0]["overlap"][2, :, 2] = batches[0]["overlap"][2, :, 0] - 0.1  # no overlap
     assert_steps_are(objective, batches, written_losses, written_update, tolerance=1e-6)
     assert objective.weights == {"grouping": 0.3, "slot": 0.7}
@@ -335,27 +328,10 @@ def test_samples_have_the_overlap_of_their_views_and_are_keyed(tiny: Tiny) -> No
         assert torch.equal(left, right if same else right.flip(-1))
 
 
-@pytest.mark.parametrize(
-    ("changes", "args", "message"),
-    [
-        ({"losses.centring": "sinkhorn"}, {}, "got losses.centring sinkhorn: set losses.centring mean"),
-        (
-            {"backbone.name": "resnet18", "backbone.args": {}},
-            {},
-            "2x2 positions, but resnet18 has one position per 32 pixels: set views.size to at least 64, got 32",
-        ),
-    ],
-)
-def test_invalid_options_are_rejected(tiny: Tiny, changes: dict[str, Any], args: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make(tiny, changes, **args)
-
-
 def test_a_convolutional_network_trains_with_batch_norms_and_lars(tiny: Tiny, tmp_path: Any) -> None:
     network = {"layers": [1, 1, 0, 0], "channels": [8, 16, 16, 16]}
-    config = tiny({"backbone.name": "resnet18", "backbone.args": network, "optim.name": "lars", "optim.lr": 10.0})
-    config = dataclasses.replace(config, objective=dataclasses.replace(config.objective, name="slotcon"))
-    run = pretrain(config, out=tmp_path)
+    changes = {"backbone.name": "resnet18", "backbone.args": network, "optim.name": "lars", "optim.lr": 10.0}
+    run = pretrain(tiny({**changes, "objective.name": "slotcon"}), out=tmp_path)
     assert run.summary["losses"].keys() == {"grouping", "slot"}
     assert all(0 < loss < 10 for loss in run.summary["losses"].values())
     assert run.backbone().embed_dim == 16

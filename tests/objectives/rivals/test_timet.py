@@ -11,7 +11,7 @@ from tests.objectives.golden import cases, load
 from tests.objectives.literal import assert_steps_are, follow, unequal
 from torch import Tensor
 
-from cribo.base.errors import ConfigError, DataError
+from cribo.base.errors import DataError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
 from cribo.data.sources.clips import Clips
@@ -229,16 +229,3 @@ def test_folders_that_are_no_collection_of_clips(tiny: Tiny, tmp_path: Path) -> 
     (tmp_path / "videos" / "b.mp4").touch()
     with pytest.raises(DataError, match="contains both video files and images: choose one"):
         pretrain(tiny(changes), out=tmp_path / "runs")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"frames": 1}, "frames must be >= 2, got 1"),
-        ({"radius": -1}, "radius must be >= 0, got -1"),
-        ({"assignment_temperature": 0.0}, "assignment_temperature must be > 0"),
-    ],
-)
-def test_bad_arguments(tiny: Tiny, tmp_path: Path, arguments: dict[str, float], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        pretrain(tiny({"objective.name": "timet", "objective.args": arguments}), out=tmp_path)
