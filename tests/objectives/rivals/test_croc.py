@@ -14,6 +14,7 @@ from tests.objectives.literal import assert_steps_are, follow, linear, unequal
 from torch import Tensor
 
 from cribo.base.errors import InputError
+from cribo.data.samples import Batch
 from cribo.method import Centre, SelfDistillation, cross_view_loss
 from cribo.models import build_backbone
 from cribo.objectives import Setting, Step

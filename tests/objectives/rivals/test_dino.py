@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from tests.objectives.conftest import batch_of
 from tests.objectives.literal import assert_steps_are, follow, linear, unequal
 
+from cribo.data.samples import Batch
 from cribo.objectives import Setting, Step
 from cribo.objectives.crops import augmented_crops
 from cribo.objectives.rivals.dino import DINO, dino_loss

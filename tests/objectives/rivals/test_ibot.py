@@ -13,6 +13,7 @@ from tests.objectives.conftest import batch_of
 from tests.objectives.literal import assert_steps_are, follow, linear, unequal
 from torch import Tensor
 
+from cribo.data.samples import Batch
 from cribo.method import Centre, ProjectionHead, PrototypeLayer, SelfDistillation
 from cribo.objectives import Setting, Step
 from cribo.objectives.crops import augmented_crops

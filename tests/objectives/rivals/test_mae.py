@@ -8,6 +8,7 @@ import torch
 from tests.objectives.conftest import batch_of
 from tests.objectives.literal import assert_steps_are, unequal
 
+from cribo.data.samples import Batch
 from cribo.models import build_backbone, normalise
 from cribo.objectives import Setting, Step
 from cribo.objectives.rivals.dropping import KeepTokens

@@ -13,6 +13,7 @@ from tests.objectives.conftest import batch_of
 from tests.objectives.golden import cases, load
 from tests.objectives.literal import assert_steps_are, follow, unequal
 
+from cribo.data.samples import Batch
 from cribo.method import Crops, ViewRecipe, patch_coordinates
 from cribo.objectives import Setting, Step
 from cribo.objectives.crops import augmented_crops, concatenate_crops, multi_crop
