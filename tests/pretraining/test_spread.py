@@ -21,7 +21,7 @@ from cribo.training.checkpoints import checkpoint_files
 Tiny = Callable[..., PretrainConfig]
 
 STEPS = 10
-KILLED_AT = 7
+KILLED_AT = 6  # within the second epoch
 # All three losses from the first step, with all options that could depend on the distribution.
 COMMON: dict[str, Any] = {
     "data.scenes.count": 80,
@@ -34,7 +34,7 @@ COMMON: dict[str, Any] = {
     "optim.warmup_epochs": 0,
     "optim.freeze_last_layers_epochs": 0,
     "optim.clip": 0.3,
-    "runtime.checkpoint_every": 1,
+    "runtime.checkpoint_every": 2,
     "runtime.keep_checkpoints": STEPS,
     "runtime.log_every": 100,  # unread sums stay in the checkpoints, at full precision
 }
@@ -146,7 +146,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def states(folder: Path) -> list[State]:
-    """After each step."""
+    """The content of each checkpoint, the earliest first."""
     found = []
     for path in reversed(checkpoint_files(folder)):
         checkpoint = torch.load(path, weights_only=False)
@@ -157,18 +157,18 @@ def states(folder: Path) -> list[State]:
 
 
 def losses(found: Sequence[State]) -> Tensor:
-    """(steps - 1, 3) the three losses of each step; the last step's sums are read before it is saved."""
+    """(checkpoints - 1, 3) the three losses between checkpoints; the last sums are read before they are saved."""
     names = ("loss_image", "loss_cross_view", "loss_cross_image")
     sums = torch.stack([torch.stack([state.sums[name] for name in names]) for state in found[:-1]])
     numerators, denominators = sums.diff(dim=0, prepend=torch.zeros_like(sums[:1])).unbind(dim=-1)
     return numerators / denominators
 
 
-def assert_same(one: Path, spread: Path, precision: str) -> None:
+def assert_same(one: Path, spread: Path, precision: str, *, image_loss: bool = True) -> None:
     loss, weight = TOLERANCES[precision]
     alone, shared = states(one), states(spread)
     assert alone[-1].weights["teacher.head.mlp.0.weight"].dtype == getattr(torch, f"float{precision[:2]}")
-    assert (losses(alone)[1:] > 0).all()  # the bank is empty in the first step
+    assert ((losses(alone) > 0) == torch.tensor([image_loss, True, True])).all()
     torch.testing.assert_close(losses(shared), losses(alone), rtol=loss, atol=loss)
     for step, (a, b) in enumerate(zip(alone, shared, strict=True), start=1):
         assert a.weights.keys() == b.weights.keys()
@@ -189,13 +189,13 @@ def assert_same(one: Path, spread: Path, precision: str) -> None:
     [
         (2, "64-true", "mean", 2),
         (2, "64-true", "sinkhorn", 1),
-        pytest.param(4, "32-true", "mean", 2, marks=pytest.mark.slow),
+        pytest.param(2, "32-true", "mean", 2, marks=pytest.mark.slow),
         *(
             pytest.param(*case, marks=pytest.mark.endurance)
             for case in (
                 (4, "64-true", "mean", 1),
                 (2, "64-true", "sinkhorn", 2),
-                (2, "32-true", "mean", 2),
+                (4, "32-true", "mean", 2),
                 (2, "32-true", "sinkhorn", 1),
                 (4, "64-true", "sinkhorn", 2),
             )
@@ -251,30 +251,21 @@ PRECISE: dict[str, Any] = {"runtime__precision": "64-true", "losses__centring": 
             "losses__patch_neighbours": 0.5,
             "losses__patch_bank": 320,
         },
-        {"optim__freeze_backbone_epochs": 1, **CONVOLUTIONS},
+        # No gradient reaches the last layer of the image level.
+        {"optim__freeze_backbone_epochs": 1, "losses__image": 0.0, "losses__cross_view": 2.0, **CONVOLUTIONS},
     ],
 )
 def test_checkpoints_do_not_depend_on_the_distribution(runs: Runs, changes: dict[str, Any]) -> None:
     one, two = runs(1, **PRECISE | changes), runs(2, **PRECISE | changes)
-    assert_same(one, two, "64-true")
+    assert_same(one, two, "64-true", image_loss="losses__image" not in changes)
     assert_same_checkpoint(last(one), last(two), 1e-9)
     a, b = (safetensors.torch.load_file(folder / "backbone.safetensors") for folder in (one, two))
     assert_same_checkpoint(a, b, 1e-9)
 
 
-def test_a_last_layer_that_no_loss_uses(runs: Runs) -> None:
-    """No gradient reaches it, on any process."""
-    changes = PRECISE | {"losses__image": 0.0, "losses__cross_view": 2.0}
-    one, two = runs(1, **changes), runs(2, **changes)
-    assert_same_checkpoint(last(one), last(two), 1e-9)
-    found = losses(states(two))
-    torch.testing.assert_close(found, losses(states(one)), rtol=1e-9, atol=1e-9)
-    assert (found[:, 0] == 0).all()
-    assert (found[1:, 1:] > 0).all()
-
-
 @pytest.mark.parametrize(
-    ("begun", "processes"), [(2, 1), (2, 2), (1, 2), pytest.param(2, 4, marks=pytest.mark.endurance)]
+    ("begun", "processes"),
+    [(2, 1), (1, 2), *(pytest.param(2, processes, marks=pytest.mark.endurance) for processes in (2, 4))],
 )
 def test_a_run_resumes_on_another_number_of_processes(runs: Runs, begun: int, processes: int) -> None:
     first = runs(begun, **PRECISE)
@@ -300,8 +291,7 @@ def test_a_signal_to_another_rank_than_0_stops_all(runs: Runs) -> None:
 def test_processes_that_find_no_objects(runs: Runs) -> None:
     changes = {
         "objects__position_weight": 10.0,
-        "optim__epochs": 4,
-        "runtime__keep_checkpoints": 20,
+        "runtime__checkpoint_every": 1,
         "data__scenes__count": 40,
         "optim__batch_size": 8,
         "losses__centring": "mean",
@@ -309,7 +299,7 @@ def test_processes_that_find_no_objects(runs: Runs) -> None:
         "runtime__precision": "64-true",
     }
     one, four = runs(1, **changes), runs(4, **changes)
-    # (20, 4): objects that each of the four processes found.
+    # (10, 4): objects that each of the four processes found.
     found = torch.stack([state.bank["counts"][-8:].view(4, 2).sum(dim=1) for state in states(four)])
     assert (found.sum(dim=1) == 0).any()
     assert ((found.sum(dim=1) > 0) & (found == 0).any(dim=1)).any()
