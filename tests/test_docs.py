@@ -160,7 +160,8 @@ def home(tmp_path_factory: pytest.TempPathFactory, tiny: "Callable[..., Pretrain
     home = tmp_path_factory.mktemp("docs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cribo.pretraining.run.write_report", lambda *args, **kwargs: [])  # no page reads it
-        run = pretrain(tiny({"optim.epochs": 2}), out=home / "runs", name="quickstart")
+        network = {"patch_size": 8, "depth": 1, "embed_dim": 32, "num_heads": 2}
+        run = pretrain(tiny({"optim.epochs": 2, "backbone.args": network}), out=home / "runs", name="quickstart")
     for name in ("runs/camvid", "runs/mine", "runs/a", "runs/b", "BACKBONE"):
         shutil.copytree(run.folder, home / name)
     scenes = Scenes(count=6, size=96, seed=3)

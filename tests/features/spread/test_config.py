@@ -8,7 +8,7 @@ from cribo.features.spread.config import EngineOptions, RayOptions
 @pytest.mark.parametrize(("option", "value"), [("workers", 0), ("cpus_per_worker", 0), ("gpus_per_worker", -1)])
 def test_workers_and_their_devices_are_bounded(option: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"{option} must be >= {value + 1}"):
-        RayOptions(**{option: value})
+        RayOptions(**{option: value})  # pyright: ignore[reportArgumentType]
 
 
 def test_options_of_ray_require_its_engine() -> None:
