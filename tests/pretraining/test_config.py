@@ -68,7 +68,6 @@ def test_the_default_bank_holds_half_of_the_images_between_a_batch_and_25000() -
 def test_every_preset_loads_and_round_trips(name: str, tmp_path: Path) -> None:
     config = load_config(name)
     (tmp_path / "config.yaml").write_text(dump_config(config))
-    assert load_config(tmp_path / "config.yaml") == config
     assert load_config(tmp_path) == config  # a run folder
 
 
@@ -117,6 +116,8 @@ def test_overrides_of_every_kind() -> None:
             "score.size": [32, 64],
             "losses.cross_image": False,
             "objects.bank_images": None,
+            "optim.micro_batches": 2,
+            "runtime.compile": "default",
             "runtime.devices": "auto",
             "objective.name": "mine.Objective",
             "objective.args": {"rate": 0.5},
@@ -222,7 +223,6 @@ def test_aliases_are_refused(tmp_path: Path) -> None:
 def test_invalid_configurations_are_rejected(overrides: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         load_config("coco_vits16", overrides)
-    load_config("coco_vits16", {"optim.micro_batches": 2, "runtime.compile": "default"})
 
 
 def test_the_nearest_preset_is_suggested() -> None:
