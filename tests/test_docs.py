@@ -126,13 +126,23 @@ def test_commands_are_valid(block: Block, parse: Callable[[list[str]], None]) ->
 HELP = [["--help"], *([name, "--help"] for name in COMMANDS), *(["evaluate", name, "--help"] for name in EVALUATIONS)]
 
 
+@pytest.fixture(scope="module")
+def help_texts() -> dict[str, str]:
+    """The help of all commands."""
+    found = {}
+    for words in HELP:
+        shown = io.StringIO()
+        with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+            main(words)
+        found[" ".join(words)] = shown.getvalue()
+    return found
+
+
 @pytest.mark.parametrize("words", HELP, ids=" ".join)
 def test_examples_of_help_are_valid(
-    words: list[str], parse: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]
+    words: list[str], help_texts: dict[str, str], parse: Callable[[list[str]], None]
 ) -> None:
-    with contextlib.suppress(SystemExit):
-        main(words)
-    shown = re.sub(r"\\\n +", " ", capsys.readouterr().out)
+    shown = re.sub(r"\\\n +", " ", help_texts[" ".join(words)])
     examples = re.findall(r"^  cribo ([^ ].*?)(?: {2,}.*)?$", shown, re.M)
     assert examples or words == ["evaluate", "--help"]  # each evaluation has its own
     for example in examples:
@@ -148,7 +158,10 @@ def home(tmp_path_factory: pytest.TempPathFactory, tiny: "Callable[..., Pretrain
     from cribo.pretraining import pretrain
 
     home = tmp_path_factory.mktemp("docs")
-    run = pretrain(tiny({"optim.epochs": 2}), out=home / "runs", name="quickstart")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cribo.pretraining.run.write_report", lambda *args, **kwargs: [])  # no page reads it
+        network = {"patch_size": 8, "depth": 1, "embed_dim": 32, "num_heads": 2}
+        run = pretrain(tiny({"optim.epochs": 2, "backbone.args": network}), out=home / "runs", name="quickstart")
     for name in ("runs/camvid", "runs/mine", "runs/a", "runs/b", "BACKBONE"):
         shutil.copytree(run.folder, home / name)
     scenes = Scenes(count=6, size=96, seed=3)
@@ -173,6 +186,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, tiny: "Callable[..., Pretrain
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_blocks_run(page: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
+    monkeypatch.setattr("cribo.evaluation.data.HELD_OUT_SCENES", (20, 10))
     for block in blocks_of(page):
         if block.not_run:
             continue
@@ -273,15 +287,17 @@ def code() -> Code:
         for file in sorted((REPOSITORY / folder).rglob("*.py")):
             path = file.relative_to(REPOSITORY / folder).with_suffix("")
             found.files.append(f"/{folder}/{path}.py")
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            content = file.read_text(encoding="utf-8")
+            found.defined.update(re.findall(r"^ *(?:def|class) (\w+)", content, re.M))
+            for node in ast.walk(ast.parse(content)) if folder == "src" else ():
                 match node:
-                    case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                    case ast.ClassDef(name=name):
+                        found.modules[name] = ".".join(path.parts).removesuffix(".__init__")
+                    case ast.AnnAssign(target=ast.Name(id=name)):
                         found.defined.add(name)
-                        if folder == "src" and isinstance(node, ast.ClassDef):
-                            found.modules[name] = ".".join(path.parts).removesuffix(".__init__")
                     case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
-                        found.words.update([name] if folder == "src" else [])
-                    case ast.Constant(value=str(text)) if folder == "src" and "\n\n" not in text:
+                        found.words.add(name)
+                    case ast.Constant(value=str(text)) if "\n\n" not in text:
                         found.words.update(re.findall(r"\w+", text))
     for file in (REPOSITORY / "src").rglob("*.yaml"):
         found.words.update(re.findall(r"\w+", file.read_text(encoding="utf-8")), [file.stem])
@@ -290,13 +306,9 @@ def code() -> Code:
 
 
 @pytest.fixture(scope="module")
-def options() -> set[str]:
+def options(help_texts: dict[str, str]) -> set[str]:
     """The options of all commands."""
-    shown = io.StringIO()
-    for words in HELP:
-        with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-            main(words)
-    return set(OPTION.findall(shown.getvalue()))
+    return {option for text in help_texts.values() for option in OPTION.findall(text)}
 
 
 def unknown_names(span: str, code: Code, options: set[str]) -> set[str]:

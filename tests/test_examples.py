@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,16 @@ EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 CLUSTER = Path(__file__).parents[1] / "examples" / "cluster"
 SCRIPT = """
 import runpy
+import cribo
+import cribo.pretraining.run as run
+
+def small(*args, overrides, **options):
+    return run.pretrain(*args, overrides=overrides | {"data.scenes.count": 64, "optim.epochs": 1}, **options)
+
+cribo.pretrain = small
 del sys.argv[0]
+if not sys.argv[0].endswith("own_clustering.py"):  # its functions are used in the report, too
+    run.write_report = lambda *args, **kwargs: []
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -43,25 +51,44 @@ def test_an_example_runs(example: Path, tmp_path: Path, commands: Commands) -> N
         assert f"loss_{TRAINING[example.stem]}" in header
 
 
-def test_a_job_array_runs(tmp_path: Path) -> None:
-    script = CLUSTER / "slurm.sbatch"
-    (tmp_path / "images").mkdir()
-    for number in range(20):
-        Image.new("RGB", (48, 32), (12 * number, 80, 160)).save(tmp_path / "images" / f"{number:02d}.png")
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "srun").write_text('#!/bin/sh\nexec "$@"\n')
-    (tmp_path / "bin" / "srun").chmod(0o755)
-    path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+NAMES = [f"{number:02d}.png" for number in range(20)]
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """Twenty images, beside a program `cribo` that prints the arguments it gets."""
+    folder = tmp_path / "photographs"
+    folder.mkdir()
+    for number, name in enumerate(NAMES):
+        Image.new("RGB", (48, 32), (12 * number, 80, 160)).save(folder / name)
+    (tmp_path / "cribo").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "srun").write_text('#!/bin/sh\nexec "$@"\n')
+    for name in ("cribo", "srun"):
+        (tmp_path / name).chmod(0o755)
+    return folder
+
+
+def run_script(words: list[Any], folder: Path, **environment: str) -> None:
+    """Run a shell script, and in this process the command that it starts."""
+    path = os.pathsep.join([str(folder), os.environ["PATH"]])
+    printed = subprocess.check_output(words, env={"PATH": path, **environment}, text=True)
+    assert main(printed.splitlines()) == 0
+
+
+def assert_all_embedded(results: Path) -> None:
+    assert pyarrow.parquet.read_table(results / "features")["image"].to_pylist() == NAMES
+
+
+def test_a_job_array_runs(tmp_path: Path, images: Path) -> None:
+    script = ["bash", CLUSTER / "slurm.sbatch", images, "mean-colour", tmp_path / "out"]
     for number in ("1", "2"):
-        array = {"SLURM_ARRAY_TASK_ID": number, "SLURM_ARRAY_TASK_COUNT": "2", "PATH": path}
-        words = ["bash", script, tmp_path / "images", "mean-colour", tmp_path / "out"]
-        subprocess.run(words, env=os.environ | array, check=True, capture_output=True)
+        run_script(script, tmp_path, SLURM_ARRAY_TASK_ID=number, SLURM_ARRAY_TASK_COUNT="2")
     parts, merged = tmp_path / "out" / "parts", tmp_path / "out" / "all"
     assert main(["merge", *map(str, parts.iterdir()), "--out", str(merged)]) == 0
-    names = pyarrow.parquet.read_table(merged / "features")["image"].to_pylist()
-    assert names == [f"{number:02d}.png" for number in range(20)]
+    assert_all_embedded(merged)
 
 
+@pytest.mark.usefixtures("images")
 def test_an_indexed_job_on_kubernetes_runs(tmp_path: Path) -> None:
     embed, merge = yaml.safe_load_all((CLUSTER / "kubernetes.yaml").read_text())
     [container] = embed["spec"]["template"]["spec"]["containers"]
@@ -70,13 +97,6 @@ def test_an_indexed_job_on_kubernetes_runs(tmp_path: Path) -> None:
     assert environment == {"SHARES": str(embed["spec"]["completions"]), "OMP_NUM_THREADS": cores}
     assert merge["spec"]["suspend"]
 
-    images = tmp_path / "photographs"
-    images.mkdir()
-    for number in range(20):
-        Image.new("RGB", (48, 32), (12 * number, 80, 160)).save(images / f"{number:02d}.png")
-    (tmp_path / "cribo").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    (tmp_path / "cribo").chmod(0o755)
-
     def run(job: dict[str, Any], **environment: str) -> None:
         """Run the command of a job, with paths in this folder."""
         [container] = job["spec"]["template"]["spec"]["containers"]
@@ -84,16 +104,12 @@ def test_an_indexed_job_on_kubernetes_runs(tmp_path: Path) -> None:
         for mount in container["volumeMounts"]:
             script = script.replace(mount["mountPath"], f"{tmp_path}{mount['mountPath']}")
         script = script.replace("vit_small_patch16_224.dino", "mean-colour")  # without a download
-        path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
-        words = [*container["command"], script]
-        printed = subprocess.check_output(words, env={"PATH": path, **environment}, text=True)
-        assert main(printed.splitlines()) == 0
+        run_script([*container["command"], script], tmp_path, **environment)
 
     for index in ("0", "1"):
         run(embed, JOB_COMPLETION_INDEX=index, SHARES="2")
     run(merge)
-    names = pyarrow.parquet.read_table(tmp_path / "features" / "all" / "features")["image"].to_pylist()
-    assert names == [f"{number:02d}.png" for number in range(20)]
+    assert_all_embedded(tmp_path / "features" / "all")
 
 
 def test_the_job_on_kubernetes_has_a_worker_for_each_gpu(capsys: pytest.CaptureFixture[str]) -> None:

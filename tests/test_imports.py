@@ -1,6 +1,7 @@
 """Imports point down the house, those inside functions and for type checking too, and form no circle."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -62,6 +63,7 @@ def imports(text: str, package: str) -> Iterator[Import]:
         yield from (each for each in found if each.module.partition(".")[0] == "cribo")
 
 
+@functools.cache
 def imports_of(module: str) -> list[Import]:
     """Return the imports of a module of cribo."""
     path = MODULES[module]

@@ -37,7 +37,8 @@ def kernel() -> Iterator[KernelManager]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with an untrained network, images, and labelled images."""
-    save_backbone(build_backbone("vit_tiny_patch16_224", args={"patch_size": 8, "depth": 3}), tmp_path / "network")
+    args = {"depth": 3, "embed_dim": 32, "num_heads": 2}
+    save_backbone(build_backbone("vit_tiny_patch16_224", args=args), tmp_path / "network")
     scenes = Scenes(12, size=64)
     for name in ("images", "labelled/images", "labelled/labels"):
         (tmp_path / name).mkdir(parents=True)

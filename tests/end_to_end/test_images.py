@@ -61,12 +61,9 @@ def test_embed_reads_by_range_and_does_not_resume_with_another(cribo: Run, twelv
     about = json.loads(Path("out/about.json").read_text())
     assert about["same"]["range"] == [0, 4095]
     cribo("embed", "images", *HOW, "--out", "out", "--range", "0,4095", "--resume")
-    assert "range was [0.0, 4095.0]" in cribo(
-        "embed", "images", *HOW, "--out", "out", "--range", "0,8191", "--resume", status=2
-    )
-    assert "--max_pixels" in cribo(
-        "embed", "images", *HOW, "--out", "o", "--range", "0,4095", "--max_pixels", 99, status=2
-    )
+    how = ("embed", "images", *HOW, "--out")
+    assert "range" in cribo(*how, "out", "--range", "0,8191", "--resume", status=2)
+    assert "--max_pixels" in cribo(*how, "o", "--range", "0,4095", "--max_pixels", 99, status=2)
 
 
 def test_results_without_out_are_named_after_the_images_and_never_replaced(cribo: Run, twelve_bits: Path) -> None:
@@ -89,14 +86,14 @@ def test_segment_remembers_the_range_in_the_memory(cribo: Run, twelve_bits: Path
     cribo(*how, "--examples", "examples", "--out", "a", "--range", "0,4095")
     cribo(*how, "--out", "b")
     assert Path("a/labels/0.png").read_bytes() == Path("b/labels/0.png").read_bytes()
-    assert "range is (0.0, 4095.0) in the memory" in cribo(*how, "--out", "c", "--range", "0,8191", status=2)
+    assert "range" in cribo(*how, "--out", "c", "--range", "0,8191", status=2)
     assert "--max_pixels" in cribo(*how, "--out", "d", "--max_pixels", 99, status=2)
 
 
 def test_index_remembers_the_range_in_the_database(cribo: Run, twelve_bits: Path) -> None:
     cribo("index", *HOW, "--images", "images", "--db", "objects.db", "--range", "0,4095")
     assert "3 unchanged" in cribo("index", "--db", "objects.db", "--device", "cpu")
-    assert "was built with the range 0,4095" in cribo("index", "--db", "objects.db", "--range", "0,8191", status=2)
+    assert "range 0,4095" in cribo("index", "--db", "objects.db", "--range", "0,8191", status=2)
     query = ("search", "--db", "objects.db", "--image", "examples/0.tif", "--device", "cpu")
     cribo(*query, "--out", "found")
     assert "was built with" in cribo(*query, "--out", "other", "--range", "1,2", status=2)
@@ -147,17 +144,8 @@ def test_adapt_trains_without_names_that_a_list_cannot_hold(named: Path, caplog:
 
 
 COMMANDS = (
-    "segment",
-    "embed",
-    "index",
-    "search",
-    "explore",
-    "adapt",
-    "distill",
-    "pretrain",
-    "shard",
-    "benchmark",
-    "figures",
+    *("segment", "embed", "index", "search", "explore", "adapt"),
+    *("distill", "pretrain", "shard", "benchmark", "figures"),
 )
 
 

@@ -65,7 +65,8 @@ def test_the_command_on_a_folder_of_images(tmp_path: Path, images: Path, config:
     assert features.grid == (4, 6)
 
 
-def test_from_python(tmp_path: Path, images: Path, config: Path) -> None:
+def test_from_python(tmp_path: Path, images: Path, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cribo.pretraining.run.write_report", lambda *args, **kwargs: [])
     run = cribo.pretrain(config, data=images, out=tmp_path / "out", overrides={"optim.epochs": 1})
     assert run.folder == tmp_path / "out" / "tiny"
     assert run.summary["images"] == 20

@@ -104,10 +104,10 @@ def test_everything_that_is_printed_can_be_read(terminal: Terminal) -> None:
     terminal("search --db photographs.db --image garden/5.jpg --object 0 --out found")
     terminal("search --db photographs.db --duplicates --min_similarity 0.2 --out pairs")
     terminal(f"embed photographs {backbone} --out features")
-    terminal("figures --run runs/mine")
+    terminal("figures --run runs/mine --only losses,schedules --format png")
     terminal(f"export {backbone} --to timm")
     terminal("shard photographs shards")
-    terminal("profile --config tiny.yaml --steps 1 --warmup 2")
+    terminal("profile --config tiny.yaml --steps 1 --warmup 2 --kept 2")
 
 
 @pytest.mark.parametrize(

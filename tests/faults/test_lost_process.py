@@ -21,7 +21,7 @@ LIMIT = 60  # seconds until all processes are gone
 CHANGES: dict[str, Any] = {
     "data.workers": 1,
     "objects.group_size": 2,
-    "optim.epochs": 10,
+    "optim.epochs": 8,
     "runtime.checkpoint_every": 3,
 }
 NOBODY, LIGHTNING, TORCHRUN = "nobody", "Lightning's launcher", "torchrun"

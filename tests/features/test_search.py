@@ -2,7 +2,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +92,7 @@ def test_neighbours_against_a_naive_search(keys: int, k: int, sizes: Sizes) -> N
     assert found.rows.dtype == torch.int64
 
 
-@pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cpu"), ("cpu", "cpu", "cpu")])
+@pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cpu", "cpu")])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_ties_are_sorted_by_row(sizes: Sizes, devices: tuple[str, ...]) -> None:
     """For any block size and number of devices, since products of integers are exact."""
@@ -222,27 +221,32 @@ class Broken(TensorKeys):
         raise OSError("the disk is gone")
 
 
-def test_errors() -> None:
-    keys, queries = TensorKeys(unit(30, 6)), unit(4, 6)
-    with pytest.raises(ValueError, match=r"<= the number of keys, got 50 for 30 keys: search for fewer neighbours, or"):
-        nearest(queries, keys, 50)
-    with pytest.raises(ValueError, match="neighbours must be >= 1, got 0"):
-        nearest(queries, keys, 0)
-    with pytest.raises(ValueError, match=r"\(Q, 6\), like the keys, got \(4, 5\)"):
-        nearest(unit(4, 5), keys, 2)
-    with pytest.raises(ValueError, match=r"keys must have shape \(M, D\), got \(6,\)"):
-        TensorKeys(torch.zeros(6))
-    with pytest.raises(ValueError, match="devices must be one or more devices of the same type"):
-        nearest(queries, keys, 2, devices=())
-    with pytest.raises(ValueError, match="queries contain values that are not finite"):
-        nearest(torch.full((1, 6), torch.inf), keys, 2)
-    with pytest.raises(ValueError, match="similarities overflow float32: normalise"):
-        sized(SIZES[1], 1e25 * unit(60, 6), TensorKeys(1e25 * unit(30, 6)), 2)
-    bad = unit(300, 6)
-    bad[217, 3] = torch.nan
-    with pytest.raises(ValueError, match="keys contain values that are not finite, first in row 217"):
-        sized(SIZES[1], queries, TensorKeys(bad), 2)
-    with pytest.raises(ValueError, match=r"must return len\(keys\) = 31 rows, got 30"):
+BAD = unit(300, 6)
+BAD[217, 3] = torch.nan
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "k", "named"),
+    [
+        (unit(4, 6), unit(30, 6), 50, "got 50 for 30 keys"),
+        (unit(4, 6), unit(30, 6), 0, "neighbours"),
+        (unit(4, 5), unit(30, 6), 2, r"\(4, 5\)"),
+        (unit(4, 6), torch.zeros(6), 2, r"keys .*\(6,\)"),
+        (torch.full((1, 6), torch.inf), unit(30, 6), 2, "queries .*not finite"),
+        (1e25 * unit(60, 6), 1e25 * unit(30, 6), 2, "overflow float32"),
+        (unit(4, 6), BAD, 2, "keys .*not finite.* 217"),
+    ],
+)
+def test_invalid_queries_and_keys_are_refused(queries: torch.Tensor, keys: torch.Tensor, k: int, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        sized(SIZES[1], queries, TensorKeys(keys), k)
+
+
+def test_invalid_devices_and_sources_of_keys_are_refused() -> None:
+    queries = unit(4, 6)
+    with pytest.raises(ValueError, match="devices"):
+        nearest(queries, TensorKeys(unit(30, 6)), 2, devices=())
+    with pytest.raises(ValueError, match=r"len\(keys\) = 31 rows, got 30"):
         nearest(queries, Lying(unit(30, 6)), 2)
     with pytest.raises(OSError, match="the disk is gone"):
         sized(SIZES[1], queries, Broken(unit(300, 6)), 2)
@@ -283,10 +287,11 @@ def resident(field):
 
 asked = torch.randn(queries, dim)
 nearest(asked[:64], TensorKeys(torch.randn(1000, dim)), k)  # libraries set themselves up
-Path("/proc/self/clear_refs").write_text("5")
-before = resident("VmRSS")
-nearest(asked, Repeated(), k, budget=budget)
-print(resident("VmHWM") - before - 12 * queries * k)
+for _ in range(2):
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    nearest(asked, Repeated(), k, budget=budget)
+    print(resident("VmHWM") - before - 12 * queries * k)
 """
 
 
@@ -297,7 +302,7 @@ print(resident("VmHWM") - before - 12 * queries * k)
     [
         pytest.param(4000, 30_000, 64, 50, 2**30, 100 * 2**20, marks=pytest.mark.endurance),
         pytest.param(30_000, 8_000, 256, 50, 2**31, 150 * 2**20, marks=pytest.mark.endurance),
-        (20_000, 20_000, 64, 30, 32 * 2**20, 32 * 2**20),
+        (9_000, 9_000, 64, 30, 16 * 2**20, 16 * 2**20),  # 324 MB of similarities
     ],
 )
 def test_peak_memory_stays_within_the_budget(queries: int, keys: int, dim: int, k: int, budget: int, most: int) -> None:
@@ -305,9 +310,9 @@ def test_peak_memory_stays_within_the_budget(queries: int, keys: int, dim: int, 
     command = [sys.executable, "-c", MEMORY, *map(str, (queries, keys, dim, k, budget))]
     # Otherwise glibc keeps up to 16 MB of freed memory, depending on the threads.
     environment = {**os.environ, "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    run = partial(subprocess.run, command, env=environment, check=True, capture_output=True, text=True)
-    # The peak depends on the overlap of the workers, so take the larger of two runs.
-    measured = max(int(run().stdout) for _ in range(2))
+    printed = subprocess.check_output(command, env=environment, text=True)
+    # The peak depends on the overlap of the workers, so take the larger of two searches.
+    measured = max(map(int, printed.split()))
     assert measured < 1.1 * most + 8 * 2**20
 
 
@@ -361,16 +366,14 @@ def test_equal_keys_in_an_index_are_sorted_by_row() -> None:
 @pytest.mark.usefixtures("faiss")
 def test_errors_of_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = TensorKeys(unit(100, 8))
-    with pytest.raises(ValueError, match="probes must be >= 1, got 0"):
+    with pytest.raises(ValueError, match="probes"):
         ApproximateIndex(keys, probes=0)
-    with pytest.raises(ValueError, match="keys must contain at least one row, got 0"):
+    with pytest.raises(ValueError, match="at least one row"):
         ApproximateIndex(TensorKeys(torch.zeros(0, 8)))
     with pytest.raises(ValueError, match="got 101 for 100 keys"):
         ApproximateIndex(keys).search(unit(2, 8), 101)
     monkeypatch.setattr(search, "available_memory", lambda device: 10)
-    with pytest.raises(
-        ValueError, match=r"an index of 100 keys may need .* GiB, but only 0.0 GiB are free: use exact search"
-    ):
+    with pytest.raises(ValueError, match="exact search"):
         ApproximateIndex(keys)
 
 

@@ -54,12 +54,12 @@ def test_directions_without_variance_are_dropped():
     weight, _ = partial_whitening(moments_of(vectors), power=1.0)
     assert weight.shape == (4, 6)
     assert weight.isfinite().all()
-    with pytest.raises(ValueError, match="dims must be 1 to 4, the number of directions with variance, got 5"):
+    with pytest.raises(ValueError, match="dims must be 1 to 4"):
         partial_whitening(moments_of(vectors), power=1.0, dims=5)
 
 
 def test_invalid_whitening_is_refused():
-    with pytest.raises(ValueError, match=r"power must be >= 0 and <= 1, got 1\.5"):
+    with pytest.raises(ValueError, match="power"):
         partial_whitening(moments_of(features()), power=1.5)
-    with pytest.raises(ValueError, match="at least 2 vectors, got 1: use more images"):
+    with pytest.raises(ValueError, match="at least 2 vectors"):
         partial_whitening(moments_of(features(1)), power=0.5)

@@ -34,7 +34,7 @@ class Trained:
     def checkpoint(self) -> dict[str, Any]:
         """The last checkpoint."""
         path = checkpoint_files(self.run.folder)[0]
-        return torch.load(path, weights_only=False)
+        return torch.load(path, weights_only=True)
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
@@ -64,16 +64,17 @@ def train(tmp_path: Path, without_report: None) -> Callable[..., Trained]:
 
 
 @pytest.fixture(scope="session")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[PretrainConfig], Trained]:
-    """Train, once for each configuration; the runs must not be changed."""
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
+    """Train, once for each configuration, and the callbacks of the first call; the runs must not be changed."""
     runs: dict[str, Trained] = {}
 
-    def call(config: PretrainConfig) -> Trained:
+    def call(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> Trained:
         name = dump_config(config)
         if name not in runs:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("cribo.pretraining.run.write_report", lambda *args, **kwargs: [])
-                runs[name] = Trained(pretrain(config, out=tmp_path_factory.mktemp("whole"), name="run"))
+                out = tmp_path_factory.mktemp("whole")
+                runs[name] = Trained(pretrain(config, out=out, name="run", callbacks=callbacks))
         return runs[name]
 
     return call

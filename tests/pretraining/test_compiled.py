@@ -18,6 +18,7 @@ Train = Callable[..., Any]
 @pytest.mark.parametrize("centring", ["mean", pytest.param("sinkhorn", marks=pytest.mark.endurance)])
 def test_a_compiled_run_matches_an_uncompiled_one(tiny: Tiny, train: Train, centring: str) -> None:
     common = {
+        "backbone.args": {"patch_size": 8, "depth": 1, "embed_dim": 32, "num_heads": 2},
         "losses.centring": centring,
         "losses.cross_image_from_epoch": 0,
         "optim.lr": 1e-3,  # rounding must not grow

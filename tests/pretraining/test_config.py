@@ -53,25 +53,6 @@ def test_nan_and_infinity_are_rejected(value: float) -> None:
         with_value(PretrainConfig(), "optim.lr", value)
 
 
-def test_invalid_combinations_are_rejected() -> None:
-    config = PretrainConfig()
-    for optim, runtime, message in (
-        (
-            {"micro_batches": 2},
-            {"compile": "reduce-overhead"},
-            "optim.micro_batches, got 2: use runtime.compile default",
-        ),
-        ({"micro_batches": 3}, {}, "optim.batch_size must be a multiple of optim.micro_batches 3, got 256"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            dataclasses.replace(
-                config,
-                optim=dataclasses.replace(config.optim, **optim),
-                runtime=dataclasses.replace(config.runtime, **runtime),
-            )
-    with_value(with_value(config, "runtime.compile", "default"), "optim.micro_batches", 2)
-
-
 def test_the_default_bank_holds_half_of_the_images_between_a_batch_and_25000() -> None:
     config = PretrainConfig()
     assert resolve_bank_images(config, 1_281_167) == 25_000
@@ -87,7 +68,6 @@ def test_the_default_bank_holds_half_of_the_images_between_a_batch_and_25000() -
 def test_every_preset_loads_and_round_trips(name: str, tmp_path: Path) -> None:
     config = load_config(name)
     (tmp_path / "config.yaml").write_text(dump_config(config))
-    assert load_config(tmp_path / "config.yaml") == config
     assert load_config(tmp_path) == config  # a run folder
 
 
@@ -136,9 +116,14 @@ def test_overrides_of_every_kind() -> None:
             "score.size": [32, 64],
             "losses.cross_image": False,
             "objects.bank_images": None,
+            "optim.micro_batches": 2,
+            "runtime.compile": "default",
             "runtime.devices": "auto",
+            "objective.name": "mine.Objective",
+            "objective.args": {"rate": 0.5},
         },
     )
+    assert config.objective == ObjectiveConfig("mine.Objective", {"rate": 0.5})
     assert (config.optim.epochs, config.optim.clip, config.data.root) == (7, 0.5, "some where/it's")
     assert (config.score.root, config.backbone.pretrained, config.backbone.args) == ("scenes", "timm", {"depth": 2})
     assert (config.optim.momentum, config.score.size) == ((0.9, 0.95), (32, 64))
@@ -198,11 +183,6 @@ def test_an_objective_is_named_by_option(words: list[str], tmp_path: Path, capsy
     assert load_config(tmp_path).objective == ObjectiveConfig("mine.Objective", {"rate": 0.5})
 
 
-def test_an_objective_is_named_in_python() -> None:
-    config = load_config("camvid", {"objective.name": "mine.Objective", "objective.args": {"rate": 0.5}})
-    assert config.objective == ObjectiveConfig("mine.Objective", {"rate": 0.5})
-
-
 # ------------------------------------------------------------------ errors
 
 
@@ -220,23 +200,32 @@ def test_options_that_were_removed_are_ignored_in_files_and_refused_elsewhere(tm
 
 def test_aliases_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("optim: {warmup_epochs: &n 3}\nlosses: {teacher_temperature_epochs: *n}\n")
-    with pytest.raises(ConfigError, match=r"config\.yaml must not contain YAML aliases \(\*name\): write the values"):
+    with pytest.raises(ConfigError, match="aliases"):
         load_config(tmp_path)
 
 
-def test_invalid_configurations_are_rejected() -> None:
-    for overrides, message in (
-        ({"optim.epoch": 3}, "did you mean optim.epochs"),
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"optim.epoch": 3}, "optim.epochs"),
         ({"optim.epochs": "many"}, "optim.epochs"),
-        ({"optim.epochs": 0}, "optim.epochs must be >= 1, got 0"),
-        ({"views.flip": 2.0}, "views.flip must be >= 0 and <= 1, got 2.0"),
+        ({"optim.epochs": 0}, "optim.epochs"),
+        ({"views.flip": 2.0}, "views.flip"),
         ({"losses.image": "half"}, "losses.image"),
         ({"runtime.on_nonfinite": "skip"}, "runtime.on_nonfinite"),
         ({"runtime.compile": "turbo"}, "reduce-overhead"),
         ({"backbone.checkpointing": "all"}, "selective"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            load_config("coco_vits16", overrides)
+        ({"optim.micro_batches": 2, "runtime.compile": "reduce-overhead"}, "runtime.compile default"),
+        ({"optim.micro_batches": 3}, "optim.batch_size"),
+    ],
+    ids=str,
+)
+def test_invalid_configurations_are_rejected(overrides: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load_config("coco_vits16", overrides)
+
+
+def test_the_nearest_preset_is_suggested() -> None:
     with pytest.raises(ConfigError, match="did you mean coco_vits16"):
         load_config("coco_vit16")
 

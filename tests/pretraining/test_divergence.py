@@ -77,10 +77,12 @@ def assert_sound(path: Path) -> None:
         assert torch.as_tensor(value).isfinite().all()
 
 
-@pytest.mark.parametrize("fault", [Poison, Overflow])
-@pytest.mark.parametrize(("log_every", "what"), [(1, "the loss image"), (4, "a loss"), (100, "a loss")])
+@pytest.mark.parametrize(
+    ("fault", "log_every", "what"),
+    [(Poison, 1, "the loss image"), (Overflow, 4, "a loss"), (Poison, 100, "a loss")],
+)
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_never_saved(
-    tiny: Tiny, train: Train, tmp_path: Path, log_every: int, what: str, fault: type[Poison | Overflow]
+    tiny: Tiny, train: Train, tmp_path: Path, fault: type[Poison | Overflow], log_every: int, what: str
 ) -> None:
     config = tiny({"runtime.checkpoint_every": 2, "runtime.keep_checkpoints": 9, "runtime.log_every": log_every})
     with pytest.raises(NonFiniteLoss, match=rf"^{what} was not finite, seen at step 6\. .*--resume") as caught:
@@ -98,20 +100,21 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_never_saved(
 def test_a_run_that_diverges_in_its_last_step_leaves_no_backbone(
     tiny: Tiny, train: Train, tmp_path: Path, log_every: int
 ) -> None:
-    with pytest.raises(NonFiniteLoss, match="the loss image was not finite, seen at step 12"):
-        train(tiny({"runtime.log_every": log_every}), callbacks=[Poison(11)])
+    with pytest.raises(NonFiniteLoss, match="the loss image was not finite, seen at step 4"):
+        train(tiny({"runtime.log_every": log_every, "optim.epochs": 1}), callbacks=[Poison(3)])
     assert not checkpoint_files(tmp_path / "run")
     for name in ("backbone.safetensors", "summary.json"):
         assert not (tmp_path / "run" / name).exists()
 
 
-@pytest.mark.parametrize(("step", "kept"), [(4, "step=00000002.ckpt"), (12, "step=00000010.ckpt")])
+@pytest.mark.parametrize(("step", "kept"), [(2, "step=00000001.ckpt"), (4, "step=00000003.ckpt")])
 def test_weights_that_are_not_finite_are_never_saved(
     tiny: Tiny, train: Train, tmp_path: Path, step: int, kept: str
 ) -> None:
     """Even if no loss was computed with them."""
+    config = tiny({"runtime.checkpoint_every": 1, "runtime.log_every": 100, "optim.epochs": 1})
     with pytest.raises(NonFiniteLoss, match=f"the weights were not finite, seen at step {step}"):
-        train(tiny({"runtime.checkpoint_every": 2, "runtime.log_every": 100}), callbacks=[Poison(step, after=True)])
+        train(config, callbacks=[Poison(step, after=True)])
     path = checkpoint_files(tmp_path / "run")[0]
     assert path.name == kept
     assert_sound(path)
@@ -121,7 +124,7 @@ def test_weights_that_are_not_finite_are_never_saved(
 def test_a_diverged_run_resumes_from_an_earlier_checkpoint(
     tiny: Tiny, train: Train, resumed: Train, whole: Train
 ) -> None:
-    changes = {"losses.cross_image_from_epoch": 0}
+    changes = {"losses.cross_image_from_epoch": 0, "optim.epochs": 2}
     with pytest.raises(NonFiniteLoss, match="seen at step 7"):
         train(tiny({**changes, "runtime.checkpoint_every": 4}), "diverged", callbacks=[Poison(6)])
     again, expected = resumed("diverged"), whole(tiny(changes))
@@ -176,17 +179,22 @@ class Weights(L.Callback):
         self.on_train_start(trainer, pl_module)
 
 
-SCALED = {"runtime.precision": "bf16-mixed", "optim.warmup_epochs": 0, "losses.cross_image_from_epoch": 0}
+SCALED = {
+    "runtime.precision": "bf16-mixed",
+    "optim.epochs": 2,
+    "optim.warmup_epochs": 0,
+    "losses.cross_image_from_epoch": 0,
+}
 
 
 def test_steps_skipped_by_the_loss_scaler_are_not_errors(tiny: Tiny, train: Train, tmp_path: Path) -> None:
     weights = Weights()
     config = tiny({**SCALED, "runtime.checkpoint_every": 1, "runtime.keep_checkpoints": 99})
-    train(config, callbacks=[Scale(2.0**126), weights])
+    train(config, callbacks=[Scale(2.0**121), weights])
     moved = [not torch.equal(a, b) for a, b in pairwise(weights.found)]
     assert not any(moved[:2])
     assert any(moved[2:])
-    assert len(checkpoint_files(tmp_path / "run")) == 12
+    assert len(checkpoint_files(tmp_path / "run")) == 8
     for path in checkpoint_files(tmp_path / "run"):
         assert_sound(path)
 
@@ -196,7 +204,7 @@ def test_a_run_with_scaled_losses_resumes_without_a_scaler(tiny: Tiny, train: Tr
     with pytest.raises(NonFiniteLoss, match=r"--runtime\.precision bf16-mixed helps"):
         train(config, callbacks=[Scale(64.0), Overflow(5)])
     done = resumed()
-    assert done.run.summary["steps"] == 12
+    assert done.run.summary["steps"] == 8
     assert all(value.isfinite().all() for value in done.weights.values())
 
 
@@ -214,12 +222,11 @@ class Clipped(L.Callback):
             self.lengths = [float(length / (1 if scale is None else scale)) for length in found]
 
 
-@pytest.mark.parametrize("scale", [1.0, 256.0])
-def test_gradients_are_clipped_with_any_loss_scale(tiny: Tiny, train: Train, scale: float) -> None:
+def test_gradients_are_clipped_with_a_loss_scale(tiny: Tiny, train: Train) -> None:
     lengths = {}
     for limit in (None, 0.05):
         clipped = Clipped()
-        train(tiny({**SCALED, "optim.clip": limit, "optim.epochs": 1}), callbacks=[Scale(scale), clipped])
+        train(tiny({**SCALED, "optim.clip": limit, "optim.epochs": 1}), callbacks=[Scale(256.0), clipped])
         lengths[limit] = clipped.lengths
     assert max(lengths[None]) > 0.1
     assert lengths[0.05] == pytest.approx([min(length, 0.05) for length in lengths[None]], rel=1e-3, abs=1e-6)

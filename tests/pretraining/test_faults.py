@@ -103,16 +103,17 @@ def test_workers_that_keep_failing_end_the_run(tiny: Tiny, train: Train, tmp_pat
     assert (tmp_path / "run" / "checkpoints" / "step=00000003.ckpt").is_file()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_file_that_is_deleted_is_skipped(tiny: Tiny, train: Train, tmp_path: Path, workers: int) -> None:
+@pytest.mark.parametrize(("workers", "epochs"), [(0, 4), (2, 12)])
+def test_a_file_that_is_deleted_is_skipped(tiny: Tiny, train: Train, tmp_path: Path, workers: int, epochs: int) -> None:
     images = save_images(tmp_path / "images", 16)
     # Workers are up to ten batches ahead, so a missing file is noticed that much later.
-    config = tiny({"data.root": str(images), "data.workers": workers, "data.max_unreadable": 0.1, "optim.epochs": 12})
+    changes = {"data.root": str(images), "data.workers": workers, "data.max_unreadable": 0.1}
+    config = tiny({**changes, "optim.epochs": epochs})
     trained = train(config, callbacks=[DeleteFile(3, images / "007.png")])
     with (trained.run.folder / "skipped.csv").open(newline="") as file:
         assert list(csv.DictReader(file)) == [{"image": "007.png", "reason": "no such file"}]
     assert trained.run.summary["unreadable_images"] == 1
-    assert trained.run.summary["steps"] == 24
+    assert trained.run.summary["steps"] == 2 * epochs
 
 
 def test_an_outage_of_the_file_system_changes_nothing(

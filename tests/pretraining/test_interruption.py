@@ -48,23 +48,23 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     error = KeyboardInterrupt if number == signal.SIGINT else Interrupted
     with pytest.raises(error) as raised:
-        train(tiny(), "stopped", callbacks=[Signal(number, 4)])
+        train(tiny({"optim.epochs": 1}), "stopped", callbacks=[Signal(number, 2)])
     if isinstance(raised.value, Interrupted):
         assert raised.value.status == 128 + number
-        assert f"stopped by {number.name} after step 5: continue with cribo pretrain --resume" in str(raised.value)
+        assert f"stopped by {number.name} after step 3: continue with cribo pretrain --resume" in str(raised.value)
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == handlers
     folder = tmp_path / "stopped"
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step=00000005.ckpt"]
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step=00000003.ckpt"]
     assert not (folder / "summary.json").exists()
     again = resumed("stopped")
-    expected = whole(tiny())
+    expected = whole(tiny({"optim.epochs": 1}))
     assert again.rows == expected.rows
     for name, value in expected.weights.items():
         assert torch.equal(value, again.weights[name]), name
 
 
 def test_a_signal_in_the_last_step_changes_nothing(tiny: Tiny, train: Train) -> None:
-    assert train(tiny(), callbacks=[Signal(signal.SIGTERM, 11)]).run.summary["steps"] == 12
+    assert train(tiny({"optim.epochs": 1}), callbacks=[Signal(signal.SIGTERM, 3)]).run.summary["steps"] == 4
 
 
 def test_a_slurm_job_is_requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -8,12 +10,16 @@ from cribo.objectives.config import HeadConfig, OptimConfig
 from cribo.objectives.self_distillation import Network
 from cribo.pretraining.parameters import block_names, clip_each, drop_gradients, make_optimiser, parameter_groups
 
-SMALL = {"patch_size": 8, "depth": 3, "embed_dim": 32, "num_heads": 2}
+SMALL: dict[str, dict[str, Any]] = {
+    "vit_tiny_patch16_224": {"patch_size": 8, "depth": 3, "embed_dim": 32, "num_heads": 2},
+    "resnet10t": {"channels": (8, 8, 16, 16)},
+    "resnet18": {"channels": (8, 8, 16, 16)},
+    "convnext_atto": {"dims": [8, 8, 16, 16], "depths": [2, 2, 2, 2]},
+}
 
 
 def network(name: str = "vit_tiny_patch16_224", *, train_gain: bool = True) -> Network:
-    args = SMALL if name.startswith("vit") else {}
-    backbone = build_backbone(name, args=args, image_size=32)
+    backbone = build_backbone(name, args=SMALL[name], image_size=32)
     head = HeadConfig(hidden_dim=32, bottleneck_dim=16, train_gain=train_gain)
     return Network(backbone, head, levels={"image": 32, "object": 32}, seed=0)
 
@@ -61,14 +67,7 @@ def test_layer_decay_falls_from_the_head_to_the_patch_embedding() -> None:
     [
         (
             "convnext_atto",
-            [
-                "stages.3.blocks.1",
-                "stages.3.blocks.0",
-                "stages.3.downsample",
-                "stages.2.blocks.5",
-                "stages.0.blocks.0",
-                "stem.0",
-            ],
+            ["stages.3.blocks.1", "stages.3.blocks.0", "stages.3.downsample", "stages.2.blocks.1", "stem.0"],
         ),
         ("resnet10t", ["layer4.0", "layer3.0", "layer2.0", "layer1.0", "conv1"]),
     ],
@@ -85,15 +84,15 @@ def test_layer_decay_falls_through_the_stages_of_a_convolutional_network(name: s
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "blocks"),
+    ("name", "blocks"),
     [
-        ("vit_tiny_patch16_224", 32, ["model.blocks.0", "model.blocks.11"]),
-        ("resnet18", 64, ["model.layer1.0", "model.layer4.1"]),
-        ("convnext_atto", 64, ["model.stages.0.blocks.0", "model.stages.3.blocks.1"]),
+        ("vit_tiny_patch16_224", ["model.blocks.0", "model.blocks.2"]),
+        ("resnet18", ["model.layer1.0", "model.layer4.1"]),
+        ("convnext_atto", ["model.stages.0.blocks.0", "model.stages.3.blocks.1"]),
     ],
 )
-def test_blocks_exist_in_the_network(name: str, size: int, blocks: list[str]) -> None:
-    backbone = build_backbone(name, image_size=size)
+def test_blocks_exist_in_the_network(name: str, blocks: list[str]) -> None:
+    backbone = build_backbone(name, args=SMALL[name], image_size=64)
     found = block_names(name for name, _ in backbone.named_parameters())
     assert [found[0], found[-1]] == blocks
     assert set(found) <= {name for name, _ in backbone.named_modules()}
@@ -118,7 +117,7 @@ def test_learning_rate_factors_multiply_the_rates_of_parts() -> None:
 
 
 def test_an_unknown_prefix_of_learning_rate_factors_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"lr_factors 'encoder.' .* begin with backbone., head., image_proto"):
+    with pytest.raises(ConfigError, match=r"lr_factors 'encoder.' .*backbone"):
         parameter_groups(network(), lr_factors={"encoder.": 0.1})
 
 
@@ -152,15 +151,6 @@ def test_lars_is_the_formula(decay: float) -> None:
         optimiser.step()
     for value, other in zip(layer.parameters(), expected, strict=True):
         torch.testing.assert_close(value.detach(), other)
-
-
-def test_clipping_scales_each_tensor_by_its_own_norm() -> None:
-    large, small = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(3))
-    large.grad, small.grad = torch.full((2, 2), 3.0), torch.tensor([0.1, 0.0, 0.2])
-    clip_each([large.grad, small.grad], 0.3)
-    assert large.grad.norm() == pytest.approx(0.3, rel=1e-5)
-    torch.testing.assert_close(large.grad, torch.full((2, 2), 0.15), rtol=1e-5, atol=0)
-    assert small.grad.tolist() == pytest.approx([0.1, 0.0, 0.2])
 
 
 def test_clipping_matches_the_formula_for_every_tensor_of_a_network() -> None:

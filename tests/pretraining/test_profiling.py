@@ -7,7 +7,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from cribo.base.errors import ConfigError
 from cribo.cli import main
 from cribo.method import MemoryBank
 from cribo.objectives.cribo import CrIBo
@@ -100,36 +99,30 @@ def test_memory_between_steps_is_that_of_networks_optimiser_and_bank(measured: P
         assert step.peak > step.held
 
 
-@pytest.mark.parametrize("devices", ["auto", 0])
-def test_an_unknown_number_of_devices_is_an_error(devices: str | int) -> None:
-    with pytest.raises(ValueError, match="does not set how many devices share the batch"):
-        profile(config(runtime__devices=devices))
-
-
 def test_a_total_batch_is_divided_by_the_devices() -> None:
     spread = config(optim__batch_size=32, runtime__devices=2, objects__bank_images=40)
     assert profile(spread, steps=1, warmup=2).config.optim.batch_size == 16
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("changes", "arguments", "named"),
     [
-        ({"kept": [17]}, "--kept must be between 1 and 16 .* got 17"),
-        ({"kept": [0]}, "between 1 and"),
-        ({"steps": 0}, "steps must be >= 1, got 0"),
-        ({"warmup": 1}, "warmup must be >= 2, got 1"),
-        ({"bootstrapping_ratio": 1.5}, "bootstrapping_ratio must be >= 0 and <= 1, got 1.5"),
-        ({"trace": Path(__file__).parent}, "--trace must name a file, got the folder"),
+        ({}, {"kept": [17]}, "--kept"),
+        ({}, {"kept": [0]}, "--kept"),
+        ({}, {"steps": 0}, "steps"),
+        ({}, {"warmup": 1}, "warmup"),
+        ({}, {"bootstrapping_ratio": 1.5}, "bootstrapping_ratio"),
+        ({}, {"trace": Path(__file__).parent}, "--trace"),
+        ({"runtime__devices": "auto"}, {}, "how many devices"),
+        ({"runtime__devices": 0}, {}, "how many devices"),
+        ({"objective__name": "dino", "views__size": 64}, {}, "got dino"),
     ],
 )
-def test_invalid_arguments_are_errors_before_any_work(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        profile(config(), **arguments)  # pyright: ignore[reportArgumentType]
-
-
-def test_other_objectives_are_rejected() -> None:
-    with pytest.raises(ConfigError, match="supports only the objective cribo, got dino"):
-        profile(config(objective__name="dino", views__size=64))
+def test_invalid_settings_are_errors_before_any_work(
+    changes: dict[str, object], arguments: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        profile(config(**changes), **arguments)
 
 
 def test_the_bank_is_filled_with_rows_near_real_objects() -> None:
@@ -168,4 +161,4 @@ def test_the_command_prints_the_table_and_writes_json_figure_and_trace(
 def test_an_invalid_number_of_objects_is_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"--{name}={value}" for name, value in TINY.items()]
     assert main(["profile", *words, "--kept", "400"]) == 2
-    assert "must be between 1 and 16" in capsys.readouterr().err
+    assert "--kept" in capsys.readouterr().err

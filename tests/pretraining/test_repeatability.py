@@ -45,7 +45,7 @@ class StopAfter(L.Callback):
 
 @pytest.fixture
 def dropping(tiny: Tiny) -> PretrainConfig:
-    return tiny({"backbone.drop_path": 0.4})
+    return tiny({"backbone.drop_path": 0.4, "optim.epochs": 2})
 
 
 def test_the_same_seed_gives_the_same_run_with_any_number_of_workers(
@@ -55,19 +55,19 @@ def test_the_same_seed_gives_the_same_run_with_any_number_of_workers(
     reference = whole(dropping)
     for workers in (0, 2):
         torch.manual_seed(100 + workers)
-        config = tiny({"backbone.drop_path": 0.4, "data.workers": workers})
+        config = tiny({"backbone.drop_path": 0.4, "optim.epochs": 2, "data.workers": workers})
         assert_same_run(reference, train(config, f"workers-{workers}"))
 
 
 def test_another_seed_gives_another_run(tiny: Tiny, whole: Train) -> None:
-    first, second = whole(tiny()), whole(tiny({"seed": 1}))
+    first, second = (whole(tiny({"seed": seed, "optim.epochs": 1})) for seed in (0, 1))
     assert first.rows[0]["loss"] != second.rows[0]["loss"]
     changed = [name for name, value in first.weights.items() if not torch.equal(value, second.weights[name])]
     assert "student.head.mlp.0.weight" in changed
 
 
 def test_drop_path_changes_the_run(tiny: Tiny, whole: Train, dropping: PretrainConfig) -> None:
-    with_drop, without = whole(dropping), whole(tiny({"backbone.drop_path": 0.0}))
+    with_drop, without = whole(dropping), whole(tiny({"backbone.drop_path": 0.0, "optim.epochs": 2}))
     assert with_drop.rows[0]["loss"] != without.rows[0]["loss"]
     # Initially, teacher and student are equal, and without drop path their tokens are, too.
     assert with_drop.rows[0]["feature_std"] == without.rows[0]["feature_std"]
@@ -76,28 +76,28 @@ def test_drop_path_changes_the_run(tiny: Tiny, whole: Train, dropping: PretrainC
 # ------------------------------------------------------------------ micro-batches
 
 
-@pytest.mark.parametrize("centring", ["mean", "sinkhorn"])
-def test_micro_batches_change_only_rounding(tiny: Tiny, train: Train, centring: str) -> None:
-    """Matrix products of other batch sizes round differently, which affects the weights over twelve AdamW steps."""
+@pytest.mark.parametrize(("centring", "parts"), [("mean", 2), ("sinkhorn", 4)])
+def test_micro_batches_change_only_rounding(tiny: Tiny, train: Train, centring: str, parts: int) -> None:
+    """Matrix products of other batch sizes round differently, which affects the weights over eight AdamW steps."""
     common = {
         "losses.centring": centring,
         "backbone.drop_path": 0.4,
         "objects.group_size": 2,
         "losses.cross_image_from_epoch": 0,
         "optim.lr": 0.005,
+        "optim.epochs": 2,
     }
     whole = train(tiny(common), "1")
-    for parts in (2, 4):
-        split = train(tiny({**common, "optim.micro_batches": parts}), f"{parts}")
-        for row, other in zip(whole.rows, split.rows, strict=True):
-            for name, value in row.items():
-                if value and not any(part in name for part in WATCHED):
-                    assert float(other[name]) == pytest.approx(float(value), rel=2e-4, abs=1e-5), name
-        for name, value in whole.weights.items():
-            torch.testing.assert_close(split.weights[name], value, rtol=0, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
-        torch.testing.assert_close(split.bank["rows"], whole.bank["rows"], rtol=0, atol=2e-3)
-        assert torch.equal(split.bank["images"], whole.bank["images"])
-        assert torch.equal(split.bank["counts"], whole.bank["counts"])
+    split = train(tiny({**common, "optim.micro_batches": parts}), f"{parts}")
+    for row, other in zip(whole.rows, split.rows, strict=True):
+        for name, value in row.items():
+            if value and not any(part in name for part in WATCHED):
+                assert float(other[name]) == pytest.approx(float(value), rel=2e-4, abs=1e-5), name
+    for name, value in whole.weights.items():
+        torch.testing.assert_close(split.weights[name], value, rtol=0, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
+    torch.testing.assert_close(split.bank["rows"], whole.bank["rows"], rtol=0, atol=2e-3)
+    assert torch.equal(split.bank["images"], whole.bank["images"])
+    assert torch.equal(split.bank["counts"], whole.bank["counts"])
 
 
 # ------------------------------------------------------------------ resume
@@ -106,9 +106,7 @@ def test_micro_batches_change_only_rounding(tiny: Tiny, train: Train, centring: 
 @pytest.mark.parametrize(
     ("stop", "every", "log_every", "workers"),
     [
-        (3, 3, 1, 0),  # in the middle of an epoch, at a checkpoint
-        (4, 2, 4, 0),  # at the end of an epoch
-        (9, 4, 1, 0),  # one step after the end of an epoch, which is the last checkpoint
+        (4, 2, 4, 0),  # at the end of an epoch, at a checkpoint
         (7, 3, 4, 1),  # in the middle of an epoch, one step after a checkpoint, in the middle of a row
         (2, 5, 1, 0),  # before the first checkpoint
     ],
@@ -118,6 +116,7 @@ def test_a_stopped_run_resumes_with_identical_results(
 ) -> None:
     changes = {
         "backbone.drop_path": 0.3,
+        "optim.epochs": 2,
         "runtime.log_every": log_every,
         "score.root": "scenes",
         "score.images": (4, 2),
@@ -135,17 +134,9 @@ def test_a_stopped_run_resumes_with_identical_results(
         assert again.run.summary[name] == expected.run.summary[name]
 
 
-def test_a_run_stopped_twice(tiny: Tiny, train: Train, resumed: Train, whole: Train) -> None:
-    config = tiny({"runtime.checkpoint_every": 2})
-    with pytest.raises(RuntimeError, match="stopped"):
-        train(config, "stopped", callbacks=[StopAfter(3)])
-    with pytest.raises(RuntimeError, match="stopped"):
-        resumed("stopped", callbacks=[StopAfter(7)])
-    assert_same_run(whole(tiny()), resumed("stopped"))
-
-
 def test_a_run_stopped_after_its_last_step_is_finished(tiny: Tiny, train: Train, resumed: Train) -> None:
-    run = train(tiny({"runtime.checkpoint_every": 6, "score.root": "scenes", "score.images": (4, 2)})).run
+    changes = {"optim.epochs": 2, "runtime.checkpoint_every": 6, "score.root": "scenes", "score.images": (4, 2)}
+    run = train(tiny(changes)).run
     expected = run.summary
     (run.folder / "summary.json").unlink()
     (run.folder / "backbone.safetensors").unlink()
@@ -159,20 +150,14 @@ def test_a_run_stopped_after_its_last_step_is_finished(tiny: Tiny, train: Train,
     assert again.backbone().embed_dim == 32
 
 
-def test_resuming_a_finished_run_changes_nothing(tiny: Tiny, train: Train, resumed: Train) -> None:
-    finished = train(tiny())
-    before = {path: path.stat().st_mtime_ns for path in finished.run.folder.rglob("*")}
-    assert resumed().run.summary == finished.run.summary
-    assert {path: path.stat().st_mtime_ns for path in finished.run.folder.rglob("*")} == before
-
-
 def test_options_that_may_change_on_resume(tiny: Tiny, train: Train, resumed: Train, whole: Train) -> None:
     with pytest.raises(RuntimeError, match="stopped"):
-        train(tiny({"runtime.checkpoint_every": 2}), "stopped", callbacks=[StopAfter(2)])
+        train(tiny({"optim.epochs": 2, "runtime.checkpoint_every": 2}), "stopped", callbacks=[StopAfter(2)])
     for name in ("optim.lr", "seed", "data.scenes.count", "objects", "backbone.pretrained"):
         with pytest.raises(ConfigError, match=f"{name} cannot change when a run is resumed"):
             resumed("stopped", **{name: 1})
-    assert_same_run(whole(tiny()), resumed("stopped", **{"data.workers": 1, "runtime.log_every": 1}))
+    again = resumed("stopped", **{"data.workers": 1, "runtime.log_every": 1})
+    assert_same_run(whole(tiny({"optim.epochs": 2})), again)
     with pytest.raises(FolderError, match="not a run that can be resumed"):
         resumed("nothing")
 
@@ -180,27 +165,21 @@ def test_options_that_may_change_on_resume(tiny: Tiny, train: Train, resumed: Tr
 # ------------------------------------------------------------------ the same command again
 
 
-def test_the_same_command_starts_resumes_and_finishes(tiny: Tiny, begun: Train, whole: Train) -> None:
-    config = tiny({"runtime.checkpoint_every": 2})
+def test_the_same_command_starts_resumes_and_finishes(tiny: Tiny, begun: Train, resumed: Train, whole: Train) -> None:
+    changes = {"optim.epochs": 2, "runtime.checkpoint_every": 2}
     for stop in (1, 3, 7):
         with pytest.raises(RuntimeError, match="stopped"):
-            begun(config, callbacks=[StopAfter(stop)])
-    done = begun(config)
-    assert_same_run(whole(tiny()), done)
-    before = {path: path.stat().st_mtime_ns for path in done.run.folder.rglob("*")}
-    with pytest.raises(FolderError, match=r"optim\.lr was 0\.02, is 0\.1\. Only runtime\.\* and data\.root"):
-        begun(tiny({"optim.lr": 0.1}))
-    assert begun(config).run.summary == done.run.summary
-    assert {path: path.stat().st_mtime_ns for path in done.run.folder.rglob("*")} == before
-
-
-def test_a_run_is_not_resumed_with_another_configuration(tiny: Tiny, begun: Train, whole: Train) -> None:
-    changes = {"runtime.checkpoint_every": 2}
-    with pytest.raises(RuntimeError, match="stopped"):
-        begun(tiny(changes), callbacks=[StopAfter(3)])
-    with pytest.raises(FolderError, match=r"optim.lr was 0.02, is 0.1. Only runtime.\* and data.root"):
+            begun(tiny(changes), callbacks=[StopAfter(stop)])
+    refused = pytest.raises(FolderError, match=r"optim\.lr was 0\.02, is 0\.1")
+    with refused:
         begun(tiny({**changes, "optim.lr": 0.1}))
-    assert_same_run(whole(tiny()), begun(tiny({**changes, "runtime.checkpoint_every": 5, "data.workers": 1})))
+    done = begun(tiny({**changes, "runtime.checkpoint_every": 5, "data.workers": 1}))
+    assert_same_run(whole(tiny({"optim.epochs": 2})), done)
+    before = {path: path.stat().st_mtime_ns for path in done.run.folder.rglob("*")}
+    with refused:
+        begun(tiny({**changes, "optim.lr": 0.1}))
+    assert begun(tiny(changes)).run.summary == resumed().run.summary == done.run.summary
+    assert {path: path.stat().st_mtime_ns for path in done.run.folder.rglob("*")} == before
 
 
 def test_a_start_that_was_killed_before_the_configuration_was_written(tiny: Tiny, begun: Train, tmp_path: Path) -> None:
@@ -221,9 +200,9 @@ def test_a_start_that_was_killed_before_the_configuration_was_written(tiny: Tiny
 
 
 def test_continue_requires_one_run(tiny: Tiny, begun: Train, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--continue requires the --name of the run"):
+    with pytest.raises(ConfigError, match="--continue requires the --name"):
         pretrain(tiny(), out=tmp_path, continue_run=True)
-    with pytest.raises(ConfigError, match="--continue cannot be combined with --overwrite"):
+    with pytest.raises(ConfigError, match="--overwrite"):
         begun(tiny(), overwrite=True)
 
 

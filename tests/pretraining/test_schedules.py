@@ -69,10 +69,6 @@ def test_teacher_temperature_takes_one_linear_step_an_epoch() -> None:
     np.testing.assert_allclose(found, np.repeat(per_epoch, STEPS), rtol=1e-12)
 
 
-def test_without_warm_up_the_peak_comes_first() -> None:
-    assert schedules(warmup_epochs=0).at(0)["lr"] == pytest.approx(1e-3)
-
-
 def test_a_run_shorter_than_its_warm_up_stays_in_it() -> None:
     rates = values(schedules(epochs=2), "lr")
     assert rates[0] == 0
@@ -80,7 +76,8 @@ def test_a_run_shorter_than_its_warm_up_stays_in_it() -> None:
     assert (np.diff(rates) > 0).all()
 
 
-def test_a_warm_up_of_one_step_starts_at_0() -> None:
+def test_a_warm_up_of_one_step_starts_at_0_and_without_one_at_the_peak() -> None:
+    assert schedules(warmup_epochs=0).at(0)["lr"] == pytest.approx(1e-3)
     of = Schedules(optim(warmup_epochs=1), steps_per_epoch=1)
     assert of.at(0)["lr"] == 0
     assert of.at(1)["lr"] == pytest.approx(1e-3)

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import pickle
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,13 +16,12 @@ from torch import Tensor
 
 from cribo.base.job import RECORD
 from cribo.pretraining import PretrainConfig
-from cribo.pretraining.loading import dump_config
 from cribo.training.checkpoints import checkpoint_files
 
 Tiny = Callable[..., PretrainConfig]
 
 STEPS = 10
-KILLED_AT = 7
+KILLED_AT = 6  # within the second epoch
 # All three losses from the first step, with all options that could depend on the distribution.
 COMMON: dict[str, Any] = {
     "data.scenes.count": 80,
@@ -34,7 +34,7 @@ COMMON: dict[str, Any] = {
     "optim.warmup_epochs": 0,
     "optim.freeze_last_layers_epochs": 0,
     "optim.clip": 0.3,
-    "runtime.checkpoint_every": 1,
+    "runtime.checkpoint_every": 2,
     "runtime.keep_checkpoints": STEPS,
     "runtime.log_every": 100,  # unread sums stay in the checkpoints, at full precision
 }
@@ -49,13 +49,15 @@ TOLERANCES = {"64-true": (1e-9, 1e-9), "32-true": (1e-5, 1e-4)}
 
 # One process of a run.
 PROGRAM = """
-import faulthandler
+import faulthandler, pickle
 faulthandler.enable()  # a process that libraries bring down says where
 import cribo.pretraining.run as run
 run.write_report = lambda *args, **kwargs: []
 callbacks = []
-config, out, name = sys.argv[1:]
+path, out, name = sys.argv[1:]
 {prelude}
+with open(path, "rb") as file:
+    config = pickle.load(file)
 run.pretrain(config, out=out, name=name, callbacks=callbacks)
 """
 
@@ -102,8 +104,8 @@ class Runs:
         """Return the run folder; names of overrides have two underscores instead of a dot."""
         name = "-".join(str(value) for value in (processes, *changes.values()))
         if not (self.folder / name).exists():
-            config = self.folder / f"{name}.yaml"
-            config.write_text(dump_config(self.config(processes, **changes)))
+            config = self.folder / f"{name}.pickle"  # parsing a file of options takes as long as five steps
+            config.write_bytes(pickle.dumps(self.config(processes, **changes)))
             for code, said in self.train(processes, config):
                 assert code == 0, said[-5000:]
         return self.folder / name
@@ -116,7 +118,7 @@ class Runs:
         for file in ("config.yaml", RECORD):
             shutil.copy(folder / file, half)
         shutil.copy(checkpoint_path(folder, KILLED_AT), half / "checkpoints")
-        for code, said in self.train(processes, self.folder / f"{name}.yaml", RESUME % processes):
+        for code, said in self.train(processes, self.folder / f"{name}.pickle", RESUME % processes):
             assert code == 0, said[-5000:]
         return half
 
@@ -146,7 +148,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def states(folder: Path) -> list[State]:
-    """After each step."""
+    """The content of each checkpoint, the earliest first."""
     found = []
     for path in reversed(checkpoint_files(folder)):
         checkpoint = torch.load(path, weights_only=False)
@@ -157,18 +159,18 @@ def states(folder: Path) -> list[State]:
 
 
 def losses(found: Sequence[State]) -> Tensor:
-    """(steps - 1, 3) the three losses of each step; the last step's sums are read before it is saved."""
+    """(checkpoints - 1, 3) the three losses between checkpoints; the last sums are read before they are saved."""
     names = ("loss_image", "loss_cross_view", "loss_cross_image")
     sums = torch.stack([torch.stack([state.sums[name] for name in names]) for state in found[:-1]])
     numerators, denominators = sums.diff(dim=0, prepend=torch.zeros_like(sums[:1])).unbind(dim=-1)
     return numerators / denominators
 
 
-def assert_same(one: Path, spread: Path, precision: str) -> None:
+def assert_same(one: Path, spread: Path, precision: str, *, image_loss: bool = True) -> None:
     loss, weight = TOLERANCES[precision]
     alone, shared = states(one), states(spread)
     assert alone[-1].weights["teacher.head.mlp.0.weight"].dtype == getattr(torch, f"float{precision[:2]}")
-    assert (losses(alone)[1:] > 0).all()  # the bank is empty in the first step
+    assert ((losses(alone) > 0) == torch.tensor([image_loss, True, True])).all()
     torch.testing.assert_close(losses(shared), losses(alone), rtol=loss, atol=loss)
     for step, (a, b) in enumerate(zip(alone, shared, strict=True), start=1):
         assert a.weights.keys() == b.weights.keys()
@@ -189,13 +191,13 @@ def assert_same(one: Path, spread: Path, precision: str) -> None:
     [
         (2, "64-true", "mean", 2),
         (2, "64-true", "sinkhorn", 1),
-        pytest.param(4, "32-true", "mean", 2, marks=pytest.mark.slow),
+        pytest.param(2, "32-true", "mean", 2, marks=pytest.mark.slow),
         *(
             pytest.param(*case, marks=pytest.mark.endurance)
             for case in (
                 (4, "64-true", "mean", 1),
                 (2, "64-true", "sinkhorn", 2),
-                (2, "32-true", "mean", 2),
+                (4, "32-true", "mean", 2),
                 (2, "32-true", "sinkhorn", 1),
                 (4, "64-true", "sinkhorn", 2),
             )
@@ -251,30 +253,21 @@ PRECISE: dict[str, Any] = {"runtime__precision": "64-true", "losses__centring": 
             "losses__patch_neighbours": 0.5,
             "losses__patch_bank": 320,
         },
-        {"optim__freeze_backbone_epochs": 1, **CONVOLUTIONS},
+        # No gradient reaches the last layer of the image level.
+        {"optim__freeze_backbone_epochs": 1, "losses__image": 0.0, "losses__cross_view": 2.0, **CONVOLUTIONS},
     ],
 )
 def test_checkpoints_do_not_depend_on_the_distribution(runs: Runs, changes: dict[str, Any]) -> None:
     one, two = runs(1, **PRECISE | changes), runs(2, **PRECISE | changes)
-    assert_same(one, two, "64-true")
+    assert_same(one, two, "64-true", image_loss="losses__image" not in changes)
     assert_same_checkpoint(last(one), last(two), 1e-9)
     a, b = (safetensors.torch.load_file(folder / "backbone.safetensors") for folder in (one, two))
     assert_same_checkpoint(a, b, 1e-9)
 
 
-def test_a_last_layer_that_no_loss_uses(runs: Runs) -> None:
-    """No gradient reaches it, on any process."""
-    changes = PRECISE | {"losses__image": 0.0, "losses__cross_view": 2.0}
-    one, two = runs(1, **changes), runs(2, **changes)
-    assert_same_checkpoint(last(one), last(two), 1e-9)
-    found = losses(states(two))
-    torch.testing.assert_close(found, losses(states(one)), rtol=1e-9, atol=1e-9)
-    assert (found[:, 0] == 0).all()
-    assert (found[1:, 1:] > 0).all()
-
-
 @pytest.mark.parametrize(
-    ("begun", "processes"), [(2, 1), (2, 2), (1, 2), pytest.param(2, 4, marks=pytest.mark.endurance)]
+    ("begun", "processes"),
+    [(2, 1), (1, 2), *(pytest.param(2, processes, marks=pytest.mark.endurance) for processes in (2, 4))],
 )
 def test_a_run_resumes_on_another_number_of_processes(runs: Runs, begun: int, processes: int) -> None:
     first = runs(begun, **PRECISE)
@@ -283,8 +276,8 @@ def test_a_run_resumes_on_another_number_of_processes(runs: Runs, begun: int, pr
 
 
 def test_a_signal_to_another_rank_than_0_stops_all(runs: Runs) -> None:
-    config = runs.folder / "stopped.yaml"
-    config.write_text(dump_config(runs.config(2, **PRECISE, runtime__checkpoint_every=100)))
+    config = runs.folder / "stopped.pickle"
+    config.write_bytes(pickle.dumps(runs.config(2, **PRECISE, runtime__checkpoint_every=100)))
     for code, said in runs.train(2, config, STOP):
         assert code == 1
         assert f"stopped by SIGTERM after step {KILLED_AT}" in said
@@ -300,8 +293,7 @@ def test_a_signal_to_another_rank_than_0_stops_all(runs: Runs) -> None:
 def test_processes_that_find_no_objects(runs: Runs) -> None:
     changes = {
         "objects__position_weight": 10.0,
-        "optim__epochs": 4,
-        "runtime__keep_checkpoints": 20,
+        "runtime__checkpoint_every": 1,
         "data__scenes__count": 40,
         "optim__batch_size": 8,
         "losses__centring": "mean",
@@ -309,7 +301,7 @@ def test_processes_that_find_no_objects(runs: Runs) -> None:
         "runtime__precision": "64-true",
     }
     one, four = runs(1, **changes), runs(4, **changes)
-    # (20, 4): objects that each of the four processes found.
+    # (10, 4): objects that each of the four processes found.
     found = torch.stack([state.bank["counts"][-8:].view(4, 2).sum(dim=1) for state in states(four)])
     assert (found.sum(dim=1) == 0).any()
     assert ((found.sum(dim=1) > 0) & (found == 0).any(dim=1)).any()
@@ -321,9 +313,9 @@ def test_processes_that_find_no_objects(runs: Runs) -> None:
 
 
 def test_a_loss_that_is_not_finite_on_one_process_stops_all(runs: Runs, tmp_path: Path) -> None:
-    config = tmp_path / "poisoned.yaml"
+    config = tmp_path / "poisoned.pickle"
     changes = {"runtime__checkpoint_every": 2, "losses__centring": "mean"}
-    config.write_text(dump_config(runs.config(2, **changes)))
+    config.write_bytes(pickle.dumps(runs.config(2, **changes)))
     for code, said in runs.train(2, config, POISON):
         assert code == 1
         assert "NonFiniteLoss: a loss was not finite, seen at step 6" in said

@@ -15,7 +15,6 @@ from tests.features.spread.inputs import (
     assert_equal_labels,
     write_inputs,
 )
-from tests.features.spread.toy import running_cluster
 
 from cribo.apps.embed import EmbedConfig, Embedder, embed_images
 from cribo.apps.search import ObjectExtractor
@@ -37,9 +36,9 @@ IMAGES = 20
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
+def cluster(address: str) -> Iterator[None]:
     """Connect to a cluster, which the commands then use."""
-    with running_cluster() as address, open_ray(RayOptions(address=address, workers=2), writes_to=None):
+    with open_ray(RayOptions(address=address, workers=2), writes_to=None):
         yield
 
 

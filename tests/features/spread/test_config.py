@@ -1,5 +1,3 @@
-import dataclasses
-
 import pytest
 
 from cribo.base.errors import ConfigError
@@ -7,16 +5,10 @@ from cribo.base.shares import Share
 from cribo.features.spread.config import EngineOptions, RayOptions
 
 
-@pytest.mark.parametrize("name", ["workers", "cpus_per_worker"])
-def test_workers_and_their_cpus_are_at_least_one(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be >= 1, got 0"):
-        dataclasses.replace(RayOptions(), **{name: 0})
-
-
-def test_gpus_are_not_negative() -> None:
-    assert RayOptions(gpus_per_worker=0).gpus_per_worker == 0
-    with pytest.raises(ConfigError, match="gpus_per_worker must be >= 0, got -1"):
-        RayOptions(gpus_per_worker=-1)
+@pytest.mark.parametrize(("option", "value"), [("workers", 0), ("cpus_per_worker", 0), ("gpus_per_worker", -1)])
+def test_workers_and_their_devices_are_bounded(option: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"{option} must be >= {value + 1}"):
+        RayOptions(**{option: value})  # pyright: ignore[reportArgumentType]
 
 
 def test_options_of_ray_require_its_engine() -> None:

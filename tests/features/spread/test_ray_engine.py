@@ -23,7 +23,6 @@ from tests.features.spread.toy import (
     ToyWork,
     assert_complete,
     attempts_of,
-    running_cluster,
     workers_of,
 )
 
@@ -47,12 +46,6 @@ if TYPE_CHECKING:
     from cribo.features.spread.work import Engine
 
 pytest.importorskip("ray")
-
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    with running_cluster() as address:
-        yield address
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +205,7 @@ def test_workers_have_the_environment_of_a_driver_under_uv(tmp_path: Path) -> No
     """By default, Ray starts them by `uv run` in a copy of the working folder, here without any packages."""
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "mine"\nversion = "1"\nrequires-python = ">=3.11"\n')
     (tmp_path / "out").mkdir()
-    command = ["uv", "run", "--no-sync", sys.executable, "-c", DRIVER, str(tmp_path / "out"), "2", "0"]
+    command = ["uv", "run", "--no-sync", sys.executable, "-c", DRIVER, str(tmp_path / "out"), "2", "0", "1"]
     environment = {**os.environ, **ENVIRONMENT, "UV_OFFLINE": "1"}
     environment.pop("RAY_ENABLE_UV_RUN_RUNTIME_ENV")  # set for the tests
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)

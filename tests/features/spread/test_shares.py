@@ -18,19 +18,13 @@ def test_no_share_is_the_whole() -> None:
 
 def test_empty_shares_are_refused_in_every_job() -> None:
     for part in ("1/6", "6/6"):
-        with pytest.raises(ConfigError, match=rf"part {part}: there are more shares than images, .* 5: use 1/5 to 5/5"):
+        with pytest.raises(ConfigError, match=f"part {part}: .*1/5 to 5/5"):
             Share.parse(part).of(range(5))
 
 
-@pytest.mark.parametrize("text", ["", "3", "1/2/3", "a/b", "-1/3", "1.5/3", "1/ 3"])
-def test_malformed_shares(text: str) -> None:
-    with pytest.raises(ConfigError, match="part must be i/n with i from 1 to n, such as 3/8, got"):
-        Share.parse(text)
-
-
-@pytest.mark.parametrize("text", ["0/3", "4/3", "1/0"])
-def test_shares_out_of_range(text: str) -> None:
-    with pytest.raises(ConfigError, match=f"got {text}"):
+@pytest.mark.parametrize("text", ["", "3", "1/2/3", "a/b", "-1/3", "1.5/3", "1/ 3", "0/3", "4/3", "1/0"])
+def test_malformed_shares_and_those_out_of_range(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"part must be i/n .*got {text}"):
         Share.parse(text)
 
 
@@ -41,5 +35,5 @@ def test_shares_are_ordered_by_their_numbers() -> None:
 
 
 def test_missing_shares_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"part 3/8, 5/8 are missing: run the command with --part 3/8, or give its"):
+    with pytest.raises(ConfigError, match=r"3/8, 5/8 .*--part 3/8"):
         order_shares([*"abcdef"], ["1/8", "2/8", "4/8", "6/8", "7/8", "8/8"])

@@ -33,11 +33,11 @@ from cribo.features.spread.ray_engine import open_ray
 folder = Path(sys.argv[1])
 names = [f"{number:03d}" for number in range(int(sys.argv[2]))]
 left = [Part(name) for name in names if not (folder / f"{name}.txt").exists()]
-with open_ray(RayOptions(workers=2), writes_to=folder) as engine:
+with open_ray(RayOptions(workers=int(*sys.argv[4:] or [2])), writes_to=folder) as engine:
     for account in engine.run(ToyWork(folder, seconds=float(sys.argv[3])), left):
         print(account.name, flush=True)
 """
-"""A resumable command with a temporary cluster: folder, number of parts, seconds of each."""
+"""A resumable command with a temporary cluster: folder, number of parts, seconds of each, workers if not two."""
 
 
 class Poisoned(Stopped):

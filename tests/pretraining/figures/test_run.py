@@ -76,10 +76,7 @@ def test_moved_images_are_reported_before_any_work(run: Path, images: Path, tmp_
     shutil.copytree(run, tmp_path / "run")
     config = tmp_path / "run" / "config.yaml"
     config.write_text(config.read_text().replace(str(images), "/gone/images"))
-    with pytest.raises(
-        DataError,
-        match=r"/gone/images.*give their folder with --images, or draw figures .* with --features_of",
-    ):
+    with pytest.raises(DataError, match=r"/gone/images.*--images.*--features_of"):
         write_figures({"run": tmp_path / "run"}, tmp_path / "out", FigureConfig(images="/gone/images"))
     assert not (tmp_path / "out").exists()
     small = {"num_objects": 4, "queries": 1, "pictures": 2, "format": ("png",)}
@@ -99,30 +96,27 @@ def test_the_command_compares_runs(run: Path, tmp_path: Path, capsys: pytest.Cap
     assert "bootstrapping.pdf" in capsys.readouterr().out
     assert list(json.loads((tmp_path / "out" / "figures.json").read_text())["runs"]) == ["one", "two"]
     assert main(words) == 2
-    assert "already exists: choose another --out, or replace it with --overwrite" in capsys.readouterr().err
+    assert "--overwrite" in capsys.readouterr().err
     assert main([*words[:3], "--run", str(run), "--out", str(tmp_path / "more")]) == 2
-    assert "needs its own --label" in capsys.readouterr().err
+    assert "--label" in capsys.readouterr().err
 
 
 def test_invalid_options_are_refused(run: Path, images: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    refusals: list[tuple[dict[str, Any], str]] = [
-        ({"only": ("maches",)}, "only must be one or more of matches, clusters, .* got maches"),
-        ({"format": ("gif",)}, "format must be one or more of pdf, png, got gif"),
-        ({"num_objects": 1}, "num_objects must be >= 2, got 1"),
-        ({"num_objects": 99}, "num_objects must be at most 32, the number of patches of both views, got 99"),
+    refusals: list[tuple[Path, dict[str, Any], type[Exception], str]] = [
+        (run, {"only": ("maches",)}, ValueError, "only .*maches"),
+        (run, {"format": ("gif",)}, ValueError, "format .*gif"),
+        (run, {"num_objects": 1}, ValueError, "num_objects .*1"),
+        (run, {"num_objects": 99}, ValueError, "num_objects .*32.* 99"),
+        (run, {"features_of": "/nowhere/*.jpg"}, FileNotFoundError, "--features_of"),
+        (tmp_path, {}, FileNotFoundError, r"config\.yaml"),
+        (tmp_path / "nowhere", {}, FileNotFoundError, "nowhere"),
     ]
-    for choices, message in refusals:
-        with pytest.raises(ValueError, match=message):
-            write_figures({"run": run}, out, FigureConfig(images=str(images), **choices))
-    with pytest.raises(FileNotFoundError, match="no files match --features_of"):
-        write_figures({"run": run}, out, FigureConfig(features_of="/nowhere/*.jpg"))
-    with pytest.raises(FileNotFoundError, match=r"is not a run \(no config\.yaml\)"):
-        write_figures({"x": tmp_path}, out)
-    with pytest.raises(FileNotFoundError, match="there is no 'nowhere'"):
-        write_figures({"x": tmp_path / "nowhere"}, out)
+    for folder, choices, error, named in refusals:
+        with pytest.raises(error, match=named):
+            write_figures({"run": folder}, out, FigureConfig(**{"images": str(images), **choices}))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("")
-    with pytest.raises(FolderError, match="not created by cribo"):
+    with pytest.raises(FolderError):
         write_figures({"run": run}, out, overwrite=True)
     assert [path.name for path in out.iterdir()] == ["thesis.tex"]
