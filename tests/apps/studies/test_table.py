@@ -15,7 +15,7 @@ def table(seeds: int, rows: int = 2) -> StudyTable:
         name: {seed: Scored(value, f"{name}-{seed}") for seed, value in enumerate(values[:seeds])}
         for name, values in scores.items()
     }
-    study = StudyConfig(title="Rows", rows={name: {} for name in scores}, scores={"linear": {}}, seeds=[0, 1, 2])
+    study = StudyConfig(title="Rows", rows={name: {} for name in scores}, scores={"linear": {}}, seeds=(0, 1, 2))
     return StudyTable(study, {"linear": Measured("miou", results)})
 
 
