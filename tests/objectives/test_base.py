@@ -153,3 +153,17 @@ def test_the_backbone_has_a_tenth_of_the_rate_of_a_random_head(tiny: Tiny, name:
     }
     assert found.pop("backbone") == 0.1
     assert {*found.values()} == {1.0}
+
+
+def test_positions_of_local_crops_are_resized_as_configured(tiny: Tiny) -> None:
+    changes = {"backbone.drop_path": 0.0, "objective.name": "ibot"}
+    names = (None, "timm", "bicubic_offset")
+    backbones = [Setting(tiny({**changes, "backbone.positions": name}), 36, 4).build_backbone() for name in names]
+    crops = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    own, of_timm, other = (backbone.encode(crops).tokens for backbone in backbones)
+    assert torch.equal(own, of_timm)
+    assert not torch.allclose(own, other, atol=1e-3)
+    assert backbones[2].numerics.positions == "bicubic_offset"
+    network = {"backbone.name": "resnet18", "backbone.args": {}, "backbone.positions": "bicubic"}
+    with pytest.raises(ConfigError, match=r"backbone\.positions .*resnet18"):
+        Setting(tiny(network), 36, 4).build_backbone()

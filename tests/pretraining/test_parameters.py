@@ -122,11 +122,12 @@ def test_an_unknown_prefix_of_learning_rate_factors_is_rejected() -> None:
 
 
 def lars(weight: Tensor, gradients: list[Tensor], *, lr: float, decay: float, adapts: bool) -> Tensor:
-    """You et al. 2017, algorithm 1, with the coefficient .001 of the released codes."""
+    """LARS with the trust ratio of the decayed gradient and the coefficient .001 of the released codes."""
     buffer = torch.zeros_like(weight)
     for gradient in gradients:
-        rate = 0.001 * weight.norm() / (gradient.norm() + decay * weight.norm()) if adapts else 1.0
-        buffer = 0.9 * buffer + rate * (gradient + decay * weight)
+        gradient = gradient + decay * weight
+        rate = 0.001 * weight.norm() / gradient.norm() if adapts else 1.0
+        buffer = 0.9 * buffer + rate * gradient
         weight = weight - lr * buffer
     return weight
 
@@ -172,3 +173,8 @@ def test_dropped_gradients_create_no_optimiser_state() -> None:
     assert torch.equal(dropped, torch.ones(2, 2))
     assert dropped not in optimiser.state
     assert kept in optimiser.state
+
+
+def test_adamw_has_the_second_beta_of_the_configuration() -> None:
+    optimiser = make_optimiser(parameter_groups(nn.Linear(3, 4)), OptimConfig(beta2=0.95))
+    assert {group["betas"] for group in optimiser.param_groups} == {(0.9, 0.95)}

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from typing import cast
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ class ProjectionHead(nn.Module):
         num_layers: total number of linear layers, at least 1.
         bias: whether the linear layers have biases, initialised to zero.
         init_std: standard deviation of the weights' truncated normal; about 1 / sqrt(hidden_dim) suits narrow heads.
+            `kaiming` is a normal distribution of sqrt(2 / inputs) (He et al. 2015).
 
     Raises:
         ValueError: a size below 1, or a standard deviation that is not positive.
@@ -43,16 +44,20 @@ class ProjectionHead(nn.Module):
         bottleneck_dim: int = 256,
         num_layers: int = 3,
         bias: bool = True,
-        init_std: float = 0.02,
+        init_std: float | Literal["kaiming"] = 0.02,
     ) -> None:
         super().__init__()
         at_least(1).check(dim=dim, hidden_dim=hidden_dim, bottleneck_dim=bottleneck_dim, num_layers=num_layers)
-        above(0).check(init_std=init_std)
+        if init_std != "kaiming":
+            above(0).check(init_std=init_std)
         widths = [dim, *[hidden_dim] * (num_layers - 1), bottleneck_dim]
         layers: list[nn.Module] = []
         for inputs, outputs in itertools.pairwise(widths):
             linear = nn.Linear(inputs, outputs, bias=bias)
-            nn.init.trunc_normal_(linear.weight, std=init_std)
+            if init_std == "kaiming":
+                nn.init.kaiming_normal_(linear.weight)
+            else:
+                nn.init.trunc_normal_(linear.weight, std=init_std)
             if bias:
                 nn.init.zeros_(linear.bias)
             layers += [linear, nn.GELU()]

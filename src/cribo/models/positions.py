@@ -15,12 +15,7 @@ from timm.models.swin_transformer import window_partition, window_reverse
 from torch import Tensor
 
 from cribo.base.errors import InputError
-
-Resizing = Literal["timm", "bicubic", "bicubic_offset", "bilinear", "bilinear_antialiased", "bilinear_corners"]
-"""`timm`: bicubic, antialiased (also DINOv2 with registers, open_clip). `bicubic`: without antialiasing (Hugging Face,
-MMSegmentation, MAE). `bicubic_offset`: the same with a scale factor of (h + 0.1) / H (DINO, iBOT, DINOv2).
-`bilinear`: Segmenter. `bilinear_antialiased`: JAX's `image.resize` (LOCA). `bilinear_corners`: with aligned corners, as
-SciPy's `zoom` of order 1 (the original ViT in JAX)."""
+from cribo.models.config import Resizing
 
 Windows = Literal["timm", "original"]
 """Padding and shifting of Swin's windows for maps of other sizes than it was built for: see `attend_in_windows`."""

@@ -4,7 +4,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,7 +24,7 @@ from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, SampleDataset, SampleTransform
 from cribo.data.sources.images import ImageSource
 from cribo.models import Backbone, build_backbone
-from cribo.models.config import CompileMode
+from cribo.models.config import CompileMode, Resizing
 from cribo.models.lora import add_adapters, has_adapters, merged_parameters
 from cribo.objectives.config import ObjectiveOptions
 
@@ -79,6 +79,8 @@ class Setting:
             seed=keyed_generator(options.seed, 0).initial_seed() % 2**31,
         )
         backbone.set_checkpointing(options.backbone.checkpointing)
+        if options.backbone.positions is not None:
+            _set_positions(backbone, options.backbone.positions)
         if options.backbone.train_blocks is not None:
             _freeze(backbone, options.backbone.train_blocks)
         if options.backbone.lora is not None:
@@ -92,6 +94,16 @@ class Setting:
             except ValueError as error:
                 raise ConfigError(f"backbone.lora: {error}") from error
         return backbone
+
+
+def _set_positions(backbone: Backbone, how: Resizing) -> None:
+    """Set the resizing of the position embedding, which the exported network keeps."""
+    if not isinstance(backbone.model, VisionTransformer) or backbone.model.pos_embed is None:
+        raise ConfigError(
+            f"backbone.positions is for timm's vision transformers with a position embedding, not {backbone.name}: "
+            "remove it"
+        )
+    backbone.set_numerics(replace(backbone.numerics, positions=how))
 
 
 def _freeze(backbone: Backbone, train_blocks: int) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from cribo.base.bounds import above, at_least, at_most, below, between
 from cribo.method.config import Marginals, UnitInterval, ViewRecipe
-from cribo.models.config import Checkpointing
+from cribo.models.config import Checkpointing, Resizing
 
 Centring = Literal["mean", "sinkhorn"]
 AnchorKind = Literal["gram", "cosine"]
@@ -32,6 +32,8 @@ class BackboneConfig:
         cache_trunk: number of view pairs per image whose output of the frozen blocks is cached in the run folder during
             training. Epochs then run only the trained blocks, but view pairs repeat. The disk space needed is logged
             first; single device only.
+        positions: resizing of the position embedding to crops of other sizes than the views: by default as in the
+            project of the pretrained weights, otherwise as in timm. DINO, iBOT and NeCo have `bicubic_offset`.
         checkpointing: recompute activations in the backward pass to save memory, in vision transformers: everything
             but matrix products and attention (`selective`), or whole blocks (`blocks`). The result is the same. Try it
             before increasing micro_batches.
@@ -41,6 +43,7 @@ class BackboneConfig:
     args: dict[str, Any] = field(default_factory=dict)
     pretrained: str | None = None
     drop_path: Annotated[float, at_least(0) & below(1)] = 0.1
+    positions: Resizing | None = None
     checkpointing: Checkpointing = "none"
     train_blocks: Annotated[int, between(1, 1024)] | None = None
     cache_trunk: Annotated[int, between(1, 65536)] | None = None
@@ -95,6 +98,7 @@ class HeadConfig:
         layers: number of layers of the MLP.
         bias: whether the MLP's layers have biases.
         init_std: standard deviation of the initial weights; narrow heads learn faster with about 1 / sqrt(hidden_dim).
+            `kaiming` is sqrt(2 / inputs) in each layer (He et al. 2015).
         prototypes: L, number of prototypes at image level and at object level. Use fewer for small data sets.
         train_gain: whether to train the weight-norm gain of the last layers; freeze it for ViT-B and larger.
     """
@@ -103,7 +107,7 @@ class HeadConfig:
     bottleneck_dim: Annotated[int, between(1, 65536)] = 256
     layers: Annotated[int, between(1, 16)] = 3
     bias: bool = True
-    init_std: Annotated[float, above(0) & at_most(1)] = 0.02
+    init_std: Annotated[float, above(0) & at_most(1)] | Literal["kaiming"] = 0.02
     prototypes: Annotated[int, between(2, 2**22)] = 65536
     train_gain: bool = True
 
@@ -176,6 +180,7 @@ class OptimConfig:
         weight_decay: (start, end) of a cosine schedule; not applied to biases and other 1-D parameters.
         momentum: (start, end) of a cosine schedule of the teacher's moving average. Start lower for short runs.
         gradient_momentum: momentum of the gradients in SGD and LARS.
+        beta2: decay of the mean squared gradients in AdamW.
         clip: maximum gradient norm; no clipping by default.
         clip_norm: norm that `clip` limits: that of each parameter `tensor`, as in DINO, or the `global` norm of all.
         freeze_last_layers_epochs: epochs in which the last layers are not trained.
@@ -195,6 +200,7 @@ class OptimConfig:
     weight_decay: tuple[Annotated[float, between(0, 10)], Annotated[float, between(0, 10)]] = (0.04, 0.4)
     momentum: tuple[UnitInterval, UnitInterval] = (0.996, 1.0)
     gradient_momentum: Annotated[float, at_least(0) & below(1)] = 0.9
+    beta2: Annotated[float, at_least(0) & below(1)] = 0.999
     clip: Annotated[float, above(0)] | None = None
     clip_norm: ClipNorm = "tensor"
     freeze_last_layers_epochs: Annotated[int, at_least(0)] = 1

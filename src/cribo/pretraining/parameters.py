@@ -12,18 +12,14 @@ from cribo.objectives.config import OptimConfig
 
 
 def make_optimiser(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
-    """Return the optimiser of a configuration; schedules set its learning rates at every step.
-
-    LARS is timm's. It adapts the rates of groups with weight decay, even where the schedule of the decay is 0.
-    """
+    """Return the optimiser of a configuration; schedules set its learning rates at every step."""
     if optim.name == "adamw":
-        return torch.optim.AdamW(groups, lr=0.0, fused=True)
+        return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, optim.beta2), fused=True)
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=0.0, momentum=optim.gradient_momentum, fused=True)
-    from timm.optim.lars import Lars
+    from cribo.pretraining.lars import LARS
 
-    groups = [{**group, "always_adapt": bool(group["decay"])} for group in groups]
-    return Lars(groups, lr=0.0, momentum=optim.gradient_momentum)  # pyright: ignore[reportArgumentType]
+    return LARS(groups, momentum=optim.gradient_momentum)
 
 
 def parameter_groups(

@@ -9,7 +9,7 @@ from tests.objectives.conftest import batch_of
 from tests.objectives.literal import assert_steps_are, unequal
 
 from cribo.data.samples import Batch
-from cribo.models import build_backbone, normalise
+from cribo.models import build_backbone, normalise, save_backbone
 from cribo.objectives import Setting, Step
 from cribo.objectives.rivals.dropping import KeepTokens
 from cribo.objectives.rivals.mae import MAE, masked_error, patchify, sincos_positions
@@ -75,17 +75,17 @@ def test_without_a_mask_the_backbone_is_unchanged(tiny: Tiny) -> None:
 
 
 def test_the_decoder_restores_the_order_of_tokens(tiny: Tiny) -> None:
-    """With embedding and prediction only, the output of a visible patch depends on its own token."""
+    """With embedding and prediction only, the output of a visible patch depends on its own token, after [CLS]."""
     objective = make(tiny)
     decoder = objective.decoder
     decoder.blocks = torch.nn.Sequential()
     order = torch.stack([torch.randperm(16, generator=torch.Generator().manual_seed(n)) for n in range(2)])
-    seen = torch.randn(2, 4, 32, requires_grad=True)
+    seen = torch.randn(2, 5, 32, requires_grad=True)
     predicted = decoder(seen, order)
     assert predicted.shape == (2, 16, 3 * 64)
     (gradient,) = torch.autograd.grad(predicted[0, order[0, 2]].sum(), seen)
-    assert gradient[0, 2].abs().sum() > 0
-    assert gradient[0, [0, 1, 3]].abs().sum() == gradient[1].abs().sum() == 0
+    assert gradient[0, 3].abs().sum() > 0
+    assert gradient[0, [0, 1, 2, 4]].abs().sum() == gradient[1].abs().sum() == 0
 
 
 def test_targets_are_normalised_by_patch(tiny: Tiny) -> None:
@@ -106,11 +106,12 @@ def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, torch.
     for image, order in zip(images, batch["order"].tolist(), strict=True):
         embedded = model._pos_embed(model.patch_embed(image[None]))
         seen = [0, *(1 + patch for patch in order[: objective.seen])]
-        encoded = decoder.embed(model.norm(model.blocks(embedded[:, seen]))[0, 1:])
+        cls, *encoded = decoder.embed(model.norm(model.blocks(embedded[:, seen]))[0])
         tokens = [decoder.mask_token[0, 0]] * 16
         for patch, token in zip(order, encoded, strict=False):
             tokens[patch] = token
-        predicted = decoder.predict(decoder.norm(decoder.blocks(torch.stack(tokens)[None] + decoder.positions)))[0]
+        tokens = torch.stack([cls, *tokens]) + decoder.positions[0]
+        predicted = decoder.predict(decoder.norm(decoder.blocks(tokens[None])))[0, 1:]
         for patch in order[objective.seen :]:
             row, column = 8 * (patch // 4), 8 * (patch % 4)
             pixels = image[:, row : row + 8, column : column + 8].permute(1, 2, 0).flatten()
@@ -130,6 +131,26 @@ def test_positions_encode_rows_and_columns() -> None:
     assert torch.equal(positions[0, :, :8], positions[0, :1, :8].expand(4, 8))  # the row's half
     assert torch.equal(positions[:, 0, 8:], positions[:1, 0, 8:].expand(3, 8))  # the column's half
     assert len(positions.flatten(0, 1).unique(dim=0)) == 12
+
+
+def test_positions_of_the_encoder_are_fixed_unless_it_is_pretrained(tiny: Tiny, tmp_path: Any) -> None:
+    objective = make(tiny)
+    positions = objective.backbone.model.pos_embed
+    assert not positions.requires_grad
+    assert torch.equal(positions[:, 1:], sincos_positions((4, 4), 32))
+    assert not positions[:, 0].any()
+    pretrained = build_backbone("vit_tiny_patch16_224", args=tiny().backbone.args, image_size=32, seed=3)
+    save_backbone(pretrained, tmp_path)
+    continued = make(tiny, {"backbone.pretrained": str(tmp_path / "backbone.safetensors")}).backbone.model.pos_embed
+    assert continued.requires_grad
+    assert torch.equal(continued, pretrained.model.pos_embed)
+
+
+def test_without_a_class_token_the_decoder_reads_patches_only(tiny: Tiny) -> None:
+    args = {**tiny().backbone.args, "class_token": False, "global_pool": "avg"}
+    objective = make(tiny, {"backbone.args": args})
+    assert objective.decoder.get_buffer("positions").shape[1] == 16
+    assert objective(batch_of(objective), STEP).losses["mae"] > 0
 
 
 def test_prefix_tokens_are_always_kept() -> None:

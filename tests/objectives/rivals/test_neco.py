@@ -122,6 +122,14 @@ def test_the_entropy_of_the_ranks_is_the_lower_bound_of_the_loss(tiny: Tiny) -> 
     assert output.metrics["rank_entropy"] < output.losses["neco"]
 
 
+def test_heads_start_equal_or_independent(tiny: Tiny) -> None:
+    for own, equal in ((False, True), (True, False)):
+        objective = make(tiny, own_teacher_head=own)
+        heads = [network.head.state_dict() for network in (objective.student, objective.teacher)]
+        assert torch.equal(heads[0]["mlp.0.weight"], heads[1]["mlp.0.weight"]) == equal
+        assert not any(parameter.requires_grad for parameter in objective.teacher.parameters())
+
+
 def test_student_and_teacher_see_the_same_places_also_in_mirrored_crops() -> None:
     # Maps of the places of their patches in the image: aligned, they agree. The second crop lies well inside the first.
     crops = Crops(torch.tensor([[0, 8, 64, 64], [16, 20, 24, 32]]), torch.tensor([False, True]))

@@ -136,6 +136,11 @@ def test_two_steps_are_those_written_out(tiny: Tiny) -> None:
     )
 
 
+def test_the_student_is_exported(tiny: Tiny) -> None:
+    objective = TimeT(Setting(tiny(), 8, 4))
+    assert objective.exported() is objective.student.backbone
+
+
 # ------------------------------------------------------------------ samples
 
 

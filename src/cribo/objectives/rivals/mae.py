@@ -34,30 +34,44 @@ class Decoder(nn.Module):
         embed_dim: D, channels of the encoder's tokens.
         grid: (h, w) patches of a view.
         pixels: P, values per patch.
+        prefix: number of tokens before the patches: 1 for [CLS], or 0.
         dim, depth, heads: width, number of blocks and attention heads.
     """
 
-    def __init__(self, embed_dim: int, grid: tuple[int, int], pixels: int, *, dim: int, depth: int, heads: int) -> None:
+    def __init__(
+        self, embed_dim: int, grid: tuple[int, int], pixels: int, *, prefix: int, dim: int, depth: int, heads: int
+    ) -> None:
         super().__init__()
+        self.prefix = prefix
         self.embed = nn.Linear(embed_dim, dim)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, dim))
         nn.init.normal_(self.mask_token, std=0.02)
-        self.register_buffer("positions", sincos_positions(grid, dim), persistent=False)
-        self.blocks = nn.Sequential(*(Block(dim, heads, qkv_bias=True) for _ in range(depth)))
-        self.norm = nn.LayerNorm(dim)
+        self.register_buffer("positions", sincos_positions(grid, dim, prefix=prefix), persistent=False)
+        norm = partial(nn.LayerNorm, eps=1e-6)
+        blocks = (Block(dim, heads, qkv_bias=True, norm_layer=norm) for _ in range(depth))
+        self.blocks = nn.Sequential(*blocks)
+        self.norm = norm(dim)
         self.predict = nn.Linear(dim, pixels)
 
     def forward(self, seen: Float[Tensor, "b s d"], order: Int[Tensor, "b n"]) -> Float[Tensor, "b n p"]:
-        """Predict the pixels of all patches, in grid order, from the tokens of the first s patches of `order`."""
-        tokens = self.embed(seen)
-        masks = self.mask_token.to(tokens.dtype).expand(len(tokens), order.shape[1] - tokens.shape[1], -1)
-        tokens = gather_tokens(torch.cat((tokens, masks), dim=1), order.argsort(dim=1))
+        """Predict the pixels of all patches, in grid order.
+
+        Args:
+            seen: (B, s, D) the encoder's prefix tokens, and those of the first patches of `order`.
+            order: (B, N) permutation of the patches.
+        """
+        prefix, patches = self.embed(seen).tensor_split([self.prefix], dim=1)
+        masks = self.mask_token.to(patches.dtype).expand(len(patches), order.shape[1] - patches.shape[1], -1)
+        patches = gather_tokens(torch.cat((patches, masks), dim=1), order.argsort(dim=1))
+        tokens = torch.cat((prefix, patches), dim=1)
         positions = self.get_buffer("positions").to(tokens.dtype)
-        return self.predict(self.norm(self.blocks(tokens + positions)))
+        return self.predict(self.norm(self.blocks(tokens + positions)))[:, self.prefix :]
 
 
 class MAE(Objective):
     """Masked autoencoding of pixels. Reads `views` (area, aspect, flip, size), `backbone` and `optim`.
+
+    Without pretrained weights, the encoder has fixed sine and cosine positions, as the decoder has.
 
     Args:
         setting: the run.
@@ -100,11 +114,14 @@ class MAE(Objective):
                 f"objective.args.decoder_dim must be a multiple of 4 and of decoder_heads {decoder_heads}, got "
                 f"{decoder_dim}"
             )
+        if options.backbone.pretrained is None:
+            _fix_positions(self.backbone, (side, side))
         with seeded_weights(options.seed):
             self.decoder = Decoder(
                 self.backbone.embed_dim,
                 (side, side),
                 3 * self.backbone.patch_size**2,
+                prefix=int(self.backbone.has_class_token),
                 dim=decoder_dim,
                 depth=decoder_depth,
                 heads=decoder_heads,
@@ -129,8 +146,9 @@ class MAE(Objective):
         pixels = batch["view"][:, 0].float() / 255
         images = normalise(pixels, mean=self.backbone.mean, std=self.backbone.std)
         with self.keep.only(order[:, : self.seen]):
-            seen = self.backbone(images).tokens
-        predicted = self.decoder(seen, order)
+            features = self.backbone(images)
+        seen = [features.global_token[:, None]] if self.backbone.has_class_token else []
+        predicted = self.decoder(torch.cat([*seen, features.tokens], dim=1), order)
         targets = patchify(images.to(predicted.dtype), self.backbone.patch_size)
         if self.normalise_patches:
             variance, mean = torch.var_mean(targets, dim=-1, keepdim=True)
@@ -151,12 +169,27 @@ def patchify(images: Float[Tensor, "b 3 h w"], size: int) -> Float[Tensor, "b n 
     return patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
 
-def sincos_positions(grid: tuple[int, int], dim: int) -> Float[Tensor, "1 n d"]:
+def _fix_positions(backbone: Backbone, grid: tuple[int, int]) -> None:
+    """Replace the position embedding of a vision transformer by fixed ones; those of prefix tokens are 0."""
+    positions = backbone.model.pos_embed
+    prefix = positions.shape[1] - grid[0] * grid[1]
+    with torch.no_grad():
+        positions.copy_(sincos_positions(grid, positions.shape[2], prefix=prefix))
+    positions.requires_grad_(False)
+
+
+def sincos_positions(grid: tuple[int, int], dim: int, *, prefix: int = 0) -> Float[Tensor, "1 m d"]:
     """Fixed sine and cosine position embeddings: half of the channels for the row, half for the column.
+
+    Args:
+        grid: (h, w) patches.
+        dim: channels, a multiple of 4.
+        prefix: number of tokens before the patches, whose positions are 0.
 
     Source: MAE, appendix A.1, after Vaswani et al. 2017.
     """
     frequencies = 10_000.0 ** (-torch.arange(dim // 4) / (dim // 4))
     rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
     angles = [place.flatten()[:, None] * frequencies for place in (rows, columns)]
-    return torch.cat([part for angle in angles for part in (angle.sin(), angle.cos())], dim=1)[None]
+    positions = torch.cat([part for angle in angles for part in (angle.sin(), angle.cos())], dim=1)
+    return torch.cat((positions.new_zeros(prefix, dim), positions))[None]

@@ -28,6 +28,7 @@ from cribo.objectives.crops import (
     crop_noise,
     multi_crop,
 )
+from cribo.objectives.mlp import make_head, seeded_weights
 from cribo.objectives.overlap import align, overlap_area, overlap_boxes
 from cribo.objectives.rivals.sorting import SortingKind, SortingNetwork
 from cribo.objectives.self_distillation import Network, StudentTeacher
@@ -114,6 +115,8 @@ class NeCo(StudentTeacher):
         grid: an overlap is divided into grid x grid patches, and each is compared with as many references.
         similarity: order of the references: `cosine` similarity, or `euclidean` distance.
         sorting: sorting network: `bitonic`, or `odd_even`, whose ranks are softer.
+        own_teacher_head: start the teacher's head from random weights of its own, as in the released code; otherwise it
+            is a copy of the student's, and the loss starts at its lower bound.
         steepness: (student, teacher) steepness of the sorting networks; larger values give harder ranks. The released
             code has 100 for both. From random weights, give the teacher a larger value: with equal ones, all references
             become equally similar.
@@ -143,12 +146,17 @@ class NeCo(StudentTeacher):
         grid: Annotated[int, at_least(2)] = 7,
         similarity: Similarity = "cosine",
         sorting: SortingKind = "bitonic",
+        own_teacher_head: bool = False,
         steepness: tuple[Annotated[float, above(0)], Annotated[float, above(0)]] = (100.0, 100.0),
     ) -> None:
         super().__init__(setting)
         options = setting.options
         self.student = Network(setting.build_backbone(), options.head, levels={}, seed=options.seed)
         self.teacher = self.student.make_teacher()
+        if own_teacher_head:
+            with seeded_weights(options.seed, purpose=4):
+                head = make_head(self.student.backbone.embed_dim, options.head)
+            self.teacher.head = head.requires_grad_(False)
         backbone, recipe = self.student.backbone, setting.options.views
         if local_size is None:
             local_size = max(1, _LOCAL_SIZE // backbone.patch_size) * backbone.patch_size

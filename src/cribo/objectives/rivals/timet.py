@@ -20,6 +20,8 @@ from cribo.data.samples import Batch, LazyImage, Sample
 from cribo.features.propagation import LabelledFrame, label_frame
 from cribo.method import Crops, ViewRecipe
 from cribo.method.precision import in_float32
+from cribo.models import Backbone
+from cribo.models.lora import has_adapters
 from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.config import Temperature
 from cribo.objectives.crops import CropSampler, CropSet, augmented, load_for_crops
@@ -221,6 +223,10 @@ class TimeT(StudentTeacher):
         self.teacher = self.student.make_teacher()
         self.side = options.views.size // self.student.backbone.patch_size
         self.uses_all_parameters = not options.optim.freeze_backbone_epochs
+
+    def exported(self) -> Backbone:
+        """Return the student's backbone, as the released code saves it; with LoRA, the teacher, which has no adapters."""
+        return self.teacher.backbone if has_adapters(self.student.backbone) else self.student.backbone
 
     def samples(self) -> ClipFrames:
         """Return the transform to frames of a clip."""
