@@ -4,7 +4,7 @@ import math
 import operator
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from cribo.base.errors import ConfigError
 
@@ -107,6 +107,8 @@ def find_bounds(hint: Any) -> Bounds | None:
 def check_bounds(settings: "DataclassInstance", prefix: str = "") -> None:
     """Check the fields of a dataclass whose types have bounds, and those of the dataclasses in it.
 
+    A field that is a number or one of some words, `Annotated[float, above(0)] | Literal["auto"]`, may be a word.
+
     Args:
         settings: the dataclass.
         prefix: prefix of the names in error messages, such as `optim.`.
@@ -118,8 +120,13 @@ def check_bounds(settings: "DataclassInstance", prefix: str = "") -> None:
         name, value = f"{prefix}{field.name}", getattr(settings, field.name)
         if is_dataclass(value) and not isinstance(value, type):
             check_bounds(value, f"{name}.")
-        elif (bounds := find_bounds(field.type)) is not None:
+        elif (bounds := find_bounds(field.type)) is not None and value not in _words(field.type):
             bounds.check(**{name: value})
+
+
+def _words(hint: Any) -> list[Any]:
+    """Return the words that a type allows instead of a number."""
+    return [word for part in get_args(hint) if get_origin(part) is Literal for word in get_args(part)]
 
 
 def _numbers(value: Any) -> Iterator[Any]:

@@ -47,10 +47,10 @@ class Decoder(nn.Module):
         self.mask_token = nn.Parameter(torch.zeros(1, 1, dim))
         nn.init.normal_(self.mask_token, std=0.02)
         self.register_buffer("positions", sincos_positions(grid, dim, prefix=prefix), persistent=False)
-        norm = partial(nn.LayerNorm, eps=1e-6)
-        blocks = (Block(dim, heads, qkv_bias=True, norm_layer=norm) for _ in range(depth))
-        self.blocks = nn.Sequential(*blocks)
-        self.norm = norm(dim)
+        self.blocks = nn.Sequential(*(Block(dim, heads, qkv_bias=True) for _ in range(depth)))
+        self.norm = nn.LayerNorm(dim)
+        for norm in (module for module in self.modules() if isinstance(module, nn.LayerNorm)):
+            norm.eps = 1e-6
         self.predict = nn.Linear(dim, pixels)
 
     def forward(self, seen: Float[Tensor, "b s d"], order: Int[Tensor, "b n"]) -> Float[Tensor, "b n p"]:

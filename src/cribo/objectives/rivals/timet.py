@@ -225,7 +225,7 @@ class TimeT(StudentTeacher):
         self.uses_all_parameters = not options.optim.freeze_backbone_epochs
 
     def exported(self) -> Backbone:
-        """Return the student's backbone, as the released code saves it; with LoRA, the teacher, which has no adapters."""
+        """Return the student's backbone, as the released code saves it; with LoRA, the teacher's without adapters."""
         return self.teacher.backbone if has_adapters(self.student.backbone) else self.student.backbone
 
     def samples(self) -> ClipFrames:
