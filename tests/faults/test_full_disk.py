@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 CHANGES: dict[str, Any] = {
     "data.workers": 1,
-    "optim.epochs": 10,
+    "optim.epochs": 15,
     "score.root": "scenes",
     "score.images": (4, 2),
     "score.every_epochs": 5,
@@ -59,7 +59,7 @@ def test_a_temporarily_full_disk(
     assert whole.wait(600) == 0, whole.output[-5000:]
 
     begun = commands.fork(*words, "run", "--out", disk, prelude=WITHOUT_PICTURES)
-    while last_row(disk / "run") < 6:
+    while last_row(disk / "run") < 10:
         assert begun.wait(0.002) is None, begun.output[-5000:]
     fill(disk / "filler")
     while begun.output.count("could not save") < 4 or "could not write to" not in begun.output:

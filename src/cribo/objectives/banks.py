@@ -6,11 +6,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from cribo.base.errors import ConfigError
 from cribo.data.randomness import keyed_generator
 from cribo.method import Matches, MemoryBank
+from cribo.method.bank import ring_slices
 from cribo.objectives.base import Step
 from cribo.objectives.config import ObjectiveOptions
 from cribo.objectives.objects import RowPairs
@@ -82,6 +83,48 @@ class RunBank:
 def object_bank(options: ObjectiveOptions, num_images: int) -> RunBank:
     """Create the bank of objects."""
     return RunBank(num_images=resolve_bank_images(options, num_images), num_objects=options.objects.num_objects)
+
+
+class RowQueue(nn.Module):
+    """Ring buffer of the latest rows, identical on every rank; new rows replace the oldest.
+
+    Args:
+        count: M, number of rows.
+        dim: D, channels of a row.
+    """
+
+    rows: Tensor
+
+    def __init__(self, count: int, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(count, dim))
+        self.written = 0  # rows written since the start of the run
+
+    def __len__(self) -> int:
+        """Number of rows in use."""
+        return min(self.written, len(self.rows))
+
+    def read(self) -> Float[Tensor, "m d"]:
+        """Return the rows in use."""
+        return self.rows[: len(self)]
+
+    @torch.no_grad()
+    def push(self, rows: Float[Tensor, "r d"]) -> None:
+        """Add rows, of more than M the last ones; they replace the oldest ones."""
+        rows = rows[-len(self.rows) :]
+        first = 0
+        for part in ring_slices(self.written % len(self.rows), len(rows), len(self.rows)):
+            self.rows[part] = rows[first : first + part.stop - part.start].to(self.rows.dtype)
+            first += part.stop - part.start
+        self.written += len(rows)
+
+    def get_extra_state(self) -> int:
+        """Return the number of written rows, for a checkpoint."""
+        return self.written
+
+    def set_extra_state(self, state: int) -> None:
+        """Restore the number of written rows."""
+        self.written = state
 
 
 class PatchBank(RunBank):

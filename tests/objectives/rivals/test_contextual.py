@@ -12,7 +12,8 @@ from torch import Tensor
 
 from cribo.data.samples import Batch
 from cribo.objectives import Setting, Step
-from cribo.objectives.rivals.contextual import ContextMemory, ContextNetwork, Contextual, attend, contrast
+from cribo.objectives.banks import RowQueue
+from cribo.objectives.rivals.contextual import ContextNetwork, Contextual, attend, contrast
 from cribo.objectives.views import normalised_views
 from cribo.pretraining import PretrainConfig, pretrain
 
@@ -166,13 +167,13 @@ def test_entropy_and_accuracy_show_uniform_attention_and_collapse(tiny: Tiny) ->
 
 
 def test_the_memory_holds_the_last_rows_and_is_restored() -> None:
-    memory, rows = ContextMemory(5, 2), torch.arange(24.0).view(12, 2)
+    memory, rows = RowQueue(5, 2), torch.arange(24.0).view(12, 2)
     assert len(memory.read()) == 0
     memory.push(rows[:3])
     assert memory.read().tolist() == rows[:3].tolist()
     memory.push(rows[3:7])
     assert memory.read().tolist() == rows[[5, 6, 2, 3, 4]].tolist()
-    restored = ContextMemory(5, 2)
+    restored = RowQueue(5, 2)
     restored.load_state_dict(memory.state_dict())
     for each in (memory, restored):
         each.push(rows[7:])

@@ -19,7 +19,7 @@ from cribo.objectives import Setting, Step
 from cribo.objectives.crops import augmented_crops, concatenate_crops, multi_crop
 from cribo.objectives.overlap import align, overlap_area, overlap_boxes
 from cribo.objectives.rivals import neco
-from cribo.objectives.rivals.neco import NeCo, OverlappingCrops, aligned_pairs, neighbour_losses
+from cribo.objectives.rivals.neco import NeCo, OverlappingCrops, aligned_pairs, neighbour_losses, references_of
 from cribo.objectives.rivals.sorting import SortingNetwork
 from cribo.pretraining import PretrainConfig, pretrain
 
@@ -53,10 +53,15 @@ def test_golden_loss_and_gradient(file: Path) -> None:
         torch.zeros(images, crops, dtype=torch.bool),
         grid=grid,
     )
-    network = SortingNetwork(grid**2, steepness=100.0)
+    network, drawn = SortingNetwork(grid**2, steepness=100.0), values["permutations"]
+    if "queue" in values:  # (2, Q, D) of the global crops, of which the pairs of the first come first
+        crops_of_pairs = torch.tensor([0, 1]).repeat_interleave(len(drawn) // 2)[:, None]
+        references = values["queue"][crops_of_pairs, drawn % int(values["entries"])].view_as(pairs[0])
+    else:
+        references = references_of(pairs[0], drawn[:, None])
     losses, _ = neighbour_losses(
         *pairs,
-        values["permutations"][:, None],
+        references,
         (network, network),
         similarity="euclidean" if "euclidean" in file.stem else "cosine",
     )
@@ -78,6 +83,13 @@ def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, torch.
     views = [view.double() for part in parts for view in part.split(len(batch))]
     teachers = [maps(objective.teacher, view).detach() for view in views[:2]]
     students = [maps(objective.student, view) for view in views]
+    stored = torch.zeros(0) if objective.queue is None else objective.queue.rows[: objective.queue.written]
+    if objective.queue is not None:  # ten patches of each image and global crop
+        objective.seen = [
+            torch.cat([each[image].flatten(1)[:, batch["queued"][image, g, k]] for g, each in enumerate(teachers)])
+            for image in range(len(batch))
+            for k in range(10)
+        ]
     terms, place = [], 0
     for g in (0, 1):
         for v in range(4):
@@ -91,6 +103,9 @@ def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, torch.
                 teacher, student = (rows[group] for rows in found)
                 order = batch["order"][group, place].flatten().argsort()
                 references = teacher.flatten(0, 1)[order].unflatten(0, (4, 9))
+                if len(stored):
+                    drawn = (batch["order"][group, place] * len(stored)).long()
+                    references = stored.view(-1, 2, stored.shape[1] // 2)[drawn, g]
                 for image in range(4):
                     ranks = []
                     for rows, steepness in ((teacher[image], 80.0), (student[image], 40.0)):
@@ -104,13 +119,16 @@ def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, torch.
     return {"neco": torch.stack(terms).mean()}
 
 
-@pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
-def test_two_steps_are_those_written_out(tiny: Tiny, similarity: Any) -> None:
+@pytest.mark.parametrize(("similarity", "queue"), [("cosine", 0), ("euclidean", 0), ("cosine", 200)])
+def test_two_steps_are_those_written_out(tiny: Tiny, similarity: Any, queue: int) -> None:
     changes = {"backbone.drop_path": 0.0, "views.flip": 0.0, "optim.momentum": (0.6, 0.8)}
-    objective = unequal(make(tiny, changes, similarity=similarity, steepness=(40.0, 80.0)))
+    objective = unequal(make(tiny, changes, similarity=similarity, queue=queue, steepness=(40.0, 80.0)))
     batches = [batch_of(objective, 8, first) for first in (0, 8)]
 
     def update(own: Any, step: Step) -> None:
+        if own.queue is not None:  # 80 rows of 200
+            own.queue.rows[own.queue.written : own.queue.written + 80] = torch.stack(own.seen)
+            own.queue.written += 80
         follow(own.teacher, own.student, step, (0.6, 0.8))
 
     assert_steps_are(objective, batches, written_losses, update, tolerance=1e-6)
@@ -164,7 +182,7 @@ def test_memory_is_that_of_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def losses_and_gradient() -> tuple[torch.Tensor, torch.Tensor]:
         student = start.clone().requires_grad_()
-        losses, _ = neighbour_losses(teacher, student, order, (network, network))
+        losses, _ = neighbour_losses(teacher, student, references_of(teacher, order), (network, network))
         losses.mean().backward()
         assert student.grad is not None
         return losses, student.grad
@@ -175,7 +193,7 @@ def test_memory_is_that_of_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     saved: list[weakref.ref[torch.Tensor]] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda each: (saved.append(weakref.ref(each)), each)[1], lambda t: t):
         student = start.clone().requires_grad_()
-        losses, _ = neighbour_losses(teacher, student, order, (network, network))
+        losses, _ = neighbour_losses(teacher, student, references_of(teacher, order), (network, network))
     kept = [tensor for reference in saved if (tensor := reference()) is not None]
     assert sum(tensor.numel() for tensor in kept) < 108 * 9 * 9  # less than one of the matrices of each row
     losses.mean().backward()
@@ -188,10 +206,11 @@ def test_losses_can_be_computed_without_gradients() -> None:
     network = SortingNetwork(9, steepness=100.0)
     teacher, student = torch.randn(2, 1, 3, 9, 4, generator=torch.Generator().manual_seed(0))
     order = torch.arange(27)[None, None]
-    losses, least = neighbour_losses(teacher, student, order, (network, network))
+    references = references_of(teacher, order)
+    losses, least = neighbour_losses(teacher, student, references, (network, network))
     assert not losses.requires_grad
     assert (losses > least).all()
-    torch.testing.assert_close(neighbour_losses(teacher, teacher, order, (network, network))[0], least)
+    torch.testing.assert_close(neighbour_losses(teacher, teacher, references, (network, network))[0], least)
 
 
 @pytest.mark.parametrize("size", [(40, 40), (30, 300), (500, 375)])

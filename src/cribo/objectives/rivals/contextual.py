@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from cribo.base.bounds import at_least
 from cribo.base.errors import ConfigError
 from cribo.data.samples import Batch
-from cribo.method.bank import ring_slices
 from cribo.method.blocks import in_blocks, rows_per_block
 from cribo.method.config import UnitInterval
 from cribo.method.precision import at_least_float32, in_float32
 from cribo.models import Backbone
+from cribo.objectives.banks import RowQueue
 from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.config import HeadConfig, Temperature
 from cribo.objectives.mlp import make_head, seeded_weights
@@ -130,47 +130,6 @@ def contrast(
     own = (predicted * targets).sum(dim=-1)
     losses = (similarities / temperature).logsumexp(dim=-1) - own / temperature
     return losses, (similarities > own[:, None] - _MARGIN).sum(dim=-1) == 1
-
-
-class ContextMemory(nn.Module):
-    """Ring buffer of the pooled features of the latest images, identical on every rank; new rows replace the oldest.
-
-    Args:
-        images: M, number of rows, one per image.
-        dim: D, channels of the features.
-    """
-
-    rows: Tensor
-
-    def __init__(self, images: int, dim: int) -> None:
-        super().__init__()
-        self.register_buffer("rows", torch.zeros(images, dim))
-        self.written = 0  # rows written since the start of the run
-
-    def __len__(self) -> int:
-        """Number of rows in use."""
-        return min(self.written, len(self.rows))
-
-    def read(self) -> Float[Tensor, "m d"]:
-        """Return the rows in use."""
-        return self.rows[: len(self)]
-
-    @torch.no_grad()
-    def push(self, rows: Float[Tensor, "r d"]) -> None:
-        """Add rows, at most M at once; they replace the oldest ones."""
-        first = 0
-        for part in ring_slices(self.written % len(self.rows), len(rows), len(self.rows)):
-            self.rows[part] = rows[first : first + part.stop - part.start].to(self.rows.dtype)
-            first += part.stop - part.start
-        self.written += len(rows)
-
-    def get_extra_state(self) -> int:
-        """Return the number of written rows, for a checkpoint."""
-        return self.written
-
-    def set_extra_state(self, state: int) -> None:
-        """Restore the number of written rows."""
-        self.written = state
 
 
 class SpatialPooling(nn.Module):
@@ -297,7 +256,7 @@ class Contextual(StudentTeacher):
             setting.build_backbone(), options.head, queries=pooling_queries, seed=options.seed
         )
         self.teacher = self.student.make_teacher()
-        self.memory = ContextMemory(memory_images, self.teacher.backbone.embed_dim)
+        self.memory = RowQueue(memory_images, self.teacher.backbone.embed_dim)
         self._pooled: Float[Tensor, "b d"]  # of the teacher in this step, which has no micro-batches
 
     def samples(self) -> ViewPairs:

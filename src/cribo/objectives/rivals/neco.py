@@ -1,7 +1,8 @@
 """NeCo (Pariza et al. 2025): student and teacher must rank the neighbours of a patch in the same order.
 
-In the overlap of two crops, student and teacher compare the same places with the same patches of other images. A
-differentiable sorting network ranks these references by similarity, and the student learns the teacher's ranks.
+In the overlap of two crops, student and teacher compare the same places with the same patches of other images, or of
+earlier batches in a queue. A differentiable sorting network ranks these references by similarity, and the student
+learns the teacher's ranks.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from cribo.data.samples import Batch, Sample
 from cribo.method import Crops, sample_crops
 from cribo.method.blocks import rows_per_block
 from cribo.method.precision import in_float32
+from cribo.objectives.banks import RowQueue
 from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.crops import (
     CropSampler,
@@ -41,6 +43,7 @@ LEAST_OVERLAP = 0.01
 
 _LOCAL_SIZE = 98
 _CROP_ATTEMPTS = 100
+_QUEUED_PATCHES = 10  # of each global crop of an image
 
 
 class OverlappingCrops(CropSampler):
@@ -100,12 +103,13 @@ class NeCo(StudentTeacher):
     """Consistency of patch neighbours, for pretrained networks with patch tokens or a feature map.
 
     Reads `views` (the global crops; the others differ in size and area), `backbone`, `head` (its MLP), `optim`, and
-    `objects.group_size`: the references of a patch are drawn from the images of its group.
+    `objects.group_size`: without a queue, the references of a patch are drawn from the images of its group.
 
-    The released code draws references from the whole batch of a device, or for DINOv2 from a queue of earlier batches;
-    updates the teacher before the optimiser's step; and computes boxes for 98 pixels in local crops where the network
-    sees 96. It resizes crops bilinearly and never flips them; here they are resized bicubically, and `views.flip` 0
-    disables flips.
+    The released code draws references from the whole batch of a device, or for DINOv2 from a queue, to which it adds
+    the batch before the losses; here, the batch is added after the step, so that results do not depend on micro-batches
+    and devices. It updates the teacher before the optimiser's step, and computes boxes for 98 pixels in local crops
+    where the network sees 96. It resizes crops bilinearly and never flips them; here they are resized bicubically, and
+    `views.flip` 0 disables flips.
 
     Args:
         setting: the run.
@@ -115,6 +119,8 @@ class NeCo(StudentTeacher):
         grid: an overlap is divided into grid x grid patches, and each is compared with as many references.
         similarity: order of the references: `cosine` similarity, or `euclidean` distance.
         sorting: sorting network: `bitonic`, or `odd_even`, whose ranks are softer.
+        queue: number of patches of each global crop in the queue, to which each image adds ten, drawn at random; 0 for
+            none.
         own_teacher_head: start the teacher's head from random weights of its own, as in the released code; otherwise it
             is a copy of the student's, and the loss starts at its lower bound.
         steepness: (student, teacher) steepness of the sorting networks; larger values give harder ranks. The released
@@ -146,6 +152,7 @@ class NeCo(StudentTeacher):
         grid: Annotated[int, at_least(2)] = 7,
         similarity: Similarity = "cosine",
         sorting: SortingKind = "bitonic",
+        queue: Annotated[int, at_least(0)] = 0,
         own_teacher_head: bool = False,
         steepness: tuple[Annotated[float, above(0)], Annotated[float, above(0)]] = (100.0, 100.0),
     ) -> None:
@@ -174,13 +181,18 @@ class NeCo(StudentTeacher):
         self.student_sorting = SortingNetwork(grid**2, sorting, steepness=steepness[0])
         self.teacher_sorting = SortingNetwork(grid**2, sorting, steepness=steepness[1])
         self.images_per_group = setting.options.objects.group_size
+        # A row has a patch of each global crop.
+        self.queue = RowQueue(queue, 2 * options.head.bottleneck_dim) if queue else None
+        self._queued: list[Float[Tensor, "r 2*e"]] = []  # of the step's micro-batches
         # Local crops differ in size and area only.
         sets = multi_crop(
             recipe, count=local_crops, size=local_size, area=local_area, blur=recipe.blur, solarise=recipe.solarise
         )
         # `order` (B, P, n): a random number for each of the n patches of an overlap in each of P pairs of crops.
-        order = partial(torch.rand, (len(crop_pairs(2 + local_crops)), grid**2))
-        self.crops = OverlappingCrops(*sets, drop_path_sites=backbone.num_drop_path_sites, numbers={"order": order})
+        numbers = {"order": partial(torch.rand, (len(crop_pairs(2 + local_crops)), grid**2))}
+        if queue:  # `queued` (B, 2, 10): patches of both global crops for the queue
+            numbers["queued"] = partial(_draw_patches, (recipe.size // backbone.patch_size) ** 2)
+        self.crops = OverlappingCrops(*sets, drop_path_sites=backbone.num_drop_path_sites, numbers=numbers)
 
     def samples(self) -> OverlappingCrops:
         """Return the transform to crops that overlap."""
@@ -206,11 +218,43 @@ class NeCo(StudentTeacher):
         sizes = torch.tensor([[w, h, w, h] for *_, h, w in (maps.shape for maps in students)])
         boxes = batch["boxes"] * sizes[:, None].to(batch["boxes"].device)  # in positions of the crops' maps
         pairs = aligned_pairs(teacher, students, boxes[:, :2], boxes[:, :, :2], batch["flips"], grid=self.grid)
-        order = batch["order"].unflatten(0, (-1, self.images_per_group))  # (groups, images, P, n)
-        order = order.permute(2, 0, 1, 3).flatten(2).argsort(dim=-1, stable=True)
+        if self.queue is not None:
+            self._queued.append(_queue_rows(teacher, batch["queued"]))
         networks = self.student_sorting, self.teacher_sorting
-        losses, entropies = neighbour_losses(*pairs, order, networks, similarity=self.similarity)
+        losses, entropies = neighbour_losses(
+            *pairs, self._references(pairs[0], batch["order"]), networks, similarity=self.similarity
+        )
         return Output({"neco": losses.mean()}, {"rank_entropy": entropies.mean()})
+
+    def _references(self, teacher: Float[Tensor, "p b n e"], order: Float[Tensor, "b p n"]) -> Float[Tensor, "p b n e"]:
+        """Draw the references of each image and pair of crops from the queue, or while it is empty from its group."""
+        if self.queue is None or not len(self.queue):
+            grouped = order.unflatten(0, (-1, self.images_per_group))  # (groups, images, P, n)
+            return references_of(teacher, grouped.permute(2, 0, 1, 3).flatten(2).argsort(dim=-1, stable=True))
+        rows = self.queue.read().to(teacher.dtype).unflatten(1, (2, -1)).transpose(0, 1)  # (2, entries, E)
+        drawn = (order.transpose(0, 1) * len(self.queue)).long()  # (P, B, n)
+        crops = torch.tensor([first for first, _ in crop_pairs(self.crops.sets[1].count + 2)], device=drawn.device)
+        return rows[crops[:, None, None], drawn]
+
+    @torch.no_grad()
+    def after_step(self, step: Step) -> None:
+        """Add the patches of all ranks to the queue, in the order of the batch, and update the teacher."""
+        if self.queue is not None:
+            rows, self._queued = torch.cat(self._queued), []
+            self.queue.push(step.gather(rows).flatten(0, 1))
+        super().after_step(step)
+
+
+def _draw_patches(patches: int, *, generator: torch.Generator) -> Int[Tensor, "2 k"]:
+    """Draw patches of two global crops for the queue."""
+    return torch.stack([torch.randperm(patches, generator=generator)[:_QUEUED_PATCHES] for _ in range(2)])
+
+
+def _queue_rows(maps: Float[Tensor, "2 b e h w"], drawn: Int[Tensor, "b 2 k"]) -> Float[Tensor, "r 2*e"]:
+    """Return the drawn patches of each image, those of both crops side by side."""
+    patches = maps.flatten(3).permute(1, 0, 3, 2)  # (B, 2, N, E)
+    chosen = patches.gather(2, drawn[..., None].expand(-1, -1, -1, patches.shape[3]))
+    return chosen.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def _maps(network: Network, tokens: Tensor, grid: tuple[int, int], images: int) -> Float[Tensor, "v b e h w"]:
@@ -267,23 +311,32 @@ def aligned_pairs(
     )
 
 
+def references_of(teacher: Float[Tensor, "p b n e"], order: Int[Tensor, "p k m"]) -> Float[Tensor, "p b n e"]:
+    """Return n of the teacher's rows of its group as references of each image, different ones for each image.
+
+    Args:
+        teacher: (P, B, n, E) the teacher's rows.
+        order: (P, k, m) a permutation of the m = B n / k rows of each of k groups, which deals them to the images.
+    """
+    rows = teacher.reshape(*order.shape, teacher.shape[-1])
+    return rows.gather(2, order[..., None].expand_as(rows)).view_as(teacher)
+
+
 @in_float32
 def neighbour_losses(
     teacher: Float[Tensor, "p b n e"],
     student: Float[Tensor, "p b n e"],
-    order: Int[Tensor, "p k m"],
+    references: Float[Tensor, "p b n e"],
     networks: tuple[SortingNetwork, SortingNetwork],
     *,
     similarity: Similarity = "cosine",
 ) -> tuple[Float[Tensor, " p"], Float[Tensor, " p"]]:
     """Cross-entropy between the teacher's and the student's ranks of the same references, for P pairs of crops.
 
-    The references of an image are n of the teacher's rows of its group, different ones for each image.
-
     Args:
         teacher: (P, B, n, E) the teacher's rows, any scale.
         student: (P, B, n, E) the student's rows of the same patches.
-        order: (P, k, m) a permutation of the m = B n / k rows of each of k groups, which deals them to the images.
+        references: (P, B, n, E) rows of the teacher with which those of each image are compared.
         networks: networks of student and teacher that sort n numbers.
         similarity: what references are sorted by, in ascending order.
 
@@ -292,8 +345,6 @@ def neighbour_losses(
 
     Source: Pariza et al. 2025; details as in the released code.
     """
-    rows = teacher.reshape(*order.shape, teacher.shape[-1])
-    references = rows.gather(2, order[..., None].expand_as(rows)).view_as(teacher)
     numbers = [similarities(each, references, similarity).flatten(0, 2) for each in (student, teacher)]
 
     entropies = _InBlocks.apply(*numbers, *networks)
