@@ -106,6 +106,7 @@ NO_LOSS = {"losses.image": 0, "losses.cross_view": 0, "losses.cross_image": 0}
         ("loca", {}, {"local_size": 4}, "local_size .* 8, got 4"),
         ("mae", {**RESNET, "views.size": 64}, {}, "timm vision transformer"),
         ("mae", {}, {"mask_ratio": 1.0}, "mask_ratio must leave 1 to 15 of 16 .* got 1.0"),
+        ("mae", {"backbone.args": {"depth": 1, "embed_dim": 18, "num_heads": 2}}, {}, "multiple of 4 .* got 18"),
         ("mae", {}, {"decoder_dim": 16, "decoder_heads": 3}, "decoder_dim .* decoder_heads 3, got 16"),
         ("neco", {}, {"local_size": 20}, "local_size .* 8, got 20"),
         ("neco", {}, {**LOCAL, "local_area": (0.001, 0.01)}, "local_area .* 0.01 .*, got 0.01"),

@@ -170,8 +170,12 @@ def patchify(images: Float[Tensor, "b 3 h w"], size: int) -> Float[Tensor, "b n 
 
 
 def _fix_positions(backbone: Backbone, grid: tuple[int, int]) -> None:
-    """Replace the position embedding of a vision transformer by fixed ones; those of prefix tokens are 0."""
+    """Replace the position embedding of a vision transformer, if it has one, by fixed positions; [CLS] has 0."""
     positions = backbone.model.pos_embed
+    if positions is None:
+        return
+    if positions.shape[2] % 4:
+        raise ConfigError(f"MAE needs a width that is a multiple of 4 for its positions, got {positions.shape[2]}")
     prefix = positions.shape[1] - grid[0] * grid[1]
     with torch.no_grad():
         positions.copy_(sincos_positions(grid, positions.shape[2], prefix=prefix))
