@@ -10,7 +10,7 @@ from cribo.cli import main
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a command that must be refused without output files, and return its message."""
+    """Run a command that must fail before it writes a file, and return its error message."""
 
     def call(*given: str, status: int = 2) -> str:
         before = sorted(Path().rglob("*"))

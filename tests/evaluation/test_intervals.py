@@ -79,3 +79,17 @@ def test_an_interval_over_images_and_seeds_covers_both() -> None:
     assert widths["both"] > max(widths["seeds"], widths["images"])
     alone = seed_difference(torch.zeros(3), torch.tensor([0.0, 2.0, 4.0]))
     assert alone.detectable == pytest.approx(2 / 3**0.5 * 4.303, rel=1e-3)
+
+
+def test_many_comparisons_have_the_tails_of_students_t() -> None:
+    """Without differences between images, the interval is that over seeds, however many comparisons there are."""
+    right = torch.tensor([50, 52, 56]).view(3, 1, 1, 1).expand(3, 1, 50, 1)
+
+    def counts(hits: torch.Tensor) -> torch.Tensor:
+        confusion = torch.stack([torch.cat((hits, 100 - hits), -1), torch.cat((100 - hits, hits), -1)], dim=-2)
+        return image_counts(confusion)
+
+    before, after = counts(torch.full_like(right, 50)), counts(right)
+    of_seeds = [counts_miou(each[:, 0].sum(dim=1).double()) for each in (before, after)]
+    found = miou_difference(before, after, comparisons=100)
+    assert found.detectable == pytest.approx(seed_difference(*of_seeds, comparisons=100).detectable)

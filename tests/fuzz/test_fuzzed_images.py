@@ -1,4 +1,4 @@
-"""Damaged, forged or malicious image files: each gives pixels or the error for unreadable images."""
+"""Damaged, forged or malicious image files are decoded, or raise the error for unreadable images."""
 
 import io
 import warnings

@@ -150,7 +150,7 @@ def test_the_state_of_a_wrapped_bank_is_restored_from_a_file(dtype: torch.dtype)
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_state_does_not_change_with_its_bank(wrapped: bool) -> None:
-    """The next batch overwrites the rows of a full ring."""
+    """A batch that is pushed to a full bank replaces the oldest rows."""
     bank, each = (wrapped_bank(), 4) if wrapped else (MemoryBank(num_images=2, num_objects=1, dim=DIM), 1)
     if not wrapped:
         bank.push(torch.ones(2, 2, DIM), torch.tensor([0, 1]), [1, 1])

@@ -22,7 +22,7 @@ def batch_of(objective: Objective, count: int = 4, first: int = 0) -> Batch:
 
 @pytest.fixture(autouse=True)
 def _without_report(without_report: None) -> None:  # noqa: F811
-    """Draw no report in this process."""
+    """Skip the report that each run would draw."""
 
 
 @pytest.fixture

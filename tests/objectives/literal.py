@@ -18,6 +18,9 @@ from cribo.objectives import Objective, Step
 STEPS = (Step(5, steps_per_epoch=4, total_steps=12), Step(6, steps_per_epoch=4, total_steps=12))
 """Two steps in the middle of a run of 12, where no schedule has its first or last value."""
 
+MOMENTUM = 0.6, 0.8
+"""`optim.momentum` of the objectives whose teacher `follow` updates."""
+
 RATE = 0.5
 
 Losses = Callable[[Any, Batch, Step], dict[str, Tensor]]
@@ -43,33 +46,34 @@ def linear(start: float, end: float, epochs: int, step: Step) -> float:
     return start + (end - start) * min(epoch / (epochs - 1), 1)
 
 
-def follow(teacher: nn.Module, student: nn.Module, step: Step, momentum: tuple[float, float]) -> None:
-    """Update a moving average, the momentum of which follows a cosine from its first to its last value."""
-    start, end = momentum
+def follow(objective: Any, step: Step) -> None:
+    """Update the teacher, the momentum of which follows a cosine from the first to the last value of `MOMENTUM`."""
+    start, end = MOMENTUM
     share = end - (end - start) * (math.cos(math.pi * step.number / step.total_steps) + 1) / 2
-    own = dict(student.named_parameters())
+    student = dict(objective.student.named_parameters())
     with torch.no_grad():
-        for name, parameter in teacher.named_parameters():
-            parameter.copy_(share * parameter + (1 - share) * own[name])
+        for name, parameter in objective.teacher.named_parameters():
+            parameter.copy_(share * parameter + (1 - share) * student[name])
 
 
 def assert_steps_are(
-    objective: Objective, batches: Sequence[Batch], losses_of: Losses, update: Update, *, tolerance: float = 1e-9
-) -> list[dict[str, float]]:
+    objective: Objective,
+    batches: Sequence[Batch],
+    losses_of: Losses,
+    update: Update = follow,
+    *,
+    tolerance: float = 1e-9,
+) -> None:
     """Assert that two steps of an objective have the losses, gradients and states of those written out.
 
     Args:
         objective: the objective, in float64.
         batches: a batch for each step.
         losses_of: returns the losses, given a copy of the objective, whose networks it may use, a batch and a step.
-        update: updates this copy after the optimiser's step.
+        update: updates this copy after the optimiser's step; only the teacher by default.
         tolerance: relative and absolute.
-
-    Returns:
-        The losses of each step.
     """
     written: Any = copy.deepcopy(objective)
-    seen = []
     for step, batch in zip(STEPS, batches, strict=True):
         found, wanted = objective(batch, step).losses, losses_of(written, batch, step)
         assert found.keys() == wanted.keys()
@@ -85,8 +89,6 @@ def assert_steps_are(
         assert own.keys() == other.keys()
         for name, value in own.items():
             _assert_close(value, other[name], tolerance, f"{name} after step {step.number}")
-        seen.append({name: loss.item() for name, loss in found.items()})
-    return seen
 
 
 def _descend(network: nn.Module, loss: Any) -> None:

@@ -67,7 +67,7 @@ def test_the_licence_of_the_teacher_is_recorded_with_the_student(tiny: Tiny, tmp
 
 
 def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, Tensor]:
-    """Cosine and smooth L1 distance to the teacher's features, with the mean and the deviation of earlier steps."""
+    """Compute the distances to the teacher's features, standardised by the moments of earlier steps."""
     student, teacher = objective.exported(), objective.teacher
     views = augmented(batch, "views", objective.options.views).flatten(0, 1)
     larger = F.interpolate(views, (48, 48), mode="bicubic", antialias=True)

@@ -78,7 +78,7 @@ def test_drop_path_changes_the_run(tiny: Tiny, whole: Train, dropping: PretrainC
 
 @pytest.mark.parametrize(("centring", "parts"), [("mean", 2), ("sinkhorn", 4)])
 def test_micro_batches_change_only_rounding(tiny: Tiny, train: Train, centring: str, parts: int) -> None:
-    """Matrix products of other batch sizes round differently, which affects the weights over eight AdamW steps."""
+    """Matrix products of other batch sizes round differently, and eight steps of AdamW enlarge the difference."""
     common = {
         "losses.centring": centring,
         "backbone.drop_path": 0.4,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from scipy.optimize import root_scalar
 from scipy.stats import t
 from torch import Tensor
 
@@ -20,12 +21,10 @@ COUNTS = "images.npz"
 
 RESAMPLES = 1000
 LEAST_SEEDS = 3
-"""Minimum number of seeds for an interval. Over images alone it would leave out 0 for most pairs of equal methods."""
+"""Minimum number of seeds for an interval: one over images alone often leaves out 0 for equal methods."""
 
 CONFIDENCE = 0.95
 """Probability that all intervals of a list of comparisons contain their true differences."""
-
-_STRATA = 1000  # of Student's t
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Difference:
 
 
 def confidence_of_each(comparisons: int) -> float:
-    """Return the confidence of one interval among several (Bonferroni).
+    """Return the confidence level of each interval if several must hold together (Bonferroni).
 
     Example:
         >>> confidence_of_each(5)
@@ -104,7 +103,7 @@ def resampled(count: int) -> Float[Tensor, "r count"]:
 def miou_difference(
     before: Int[Tensor, "s d q 3 c"], after: Int[Tensor, "s d q 3 c"], *, comparisons: int = 1
 ) -> Difference:
-    """Compare the mean IoUs of two methods over seeds and scored images; without an interval for less than three seeds.
+    """Compare the mean IoUs of two methods over seeds and images; without an interval for fewer than three seeds.
 
     The deviations of a bootstrap over images, with all seeds, are added to those of Student's t over seeds.
 
@@ -127,15 +126,13 @@ def miou_difference(
         return Difference(float(mean))
     times = resampled(images)
     of_images = (_miou(after, times) - _miou(before, times)).mean(dim=0) - mean
-    probabilities = (torch.arange(_STRATA, dtype=torch.float64) + 0.5) / _STRATA
-    deviations = of_images[:, None] + _standard_error(of_seeds) * _student(probabilities, len(of_seeds))
     tail = (1 - confidence_of_each(comparisons)) / 2
-    low, high = np.quantile((mean + deviations).numpy(), [tail, 1 - tail])
-    return Difference(float(mean), float(low), float(high))
+    low, high = (_quantile(of_images.numpy(), _standard_error(of_seeds), len(of_seeds), p) for p in (tail, 1 - tail))
+    return Difference(float(mean), float(mean) + low, float(mean) + high)
 
 
 def seed_difference(before: Float[Tensor, " s"], after: Float[Tensor, " s"], *, comparisons: int = 1) -> Difference:
-    """Compare scores of two methods that are recorded per seed only; without an interval for less than three seeds.
+    """Compare scores of two methods that are recorded per seed only; without an interval for fewer than three seeds.
 
     Args:
         before: score of each seed.
@@ -151,8 +148,8 @@ def seed_difference(before: Float[Tensor, " s"], after: Float[Tensor, " s"], *, 
     mean = float(differences.mean())
     if len(differences) < LEAST_SEEDS:
         return Difference(mean)
-    upper = torch.tensor((1 + confidence_of_each(comparisons)) / 2, dtype=torch.float64)
-    half = float(_standard_error(differences) * _student(upper, len(differences)))
+    upper = (1 + confidence_of_each(comparisons)) / 2
+    half = _standard_error(differences) * float(t.ppf(upper, len(differences) - 1))
     return Difference(mean, mean - half, mean + half)
 
 
@@ -162,10 +159,18 @@ def _miou(counts: Int[Tensor, "s d q 3 c"], weights: Float[Tensor, "r q"]) -> Fl
     return torch.stack([torch.stack(draws).mean(dim=0) for draws in of_seeds])
 
 
-def _standard_error(differences: Float[Tensor, " s"]) -> Float[Tensor, ""]:
-    return differences.std() / math.sqrt(len(differences))
+def _standard_error(differences: Float[Tensor, " s"]) -> float:
+    return float(differences.std()) / math.sqrt(len(differences))
 
 
-def _student(probabilities: Float[Tensor, "*n"], seeds: int) -> Float[Tensor, "*n"]:
-    """Return the quantiles of Student's t for the mean over a number of seeds."""
-    return torch.from_numpy(np.asarray(t.ppf(probabilities.numpy(), seeds - 1)))
+def _quantile(of_images: Float[np.ndarray, " r"], standard_error: float, seeds: int, probability: float) -> float:
+    """Return a quantile of the sum of the resampled deviations and of Student's t over seeds."""
+    if not standard_error:
+        return float(np.quantile(of_images, probability))
+    of_seeds = standard_error * float(t.ppf(probability, seeds - 1))
+    low, high = float(of_images.min()) + of_seeds, float(of_images.max()) + of_seeds
+
+    def excess(deviation: float) -> float:
+        return float(t.cdf((deviation - of_images) / standard_error, seeds - 1).mean()) - probability
+
+    return low if low == high else float(root_scalar(excess, bracket=(low, high)).root)

@@ -8,6 +8,7 @@ from cribo.base.bounds import above, at_least, below, check_bounds, sorted_block
 from cribo.base.errors import ConfigError, InputError
 from cribo.base.redaction import without_secrets
 from cribo.method.config import Marginals
+from cribo.models.config import Resizing
 from cribo.models.hub.download import hub_name
 
 FeaturePrecision = Literal["float32", "float16"]
@@ -55,9 +56,7 @@ class BackboneSource:
     network: Literal["teacher", "student"] = "teacher"
     architecture: str | None = None
     heads: int | None = None
-    positions: Literal[
-        "original", "timm", "bicubic", "bicubic_offset", "bilinear", "bilinear_antialiased", "bilinear_corners"
-    ] = "original"
+    positions: Literal["original", Resizing] = "original"
     ignore: list[str] = field(default_factory=list)
     trust: bool = False
     layers: int = 1

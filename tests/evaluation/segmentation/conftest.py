@@ -24,3 +24,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "classes.txt").write_text("\n".join(Squares().classes), encoding="utf-8")
     save_backbone(tiny_vit(), root / "network")
     return root
+
+
+def command(evaluation: str, folder: Path, out: Path, *more: str) -> list[str]:
+    """Return the arguments of an evaluation of the network and the set in `folder` on one CPU thread."""
+    return [
+        *(
+            "evaluate",
+            evaluation,
+            "--backbone",
+            str(folder / "network"),
+            "--data",
+            "folder",
+            "--data.root",
+            str(folder),
+        ),
+        *("--batch_size", "4", "--crop", "64", "--accelerator", "cpu", "--runtime.workers", "0"),
+        *("--runtime.threads", "1", "--out", str(out), *more),
+    ]

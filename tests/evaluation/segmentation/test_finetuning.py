@@ -25,6 +25,7 @@ from cribo.features import BackboneSource
 from cribo.features.scores import iou
 from cribo.models import build_backbone, save_backbone
 
+from .conftest import command
 from .squares import Squares
 
 CPU: dict[str, Any] = {"accelerator": "cpu", "workers": 0, "threads": 1}
@@ -44,12 +45,8 @@ def config(folder: Path, *, backbone: Any = None, data: Any = None, runtime: Any
 
 def words(folder: Path, out: Path, *more: str) -> list[str]:
     """Return the arguments of a command with the settings of `config`."""
-    return [
-        *("evaluate", "segmenter", "--backbone", str(folder / "network"), "--data", "folder"),
-        *("--data.root", str(folder), "--iterations", "6", "--batch_size", "4", "--crop", "64", "--drop_path", "0.2"),
-        *("--learning_rates", "1e-3,1e-6", "--accelerator", "cpu", "--runtime.workers", "0", "--pictures", "0"),
-        *("--runtime.threads", "1", "--runtime.checkpoint_every", "2", "--out", str(out), *more),
-    ]
+    own = ("--iterations", "6", "--drop_path", "0.2", "--learning_rates", "1e-3,1e-6", "--pictures", "0")
+    return command("segmenter", folder, out, *own, "--runtime.checkpoint_every", "2", *more)
 
 
 @pytest.fixture(scope="module")

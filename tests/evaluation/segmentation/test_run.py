@@ -19,6 +19,7 @@ from cribo.evaluation.data import SegmentationData
 from cribo.evaluation.segmentation.linear import Linear
 from cribo.features import BackboneSource
 
+from .conftest import command
 from .squares import Squares
 
 CPU = {"accelerator": "cpu", "workers": 0, "threads": 1}
@@ -37,11 +38,7 @@ def config(folder: Path, *, backbone: Any = None, data: Any = None, runtime: Any
 
 def words(folder: Path, out: Path, *more: str) -> list[str]:
     """Return the arguments of a command with the settings of `config`."""
-    return [
-        *("evaluate", "linear", "--backbone", str(folder / "network"), "--data", "folder", "--data.root", str(folder)),
-        *("--iterations", "12", "--batch_size", "4", "--crop", "64", "--learning_rates", "0.1,1e-4"),
-        *("--accelerator", "cpu", "--runtime.workers", "0", "--runtime.threads", "1", "--out", str(out), *more),
-    ]
+    return command("linear", folder, out, "--iterations", "12", "--learning_rates", "0.1,1e-4", *more)
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ with open_ray(RayOptions(workers=int(*sys.argv[4:] or [2])), writes_to=folder) a
     for account in engine.run(ToyWork(folder, seconds=float(sys.argv[3])), left):
         print(account.name, flush=True)
 """
-"""A resumable command with a temporary cluster: folder, number of parts, seconds of each, workers if not two."""
+"""A resumable command on a temporary cluster. Arguments: folder, number of parts, seconds of each, workers (2)."""
 
 
 class Poisoned(Stopped):

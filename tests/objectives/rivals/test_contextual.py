@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.objectives.conftest import batch_of
-from tests.objectives.literal import assert_steps_are, follow, unequal
+from tests.objectives.literal import MOMENTUM, assert_steps_are, follow, unequal
 from torch import Tensor
 
 from cribo.data.samples import Batch
@@ -109,7 +109,7 @@ def test_the_loss_and_its_gradients_are_those_of_the_formulas(tiny: Tiny, rows: 
 
 def test_two_steps_are_those_written_out(tiny: Tiny) -> None:
     """The second step reads what the first one has added to the memory."""
-    objective = unequal(make(tiny, {"optim.momentum": (0.6, 0.8)}, memory_images=12), scale=0.1)
+    objective = unequal(make(tiny, {"optim.momentum": MOMENTUM}, memory_images=12), scale=0.1)
 
     def losses(own: Any, batch: Batch, step: Step) -> dict[str, Tensor]:
         views = normalised_views(batch, own.options.views, own.teacher.backbone)
@@ -119,7 +119,7 @@ def test_two_steps_are_those_written_out(tiny: Tiny) -> None:
     def update(own: Any, step: Step) -> None:
         own.memory.rows[own.memory.written : own.memory.written + 4] = own.seen
         own.memory.written += 4
-        follow(own.teacher, own.student, step, (0.6, 0.8))
+        follow(own, step)
 
     batches = [batch_of(objective, 4, first) for first in (0, 4)]
     assert_steps_are(objective, batches, losses, update, tolerance=1e-7)

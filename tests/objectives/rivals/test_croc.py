@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from tests.objectives.conftest import batch_of
 from tests.objectives.golden import cases, load
-from tests.objectives.literal import assert_steps_are, follow, linear, unequal
+from tests.objectives.literal import MOMENTUM, assert_steps_are, follow, linear, unequal
 from torch import Tensor
 
 from cribo.base.errors import InputError
@@ -270,7 +270,7 @@ def test_forward_returns_the_losses_of_each_group(tiny: Tiny) -> None:
 
 
 def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, Tensor]:
-    """The losses of [CLS] and of objects, image by image, view by view, head by head and cluster by cluster."""
+    """Compute the losses of [CLS] and of objects, one image, view, head and cluster at a time."""
     temperatures = {"image": linear(0.04, 0.07, 3, step), "object": linear(0.06, 0.09, 3, step)}
     inputs = normalised_views(batch, objective.options.views, objective.student.backbone).double()
     with torch.no_grad():
@@ -310,11 +310,11 @@ def written_update(objective: Any, step: Step) -> None:
     for level, rows in objective.seen.items():
         centre = getattr(objective, f"{level}_centre").value
         centre.copy_(0.8 * centre + 0.2 * torch.stack(rows).mean(dim=0))
-    follow(objective.teacher, objective.student, step, (0.6, 0.8))
+    follow(objective, step)
 
 
 def test_two_steps_are_those_written_out(tiny: Tiny) -> None:
-    changes = {"optim.momentum": (0.6, 0.8), "losses.centre_momentum": 0.8, "losses.cross_view": 0.7}
+    changes = {"optim.momentum": MOMENTUM, "losses.centre_momentum": 0.8, "losses.cross_view": 0.7}
     changes |= {"losses.teacher_temperature": (0.04, 0.07), "losses.teacher_temperature_epochs": 3}
     objective = unequal(make(tiny, changes, object_temperature=(0.06, 0.09)))
     for centre in (objective.image_centre, objective.object_centre):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from tests.objectives.conftest import batch_of
-from tests.objectives.literal import assert_steps_are, follow, linear, unequal
+from tests.objectives.literal import MOMENTUM, assert_steps_are, follow, linear, unequal
 
 from cribo.data.samples import Batch
 from cribo.objectives import Setting, Step
@@ -56,7 +56,7 @@ def test_forward_returns_this_loss_of_teacher_and_student(tiny: Tiny) -> None:
 
 
 def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, torch.Tensor]:
-    """Cross-entropy of teacher and student over all pairs of different crops, crop by crop."""
+    """Compute the cross-entropy of teacher and student for each pair of different crops."""
     crops = [part.double() for part in augmented_crops(batch, objective.options.views, objective.student.backbone)]
     images = len(batch)
 
@@ -81,12 +81,12 @@ def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, torch.
 def written_update(objective: Any, step: Step) -> None:
     centre = objective.image_centre.value
     centre.copy_(0.8 * centre + 0.2 * objective.seen.mean(dim=0))
-    follow(objective.teacher, objective.student, step, (0.6, 0.8))
+    follow(objective, step)
 
 
 def test_two_steps_are_those_written_out(tiny: Tiny) -> None:
     losses = {"losses.centre_momentum": 0.8, "losses.teacher_temperature": (0.04, 0.07)}
-    changes = {"backbone.drop_path": 0.0, "optim.momentum": (0.6, 0.8), "losses.student_temperature": 0.1}
+    changes = {"backbone.drop_path": 0.0, "optim.momentum": MOMENTUM, "losses.student_temperature": 0.1}
     objective = unequal(make(tiny, {**changes, **losses, "losses.teacher_temperature_epochs": 3}))
     objective.image_centre.value += torch.randn(32, generator=torch.Generator().manual_seed(1))
     batches = [batch_of(objective, 4, first) for first in (0, 4)]

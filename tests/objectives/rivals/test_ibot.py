@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from tests.objectives import golden
 from tests.objectives.conftest import batch_of
-from tests.objectives.literal import assert_steps_are, follow, linear, unequal
+from tests.objectives.literal import MOMENTUM, assert_steps_are, follow, linear, unequal
 from torch import Tensor
 
 from cribo.data.samples import Batch
@@ -166,7 +166,7 @@ def test_forward_is_the_definition(tiny: Tiny) -> None:
 
 
 def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, Tensor]:
-    """The losses of [CLS], over pairs of different crops, and of the masked patches, image by image."""
+    """Compute the loss of [CLS] for each pair of different crops, and that of the masked patches of each image."""
     student, teacher, images = objective.student, objective.teacher, len(batch)
     views, local = (part.double() for part in augmented_crops(batch, objective.options.views, student.backbone))
     masks, temperature = batch["masks"].transpose(0, 1), linear(0.04, 0.07, 3, step)
@@ -203,13 +203,13 @@ def written_update(objective: Any, step: Step) -> None:
     for name, rows in objective.seen.items():
         centre = getattr(objective, f"{name}_centre").value
         centre.copy_(0.8 * centre + 0.2 * rows.flatten(0, -2).mean(dim=0))
-    follow(objective.teacher, objective.student, step, (0.6, 0.8))
+    follow(objective, step)
 
 
 @pytest.mark.parametrize("network", [{}, {"backbone.train_blocks": 1}], ids=["all blocks", "frozen blocks"])
 def test_two_steps_are_those_written_out(tiny: Tiny, network: dict[str, Any]) -> None:
     losses = {"losses.centre_momentum": 0.8, "losses.teacher_temperature": (0.04, 0.07)}
-    changes = {"backbone.drop_path": 0.0, "optim.momentum": (0.6, 0.8), "losses.teacher_temperature_epochs": 3}
+    changes = {"backbone.drop_path": 0.0, "optim.momentum": MOMENTUM, "losses.teacher_temperature_epochs": 3}
     objective = make(tiny, {**changes, **losses, "losses.student_temperature": 0.1, **network})
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -98,7 +98,7 @@ def test_targets_are_normalised_by_patch(tiny: Tiny) -> None:
 
 
 def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, torch.Tensor]:
-    """The squared error of the masked patches, image by image and patch by patch."""
+    """Compute the squared error of the masked patches, one image and one patch at a time."""
     model, decoder = objective.backbone.model, objective.decoder
     pixels = batch["view"][:, 0].float() / 255
     images = normalise(pixels, mean=objective.backbone.mean, std=objective.backbone.std).double()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from tests.objectives.conftest import batch_of
 from tests.objectives.golden import cases, load
-from tests.objectives.literal import assert_steps_are, follow, unequal
+from tests.objectives.literal import MOMENTUM, assert_steps_are, follow, unequal
 
 from cribo.data.samples import Batch
 from cribo.method import Crops, ViewRecipe, patch_coordinates
@@ -73,7 +73,7 @@ def test_golden_loss_and_gradient(file: Path) -> None:
 
 
 def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, torch.Tensor]:
-    """Cross-entropy of the ranks, pair of crops by pair, image by image; two groups of four images."""
+    """Compute the cross-entropy of the ranks for each pair of crops and each image of two groups of four."""
 
     def maps(network: Any, views: torch.Tensor) -> torch.Tensor:
         features = network.backbone(views)
@@ -121,7 +121,7 @@ def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, torch.
 
 @pytest.mark.parametrize(("similarity", "queue"), [("cosine", 0), ("euclidean", 0), ("cosine", 200)])
 def test_two_steps_are_those_written_out(tiny: Tiny, similarity: Any, queue: int) -> None:
-    changes = {"backbone.drop_path": 0.0, "views.flip": 0.0, "optim.momentum": (0.6, 0.8)}
+    changes = {"backbone.drop_path": 0.0, "views.flip": 0.0, "optim.momentum": MOMENTUM}
     objective = unequal(make(tiny, changes, similarity=similarity, queue=queue, steepness=(40.0, 80.0)))
     batches = [batch_of(objective, 8, first) for first in (0, 8)]
 
@@ -129,7 +129,7 @@ def test_two_steps_are_those_written_out(tiny: Tiny, similarity: Any, queue: int
         if own.queue is not None:  # 80 rows of 200
             own.queue.rows[own.queue.written : own.queue.written + 80] = torch.stack(own.seen)
             own.queue.written += 80
-        follow(own.teacher, own.student, step, (0.6, 0.8))
+        follow(own, step)
 
     assert_steps_are(objective, batches, written_losses, update, tolerance=1e-6)
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from tests.objectives.conftest import batch_of
 from tests.objectives.golden import cases, load
-from tests.objectives.literal import assert_steps_are, follow, linear, unequal
+from tests.objectives.literal import MOMENTUM, assert_steps_are, follow, linear, unequal
 from torch import Tensor, nn
 
 from cribo.data.samples import Batch
@@ -156,7 +156,7 @@ def test_the_slot_loss_ranks_a_slot_among_all() -> None:
 
 
 def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, Tensor]:
-    """Both losses from the networks' outputs, image by image and slot by slot."""
+    """Compute both losses from the networks' outputs, one image and one slot at a time."""
     views = normalise(batch["views"].flatten(0, 1).float() / 255).double().unflatten(0, (-1, 2))
     outputs = {}
     for name, network in (("student", objective.student), ("teacher", objective.teacher)):
@@ -198,12 +198,12 @@ DISTINCT = {"head.init_std": 0.2, "backbone.drop_path": 0.0}
 def written_update(objective: Any, step: Step) -> None:
     centre = objective.centre.value
     centre.copy_(0.8 * centre + 0.2 * objective.seen.flatten(0, -2).mean(dim=0))
-    follow(objective.teacher, objective.student, step, (0.6, 0.8))
+    follow(objective, step)
 
 
 def test_two_steps_are_those_written_out(tiny: Tiny) -> None:
     losses = {"losses.teacher_temperature": (0.04, 0.07), "losses.teacher_temperature_epochs": 3}
-    changes = {"losses.student_temperature": 0.1, "losses.centre_momentum": 0.8, "optim.momentum": (0.6, 0.8)}
+    changes = {"losses.student_temperature": 0.1, "losses.centre_momentum": 0.8, "optim.momentum": MOMENTUM}
     objective = unequal(make(tiny, {**PLAIN, **DISTINCT, **losses, **changes}, grouping_weight=0.3))
     objective.centre.value += 0.1 * torch.randn(32, generator=torch.Generator().manual_seed(1))
     batches = [batch_of(objective, 4, first) for first in (0, 4)]

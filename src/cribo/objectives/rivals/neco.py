@@ -312,7 +312,7 @@ def aligned_pairs(
 
 
 def references_of(teacher: Float[Tensor, "p b n e"], order: Int[Tensor, "p k m"]) -> Float[Tensor, "p b n e"]:
-    """Return n of the teacher's rows of its group as references of each image, different ones for each image.
+    """Return the references of each image: n of the teacher's rows of its group, which no other image gets.
 
     Args:
         teacher: (P, B, n, E) the teacher's rows.
