@@ -117,5 +117,11 @@ def test_a_head_without_biases_starts_at_its_own_scale() -> None:
     kaiming = ProjectionHead(2048, hidden_dim=256, bottleneck_dim=2048, num_layers=2, init_std="kaiming")
     spreads = [float(layer.weight.detach().std()) for layer in kaiming.mlp if isinstance(layer, nn.Linear)]
     assert spreads == pytest.approx([(2 / 2048) ** 0.5, (2 / 256) ** 0.5], rel=0.02)
+    lecun = ProjectionHead(2048, num_layers=1, init_std="lecun").state_dict()
+    assert float(lecun["mlp.0.weight"].std()) == pytest.approx(2048**-0.5, rel=0.02)
+    assert not lecun["mlp.0.bias"].any()
+    pytorch = ProjectionHead(2048, num_layers=1, init_std="pytorch").state_dict()
+    assert float(pytorch["mlp.0.weight"].abs().max()) == pytest.approx(2048**-0.5, rel=0.02)
+    assert pytorch["mlp.0.bias"].any()
     with pytest.raises(ValueError, match="init_std must be > 0, got 0"):
         ProjectionHead(4, init_std=0)

@@ -66,6 +66,18 @@ def test_a_flipped_view_is_the_mirrored_view() -> None:
     assert torch.equal(views[1], views[0].flip(-1))
 
 
+def test_crops_are_resized_by_the_interpolation_asked_for() -> None:
+    """An edge has overshoots with a bicubic kernel, and none with a bilinear one, which is never negative."""
+    image = torch.full((3, 16, 16), 100, dtype=torch.uint8)
+    image[:, :, 8:] = 200
+    crops = Crops(torch.tensor([[0, 0, 16, 16]]), torch.tensor([False]))
+    bicubic = cut_views(image, crops, 32)
+    bilinear = cut_views(image, crops, 32, interpolation="bilinear")
+    assert bicubic.min() < 100
+    assert bicubic.max() > 200
+    assert bilinear.unique()[[0, -1]].tolist() == [100, 200]
+
+
 @pytest.mark.parametrize(("height", "width"), [(480, 640), (375, 500), (200, 200), (64, 48)])
 def test_crops_lie_inside_and_follow_the_recipe(height: int, width: int) -> None:
     recipe, stream = ViewRecipe(), generator(0)

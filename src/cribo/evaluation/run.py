@@ -14,9 +14,10 @@ from cribo.data import LabelledImages
 from cribo.evaluation.config import EvaluationRuntime
 from cribo.evaluation.data import Splits
 from cribo.features.cache import FeatureCache, Machine
-from cribo.features.config import BackboneSource, FeaturePrecision, Interpolation
+from cribo.features.config import BackboneSource, FeaturePrecision
 from cribo.features.encoder import Encoder
 from cribo.features.extraction import EncodedView, PatchFeatures, Preparation, extract_patches
+from cribo.method.config import Interpolation
 from cribo.models import Backbone
 
 

@@ -16,7 +16,6 @@ FeaturePrecision = Literal["float32", "float16"]
 
 Vote = Literal["majority", "similarity", "attention"]
 PatchLabels = Literal["hard", "soft"]
-Interpolation = Literal["bicubic", "bilinear"]
 Unlabelled = Literal["drop", "outvote", "class", "first"]
 Head = Literal["knn", "ridge", "both"]
 

@@ -21,10 +21,11 @@ from cribo.data import ImageFiles, LabelledImages, LabelledSubset
 from cribo.data.batches import Batches
 from cribo.data.labelled.crops import resize_labels
 from cribo.features.cache import DTYPES, FeatureCache, Machine, in_blocks, require_room, store, stored
-from cribo.features.config import FeaturePrecision, Interpolation
+from cribo.features.config import FeaturePrecision
 from cribo.features.encoder import Encoder
 from cribo.features.grid import grid_size
 from cribo.features.patches import augment_image, augment_labels, class_counts, resize_image
+from cribo.method.config import Interpolation
 
 _PROBE_VIEWS = 32  # number of encoded views from which the total size is estimated
 _PENDING_BATCHES = 8  # maximum number of images queued for batches of equal size, in batches

@@ -12,10 +12,10 @@ from torchvision.transforms.v2 import functional as TF
 from cribo.base.errors import InputError
 from cribo.data.labelled.crops import resize_labels
 from cribo.data.randomness import keyed_generator
-from cribo.features.config import Interpolation, Unlabelled
+from cribo.features.config import Unlabelled
 from cribo.features.grid import patch_of_pixel
+from cribo.method.config import Interpolation
 
-_MODES = {"bicubic": InterpolationMode.BICUBIC, "bilinear": InterpolationMode.BILINEAR}
 _AUGMENTATION = 0x617567  # key that separates these draws from others with the same seed
 _CROP_ATTEMPTS = 10
 
@@ -24,7 +24,7 @@ def resize_image(
     image: UInt8[Tensor, "3 h w"], size: tuple[int, int], interpolation: Interpolation
 ) -> UInt8[Tensor, "3 new_h new_w"]:
     """Resize a uint8 image with antialiasing."""
-    return TF.resize(image, list(size), interpolation=_MODES[interpolation], antialias=True)
+    return TF.resize(image, list(size), interpolation=InterpolationMode(interpolation), antialias=True)
 
 
 def class_counts(

@@ -8,6 +8,8 @@ from cribo.base.errors import InputError
 
 Marginals = Literal["adaptive", "uniform"]
 Criterion = Literal["cycle", "none"]
+Interpolation = Literal["bicubic", "bilinear"]
+HeadWeights = Literal["kaiming", "lecun", "pytorch"]
 UnitInterval = Annotated[float, between(0, 1)]
 
 
@@ -19,6 +21,7 @@ class ViewRecipe:
         size: side of a view in pixels.
         area: (low, high) share of the image that a crop covers.
         aspect: (low, high) width / height of a crop.
+        interpolation: interpolation of crops that are resized, with antialiasing.
         flip: probability of a horizontal flip.
         jitter: probability of colour jitter.
         brightness: strength x: the factor is drawn from [1 - x, 1 + x].
@@ -38,6 +41,7 @@ class ViewRecipe:
     size: Annotated[int, between(1, 8192)] = 224
     area: tuple[Annotated[float, between(1e-4, 1)], Annotated[float, between(1e-4, 1)]] = (0.25, 1.0)
     aspect: tuple[Annotated[float, between(0.01, 100)], Annotated[float, between(0.01, 100)]] = (3 / 4, 4 / 3)
+    interpolation: Interpolation = "bicubic"
     flip: UnitInterval = 0.5
     jitter: UnitInterval = 0.8
     brightness: UnitInterval = 0.4

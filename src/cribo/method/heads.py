@@ -10,7 +10,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from cribo.base.bounds import above, at_least
+from cribo.method.config import HeadWeights
 from cribo.method.precision import at_least_float32
+
+_TRUNCATED_STD = 0.87962566  # of a standard normal distribution without its values beyond two
 
 
 class ProjectionHead(nn.Module):
@@ -21,9 +24,11 @@ class ProjectionHead(nn.Module):
         hidden_dim: width of the hidden layers.
         bottleneck_dim: E, channels of the embeddings.
         num_layers: total number of linear layers, at least 1.
-        bias: whether the linear layers have biases, initialised to zero.
+        bias: whether the linear layers have biases, initialised to zero unless stated below.
         init_std: standard deviation of the weights' truncated normal; about 1 / sqrt(hidden_dim) suits narrow heads.
-            `kaiming` is a normal distribution of sqrt(2 / inputs) (He et al. 2015).
+            `kaiming` is a normal distribution of sqrt(2 / inputs) (He et al. 2015); `lecun` a truncated normal of
+            1 / sqrt(inputs), the default of Flax; `pytorch` the default of `nn.Linear`, uniform weights and biases of
+            at most 1 / sqrt(inputs).
 
     Raises:
         ValueError: a size below 1, or a standard deviation that is not positive.
@@ -44,28 +49,37 @@ class ProjectionHead(nn.Module):
         bottleneck_dim: int = 256,
         num_layers: int = 3,
         bias: bool = True,
-        init_std: float | Literal["kaiming"] = 0.02,
+        init_std: float | HeadWeights = 0.02,
     ) -> None:
         super().__init__()
         at_least(1).check(dim=dim, hidden_dim=hidden_dim, bottleneck_dim=bottleneck_dim, num_layers=num_layers)
-        if init_std != "kaiming":
+        if not isinstance(init_std, str):
             above(0).check(init_std=init_std)
         widths = [dim, *[hidden_dim] * (num_layers - 1), bottleneck_dim]
         layers: list[nn.Module] = []
         for inputs, outputs in itertools.pairwise(widths):
             linear = nn.Linear(inputs, outputs, bias=bias)
-            if init_std == "kaiming":
-                nn.init.kaiming_normal_(linear.weight)
-            else:
-                nn.init.trunc_normal_(linear.weight, std=init_std)
-            if bias:
-                nn.init.zeros_(linear.bias)
+            if init_std != "pytorch":
+                _draw_weights(linear, init_std)
+                if bias:
+                    nn.init.zeros_(linear.bias)
             layers += [linear, nn.GELU()]
         self.mlp = nn.Sequential(*layers[:-1])
 
     def forward(self, representations: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows e"]:
         """Return embeddings of unit length, at least in float32, whatever the precision of the MLP."""
         return F.normalize(at_least_float32(self.mlp(representations)), dim=-1)
+
+
+def _draw_weights(linear: nn.Linear, init_std: float | Literal["kaiming", "lecun"]) -> None:
+    """Draw the weights of a layer."""
+    if init_std == "kaiming":
+        nn.init.kaiming_normal_(linear.weight)
+    elif init_std == "lecun":
+        std = linear.in_features**-0.5 / _TRUNCATED_STD
+        nn.init.trunc_normal_(linear.weight, std=std, a=-2 * std, b=2 * std)
+    else:
+        nn.init.trunc_normal_(linear.weight, std=init_std)
 
 
 class PrototypeLayer(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-from cribo.method.config import ViewRecipe
+from cribo.method.config import Interpolation, ViewRecipe
 
 _CROP_ATTEMPTS = 10
 
@@ -51,8 +51,10 @@ def sample_crops(height: int, width: int, recipe: ViewRecipe, *, generator: torc
     return Crops(torch.tensor(boxes), torch.tensor(flips))
 
 
-def cut_views(image: UInt8[Tensor, "3 h w"], crops: Crops, size: int) -> UInt8[Tensor, "v 3 s s"]:
-    """Cut the views from an image: crop, bicubic resize (antialiased), flip; 8 bits per channel."""
+def cut_views(
+    image: UInt8[Tensor, "3 h w"], crops: Crops, size: int, *, interpolation: Interpolation = "bicubic"
+) -> UInt8[Tensor, "v 3 s s"]:
+    """Cut the views from an image: crop, resize (antialiased), flip; 8 bits per channel."""
     # Importing torchvision takes as long as importing PyTorch, and only this function needs it.
     from torchvision.transforms.v2 import InterpolationMode
     from torchvision.transforms.v2 import functional as TF
@@ -62,7 +64,7 @@ def cut_views(image: UInt8[Tensor, "3 h w"], crops: Crops, size: int) -> UInt8[T
     views = []
     for (top, left, height, width), flip in zip(crops.boxes.tolist(), crops.flips.tolist(), strict=True):
         crop = image[None, :, top : top + height, left : left + width].contiguous(memory_format=layout)
-        view = TF.resize(crop, [size, size], interpolation=InterpolationMode.BICUBIC, antialias=True)
+        view = TF.resize(crop, [size, size], interpolation=InterpolationMode(interpolation), antialias=True)
         views.append(view.flip(-1) if flip else view)
     return torch.cat(views)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from cribo.base.bounds import above, at_least, at_most, below, between
-from cribo.method.config import Marginals, UnitInterval, ViewRecipe
+from cribo.method.config import HeadWeights, Marginals, UnitInterval, ViewRecipe
 from cribo.models.config import Checkpointing, Resizing
 
 Centring = Literal["mean", "sinkhorn"]
@@ -98,7 +98,8 @@ class HeadConfig:
         layers: number of layers of the MLP.
         bias: whether the MLP's layers have biases.
         init_std: standard deviation of the initial weights; narrow heads learn faster with about 1 / sqrt(hidden_dim).
-            `kaiming` is sqrt(2 / inputs) in each layer (He et al. 2015).
+            `kaiming` is sqrt(2 / inputs) in each layer (He et al. 2015), `lecun` 1 / sqrt(inputs), as in Flax, and
+            `pytorch` the default of nn.Linear, with random biases.
         prototypes: L, number of prototypes at image level and at object level. Use fewer for small data sets.
         train_gain: whether to train the weight-norm gain of the last layers; freeze it for ViT-B and larger.
     """
@@ -107,7 +108,7 @@ class HeadConfig:
     bottleneck_dim: Annotated[int, between(1, 65536)] = 256
     layers: Annotated[int, between(1, 16)] = 3
     bias: bool = True
-    init_std: Annotated[float, above(0) & at_most(1)] | Literal["kaiming"] = 0.02
+    init_std: Annotated[float, above(0) & at_most(1)] | HeadWeights = 0.02
     prototypes: Annotated[int, between(2, 2**22)] = 65536
     train_gain: bool = True
 

@@ -70,6 +70,10 @@ class CropSet:
         pairs = [sample_crops(height, width, self.recipe, generator=generator) for _ in self.pairs]
         return concatenate_crops(pairs, limit=self.count)
 
+    def cut(self, pixels: UInt8[Tensor, "3 h w"], crops: Crops) -> UInt8[Tensor, "v 3 s s"]:
+        """Cut views from an image."""
+        return cut_views(pixels, crops, self.recipe.size, interpolation=self.recipe.interpolation)
+
     def photometric(self, generator: torch.Generator) -> Photometric:
         """Draw photometric parameters (V,)."""
         pairs = [sample_photometric(self.recipe, generator=generator) for _ in self.pairs]
@@ -136,8 +140,7 @@ class CropSampler:
 
     def cut(self, pixels: UInt8[Tensor, "3 h w"], crops: Sequence[Crops]) -> dict[str, Any]:
         """Cut the views of each set from an image."""
-        sized = zip(self.sets, self.sized(crops), strict=True)
-        return {each.name: cut_views(pixels, part, size) for each, (part, size) in sized}
+        return {each.name: each.cut(pixels, part) for each, part in zip(self.sets, crops, strict=True)}
 
 
 def multi_crop(

@@ -52,6 +52,13 @@ def encode_with_keys(backbone: Backbone, inputs: Inputs) -> tuple[Features, Floa
     return backbone.encode_rest(trunk), backbone.head_keys(trunk)
 
 
+def split_inputs(inputs: Inputs) -> list[Inputs]:
+    """Return the inputs of both views of pairs, so that each view can have its own statistics in batch norms."""
+    if isinstance(inputs, Trunk):
+        return [inputs._replace(tokens=inputs.tokens[view::2]) for view in range(2)]
+    return [inputs[view::2] for view in range(2)]
+
+
 def encode(
     backbone: Backbone,
     inputs: Inputs,

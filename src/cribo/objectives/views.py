@@ -1,6 +1,6 @@
 """View pairs: the transform of an image into two views, and the views on the device."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from jaxtyping import Float
@@ -71,6 +71,12 @@ def drop_path_noise(batch: Batch) -> Float[Tensor, "two_b sites"] | None:
     """Return the random numbers of the student's stochastic depth, one row per view; None if it is off."""
     noise = batch["drop_path_noise"].flatten(0, 1)
     return noise if noise.shape[1] else None
+
+
+def noise_of_views(batch: Batch) -> Sequence[Float[Tensor, "b sites"] | None]:
+    """Return the random numbers of the student's stochastic depth for each view of an image; None if it is off."""
+    noise = batch["drop_path_noise"]
+    return noise.unbind(dim=1) if noise.shape[2] else [None] * noise.shape[1]
 
 
 def split_views(features: Features) -> tuple[Float[Tensor, "2 b d"], Float[Tensor, "b 2 n d"]]:

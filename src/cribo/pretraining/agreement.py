@@ -55,9 +55,8 @@ def view_points(
         photometric = sample_photometric(recipe, generator=generator)
         places, overlapping = overlap_points(patch_coordinates(crops.boxes, crops.flips, grid)[None], _POINTS)
         if overlapping.all():
-            views = apply_photometric(
-                cut_views(pixels, crops, size), photometric, solarise_threshold=recipe.solarise_threshold
-            )
+            cut = cut_views(pixels, crops, size, interpolation=recipe.interpolation)
+            views = apply_photometric(cut, photometric, solarise_threshold=recipe.solarise_threshold)
             tokens = encode_pixels(backbone, views, layers=layers).tokens.float().cpu()
             points.append(sample_tokens(tokens[None], grid, places)[0])
         progress(done, len(indices))

@@ -85,6 +85,13 @@ def test_the_rows_of_a_study_of_the_package_are_valid(name: str) -> None:
         ({"rows": {"croc": {}}, "compare": [["croc", "crc"]]}, "there is no row 'crc': did you mean croc"),
         ({"paper": {"dense": {}}}, "paper.dense is not one of the scores: did you mean dense-nn"),
         ({"rows": {"cross_image 0, num_objects 4": {}}}, "has the name of a row of the axes"),
+        ({"aggregate": ["objects.num_object"]}, "which is not one of the axes: did you mean objects.num_objects"),
+        ({"aggregate": [*STUDY["axes"]]}, "an axis that is not in it, got combine all and 2 of 2 axes"),
+        (
+            {"aggregate": ["objects.num_objects"], "combine": "one at a time"},
+            "got combine one at a time and 1 of 2 axes",
+        ),
+        ({"paper": {"dense-nn": {"cross_image 0, minimum": 1}}}, "there is no row 'cross_image 0, minimum'"),
     ],
 )
 def test_invalid_studies_are_rejected(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

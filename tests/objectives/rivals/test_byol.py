@@ -68,9 +68,9 @@ def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, torch.
     return {"image": torch.stack(terms).sum(dim=0).mean()}
 
 
-@pytest.mark.parametrize("batch_norm", [True, False])
-def test_two_steps_are_those_written_out(tiny: Tiny, batch_norm: bool) -> None:
-    objective = unequal(make(tiny, {"optim.momentum": MOMENTUM}, batch_norm=batch_norm))
+@pytest.mark.parametrize(("batch_norm", "network"), [(True, {}), (True, RESNET), (False, {})])
+def test_two_steps_are_those_written_out(tiny: Tiny, batch_norm: bool, network: dict[str, Any]) -> None:
+    objective = unequal(make(tiny, {"optim.momentum": MOMENTUM, **network}, batch_norm=batch_norm))
     batches = [batch_of(objective, 4, first) for first in (0, 4)]
 
     assert_steps_are(objective, batches, written_losses)

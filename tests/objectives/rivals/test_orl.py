@@ -260,6 +260,17 @@ def test_without_stage_2_an_image_is_its_own_neighbour() -> None:
     assert 4 < mirrored < 20
 
 
+def test_all_crops_have_the_interpolation_of_the_views() -> None:
+    bicubic, bilinear = (
+        samples_of(
+            RegionCrops(dataclasses.replace(PLAIN, size=64, interpolation=of), None, patch_size=64, drop_path_sites=0)
+        )
+        for of in ("bicubic", "bilinear")
+    )
+    for name in ("global", "local"):
+        assert (bicubic[name] != bilinear[name]).flatten(2).any(dim=2).all()
+
+
 def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, torch.Tensor]:
     """Compute BYOL's loss of the two views, of a region and its copy, and of a pair of regions."""
     crops = [
@@ -268,24 +279,25 @@ def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, torch.
         for crop in part.split(len(batch))
     ]
     losses = {}
-    for level, places in (("image", (0, 1)), ("region", (2, 3)), ("pair", (4, 5))):
-        terms = []
-        for own, other in (places, places[::-1]):
-            student, teacher = (
-                network.projector(network.backbone(crops[place]).global_token)
-                for network, place in ((objective.student, own), (objective.teacher, other))
-            )
-            predicted = F.normalize(objective.student.predictors[level](student), dim=1)
-            terms.append((predicted - F.normalize(teacher.detach(), dim=1)).square().sum(dim=1).mean())
+    for level, pair in zip(("image", "region", "pair"), (crops[:2], crops[2:4], crops[4:]), strict=True):
+        predicted, targets = (
+            [network.projector(network.backbone(crop).global_token) for crop in pair]
+            for network in (objective.student, objective.teacher)
+        )
+        predicted = [F.normalize(objective.student.predictors[level](rows), dim=1) for rows in predicted]
+        targets = [F.normalize(rows.detach(), dim=1) for rows in targets]
+        terms = [(predicted[own] - targets[1 - own]).square().sum(dim=1).mean() for own in (0, 1)]
         losses[level] = terms[0] + terms[1]
     return losses
 
 
-def test_two_steps_are_those_written_out(tiny: Tiny) -> None:
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_two_steps_are_those_written_out(tiny: Tiny, batch_norm: bool) -> None:
+    """Without batch norms in a vision transformer, with them in a convolutional network."""
     network = tiny().backbone
-    changes = {"backbone.name": network.name, "backbone.args": network.args, "optim.momentum": MOMENTUM}
-    options = config(tiny, changes)
-    objective = unequal(ORL(Setting(options, 24, 3), **{**ARGS, "batch_norm": False}))
+    changes = {} if batch_norm else {"backbone.name": network.name, "backbone.args": network.args}
+    options = config(tiny, {**changes, "optim.momentum": MOMENTUM})
+    objective = unequal(ORL(Setting(options, 24, 3), **{**ARGS, "batch_norm": batch_norm}))
     batches = [batch_of(objective, 4, first) for first in (0, 4)]
 
     assert_steps_are(objective, batches, written_losses, tolerance=1e-6)

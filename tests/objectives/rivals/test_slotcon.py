@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tests.objectives.conftest import batch_of
 from tests.objectives.golden import cases, load
 from tests.objectives.literal import MOMENTUM, assert_steps_are, follow, linear, unequal
+from tests.objectives.rivals.test_byol import RESNET
 from torch import Tensor, nn
 
 from cribo.data.samples import Batch
@@ -173,7 +174,7 @@ def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, Tensor
     temperature = linear(0.04, 0.07, 3, step)
     grouping, slots = torch.zeros(()), torch.zeros(())
     for view in (0, 1):
-        terms, contrasts = [], []
+        terms, rows, owns = [], [], []
         student, teacher = outputs["student"][view], outputs["teacher"][1 - view]
         for image in range(len(batch)):
             x1, y1, x2, y2 = batch["overlap"][image, view]
@@ -182,10 +183,14 @@ def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, Tensor
                 terms.append(-(p * (places[0][view][image] / 0.1).log_softmax(dim=-1)).sum(dim=-1).mean())
             for k in range(student.present.shape[1]):
                 if student.present[image, k] and teacher.present[image, k]:
-                    query = F.normalize(objective.student.predictor(student.slots[image, k]), dim=0)
-                    keys = F.normalize(teacher.slots[teacher.present], dim=1).detach()
-                    own = query @ F.normalize(teacher.slots[image, k], dim=0).detach()
-                    contrasts.append(2 * 0.2 * ((query @ keys.T / 0.2).logsumexp(dim=0) - own / 0.2))
+                    rows.append(student.slots[image, k])
+                    owns.append(F.normalize(teacher.slots[image, k], dim=0).detach())
+        queries = F.normalize(objective.student.predictor(torch.stack(rows)), dim=1)
+        keys = F.normalize(teacher.slots[teacher.present], dim=1).detach()
+        contrasts = [
+            2 * 0.2 * ((query @ keys.T / 0.2).logsumexp(dim=0) - query @ own / 0.2)
+            for query, own in zip(queries, owns, strict=True)
+        ]
         grouping = grouping + torch.stack(terms).mean()
         slots = slots + torch.stack(contrasts).mean()
     return {"grouping": grouping, "slot": slots}
@@ -201,15 +206,26 @@ def written_update(objective: Any, step: Step) -> None:
     follow(objective, step)
 
 
-def test_two_steps_are_those_written_out(tiny: Tiny) -> None:
+@pytest.mark.parametrize("network", [{}, RESNET], ids=["vit", "resnet with batch norms"])
+def test_two_steps_are_those_written_out(tiny: Tiny, network: dict[str, Any]) -> None:
     losses = {"losses.teacher_temperature": (0.04, 0.07), "losses.teacher_temperature_epochs": 3}
     changes = {"losses.student_temperature": 0.1, "losses.centre_momentum": 0.8, "optim.momentum": MOMENTUM}
-    objective = unequal(make(tiny, {**PLAIN, **DISTINCT, **losses, **changes}, grouping_weight=0.3))
+    args = {"grouping_weight": 0.3, "batch_norm": bool(network)}
+    objective = unequal(make(tiny, {**PLAIN, **DISTINCT, **losses, **changes, **network}, **args))
     objective.centre.value += 0.1 * torch.randn(32, generator=torch.Generator().manual_seed(1))
     batches = [batch_of(objective, 4, first) for first in (0, 4)]
     batches[0]["overlap"][2, :, 2] = batches[0]["overlap"][2, :, 0] - 0.1  # no overlap
     assert_steps_are(objective, batches, written_losses, written_update, tolerance=1e-6)
     assert objective.weights == {"grouping": 0.3, "slot": 0.7}
+
+
+def test_the_predictor_may_have_its_own_number_of_layers(tiny: Tiny) -> None:
+    student = make(tiny, {"head.layers": 3}, predictor_layers=2).student
+    layers = [
+        [layer for layer in mlp.modules() if isinstance(layer, nn.Linear)]
+        for mlp in (student.projector, student.predictor)
+    ]
+    assert [len(of_mlp) for of_mlp in layers] == [3, 2]
 
 
 def test_slots_of_other_ranks_are_negatives(tiny: Tiny) -> None:

@@ -2,7 +2,8 @@
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
@@ -16,6 +17,13 @@ from cribo.base.errors import ConfigError
 from cribo.base.wording import nearest
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.loading import DEFAULT_PRESET, load_config
+
+STATISTICS: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "minimum": min,
+    "maximum": max,
+    "mean": statistics.fmean,
+}
+"""Statistics of the rows that are aggregated."""
 
 _UNCHANGED = "base"  # name of the row without changes, if axes are varied one at a time
 _PRESET = "base"  # key of a row that names another preset than that of the study
@@ -55,6 +63,8 @@ class StudyConfig:
         axes: values of options to try, by dotted name, such as {losses.cross_image: [0, 1]}.
         combine: `all` for a row for each combination of the axes' values; `one at a time` for the base and a row for
             each value of each axis.
+        aggregate: axes over which the table also has the minimum, maximum and mean of the rows that differ only in
+            them, such as [objects.num_objects]. Requires that all axes are combined, and one that is not aggregated.
         rows: further rows, by name: changes by dotted name. The key `base` names another preset for a row.
         seeds: seeds of each row; differences are judged from three on.
         budget: length of each training.
@@ -62,7 +72,8 @@ class StudyConfig:
             first word, if that is not the name.
         compare: pairs (row, reference) of names of rows. [each row with the first] The more there are, the wider the
             interval of each.
-        paper: published scores in %, by names of score and row, to compare with.
+        paper: published scores in %, by names of score and row or aggregate, such as "criterion cycle, minimum", to
+            compare with.
         source: where these are published.
 
     Raises:
@@ -75,6 +86,7 @@ class StudyConfig:
     changes: dict[str, Any] = field(default_factory=dict)
     axes: dict[str, list[Any]] = field(default_factory=dict)
     combine: Literal["all", "one at a time"] = "all"
+    aggregate: list[str] = field(default_factory=list)
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     seeds: tuple[int, ...] = (0, 1, 2)
     budget: Budget = field(default_factory=Budget)
@@ -100,6 +112,14 @@ class StudyConfig:
         self.paper = {score: {str(row): value for row, value in rows.items()} for score, rows in self.paper.items()}
         if self.compare is not None:
             self.compare = [(str(row), str(reference)) for row, reference in self.compare]
+        for name in self.aggregate:
+            if name not in self.axes:
+                raise ConfigError(f"aggregate has {name}, which is not one of the axes: {nearest(name, self.axes)}")
+        if self.aggregate and (self.combine != "all" or len(self.aggregate) == len(self.axes)):
+            raise ConfigError(
+                f"aggregate needs all combinations of the axes, and an axis that is not in it, got combine "
+                f"{self.combine} and {len(self.aggregate)} of {len(self.axes)} axes: remove it, or change the axes"
+            )
         made = self._rows_of_axes()
         if doubled := [name for name in self.rows if name in made]:
             raise ConfigError(f"rows.{doubled[0]} has the name of a row of the axes: choose another")
@@ -119,11 +139,14 @@ class StudyConfig:
         for row, reference in self.compare or ():
             if row == reference:
                 raise ConfigError(f"compare has the row {row!r} with itself: remove it")
-        wanted = [row for pair in self.compare or () for row in pair]
-        wanted += [row for rows in self.paper.values() for row in rows]
-        for row in wanted:
-            if row not in names:
-                raise ConfigError(f"there is no row {row!r}: {nearest(row, names)}")
+        published = [*names, *aggregate_names(self.aggregates)]
+        for wanted, known in (
+            ([row for pair in self.compare or () for row in pair], names),
+            ([row for rows in self.paper.values() for row in rows], published),
+        ):
+            for row in wanted:
+                if row not in known:
+                    raise ConfigError(f"there is no row {row!r}: {nearest(row, known)}")
         for score in self.paper:
             if score not in self.scores:
                 raise ConfigError(f"paper.{score} is not one of the scores: {nearest(score, self.scores)}")
@@ -139,6 +162,16 @@ class StudyConfig:
         """Pairs (row, reference) to compare."""
         first, *others = self.changes_of_rows
         return [(row, first) for row in others] if self.compare is None else list(self.compare)
+
+    @property
+    def aggregates(self) -> dict[str, list[str]]:
+        """Rows that differ only in the axes of `aggregate`, by the values of the other axes."""
+        groups: dict[str, list[str]] = {}
+        if self.aggregate:
+            for row, changes in self._rows_of_axes().items():
+                kept = {name: value for name, value in changes.items() if name not in self.aggregate}
+                groups.setdefault(self._row_name(kept), []).append(row)
+        return groups
 
     def configuration(self, row: str, seed: int) -> PretrainConfig:
         """Return the configuration of a cell, before the budget is applied.
@@ -156,15 +189,26 @@ class StudyConfig:
     def _rows_of_axes(self) -> dict[str, dict[str, Any]]:
         if not self.axes:
             return {}
-        short = _short_names(list(self.axes))
         if self.combine == "all":
             changes = [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
         else:
             changes = [{}, *({name: value} for name, values in self.axes.items() for value in values)]
-        return {
-            ", ".join(f"{short[name]} {_word(value)}" for name, value in change.items()) or _UNCHANGED: change
-            for change in changes
-        }
+        return {self._row_name(change): change for change in changes}
+
+    def _row_name(self, changes: Mapping[str, Any]) -> str:
+        """Return the name of a row, or of an aggregate, with these values of axes."""
+        short = _short_names(list(self.axes))
+        return ", ".join(f"{short[name]} {_word(value)}" for name, value in changes.items()) or _UNCHANGED
+
+
+def aggregate_names(groups: Iterable[str]) -> list[str]:
+    """Return the names of the minimum, maximum and mean of each group of rows.
+
+    Example:
+        >>> aggregate_names(["criterion none"])
+        ['criterion none, minimum', 'criterion none, maximum', 'criterion none, mean']
+    """
+    return [f"{group}, {statistic}" for group in groups for statistic in STATISTICS]
 
 
 def study_names() -> list[str]:

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from cribo.apps.studies.config import StudyConfig
+from cribo.apps.studies.config import STATISTICS, StudyConfig, aggregate_names
 from cribo.base.colours import LINE_COLOURS
 from cribo.base.drawing import PAGE_WIDTH, house_style, write_figure
 from cribo.base.files import write_json, write_text
@@ -225,15 +225,31 @@ class StudyTable:
             for pair in self.pairs[name]
         ]
 
+    def aggregates(self, name: str) -> dict[str, tuple[float | None, int]]:
+        """Return minimum, maximum and mean over rows, by name, with the number of finished rows among which they are.
+
+        Args:
+            name: name of the score.
+        """
+        one, found = self.measured[name], {}
+        for group, rows in self.study.aggregates.items():
+            means = [mean for row in rows if (mean := one.mean(row)) is not None]
+            values = [statistic(means) if means else None for statistic in STATISTICS.values()]
+            found |= {each: (value, len(means)) for each, value in zip(aggregate_names([group]), values, strict=True)}
+        return found
+
     def tables(self) -> list[Table]:
-        """Return a table for each score: means and published figures."""
+        """Return a table for each score: means, what is aggregated over rows, and published figures."""
         return [self._table(name) for name in self.measured]
 
     def means(self) -> Table:
         """Return one table with the means of all scores."""
         headings = (f"{name}, {metric_heading(one.metric)}" for name, one in self.measured.items())
         rows = [[row, *(self._mean(one, row) for one in self.measured.values())] for row in self.rows]
-        return Table([*texts(""), *numbers(*headings)], [rows], self.study.title, [self.conditions])
+        columns = [self._aggregated(name) for name in self.measured]
+        aggregated = [[cells[0][0], *(cell[1] for cell in cells)] for cells in zip(*columns, strict=True)]
+        blocks = [*filter(None, (rows, aggregated))]
+        return Table([*texts(""), *numbers(*headings)], blocks, self.study.title, [self.conditions])
 
     def values(self) -> Table:
         """Return a table with a row for each score, row and seed, with scores in 0-1 or metres."""
@@ -290,6 +306,10 @@ class StudyTable:
                         }
                         for row in self.rows
                     },
+                    "aggregates": {
+                        each: {"value": value, "rows": rows, "paper": self._paper(name, each)}
+                        for each, (value, rows) in self.aggregates(name).items()
+                    },
                     "comparisons": [
                         {
                             "row": pair.row,
@@ -333,12 +353,22 @@ class StudyTable:
     def _table(self, name: str) -> Table:
         one = self.measured[name]
         columns = [*texts("row"), *numbers(metric_heading(one.metric))]
-        rows = [[row, self._mean(one, row)] for row in self.rows]
+        blocks = [[[row, self._mean(one, row)] for row in self.rows], self._aggregated(name)]
         if self.study.paper.get(name):
             columns += numbers("paper")
-            rows = [[*cells, metric_value(one.metric, self._paper(name, cells[0]))] for cells in rows]
+            blocks = [
+                [[*cells, metric_value(one.metric, self._paper(name, cells[0]))] for cells in rows] for rows in blocks
+            ]
         note = comparisons_note(self.pairs[name], len(self.study.pairs), one.metric)
-        return Table(columns, [rows], f"{self.study.title}: {name}", [note] if note else [])
+        return Table(columns, [*filter(None, blocks)], f"{self.study.title}: {name}", [note] if note else [])
+
+    def _aggregated(self, name: str) -> list[list[str]]:
+        """Return a row of the table for each statistic of the aggregated rows."""
+        metric, size = self.measured[name].metric, max(map(len, self.study.aggregates.values()), default=0)
+        return [
+            [each, metric_value(metric, value) + ("" if rows in (0, size) else f" ({counted(rows, 'row')})")]
+            for each, (value, rows) in self.aggregates(name).items()
+        ]
 
     def _mean(self, one: Measured, row: str) -> str:
         finished = len(one.results[row])

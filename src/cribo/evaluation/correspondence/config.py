@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar, Self
 from cribo.base.bounds import above, at_least, at_most, require_distinct_numbers
 from cribo.evaluation.config import QUICK_SIDE, UNDECIDED, Decided, Settings, Side, square
 from cribo.evaluation.data import LabelledData, Splits, absolute, described
-from cribo.features.config import FeaturePrecision, Interpolation
+from cribo.features.config import FeaturePrecision
+from cribo.method.config import Interpolation
 
 
 @dataclass

@@ -9,7 +9,8 @@ from cribo.base.bounds import above, at_least, require_distinct_numbers
 from cribo.base.packages import require_packages
 from cribo.data.labelled.sets import SEGMENTATION_SETS
 from cribo.evaluation.config import QUICK_SIDE, UNDECIDED, Decided, Settings, Side, require_whole_patches, square
-from cribo.features.config import FeaturePrecision, Interpolation, PatchLabels, Unlabelled, Vote
+from cribo.features.config import FeaturePrecision, PatchLabels, Unlabelled, Vote
+from cribo.method.config import Interpolation
 
 Variant = Literal["cribo", "hummingbird", "hummingbird-strict", "dip", "franca"]
 ScoreLevel = Literal["patch", "pixel", "resized"]

@@ -8,7 +8,8 @@ from cribo.base.bounds import above, at_least, require_distinct
 from cribo.data.config import spread
 from cribo.evaluation.config import Settings, Side
 from cribo.evaluation.data import LabelledData, Splits, about_splits, absolute
-from cribo.features.config import FeaturePrecision, Interpolation, Vote
+from cribo.features.config import FeaturePrecision, Vote
+from cribo.method.config import Interpolation
 
 METHODS = ("neighbours", "linear")
 

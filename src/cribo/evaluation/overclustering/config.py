@@ -8,7 +8,8 @@ from cribo.base.bounds import at_least, require_distinct_numbers
 from cribo.base.errors import InputError
 from cribo.base.packages import require_packages
 from cribo.evaluation.config import QUICK_SIDE, UNDECIDED, Decided, Settings, Side, require_whole_patches, square
-from cribo.features.config import FeaturePrecision, Interpolation
+from cribo.features.config import FeaturePrecision
+from cribo.method.config import Interpolation
 
 CLUSTERS = (300, 500)
 """Numbers of clusters reported in papers, in addition to the number of classes."""

@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar
 from cribo.base.bounds import above, at_least
 from cribo.evaluation.config import Settings
 from cribo.evaluation.data import LabelledData, Splits, absolute, described
-from cribo.features.config import FeaturePrecision, Interpolation
+from cribo.features.config import FeaturePrecision
+from cribo.method.config import Interpolation
 
 
 @dataclass

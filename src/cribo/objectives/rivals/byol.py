@@ -20,8 +20,8 @@ from cribo.objectives.collapse import feature_std
 from cribo.objectives.config import HeadConfig
 from cribo.objectives.mlp import make_mlp, seeded_weights
 from cribo.objectives.self_distillation import StudentNetwork, StudentTeacher
-from cribo.objectives.trunk import encode, inputs_of
-from cribo.objectives.views import drop_path_noise, view_pairs
+from cribo.objectives.trunk import Inputs, encode, inputs_of, split_inputs
+from cribo.objectives.views import noise_of_views, view_pairs
 
 
 @in_float32
@@ -75,9 +75,9 @@ class BYOL(StudentTeacher):
     Reads `views`, `backbone`, `head` (MLPs of projector and predictor) and `optim`. The image is represented by the
     global token: the mean of the feature map of a convolutional network, or [CLS].
 
-    Differs from the released code of ORL in this: both views pass through the backbone together, so its batch norms use
-    the statistics of both; the target network is exported, not the trained one; and weight decay is not applied to
-    biases and batch norms. On CPUs, batch norms use the statistics of a process.
+    Differs from the released code of ORL in this: the target network is exported, not the trained one; and weight decay
+    is not applied to biases and batch norms. Batch norms use the statistics of a view, as there; on CPUs, those of a
+    process.
 
     Args:
         setting: the run.
@@ -117,27 +117,26 @@ class BYOL(StudentTeacher):
 
     def forward(self, batch: Batch, step: Step) -> Output:
         """Compute the loss of both views, the sum of both directions."""
-        inputs = inputs_of(batch, self.teacher.backbone, self.options)
-        with torch.no_grad():
-            targets = encode(self.teacher.backbone, inputs).global_token
-        features = encode(self.student.backbone, inputs, drop_path_noise=drop_path_noise(batch)).global_token
-        features, targets = (rows.unflatten(0, (-1, 2)).transpose(0, 1) for rows in (features, targets))
-        return Output({"image": self.pair_loss("image", features, targets)})
+        views = split_inputs(inputs_of(batch, self.teacher.backbone, self.options))
+        return Output({"image": self.pair_loss("image", views, noise_of_views(batch))})
 
-    def pair_loss(
-        self, level: str, features: Float[Tensor, "2 b d"], targets: Float[Tensor, "2 b d"]
-    ) -> Float[Tensor, ""]:
-        """Return the mean loss of pairs of views, the sum of both directions. Each view has its own batch norms.
+    def pair_loss(self, level: str, views: Sequence[Inputs], noise: Sequence[Tensor | None]) -> Float[Tensor, ""]:
+        """Return the mean loss of pairs of views, the sum of both directions. Batch norms use the statistics of a view.
 
         Args:
             level: name of the predictor.
-            features: (2, B, D) global tokens of the student.
-            targets: (2, B, D) global tokens of the teacher, of the same views.
+            views: inputs of both views, B each.
+            noise: (B, sites) random numbers of the student's stochastic depth for each view; None if it is off.
         """
-        predictor = self.student.predictors[level]
-        predicted = torch.stack([predictor(self.student.projector(view)) for view in features])
+        student, teacher = self.student, self.teacher
+        features = (
+            encode(student.backbone, view, drop_path_noise=of_view).global_token
+            for view, of_view in zip(views, noise, strict=True)
+        )
+        predicted = torch.stack([student.predictors[level](student.projector(view)) for view in features])
         with torch.no_grad():
-            projected = torch.stack([self.teacher.projector(view) for view in targets])
+            targets = (encode(teacher.backbone, view).global_token for view in views)
+            projected = torch.stack([teacher.projector(view) for view in targets])
         self._targets = projected[0]
         return byol_loss(predicted, projected.flip(0)).sum(dim=0).mean()
 

@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from timm.layers.mlp import Mlp
+from timm.layers.weight_init import lecun_normal_
 from torch import Tensor, nn
 
 from cribo.base.bounds import at_least
 from cribo.base.errors import ConfigError
 from cribo.data.samples import Batch, Sample
-from cribo.method import Crops, SelfDistillation
+from cribo.method import Crops, SelfDistillation, ViewRecipe
 from cribo.method.blocks import in_blocks, rows_per_block
 from cribo.method.precision import in_float32
 from cribo.models import Backbone
@@ -40,6 +41,7 @@ from cribo.objectives.sinkhorn import sinkhorn_centre
 from cribo.objectives.trunk import encode, encode_frozen
 
 _NO_PLACE = -1
+_CROP_ATTEMPTS = 100
 
 
 class ReferenceAndQueries(CropSampler):
@@ -68,7 +70,10 @@ class ReferenceAndQueries(CropSampler):
 
     def draw_crops(self, height: int, width: int, generator: torch.Generator) -> list[Crops]:
         """Draw the global crops and the local ones."""
-        views, local = super().draw_crops(height, width, generator)
+        views, local = (
+            crops_of_uniform_height(height, width, each.recipe, count=each.count, generator=generator)
+            for each in self.sets
+        )
         return [Crops(views.boxes, views.flips & torch.tensor([False, True])), local]
 
     def places(self, crops: Crops, generator: torch.Generator) -> Sample:
@@ -85,6 +90,50 @@ class ReferenceAndQueries(CropSampler):
             "query_kept": kept,
             "places": torch.cat((random, focal.flatten())),
         }
+
+
+def crops_of_uniform_height(
+    height: int, width: int, recipe: ViewRecipe, *, count: int, generator: torch.Generator
+) -> Crops:
+    """Draw crops: the aspect ratio, then the height, then position and flip.
+
+    Heights are uniform between those of the smallest and of the largest area, so small areas are more frequent than
+    where the area is uniform. If none of 100 shapes fits, the crop is the whole image.
+
+    Args:
+        height: of the image.
+        width: of the image.
+        recipe: ranges of area and aspect ratio, and the probability of a flip.
+        count: V, number of crops.
+        generator: source of the random numbers.
+
+    Source: the released code, whose crops are those of TensorFlow's `sample_distorted_bounding_box`.
+
+    Example:
+        >>> recipe, generator = ViewRecipe(area=(0.05, 0.32)), torch.Generator().manual_seed(0)
+        >>> crops_of_uniform_height(375, 500, recipe, count=9, generator=generator).boxes.shape
+        torch.Size([9, 4])
+    """
+    boxes = [_box_of_uniform_height(height, width, recipe, generator) for _ in range(count)]
+    return Crops(torch.tensor(boxes), torch.rand(count, generator=generator) < recipe.flip)
+
+
+def _box_of_uniform_height(
+    height: int, width: int, recipe: ViewRecipe, generator: torch.Generator
+) -> tuple[int, int, int, int]:
+    """Return top, left, height and width of a crop."""
+    smallest, largest = (share * height * width for share in recipe.area)
+    for _ in range(_CROP_ATTEMPTS):
+        shape, *place = torch.rand(4, dtype=torch.float64, generator=generator).tolist()
+        aspect = recipe.aspect[0] + shape * (recipe.aspect[1] - recipe.aspect[0])
+        tallest = min(round(math.sqrt(largest / aspect)), height, int((width + 0.5) / aspect))
+        lowest = min(round(math.sqrt(smallest / aspect)), tallest)
+        crop_height = lowest + int(place[0] * (tallest - lowest + 1))
+        crop_width = round(crop_height * aspect)
+        if 0 < crop_width <= width and smallest <= crop_height * crop_width <= largest:
+            top, left = int(place[1] * (height - crop_height + 1)), int(place[2] * (width - crop_width + 1))
+            return top, left, crop_height, crop_width
+    return 0, 0, height, width
 
 
 def reference_places(
@@ -132,6 +181,8 @@ class PositionHead(nn.Module):
         positions: P, number of patches of the reference.
         heads: number of attention heads, a divisor of D.
         hidden_dim: width of the block's MLP.
+
+    Source: LOCA; initial weights as in the released code.
     """
 
     def __init__(self, dim: int, positions: int, *, heads: int, hidden_dim: int) -> None:
@@ -141,9 +192,13 @@ class PositionHead(nn.Module):
         self.attention = nn.MultiheadAttention(dim, heads, batch_first=True)
         self.mlp = Mlp(dim, hidden_dim)
         self.predict = nn.Linear(dim, positions)
-        for layer in (self.mlp.fc1, self.mlp.fc2, self.predict):
+        for projection in self.attention.in_proj_weight.detach().chunk(3):
+            nn.init.xavier_uniform_(projection)  # together, they would be smaller
+        lecun_normal_(self.predict.weight)
+        nn.init.zeros_(self.predict.bias)
+        for layer in (self.attention.out_proj, self.mlp.fc1, self.mlp.fc2):
             assert isinstance(layer, nn.Linear)
-            nn.init.trunc_normal_(layer.weight, std=0.02)
+            nn.init.xavier_uniform_(layer.weight)
             nn.init.zeros_(layer.bias)
 
     def forward(self, queries: Float[Tensor, "b q d"], reference: Float[Tensor, "b s d"]) -> Float[Tensor, "b q p"]:
@@ -230,9 +285,10 @@ class LOCA(StudentTeacher):
 
     As in the released code, stochastic depth applies to the teacher, too, and positions are added to queries. Differs
     from it in this: the patches that are kept are drawn for each image rather than once for the batch; crops are
-    resized bicubically, and brightness is scaled rather than shifted; the heads' GELU is exact rather than approximated
-    by tanh; and the network resizes its position embedding for small queries in its own way, bicubically unless it
-    starts from the released weights. The network may have a [CLS] token.
+    resized with antialiasing; brightness is scaled rather than shifted, and contrast changed about the mean of the
+    image rather than of each channel; the heads' GELU is exact rather than approximated by tanh; biases do not decay;
+    and the network resizes its position embedding for small queries in its own way, bicubically unless it starts from
+    the released weights. The network may have a [CLS] token.
 
     Args:
         setting: the run.

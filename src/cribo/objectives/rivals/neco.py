@@ -108,8 +108,8 @@ class NeCo(StudentTeacher):
     The released code draws references from the whole batch of a device, or for DINOv2 from a queue, to which it adds
     the batch before the losses; here, the batch is added after the step, so that results do not depend on micro-batches
     and devices. It updates the teacher before the optimiser's step, and computes boxes for 98 pixels in local crops
-    where the network sees 96. It resizes crops bilinearly and never flips them; here they are resized bicubically, and
-    `views.flip` 0 disables flips.
+    where the network sees 96. It resizes crops bilinearly and never flips them: `views.interpolation` bilinear and
+    `views.flip` 0.
 
     Args:
         setting: the run.

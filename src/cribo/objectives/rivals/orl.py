@@ -15,13 +15,14 @@ from torch import Tensor
 from cribo.base.bounds import at_least
 from cribo.base.errors import ConfigError, UnreadableImage
 from cribo.data.samples import Batch, LazyImage, Sample
-from cribo.method import Crops, ViewRecipe, cut_views
+from cribo.method import Crops, ViewRecipe
 from cribo.objectives.base import Columns, Output, Setting, Stages, Step
-from cribo.objectives.crops import CropSampler, CropSet, augmented_crops, check_crop_size, crop_noise, load_for_crops
+from cribo.objectives.crops import CropSampler, CropSet, augmented_crops, check_crop_size, load_for_crops
 from cribo.objectives.rivals.byol import BYOL
 from cribo.objectives.rivals.region_pairs import DrawnRegions, RegionPairs, RegionSearch, find_pairs, require_regions
 from cribo.objectives.rivals.regions import jitter_box, require_selective_search
-from cribo.objectives.trunk import encode, encode_frozen
+from cribo.objectives.trunk import encode_frozen
+from cribo.objectives.views import noise_of_views
 
 
 class RegionCrops(CropSampler):
@@ -69,14 +70,14 @@ class RegionCrops(CropSampler):
 
     def neighbours_patch(self, image: LazyImage, drawn: DrawnRegions | None, flips: Tensor) -> UInt8[Tensor, "1 3 s s"]:
         """Decode the drawn neighbour and cut its patch."""
-        size = self.sets[1].recipe.size
+        patches = self.sets[1]
 
         def draw(height: int, width: int) -> list[tuple[Crops, int]]:
             box = drawn.other if drawn else torch.tensor([0, 0, height, width])
-            return [(Crops(box[None], flips), size)]
+            return [(Crops(box[None], flips), patches.recipe.size)]
 
         pixels, (patch,), _ = load_for_crops(image.other(drawn.neighbour) if drawn else image, draw)
-        return cut_views(pixels, patch, size)
+        return patches.cut(pixels, patch)
 
 
 class ORL(BYOL):
@@ -91,8 +92,7 @@ class ORL(BYOL):
     about a second per image and process.
 
     Differs from the released code in this, in addition to what `BYOL` states: the order of regions, which is random in
-    OpenCV, depends on the seed and the image; stage 2 uses the network of the moving average; and the four patches of
-    an image pass through the backbone together.
+    OpenCV, depends on the seed and the image; and stage 2 uses the network of the moving average.
 
     Args:
         setting: the run.
@@ -169,15 +169,8 @@ class ORL(BYOL):
         """Compute the losses of views, of a region and its jittered copy, and of a pair of regions."""
         student, teacher = self.student.backbone, self.teacher.backbone
         crops = augmented_crops(batch, self.options.views, student)
-        inputs = [encode_frozen(teacher, each, self.options.backbone) for each in crops]
-        with torch.no_grad():
-            targets = torch.cat([encode(teacher, each).global_token for each in inputs])
-        features = torch.cat(
-            [
-                encode(student, each, drop_path_noise=noise).global_token
-                for each, noise in zip(inputs, crop_noise(batch), strict=True)
-            ]
-        )
-        by_level = (3, 2, len(batch))
-        pairs = zip(self.levels, features.unflatten(0, by_level), targets.unflatten(0, by_level), strict=True)
-        return Output({level: self.pair_loss(level, own, target) for level, own, target in pairs})
+        views = [view for each in crops for view in each.split(len(batch))]
+        inputs = [encode_frozen(teacher, view, self.options.backbone) for view in views]
+        noise = noise_of_views(batch)
+        pairs = ((level, slice(2 * number, 2 * number + 2)) for number, level in enumerate(self.levels))
+        return Output({level: self.pair_loss(level, inputs[pair], noise[pair]) for level, pair in pairs})

@@ -124,9 +124,9 @@ def jitter_box(box: Int[Tensor, "4"], height: int, width: int, *, generator: tor
     areas = sides.prod() * (_JITTER_AREA[0] + area * (_JITTER_AREA[1] - _JITTER_AREA[0]))
     low, high = (math.log(each) for each in _JITTER_ASPECT)
     aspects = (low + aspect * (high - low)).exp()
-    drawn = torch.stack(((areas / aspects).sqrt(), (areas * aspects).sqrt()), dim=1)
+    drawn = torch.stack(((areas / aspects).sqrt(), (areas * aspects).sqrt()), dim=1).round()
     centres = corner + sides * torch.stack((y, x), dim=1)
-    boxes = torch.cat((centres - drawn / 2, drawn), dim=1).floor().long()
+    boxes = torch.cat(((centres - drawn / 2).round(), drawn), dim=1).long()
     inside = (boxes[:, :2] >= 0).all(dim=1) & (boxes[:, :2] + boxes[:, 2:] <= torch.tensor([height, width])).all(dim=1)
     similar = box_iou(_corners(boxes), _corners(box[None]))[:, 0] > _LEAST_IOU
     return next(iter(boxes[inside & similar]), box)

@@ -6,13 +6,15 @@ slot of the other view among the slots of all images.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from cribo.base.bounds import between
 from cribo.base.errors import ConfigError
 from cribo.data.samples import Batch, Sample
 from cribo.method import Centre, Crops, ViewRecipe, sample_crops
@@ -26,8 +28,8 @@ from cribo.objectives.crops import CropSampler, CropSet
 from cribo.objectives.mlp import make_mlp, seeded_weights
 from cribo.objectives.overlap import align, overlap_area, overlap_boxes
 from cribo.objectives.self_distillation import StudentNetwork, StudentTeacher
-from cribo.objectives.trunk import encode, inputs_of
-from cribo.objectives.views import drop_path_noise
+from cribo.objectives.trunk import Inputs, encode, inputs_of, split_inputs
+from cribo.objectives.views import noise_of_views
 
 _REDRAWS = 10
 _LEAST_OVERLAP = 0.01  # of the second crop's area
@@ -183,17 +185,21 @@ class SlotNetwork(StudentNetwork):
         backbone: network whose patches are grouped.
         config: sizes of the projector and the predictor, and the number of prototypes.
         batch_norm: whether projector and predictor have batch norms.
+        predictor_layers: number of the predictor's layers.
         seed: the only source of the random weights.
     """
 
     student_only = "predictor"
 
-    def __init__(self, backbone: Backbone, config: HeadConfig, *, batch_norm: bool, seed: int) -> None:
+    def __init__(
+        self, backbone: Backbone, config: HeadConfig, *, batch_norm: bool, predictor_layers: int, seed: int
+    ) -> None:
         super().__init__(backbone)
         with seeded_weights(seed):
             self.projector = make_mlp(backbone.embed_dim, config, batch_norm=batch_norm)
             self.prototypes = nn.Embedding(config.prototypes, config.bottleneck_dim)  # from N(0, 1)
-            self.predictor: nn.Module = make_mlp(config.bottleneck_dim, config, batch_norm=batch_norm)
+            predictor = replace(config, layers=predictor_layers)
+            self.predictor: nn.Module = make_mlp(config.bottleneck_dim, predictor, batch_norm=batch_norm)
 
     @property
     def last_layers(self) -> list[nn.Parameter]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -201,7 +207,7 @@ class SlotNetwork(StudentNetwork):
         return list(self.prototypes.parameters())
 
     def project(self, tokens: Float[Tensor, "b n d"]) -> Float[Tensor, "b n e"]:
-        """Project patches. Batch norms use the statistics of all of them."""
+        """Project the patches of a view. Batch norms use the statistics of all of them."""
         return self.projector(tokens.flatten(0, 1)).unflatten(0, tokens.shape[:2])
 
 
@@ -214,13 +220,14 @@ class SlotCon(StudentTeacher):
     Differs from the released code in this: the teacher is updated after the optimiser step rather than before its next
     forward pass, so its momentum is that of one step earlier; and images whose views do not overlap are left out of the
     grouping loss. The slot loss compares the slots of the whole batch on all ranks, and both losses are means over
-    all ranks. Both views pass through the networks together. Batch norms are synchronised on GPUs; on CPUs, their
+    all ranks. Batch norms use the statistics of a view, as there. They are synchronised on GPUs; on CPUs, their
     statistics are those of a process, and a process with fewer than two rows for the predictor contributes no slots.
 
     Args:
         setting: the run.
         batch_norm: whether projector and predictor have batch norms, as for convolutional networks; without for vision
             transformers.
+        predictor_layers: number of the predictor's layers; by default, as many as the projector has.
         attention_temperature: temperature of the assignment that pools the slots.
         slot_temperature: temperature of the slot loss.
         grouping_weight: weight of the grouping loss; that of the slot loss is 1 - grouping_weight.
@@ -247,6 +254,7 @@ class SlotCon(StudentTeacher):
         setting: Setting,
         *,
         batch_norm: bool = True,
+        predictor_layers: Annotated[int, between(1, 16)] | None = None,
         attention_temperature: Temperature = 0.07,
         slot_temperature: Temperature = 0.2,
         grouping_weight: UnitInterval = 0.5,
@@ -268,7 +276,10 @@ class SlotCon(StudentTeacher):
             )
         self.weights = {"grouping": grouping_weight, "slot": 1 - grouping_weight}
         self.attention_temperature, self.slot_temperature = attention_temperature, slot_temperature
-        self.student = SlotNetwork(backbone, options.head, batch_norm=batch_norm, seed=options.seed)
+        layers = predictor_layers or options.head.layers
+        self.student = SlotNetwork(
+            backbone, options.head, batch_norm=batch_norm, predictor_layers=layers, seed=options.seed
+        )
         self.teacher = self.student.make_teacher()
         self.centre = Centre(options.head.prototypes, momentum=options.losses.centre_momentum)
         self._features: Float[Tensor, "2 b n e"]  # of the teacher in this step, which has no micro-batches
@@ -284,12 +295,11 @@ class SlotCon(StudentTeacher):
 
     def forward(self, batch: Batch, step: Step) -> Output:
         """Compute both losses, each the sum of both directions. Synchronises with the device to select slots."""
-        inputs = inputs_of(batch, self.teacher.backbone, self.options)
+        views = split_inputs(inputs_of(batch, self.teacher.backbone, self.options))
         with torch.no_grad():
-            teacher = self._slots(self.teacher, encode(self.teacher.backbone, inputs).tokens)
+            teacher = self._slots(self.teacher, views, (None, None))
         self._features = teacher.features
-        noise = drop_path_noise(batch)
-        student = self._slots(self.student, encode(self.student.backbone, inputs, drop_path_noise=noise).tokens)
+        student = self._slots(self.student, views, noise_of_views(batch))
         common = student.present & teacher.present.flip(0)  # (2, B, K), by the student's view
         losses = {
             "grouping": self._grouping(student, teacher, batch, step),
@@ -297,9 +307,13 @@ class SlotCon(StudentTeacher):
         }
         return Output(losses, {"slots_per_image": (common.sum(), 2 * len(batch))})
 
-    def _slots(self, network: SlotNetwork, tokens: Float[Tensor, "2b n d"]) -> Slots:
+    def _slots(self, network: SlotNetwork, views: Sequence[Inputs], noise: Sequence[Tensor | None]) -> Slots:
         """Return the slots of both views, (2, B, ...)."""
-        features = network.project(tokens).unflatten(0, (-1, 2)).transpose(0, 1)
+        tokens = (
+            encode(network.backbone, view, drop_path_noise=of_view).tokens
+            for view, of_view in zip(views, noise, strict=True)
+        )
+        features = torch.stack([network.project(of_view) for of_view in tokens])
         return find_slots(features, network.prototypes.weight, temperature=self.attention_temperature)
 
     def _grouping(self, student: Slots, teacher: Slots, batch: Batch, step: Step) -> Float[Tensor, ""]:

@@ -174,7 +174,7 @@ class TimeT(StudentTeacher):
 
     The released code updates its teacher in the wrong direction, so that it is in effect the student; `optim.momentum
     [0, 0]` makes the teacher equal to the student. It balances the assignments over the clips of a device, applies only
-    one of the four operations of the colour jitter, resizes bilinearly and before cropping, keeps the final norm
+    one of the four operations of the colour jitter, resizes a frame before it is cropped, too, keeps the final norm
     frozen, renormalises prototypes after each step, where here the last layer normalises them, and has a head whose
     last hidden layer has half the width.
 
