@@ -1,5 +1,6 @@
 """Console output of commands: log lines, and progress with an ETA."""
 
+import gc
 import logging
 import os
 import signal
@@ -28,6 +29,7 @@ from rich.table import Column
 from rich.text import Text
 
 from cribo.base.redaction import without_secrets
+from cribo.base.startup import import_vision_libraries
 from cribo.base.wording import printable
 
 Progress = Callable[[str, int, int], None]
@@ -115,7 +117,7 @@ def importing(console: Console) -> Iterator[None]:
         ...     import colorsys
     """
     if threading.current_thread() is not threading.main_thread():
-        with loading(console):
+        with loading(console), _without_collection():
             yield
         return
 
@@ -125,10 +127,30 @@ def importing(console: Console) -> Iterator[None]:
 
     before = signal.signal(signal.SIGINT, leave)
     try:
-        with loading(console):
+        with loading(console), _without_collection():
             yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Do not search for cycles of objects: modules have many objects and leave none behind."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@contextmanager
+def importing_networks(console: Console) -> Iterator[None]:
+    """Import the slow packages of a command that computes features, as `importing` does."""
+    with importing(console):
+        import_vision_libraries()
+        yield
 
 
 def duration(seconds: float) -> str:

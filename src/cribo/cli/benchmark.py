@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from cribo.base.arguments import Parser
-from cribo.base.console import importing
+from cribo.base.console import importing_networks
 from cribo.cli.command import Call, Command
 from cribo.cli.running import BACKBONE_SHORT, print_places
 from cribo.data.config import READING_SHORT
@@ -36,7 +36,7 @@ def add_options(parser: Parser) -> None:
 def run(call: Call) -> None:
     """Run the command."""
     config = call.build(BenchmarkConfig)
-    with importing(call.console):
+    with importing_networks(call.console):
         from cribo.evaluation.benchmark.card import CARD, CHART
         from cribo.evaluation.benchmark.run import benchmark
         from cribo.evaluation.results import RESULTS

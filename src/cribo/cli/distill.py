@@ -2,7 +2,7 @@
 
 from cribo.apps.adapt.config import DistillConfig
 from cribo.base.arguments import Parser
-from cribo.base.console import importing
+from cribo.base.console import importing_networks
 from cribo.base.wording import command_line
 from cribo.cli.command import Call, Command
 from cribo.cli.running import BACKBONE_SHORT, NETWORK, add_named_results, print_places
@@ -36,7 +36,7 @@ def add_options(parser: Parser) -> None:
 def run(call: Call) -> None:
     """Run the command."""
     config = call.build(DistillConfig)
-    with importing(call.console):
+    with importing_networks(call.console):
         from cribo.apps.adapt.distilling import distill
         from cribo.apps.adapt.sequence import VERDICT
         from cribo.models.saving import WEIGHTS_FILE

@@ -2,7 +2,7 @@
 
 from cribo.apps.embed.config import EmbedConfig
 from cribo.base.arguments import Parser
-from cribo.base.console import duration, importing
+from cribo.base.console import duration, importing_networks
 from cribo.base.wording import counted
 from cribo.cli.command import Call, Command
 from cribo.cli.running import BACKBONE_SHORT, add_results_folder, print_places, print_unreadable
@@ -31,7 +31,7 @@ def add_options(parser: Parser) -> None:
 def run(call: Call) -> None:
     """Run the command."""
     config = call.build(EmbedConfig)
-    with importing(call.console):
+    with importing_networks(call.console):
         from cribo.apps.embed.run import ABOUT, SKIPPED, embed_images
 
     embedded = embed_images(

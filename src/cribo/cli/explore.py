@@ -5,7 +5,7 @@ import secrets
 from pathlib import Path
 
 from cribo.base.arguments import Parser
-from cribo.base.console import importing
+from cribo.base.console import importing_networks
 from cribo.cli.command import Call, Command
 from cribo.cli.running import (
     BACKBONE_SHORT,
@@ -66,7 +66,7 @@ def run(call: Call) -> None:
         trust=call.options.backbone.trust,
     )
     password = _password(call.options.password, call.options.password_file, none=call.options.no_password)
-    with importing(call.console):
+    with importing_networks(call.console):
         from cribo.explorer.run import explore
         from cribo.explorer.server import is_loopback
 

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from cribo.apps.export.config import TARGETS, ExportOptions, require_target
 from cribo.base.arguments import Parser
-from cribo.base.console import Phases, importing
+from cribo.base.console import Phases, importing_networks
 from cribo.base.errors import ConfigError
 from cribo.cli.command import Call, Command
 from cribo.cli.running import BACKBONE_SHORT, NETWORK, print_places
@@ -76,7 +76,7 @@ def run(call: Call) -> None:
         raise ConfigError(f"{given[0]} applies to --to hub only, got --to {call.options.to}")
     require_target(call.options.to)
     out = call.options.out or Path("exports") / f"{backbone_name(config)}-{call.options.to}"
-    with importing(call.console):
+    with importing_networks(call.console):
         from cribo.apps.export.run import export_backbone
         from cribo.features.encoder import open_backbone
 
@@ -103,7 +103,7 @@ def _publish(call: Call, config: BackboneSource, options: ExportOptions) -> None
 
     parsed, console = call.options, call.console
     private, overwrite = parsed.private, parsed.overwrite
-    with importing(console):
+    with importing_networks(console):
         from cribo.apps.export.publishing import publish_backbone, require_card
         from cribo.features.encoder import open_backbone
     if parsed.card is not None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from cribo.base.arguments import Parser
-from cribo.base.console import Phases, importing
+from cribo.base.console import Phases, importing_networks
 from cribo.base.errors import ConfigError
 from cribo.base.wording import counted
 from cribo.cli.command import Call, Command
@@ -48,7 +48,7 @@ def run(call: Call) -> None:
             "after each"
         )
     config = call.build(FigureConfig)
-    with importing(call.console):
+    with importing_networks(call.console):
         from cribo.base.devices import resolve_devices
         from cribo.pretraining.figures.run import write_figures
 

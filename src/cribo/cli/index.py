@@ -2,7 +2,7 @@
 
 from cribo.apps.search.config import IndexConfig
 from cribo.base.arguments import Parser
-from cribo.base.console import duration, importing
+from cribo.base.console import duration, importing_networks
 from cribo.base.wording import command_line, counted
 from cribo.cli.command import Call, Command
 from cribo.cli.running import (
@@ -41,7 +41,7 @@ def add_options(parser: Parser) -> None:
 def run(call: Call) -> None:
     """Run the command."""
     config = call.build(IndexConfig, backbone=optional_backbone(call.options), trust=call.options.backbone.trust)
-    with importing(call.console):
+    with importing_networks(call.console):
         from cribo.apps.search.run import index_collection
 
     summary, database, quality = index_collection(config, console=call.console)

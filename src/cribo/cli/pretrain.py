@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cribo.base.arguments import Parser
-from cribo.base.console import duration, importing
+from cribo.base.console import duration, importing_networks
 from cribo.base.errors import InputError
 from cribo.base.wording import command_line, counted
 from cribo.cli.command import Call, Command
@@ -73,7 +73,7 @@ def run(call: Call) -> None:
         for option in ("name", "minutes", "config", "overwrite", "continue"):
             if call.options[option]:
                 raise InputError(f"--{option} cannot be used with --resume: it is taken from the run")
-        with importing(call.console):
+        with importing_networks(call.console):
             from cribo.pretraining.run import latest_run, overrides_in, resume
 
         folder = latest_run(call.options.out) if call.options.resume == "latest" else Path(call.options.resume)
@@ -87,7 +87,7 @@ def run(call: Call) -> None:
         raise InputError("--trust applies to --resume only: a configuration that you give may name any code")
     else:
         config = config_from(call.options)
-        with importing(call.console):
+        with importing_networks(call.console):
             from cribo.pretraining.run import pretrain
 
         run = pretrain(

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from cribo.base.arguments import Parser
-from cribo.base.console import Phases, importing
+from cribo.base.console import Phases, importing_networks
 from cribo.base.job import Job
 from cribo.cli.command import Call, Command
 from cribo.cli.running import print_places
@@ -45,7 +45,7 @@ def add_options(parser: Parser) -> None:
 def run(call: Call) -> None:
     """Run the command."""
     config = config_from(call.options)
-    with importing(call.console):
+    with importing_networks(call.console):
         from cribo.pretraining.profile_report import profile_table, write_profile
         from cribo.pretraining.profiling import profile
 

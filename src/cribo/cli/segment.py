@@ -8,7 +8,7 @@ from rich.text import Text
 from cribo.apps.segment.config import SegmentConfig
 from cribo.apps.segment.settings import SegmentationSettings
 from cribo.base.arguments import Parser
-from cribo.base.console import importing
+from cribo.base.console import importing_networks
 from cribo.cli.command import Call, Command
 from cribo.cli.running import (
     BACKBONE_SHORT,
@@ -56,7 +56,7 @@ def run(call: Call) -> None:
     given = vars(call.parser.parse_args(call.words, defaults=False))  # others are those of the memory file
     settings = {field.name: given[field.name] for field in fields(SegmentationSettings) if field.name in given}
     config = call.build(SegmentConfig, settings=settings)
-    with importing(call.console):
+    with importing_networks(call.console):
         from cribo.apps.segment.run import COCO, OVERVIEW, SUGGESTED, SUMMARY, segment_images
 
     segmented = segment_images(
@@ -102,7 +102,7 @@ def _add_memory_options(parser: Parser) -> None:
 def _edit_memory(call: Call) -> None:
     """Print the examples of a memory, after removing those of --remove."""
     file = call.options.memory
-    with importing(call.console):
+    with importing_networks(call.console):
         from cribo.apps.segment.editing import list_examples, remove_examples
         from cribo.apps.segment.memory import SegmentationMemory
         from cribo.apps.segment.run import describe_memory

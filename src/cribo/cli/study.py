@@ -9,7 +9,7 @@ from rich.console import Console
 
 from cribo.apps.studies.config import load_study, share_of, study_names
 from cribo.base.arguments import Parser
-from cribo.base.console import duration, importing
+from cribo.base.console import duration, importing, importing_networks
 from cribo.base.errors import InputError
 from cribo.base.wording import command_line, counted
 from cribo.cli.command import Call, Command
@@ -77,7 +77,7 @@ def run(call: Call) -> None:
             raise InputError("--part cannot be combined with --print_plan or --slurm: omit it")
     if call.options.slurm is not None and call.options.slurm < 1:
         raise InputError(f"--slurm must be a number of parts >= 1, got {call.options.slurm}")
-    with importing(call.console):
+    with importing_networks(call.console):
         from cribo.apps.studies.run import Study, run_study
         from cribo.apps.studies.table import FIGURE, TABLE
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cribo.base.arguments import Parser
-from cribo.base.console import importing
+from cribo.base.console import importing_networks
 from cribo.base.errors import ConfigError
 from cribo.base.machine import is_first_process
 from cribo.cli.command import Call, Command
@@ -126,7 +126,7 @@ def _run(name: str, kind: type[Settings], call: Call) -> None:
     settings.check_packages()
     settings.check_backbone(made.backbone)
     how = {option: call.options[option] for option in _RUN_OPTIONS if option in call.options}
-    with importing(call.console):
+    with importing_networks(call.console):
         from cribo.evaluation.protocol import find_protocol
         from cribo.evaluation.results import result_tables
         from cribo.evaluation.runner import evaluate
