@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -176,9 +177,6 @@ def load_config(config: str | Path = DEFAULT_PRESET, overrides: Mapping[str, Any
         >>> load_config("imagenet_vits16", {"objects.num_objects": 12}).objects.num_objects
         12
     """
-    parser = _config_parser()
-    for name in _COMMAND_OPTIONS:
-        parser.add_argument(f"--{name}")
     words: list[str] = ["--config", str(config)]
     for name, value in (overrides or {}).items():
         if name in _COMMAND_OPTIONS:
@@ -187,7 +185,7 @@ def load_config(config: str | Path = DEFAULT_PRESET, overrides: Mapping[str, Any
             value = _objective(value)
         # Strings are not quoted: the quotes would become part of the value in options that also allow None.
         words.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
-    return config_from(parser.parse_args(words))
+    return config_from(_config_parser().parse_args(words))
 
 
 def dump_config(config: PretrainConfig) -> str:
@@ -195,7 +193,11 @@ def dump_config(config: PretrainConfig) -> str:
     return yaml.safe_dump(masked(asdict(config)), sort_keys=False)
 
 
+@cache
 def _config_parser() -> ConfigParser:
+    """Return the parser of a configuration, which takes longer to build than to use."""
     parser = ConfigParser(short={short: long for short, long in SHORT.items() if short != "--objective"})
     parser.add_class_arguments(PretrainConfig)
+    for name in _COMMAND_OPTIONS:
+        parser.add_argument(f"--{name}")
     return parser
