@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.filesize import decimal
 
 from cribo.apps.export.config import TARGETS, ExportOptions, require_target
 from cribo.base.arguments import Parser
@@ -91,7 +92,7 @@ def run(call: Call) -> None:
             **vars(options),
         )
     _print_check(report, call.options.precision, call.console)
-    print_places(call.console, {"written": f"{report.folder}, {report.size_bytes / 1e6:.1f} MB"})
+    print_places(call.console, {"written": f"{report.folder}, {decimal(report.size_bytes)}"})
     call.console.print("  to load it:")
     for line in report.how_to_load.splitlines():
         call.console.print(f"    {line}")

@@ -1,5 +1,7 @@
 """`cribo index`: store the objects of a collection of images in a database."""
 
+from rich.filesize import decimal
+
 from cribo.apps.search.config import IndexConfig
 from cribo.base.arguments import Parser
 from cribo.base.console import duration, importing_networks
@@ -54,7 +56,7 @@ def run(call: Call) -> None:
     size = database.size_bytes()
     call.console.print(
         f"{counted(len(database), 'object')} of {counted(database.count_images(), 'image')}"
-        + ("" if size is None else f", {size / 1e6:.1f} MB"),
+        + ("" if size is None else f", {decimal(size)}"),
     )
     if quality is not None:
         call.console.print(quality.text)

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from cribo.base.arguments import Parser
 from cribo.base.console import Phases, importing
 from cribo.base.wording import command_line, counted
@@ -53,7 +55,7 @@ def run(call: Call) -> None:
             progress=progress,
         )
     call.console.print(
-        f"{counted(written.images, 'image')} in {counted(written.shards, 'shard')}, {written.size_bytes / 1e6:.1f} MB"
+        f"{counted(written.images, 'image')} in {counted(written.shards, 'shard')}, {decimal(written.size_bytes)}"
         + (f"; {counted(len(written.skipped), 'image')} could not be read" if written.skipped else "")
     )
     to_train = command_line("cribo", "pretrain", "--data.root", written.folder)
