@@ -1,5 +1,6 @@
 """Imports of the libraries that commands need, without what these libraries load and a command seldom uses."""
 
+import gc
 import importlib
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ def import_vision_libraries() -> None:
             import torchvision.transforms.v2  # noqa: F401
     finally:
         torch.compiler.disable = eagerly
+    gc.freeze()  # searches for cycles, also the last one of the process, pass over the objects of these modules
 
 
 def _deferred_utilities() -> ModuleType:

@@ -1,6 +1,5 @@
 """The command `cribo`: one file per command, which parses, calls the library, and prints."""
 
-import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -82,10 +81,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # before the command has started
         print("cribo: interrupted; nothing was written", file=sys.stderr)
         return 130
-    finally:
-        if arguments is None:
-            # The process ends: a last search for cycles, in all objects of all modules, would take half a second.
-            gc.freeze()
 
 
 def _run(words: list[str]) -> int:
