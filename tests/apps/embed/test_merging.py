@@ -133,7 +133,17 @@ def test_incomplete_parts_are_refused(folder: Path) -> None:
     refuse(FolderError, r"p2 is not finished: repeat its command with --resume")
     record.write_text(json.dumps({**content, "identity": "mine"}))
     refuse(FolderError, r"cribo\.json is damaged")
+    lacking = {name: value for name, value in content["identity"].items() if name != "files"}
+    record.write_text(json.dumps({**content, "identity": lacking}))
+    refuse(ConfigError, r"p2 differs from .*p1")
     record.write_text(json.dumps(content))
+    records = [part / RECORD for part in parts]
+    before = [path.read_text() for path in records]
+    for path, text in zip(records, before, strict=True):
+        path.write_text(text.replace('"parts"', '"pieces"'))
+    refuse(DataError, r"the record of .* is damaged")
+    for path, text in zip(records, before, strict=True):
+        path.write_text(text)
     first, second = sorted(features.iterdir())
     foreign, twice = features / "part-00000-00000000.npz", features / "part-00003-00000000.npz"
     first.rename(foreign)

@@ -60,7 +60,9 @@ def merge_embeddings(parts: Sequence[str | Path], *, out: Path, overwrite: bool 
 def _checked_files(share: FinishedShare) -> list[tuple[FinishedShare, Path]]:
     """Return the files of all parts; raises DataError unless each part of the share exists once, with its files."""
     folder, part = share.folder, share.record.share
-    expected = Share.parse(part).of(range(share.identity["parts"]))
+    if not isinstance(parts := share.identity.get("parts"), int):
+        raise DataError(f"the record of {folder} is damaged, it names {parts} parts: {_REPEAT}")
+    expected = Share.parse(part).of(range(parts))
     files = part_files(folder, share.identity["format"])
     found: dict[int, str] = {}
     for name in files:

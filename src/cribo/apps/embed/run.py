@@ -236,12 +236,10 @@ def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
     settings = {name: value for name, value in now.items() if name not in ("files", "parts", "place")}
     changes = [*describe_changes({name: before.get(name) for name in settings}, settings)]
     # The hash depends on the division into parts, and that on the options.
-    divided_alike = not changes or before.get("parts") == now["parts"]
-    if divided_alike and before.get("files") != now["files"]:
-        moved = [
-            *describe_changes({"the place of the images": before["place"]}, {"the place of the images": now["place"]})
-        ]
-        changes += moved or [f"images of {now['place']} were added, removed or changed"]
+    divided_alike = not changes or before.get("parts") == now.get("parts")
+    if divided_alike and before.get("files") != now.get("files"):
+        places = ({"the place of the images": each.get("place")} for each in (before, now))
+        changes += [*describe_changes(*places)] or [f"images of {now.get('place')} were added, removed or changed"]
     return changes
 
 
