@@ -7,8 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from cribo.base.machine import core_limit, free_memory_of_groups, is_first_process, memory_limit
+from cribo.base.machine import (
+    core_limit,
+    free_memory_of_groups,
+    is_first_process,
+    keep_compiled_code,
+    memory_limit,
+)
 
 
 @pytest.mark.parametrize(
@@ -128,3 +135,20 @@ def test_limits_of_control_groups_are_respected(tmp_path: Path, version: int) ->
     (root / "outer" / limit).write_text("max\n")
     assert free_memory_of_groups(groups, tmp_path) == [150]
     assert free_memory_of_groups(tmp_path / "none", tmp_path) == []
+
+
+def test_compiled_code_is_kept_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    keep_compiled_code()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    keep_compiled_code()
+    folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert folder == tmp_path / "cribo" / "compiled"
+    assert folder.stat().st_mode & 0o777 == 0o700  # others can neither read nor add code
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    keep_compiled_code()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ

@@ -1,8 +1,9 @@
-"""The machine as a process sees it: cores, rank, launcher, control groups, and the memory allocator."""
+"""The machine as a process sees it: cores, rank, launcher, control groups, memory allocator and compiled code."""
 
 import ctypes
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -143,3 +144,19 @@ def give_freed_memory_back() -> None:
     if sys.platform.startswith("linux"):
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
+
+
+def keep_compiled_code() -> None:
+    """Let torch.compile keep its code in the user's cache folder, `cribo/compiled`, for the next run.
+
+    By default, it is in the temporary folder, whose content may be lost, or be another user's. A folder that is set by
+    TORCHINDUCTOR_CACHE_DIR remains; without a folder to write to, so does the default.
+    """
+    default = Path(tempfile.gettempdir()) / "torchinductor_"  # with the user's name, set when torch loads its compiler
+    if not os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(default)).startswith(str(default)):
+        return
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    folder = cache / "cribo" / "compiled"
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)

@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from cribo.base.errors import ConfigError, InputError, NonFiniteLoss
+from cribo.base.machine import keep_compiled_code
 from cribo.base.redaction import masked
 from cribo.data.samples import Batch
 from cribo.models import describe
@@ -75,6 +76,7 @@ class PretrainingModule(ResumableModule):
             self._restored_sums = None
         mode = self.config.runtime.compile_mode
         if mode is not None:
+            keep_compiled_code()
             self.objective.compile_parts(mode)
 
     # --------------------------------------------------------------------------------------------------- step
