@@ -86,7 +86,7 @@ for _ in range({steps}):
 
 
 def run(*command: str) -> tuple[float, float]:
-    """Run a process; return its CPU seconds and its peak memory in GiB."""
+    """Run a command, and return its CPU seconds and its peak memory in GiB."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -109,7 +109,7 @@ def write_images(folder: Path, steps: int) -> Path:
 
 
 def peer_python() -> list[str]:
-    """Return the command of a Python that has the peer, which uv installs if necessary; nothing if that fails."""
+    """Return a command that runs Python with LightlyTrain; an empty list if uv cannot install it."""
     command = ["uv", "run", "--quiet", "--no-project", "--python", sys.executable, "--with", PEER, "python"]
     done = subprocess.run([*command, "-c", "import lightly_train"], capture_output=True, text=True)
     if done.returncode:
@@ -119,7 +119,7 @@ def peer_python() -> list[str]:
 
 
 def programs(folder: Path, prototypes: int, peer: Sequence[str]) -> dict[str, Callable[[int], tuple[float, float]]]:
-    """Return the function that runs each competitor for a number of steps."""
+    """Return, for each competitor, a function that runs it for a number of steps."""
     images = {steps: str(write_images(folder, steps)) for steps in (FEW, MANY)}
 
     def out() -> str:

@@ -55,7 +55,7 @@ def cost(*command: str, until: Callable[[], bool] | None = None) -> float:
 
 
 def write_images(folder: Path) -> None:
-    """Write scenes, two of them with labels as examples, and one of another size."""
+    """Write the images that the commands read: scenes, two labelled examples, and an image of 480 x 360 pixels."""
     (folder / "one").mkdir()
     Image.fromarray(SCENES.load(2).permute(1, 2, 0).numpy()).resize((480, 360)).save(folder / "one" / "0.jpg")
     for number in range(len(SCENES)):

@@ -1,4 +1,4 @@
-"""Commands start without PyTorch's compiler, which is there once it is needed."""
+"""Commands start without PyTorch's compiler, and load it when it is first used."""
 
 import subprocess
 import sys

@@ -75,7 +75,7 @@ def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, torch.
 
 
 def interpolated(tokens: torch.Tensor, centres: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """Interpolate bilinearly between patches, whose spacing is the unit of distance."""
+    """Interpolate bilinearly at positions that are given in patches."""
     spacing = (centres[5] - centres[0]).abs()  # to the next column and row of 4 x 4 patches
     weights = (1 - (centres - place).abs() / spacing).clamp_min(0).prod(dim=1)
     return weights @ tokens

@@ -135,7 +135,7 @@ def importing(console: Console) -> Iterator[None]:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Do not search for cycles of objects: modules have many objects and leave none behind."""
+    """Pause the garbage collector: imports create many objects, and none of them is garbage."""
     was_on = gc.isenabled()
     gc.disable()
     try:

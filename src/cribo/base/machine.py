@@ -1,4 +1,4 @@
-"""The machine as a process sees it: cores, rank, launcher, control groups, memory allocator and compiled code."""
+"""What a process knows and sets of its machine: cores, limits of memory, rank, allocator, cache of compiled code."""
 
 import ctypes
 import os
@@ -149,8 +149,8 @@ def give_freed_memory_back() -> None:
 def keep_compiled_code() -> None:
     """Let torch.compile keep its code in the user's cache folder, `cribo/compiled`, for the next run.
 
-    By default, it is in the temporary folder, whose content may be lost, or be another user's. A folder that is set by
-    TORCHINDUCTOR_CACHE_DIR remains; without a folder to write to, so does the default.
+    PyTorch's default is the temporary folder, which may be emptied, and to which other users can write. No-op if
+    TORCHINDUCTOR_CACHE_DIR names another folder, or if the cache folder cannot be created.
     """
     default = Path(tempfile.gettempdir()) / "torchinductor_"  # with the user's name, set when torch loads its compiler
     if not os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(default)).startswith(str(default)):

@@ -1,4 +1,4 @@
-"""Imports of the libraries that commands need, without what these libraries load and a command seldom uses."""
+"""Imports that keep the start of commands short."""
 
 import gc
 import importlib
@@ -14,9 +14,9 @@ _COMPILER_UTILITIES = "torch._dynamo.utils"
 def import_vision_libraries() -> None:
     """Import PyTorch, torchvision and timm, but neither PyTorch's compiler nor wandb.
 
-    torchvision and timm exclude a few functions from compilation, for which PyTorch loads its whole compiler, and timm
-    loads wandb if it is installed. Together, they take as long as PyTorch itself. Here, the compiler is loaded when a
-    network is compiled, or when one of these functions is called for the first time.
+    When torchvision and timm are imported, they exclude a few functions from compilation, for which PyTorch loads its
+    whole compiler. timm also imports wandb if it is installed. Both together take as long as importing PyTorch. After
+    this function, the compiler is loaded when a network is compiled, or when one of the excluded functions is called.
     """
     import torch
 
@@ -30,11 +30,11 @@ def import_vision_libraries() -> None:
             import torchvision.transforms.v2  # noqa: F401
     finally:
         torch.compiler.disable = eagerly
-    gc.freeze()  # searches for cycles, also the last one of the process, pass over the objects of these modules
+    gc.freeze()  # from now on, the garbage collector skips the imported modules, also when the process ends
 
 
 def _deferred_utilities() -> ModuleType:
-    """Return a module with the function that torchvision imports, which loads the compiler once it is called."""
+    """Return a module whose only function, which torchvision imports, loads the compiler when it is called."""
 
     def real(name: str) -> Any:
         if name.startswith("__"):  # `inspect` asks every module for its file
@@ -53,7 +53,7 @@ def _deferred_utilities() -> ModuleType:
 
 @contextmanager
 def _replaced(name: str, module: ModuleType | None) -> Iterator[None]:
-    """Let imports of a module find another one, or fail for None; no-op if it has been imported."""
+    """Replace a module that is not imported yet by another one, or by None, which makes its import fail."""
     if name in sys.modules:
         yield
         return

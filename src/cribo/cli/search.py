@@ -8,7 +8,7 @@ from rich.text import Text
 
 from cribo.apps.search.config import SearchConfig
 from cribo.base.arguments import Parser
-from cribo.base.console import importing
+from cribo.base.console import importing, importing_networks
 from cribo.base.wording import command_line, counted
 from cribo.cli.command import Call, Command
 from cribo.cli.running import print_places
@@ -46,7 +46,8 @@ def add_options(parser: Parser) -> None:
 def run(call: Call) -> None:
     """Run the command."""
     config = call.build(SearchConfig)
-    with importing(call.console):
+    reads_entries = config.duplicates or config.object is not None  # of the database, without a network
+    with (importing if reads_entries else importing_networks)(call.console):
         from cribo.apps.search.search import COCO, RESULTS, SHEET, search_duplicates, search_objects
 
     command = call.line

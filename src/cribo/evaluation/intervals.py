@@ -47,7 +47,7 @@ class Difference:
 
 
 def confidence_of_each(comparisons: int) -> float:
-    """Return the confidence level of each interval if several must hold together (Bonferroni).
+    """Return the confidence level that each of several intervals needs for all to hold together (Bonferroni).
 
     Example:
         >>> confidence_of_each(5)
@@ -103,7 +103,7 @@ def resampled(count: int) -> Float[Tensor, "r count"]:
 def miou_difference(
     before: Int[Tensor, "s d q 3 c"], after: Int[Tensor, "s d q 3 c"], *, comparisons: int = 1
 ) -> Difference:
-    """Compare the mean IoUs of two methods over seeds and images; without an interval for fewer than three seeds.
+    """Compare the mean IoUs of two methods over seeds and images. With fewer than three seeds, there is no interval.
 
     The deviations of a bootstrap over images, with all seeds, are added to those of Student's t over seeds.
 
@@ -132,7 +132,7 @@ def miou_difference(
 
 
 def seed_difference(before: Float[Tensor, " s"], after: Float[Tensor, " s"], *, comparisons: int = 1) -> Difference:
-    """Compare scores of two methods that are recorded per seed only; without an interval for fewer than three seeds.
+    """Compare two methods by a score for each seed. With fewer than three seeds, there is no interval.
 
     Args:
         before: score of each seed.

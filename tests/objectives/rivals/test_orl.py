@@ -293,7 +293,7 @@ def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, torch.
 
 @pytest.mark.parametrize("batch_norm", [False, True])
 def test_two_steps_are_those_written_out(tiny: Tiny, batch_norm: bool) -> None:
-    """Without batch norms in a vision transformer, with them in a convolutional network."""
+    """Test a vision transformer without batch norms, and a convolutional network with them."""
     network = tiny().backbone
     changes = {} if batch_norm else {"backbone.name": network.name, "backbone.args": network.args}
     options = config(tiny, {**changes, "optim.momentum": MOMENTUM})

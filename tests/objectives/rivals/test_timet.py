@@ -72,7 +72,7 @@ def test_golden_loss_and_gradient(path: Path) -> None:
 
 # ------------------------------------------------------------------ the step, written out
 
-SIDE, FRAMES, NEIGHBOURS, RADIUS = 4, 10, 3, 1  # the last frame of ten does not read the second
+SIDE, FRAMES, NEIGHBOURS, RADIUS = 4, 10, 3, 1  # frame 10 does not read frame 2
 
 
 def written_losses(objective: TimeT, batch: Batch, step: Step) -> dict[str, Tensor]:

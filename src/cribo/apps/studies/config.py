@@ -64,7 +64,7 @@ class StudyConfig:
         combine: `all` for a row for each combination of the axes' values; `one at a time` for the base and a row for
             each value of each axis.
         aggregate: axes over which the table also has the minimum, maximum and mean of the rows that differ only in
-            them, such as [objects.num_objects]. Requires that all axes are combined, and one that is not aggregated.
+            them, such as [objects.num_objects]. `combine` must be `all`, and at least one axis not aggregated.
         rows: further rows, by name: changes by dotted name. The key `base` names another preset for a row.
         seeds: seeds of each row; differences are judged from three on.
         budget: length of each training.

@@ -226,7 +226,7 @@ class StudyTable:
         ]
 
     def aggregates(self, name: str) -> dict[str, tuple[float | None, int]]:
-        """Return minimum, maximum and mean over rows, by name, with the number of finished rows among which they are.
+        """Return the minimum, maximum and mean of each group of rows by name, with its number of finished rows.
 
         Args:
             name: name of the score.

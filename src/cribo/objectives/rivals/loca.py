@@ -95,10 +95,10 @@ class ReferenceAndQueries(CropSampler):
 def crops_of_uniform_height(
     height: int, width: int, recipe: ViewRecipe, *, count: int, generator: torch.Generator
 ) -> Crops:
-    """Draw crops: the aspect ratio, then the height, then position and flip.
+    """Draw random crops whose height, instead of their area, is uniformly distributed.
 
-    Heights are uniform between those of the smallest and of the largest area, so small areas are more frequent than
-    where the area is uniform. If none of 100 shapes fits, the crop is the whole image.
+    The aspect ratio is drawn first, then a height between those of the smallest and the largest area. Small crops are
+    more frequent than if the area were uniform. If none of 100 shapes fits, the crop is the whole image.
 
     Args:
         height: of the image.
