@@ -140,14 +140,14 @@ def apply_photometric(
 _compiled: Callable[..., Tensor] | None = None
 
 
-def compile_photometric() -> None:
-    """Compile the operations, for all later calls in this process: a few kernels for a whole batch.
+def compile_photometric(on: bool = True) -> None:
+    """Compile the operations for all later calls in this process, or stop using the compiled ones.
 
-    For GPUs, which otherwise wait for the launches of hundreds of small kernels. Each operation is computed for all
-    views, which takes longer than selecting them on a CPU.
+    A whole batch then takes a few kernels, while a GPU otherwise waits for the launches of hundreds. Every operation is
+    computed for all views, so that on a CPU this is slower.
     """
     global _compiled
-    _compiled = torch.compile(_augment)
+    _compiled = torch.compile(_augment) if on else None
 
 
 def _on_device(tensor: Tensor, like: Tensor) -> Tensor:
@@ -156,9 +156,9 @@ def _on_device(tensor: Tensor, like: Tensor) -> Tensor:
 
 def _operations(photometric: Photometric) -> _Operations:
     """Return the operations of views, on the host: selecting the views of one does not synchronise with the device."""
-    n, order = len(photometric.order), photometric.order
-    identity = torch.eye(3).expand(n, 3, 3)
-    to_grey = torch.tensor(_LUMA).expand(3, 3)
+    n, order, dtype = len(photometric.order), photometric.order, photometric.saturation.dtype
+    identity = torch.eye(3, dtype=dtype).expand(n, 3, 3)
+    to_grey = torch.tensor(_LUMA, dtype=dtype).expand(3, 3)
     brightness = photometric.brightness[:, None, None] * identity
     contrast = photometric.contrast[:, None, None] * identity
     saturation = torch.lerp(to_grey, identity, photometric.saturation[:, None, None])

@@ -124,7 +124,8 @@ class CrIBo(PairObjective, Distillation):
         backward_part("image projections, backward", until=global_tokens)
         backward_part("image loss, backward", until=images)
         # Losses that are off or have no objects are 0, but attached to the graph.
-        losses: dict[str, Tensor] = dict.fromkeys(self.weights, 0 * images.sum())
+        none: Tensor = 0 * images.sum()
+        losses: dict[str, Tensor] = dict.fromkeys(self.weights, none)
         if self.weights["image"]:  # L_cv^g (equation 10)
             with part("image loss"):
                 groups = self.image_groups(images.shape[1])
@@ -254,4 +255,3 @@ class CrIBo(PairObjective, Distillation):
         from cribo.objectives.cluster_record import ClusterRecord
 
         return (ClusterRecord(folder, dataset.source, self.options),)
-

@@ -241,8 +241,10 @@ class Distillation(StudentTeacher):
         return torch.stack(losses).mean()
 
     def compile_parts(self, mode: CompileMode) -> None:
-        """Compile both backbones and the cross-entropy."""
+        """Compile backbones, heads and the cross-entropy."""
         super().compile_parts(mode)
+        for network in (self.student, self.teacher):
+            network.head.compile(dynamic=True)
 
         class Compiled(SelfDistillation):
             # The number of objects changes from step to step.
