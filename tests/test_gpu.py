@@ -1,7 +1,7 @@
 """Agreement of CUDA and CPU results, and a short run on a GPU."""
 
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,10 @@ from rich.console import Console
 import cribo
 from cribo.apps.segment import Example, SegmentationMemory, SegmentationSettings
 from cribo.cli.doctor import examine
-from cribo.data import apply_photometric, sample_photometric
+from cribo.data import Photometric, apply_photometric, sample_photometric
+from cribo.data.loading import BatchLoader
+from cribo.data.photometric import compile_photometric
+from cribo.data.samples import SampleDataset, StepBatchSampler
 from cribo.data.scenes import Scenes
 from cribo.evaluation import DenseNN, dense_nn
 from cribo.evaluation.dense_neighbours.config import Variant
@@ -25,6 +28,7 @@ from cribo.features.search import TensorKeys
 from cribo.method import MemoryBank, SelfDistillation, cluster_tokens, cross_view_loss, match_objects, pool_objects
 from cribo.method.config import ViewRecipe
 from cribo.models import build_backbone
+from cribo.objectives.views import view_pairs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -110,6 +114,31 @@ def test_a_short_run(tmp_path: Path, precision: str, compiled: bool):
     )
     assert run.summary["steps"] == 4
     assert all(0 < value < 20 for name, value in run.summary["losses"].items() if name != "cross_image")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_copied_ahead_are_those_of_the_loader(workers: int):
+    transform = view_pairs(ViewRecipe(size=32), build_backbone("vit_tiny_patch16_224", image_size=32), num_objects=2)
+    dataset, found = SampleDataset(Scenes(40, size=48), transform, seed=0), []
+    for device in (None, torch.device("cuda:0")):
+        sampler = StepBatchSampler(dataset.source, 8, 0, position=lambda: 0, rank=0, world_size=1)
+        with closing(BatchLoader(dataset, sampler, workers=workers, pin_memory=True, device=device)) as loader:
+            found.append([batch["views"].sum(dim=(1, 2, 3, 4)).cpu() for batch in loader])
+    assert len(found[0]) == 5
+    assert torch.equal(torch.stack(found[0]), torch.stack(found[1]))
+
+
+def test_compiled_photometric_operations_agree_with_the_cpu():
+    recipe, generator = ViewRecipe(size=48, solarise=(0.5, 0.5)), torch.Generator().manual_seed(0)
+    photometric = Photometric.cat([sample_photometric(recipe, generator=generator) for _ in range(8)])
+    views = torch.randint(0, 256, (16, 3, 48, 48), dtype=torch.uint8, generator=generator)
+    expected = apply_photometric(views, photometric)
+    compile_photometric()
+    try:
+        found = apply_photometric(views.cuda(), photometric).cpu()
+    finally:
+        compile_photometric(False)
+    assert ((found - expected).abs() > 1 / 255).float().mean() < 5e-3  # solarised values on the threshold
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])

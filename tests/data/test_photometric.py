@@ -1,4 +1,5 @@
 import math
+import shutil
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ from torch import Tensor
 from torchvision.transforms import functional as classic
 
 from cribo.data import Photometric, apply_photometric, sample_photometric
+from cribo.data.photometric import compile_photometric
 from cribo.method import ViewRecipe
 
 
@@ -144,6 +146,27 @@ def test_a_gpu_is_not_synchronised() -> None:
         torch.cuda.set_sync_debug_mode("default")
     difference = (found.cpu() - expected).abs()
     assert (difference > 1e-3).float().mean() < 1e-3  # solarised values on the threshold
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_operations_are_one_graph_and_equal() -> None:
+    recipe, other = ViewRecipe(solarise=(0.5, 0.5)), ViewRecipe(blur=(0, 0), jitter=0, greyscale=0)
+    views, draws = photographs(16), [drawn(8, recipe), drawn(8, other)]
+    expected = [apply_photometric(views, p) for p in draws]
+    torch.compiler.reset()
+    compile_photometric()
+    try:
+        found = [apply_photometric(views, draws[0])]
+        with torch.compiler.set_stance("fail_on_recompile"):
+            found.append(apply_photometric(views, draws[1]))
+    finally:
+        compile_photometric(False)
+        torch.compiler.reset()
+    for ours, theirs in zip(found, expected, strict=True):
+        difference = (ours - theirs).abs()
+        assert difference.max() < 6e-3  # solarised values on the threshold
+        assert (difference > 1e-4).float().mean() < 5e-3
 
 
 def test_nothing_drawn_changes_nothing() -> None:

@@ -217,6 +217,18 @@ def test_the_criterion_does_not_change_the_neighbours() -> None:
     assert bank.match(queries[:, :1], images[:1]).valid.all()  # an object that is alone in its group matches itself
 
 
+def test_cycles_close_within_a_group() -> None:
+    bank = MemoryBank(num_images=40, num_objects=1, dim=DIM)
+    bank.push(torch.randn(2, 40, DIM), torch.arange(40), [1] * 40)
+    queries, images = torch.randn(2, 12, DIM), torch.arange(100, 112)
+    groups = [slice(0, 4), slice(4, 4), slice(4, 12)]
+    found = bank.match(queries, images, groups=groups)
+    alone = [bank.match(queries[:, rows], images[rows]) for rows in groups]
+    assert torch.equal(found.nearest, torch.cat([part.nearest for part in alone], dim=1))
+    assert torch.equal(found.valid, torch.cat([part.valid for part in alone], dim=1))
+    assert not torch.equal(found.valid, bank.match(queries, images).valid)
+
+
 def test_pushed_tensors_are_copied() -> None:
     bank = MemoryBank(num_images=5, num_objects=4, dim=DIM)
     rows = torch.randn(2, 2, DIM, requires_grad=True)

@@ -150,6 +150,27 @@ def test_losses_can_be_weighted_differently() -> None:
     torch.testing.assert_close(gradient(2, 0.5), 2 * gradient(1, 0) + 0.5 * gradient(0, 1))
 
 
+def test_losses_of_groups_are_the_mean_over_groups() -> None:
+    groups = [slice(0, 3), slice(3, 3), slice(3, 4), slice(4, ROWS)]  # one without rows
+    student, teacher, prototypes = unit(2, ROWS, DIM, seed=5), unit(2, ROWS, DIM, seed=6), unit(PROTOTYPES, DIM, seed=0)
+    valid = torch.rand(2, ROWS, generator=torch.Generator().manual_seed(7)) < 0.4
+    valid[0, 3] = False  # and one without pairs in one direction
+    neighbours = unit(2, ROWS, DIM, seed=8)
+    whole = (
+        cross_view_loss(student, teacher, level(prototypes), groups=groups),
+        cross_image_loss(student, neighbours[valid], valid, level(prototypes), groups=groups),
+    )
+    alone = [
+        (
+            cross_view_loss(student[:, rows], teacher[:, rows], level(prototypes)),
+            cross_image_loss(student[:, rows], neighbours[:, rows][valid[:, rows]], valid[:, rows], level(prototypes)),
+        )
+        for rows in groups
+    ]
+    for found, expected in zip(whole, zip(*alone, strict=True), strict=True):
+        torch.testing.assert_close(found, torch.stack(expected).mean())
+
+
 @pytest.mark.parametrize("rows", [DIM - 1, ROWS])
 def test_backward_twice_gives_the_same_gradients_twice(rows: int) -> None:
     student, prototypes = unit(rows, DIM, seed=5).requires_grad_(), unit(PROTOTYPES, DIM, seed=0).requires_grad_()

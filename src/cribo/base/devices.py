@@ -3,9 +3,11 @@
 import platform
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 
 from cribo.base.errors import ConfigError
 from cribo.base.machine import available_cores, free_memory_of_groups, keep_freed_memory
@@ -92,3 +94,27 @@ def available_memory(device: torch.device | str) -> int:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     return min((psutil.virtual_memory().available, *free_memory_of_groups()))
+
+
+class HostCopy:
+    """Copy of a small tensor on the host, which a GPU makes when it gets there; only `read` waits for it.
+
+    Work that is launched between creating and reading the copy keeps the GPU busy meanwhile.
+
+    Example:
+        >>> HostCopy(torch.tensor([3, 1])).read()
+        [3, 1]
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copy = tensor.detach().to("cpu", non_blocking=True)
+        self._copied: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(tensor.device))
+
+    def read(self) -> list[Any]:
+        """Return the numbers, waiting for the copy."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._copy.tolist()

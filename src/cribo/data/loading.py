@@ -28,6 +28,7 @@ class BatchLoader:
         sampler: returns the keys of each batch.
         workers: number of worker processes; 0 loads in the main process, without a timeout.
         pin_memory: return batches in page-locked memory if a GPU is available.
+        device: GPU to copy the batches to, each while the one before is used.
         timeout: seconds without a batch after which workers count as hung; longer than all `storage.RETRY_DELAYS`.
         max_restarts: maximum number of restarts for one batch.
 
@@ -45,6 +46,7 @@ class BatchLoader:
         *,
         workers: int,
         pin_memory: bool,
+        device: torch.device | None = None,
         timeout: float = 420.0,
         max_restarts: int = 3,
     ) -> None:
@@ -53,6 +55,7 @@ class BatchLoader:
         self._owner = os.getpid()
         self.dataset, self.sampler, self.workers = dataset, sampler, workers
         self.pin_memory = pin_memory and torch.cuda.is_available()
+        self.device = device
         self.timeout, self.max_restarts = timeout, max_restarts
         self.restarts = 0
 
@@ -63,9 +66,11 @@ class BatchLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over the batches from the current step to the end of its epoch."""
         if not self.workers:
-            return iter(self._batches(self.sampler))
-        due = self.sampler.position()
-        return map(self._batch, range(due, due - due % len(self) + len(self)))
+            batches: Iterator[Batch] = iter(self._batches(self.sampler))
+        else:
+            due = self.sampler.position()
+            batches = map(self._batch, range(due, due - due % len(self) + len(self)))
+        return batches if self.device is None else _copied_ahead(batches, self.device)
 
     def close(self) -> None:
         """Stop the workers; the next batch starts new ones."""
@@ -104,6 +109,28 @@ class BatchLoader:
                     raise WorkersFailed(text) from None
                 self.restarts += 1
                 log.warning("%s; restarting workers at the same batch (restart %d)", fault, self.restarts)
+
+
+def _copied_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """Yield batches on a GPU; the next one is copied on a stream of its own before a batch is used."""
+    stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+
+    def copied() -> tuple[Batch, torch.cuda.Event] | None:
+        if (batch := next(batches, None)) is None:
+            return None
+        event = torch.cuda.Event()
+        with torch.cuda.stream(stream):
+            on_device = batch.to(device)
+            event.record(stream)
+        return on_device, event
+
+    ahead = copied()
+    while ahead is not None:
+        batch, event = ahead
+        ahead = copied()
+        current.wait_event(event)
+        batch.record_stream(current)  # or the memory could be reused by a copy while it is still read
+        yield batch
 
 
 def _endless(sampler: StepBatchSampler, step: int) -> Iterator[list[tuple[int, int]] | Exception]:

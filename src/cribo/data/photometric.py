@@ -3,7 +3,7 @@
 All draws come from a generator passed by the caller. Source: docs/method.md, "Views".
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cribo.method.blocks import rows_per_block
 from cribo.method.config import ViewRecipe
+from cribo.method.precision import tf32_under_autocast
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, as in PIL and torchvision
 _CONTRAST, _HUE = 1, 3  # numbers of operations in `Photometric.order`
@@ -84,7 +85,26 @@ def sample_photometric(recipe: ViewRecipe, *, generator: torch.Generator) -> Pho
     )
 
 
+class _Operations(NamedTuple):
+    """Operations of n views, as numbers for their pixels.
+
+    Attributes:
+        matrices: (n, 5, 3, 3) products with the colours: the jitter's operations in the view's order, then greyscale.
+        contrast: (n, 4) share of the view's mean grey level that each operation of the jitter adds.
+        turns: (n, 4) shift of the hue after each of them, in turns.
+        sigma: (n,) standard deviation of the blur in pixels, 0 for none.
+        solarise: (n,) whether the view is solarised.
+    """
+
+    matrices: Float[Tensor, "n 5 3 3"]
+    contrast: Float[Tensor, "n 4"]
+    turns: Float[Tensor, "n 4"]
+    sigma: Float[Tensor, " n"]
+    solarise: Bool[Tensor, " n"]
+
+
 @torch.no_grad()
+@tf32_under_autocast
 def apply_photometric(
     views: UInt8[Tensor, "n 3 h w"], photometric: Photometric, *, solarise_threshold: float = 128
 ) -> Float[Tensor, "n 3 h w"]:
@@ -106,65 +126,95 @@ def apply_photometric(
         >>> apply_photometric(views, sample_photometric(recipe, generator=generator)).shape
         torch.Size([2, 3, 32, 32])
     """
-    size = rows_per_block(8 * views[0].numel(), views.device)  # up to eight tensors of this size are in use
+    operations, threshold = _operations(photometric), solarise_threshold / 255
     with torch.autocast(views.device.type, enabled=False):
-        blocks = [
-            _augment(block, photometric.select(slice(start, start + size)), solarise_threshold / 255)
-            for start, block in zip(range(0, len(views), size), views.split(size), strict=True)
-        ]
+        if _compiled is not None:
+            return _compiled(views, _Operations(*(_on_device(each, views) for each in operations)), threshold)
+        size = rows_per_block(8 * views[0].numel(), views.device)  # up to eight tensors of this size are in use
+        blocks = []
+        for start, block in zip(range(0, len(views), size), views.split(size), strict=True):
+            blocks.append(_augment(block, _Operations(*(part[start : start + size] for part in operations)), threshold))
     return torch.cat(blocks)
 
 
+_compiled: Callable[..., Tensor] | None = None
+
+
+def compile_photometric(on: bool = True) -> None:
+    """Compile the operations for all later calls in this process, or stop using the compiled ones.
+
+    A whole batch then takes a few kernels, while a GPU otherwise waits for the launches of hundreds. Every operation is
+    computed for all views, so that on a CPU this is slower.
+    """
+    global _compiled
+    _compiled = torch.compile(_augment) if on else None
+
+
 def _on_device(tensor: Tensor, like: Tensor) -> Tensor:
-    dtype = like.dtype if tensor.is_floating_point() else tensor.dtype
-    return tensor.to(like.device, dtype, non_blocking=True)
+    return tensor.to(like.device, non_blocking=True)
 
 
-def _augment(views: UInt8[Tensor, "n 3 h w"], photometric: Photometric, threshold: float) -> Float[Tensor, "n 3 h w"]:
-    """Apply all operations; the host selects the views of each, so nothing synchronises with the device."""
-    x = _jitter((views.contiguous().float() / 255).flatten(2), photometric).unflatten(2, views.shape[2:])
-    if (blurred := photometric.sigma.nonzero().flatten()).numel():
-        rows = _on_device(blurred, x)
-        x.index_copy_(0, rows, _blur(x.index_select(0, rows), photometric.sigma[blurred]))
-    if (solarised := photometric.solarise.nonzero().flatten()).numel():
-        rows = _on_device(solarised, x)
-        bright = x.index_select(0, rows)
-        x.index_copy_(0, rows, torch.where(bright >= threshold, 1 - bright, bright))
+def _operations(photometric: Photometric) -> _Operations:
+    """Return the operations of views, on the host: selecting the views of one does not synchronise with the device."""
+    n, order, dtype = len(photometric.order), photometric.order, photometric.saturation.dtype
+    identity = torch.eye(3, dtype=dtype).expand(n, 3, 3)
+    to_grey = torch.tensor(_LUMA, dtype=dtype).expand(3, 3)
+    brightness = photometric.brightness[:, None, None] * identity
+    contrast = photometric.contrast[:, None, None] * identity
+    saturation = torch.lerp(to_grey, identity, photometric.saturation[:, None, None])
+    choices = torch.stack((brightness, contrast, saturation, identity), dim=1)  # hue is not a matrix
+    ordered = choices[torch.arange(n)[:, None], order]
+    greyscale = to_grey.where(photometric.greyscale[:, None, None], identity)
+    return _Operations(
+        matrices=torch.cat((ordered, greyscale[:, None]), dim=1),
+        contrast=(1 - photometric.contrast[:, None]).where(order == _CONTRAST, 0.0),
+        turns=photometric.hue[:, None].where(order == _HUE, 0.0),
+        sigma=photometric.sigma,
+        solarise=photometric.solarise,
+    )
+
+
+def _augment(views: UInt8[Tensor, "n 3 h w"], operations: _Operations, threshold: float) -> Float[Tensor, "n 3 h w"]:
+    """Apply all operations, with parameters on the host, or on the device in compiled code."""
+    x = _jitter((views.contiguous().float() / 255).flatten(2), operations).unflatten(2, views.shape[2:])
+    x = _where(operations.sigma > 0, x, _blur, operations.sigma)
+    return _where(operations.solarise, x, lambda bright: torch.where(bright >= threshold, 1 - bright, bright))
+
+
+def _where(
+    chosen: Bool[Tensor, " n"], x: Float[Tensor, "n 3 *size"], operation: Callable[..., Tensor], *parameters: Tensor
+) -> Float[Tensor, "n 3 *size"]:
+    """Apply an operation to some of the views, in place; compiled, to all of them, to keep those of the chosen."""
+    if torch.compiler.is_compiling():
+        return operation(x, *parameters).where(chosen.view(-1, *[1] * (x.ndim - 1)), x)
+    if (rows := chosen.nonzero().flatten()).numel():
+        on_device = _on_device(rows, x)
+        parts = [_on_device(each[rows], x) for each in parameters]
+        x.index_copy_(0, on_device, operation(x.index_select(0, on_device), *parts))
     return x
 
 
-def _jitter(pixels: Float[Tensor, "n 3 p"], photometric: Photometric) -> Float[Tensor, "n 3 p"]:
+def _jitter(pixels: Float[Tensor, "n 3 p"], operations: _Operations) -> Float[Tensor, "n 3 p"]:
     """Apply the four operations of the jitter, in each view's own order, then greyscale.
 
     Brightness, contrast and saturation are affine in a pixel's colour: each of them is a 3 x 3 matrix and an
     offset, so one batched product applies the n-th operation of every view. Values are clipped after every operation.
     """
-    matrices, contrast = (_on_device(tensor, pixels) for tensor in _jitter_matrices(photometric))
-    luma = _on_device(torch.tensor(_LUMA), pixels)
+    matrices, contrast = _on_device(operations.matrices, pixels), _on_device(operations.contrast, pixels)
     for place in range(4):
         # Contrast interpolates with the view's mean grey level; the other operations have no offset.
-        offset = contrast[:, place] * (pixels.mean(dim=2) * luma).sum(dim=1)
-        pixels = (matrices[:, place] @ pixels).add_(offset[:, None, None]).clamp_(0, 1)
-        turned = ((photometric.order[:, place] == _HUE) & (photometric.hue != 0)).nonzero().flatten()
-        if turned.numel():
-            rows, turns = _on_device(turned, pixels), _on_device(photometric.hue[turned], pixels)
-            pixels.index_copy_(0, rows, _shift_hue(pixels.index_select(0, rows), turns))
-    return matrices[:, 4] @ pixels
+        red, green, blue = pixels.mean(dim=2).unbind(dim=1)
+        grey = _LUMA[0] * red + _LUMA[1] * green + _LUMA[2] * blue
+        pixels = _product(matrices[:, place], pixels).add_((contrast[:, place] * grey)[:, None, None]).clamp_(0, 1)
+        turns = operations.turns[:, place]
+        pixels = _where(turns != 0, pixels, _shift_hue, turns)
+    return _product(matrices[:, 4], pixels)
 
 
-def _jitter_matrices(photometric: Photometric) -> tuple[Float[Tensor, "n 5 3 3"], Float[Tensor, "n 4"]]:
-    """Return the matrices of each view's four operations, in its order, and of greyscale; and the contrast offsets."""
-    n = len(photometric.order)
-    identity = torch.eye(3).to(photometric.saturation).expand(n, 3, 3)
-    to_grey = torch.tensor(_LUMA).to(identity).expand(3, 3)
-    brightness = photometric.brightness[:, None, None] * identity
-    contrast = photometric.contrast[:, None, None] * identity
-    saturation = torch.lerp(to_grey, identity, photometric.saturation[:, None, None])
-    choices = torch.stack((brightness, contrast, saturation, identity), dim=1)  # hue is not a matrix
-    ordered = choices[torch.arange(n)[:, None], photometric.order]
-    greyscale = to_grey.where(photometric.greyscale[:, None, None], identity)
-    offsets = (1 - photometric.contrast[:, None]).where(photometric.order == _CONTRAST, 0.0)
-    return torch.cat((ordered, greyscale[:, None]), dim=1), offsets
+def _product(matrices: Float[Tensor, "n 3 3"], pixels: Float[Tensor, "n 3 p"]) -> Float[Tensor, "n 3 p"]:
+    if torch.compiler.is_compiling():  # part of a kernel, unlike a product of matrices
+        return (matrices[..., None] * pixels[:, None]).sum(dim=2)
+    return matrices @ pixels
 
 
 def _shift_hue(pixels: Float[Tensor, "n 3 p"], turns: Float[Tensor, " n"]) -> Float[Tensor, "n 3 p"]:
@@ -186,22 +236,23 @@ def _shift_hue(pixels: Float[Tensor, "n 3 p"], turns: Float[Tensor, " n"]) -> Fl
 
 
 def _blur(x: Float[Tensor, "n 3 h w"], sigma: Float[Tensor, " n"]) -> Float[Tensor, "n 3 h w"]:
-    """Blur with a Gaussian and mirrored borders, as a matrix product along each side; sigma is on the host."""
+    """Blur with a Gaussian and mirrored borders, as a matrix product along each side."""
     height, width = x.shape[2:]
-    return _blur_matrix(height, sigma, x)[:, None] @ x @ _blur_matrix(width, sigma, x)[:, None].mT
+    down = _blur_matrix(height, sigma)
+    along = down if width == height else _blur_matrix(width, sigma)
+    return down[:, None] @ x @ along[:, None].mT
 
 
-def _blur_matrix(length: int, sigma: Float[Tensor, " n"], like: Tensor) -> Float[Tensor, "n l l"]:
-    """Return blur matrices; row i contains the weights of a line's pixels in blurred pixel i."""
-    reach = (3 * sigma).ceil().clamp_max(length - 1)  # a line is mirrored only once
-    shifts = torch.arange(-int(reach.max()), int(reach.max()) + 1)
-    # In float64: the number of shifts, and so the rounding, depends on the other views, but is lost in float32.
-    kernels = torch.exp(-0.5 * (shifts / sigma.double()[:, None]) ** 2).masked_fill_(shifts.abs() > reach[:, None], 0)
-    kernels /= kernels.sum(dim=1, keepdim=True)
-    # Beyond both ends the line is mirrored, without repeating its outermost pixel.
+def _blur_matrix(length: int, sigma: Float[Tensor, " n"]) -> Float[Tensor, "n l l"]:
+    """Return blur matrices; row i contains the weights of a line's pixels in blurred pixel i. No blur if sigma is 0."""
+    deviation = sigma.clamp_min(torch.finfo(sigma.dtype).tiny)[:, None]
     last = length - 1
-    sources = last - (last - (torch.arange(length)[:, None] + shifts).abs()).abs()
-    shape = (len(sigma), length, len(shifts))
-    kernels, sources = _on_device(kernels, like), _on_device(sources, like)
-    matrix = like.new_zeros(len(sigma), length, length)
-    return matrix.scatter_add_(2, sources.expand(shape), kernels[:, None].expand(shape))
+    reach = (3 * deviation).ceil().clamp_max(last)  # a line is mirrored only once
+    distance = torch.arange(2 * length, device=sigma.device)
+    kernel = torch.exp(-0.5 * (distance / deviation) ** 2).where(distance <= reach, 0.0)
+    row, pixel = distance[:length, None], distance[:length]
+    matrix = kernel[:, (pixel - row).abs()]
+    # Beyond both ends the line is mirrored, without repeating its outermost pixel.
+    matrix[:, :, 1:] += kernel[:, pixel[1:] + row]
+    matrix[:, :, :last] += kernel[:, 2 * last - pixel[:last] - row]
+    return matrix / matrix.sum(dim=2, keepdim=True)

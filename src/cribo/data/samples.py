@@ -173,6 +173,12 @@ class Batch:
         """Return the batch in page-locked memory; called by the loader."""
         return self._map(lambda tensor: tensor.pin_memory())
 
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Note that a stream reads the batch, which another stream copied to the GPU."""
+        for tensor in (self.images, *self.samples.values()):
+            if isinstance(tensor, Tensor) and tensor.is_cuda:
+                tensor.record_stream(stream)
+
     def split(self, parts: int) -> "list[Batch]":
         """Split the batch into `parts` batches of equal size, in order.
 

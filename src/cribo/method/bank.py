@@ -113,21 +113,23 @@ class MemoryBank:
         images: Int[Tensor, " r"],
         *,
         criterion: Criterion | Callable[..., Bool[Tensor, "2 r"]] = "cycle",
+        groups: Sequence[slice] | None = None,
     ) -> Matches:
         """Find each object's nearest neighbour in the bank of its view, and select the positive pairs.
 
         Args:
-            objects: (2, R, D) teacher objects of one group of images, any scale.
+            objects: (2, R, D) teacher objects, any scale.
             images: (R,) image of each object; the bank's rows of the same image never match.
             criterion: `cycle` keeps cycle-consistent matches, `none` keeps every match (the paper's ablation); or a
                 function with the arguments and result of `cycle_consistency`.
+            groups: rows of each group of images, consecutive, for the criterion; by default all are one group.
 
         Raises:
             ValueError: an unknown criterion.
 
         Source: paper equations 2 to 4.
         """
-        return Matches(*match_rows(objects, self.rows, images, criterion))
+        return Matches(*match_rows(objects, self.rows, images, criterion, groups))
 
     @torch.no_grad()
     def push(self, objects: Float[Tensor, "2 r d"], images: Int[Tensor, " r"], counts: Sequence[int]) -> None:

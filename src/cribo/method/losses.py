@@ -1,8 +1,10 @@
 """Self-distillation: the cross-entropy over prototypes, centring, and the paper's losses (section 3.2.3).
 
-The losses are those of one group of images: the objects that `MemoryBank.match` compares with each other.
+The losses are means over groups of images, whose objects `MemoryBank.match` compares with each other; by default all
+rows are one group.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,16 +56,21 @@ class SelfDistillation:
 @tf32_under_autocast
 @in_float32
 def cross_view_loss(
-    student: Float[Tensor, "2 r e"], teacher: Float[Tensor, "2 r e"], level: SelfDistillation
+    student: Float[Tensor, "2 r e"],
+    teacher: Float[Tensor, "2 r e"],
+    level: SelfDistillation,
+    *,
+    groups: Sequence[slice] | None = None,
 ) -> Float[Tensor, ""]:
     """Cross-entropy between each view's teacher and the other view's student: L_cv^g on images, L_cv^o on objects.
 
-    The mean of the two directions (the paper takes their sum); 0 without rows.
+    The mean of the two directions (the paper takes their sum); a group without rows counts as 0.
 
     Args:
         student: (2, R, E) the student's embeddings of both views, row-aligned.
         teacher: (2, R, E) the teacher's embeddings of the same rows.
         level: prototypes, centre and temperatures.
+        groups: rows of each group, consecutive.
 
     Source: paper equations 6 and 10.
 
@@ -72,9 +79,10 @@ def cross_view_loss(
         >>> level = SelfDistillation(prototypes, prototypes.detach(), torch.zeros(32), 0.1, 0.04)
         >>> cross_view_loss(torch.randn(2, 5, 8), torch.randn(2, 5, 8), level).backward()
     """
-    rows = 2 * student.shape[1]
-    weights = student.new_full((rows,), 1 / max(rows, 1))
-    return weighted_cross_entropy(student.flatten(0, 1), teacher.flip(0).flatten(0, 1), weights, level)
+    sizes = _sizes(groups, student.shape[1])
+    weights = [1 / (2 * size * len(sizes)) for size in sizes for _ in range(size)]
+    of_rows = torch.tensor(2 * weights, dtype=student.dtype).to(student.device, non_blocking=True)
+    return weighted_cross_entropy(student.flatten(0, 1), teacher.flip(0).flatten(0, 1), of_rows, level)
 
 
 @tf32_under_autocast
@@ -84,16 +92,19 @@ def cross_image_loss(
     neighbours: Float[Tensor, "z e"],
     valid: Bool[Tensor, "2 r"],
     level: SelfDistillation,
+    *,
+    groups: Sequence[slice] | None = None,
 ) -> Float[Tensor, ""]:
     """Cross-entropy between the teacher's neighbour of view i and the student's object of the other view: L_ci^o.
 
-    The mean of the two directions, each divided by its own number of valid pairs. A direction without pairs adds 0.
+    The mean of the two directions, each divided by its group's number of valid pairs. A direction without pairs adds 0.
 
     Args:
         student: (2, R, E) embeddings of the objects of both views.
         neighbours: (Z, E) the teacher's embeddings of the valid objects' neighbours, view 1 first.
         valid: (2, R) whether an object has a valid neighbour; Z of them are true.
         level: prototypes, centre and temperatures of the object level.
+        groups: rows of each group, consecutive.
 
     Source: paper equation 8.
 
@@ -104,8 +115,17 @@ def cross_image_loss(
         >>> cross_image_loss(torch.randn(2, 3, 8), torch.randn(3, 8), valid, level).backward()
     """
     views, rows = torch.nonzero_static(valid, size=len(neighbours)).unbind(dim=1)  # does not wait for a GPU
-    sizes = valid.sum(dim=1).to(student.dtype)
-    return weighted_cross_entropy(student[1 - views, rows], neighbours, 0.5 / sizes[views], level)
+    sizes = _sizes(groups, student.shape[1])
+    of_rows = torch.tensor([number for number, size in enumerate(sizes) for _ in range(size)], dtype=torch.long)
+    of_rows = of_rows.to(student.device, non_blocking=True)
+    pairs = student.new_zeros(2, len(sizes)).index_add_(1, of_rows, valid.to(student.dtype))  # of each view and group
+    weights = 0.5 / len(sizes) / pairs[views, of_rows[rows]]
+    return weighted_cross_entropy(student[1 - views, rows], neighbours, weights, level)
+
+
+def _sizes(groups: Sequence[slice] | None, rows: int) -> list[int]:
+    """Return the number of rows of each group; of all rows without groups."""
+    return [rows] if groups is None else [group.stop - group.start for group in groups]
 
 
 def weighted_cross_entropy(

@@ -70,6 +70,7 @@ def match_rows(
     rows: Rows,
     images: Int[Tensor, " r"] | None = None,
     criterion: Criterion | Callable[..., Bool[Tensor, "2 r"]] = "cycle",
+    groups: Sequence[slice] | None = None,
 ) -> tuple[Int[Tensor, "2 r"], Bool[Tensor, "2 r"]]:
     """Find each object's nearest row in its view, and whether both form a positive pair; see `MemoryBank.match`."""
     if not callable(criterion) and criterion not in get_args(Criterion):
@@ -81,7 +82,9 @@ def match_rows(
     searched = nearest.where(matched, rows.parts[0].start)  # any row of the bank if there is no neighbour
     jumped = torch.stack([rows.values[1 - view, searched[view]] for view in (0, 1)])  # equation 3
     is_valid = criterion if callable(criterion) else cycle_consistency
-    return nearest, matched & is_valid(objects, jumped)  # equation 4
+    parts = [slice(0, objects.shape[1])] if groups is None else groups
+    valid = torch.cat([is_valid(objects[:, part], jumped[:, part]) for part in parts], dim=1)  # equation 4
+    return nearest, matched & valid
 
 
 @torch.no_grad()

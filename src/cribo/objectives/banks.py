@@ -52,13 +52,8 @@ class RunBank:
 
     def match(self, objects: RowPairs, *, group_size: int, criterion: Any) -> Matches:
         """Match the objects of each group of `group_size` images; see `MemoryBank.match`."""
-        bank = self.allocate(objects.teacher)
-        matches = [
-            bank.match(objects.teacher[:, rows], objects.images[rows], criterion=criterion)
-            for rows in objects.groups(group_size)
-        ]
-        nearest, valid = (torch.cat([getattr(part, name) for part in matches], dim=1) for name in ("nearest", "valid"))
-        return Matches(nearest, valid)
+        bank, groups = self.allocate(objects.teacher), objects.groups(group_size)
+        return bank.match(objects.teacher, objects.images, criterion=criterion, groups=groups)
 
     def push(self, parts: Sequence[RowPairs], images: Int[Tensor, " b"], step: Step) -> None:
         """Add the rows of a step's micro-batches on all ranks; no-op until a loss has read the bank.
@@ -175,7 +170,8 @@ def _gather(
     rows = torch.cat([part.teacher for part in parts], dim=1)
     own = torch.tensor([count for part in parts for count in part.counts])
     counts, images = step.gather(torch.stack((own.to(images.device, non_blocking=True), images))).unbind(dim=1)
-    counted: list[list[int]] = counts.tolist()  # (ranks, B); synchronises with the device
+    # (ranks, B); reading the counts of other ranks synchronises with the device.
+    counted: list[list[int]] = [own.tolist()] if len(counts) == 1 else counts.tolist()
     lengths = [sum(each) for each in counted]
     padded = F.pad(rows, (0, 0, 0, max(lengths) - rows.shape[1]))
     gathered = step.gather(padded) if max(lengths) else padded[None]

@@ -11,9 +11,10 @@ from jaxtyping import Bool, Float, Int
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from cribo.base.devices import HostCopy
 from cribo.base.errors import ConfigError
 from cribo.data.samples import Batch, SampleDataset
-from cribo.method import Centre, Matches, MemoryBank, cross_image_loss, cross_view_loss
+from cribo.method import Centre, MemoryBank, cross_image_loss
 from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.collapse import collapse_advice, measure_collapse
 from cribo.objectives.pairs import Found, PairObjective
@@ -37,6 +38,7 @@ class Result(Found):
         tokens: (B, 2, N, D) the teacher's tokens.
         teacher_images: (2, B, E) the teacher's image-level embeddings.
         teacher_objects: (2, R, E) the teacher's object-level embeddings; R is 0 if no loss uses objects.
+        pairs: (groups,) numbers of positive pairs; None without matches.
         losses: detached means over the batch's groups. `image`, `cross_view` and `cross_image` are 0 if off; losses
             that are not in the paper are present only if on.
     """
@@ -44,6 +46,7 @@ class Result(Found):
     tokens: Float[Tensor, "b 2 n d"] = field(kw_only=True)
     teacher_images: Float[Tensor, "2 b e"] = field(kw_only=True)
     teacher_objects: Float[Tensor, "2 r e"] = field(kw_only=True)
+    pairs: HostCopy | None = None
     losses: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -121,7 +124,8 @@ class CrIBo(PairObjective, Distillation):
         backward_part("image projections, backward", until=global_tokens)
         backward_part("image loss, backward", until=images)
         # Losses that are off or have no objects are 0, but attached to the graph.
-        losses: dict[str, Tensor] = {name: 0 * images.sum() for name in self.weights}
+        none: Tensor = 0 * images.sum()
+        losses: dict[str, Tensor] = dict.fromkeys(self.weights, none)
         if self.weights["image"]:  # L_cv^g (equation 10)
             with part("image loss"):
                 groups = self.image_groups(images.shape[1])
@@ -160,6 +164,9 @@ class CrIBo(PairObjective, Distillation):
             images = self.teacher.head(global_tokens)
         result = Result(batch.images, tokens=tokens, teacher_images=images, teacher_objects=images[:, :0])
         self.find(result, tokens, batch, step)  # sections 3.2.1 and 3.2.2
+        if result.objects is not None and result.matches is not None:
+            groups = result.objects.groups(self.images_per_group)
+            result.pairs = HostCopy(torch.stack([result.matches.valid[:, rows].sum() for rows in groups]))
         if result.objects is not None and self._projects_objects:
             with part("object projections"):
                 result.teacher_objects = self.teacher.head(result.objects.teacher)
@@ -175,19 +182,22 @@ class CrIBo(PairObjective, Distillation):
     ) -> dict[str, Float[Tensor, ""]]:
         """L_cv^o (equation 6) and L_ci^o (equation 8)."""
         assert result.objects is not None
-        teacher, matches, level = result.teacher_objects, result.matches, self.level("object", step)
-        losses: dict[str, list[Tensor]] = {"cross_view": [], "cross_image": []}
+        teacher, matches = result.teacher_objects, result.matches
         groups = result.objects.groups(self.images_per_group)
-        pairs = [0] * len(groups) if matches is None else _valid_counts(matches, groups)
-        for rows, count in zip(groups, pairs, strict=True):
-            centred = self.centred(level, teacher[:, rows])
-            if self.weights["cross_view"]:
-                losses["cross_view"].append(cross_view_loss(student[:, rows], teacher[:, rows], centred))
-            if matches is not None:
+        losses: dict[str, Tensor] = {}
+        if self.weights["cross_view"]:
+            losses["cross_view"] = self.cross_view("object", student, teacher, groups, step)
+        if matches is not None:
+            assert result.pairs is not None
+            pairs, parts = result.pairs.read(), self.share_centres("object", teacher, groups, step)
+            counts = pairs if len(parts) == len(pairs) else [sum(pairs)]
+            of_parts = []
+            for (level, rows, own), count in zip(parts, counts, strict=True):
                 valid = matches.valid[:, rows]
                 neighbours = self.embed_neighbours(matches.nearest[:, rows], valid, count)
-                losses["cross_image"].append(cross_image_loss(student[:, rows], neighbours, valid, centred))
-        return {name: torch.stack(of_groups).mean() for name, of_groups in losses.items() if of_groups}
+                of_parts.append(cross_image_loss(student[:, rows], neighbours, valid, level, groups=own))
+            losses["cross_image"] = torch.stack(of_parts).mean()
+        return losses
 
     @torch.no_grad()
     def embed_neighbours(
@@ -245,8 +255,3 @@ class CrIBo(PairObjective, Distillation):
         from cribo.objectives.cluster_record import ClusterRecord
 
         return (ClusterRecord(folder, dataset.source, self.options),)
-
-
-def _valid_counts(matches: Matches, groups: Sequence[slice]) -> list[int]:
-    """Return the number of positive pairs of each group; synchronises with the device once."""
-    return torch.stack([matches.valid[:, rows].sum() for rows in groups]).tolist()

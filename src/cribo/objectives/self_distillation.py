@@ -15,7 +15,6 @@ from cribo.models.lora import plain_copy
 from cribo.objectives.base import Objective, Setting, Step, move_towards, sum_over_ranks
 from cribo.objectives.config import HeadConfig
 from cribo.objectives.mlp import make_head, seeded_weights
-from cribo.objectives.objects import mean_over_groups
 from cribo.objectives.sinkhorn import sinkhorn_centre
 from cribo.training.timing import part
 
@@ -199,6 +198,25 @@ class Distillation(StudentTeacher):
         rows, temperature = embeddings.flatten(0, -2), level.teacher_temperature
         return replace(level, centre=sinkhorn_centre(rows, level.teacher_prototypes, temperature=temperature))
 
+    def share_centres(
+        self, name: str, teacher: Float[Tensor, "2 r e"], groups: Sequence[slice], step: Step
+    ) -> list[tuple[SelfDistillation, slice, Sequence[slice] | None]]:
+        """Return rows that share a centre: all of them with the moving average, else those of each group.
+
+        Args:
+            name: the level.
+            teacher: (2, R, E) the teacher's embeddings.
+            groups: the rows of each group of images.
+            step: sets the temperatures.
+
+        Returns:
+            The level with its centre, the rows, and the groups they consist of, as in `cross_view_loss`.
+        """
+        level = self.level(name, step)
+        if self.options.losses.centring == "mean":
+            return [(level, slice(0, teacher.shape[1]), groups)]
+        return [(self.centred(level, teacher[:, rows]), rows, None) for rows in groups]
+
     def cross_view(
         self,
         name: str,
@@ -216,15 +234,17 @@ class Distillation(StudentTeacher):
             groups: the rows of each group of images.
             step: sets the temperatures.
         """
-        level = self.level(name, step)
-        return mean_over_groups(
-            groups,
-            lambda rows: cross_view_loss(student[:, rows], teacher[:, rows], self.centred(level, teacher[:, rows])),
-        )
+        losses = [
+            cross_view_loss(student[:, rows], teacher[:, rows], level, groups=parts)
+            for level, rows, parts in self.share_centres(name, teacher, groups, step)
+        ]
+        return torch.stack(losses).mean()
 
     def compile_parts(self, mode: CompileMode) -> None:
-        """Compile both backbones and the cross-entropy."""
+        """Compile backbones, heads and the cross-entropy."""
         super().compile_parts(mode)
+        for network in (self.student, self.teacher):
+            network.head.compile(dynamic=True)
 
         class Compiled(SelfDistillation):
             # The number of objects changes from step to step.

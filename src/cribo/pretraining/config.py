@@ -12,7 +12,7 @@ from cribo.models.config import CUDA_GRAPH_MODES, CompileMode
 from cribo.objectives.config import ObjectiveOptions
 from cribo.training.loggers import TENSORBOARD, require_known
 
-Compile = Literal["none"] | CompileMode
+Compile = Literal["auto", "none"] | CompileMode
 Precision = Literal["64-true", "32-true", "bf16-mixed", "16-mixed"]
 
 
@@ -153,10 +153,11 @@ class RuntimeConfig:
         precision: use bf16-mixed on GPUs, or 16-mixed on old ones. On CPUs use 32-true, or bf16-mixed for vision
             transformers if the processor supports bfloat16 products (AVX512-BF16, AMX); otherwise it is slower.
             64-true, on CPUs only, is for comparing runs.
-        compile: mode of torch.compile for the backbones: a minute or two at the start, then faster steps on GPUs.
-            `default`; `reduce-overhead` replays CUDA graphs, for small networks and batches, whose kernels are shorter
-            than their launch; `max-autotune` also tunes the kernels of products; `max-autotune-no-cudagraphs` does so
-            without CUDA graphs. `none` disables compilation; true and false mean default and none.
+        compile: mode of torch.compile: a minute or two at the start, then faster steps on GPUs. `auto` is `default` for
+            long runs on one GPU, else `none`. `reduce-overhead` replays CUDA graphs, for small networks and batches,
+            whose kernels are shorter than their launch; `max-autotune` also tunes the kernels of products;
+            `max-autotune-no-cudagraphs` does so without CUDA graphs. `none` disables compilation. True and false mean
+            default and none.
         threads: number of PyTorch's CPU threads; by default one on a GPU, otherwise PyTorch's default.
         logger: where numbers are logged besides metrics.csv: tensorboard, wandb, mlflow, trackio, or several of them,
             such as tensorboard,wandb (docs/logging.md).
@@ -169,7 +170,7 @@ class RuntimeConfig:
     devices: int | str = 1
     num_nodes: Annotated[int, between(1, 65536)] = 1
     precision: Precision = "bf16-mixed"
-    compile: Compile | bool = "none"
+    compile: Compile | bool = "auto"
     threads: Annotated[int, between(1, 1024)] | None = None
     logger: tuple[str, ...] = (TENSORBOARD,)
     log_every: Annotated[int, at_least(1)] = 10
@@ -179,11 +180,6 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         if isinstance(self.compile, bool):  # in older configurations
             self.compile = "default" if self.compile else "none"
-
-    @property
-    def compile_mode(self) -> CompileMode | None:
-        """The mode of torch.compile; None if compilation is disabled."""
-        return None if isinstance(self.compile, bool) or self.compile == "none" else self.compile
 
 
 @dataclass

@@ -10,12 +10,12 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from cribo.base.errors import ConfigError, InputError, NonFiniteLoss
-from cribo.base.machine import keep_compiled_code
 from cribo.base.redaction import masked
 from cribo.data.samples import Batch
 from cribo.models import describe
 from cribo.objectives import Setting, Step, make_objective
 from cribo.objectives.base import check_output
+from cribo.pretraining.compiling import compile_objective
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.parameters import clip_each, drop_gradients, make_optimiser, parameter_groups
 from cribo.pretraining.schedules import Schedules
@@ -74,10 +74,8 @@ class PretrainingModule(ResumableModule):
         if self._restored_sums is not None:
             self.sums.load_state_dict(self._restored_sums, self.device)
             self._restored_sums = None
-        mode = self.config.runtime.compile_mode
-        if mode is not None:
-            keep_compiled_code()
-            self.objective.compile_parts(mode)
+        left = self.schedules.total_steps - self.step
+        compile_objective(self.objective, self.config.runtime, self.device, steps=left)
 
     # --------------------------------------------------------------------------------------------------- step
 

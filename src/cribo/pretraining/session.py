@@ -189,12 +189,13 @@ class Session:
             rank=trainer.global_rank,
             world_size=trainer.world_size,
         )
-        on_gpu = trainer.strategy.root_device.type == "cuda"
+        device = trainer.strategy.root_device
         return BatchLoader(
             self._trained_on,
             sampler,
             workers=self.workers,
-            pin_memory=on_gpu,
+            pin_memory=device.type == "cuda",
+            device=device if device.type == "cuda" else None,
             timeout=self.config.data.timeout,
             max_restarts=self.config.data.max_restarts,
         )

@@ -1,7 +1,7 @@
 """Running sums of losses and metrics, accumulated on the device."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -34,11 +34,21 @@ class RunningSums:
         like = first.to(torch.promote_types(first.dtype, torch.float32))  # 16-bit sums stop growing at 256 or 2048
         total = sum(weights.get(name, 1.0) * loss.detach() for name, loss in output.losses.items())
         values = {f"loss_{name}": loss for name, loss in output.losses.items()} | {"loss": total} | output.metrics
-        for name, value in values.items():
-            # Sums are stored as means over the devices.
+        added = dict(zip(values, self._pairs(values.values(), like), strict=True))
+        known = [name for name in added if name in self._sums]
+        if known:  # one kernel for all
+            torch._foreach_add_([self._sums[name] for name in known], [added[name] for name in known])  # pyright: ignore[reportPrivateImportUsage]
+        self._sums |= {name: pair for name, pair in added.items() if name not in self._sums}
+
+    def _pairs(self, values: Iterable[Any], like: Tensor) -> tuple[Tensor, ...]:
+        """Return the numerator and denominator (2,) of each value, as means over the devices."""
+        numbers: list[Tensor | float] = []
+        for value in values:
             pair, factor = (value, self._devices()) if isinstance(value, tuple) else ((value, 1.0), 1)
-            added = factor * torch.stack([detached(number, like) for number in pair])
-            self._sums[name] = self._sums[name] + added if name in self._sums else added
+            numbers += pair if factor == 1 else (factor * number for number in pair)
+        of_host = {number: detached(number, like) for number in numbers if not isinstance(number, Tensor)}
+        on_device = [detached(x, like) if isinstance(x, Tensor) else of_host[x] for x in numbers]
+        return torch.stack(on_device).view(-1, 2).unbind()
 
     def read(self) -> dict[str, float]:
         """Return the quotients over all devices since the last reading, without those of denominator 0."""

@@ -16,6 +16,7 @@ from cribo.features.config import BackboneSource, FeaturePrecision, ObjectSettin
 from cribo.features.encoder import Encoder, map_by_size
 from cribo.features.object_extraction import PreparedImage, extract_prepared, read_prepared
 from cribo.features.stream import ImageFunction, Streamed
+from cribo.models import Backbone
 
 COLUMNS: Mapping[Kind, tuple[str, ...]] = {
     "global": (),
@@ -74,7 +75,7 @@ class Embedder(ImageFunction[PreparedImage, Rows]):
 
     def __init__(
         self,
-        backbone: BackboneSource | str,
+        backbone: Backbone | BackboneSource | str,
         *,
         features: Kind = "global",
         blocks: Sequence[int] | None = None,
