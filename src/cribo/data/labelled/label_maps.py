@@ -49,11 +49,15 @@ class Labelling(NamedTuple):
         sizes: height and width of each image by name.
         classes: names of the classes.
         labels: returns the class of each pixel of an image by its name.
+        ids: ids of images or tasks in the tool that the examples come from, by name.
+        splits: such as train or val, by name, where the examples have splits.
     """
 
     sizes: Mapping[str, tuple[int, int]]
     classes: Sequence[str]
     labels: Callable[[str], UInt8[Tensor, "h w"]]
+    ids: Mapping[str, str] = {}
+    splits: Mapping[str, str] = {}
 
 
 # ---------------------------------------------------------------------------------------------------- class indices
