@@ -61,19 +61,18 @@ def read_cvat(path: Path) -> RegionSet:
         if not name:
             raise DataError(f"{path}: an image without a name")
         shapes = sorted((each for each in image if each.tag != "tag"), key=lambda each: int(each.get("z_order") or 0))
-        if not shapes:
-            found.unlabelled += 1
-            continue
         regions: list[Region] = []
+        stated = RegionImage((name,), size, regions, path, id=image.get("id", ""), split=image.get("subset", ""))
+        if not shapes:
+            found.unlabelled.append(stated)
+            continue
         for number, shape in enumerate(shapes, start=1):
             what = f"{shape.tag} {number} of {name}"
             try:
                 regions += _regions(shape, what, size, rings, found.skipped)
             except InputError as error:
                 raise DataError(f"{path}: {what} is invalid: {error}") from error
-        found.images.append(
-            RegionImage((name,), size, regions, path, id=image.get("id", ""), split=image.get("subset", ""))
-        )
+        found.images.append(stated)
     require_pixels(path, rings)
     return found
 
@@ -153,8 +152,8 @@ def write_cvat(path: Path, labelling: Labelling) -> int:
             labels = "".join(f"<label><name>{_escaped(name)}</name></label>" for name in named.values())
             file.write(f"<meta><job><labels>{labels}</labels></job></meta>\n")
             for number, (name, (height, width)) in enumerate(labelling.sizes.items()):
-                stated = f"id={quoteattr(labelling.ids.get(name) or str(number))} name={quoteattr(name)}"
-                if split := labelling.splits.get(name):
+                stated = f"id={quoteattr(labelling.task(name).id or str(number))} name={quoteattr(name)}"
+                if split := labelling.task(name).split:
                     stated += f" subset={quoteattr(split)}"
                 file.write(f'<image {stated} width="{width}" height="{height}">\n')
                 for order, region in enumerate(trace(labelling.labels(name).numpy(), named)):

@@ -20,6 +20,7 @@ from cribo.data.labelled.label_studio import is_label_studio, read_label_studio,
 from cribo.data.labelled.labelme import is_labelme, read_labelme, write_labelme
 from cribo.data.labelled.map_layouts import find_label_maps
 from cribo.data.labelled.regions import RegionLabels
+from cribo.data.labelled.renaming import ENDINGS, RenamedExamples, read_mapping
 from cribo.data.labelled.segmentation import LabelledExamples, LabelledFolder
 from cribo.data.labelled.voc import is_voc_annotation, read_voc, write_voc
 from cribo.data.labelled.yolo import is_yolo, read_yolo, write_yolo
@@ -177,7 +178,9 @@ def open_labels_of(
     if not place.is_dir():
         files = sorted(file for file in place.parent.glob(f"{glob.escape(place.name)}.*") if file.is_file())
         place = next((file for file in files if _rows_of(file)), place)
-    return _opened(Path(images).expanduser(), place, None if classes is None else Path(classes), None, reading, True)
+    found = _opened(Path(images).expanduser(), place, None if classes is None else Path(classes), None, True)
+    found.reading = reading
+    return found
 
 
 def find_examples(
@@ -187,16 +190,19 @@ def find_examples(
     classes: str | Path | None = None,
     known_classes: int | None = None,
     label_format: str | None = None,
+    reading: Reading = DEFAULT_READING,
 ) -> LabelledExamples:
     """Find the examples in a folder in a layout of any format, or with labels in another place.
 
     Args:
         source: the folder; with `labels`, any source that `open_images` accepts.
         labels: folder or file of labels in one of `LABEL_FORMATS`; of label maps, `a/b.png` for the image `a/b.jpg`.
-        classes: text file with the names of the classes; by default `classes.txt` in the folder.
+        classes: text file with the names of the classes, by default `classes.txt` in the folder; or a YAML file that
+            maps names in the labels to names, which merges, renames or ignores classes of any format.
         known_classes: number of classes of earlier examples; unless there are two, 255 in masks of 0 and 255 means no
             class.
         label_format: one of `LABEL_FORMATS`; recognised by the content of the files by default.
+        reading: how images are read.
 
     Raises:
         DataError: there are no examples, images without labels, labels without images, a damaged file, or files of
@@ -206,23 +212,30 @@ def find_examples(
         raise InputError(f"--format must be one of {', '.join(LABEL_FORMATS)}, got {label_format!r}")
     folder = Path(source).expanduser()
     require(folder)
-    masks, listed = known_classes in (None, len(MASK_CLASSES)), None if classes is None else Path(classes)
+    masks = known_classes in (None, len(MASK_CLASSES))
+    given = None if classes is None else Path(classes)
+    mapping = given if given is not None and given.suffix.lower() in ENDINGS else None
+    renamed = None if mapping is None else read_mapping(mapping)
+    listed = given if mapping is None else None
     if labels is not None:
         place = Path(labels).expanduser()
         require(place)
-        found = _opened(folder, place, listed, label_format, DEFAULT_READING, masks)
+        found = _opened(folder, place, listed, label_format, masks)
     elif folder.is_dir():
         found = _found(folder, listed, label_format, masks)
     elif label_format is not None or _recognised_file(folder) is not None:
         found = _read(folder, [folder], None, _format_of(folder, label_format), listed)
     else:
         raise DataError(f"{folder} is a file: give the folder of its label maps with --labels, or give a folder")
+    found.reading = reading
+    if mapping is not None and renamed is not None:
+        found = RenamedExamples(found, renamed, mapping)
     found.require_images()
     return found
 
 
 def _opened(
-    images: Path, labels: Path, classes: Path | None, label_format: str | None, reading: Reading, masks: bool
+    images: Path, labels: Path, classes: Path | None, label_format: str | None, masks: bool
 ) -> LabelledExamples:
     """Open images with labels in another place."""
     if labels.is_file():
@@ -234,7 +247,6 @@ def _opened(
             found = LabelledFolder(images, labels, listed, masks=masks)
         else:
             found = _read(labels, files, images, chosen, classes)
-    found.reading = reading
     return found
 
 
@@ -344,5 +356,5 @@ def written_formats(names: Sequence[str]) -> list[LabelFormat]:
     known = [name for name, row in LABEL_FORMATS.items() if row.write is not None]
     for name in names:
         if name not in known:
-            raise InputError(f"--write must be of {', '.join(known)}, got {name!r}")
+            raise InputError(f"--write must be one or more of {', '.join(known)}, got {name!r}")
     return [LABEL_FORMATS[name] for name in dict.fromkeys(names)]

@@ -49,11 +49,11 @@ def read_label_studio(path: Path) -> RegionSet:
         data = task.get("data") if isinstance(task, Mapping) else None
         if not isinstance(data, Mapping):
             raise DataError(f"{path}: task {number} has no data")
+        names, size, regions = _names(data, path), None, list[Region]()
         done = [each for each in task.get("annotations") or [] if not each.get("was_cancelled")]
         if not done:
-            found.unlabelled += 1
+            found.unlabelled.append(RegionImage(names, None, [], path, id=str(task.get("id", ""))))
             continue
-        names, size, regions = _names(data, path), None, list[Region]()
         for place, result in enumerate(done[-1].get("result") or [], start=1):
             what = f"region {result.get('id', place)} of {names[0]}"
             try:
@@ -233,7 +233,7 @@ def write_label_studio(path: Path, labelling: Labelling) -> int:
                 "data": {"image": name},
                 "predictions": [{"model_version": "cribo", "result": results}],
             }
-            if (own := labelling.ids.get(name)) is not None and own.isdecimal():
+            if (own := labelling.task(name).id).isdecimal():
                 task = {"id": int(own), **task}
             yield task
 

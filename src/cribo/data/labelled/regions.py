@@ -15,7 +15,7 @@ from cribo.base.colours import Colour, class_colours
 from cribo.base.errors import DataError, InputError, MissingData
 from cribo.base.files import path_inside
 from cribo.base.wording import counted, enumerated
-from cribo.data.labelled.label_maps import IGNORE_INDEX, LabelMap, read_classes
+from cribo.data.labelled.label_maps import IGNORE_INDEX, LabelMap, Task, read_classes
 from cribo.data.labelled.segmentation import LabelledExamples
 from cribo.data.reading import image_size
 from cribo.data.sources.images import FilesBelow
@@ -90,7 +90,7 @@ class RegionSet:
         images: images with labels, possibly empty ones.
         classes: names in their order; those of the regions, sorted, if the files do not list them.
         folders: folders that may contain the images.
-        unlabelled: number of listed images without labels.
+        unlabelled: listed images without labels.
         skipped: what had no area, and why.
     """
 
@@ -98,7 +98,7 @@ class RegionSet:
     images: list[RegionImage]
     folders: Sequence[Path]
     classes: Sequence[str] | None = None
-    unlabelled: int = 0
+    unlabelled: list[RegionImage] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
 
@@ -106,8 +106,7 @@ class RegionLabels(LabelledExamples):
     """Images with labelled regions, as `LabelledImages`.
 
     Class 0 is the background, followed by the classes of the files. Where regions of different classes overlap, the
-    later one is on top. All regions are drawn once when the set is opened, so that its faults are found before any
-    work.
+    later one is on top.
 
     Args:
         found: content of the files.
@@ -115,7 +114,7 @@ class RegionLabels(LabelledExamples):
 
     Raises:
         MissingData: an image does not exist.
-        DataError: there are no labels, no regions with an area, or the size of an image is not the listed one.
+        DataError: there are no labels.
     """
 
     def __init__(self, found: RegionSet, images: Path | None = None) -> None:
@@ -133,7 +132,6 @@ class RegionLabels(LabelledExamples):
         self.listed_classes = read_classes([BACKGROUND, *things]).names
         folder, files = _find_images(found, [images] if images is not None else found.folders)
         super().__init__(folder, files)
-        self._check()
 
     @property
     def stated_palette(self) -> list[Colour]:
@@ -141,9 +139,10 @@ class RegionLabels(LabelledExamples):
         return list(class_colours(self.classes))
 
     @property
-    def records(self) -> dict[str, RegionImage]:
-        """The image of each name, with its id and split."""
-        return dict(zip(self.names, self._set.images, strict=True))
+    def tasks(self) -> dict[str, Task]:
+        """Ids and splits by the possible names of all listed images, also those without labels."""
+        listed = (*self._set.unlabelled, *self._set.images)
+        return {name: Task(image.id, image.split) for image in listed for name in image.file}
 
     def label_map(self, index: int) -> LabelMap:
         """Return the class of each pixel, 0 for background.
@@ -179,8 +178,12 @@ class RegionLabels(LabelledExamples):
             labels[mask], taken = label, taken | mask
         return labels, int(several.sum())
 
-    def _check(self) -> None:
-        """Draw all regions once, and say what was skipped and which pixels have several labels."""
+    def require_images(self) -> None:
+        """Draw all regions once, to find faults before any work; say what is skipped, and where labels overlap.
+
+        Raises:
+            DataError: no region has an area, a region is invalid, or the size of an image is not the listed one.
+        """
         found, regions = self._set, [region for image in self._set.images for region in image.regions]
         drawable = sum(region.draw is not None for region in regions)
         boxes = sum(region.box is not None for region in regions)
@@ -207,7 +210,8 @@ class RegionLabels(LabelledExamples):
 
 
 def _unlabelled(found: RegionSet) -> str:
-    return f", {counted(found.unlabelled, 'listed image')} without labels left out" if found.unlabelled else ""
+    left_out = len(found.unlabelled)
+    return f", {counted(left_out, 'listed image')} without labels left out" if left_out else ""
 
 
 def _find_images(found: RegionSet, folders: Iterable[Path]) -> tuple[Path, list[str]]:

@@ -25,6 +25,7 @@ from cribo.data.labelled.label_maps import (
     LabelColours,
     LabelMap,
     LabelValues,
+    Task,
     are_masks,
     class_indices,
     has_colours,
@@ -100,6 +101,11 @@ class LabelledExamples(ImageFiles):
     def stated_palette(self) -> list[Colour] | None:
         """Colours that the labels or a list define; None for those of `label_map`."""
         return None
+
+    @property
+    def tasks(self) -> Mapping[str, Task]:
+        """What the tool of the labels knows of the images, by name."""
+        return {}
 
     def label_map(self, index: int) -> LabelMap:
         """Return the class of each pixel of an image, and the colours of the classes if its labels have them."""

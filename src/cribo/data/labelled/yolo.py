@@ -50,14 +50,14 @@ def read_yolo(source: Path) -> RegionSet:
             require(place)
             for name in list_files(place, EXTENSIONS):
                 image = place / name
-                labels = _labels_of(image)
+                relative = image.relative_to(folder) if image.is_relative_to(folder) else image
+                labels, files = _labels_of(image), (relative.as_posix(), name)
                 if labels is None:
-                    found.unlabelled += 1
+                    found.unlabelled.append(RegionImage(files, None, [], source, split=split))
                     continue
                 size = image_size(image)
                 regions = _read(labels, names, size, found.skipped)
-                relative = image.relative_to(folder) if image.is_relative_to(folder) else image
-                found.images.append(RegionImage((relative.as_posix(),), size, regions, labels, split=split))
+                found.images.append(RegionImage(files, size, regions, labels, split=split))
     return found
 
 
@@ -148,11 +148,11 @@ def write_yolo(folder: Path, labelling: Labelling) -> int:
             holes += region.holes
             shares = (np.array(region.rings[0]) / (width, height)).ravel()
             lines.append(" ".join([str(numbers[region.label]), *(f"{share:.7g}" for share in shares)]))
-        split = labelling.splits.get(name) or "train"
+        split = labelling.task(name).split or "train"
         path = folder / "labels" / split / f"{stem}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, "".join(f"{line}\n" for line in lines))
-    used = dict.fromkeys(labelling.splits.get(name) or "train" for name in labelling.sizes)
+    used = dict.fromkeys(labelling.task(name).split or "train" for name in labelling.sizes)
     listed = "".join(f"{split}: images/{split}\n" for split in used)
     write_text(
         folder / DATA, f"{listed}names:\n" + "".join(f"  {n}: {_quoted(c)}\n" for n, c in enumerate(named.values()))
