@@ -181,7 +181,7 @@ def test_coco_labels_equal_the_label_maps(folder: Path) -> None:
         x, y, width, height = annotation["bbox"]
         assert (x, y, x + width, y + height) == (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1)
         assert annotation["area"] == mask.sum()
-    # --coco also works when all images are labelled; the background has no annotation.
+    # --write also works when all images are labelled; the background has no annotation.
     (out / "coco.json").unlink()
     segment_images(config(folder, min_confidence=0.7), out=out, pictures=0, write=("coco",), resume=True)
     assert len(CocoLabels(out / "coco.json", folder / "images")) == 3
