@@ -18,7 +18,6 @@ from cribo.cli.running import (
     print_places,
     print_unreadable,
 )
-from cribo.data.config import WrittenFormat
 
 HELP = f"""\
 Label the pixels of many images given a few labelled examples; two are enough to start. The backbone is not trained. Its
@@ -50,9 +49,10 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--suggest", type=int, default=0, help="number of images to suggest for labelling next")
     parser.add_argument(
         "--write",
-        type=tuple[WrittenFormat, ...],
+        type=tuple[str, ...],
         default=(),
-        help="formats of other tools in which all labels are written, too, such as coco,yolo",
+        help="also write all labels for other tools: one or more of coco, yolo, cvat, label-studio, labelme, geojson "
+        "and voc, such as coco,yolo",
     )
     parser.add_class_arguments(SegmentConfig, skip={"settings"})
     parser.add_class_arguments(SegmentationSettings)

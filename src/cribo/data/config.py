@@ -34,10 +34,7 @@ class Reading:
             raise DataError(f"range must be two ascending numbers LOW,HIGH, got {self.range[0]:g},{self.range[1]:g}")
 
 
-WrittenFormat = Literal["coco", "yolo", "cvat", "label-studio", "labelme", "geojson", "voc"]
-"""Formats of labels of other tools."""
-
-LabelFormatName = WrittenFormat | Literal["maps"]
+LabelFormatName = Literal["coco", "yolo", "cvat", "label-studio", "labelme", "geojson", "voc", "maps"]
 """Formats of labels: the rows of `data.labelled.formats.LABEL_FORMATS`."""
 
 DEFAULT_READING = Reading()
