@@ -30,10 +30,11 @@ examples. The command prints the choice and the expected mIoU.
   cribo segment --memory mine.safetensors --list               list its examples with their accuracy when left out
   cribo segment --memory mine.safetensors --remove a.jpg 7     remove examples by name or number
 
-EXAMPLES contains a.jpg and a.png (or a_labels.png), or images/a.jpg and labels/a.png, or images and one JSON file in
-COCO format. Label maps contain class indices (255: no class), only 0 and 255, or colours that classes.txt lists. The
-results are label maps, overlays, confidences, summary.csv and contact.png. To continue after an interruption, repeat
-the command with --resume. If classes are confused, add examples of them; --suggest 5 lists images with uncertain
+EXAMPLES contains a.jpg and a.png (or a_labels.png), or images/a.jpg and labels/a.png, or images and the labels of
+another tool: COCO, YOLO, CVAT, Label Studio, LabelMe, GeoJSON. Label maps contain class indices (255: no class), only 0
+and 255, or colours that classes.txt lists. The results are label maps, overlays, confidences, summary.csv and
+contact.png; --write yolo,cvat writes the labels for other tools, too. To continue after an interruption, repeat the
+command with --resume. If classes are confused, add examples of them; --suggest 5 lists images with uncertain
 labels. If small objects are missed in large images, use --scale 1 --window 448. If it is too slow, use --size 384, or
 --engine ray for several GPUs or machines.
 
@@ -46,7 +47,13 @@ def add_options(parser: Parser) -> None:
     add_results_folder(parser, "segmented/<images>")
     parser.add_argument("--pictures", type=int, default=6, help="number of images in contact.png")
     parser.add_argument("--suggest", type=int, default=0, help="number of images to suggest for labelling next")
-    parser.add_argument("--coco", action="store_true", help="also write all labels to coco.json, in COCO format")
+    parser.add_argument(
+        "--write",
+        type=tuple[str, ...],
+        default=(),
+        help="also write all labels for other tools: one or more of coco, yolo, cvat, label-studio, labelme, geojson "
+        "and voc, such as coco,yolo",
+    )
     parser.add_class_arguments(SegmentConfig, skip={"settings"})
     parser.add_class_arguments(SegmentationSettings)
 
@@ -57,7 +64,8 @@ def run(call: Call) -> None:
     settings = {field.name: given[field.name] for field in fields(SegmentationSettings) if field.name in given}
     config = call.build(SegmentConfig, settings=settings)
     with importing_networks(call.console):
-        from cribo.apps.segment.run import COCO, OVERVIEW, SUGGESTED, SUMMARY, segment_images
+        from cribo.apps.segment.run import OVERVIEW, SUGGESTED, SUMMARY, segment_images
+        from cribo.data.labelled.formats import LABEL_FORMATS
 
     segmented = segment_images(
         config,
@@ -66,7 +74,7 @@ def run(call: Call) -> None:
         overwrite=call.options.overwrite,
         pictures=call.options.pictures,
         suggestions=call.options.suggest,
-        coco=call.options.coco,
+        write=call.options.write,
         command=call.line,
         console=call.console,
     )
@@ -86,7 +94,7 @@ def run(call: Call) -> None:
             "confidence": segmented.folder / "confidence",
             "numbers": segmented.folder / SUMMARY,
             **({"overview": segmented.folder / OVERVIEW} if call.options.pictures else {}),
-            **({"COCO": segmented.folder / COCO} if call.options.coco else {}),
+            **{name: segmented.folder / LABEL_FORMATS[name].written for name in call.options.write},
             **({"label next": segmented.folder / SUGGESTED} if call.options.suggest else {}),
         },
     )

@@ -1,7 +1,7 @@
-"""Limits on the pixels and the number of images, and the range of their values; does not import torch."""
+"""Limits on the pixels and the number of images, the range of their values, and formats of labels; no torch."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cribo.base.bounds import at_least, check_bounds
 from cribo.base.errors import DataError
@@ -33,6 +33,9 @@ class Reading:
         if self.range is not None and not -float("inf") < self.range[0] < self.range[1] < float("inf"):
             raise DataError(f"range must be two ascending numbers LOW,HIGH, got {self.range[0]:g},{self.range[1]:g}")
 
+
+LabelFormatName = Literal["coco", "yolo", "cvat", "label-studio", "labelme", "geojson", "voc", "maps"]
+"""Formats of labels: the rows of `data.labelled.formats.LABEL_FORMATS`."""
 
 DEFAULT_READING = Reading()
 """Limit of pixels and range of values without options."""

@@ -165,7 +165,7 @@ def test_a_memory_is_written_used_and_extended(folder: Path) -> None:
 
 def test_coco_labels_equal_the_label_maps(folder: Path) -> None:
     out = folder / "out"
-    segment_images(config(folder, min_confidence=0.7), out=out, pictures=0, coco=True)
+    segment_images(config(folder, min_confidence=0.7), out=out, pictures=0, write=("coco",))
     labels = CocoLabels(out / "coco.json", folder / "images")
     assert labels.classes == ["background", "road", "sky", "car", "tree"]
     for number, name in enumerate(("1", "sub/2", "sub/3")):
@@ -181,12 +181,12 @@ def test_coco_labels_equal_the_label_maps(folder: Path) -> None:
         x, y, width, height = annotation["bbox"]
         assert (x, y, x + width, y + height) == (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1)
         assert annotation["area"] == mask.sum()
-    # --coco also works when all images are labelled; the background has no annotation.
+    # --write also works when all images are labelled; the background has no annotation.
     (out / "coco.json").unlink()
-    segment_images(config(folder, min_confidence=0.7), out=out, pictures=0, coco=True, resume=True)
+    segment_images(config(folder, min_confidence=0.7), out=out, pictures=0, write=("coco",), resume=True)
     assert len(CocoLabels(out / "coco.json", folder / "images")) == 3
     (folder / "examples" / "classes.txt").write_text("background\nsky\ncar\ntree\n")
-    segment_images(config(folder), out=folder / "second", pictures=0, coco=True)
+    segment_images(config(folder), out=folder / "second", pictures=0, write=("coco",))
     again = CocoLabels(folder / "second" / "coco.json", folder / "images")
     assert again.classes == ["background", "sky", "car", "tree"]
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from cribo.base.bounds import at_least, check_bounds
 from cribo.base.errors import ConfigError
-from cribo.data.config import MAX_PIXELS
+from cribo.data.config import MAX_PIXELS, LabelFormatName
 from cribo.features.config import BackboneSource
 from cribo.features.spread.config import EngineOptions
 
@@ -21,11 +21,15 @@ class SegmentConfig(EngineOptions):
             images, tar shards, a Parquet file or a folder of them, or a URL of any of these.
         column: of a Parquet file, the column of paths or bytes of images. [the only one, or image, bytes, path, ...]
         examples: folder of labelled images: a.jpg next to a.png or a_labels.png; or images/a.jpg and labels/a.png; or
-            images and a JSON file in COCO format. Label maps are PNGs of class indices, 255 for no class; or only of 0
-            and 255 (background and foreground); or of the colours that `classes` lists.
-        labels: labels of the examples, if they are elsewhere: a folder of label maps, or a JSON file.
-        classes: text file with the name of each class, and its colour (#rrggbb or r g b) for coloured label maps.
-            [classes.txt in the folder of the examples, if it exists]
+            images and the labels of another tool (COCO, YOLO, CVAT, Label Studio, LabelMe, GeoJSON). Label maps are
+            PNGs of class indices, 255 for no class; or only of 0 and 255 (background and foreground); or of the colours
+            that `classes` lists.
+        labels: labels of the examples, if they are elsewhere: a folder of label maps, or a file or folder of another
+            tool.
+        format: format of the labels. [recognised by the content of the files]
+        classes: text file with the name of each class, and its colour (#rrggbb or r g b) for coloured label maps; or a
+            YAML file that merges, renames or ignores classes: `car: vehicle`, `sky: null`. [classes.txt in the folder
+            of the examples, if it exists]
         memory: file of the memory of the examples. Without --examples it is used unchanged; otherwise new examples
             are added.
         settings: fields of `SegmentationSettings` by name; others are those of the memory file, or the defaults.
@@ -42,6 +46,7 @@ class SegmentConfig(EngineOptions):
     column: str | None = None
     examples: str | None = None
     labels: str | None = None
+    format: LabelFormatName | None = None
     classes: str | None = None
     memory: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)

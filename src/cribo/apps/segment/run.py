@@ -5,7 +5,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, tee
@@ -46,13 +46,13 @@ from cribo.base.console import Phases, duration
 from cribo.base.devices import resolve_device, resolve_threads
 from cribo.base.drawing import write_figure
 from cribo.base.errors import DataError, FolderError, InputError, Stopped, UnreadableImage
-from cribo.base.files import require, write_text, write_whole
+from cribo.base.files import require, write_folder_whole, write_text, write_whole
 from cribo.base.job import Job, require_writable
 from cribo.base.versions import versions
 from cribo.base.wording import counted
 from cribo.data.config import Reading, spread
-from cribo.data.labelled.formats import LABEL_FORMATS, LabelFormat, find_examples
-from cribo.data.labelled.label_maps import IGNORE_INDEX, Labelling, write_labels
+from cribo.data.labelled.formats import LabelFormat, find_examples, written_formats
+from cribo.data.labelled.label_maps import IGNORE_INDEX, Labelling, Task, write_labels
 from cribo.data.labelled.segmentation import LabelledExamples
 from cribo.data.reading import read_values
 from cribo.data.sources.collection import ImageCollection, names_hash
@@ -69,7 +69,6 @@ OUT = Path("segmented")
 """Parent folder of results without --out."""
 
 OVERVIEW = "contact.png"
-COCO = "coco.json"
 SUGGESTED, SUGGESTED_PICTURE = "suggested.txt", "suggested.png"
 
 _MEMORY = "memory.safetensors"  # in the output folder, for workers in other processes
@@ -128,7 +127,7 @@ def segment_images(
     overwrite: bool = False,
     pictures: int = 6,
     suggestions: int = 0,
-    coco: bool = False,
+    write: Sequence[str] = (),
     command: str = "",
     console: Console | None = None,
 ) -> Segmented:
@@ -144,7 +143,7 @@ def segment_images(
         overwrite: replace existing results in `out`.
         pictures: number of images in the overview; 0 for no overview.
         suggestions: number of images to suggest for labelling next.
-        coco: also write all labels to one file in COCO format.
+        write: formats of `LABEL_FORMATS` in which all labels are written, too.
         command: command line to record in the results.
         console: console for progress.
 
@@ -158,6 +157,7 @@ def segment_images(
     console = console or Console(quiet=True)
     started = time.perf_counter()
     at_least(0).check(pictures=pictures)
+    formats = written_formats(write)
     job = Job(
         out or OUT / f"{collection_name(config.images)}{config.share.suffix}",
         KIND,
@@ -188,7 +188,7 @@ def segment_images(
         engine = held.enter_context(open_engine(config, writes_to=out or OUT))
         progress = held.enter_context(Phases(console))
         with nullcontext() if file is None or config.examples is None else memory_lock(file):
-            memory, has_new = _open_memory(config, file, settings, progress)
+            memory, has_new, tasks = _open_memory(config, file, settings, progress)
             _require_two_classes(memory)
             memory.fit(progress)
             describe_memory(memory, console)
@@ -204,8 +204,8 @@ def segment_images(
         if pictures and results.records:
             shown = [*results.records]
             results.draw([shown[place] for place in spread(len(shown), pictures)], OVERVIEW)
-        if coco:
-            results.write(LABEL_FORMATS["coco"], COCO, progress)
+        for each in formats:
+            results.write(each, tasks, progress)
         if suggestions and results.records:
             _suggest(results, suggestions, progress)
         return replace(segmented, seconds=time.perf_counter() - started)
@@ -227,8 +227,12 @@ def _check_memory_file(file: Path, *, may_be_new: bool) -> None:
 
 def _open_memory(
     config: SegmentConfig, file: Path | None, settings: SegmentationSettings, progress: Phases
-) -> tuple[SegmentationMemory, bool]:
-    """Load the memory file or create a memory, and add the examples; return whether examples are new."""
+) -> tuple[SegmentationMemory, bool, Mapping[str, Task]]:
+    """Load the memory file or create a memory, and add the examples.
+
+    Returns:
+        The memory, whether examples are new, and what the tool of their labels knows of images.
+    """
     device = resolve_device(config.device)
     options = {"device": device, "batch_size": config.batch_size}
     memory = None
@@ -236,14 +240,15 @@ def _open_memory(
         memory = SegmentationMemory.load(file, config.backbone, changes=config.settings, **options)
     if config.examples is None:
         assert memory is not None  # `SegmentConfig` requires examples or a memory
-        return memory, False
+        return memory, False, {}
     examples = find_examples(
         config.examples,
         labels=config.labels,
         classes=config.classes,
         known_classes=None if memory is None else len(memory.classes),
+        label_format=config.format,
+        reading=Reading(config.max_pixels, (settings if memory is None else memory.settings).range),
     )
-    examples.reading = Reading(config.max_pixels, (settings if memory is None else memory.settings).range)
     if memory is None:
         memory = SegmentationMemory(
             config.backbone, classes=examples.new_classes, palette=examples.stated_palette, settings=settings, **options
@@ -254,7 +259,7 @@ def _open_memory(
             f"{', '.join(memory.classes)}: use the same list for both, or create another memory"
         )
     memory.reading = examples.reading
-    return memory, _add_examples(memory, examples, config, progress)
+    return memory, _add_examples(memory, examples, config, progress), examples.tasks
 
 
 def _add_examples(
@@ -576,17 +581,27 @@ class _Results:
         )
         self.job.finish()
 
-    def write(self, labels_format: LabelFormat, file: str, progress: Phases) -> None:
-        """Write all labels to one file in a format of the table."""
+    def write(self, labels_format: LabelFormat, tasks: Mapping[str, Task], progress: Phases) -> None:
+        """Write all labels in a format of the table, to a file or a folder."""
         sizes = {name: record.size for name, record in self.records.items()}
         done = itertools.count(1)
 
         def labels(name: str) -> UInt8[Tensor, "h w"]:
-            progress(file, next(done), len(sizes))
+            progress(labels_format.written, next(done), len(sizes))
             return _read_grey(files_of(self.folder, name)[0])
 
-        assert labels_format.write is not None
-        labels_format.write(self.folder / file, Labelling(sizes, self.classes, labels))
+        labelling, path = Labelling(sizes, self.classes, labels, tasks), self.folder / labels_format.written
+        write, holes = labels_format.write, []
+        assert write is not None
+        if path.suffix:
+            holes.append(write(path, labelling))
+        else:
+            write_folder_whole(path, lambda part: holes.append(write(part, labelling)), replaces=True)
+        if any(holes):
+            log.warning(
+                "%s cannot hold holes in regions: %d were filled; use --write coco or geojson for exact regions",
+                *(labels_format.title, sum(holes)),
+            )
 
     def draw(self, names: Sequence[str], file: str) -> None:
         """Draw some images with their labels and confidence."""

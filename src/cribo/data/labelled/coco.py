@@ -77,7 +77,7 @@ class CocoFile:
         self.path = Path(path).expanduser()
         require(self.path)
         content = read_json(self.path, limit_bytes=None)
-        if not _has_lists(content):
+        if not is_coco(content):
             raise DataError(f"{self.path} is not in COCO's format: it must contain the lists {', '.join(_NEEDED)}")
         for key, fields in _NEEDED.items():
             for number, entry in enumerate(content[key]):
@@ -404,46 +404,20 @@ class DamagedLabels(DataError):
     """A file is damaged that may contain labels."""
 
 
-def is_coco(labels: Path) -> bool:
-    """Whether a file may be in COCO's format."""
-    if not labels.is_file():
-        return False
-    with labels.open("rb") as file:
-        return labels.suffix.lower() == ".json" or file.read(64).lstrip().startswith(b"{")
-
-
-def find_coco_labels(folder: Path) -> CocoLabels | None:
-    """Open the images of a folder with a file in COCO's format; None if there is no such file.
-
-    Raises:
-        DamagedLabels: no JSON file is in COCO's format, but one is damaged.
-        DataError: there are several such files, or one besides a damaged one; or errors of `CocoLabels`.
-    """
-    annotations, damaged = find_coco(folder)
-    if not annotations and damaged:
-        raise DamagedLabels(str(damaged[0])) from damaged[0]
-    if damaged:
-        raise damaged[0]
-    if len(annotations) > 1:
-        names = ", ".join(path.name for path in annotations)
-        raise DataError(f"{folder} contains several annotation files ({names}): choose one with --labels")
-    return CocoLabels(annotations[0]) if annotations else None
-
-
 def find_coco(folder: Path) -> tuple[list[Path], list[DataError]]:
     """Return the files in COCO's format in a folder, and the errors of its JSON files that are damaged."""
     found: list[Path] = []
     damaged: list[DataError] = []
     for path in sorted(folder.glob("*.json")):
         try:
-            if _has_lists(read_json(path, limit_bytes=None)):
+            if is_coco(read_json(path, limit_bytes=None)):
                 found.append(path)
         except DataError as error:
             damaged.append(error)
     return found, damaged
 
 
-def write_label_maps_as_coco(path: Path, labelling: Labelling) -> None:
+def write_label_maps_as_coco(path: Path, labelling: Labelling) -> int:
     """Write labels in COCO's format, with one annotation for each image and class except the background."""
     things = [c for c, name in enumerate(labelling.classes) if name.lower() != BACKGROUND]
 
@@ -458,9 +432,11 @@ def write_label_maps_as_coco(path: Path, labelling: Labelling) -> None:
     sizes = labelling.sizes.items()
     images = [{"file_name": name, "width": width, "height": height} for name, (height, width) in sizes]
     write_coco(path, images, [labelling.classes[c] for c in things], annotations())
+    return 0
 
 
-def _has_lists(content: object) -> bool:
+def is_coco(content: object) -> bool:
+    """Whether the content of a JSON file is in COCO's format."""
     return isinstance(content, dict) and all(isinstance(content.get(key), list) for key in _NEEDED)
 
 

@@ -1,20 +1,57 @@
 """Formats of labels on disk: one table, used by examples of segmentation, labelled sets and results."""
 
 import glob
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from cribo.base.errors import DataError
-from cribo.base.files import require
+from cribo.base.errors import DataError, InputError
+from cribo.base.files import read_json, require
 from cribo.data.config import DEFAULT_READING, Reading
-from cribo.data.labelled.coco import CocoLabels, DamagedLabels, find_coco_labels, is_coco, write_label_maps_as_coco
+from cribo.data.labelled.coco import CocoLabels, DamagedLabels, is_coco, write_label_maps_as_coco
+from cribo.data.labelled.cvat import is_cvat, read_cvat, read_root, write_cvat
+from cribo.data.labelled.geojson import is_geojson, read_geojson, write_geojson
 from cribo.data.labelled.label_maps import MASK_CLASSES, Labelling
+from cribo.data.labelled.label_studio import is_label_studio, read_label_studio, write_label_studio
+from cribo.data.labelled.labelme import is_labelme, read_labelme, write_labelme
 from cribo.data.labelled.map_layouts import find_label_maps
+from cribo.data.labelled.regions import RegionLabels
+from cribo.data.labelled.renaming import ENDINGS, RenamedExamples, read_mapping
 from cribo.data.labelled.segmentation import LabelledExamples, LabelledFolder
+from cribo.data.labelled.voc import is_voc_annotation, read_voc, write_voc
+from cribo.data.labelled.yolo import is_yolo, read_yolo, write_yolo
+
+log = logging.getLogger("cribo")
 
 CLASSES_FILE = "classes.txt"
+
+Reader = Callable[[Path, list[Path], Path | None], LabelledExamples]
+"""Reads labels: the file or folder that the user named, the files in it, and the folder of the images or None."""
+
+
+class LabelFile:
+    """A file that may have labels, parsed once for all formats.
+
+    Attributes:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def json(self) -> Any:
+        """Content of a JSON file; raises DataError if it is damaged."""
+        return read_json(self.path, limit_bytes=None)
+
+    @cached_property
+    def xml(self) -> Any:
+        """Root of an XML file; raises DataError if it is damaged."""
+        return read_root(self.path)
 
 
 @dataclass(frozen=True)
@@ -23,45 +60,99 @@ class LabelFormat:
 
     Attributes:
         title: for messages.
-        accepts: whether a file or folder contains labels of this format, or could contain them.
-        open: opens a folder or list of images, and a file or folder of their labels. Arguments: images, labels, list
-            of classes or None, and whether maps of 0 and 255 may be masks.
-        find: opens the images and labels of one folder in a layout of this format; None if there are none. Arguments:
-            folder, list of classes or None, and masks. Raises `DamagedLabels` for a broken file that may have them.
-        lists_classes: whether a text file lists the classes; otherwise, the labels name them.
-        write: writes the labels of all images to a file; None if they are written image by image.
+        endings: of the names of its files.
+        recognises: whether a file with one of these endings is in this format.
+        read: reads the files.
+        write: writes labels to a file or folder, and returns the number of holes that the format cannot hold; None if
+            results are not written in this format.
+        written: name of that file or folder.
+        per_image: whether each image has a file of its own.
     """
 
     title: str
-    accepts: Callable[[Path], bool]
-    open: Callable[[Path, Path, Path | None, bool], LabelledExamples]
-    find: Callable[[Path, Path | None, bool], LabelledExamples | None]
-    lists_classes: bool = False
-    write: Callable[[Path, Labelling], None] | None = None
+    endings: tuple[str, ...]
+    recognises: Callable[[LabelFile], bool]
+    read: Reader | None
+    write: Callable[[Path, Labelling], int] | None = None
+    written: str = ""
+    per_image: bool = False
 
-    def require_no_list(self, classes: Path | None) -> None:
-        """Raise DataError if classes are listed although the labels name them."""
-        if classes is not None and not self.lists_classes:
-            raise DataError(f"--classes {classes} cannot be used with {self.title}, which define their own classes")
+
+def _single(read: Callable[[Path, Path | None], LabelledExamples]) -> Reader:
+    """Return the reader of a format with one file for all images."""
+
+    def opened(source: Path, files: list[Path], images: Path | None) -> LabelledExamples:
+        if len(files) > 1:
+            names = ", ".join(file.name for file in files)
+            raise DataError(f"{source} contains several annotation files ({names}): choose one with --labels")
+        return read(files[0], images)
+
+    return opened
 
 
 LABEL_FORMATS = {
     "coco": LabelFormat(
         "COCO annotations",
-        is_coco,
-        lambda images, labels, classes, masks: CocoLabels(labels, images),
-        lambda folder, classes, masks: find_coco_labels(folder),
-        write=write_label_maps_as_coco,
+        (".json",),
+        lambda file: is_coco(file.json),
+        _single(lambda file, images: CocoLabels(file, images)),
+        write_label_maps_as_coco,
+        "coco.json",
     ),
-    "maps": LabelFormat(
-        "label maps",
-        lambda labels: not labels.is_file(),
-        lambda images, labels, classes, masks: LabelledFolder(images, labels, classes, masks=masks),
-        find_label_maps,
-        lists_classes=True,
+    "yolo": LabelFormat(
+        "YOLO labels",
+        (".yaml", ".yml", ".txt", ".names"),
+        lambda file: is_yolo(file.path),
+        _single(lambda file, images: RegionLabels(read_yolo(file), images)),
+        write_yolo,
+        "yolo",
     ),
+    "cvat": LabelFormat(
+        "CVAT annotations",
+        (".xml",),
+        lambda file: is_cvat(file.xml),
+        _single(lambda file, images: RegionLabels(read_cvat(file), images)),
+        write_cvat,
+        "cvat.xml",
+    ),
+    "label-studio": LabelFormat(
+        "tasks of Label Studio",
+        (".json",),
+        lambda file: is_label_studio(file.json),
+        _single(lambda file, images: RegionLabels(read_label_studio(file), images)),
+        write_label_studio,
+        "label-studio.json",
+    ),
+    "labelme": LabelFormat(
+        "LabelMe files",
+        (".json",),
+        lambda file: is_labelme(file.json),
+        lambda source, files, images: RegionLabels(read_labelme(source, files), images),
+        write_labelme,
+        "labelme",
+        per_image=True,
+    ),
+    "geojson": LabelFormat(
+        "GeoJSON files",
+        (".geojson", ".json"),
+        lambda file: is_geojson(file.json),
+        lambda source, files, images: RegionLabels(read_geojson(source, files), images),
+        write_geojson,
+        "geojson",
+        per_image=True,
+    ),
+    "voc": LabelFormat(
+        "boxes of Pascal VOC",
+        (".xml",),
+        lambda file: is_voc_annotation(file.xml),
+        lambda source, files, images: RegionLabels(read_voc(source, files), images),
+        write_voc,
+        "voc",
+        per_image=True,
+    ),
+    "maps": LabelFormat("label maps", (), lambda file: False, None),
 }
-"""All formats of labels. The first that accepts a file or folder reads it; the last one explains what is missing."""
+"""All formats of labels, recognised by the content of files; what has none of the others is label maps."""
 
 
 def open_labels_of(
@@ -74,9 +165,9 @@ def open_labels_of(
     """Open images with the labels in another folder, or in a file.
 
     Args:
-        images: any source that `open_images` accepts.
+        images: any source that `open_images` accepts; a folder unless the labels are label maps.
         labels: folder, or path of a folder or file without its suffix.
-        classes: text file with the names of the classes, for formats that need one.
+        classes: text file with the names of the classes, for label maps.
         reading: how images are read.
 
     Raises:
@@ -86,20 +177,9 @@ def open_labels_of(
     place = Path(labels).expanduser()
     if not place.is_dir():
         files = sorted(file for file in place.parent.glob(f"{glob.escape(place.name)}.*") if file.is_file())
-        place = next((file for file in files if any(each.accepts(file) for each in LABEL_FORMATS.values())), place)
-    chosen = _format_of(place)
-    listed = Path(classes) if classes is not None and chosen.lists_classes else None
-    found = chosen.open(Path(images).expanduser(), place, listed, True)
+        place = next((file for file in files if _rows_of(file)), place)
+    found = _opened(Path(images).expanduser(), place, None if classes is None else Path(classes), None, True)
     found.reading = reading
-    return found
-
-
-def _format_of(labels: Path) -> LabelFormat:
-    found = next((each for each in LABEL_FORMATS.values() if each.accepts(labels)), None)
-    if found is None:
-        raise DataError(
-            f"{labels} has no labels of a known format: {', '.join(each.title for each in LABEL_FORMATS.values())}"
-        )
     return found
 
 
@@ -109,58 +189,172 @@ def find_examples(
     labels: str | Path | None = None,
     classes: str | Path | None = None,
     known_classes: int | None = None,
+    label_format: str | None = None,
+    reading: Reading = DEFAULT_READING,
 ) -> LabelledExamples:
     """Find the examples in a folder in a layout of any format, or with labels in another place.
 
     Args:
         source: the folder; with `labels`, any source that `open_images` accepts.
-        labels: folder of label maps, `a/b.png` for the image `a/b.jpg`; or a file in COCO format.
-        classes: text file with the names of the classes; by default `classes.txt` in the folder.
+        labels: folder or file of labels in one of `LABEL_FORMATS`; of label maps, `a/b.png` for the image `a/b.jpg`.
+        classes: text file with the names of the classes, by default `classes.txt` in the folder; or a YAML file that
+            maps names in the labels to names, which merges, renames or ignores classes of any format.
         known_classes: number of classes of earlier examples; unless there are two, 255 in masks of 0 and 255 means no
             class.
+        label_format: one of `LABEL_FORMATS`; recognised by the content of the files by default.
+        reading: how images are read.
 
     Raises:
-        DataError: there are no examples, images without labels, labels without images, a damaged file or several files
-            of annotations; or `classes` is given for annotations that define their own.
+        DataError: there are no examples, images without labels, labels without images, a damaged file, or files of
+            several formats; or `classes` is given for annotations that define their own.
     """
+    if label_format is not None and label_format not in LABEL_FORMATS:
+        raise InputError(f"--format must be one of {', '.join(LABEL_FORMATS)}, got {label_format!r}")
     folder = Path(source).expanduser()
     require(folder)
-    masks, listed = known_classes in (None, len(MASK_CLASSES)), None if classes is None else Path(classes)
+    masks = known_classes in (None, len(MASK_CLASSES))
+    given = None if classes is None else Path(classes)
+    mapping = given if given is not None and given.suffix.lower() in ENDINGS else None
+    renamed = None if mapping is None else read_mapping(mapping)
+    listed = given if mapping is None else None
     if labels is not None:
         place = Path(labels).expanduser()
         require(place)
-        chosen = _format_of(place)
-        chosen.require_no_list(listed)
-        if chosen.lists_classes:
-            listed = listed or _class_file(folder) or _class_file(place)
-        found = chosen.open(folder, place, listed, masks)
+        found = _opened(folder, place, listed, label_format, masks)
     elif folder.is_dir():
-        found = _found(folder, listed, masks)
-    elif folder.suffix.lower() == ".json":
-        raise DataError(f"{folder} is a file: give the folder of its images, and the file with --labels")
+        found = _found(folder, listed, label_format, masks)
+    elif label_format is not None or _recognised_file(folder) is not None:
+        found = _read(folder, [folder], None, _format_of(folder, label_format), listed)
     else:
         raise DataError(f"{folder} is a file: give the folder of its label maps with --labels, or give a folder")
+    found.reading = reading
+    if mapping is not None and renamed is not None:
+        found = RenamedExamples(found, renamed, mapping)
     found.require_images()
     return found
 
 
-def _found(folder: Path, listed: Path | None, masks: bool) -> LabelledExamples:
-    """Return the labelled images of a folder in the first format whose layout it has."""
-    damaged: list[DamagedLabels] = []
-    for each in LABEL_FORMATS.values():
-        try:
-            found = each.find(folder, (listed or _class_file(folder)) if each.lists_classes else None, masks)
-        except DamagedLabels as error:
-            damaged.append(error)
-        except DataError as error:
-            raise (damaged or [error])[0] from error
+def _opened(
+    images: Path, labels: Path, classes: Path | None, label_format: str | None, masks: bool
+) -> LabelledExamples:
+    """Open images with labels in another place."""
+    if labels.is_file():
+        found = _read(labels, [labels], images, _format_of(labels, label_format), classes)
+    else:
+        chosen, files = _recognised(labels, label_format) if labels.is_dir() else ("maps", [])
+        if chosen == "maps":
+            listed = classes or _class_file(images) or _class_file(labels)
+            found = LabelledFolder(images, labels, listed, masks=masks)
         else:
-            if found is not None:
-                each.require_no_list(listed)
-                return found
-    raise AssertionError("the last format opens any folder, or raises an error")
+            found = _read(labels, files, images, chosen, classes)
+    return found
+
+
+def _found(folder: Path, classes: Path | None, label_format: str | None, masks: bool) -> LabelledExamples:
+    """Return the labelled images of a folder."""
+    damaged: DataError | None = None
+    try:
+        chosen, files = _recognised(folder, label_format)
+    except DamagedLabels as error:
+        damaged, chosen, files = error, "maps", []
+    if chosen != "maps" and not (
+        label_format is None and LABEL_FORMATS[chosen].per_image and _has_maps(folder, classes)
+    ):
+        return _read(folder, files, None, chosen, classes)
+    if chosen != "maps":
+        log.info("%s has both label maps and %s: using the label maps", folder, LABEL_FORMATS[chosen].title)
+    try:
+        return find_label_maps(folder, classes or _class_file(folder), masks)
+    except DataError as error:
+        raise damaged or error from error
+
+
+def _has_maps(folder: Path, classes: Path | None) -> bool:
+    """Whether the images of a folder have label maps."""
+    try:
+        find_label_maps(folder, classes or _class_file(folder), True)
+    except (DataError, OSError):
+        return False
+    return True
+
+
+def _read(source: Path, files: list[Path], images: Path | None, chosen: str, classes: Path | None) -> LabelledExamples:
+    """Read files that define their own classes."""
+    row = LABEL_FORMATS[chosen]
+    if row.read is None:
+        raise DataError(f"{source} is not a folder of label maps: give their folder, or another --format")
+    if classes is not None:
+        raise DataError(f"--classes {classes} cannot be used with {row.title}, which define their own classes")
+    return row.read(source, files, images)
+
+
+def _format_of(file: Path, label_format: str | None) -> str:
+    """Return the format of a file, as asked for or recognised."""
+    if label_format is not None:
+        return label_format
+    found = _recognised_file(file)
+    if found is None:
+        raise DataError(
+            f"{file} has no labels of a known format: {', '.join(each.title for each in LABEL_FORMATS.values())}"
+        )
+    return found
+
+
+def _recognised(folder: Path, label_format: str | None) -> tuple[str, list[Path]]:
+    """Return the format of the labels in a folder, and their files; label maps if there are no others.
+
+    Raises:
+        DamagedLabels: no file has labels of a known format, but one is damaged.
+        DataError: there are files of several formats, or damaged ones among others.
+    """
+    found: dict[str, list[Path]] = {}
+    damaged: list[DataError] = []
+    for path in sorted(path for path in folder.rglob("*") if _rows_of(path) and path.is_file()):
+        try:
+            if (name := _recognised_file(path)) is not None:
+                found.setdefault(name, []).append(path)
+        except DataError as error:
+            damaged.append(error)
+    if label_format is not None:
+        if label_format != "maps" and label_format not in found:
+            raise DataError(
+                f"{folder} has no {LABEL_FORMATS[label_format].title}: choose another --format, or another folder"
+            )
+        return label_format, found.get(label_format, [])
+    if len(found) > 1:
+        names = ", ".join(f"{paths[0].name} ({LABEL_FORMATS[name].title})" for name, paths in found.items())
+        raise DataError(f"{folder} has labels of several formats, {names}: choose one with --format")
+    if damaged and not found:
+        raise DamagedLabels(str(damaged[0])) from damaged[0]
+    if damaged:
+        raise damaged[0]
+    return next(iter(found.items()), ("maps", []))
+
+
+def _recognised_file(path: Path) -> str | None:
+    """Return the format of a file; None if it has no labels. Raises DataError for a damaged file."""
+    file = LabelFile(path)
+    return next((name for name, row in _rows_of(path).items() if row.recognises(file)), None)
+
+
+def _rows_of(path: Path) -> dict[str, LabelFormat]:
+    """Return the formats whose files have the ending of this one."""
+    return {name: row for name, row in LABEL_FORMATS.items() if path.suffix.lower() in row.endings}
 
 
 def _class_file(folder: Path) -> Path | None:
     path = folder / CLASSES_FILE
     return path if path.is_file() else None
+
+
+def written_formats(names: Sequence[str]) -> list[LabelFormat]:
+    """Return the formats of results by name.
+
+    Raises:
+        InputError: a name is not one of a format that can be written.
+    """
+    known = [name for name, row in LABEL_FORMATS.items() if row.write is not None]
+    for name in names:
+        if name not in known:
+            raise InputError(f"--write must be one or more of {', '.join(known)}, got {name!r}")
+    return [LABEL_FORMATS[name] for name in dict.fromkeys(names)]

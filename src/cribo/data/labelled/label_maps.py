@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, NamedTuple
 
 import numpy as np
@@ -42,6 +42,18 @@ class LabelMap(NamedTuple):
     palette: tuple[Colour, ...] | None = None
 
 
+class Task(NamedTuple):
+    """What a tool knows of an image, kept from its labels to the results.
+
+    Attributes:
+        id: of the image or task; "" if there is none.
+        split: such as train or val; "" if there are no splits.
+    """
+
+    id: str = ""
+    split: str = ""
+
+
 class Labelling(NamedTuple):
     """Labels of many images, to be written to a file.
 
@@ -49,11 +61,17 @@ class Labelling(NamedTuple):
         sizes: height and width of each image by name.
         classes: names of the classes.
         labels: returns the class of each pixel of an image by its name.
+        tasks: ids and splits by the name of an image, or by the last part of its name.
     """
 
     sizes: Mapping[str, tuple[int, int]]
     classes: Sequence[str]
     labels: Callable[[str], UInt8[Tensor, "h w"]]
+    tasks: Mapping[str, Task] = {}
+
+    def task(self, name: str) -> Task:
+        """Return what a tool knows of an image."""
+        return self.tasks.get(name) or self.tasks.get(PurePosixPath(name).name) or Task()
 
 
 # ---------------------------------------------------------------------------------------------------- class indices

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cribo.base.colours import Colour, class_colours
 from cribo.base.errors import DataError, MissingData
-from cribo.base.files import read_json, require
+from cribo.base.files import require
 from cribo.base.wording import enumerated
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.labelled.inputs import Example
@@ -25,6 +25,7 @@ from cribo.data.labelled.label_maps import (
     LabelColours,
     LabelMap,
     LabelValues,
+    Task,
     are_masks,
     class_indices,
     has_colours,
@@ -100,6 +101,11 @@ class LabelledExamples(ImageFiles):
     def stated_palette(self) -> list[Colour] | None:
         """Colours that the labels or a list define; None for those of `label_map`."""
         return None
+
+    @property
+    def tasks(self) -> Mapping[str, Task]:
+        """What the tool of the labels knows of the images, by name."""
+        return {}
 
     def label_map(self, index: int) -> LabelMap:
         """Return the class of each pixel of an image, and the colours of the classes if its labels have them."""
@@ -369,11 +375,6 @@ def other_annotations(image: Path, labels: Path) -> str:
     stem = composed(labels.stem)
     files = sorted(path for path in labels.parent.glob("*") if path.is_file() and not path.samefile(image))
     found = [path for path in files if composed(path.stem) == stem]
-    if labelme := next(filter(_is_labelme, found), None):
-        return (
-            f", but {labelme.name}, which is in labelme's format: convert it with labelme's labelme2voc.py, and use "
-            "the folder that it writes (with JPEGImages and SegmentationClass)"
-        )
     found += [path for path in files if path not in found and is_marked(path.stem, stem)]
     if not found:
         return ""
@@ -397,11 +398,3 @@ def is_marked(stem: str, image: str) -> bool:
     """
     mark = rf"(?:{_MARK}[\W_]+)?{re.escape(composed(image))}(?:[\W_]+{_MARK})?"
     return re.fullmatch(mark, composed(stem), re.IGNORECASE) is not None
-
-
-def _is_labelme(path: Path) -> bool:
-    try:
-        content = read_json(path, limit_bytes=None) if path.suffix == ".json" else None
-    except DataError:
-        return False
-    return isinstance(content, dict) and {"shapes", "imagePath"} <= content.keys()

@@ -1,4 +1,4 @@
-"""Images with object boxes in Pascal VOC's layout."""
+"""Images with object boxes in Pascal VOC's layout, and its label maps for results."""
 
 import copy
 import os
@@ -8,9 +8,14 @@ from pathlib import Path
 
 import torch
 
+from cribo.base.colours import class_colours
 from cribo.base.errors import DataError, MissingData
-from cribo.base.files import path_inside, read_lines, require
+from cribo.base.files import path_inside, read_lines, require, write_text, write_whole
 from cribo.data.labelled.detection import Boxes
+from cribo.data.labelled.label_maps import Labelling, write_labels
+from cribo.data.labelled.regions import Region, RegionImage, RegionSet
+from cribo.data.labelled.writing import stems
+from cribo.data.reading import EXTENSIONS
 from cribo.data.sources.images import ImageFiles, PackedNames
 
 _FOLDERS = ("Annotations", "ImageSets", "JPEGImages")
@@ -74,6 +79,42 @@ class VocBoxes(ImageFiles):
         part.names = PackedNames(map(self.name, indices))
         part._boxes = [self._boxes[index] for index in indices]
         return part
+
+
+def is_voc_annotation(root: ET.Element) -> bool:
+    """Whether the root of an XML file is that of an annotation of Pascal VOC."""
+    return root.tag == "annotation" and root.find("filename") is not None
+
+
+def read_voc(source: Path, files: list[Path]) -> RegionSet:
+    """Read annotations of Pascal VOC: boxes of objects, an XML file for each image.
+
+    Raises:
+        DataError: an annotation is invalid.
+    """
+    folder = source if source.is_dir() else source.parent
+    found = RegionSet(source, [], [folder, folder / "JPEGImages", folder / "images"])
+    for file in files:
+        stated = (ET.parse(file).getroot().findtext("filename") or "").strip()
+        names = tuple(filter(None, (stated, *(f"{file.stem}{ending}" for ending in EXTENSIONS))))
+        regions = [
+            Region(name, box=(box[0], box[1], box[2], box[3]), name=f"object {number} of {file.name}")
+            for number, (name, box) in enumerate(_read_objects(file), start=1)
+        ]
+        found.images.append(RegionImage(names, None, regions, file))
+    return found
+
+
+def write_voc(folder: Path, labelling: Labelling) -> int:
+    """Write a palette PNG for each image to `SegmentationClass`, and the list of classes."""
+    palette = class_colours(labelling.classes)
+    for name, stem in stems(labelling.sizes).items():
+        path = folder / "SegmentationClass" / f"{stem}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        labels = labelling.labels(name)
+        write_whole(path, lambda part, labels=labels: write_labels(labels, palette, part))
+    write_text(folder / "classes.txt", "".join(f"{name}\n" for name in labelling.classes))
+    return 0
 
 
 def _read_objects(path: Path) -> list[tuple[str, tuple[float, ...]]]:

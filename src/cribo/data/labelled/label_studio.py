@@ -1,0 +1,248 @@
+"""Labels in Label Studio's JSON: polygons, brush strokes, boxes, ellipses and key points of tasks."""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import numpy as np
+from jaxtyping import UInt8
+
+from cribo.base.errors import DataError, InputError
+from cribo.base.files import read_json, write_whole
+from cribo.data.labelled.coco import is_number
+from cribo.data.labelled.label_maps import Labelling
+from cribo.data.labelled.regions import Mask, Region, RegionImage, RegionSet, corners, ellipse, outline, things
+from cribo.data.reading import EXTENSIONS
+
+_UPLOADED = re.compile(r"^[0-9a-f]{8}-")  # in front of the names of uploaded files
+_LABELS = ("polygonlabels", "brushlabels", "rectanglelabels", "ellipselabels", "keypointlabels", "labels")
+_RUN_BITS = (3, 4, 8, 16)  # of the lengths of runs in what is written
+
+
+def is_label_studio(content: object) -> bool:
+    """Whether the content of a JSON file is an export of tasks."""
+    return isinstance(content, list) and any(
+        isinstance(task, Mapping)
+        and isinstance(task.get("data"), Mapping)
+        and ("annotations" in task or "predictions" in task)
+        for task in content[:1]
+    )
+
+
+def read_label_studio(path: Path) -> RegionSet:
+    """Read an export of tasks as JSON. Of a task, the last annotation that was not cancelled counts.
+
+    Tasks without annotations are left out; predictions are no annotations.
+
+    Raises:
+        DataError: the file is not such an export (JSON-MIN is another format), or a region is invalid.
+    """
+    content = read_json(path, limit_bytes=None)
+    if not is_label_studio(content):
+        raise DataError(f"{path} is not an export of Label Studio as JSON: each task must have data and annotations")
+    found = RegionSet(path, [], [path.parent, path.parent / "images"])
+    for number, task in enumerate(content):
+        data = task.get("data") if isinstance(task, Mapping) else None
+        if not isinstance(data, Mapping):
+            raise DataError(f"{path}: task {number} has no data")
+        names, size, regions = _names(data, path), None, list[Region]()
+        done = [each for each in task.get("annotations") or [] if not each.get("was_cancelled")]
+        if not done:
+            found.unlabelled.append(RegionImage(names, None, [], path, id=str(task.get("id", ""))))
+            continue
+        for place, result in enumerate(done[-1].get("result") or [], start=1):
+            what = f"region {result.get('id', place)} of {names[0]}"
+            try:
+                size = _size(result) or size
+                regions += _regions(result, what, found.skipped)
+            except InputError as error:
+                raise DataError(f"{path}: {what} is invalid: {error}") from error
+        found.images.append(RegionImage(names, size, regions, path, id=str(task.get("id", ""))))
+    return found
+
+
+def _names(data: Mapping[str, Any], path: Path) -> tuple[str, ...]:
+    """Return the possible file names of a task's image."""
+    texts = [str(data[key]) for key in sorted(data, key=lambda key: key != "image") if isinstance(data[key], str)]
+    images = [
+        text for text in texts if PurePosixPath(urlsplit(text).path).suffix.lower() in EXTENSIONS or "?d=" in text
+    ]
+    if not images:
+        raise DataError(f"{path}: a task must have an image in its data, got {', '.join(data) or 'nothing'}")
+    url = urlsplit(images[0])
+    stated = unquote(parse_qs(url.query)["d"][0] if "d" in parse_qs(url.query) else url.path).lstrip("/")
+    name = PurePosixPath(stated).name
+    return tuple(dict.fromkeys((name, _UPLOADED.sub("", name), stated)))
+
+
+def _size(result: Mapping[str, Any]) -> tuple[int, int] | None:
+    height, width = result.get("original_height"), result.get("original_width")
+    return (height, width) if isinstance(height, int) and isinstance(width, int) else None
+
+
+def _regions(result: Any, what: str, skipped: list[str]) -> Iterator[Region]:
+    """Yield the region of a result; none if it has no area or is no region."""
+    value = result.get("value") if isinstance(result, Mapping) else None
+    labels = (
+        next((value[key] for key in _LABELS if isinstance(value.get(key), list)), None)
+        if isinstance(value, Mapping)
+        else None
+    )
+    if value is None or labels is None:  # choices, texts, relations
+        return
+    if len(labels) != 1 or not isinstance(labels[0], str):
+        raise InputError(f"a region must have one label, got {labels!r:.60}")
+    label, size = labels[0], _size(result)
+    if size is None:
+        raise InputError("it must have original_width and original_height")
+    height, width = size
+
+    def percent(*names: str) -> list[float]:
+        if not all(is_number(value.get(name)) and math.isfinite(value[name]) for name in names):
+            raise InputError(f"{', '.join(names)} must be numbers, in percent of the image")
+        return [value[name] / 100 for name in names]
+
+    if "points" in value:
+        ring = [(x * width / 100, y * height / 100) for x, y in corners(value["points"])]
+        if any(abs(x) > 2 * width or abs(y) > 2 * height for x, y in ring):
+            raise InputError("the corners of a polygon must be in percent of the image")
+        yield from outline(label, ring, skipped, size=size, name=what)
+    elif "rle" in value:
+        yield Region(label, _drawn(decoded(value["rle"]), height, width), name=what)
+    elif "radiusX" in value:
+        x, y, rx, ry = percent("x", "y", "radiusX", "radiusY")
+        if rx <= 0 or ry <= 0:
+            skipped.append(what)
+            return
+        turn = float(value.get("rotation") or 0)
+        yield Region(label, ellipse(x * width, y * height, rx * width, ry * height, turn), name=what)
+    elif "keypointlabels" in value:
+        x, y = percent("x", "y")
+        yield Region(label, points=((x * width, y * height),), name=what)
+    else:
+        x, y, w, h = percent("x", "y", "width", "height")
+        if w <= 0 or h <= 0:
+            skipped.append(what)
+            return
+        if value.get("rotation"):
+            yield from outline(
+                label,
+                _turned(x * width, y * height, w * width, h * height, value["rotation"]),
+                skipped,
+                size=size,
+                name=what,
+            )
+        else:
+            yield Region(label, box=(x * width, y * height, (x + w) * width, (y + h) * height), name=what)
+
+
+def _turned(x: float, y: float, w: float, h: float, degrees: float) -> list[tuple[float, float]]:
+    """Return the corners of a rectangle that is turned clockwise around its first corner."""
+    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    return [(x + a * cos - b * sin, y + a * sin + b * cos) for a, b in ((0, 0), (w, 0), (w, h), (0, h))]
+
+
+def _drawn(values: UInt8[np.ndarray, " n"], height: int, width: int):
+    def draw(rows: int, columns: int) -> Mask:
+        if (rows, columns) != (height, width) or len(values) != 4 * height * width:
+            raise InputError(f"its brush strokes must have 4 x {width} x {height} values, got {len(values)}")
+        return values.reshape(height, width, 4)[..., 3] > 0
+
+    return draw
+
+
+# ------------------------------------------------------------------------------------------------------ brush strokes
+
+
+def decoded(packed: object) -> UInt8[np.ndarray, " n"]:
+    """Return the values in Label Studio's packed run lengths: RGBA of all pixels, row after row.
+
+    32 bits of the number of values; 5 of the bits of a value, less 1; four times 4 of the bits of a length, less 1.
+    Then, for each block: whether it is a run; which of the four; the length less 1; the value of a run, or all values.
+
+    Raises:
+        InputError: the numbers are not of this form.
+    """
+    if not isinstance(packed, list) or not all(isinstance(byte, int) and 0 <= byte < 256 for byte in packed):
+        raise InputError("rle must be a list of bytes")
+    bits, at = "".join(f"{byte:08b}" for byte in packed), 0
+
+    def read(count: int) -> int:
+        nonlocal at
+        at += count
+        if at > len(bits):
+            raise InputError("rle ends too early")
+        return int(bits[at - count : at], 2)
+
+    total, word = read(32), read(5) + 1
+    sizes = [read(4) + 1 for _ in range(4)]
+    if word > 8 or total > 2**31:
+        raise InputError(f"rle must have values of at most 8 bits, got {word}")
+    parts: list[UInt8[np.ndarray, " n"]] = []
+    done = 0
+    while done < total:
+        is_run = read(1)
+        length = read(sizes[read(2)]) + 1
+        if is_run:
+            parts.append(np.full(length, read(word), dtype=np.uint8))
+        else:
+            parts.append(np.array([read(word) for _ in range(length)], dtype=np.uint8))
+        done += length
+    found = np.concatenate(parts) if parts else np.empty(0, dtype=np.uint8)
+    if len(found) != total:
+        raise InputError(f"rle must have {total} values, got {len(found)}")
+    return found
+
+
+def encoded(mask: Mask) -> list[int]:
+    """Return a mask as Label Studio's packed run lengths."""
+    flat = mask.ravel()
+    ends = np.concatenate([np.flatnonzero(np.diff(flat)) + 1, [flat.size]])
+    starts = np.concatenate([[0], ends[:-1]])
+    bits = [f"{4 * flat.size:032b}", f"{7:05b}", *(f"{size - 1:04b}" for size in _RUN_BITS)]
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        left, value = 4 * (end - start), 255 if flat[start] else 0
+        while left:
+            length = min(left, 2 ** _RUN_BITS[-1])
+            kind = next(number for number, size in enumerate(_RUN_BITS) if length <= 2**size)
+            bits.append(f"1{kind:02b}{length - 1:0{_RUN_BITS[kind]}b}{value:08b}")
+            left -= length
+    text = "".join(bits)
+    text += "0" * (-len(text) % 8)
+    return list(int(text, 2).to_bytes(len(text) // 8, "big"))
+
+
+def write_label_studio(path: Path, labelling: Labelling) -> int:
+    """Write tasks with predictions as brush strokes, one for each class of an image."""
+    named = things(labelling.classes)
+
+    def tasks() -> Iterator[dict[str, Any]]:
+        for name, (height, width) in labelling.sizes.items():
+            labels, results = labelling.labels(name).numpy(), []
+            for label, title in named.items():
+                if (labels == label).any():
+                    common = {"id": f"{len(results)}", "type": "brushlabels", "from_name": "label", "to_name": "image"}
+                    size = {"original_width": width, "original_height": height, "image_rotation": 0}
+                    value = {"format": "rle", "rle": encoded(labels == label), "brushlabels": [title]}
+                    results.append({**common, **size, "value": value})
+            task: dict[str, Any] = {
+                "data": {"image": name},
+                "predictions": [{"model_version": "cribo", "result": results}],
+            }
+            if (own := labelling.task(name).id).isdecimal():
+                task = {"id": int(own), **task}
+            yield task
+
+    def write(into: Path) -> None:
+        with into.open("w", encoding="utf-8") as file:
+            file.write("[")
+            for number, task in enumerate(tasks()):
+                file.write(f"{',' if number else ''}\n{json.dumps(task)}")
+            file.write("\n]\n")
+
+    write_whole(path, write)
+    return 0

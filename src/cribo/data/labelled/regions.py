@@ -1,0 +1,434 @@
+"""Labelled regions of images, which the files of other tools contain: one model, drawn as label maps."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool
+
+from cribo.base.colours import Colour, class_colours
+from cribo.base.errors import DataError, InputError, MissingData
+from cribo.base.files import path_inside
+from cribo.base.wording import counted, enumerated
+from cribo.data.labelled.label_maps import IGNORE_INDEX, LabelMap, Task, read_classes
+from cribo.data.labelled.segmentation import LabelledExamples
+from cribo.data.reading import image_size
+from cribo.data.sources.images import FilesBelow
+
+log = logging.getLogger("cribo")
+
+BACKGROUND = "background"
+"""The class of pixels outside all regions; it comes first."""
+
+FAR = 10
+"""Coordinates are at most this many times the longer side of their image away from its first corner."""
+
+LONGEST = 4_000_000
+"""Pixels along the border of a region: drawing takes about 100 bytes for each."""
+
+Mask = Bool[np.ndarray, "h w"]
+Draw = Callable[[int, int], Mask]
+"""Draws a region in an image of this height and width."""
+
+_BACKGROUNDS = (BACKGROUND, "_background_", "__background__")
+_IGNORED = ("__ignore__", "ignore")
+_CORNERS = 3
+_SHARES = 1.5  # coordinates below this, in pixels, are shares of width and height
+
+
+@dataclass(frozen=True)
+class Region:
+    """A labelled region of an image.
+
+    Attributes:
+        label: name of its class.
+        draw: draws it; None if it is a box or points.
+        box: (left, top, right, bottom) in pixels, of a box.
+        points: (x, y) in pixels, of key points.
+        name: for messages, such as its id.
+    """
+
+    label: str
+    draw: Draw | None = None
+    box: tuple[float, float, float, float] | None = None
+    points: tuple[tuple[float, float], ...] = ()
+    name: str = ""
+
+
+@dataclass
+class RegionImage:
+    """The regions of an image.
+
+    Attributes:
+        file: possible names of its file, the likeliest first.
+        size: height and width as listed; None if the file lists none.
+        regions: in the order in which they are drawn.
+        id: of the image or task in its tool.
+        split: such as train or val; "" if there are no splits.
+        source: the file of its labels.
+    """
+
+    file: tuple[str, ...]
+    size: tuple[int, int] | None
+    regions: list[Region]
+    source: Path
+    id: str = ""
+    split: str = ""
+
+
+@dataclass
+class RegionSet:
+    """The content of the files of a tool.
+
+    Attributes:
+        source: file or folder.
+        images: images with labels, possibly empty ones.
+        classes: names in their order; those of the regions, sorted, if the files do not list them.
+        folders: folders that may contain the images.
+        unlabelled: listed images without labels.
+        skipped: what had no area, and why.
+    """
+
+    source: Path
+    images: list[RegionImage]
+    folders: Sequence[Path]
+    classes: Sequence[str] | None = None
+    unlabelled: list[RegionImage] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+
+class RegionLabels(LabelledExamples):
+    """Images with labelled regions, as `LabelledImages`.
+
+    Class 0 is the background, followed by the classes of the files. Where regions of different classes overlap, the
+    later one is on top.
+
+    Args:
+        found: content of the files.
+        images: folder of the images; by default those of the set.
+
+    Raises:
+        MissingData: an image does not exist.
+        DataError: there are no labels.
+    """
+
+    def __init__(self, found: RegionSet, images: Path | None = None) -> None:
+        if not found.images:
+            raise DataError(f"{found.source} has no labelled images" + _unlabelled(found))
+        self._set = found
+        labels = dict.fromkeys(region.label for image in found.images for region in image.regions)
+        names = list(found.classes) if found.classes is not None else sorted(labels)
+        if unlisted := [label for label in labels if label not in names and label not in _IGNORED]:
+            raise DataError(f"{found.source} has labels of classes that it does not list: {enumerated(unlisted)}")
+        things = [name for name in names if name.lower() not in (*_BACKGROUNDS, *_IGNORED)]
+        self._label = {name: place for place, name in enumerate(things, start=1)}
+        self._label |= {name: 0 for name in names if name.lower() in _BACKGROUNDS}
+        self._label |= {name: IGNORE_INDEX for name in _IGNORED if name not in things}
+        self.listed_classes = read_classes([BACKGROUND, *things]).names
+        folder, files = _find_images(found, [images] if images is not None else found.folders)
+        super().__init__(folder, files)
+
+    @property
+    def stated_palette(self) -> list[Colour]:
+        """Colours by the names of the classes."""
+        return list(class_colours(self.classes))
+
+    @property
+    def tasks(self) -> dict[str, Task]:
+        """Ids and splits by the possible names of all listed images, also those without labels."""
+        listed = (*self._set.unlabelled, *self._set.images)
+        return {name: Task(image.id, image.split) for image in listed for name in image.file}
+
+    def label_map(self, index: int) -> LabelMap:
+        """Return the class of each pixel, 0 for background.
+
+        Raises:
+            UnreadableImage: the image file is broken.
+            DataError: its size differs from the listed one.
+        """
+        labels, _ = self._draw(index)
+        return LabelMap(torch.from_numpy(labels))
+
+    def _draw(self, index: int) -> tuple[np.ndarray, int]:
+        """Return the label map of an image, and the number of pixels with labels of several classes."""
+        image = self._set.images[index]
+        height, width = image_size(self.path(index), reading=self.reading)
+        if image.size is not None and image.size != (height, width):
+            raise DataError(
+                f"{image.source}: {self.name(index)} must have the size of its file, {width} x {height}, got "
+                f"{image.size[1]} x {image.size[0]}"
+            )
+        labels, several = np.zeros((height, width), dtype=np.uint8), np.zeros((height, width), dtype=bool)
+        taken = np.zeros((height, width), dtype=bool)
+        for region in image.regions:
+            if region.draw is None:
+                continue
+            try:
+                mask = region.draw(height, width)
+            except InputError as error:
+                what = f"{region.name or region.label} of {self.name(index)}"
+                raise DataError(f"{image.source}: {what} is invalid: {error}") from error
+            label = self._label[region.label]
+            several |= mask & taken & (labels != label)
+            labels[mask], taken = label, taken | mask
+        return labels, int(several.sum())
+
+    def require_images(self) -> None:
+        """Draw all regions once, to find faults before any work; say what is skipped, and where labels overlap.
+
+        Raises:
+            DataError: no region has an area, a region is invalid, or the size of an image is not the listed one.
+        """
+        found, regions = self._set, [region for image in self._set.images for region in image.regions]
+        drawable = sum(region.draw is not None for region in regions)
+        boxes = sum(region.box is not None for region in regions)
+        if not drawable:
+            raise DataError(
+                f"none of the {counted(len(regions), 'annotation')} of {found.source} gives a class to pixels"
+                + (f": {counted(boxes, 'box', 'boxes')} were found; polygons or masks are needed" if boxes else "")
+            )
+        if boxes or found.skipped:
+            first = f"; the first is {found.skipped[0]}" if found.skipped else ""
+            log.warning(
+                "%s: skipped %d of %d annotations, which are boxes, have fewer than three corners, or lie outside the "
+                "image; their pixels are background%s",
+                *(found.source, boxes + len(found.skipped), len(regions) + len(found.skipped), first),
+            )
+        if found.unlabelled:
+            log.info("%s: %s", found.source, _unlabelled(found).strip(" ,"))
+        several = {self.name(index): pixels for index in range(len(self)) if (pixels := self._draw(index)[1])}
+        if several:
+            log.warning(
+                "%s: %d pixels of %s have labels of several classes; the later one wins. The first image is %s",
+                *(found.source, sum(several.values()), counted(len(several), "image"), next(iter(several))),
+            )
+
+
+def _unlabelled(found: RegionSet) -> str:
+    left_out = len(found.unlabelled)
+    return f", {counted(left_out, 'listed image')} without labels left out" if left_out else ""
+
+
+def _find_images(found: RegionSet, folders: Iterable[Path]) -> tuple[Path, list[str]]:
+    """Return the folder of the images and their paths in it."""
+    folders = list(folders)
+    for image in found.images:
+        for name in image.file:
+            path_inside(folders[0], name, source=image.source, follow_links=True)
+    best: tuple[Path, list[str | None]] | None = None
+    for folder in folders:
+        files = FilesBelow(folder)
+        names = [next(filter(None, map(files.find, image.file)), None) for image in found.images]
+        if best is None or sum(map(bool, names)) > sum(map(bool, best[1])):
+            best = folder, names
+    assert best is not None
+    missing = [image.file[0] for image, name in zip(found.images, best[1], strict=True) if name is None]
+    if missing:
+        raise MissingData(
+            f"{len(missing)} of the {len(found.images)} images of {found.source} are not in "
+            f"{' or '.join(map(str, folders))}, the first is {missing[0]!r}: give the folder of the images"
+        )
+    names = [name for name in best[1] if name is not None]
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise DataError(f"{found.source} has the labels of an image more than once: {enumerated(repeated)}")
+    return best[0], names
+
+
+# ------------------------------------------------------------------------------------------------------------ shapes
+
+
+def polygon(*rings: Sequence[tuple[float, float]]) -> Draw:
+    """Return the function that draws a polygon: its outer ring, then its holes."""
+
+    def draw(height: int, width: int) -> Mask:
+        outer, *holes = (_filled(ring, height, width) for ring in rings)
+        for hole in holes:
+            outer &= ~hole
+        return outer
+
+    return draw
+
+
+def ellipse(x: float, y: float, rx: float, ry: float, degrees: float = 0.0) -> Draw:
+    """Return the function that draws an ellipse around (x, y), turned clockwise."""
+
+    def draw(height: int, width: int) -> Mask:
+        rows, columns = np.mgrid[:height, :width] + 0.5
+        cos, sin = np.cos(np.radians(degrees)), np.sin(np.radians(degrees))
+        across, down = columns - x, rows - y
+        return ((across * cos + down * sin) / rx) ** 2 + ((down * cos - across * sin) / ry) ** 2 <= 1
+
+    return draw
+
+
+def part(mask: Mask, left: int, top: int) -> Draw:
+    """Return the function that draws a mask of a part of the image."""
+
+    def draw(height: int, width: int) -> Mask:
+        whole, (h, w) = np.zeros((height, width), dtype=bool), mask.shape
+        if left < 0 or top < 0 or left + w > width or top + h > height:
+            raise InputError(
+                f"its mask of {w} x {h} pixels at ({left}, {top}) must lie inside the image of {width} x {height}"
+            )
+        whole[top : top + h, left : left + w] = mask
+        return whole
+
+    return draw
+
+
+def corners(values: Iterable[Any], what: str = "a polygon") -> list[tuple[float, float]]:
+    """Return the corners of a polygon, given as pairs or as a flat list.
+
+    Raises:
+        InputError: they are not finite numbers, or the flat list is odd.
+    """
+    try:
+        found = np.array(list(values), dtype=np.float64)
+    except (TypeError, ValueError):
+        found = np.array([np.nan])
+    if found.ndim == 1 and len(found) % 2 == 0:
+        found = found.reshape(-1, 2)
+    if found.ndim != 2 or found.shape[1] != 2 or not np.isfinite(found).all():
+        raise InputError(f"{what} must be a list of x and y of its corners")
+    return [(float(x), float(y)) for x, y in found]
+
+
+def outline(
+    label: str, ring: Sequence[tuple[float, float]], skipped: list[str], *, size: tuple[int, int] | None, name: str
+) -> list[Region]:
+    """Return a polygon as a region, or note in `skipped` that it has no area in the image."""
+    if len(ring) < _CORNERS or (size is not None and not _meets(ring, *size)):
+        skipped.append(name)
+        return []
+    return [Region(label, polygon(ring), name=name)]
+
+
+def require_pixels(source: Path, rings: Iterable[Sequence[tuple[float, float]]]) -> None:
+    """Raise DataError if most outlines are within the first pixel, so that their coordinates seem to be shares."""
+    extents = [max(map(max, ring)) for ring in rings if ring]
+    small = sum(extent <= _SHARES for extent in extents)
+    if 2 * small > len(extents):
+        raise DataError(
+            f"{source}: {small} of {len(extents)} outlines are within the first pixel, so their coordinates seem "
+            "normalised (0 to 1): this format has pixels; multiply x by the width of the image and y by its height"
+        )
+
+
+def _meets(ring: Sequence[tuple[float, float]], height: int, width: int) -> bool:
+    """Whether the bounding box of a ring meets the image."""
+    x, y = zip(*ring, strict=True)
+    return min(x) < width and max(x) > 0 and min(y) < height and max(y) > 0
+
+
+def _filled(ring: Sequence[tuple[float, float]], height: int, width: int) -> Mask:
+    from faster_coco_eval.core import mask as coco
+
+    points = np.asarray(ring, dtype=np.float64)
+    limit = FAR * max(height, width)
+    if np.abs(points).max() > limit:
+        raise InputError(
+            f"coordinates must be pixels in the image of {width} x {height} or near it (at most {limit} from its "
+            f"corner), got {np.abs(points).max():.6g}"
+        )
+    length = np.abs(points - np.roll(points, 1, axis=0)).max(axis=1).sum()
+    longest = min(LONGEST, 10_000 + 8 * height * width)
+    if length > longest:
+        raise InputError(f"its outline is {length:.0f} pixels long, and {longest} is the limit: simplify it")
+    parts: Any = coco.frPyObjects([points.ravel().tolist()], height, width)
+    runs: Any = coco.merge(parts)
+    return coco.decode(runs).astype(bool).reshape(height, width)
+
+
+# ------------------------------------------------------------------------------------------- regions of label maps
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A connected region of a label map.
+
+    Attributes:
+        label: its class.
+        rings: corners of its outer border, then of its holes, on the edges of pixels.
+        mask: (h, w) its pixels within its box.
+        left, top: first column and row of its box.
+    """
+
+    label: int
+    rings: list[list[tuple[int, int]]]
+    mask: Mask
+    left: int
+    top: int
+
+    @property
+    def holes(self) -> int:
+        """Number of holes."""
+        return len(self.rings) - 1
+
+
+def trace(labels: np.ndarray, classes: Iterable[int]) -> list[Traced]:
+    """Return the connected regions of some classes, the largest first, so that those in holes of others come later."""
+    from scipy import ndimage
+
+    found = []
+    for label in classes:
+        components: Any = np.zeros(labels.shape, dtype=np.int32)
+        ndimage.label(labels == label, output=components)
+        for number, box in enumerate(ndimage.find_objects(components), start=1):
+            mask = components[box] == number
+            top, left = box[0].start, box[1].start
+            rings = [[(x + left, y + top) for x, y in ring] for ring in _rings(mask)]
+            found.append(Traced(label, rings, mask, left, top))
+    return sorted(found, key=lambda each: -int(each.mask.sum()))
+
+
+def _rings(mask: Mask) -> list[list[tuple[int, int]]]:
+    """Return the borders of one connected region on the edges of pixels: the outer one first, then those of holes."""
+    padded = np.pad(mask, 1)
+    inside = padded[1:-1, 1:-1]
+    following: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    # Edges have the region on their right. (dx, dy) of their start and end from a pixel's first corner, by neighbour.
+    for neighbours, start, end in (
+        (padded[:-2, 1:-1], (0, 0), (1, 0)),
+        (padded[1:-1, 2:], (1, 0), (1, 1)),
+        (padded[2:, 1:-1], (1, 1), (0, 1)),
+        (padded[1:-1, :-2], (0, 1), (0, 0)),
+    ):
+        rows, columns = np.nonzero(inside & ~neighbours)
+        for x, y in zip(columns.tolist(), rows.tolist(), strict=True):
+            following.setdefault((x + start[0], y + start[1]), []).append((x + end[0], y + end[1]))
+    rings = []
+    while following:
+        at = next(iter(following))
+        ring = [at]
+        while at in following and (len(ring) == 1 or at != ring[0]):
+            ends = following.pop(at)
+            # Where two pixels touch at a corner, turn right, to stay at the same pixel.
+            turns = [_turn(ring[-2], at, end) if len(ring) > 1 else 0 for end in ends]
+            at = ends.pop(turns.index(max(turns)))
+            if ends:
+                following[ring[-1]] = ends
+            ring.append(at)
+        corner = [_turn(*each) for each in zip([ring[-2], *ring], ring[:-1], ring[1:], strict=False)]
+        rings.append([point for point, turn in zip(ring, corner, strict=False) if turn])
+    return sorted(rings, key=lambda ring: -abs(_area(ring)))
+
+
+def _turn(before: tuple[int, int], at: tuple[int, int], after: tuple[int, int]) -> int:
+    """Return the cross product of two steps: positive for a turn to the right, 0 for none."""
+    return (at[0] - before[0]) * (after[1] - at[1]) - (at[1] - before[1]) * (after[0] - at[0])
+
+
+def _area(ring: Sequence[tuple[int, int]]) -> float:
+    x, y = np.array(ring, dtype=np.float64).T
+    return float((x * np.roll(y, -1) - np.roll(x, -1) * y).sum() / 2)
+
+
+def things(classes: Sequence[str]) -> Mapping[int, str]:
+    """Return the classes that are written as regions: all but the background."""
+    return {label: name for label, name in enumerate(classes) if name.lower() not in _BACKGROUNDS}
