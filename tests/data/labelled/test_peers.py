@@ -111,4 +111,4 @@ def test_label_studio_unpacks_our_strokes_and_we_its_own(tmp_path: Path) -> None
     (tmp_path / "in.json").write_text(json.dumps([mask.astype(int).tolist(), encoded(mask)]))
     ours, theirs = ask("label-studio-sdk", BRUSH, tmp_path / "in.json")
     assert (np.array(ours).reshape(*mask.shape, 4) == 255 * mask[..., None]).all()
-    assert ((decoded(theirs).reshape(*mask.shape, 4)[..., 3] > 0) == mask).all()
+    assert ((decoded(theirs, 4 * mask.size).reshape(*mask.shape, 4)[..., 3] > 0) == mask).all()

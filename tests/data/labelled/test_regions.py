@@ -165,7 +165,7 @@ def test_label_studio(tmp_path: Path) -> None:
 def test_brush_strokes_are_packed_and_unpacked(seed: int) -> None:
     strokes = labels(seed, 0.5).numpy() > 0
     strokes[: 10 * seed] = False  # long runs
-    values = decoded(encoded(strokes))
+    values = decoded(encoded(strokes), 4 * strokes.size)
     assert (values.reshape(HEIGHT, WIDTH, 4) == 255 * strokes[..., None]).all()
 
 
@@ -175,9 +175,10 @@ def test_brush_strokes_with_literal_values() -> None:
     bits += f"1{0:02b}{2:03b}{9:08b}" + f"0{1:02b}{3:04b}" + "".join(f"{value:08b}" for value in (1, 2, 3, 255))
     bits += "0" * (-len(bits) % 8)
     packed = [int(bits[place : place + 8], 2) for place in range(0, len(bits), 8)]
-    assert decoded(packed).tolist() == [9, 9, 9, 1, 2, 3, 255]
-    with pytest.raises(InputError):
-        decoded(packed[:-2])
+    assert decoded(packed, 7).tolist() == [9, 9, 9, 1, 2, 3, 255]
+    for wrong, count in ((packed[:-2], 7), (packed, 8), ([*packed, 256], 7), ("text", 7)):
+        with pytest.raises(InputError):
+            decoded(wrong, count)
 
 
 def test_labelme(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def read_cvat(path: Path) -> RegionSet:
         name, size = image.get("name", ""), (_whole(image, "height", path), _whole(image, "width", path))
         if not name:
             raise DataError(f"{path}: an image without a name")
-        shapes = sorted((each for each in image if each.tag != "tag"), key=lambda each: int(each.get("z_order") or 0))
+        shapes = sorted((each for each in image if each.tag != "tag"), key=lambda each: _order(each, path))
         regions: list[Region] = []
         stated = RegionImage((name,), size, regions, path, id=image.get("id", ""), split=image.get("subset", ""))
         if not shapes:
@@ -82,6 +82,14 @@ def _whole(element: ET.Element, name: str, path: Path) -> int:
     if not value.isdecimal() or int(value) < 1:
         raise DataError(f"{path}: the {name} of {element.get('name') or element.tag} must be a number, got {value!r}")
     return int(value)
+
+
+def _order(shape: ET.Element, path: Path) -> int:
+    """Return the z-order of a shape, 0 by default."""
+    try:
+        return int(shape.get("z_order") or 0)
+    except ValueError:
+        raise DataError(f"{path}: z_order must be a whole number, got {shape.get('z_order')!r:.60}") from None
 
 
 def _numbers(shape: ET.Element, *names: str) -> list[float]:
@@ -116,10 +124,12 @@ def _regions(
         if rx <= 0 or ry <= 0:
             skipped.append(what)
             return
-        yield Region(label, ellipse(x, y, rx, ry, float(shape.get("rotation") or 0)), name=what)
+        turn = _numbers(shape, "rotation")[0] if shape.get("rotation") else 0.0
+        yield Region(label, ellipse(x, y, rx, ry, turn), name=what)
     elif shape.tag == "mask":
         left, top, width, height = (int(each) for each in _numbers(shape, "left", "top", "width", "height"))
-        yield Region(label, part(_decoded(shape.get("rle", ""), height, width), left, top), name=what)
+        rle = shape.get("rle", "")
+        yield Region(label, part(lambda: _decoded(rle, height, width), left, top, (height, width)), name=what)
     elif shape.tag == "points":
         yield Region(label, points=tuple(_points(shape)), name=what)
     else:  # lines, skeletons, cuboids
@@ -128,16 +138,16 @@ def _regions(
 
 def _points(shape: ET.Element) -> list[tuple[float, float]]:
     """Return the points of a shape: x,y;x,y;..."""
-    return corners(point.split(",") for point in shape.get("points", "").split(";"))
+    return corners([point.split(",") for point in shape.get("points", "").split(";")])
 
 
 def _decoded(text: str, height: int, width: int) -> Mask:
     """Return the mask of run lengths along the rows, of which the first is outside the mask."""
     try:
         counts = np.array([int(part) for part in text.split(",")], dtype=np.int64)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise InputError("rle must be whole numbers") from None
-    if (counts < 0).any() or height < 1 or width < 1 or counts.sum(dtype=np.float64) != height * width:
+    if (counts < 0).any() or counts.sum(dtype=np.float64) != height * width:
         raise InputError(f"the sum of rle must be {width} x {height} pixels, got {counts.sum(dtype=np.float64):.0f}")
     return np.repeat(np.arange(len(counts)) % 2 == 1, counts).reshape(height, width)
 

@@ -242,7 +242,9 @@ def _opened(
         found = _read(labels, [labels], images, _format_of(labels, label_format), classes)
     else:
         chosen, files = _recognised(labels, label_format) if labels.is_dir() else ("maps", [])
-        if chosen == "maps":
+        if chosen == "maps" or (
+            label_format is None and LABEL_FORMATS[chosen].per_image and any(labels.rglob("*.png"))
+        ):
             listed = classes or _class_file(images) or _class_file(labels)
             found = LabelledFolder(images, labels, listed, masks=masks)
         else:

@@ -69,7 +69,7 @@ def _regions(feature: Any, name: str, rings: list[list[tuple[float, float]]], sk
     if not isinstance(polygons, list) or not all(isinstance(each, list) and each for each in polygons):
         raise InputError(f"the coordinates of a {kind} must be lists of rings")
     for each in polygons:
-        own = [corners(ring)[:-1] if ring and ring[0] == ring[-1] else corners(ring) for ring in each]
+        own = [ring[:-1] if ring[:1] == ring[-1:] else ring for ring in map(corners, each)]
         if len(own[0]) < 3:
             skipped.append(name)
             continue

@@ -15,7 +15,7 @@ from cribo.base.errors import DataError, InputError
 from cribo.base.files import read_json, write_whole
 from cribo.data.labelled.coco import is_number
 from cribo.data.labelled.label_maps import Labelling
-from cribo.data.labelled.regions import Mask, Region, RegionImage, RegionSet, corners, ellipse, outline, things
+from cribo.data.labelled.regions import Draw, Mask, Region, RegionImage, RegionSet, corners, ellipse, outline, things
 from cribo.data.reading import EXTENSIONS
 
 _UPLOADED = re.compile(r"^[0-9a-f]{8}-")  # in front of the names of uploaded files
@@ -50,11 +50,13 @@ def read_label_studio(path: Path) -> RegionSet:
         if not isinstance(data, Mapping):
             raise DataError(f"{path}: task {number} has no data")
         names, size, regions = _names(data, path), None, list[Region]()
-        done = [each for each in task.get("annotations") or [] if not each.get("was_cancelled")]
+        annotations = _mappings(task.get("annotations") or [], f"{path}: the annotations of task {number}")
+        done = [each for each in annotations if not each.get("was_cancelled")]
         if not done:
             found.unlabelled.append(RegionImage(names, None, [], path, id=str(task.get("id", ""))))
             continue
-        for place, result in enumerate(done[-1].get("result") or [], start=1):
+        results = _mappings(done[-1].get("result") or [], f"{path}: the result of task {number}")
+        for place, result in enumerate(results, start=1):
             what = f"region {result.get('id', place)} of {names[0]}"
             try:
                 size = _size(result) or size
@@ -63,6 +65,13 @@ def read_label_studio(path: Path) -> RegionSet:
                 raise DataError(f"{path}: {what} is invalid: {error}") from error
         found.images.append(RegionImage(names, size, regions, path, id=str(task.get("id", ""))))
     return found
+
+
+def _mappings(value: object, what: str) -> list[Mapping[str, Any]]:
+    """Return a list of dictionaries, or raise DataError."""
+    if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+        raise DataError(f"{what} must be a list of objects, got {value!r:.60}")
+    return value
 
 
 def _names(data: Mapping[str, Any], path: Path) -> tuple[str, ...]:
@@ -102,9 +111,7 @@ def _regions(result: Any, what: str, skipped: list[str]) -> Iterator[Region]:
     height, width = size
 
     def percent(*names: str) -> list[float]:
-        if not all(is_number(value.get(name)) and math.isfinite(value[name]) for name in names):
-            raise InputError(f"{', '.join(names)} must be numbers, in percent of the image")
-        return [value[name] / 100 for name in names]
+        return [number / 100 for number in _numbers(value, *names)]
 
     if "points" in value:
         ring = [(x * width / 100, y * height / 100) for x, y in corners(value["points"])]
@@ -112,13 +119,13 @@ def _regions(result: Any, what: str, skipped: list[str]) -> Iterator[Region]:
             raise InputError("the corners of a polygon must be in percent of the image")
         yield from outline(label, ring, skipped, size=size, name=what)
     elif "rle" in value:
-        yield Region(label, _drawn(decoded(value["rle"]), height, width), name=what)
+        yield Region(label, _drawn(value["rle"]), name=what)
     elif "radiusX" in value:
         x, y, rx, ry = percent("x", "y", "radiusX", "radiusY")
         if rx <= 0 or ry <= 0:
             skipped.append(what)
             return
-        turn = float(value.get("rotation") or 0)
+        (turn,) = _numbers({"rotation": value.get("rotation") or 0}, "rotation")
         yield Region(label, ellipse(x * width, y * height, rx * width, ry * height, turn), name=what)
     elif "keypointlabels" in value:
         x, y = percent("x", "y")
@@ -128,10 +135,11 @@ def _regions(result: Any, what: str, skipped: list[str]) -> Iterator[Region]:
         if w <= 0 or h <= 0:
             skipped.append(what)
             return
-        if value.get("rotation"):
+        (turn,) = _numbers({"rotation": value.get("rotation") or 0}, "rotation")
+        if turn:
             yield from outline(
                 label,
-                _turned(x * width, y * height, w * width, h * height, value["rotation"]),
+                _turned(x * width, y * height, w * width, h * height, turn),
                 skipped,
                 size=size,
                 name=what,
@@ -140,26 +148,29 @@ def _regions(result: Any, what: str, skipped: list[str]) -> Iterator[Region]:
             yield Region(label, box=(x * width, y * height, (x + w) * width, (y + h) * height), name=what)
 
 
+def _numbers(value: Mapping[str, Any], *names: str) -> list[float]:
+    """Return some fields, which must be finite numbers."""
+    if not all(is_number(value.get(name)) and math.isfinite(value[name]) for name in names):
+        raise InputError(f"{', '.join(names)} must be numbers")
+    return [float(value[name]) for name in names]
+
+
 def _turned(x: float, y: float, w: float, h: float, degrees: float) -> list[tuple[float, float]]:
     """Return the corners of a rectangle that is turned clockwise around its first corner."""
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
     return [(x + a * cos - b * sin, y + a * sin + b * cos) for a, b in ((0, 0), (w, 0), (w, h), (0, h))]
 
 
-def _drawn(values: UInt8[np.ndarray, " n"], height: int, width: int):
-    def draw(rows: int, columns: int) -> Mask:
-        if (rows, columns) != (height, width) or len(values) != 4 * height * width:
-            raise InputError(f"its brush strokes must have 4 x {width} x {height} values, got {len(values)}")
-        return values.reshape(height, width, 4)[..., 3] > 0
-
-    return draw
+def _drawn(packed: object) -> Draw:
+    """Return the function that draws brush strokes: pixels that are not transparent."""
+    return lambda height, width: decoded(packed, 4 * height * width).reshape(height, width, 4)[..., 3] > 0
 
 
 # ------------------------------------------------------------------------------------------------------ brush strokes
 
 
-def decoded(packed: object) -> UInt8[np.ndarray, " n"]:
-    """Return the values in Label Studio's packed run lengths: RGBA of all pixels, row after row.
+def decoded(packed: object, expected: int) -> UInt8[np.ndarray, " n"]:
+    """Return the expected number of values in Label Studio's packed run lengths: RGBA of all pixels, row after row.
 
     32 bits of the number of values; 5 of the bits of a value, less 1; four times 4 of the bits of a length, less 1.
     Then, for each block: whether it is a run; which of the four; the length less 1; the value of a run, or all values.
@@ -180,8 +191,8 @@ def decoded(packed: object) -> UInt8[np.ndarray, " n"]:
 
     total, word = read(32), read(5) + 1
     sizes = [read(4) + 1 for _ in range(4)]
-    if word > 8 or total > 2**31:
-        raise InputError(f"rle must have values of at most 8 bits, got {word}")
+    if word > 8 or total != expected:
+        raise InputError(f"rle must have {expected} values of 8 bits, got {total} of {word}")
     parts: list[UInt8[np.ndarray, " n"]] = []
     done = 0
     while done < total:

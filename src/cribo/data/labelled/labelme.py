@@ -29,6 +29,7 @@ from cribo.data.labelled.regions import (
 from cribo.data.labelled.writing import as_json, stems
 
 _NO_AREA = ("line", "linestrip")
+_DAMAGED = (ValueError, OSError, SyntaxError)  # what Pillow raises
 
 
 def is_labelme(content: object) -> bool:
@@ -101,11 +102,17 @@ def _regions(
 def _decoded(text: object, left: int, top: int) -> Draw:
     """Return the function that draws a mask, a PNG in base64."""
     try:
-        with Image.open(io.BytesIO(base64.b64decode(str(text), validate=True)), formats=["PNG"]) as image:
-            mask: Mask = np.array(image.convert("L")) > 0
-    except (ValueError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+        image = Image.open(io.BytesIO(base64.b64decode(str(text), validate=True)), formats=["PNG"])
+    except (*_DAMAGED, Image.DecompressionBombError) as error:
         raise InputError(f"its mask must be a PNG in base64 ({error})") from error
-    return part(mask, left, top)
+
+    def decode() -> Mask:
+        try:
+            return np.array(image.convert("L")) > 0
+        except _DAMAGED as error:
+            raise InputError(f"its mask must be a PNG in base64 ({error})") from error
+
+    return part(decode, left, top, (image.height, image.width))
 
 
 def write_labelme(folder: Path, labelling: Labelling) -> int:

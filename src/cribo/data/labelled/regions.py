@@ -267,29 +267,30 @@ def ellipse(x: float, y: float, rx: float, ry: float, degrees: float = 0.0) -> D
     return draw
 
 
-def part(mask: Mask, left: int, top: int) -> Draw:
-    """Return the function that draws a mask of a part of the image."""
+def part(decode: Callable[[], Mask], left: int, top: int, size: tuple[int, int]) -> Draw:
+    """Return the function that draws a mask of a part of the image, which is decoded if it lies inside the image."""
+    h, w = size
 
     def draw(height: int, width: int) -> Mask:
-        whole, (h, w) = np.zeros((height, width), dtype=bool), mask.shape
-        if left < 0 or top < 0 or left + w > width or top + h > height:
+        whole = np.zeros((height, width), dtype=bool)
+        if left < 0 or top < 0 or h < 1 or w < 1 or left + w > width or top + h > height:
             raise InputError(
                 f"its mask of {w} x {h} pixels at ({left}, {top}) must lie inside the image of {width} x {height}"
             )
-        whole[top : top + h, left : left + w] = mask
+        whole[top : top + h, left : left + w] = decode()
         return whole
 
     return draw
 
 
-def corners(values: Iterable[Any], what: str = "a polygon") -> list[tuple[float, float]]:
+def corners(values: object, what: str = "a polygon") -> list[tuple[float, float]]:
     """Return the corners of a polygon, given as pairs or as a flat list.
 
     Raises:
         InputError: they are not finite numbers, or the flat list is odd.
     """
     try:
-        found = np.array(list(values), dtype=np.float64)
+        found = np.array(values if isinstance(values, list) else np.nan, dtype=np.float64)
     except (TypeError, ValueError):
         found = np.array([np.nan])
     if found.ndim == 1 and len(found) % 2 == 0:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import yaml
 
 from cribo.base.colours import Colour, class_colours
 from cribo.base.errors import DataError
@@ -25,7 +26,10 @@ def read_mapping(path: Path) -> dict[str, str | None]:
         DataError: it is not a mapping of names.
     """
     require(path)
-    content = parse_yaml(read_text(path))
+    try:
+        content = parse_yaml(read_text(path))
+    except yaml.YAMLError as error:
+        raise DataError(f"{path} is not valid YAML ({error})") from error
     if not isinstance(content, Mapping) or not content:
         raise DataError(f"{path} must map classes of the labels to classes, such as `car: vehicle` or `sky: null`")
     wrong = next((value for value in content.values() if isinstance(value, list | dict)), None)

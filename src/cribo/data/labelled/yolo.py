@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from cribo.base.errors import DataError
 from cribo.base.files import parse_yaml, read_lines, read_text, require, write_text
@@ -64,7 +65,7 @@ def read_yolo(source: Path) -> RegionSet:
 def _parsed(path: Path) -> Any:
     try:
         return parse_yaml(read_text(path))
-    except (DataError, ValueError):
+    except (DataError, ValueError, yaml.YAMLError):
         return None
 
 
