@@ -168,7 +168,7 @@ def write_cvat(path: Path, labelling: Labelling) -> int:
                 file.write(f'<image {stated} width="{width}" height="{height}">\n')
                 for order, region in enumerate(trace(labelling.labels(name).numpy(), named)):
                     common = f'label={quoteattr(named[region.label])} source="auto" occluded="0" z_order="{order}"'
-                    if region.holes:
+                    if region.has_holes:
                         h, w = region.mask.shape
                         place = f'left="{region.left}" top="{region.top}" width="{w}" height="{h}"'
                         file.write(f'<mask {common} rle="{_encoded(region.mask)}" {place}></mask>\n')

@@ -123,7 +123,7 @@ def write_labelme(folder: Path, labelling: Labelling) -> int:
         shapes = []
         for region in trace(labelling.labels(name).numpy(), named):
             shape: dict[str, Any] = {"label": named[region.label], "group_id": None, "flags": {}, "description": ""}
-            if region.holes:
+            if region.has_holes:
                 h, w = region.mask.shape
                 points = [[region.left, region.top], [region.left + w - 1, region.top + h - 1]]
                 shape |= {"points": points, "shape_type": "mask", "mask": _encoded(region.mask)}

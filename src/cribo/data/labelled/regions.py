@@ -367,9 +367,21 @@ class Traced:
     top: int
 
     @property
-    def holes(self) -> int:
-        """Number of holes."""
-        return len(self.rings) - 1
+    def has_holes(self) -> bool:
+        """Whether the region has holes."""
+        return len(self.rings) > 1
+
+    def holes_of(self, labels: np.ndarray, classes: Iterable[int]) -> int:
+        """Return the number of its holes in which some pixel of the label map has none of the classes."""
+        from scipy import ndimage
+
+        around = np.ones((3, 3), dtype=bool)
+        holes = ndimage.binary_fill_holes(self.mask, around) & ~self.mask
+        height, width = self.mask.shape
+        own = labels[self.top : self.top + height, self.left : self.left + width]
+        numbers: Any = np.zeros(holes.shape, dtype=np.int32)
+        ndimage.label(holes, around, output=numbers)
+        return len(np.unique(numbers[holes & ~np.isin(own, [*classes])]))
 
 
 def trace(labels: np.ndarray, classes: Iterable[int]) -> list[Traced]:

@@ -139,14 +139,16 @@ def _read(path: Path, names: Sequence[str], size: tuple[int, int], skipped: list
 
 
 def write_yolo(folder: Path, labelling: Labelling) -> int:
-    """Write a text file for each image and data.yaml; return the number of holes, which this format cannot hold."""
+    """Write a text file for each image and data.yaml; return the number of holes that are filled."""
     named, holes = things(labelling.classes), 0
     numbers = {label: number for number, label in enumerate(named)}
     for name, stem in stems(labelling.sizes).items():
         height, width = labelling.sizes[name]
         lines = []
-        for region in trace(labelling.labels(name).numpy(), named):
-            holes += region.holes
+        labels = labelling.labels(name).numpy()
+        for region in trace(labels, named):
+            # Regions in holes are written later, and drawn on top.
+            holes += region.holes_of(labels, named) if region.has_holes else 0
             shares = (np.array(region.rings[0]) / (width, height)).ravel()
             lines.append(" ".join([str(numbers[region.label]), *(f"{share:.7g}" for share in shares)]))
         split = labelling.task(name).split or "train"
