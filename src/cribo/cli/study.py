@@ -14,6 +14,7 @@ from cribo.base.errors import InputError
 from cribo.base.wording import command_line, counted
 from cribo.cli.command import Call, Command
 from cribo.cli.running import print_places
+from cribo.evaluation.results import NONE
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -23,14 +24,15 @@ if TYPE_CHECKING:
 HELP = """\
 Train a table of configurations with several seeds, score each, and write the means with intervals of their differences.
 
-  cribo study losses_small
+  cribo study table5_small
+  cribo study table2 --available
   cribo study my-study.yaml --print_plan
   cribo study my-study.yaml --part 2/8
   cribo study my-study.yaml --slurm 8
   cribo study compare studies/before studies/after
 
-STUDY is a YAML file (docs/studies.md) or one of these. Those named _small train on synthetic scenes, the others as in
-the paper:
+STUDY is a YAML file (docs/studies.md) or one of these: table1 to table12 are the tables of the paper. Those named
+_small take minutes, with small networks and images; the others train and evaluate as in the paper:
 
 {names}
 
@@ -56,7 +58,15 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--name", type=str, help="name of the study's folder; by default that of the file")
     parser.add_argument("--part", type=str, help="i/n: train the i-th of n shares of the cells, for job arrays")
     parser.add_argument(
-        "--print_plan", action="store_true", help="time some steps of each row, print all cells and their cost, and end"
+        "--available",
+        action="store_true",
+        help="leave out rows and scores whose data or weights are missing; by default, they are an error",
+    )
+    parser.add_argument(
+        "--print_plan",
+        action="store_true",
+        help="print all rows with their cost in GPU hours or, by timing some steps, on this machine, and what is "
+        "missing; and end",
     )
     parser.add_argument(
         "--slurm",
@@ -82,13 +92,20 @@ def run(call: Call) -> None:
         from cribo.apps.studies.table import FIGURE, TABLE
 
     if planned:
-        study = Study(config, call.options.out / name)
+        study = Study(config, call.options.out / name, available=call.options.available)
         if call.options.print_plan:
             _print_plan(study, call.console)
         else:
             _write_job(study, call.options, name, call.console)
         return
-    result = run_study(config, out=call.options.out, name=name, part=call.options.part, console=call.console)
+    result = run_study(
+        config,
+        out=call.options.out,
+        name=name,
+        part=call.options.part,
+        available=call.options.available,
+        console=call.console,
+    )
     call.console.print()
     for table in result.table.tables():
         call.console.print(table)
@@ -105,29 +122,62 @@ def run(call: Call) -> None:
 
 
 def _print_plan(study: "Study", console: Console) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
     from cribo.apps.studies.cells import make_cells
+    from cribo.apps.studies.costs import DEVICE
+    from cribo.apps.studies.run import missing_lines, named_missing
+    from cribo.base.tables import Table, numbers, texts
 
-    plans = study.plan(timed=True)
-    cells = make_cells(study.study, {row: plan.epochs for row, plan in plans.items()})
-    table = Table(title=study.study.title)
-    for column in ("row", "seeds", "epochs", "steps", "time per cell", "disk per cell"):
-        table.add_column(column, justify="left" if column == "row" else "right")
-    for row, plan in plans.items():
-        shares = next((cell.rows[0] for cell in cells if row in cell.rows[1:]), None)
-        seconds = duration(plan.seconds or 0.0)
-        cost = ("", f"as {shares}") if shares else (seconds, f"{plan.disk / 2**20:.0f} MiB")
-        table.add_row(Text(row), str(len(study.study.seeds)), str(plan.epochs), str(plan.steps), *cost)
-    console.print(table)
-    left = [cell for cell in cells if not study.is_finished(cell)]
-    total = sum(plans[cell.rows[0]].seconds or 0.0 for cell in left)
-    disk = sum(plans[cell.rows[0]].disk for cell in left)
-    console.print(
-        f"{len(left)} of {counted(len(cells), 'cell')} left: about {duration(total)} of training on this machine, one "
-        f"after the other, without evaluations; {disk / 2**30:.1f} GiB. Scores: {', '.join(study.study.scores)}."
+    plans = study.plan()
+    cells = make_cells(
+        study.study,
+        {row: plan.epochs or 1 for row, plan in plans.items() if plan.steps is not None},
+        [row for row, weights in study.study.checkpoints.items() if weights.source is not None],
     )
+    of_rows = {row: [cell for cell in cells if row in cell.rows] for row in plans}
+    needed = {
+        "epochs": [None if plan.epochs is None else str(plan.epochs) for plan in plans.values()],
+        "steps": [None if plan.steps is None else f"{plan.steps:,}" for plan in plans.values()],
+        "time here": [None if plan.seconds is None else duration(plan.seconds) for plan in plans.values()],
+        "GPU hours": [None if plan.gpu_seconds is None else _hours(plan.gpu_seconds) for plan in plans.values()],
+        "disk": [None if not plan.disk else f"{plan.disk / 2**20:,.0f} MiB" for plan in plans.values()],
+    }
+    shown = {title: values for title, values in needed.items() if any(values)}
+    rows = []
+    for place, row in enumerate(plans):
+        shares = next((cell.rows[0] for cell in cells if row in cell.rows[1:]), None)
+        found = [values[place] or NONE for values in shown.values()]
+        about = f" (as {shares})" if shares else ""
+        rows.append([f"{row}{about}", str(len(of_rows[row])), *found])
+    console.print(Table([*texts("row"), *numbers("cells", *shown)], [rows], f"{study.study.title}, per cell"))
+    left = [cell for cell in cells if not study.is_finished(cell, with_missing=True)]
+    of_cells = [plans[cell.rows[0]] for cell in left]
+    here = [plan.seconds for plan in of_cells if plan.seconds is not None]
+    on_gpus = [plan.gpu_seconds for plan in of_cells if plan.gpu_seconds is not None]
+    costs = [f"about {duration(sum(here))} of training on this machine"] if here else []
+    costs += [f"about {_hours(sum(on_gpus))} GPU hours"] if on_gpus else []
+    disk = sum(plan.disk for plan in of_cells)
+    costs += [f"{disk / 2**30:.1f} GiB"] if disk else []
+    console.print(
+        f"{len(left)} of {counted(len(cells), 'cell')} left: {', '.join(costs) or 'their cost is not known'}. Scores: "
+        f"{', '.join(study.study.scores)}.",
+        markup=False,
+    )
+    if here:
+        console.print("The time on this machine is that of trainings one after the other, without evaluations.")
+    if on_gpus:
+        unknown = sum(plan.gpu_seconds is None and plan.seconds is None for plan in of_cells)
+        console.print(
+            f"GPU hours are those of one {DEVICE} in bf16, of trainings and evaluations, from the profiled steps of "
+            "benchmarks/RESULTS.md (On a GPU); other networks and image sizes are scaled by their operations."
+            + (f" The cost of {counted(unknown, 'cell')} is not known." if unknown else "")
+        )
+    if missing := named_missing(plans, study.scores):
+        console.print(f"Missing here:\n{missing_lines(missing)}", markup=False, highlight=False)
+
+
+def _hours(seconds: float) -> str:
+    hours = seconds / 3600
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.1f}" if hours >= 0.1 else "< 0.1"
 
 
 def _write_job(study: "Study", parsed: "Namespace", name: str, console: Console) -> None:
