@@ -9,7 +9,7 @@ from rich.console import Console
 
 from cribo.apps.studies.config import load_study, share_of, study_names
 from cribo.base.arguments import Parser
-from cribo.base.console import duration, importing, importing_networks
+from cribo.base.console import Phases, duration, importing, importing_networks
 from cribo.base.errors import InputError
 from cribo.base.wording import command_line, counted
 from cribo.cli.command import Call, Command
@@ -30,6 +30,7 @@ Train a table of configurations with several seeds, score each, and write the me
   cribo study my-study.yaml --part 2/8
   cribo study my-study.yaml --slurm 8
   cribo study compare studies/before studies/after
+  cribo study labels coco/annotations/instances_train2017.json coco/labels
 
 STUDY is a YAML file (docs/studies.md) or one of these: table1 to table12 are the tables of the paper. Those named
 _small take minutes, with small networks and images; the others train and evaluate as in the paper:
@@ -216,11 +217,45 @@ _COMPARE = Command(
     run=_compare,
 )
 
+
+def _add_labels(parser: Parser) -> None:
+    """Add the options of the label maps."""
+    parser.add_argument("annotations", type=Path, help="a file in COCO's format")
+    parser.add_argument("out", type=Path, help="folder of the label maps")
+    parser.add_argument("--images", type=Path, help="folder of the images; by default that of COCO's layout")
+    parser.add_argument(
+        "--stuff", type=Path, help="a file with categories for the pixels outside all objects, stuff_train2017.json"
+    )
+
+
+def _write_labels(call: Call) -> None:
+    """Write label maps."""
+    with importing(call.console):
+        from cribo.apps.studies.label_maps import write_label_maps
+
+    options = call.options
+    with Phases(call.console) as progress:
+        written = write_label_maps(
+            options.annotations, options.out, images=options.images, stuff=options.stuff, progress=progress
+        )
+    classes = counted(len(written.classes), "class", "classes")
+    call.console.print(f"{counted(written.images, 'label map')} of {classes}; 255 is a pixel without a class")
+    print_places(call.console, {"label maps": written.folder})
+
+
+_LABELS = Command(
+    help="Draw label maps from annotations in COCO's format, for objective.args.labels of SupervisedCrIBo (table11).",
+    usage="cribo study labels ANNOTATIONS OUT [options]",
+    less_memory="use a machine with more memory",
+    add_options=_add_labels,
+    run=_write_labels,
+)
+
 COMMAND = Command(
     help=HELP.format(names=textwrap.indent(textwrap.fill(", ".join(study_names()), 100), "  ")),
     usage="cribo study STUDY [options]",
     less_memory="set changes: {optim.micro_batches: 2} in the study, or a smaller batch, with another --name",
     add_options=add_options,
     run=run,
-    others={"compare": _COMPARE},
+    others={"compare": _COMPARE, "labels": _LABELS},
 )

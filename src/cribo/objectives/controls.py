@@ -128,8 +128,8 @@ class SupervisedCrIBo(CrIBo):
         self.labels = None if labels is None else Path(labels).expanduser()
         if self.labels is not None and not self.labels.is_dir():
             raise MissingData(
-                f"objective.args.labels must be a folder of label maps, got {labels}: make it from annotations in "
-                f"COCO's format with cribo labels (docs/studies.md)"
+                f"objective.args.labels must be a folder of label maps, got {labels}: make it with cribo study "
+                "labels from annotations in COCO's format (docs/studies.md)"
             )
         if setting.options.backbone.cache_trunk is not None:
             raise ConfigError("backbone.cache_trunk does not keep labels: remove it")

@@ -234,12 +234,19 @@ class StudyTable:
         return found
 
     def tables(self) -> list[Table]:
-        """Return a table for each score: means, what is aggregated over rows, and published figures."""
-        return [self._table(name) for name in self.measured]
+        """Return a table with all scores, if there are several, and one for each that has more than means.
+
+        These are published figures with the differences from them, aggregates and comparisons.
+        """
+        if len(self.measured) == 1:
+            return [self._table(name) for name in self.measured]
+        compared = bool(self.study.pairs or self.study.aggregates)
+        detailed = [self._table(name) for name in self.measured if compared or self.study.paper.get(name)]
+        return [self.means(), *detailed]
 
     def means(self) -> Table:
         """Return one table with the means of all scores."""
-        headings = (f"{name}, {one.unit.heading}" for name, one in self.measured.items())
+        headings = (f"{name} {one.unit.heading}" for name, one in self.measured.items())
         rows = [[row, *(self._mean(one, row) for one in self.measured.values())] for row in self.rows]
         columns = [self._aggregated(name) for name in self.measured]
         aggregated = [[cells[0][0], *(cell[1] for cell in cells)] for cells in zip(*columns, strict=True)]
@@ -260,7 +267,6 @@ class StudyTable:
         """Return the tables and the sentences of the comparisons as Markdown."""
         lines = [
             *(f"# {self.study.title}", "", f"![{self.study.title}]({FIGURE})", ""),
-            *([self.means().markdown()] if len(self.measured) > 1 else []),
             *(table.markdown() for table in self.tables()),
             *(f"- {sentence}" for sentence in self.sentences),
             *("", self.conditions),
