@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from cribo.apps.studies.config import STATISTICS, StudyConfig, aggregate_names
-from cribo.apps.studies.metrics import Unit, unit_of
+from cribo.apps.studies.metrics import STEP_METRICS, Unit, unit_of
 from cribo.base.colours import LINE_COLOURS
 from cribo.base.drawing import PAGE_WIDTH, house_style, write_figure
 from cribo.base.files import write_json, write_text
@@ -246,7 +246,10 @@ class StudyTable:
 
     def means(self) -> Table:
         """Return one table with the means of all scores."""
-        headings = (f"{name} {one.unit.heading}" for name, one in self.measured.items())
+        headings = (
+            f"{name} [{one.unit.symbol}]" if one.metric in STEP_METRICS else f"{name} {one.unit.heading}"
+            for name, one in self.measured.items()
+        )
         rows = [[row, *(self._mean(one, row) for one in self.measured.values())] for row in self.rows]
         columns = [self._aggregated(name) for name in self.measured]
         aggregated = [[cells[0][0], *(cell[1] for cell in cells)] for cells in zip(*columns, strict=True)]
