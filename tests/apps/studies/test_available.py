@@ -65,8 +65,6 @@ def test_what_is_missing_is_named_before_anything_is_trained(
         assert named in printed
     assert "--available" in printed
     assert not Path("studies").exists()
-    assert main(["study", str(path), "--available", "--part", "1/2"]) == 0
-    capsys.readouterr()
     result = run_study(path, available=True)
     assert set(result.missing) == {"row 'public'", "row 'elsewhere'", "score 'photographs'"}
     assert (result.failed, result.unfinished) == ({}, [])
