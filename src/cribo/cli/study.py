@@ -168,8 +168,9 @@ def _print_plan(study: "Study", console: Console) -> None:
     if on_gpus:
         unknown = sum(plan.gpu_seconds is None and plan.seconds is None for plan in of_cells)
         console.print(
-            f"GPU hours are those of one {DEVICE} in bf16, of trainings and evaluations, from the profiled steps of "
-            "benchmarks/RESULTS.md (On a GPU); other networks and image sizes are scaled by their operations."
+            f"GPU hours are those of one {DEVICE} in bf16, from profiled steps (benchmarks/RESULTS.md, On a GPU); other "
+            "networks and image sizes are scaled by their operations. Evaluations are counted by the images that "
+            "they encode, without heads and reading."
             + (f" The cost of {counted(unknown, 'cell')} is not known." if unknown else "")
         )
     if missing := named_missing(plans, study.scores):
@@ -187,7 +188,8 @@ def _write_job(study: "Study", parsed: "Namespace", name: str, console: Console)
     study.start()
     # The job's PATH may lack `cribo`, such as after `uv run`.
     program = [sys.executable, "-m", "cribo"]
-    command = command_line(*program, "study", parsed.study, "--out", parsed.out, "--name", name)
+    available = ["--available"] if parsed.available else []
+    command = command_line(*program, "study", parsed.study, "--out", parsed.out, "--name", name, *available)
     path = study.folder / "job.sbatch"
     job, output = command_line(name), command_line(study.folder / "slurm-%A_%a.log")
     write_text(path, _SLURM.format(job=job, parts=parsed.slurm, output=output, command=command))

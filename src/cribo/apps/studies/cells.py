@@ -5,7 +5,9 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import timm
 import torch
 
 from cribo.apps.studies.config import Budget, Checkpoint, StudyConfig, folder_names
@@ -18,6 +20,7 @@ from cribo.features.encoder import open_network
 from cribo.models.hub.download import hub_name
 from cribo.models.hub.timm_weights import is_cached, timm_weights
 from cribo.models.licences import timm_licence
+from cribo.models.saving import save_backbone
 from cribo.objectives.banks import RunBank
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.planning import seconds_per_step, with_epochs
@@ -97,7 +100,8 @@ class Planner:
                     plans[row] = self._of_training(row)
             except ConnectionError as error:
                 offline = True  # trying again for each row takes minutes
-                plans[row] = RowPlan(missing=f"{_described(checkpoints[row])}: {error}")
+                what = f"{_described(checkpoints[row])}: " if row in checkpoints else ""
+                plans[row] = RowPlan(missing=f"{what}{error}")
             except ValueError as error:
                 raise ConfigError(f"row {row!r}: {error}") from error
         return plans
@@ -117,7 +121,7 @@ class Planner:
             return replace(plan, missing=_described(weights))
         network, _ = open_network(BackboneSource(weights.source, **weights.options))
         for score in self.scores:
-            score.check(network)
+            score.check(network, weights.source, weights.options)
         return plan
 
     def _of_training(self, row: str) -> RowPlan:
@@ -135,8 +139,11 @@ class Planner:
             session.dataset[0, 0]  # the objective may need what the images lack, such as labels
         except (MissingData, MissingPackage) as error:
             return self._without_data(config, str(error))
-        for score in self.scores:
-            score.check(session.module.objective.exported())
+        network = session.module.objective.exported()
+        with TemporaryDirectory() as folder:
+            save_backbone(network, folder)
+            for score in self.scores:
+                score.check(network, folder, {})
         disk, seconds = _disk_bytes(session), None
         epochs = self.epochs.get(row) or _epochs(self.study.budget, session)
         steps = epochs * (len(session.source) // config.optim.batch_size)
@@ -189,15 +196,9 @@ def is_local(source: str) -> bool:
 
 def _architecture(weights: Checkpoint) -> str | None:
     """Return the timm name of the architecture of weights, as far as it is known without them."""
-    named = weights.options.get("architecture")
-    if (
-        named is None
-        and weights.source is not None
-        and not is_local(weights.source)
-        and hub_name(weights.source) is None
-    ):
-        named = weights.source.partition(".")[0]
-    return named
+    stated = weights.options.get("architecture")
+    name = (weights.source or "").partition(".")[0]
+    return stated or (name if timm.is_model(name) else None)
 
 
 def _described(weights: Checkpoint) -> str:

@@ -239,7 +239,7 @@ class Study:
         identity = {
             "seeds": study.seeds,
             "budget": asdict(study.budget),
-            "scores": study.scores,
+            "scores": study.evaluations,
             "rows": {
                 row: asdict(weights[row] if row in weights else study.configuration(row, seed)) for row in study.names
             },

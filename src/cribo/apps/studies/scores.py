@@ -1,6 +1,5 @@
 """The evaluations of a study, from their options in its file."""
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -56,15 +55,21 @@ class Score:
         """Metrics of the evaluation, the headline first."""
         return self.protocol.metrics
 
-    def check(self, backbone: Backbone) -> None:
+    def check(self, backbone: Backbone, source: str, options: Mapping[str, Any]) -> None:
         """Raise an error if a network does not support the evaluation.
+
+        Args:
+            backbone: the network.
+            source: its weights, which finetuning loads again with other settings.
+            options: further options of the backbone.
 
         Raises:
             ConfigError: as above; the message names the score.
         """
         if self.splits is None:
             return
-        run = Run(self.backbone, self.splits, self.runtime, backbone, {}, Console(quiet=True), num_pictures=0)
+        own = replace(self.backbone, source=source, **options)
+        run = Run(own, self.splits, self.runtime, backbone, {}, Console(quiet=True), num_pictures=0)
         try:
             self.protocol.prepare(run)
         except InputError as error:
@@ -88,10 +93,10 @@ class Score:
         """
         runtime = self.runtime
         if isinstance(runtime, EvaluationRuntime):
-            runtime = dataclasses.replace(runtime, cache=cache or "none")
+            runtime = replace(runtime, cache=cache or "none")
         evaluate(
             self.protocol,
-            dataclasses.replace(self.backbone, source=source, **options),
+            replace(self.backbone, source=source, **options),
             self.data,
             runtime,
             out=folder,

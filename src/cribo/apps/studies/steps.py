@@ -62,7 +62,7 @@ class StepScore:
     metrics: ClassVar[Sequence[str]] = STEP_METRICS
     missing: ClassVar[None] = None
 
-    def check(self, backbone: object) -> None:
+    def check(self, *_: object) -> None:
         """No-op: steps of every network can be timed."""
 
     def is_finished(self, folder: Path) -> bool:

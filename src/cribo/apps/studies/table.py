@@ -246,10 +246,12 @@ class StudyTable:
 
     def means(self) -> Table:
         """Return one table with the means of all scores."""
-        headings = (
-            f"{name} [{one.unit.symbol}]" if one.metric in STEP_METRICS else f"{name} {one.unit.heading}"
+        headings = [
+            f"{name} [{one.unit.symbol}]"
+            if one.metric in STEP_METRICS or name.endswith(one.unit.title)
+            else f"{name} {one.unit.heading}"
             for name, one in self.measured.items()
-        )
+        ]
         rows = [[row, *(self._mean(one, row) for one in self.measured.values())] for row in self.rows]
         columns = [self._aggregated(name) for name in self.measured]
         aggregated = [[cells[0][0], *(cell[1] for cell in cells)] for cells in zip(*columns, strict=True)]
