@@ -168,8 +168,8 @@ def _print_plan(study: "Study", console: Console) -> None:
     if on_gpus:
         unknown = sum(plan.gpu_seconds is None and plan.seconds is None for plan in of_cells)
         console.print(
-            f"GPU hours are those of one {DEVICE} in bf16, from profiled steps (benchmarks/RESULTS.md, On a GPU); other "
-            "networks and image sizes are scaled by their operations. Evaluations are counted by the images that "
+            f"GPU hours are those of one {DEVICE} in bf16, from profiled steps (benchmarks/RESULTS.md, On a GPU). "
+            "Other networks and image sizes are scaled by their operations. Evaluations are counted by the images that "
             "they encode, without heads and reading."
             + (f" The cost of {counted(unknown, 'cell')} is not known." if unknown else "")
         )
