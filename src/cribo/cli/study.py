@@ -14,7 +14,6 @@ from cribo.base.errors import InputError
 from cribo.base.wording import command_line, counted
 from cribo.cli.command import Call, Command
 from cribo.cli.running import print_places
-from cribo.evaluation.results import NONE
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -127,6 +126,7 @@ def _print_plan(study: "Study", console: Console) -> None:
     from cribo.apps.studies.costs import DEVICE
     from cribo.apps.studies.run import missing_lines, named_missing
     from cribo.base.tables import Table, numbers, texts
+    from cribo.evaluation.results import NONE
 
     plans = study.plan()
     cells = make_cells(
