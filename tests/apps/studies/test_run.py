@@ -246,12 +246,12 @@ def test_a_folder_below_a_file_is_refused_before_the_study_is_planned(study: Wri
 
 
 def test_budgets_are_rounded_to_whole_epochs(study: Written) -> None:
-    def epochs(**budget: float) -> int:
+    def epochs(**budget: float) -> int | None:
         return Study(load_study(study(budget=budget)), Path("none")).plan()["all"].epochs
 
     # 32 images, 2 steps per epoch
     assert [epochs(epochs=3), epochs(steps=5), epochs(images=100)] == [3, 2, 3]
-    assert epochs(cpu_seconds=1.0) >= 1
+    assert (epochs(cpu_seconds=1.0) or 0) >= 1
 
 
 def test_the_plan_and_the_job_file_name_cells_and_parts(study: Written, capsys: pytest.CaptureFixture[str]) -> None:
