@@ -150,7 +150,7 @@ def test_names_of_results_do_not_leave_their_folder(tmp_path: Path, capsys: pyte
         ("pretrain", "--config", "quickstart", "--continue"),
         ("adapt", tmp_path, *backbone),
         ("distill", tmp_path, "--teacher", "resnet18", *backbone),
-        ("study", "losses_small"),
+        ("study", "table5_small"),
     ):
         assert main([*map(str, words), "--out", out, "--name", "../up"]) == 2
         assert "--name" in capsys.readouterr().err

@@ -17,7 +17,7 @@ CASES = {
     "profile": ("", "steps", 7, 9, "warmups", "warmup"),
     "adapt": ("IMAGES --backbone mean-colour", "dims", 7, 9, "minuts", "minutes"),
     "distill": ("IMAGES --teacher resnet18 --backbone resnet18", "steps", 7, 9, "minuts", "minutes"),
-    "study": ("losses_small", "part", "1/2", "2/2", "nam", "name"),
+    "study": ("table5_small", "part", "1/2", "2/2", "nam", "name"),
     "benchmark": ("--backbone mean-colour --data SETS", "pictures", 7, 9, "picture", "pictures"),
     "segment": ("--backbone mean-colour --images I --memory M --out O", "neighbours", 7, 9, "wondow", "window"),
     "embed": ("IMAGES --backbone mean-colour --out O", "num_objects", 7, 9, "formats", "format"),

@@ -19,7 +19,7 @@ REFUSED = {
     "pretrain": ["--optim.epochs", "x"],
     "adapt": ["x", "--backbone", "x", "--minutes", "0"],
     "distill": ["x", "--teacher", "x", "--backbone", "x", "--steps", "0"],
-    "study": ["losses_small", "--part", "3/2"],
+    "study": ["table5_small", "--part", "3/2"],
     "profile": ["--optim.lr", "-1"],
     "benchmark": ["--backbone", "x", "--data", "x", "--pictures", "-1"],
     "evaluate dense-nn": [*_DATA, "--size", "1", "2", "3"],

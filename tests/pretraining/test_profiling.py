@@ -56,6 +56,15 @@ def test_frozen_blocks_and_patch_losses_are_parts_of_a_step() -> None:
     assert sum(step.parts.values()) == pytest.approx(step.step)
 
 
+@pytest.mark.parametrize("preset", ["scenes_dino", "scenes_mae", "scenes_slotcon"])
+def test_steps_of_other_objectives_have_a_forward_pass_and_an_update_but_no_objects(preset: str) -> None:
+    (step,) = profile(load_config(preset, TINY), steps=1, warmup=2, loader_seconds=0.1).steps
+    assert step.rows["Forward pass"] > 0
+    assert step.rows["Update"] > 0
+    assert step.object_share == 0
+    assert sum(step.rows.values()) == pytest.approx(step.step)
+
+
 class Sampled(CrIBo):
     """An objective that names a part of its own."""
 
@@ -115,7 +124,7 @@ def test_a_total_batch_is_divided_by_the_devices() -> None:
         ({}, {"trace": Path(__file__).parent}, "--trace"),
         ({"runtime__devices": "auto"}, {}, "how many devices"),
         ({"runtime__devices": 0}, {}, "how many devices"),
-        ({"objective__name": "dino", "views__size": 64}, {}, "got dino"),
+        ({"objective__name": "dino", "views__size": 64}, {"kept": [2]}, "--kept"),
     ],
 )
 def test_invalid_settings_are_errors_before_any_work(

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from cribo.base.errors import ConfigError, DataError
+from cribo.base.errors import ConfigError, DataError, MissingData
 from cribo.data.labelled.label_maps import IGNORE_INDEX, class_indices
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import read_values
@@ -115,7 +115,8 @@ class SupervisedCrIBo(CrIBo):
             which synthetic scenes have.
 
     Raises:
-        ConfigError: neither clusters nor matches, or the folder does not exist.
+        ConfigError: neither clusters nor matches.
+        MissingData: the folder does not exist.
     """
 
     def __init__(
@@ -126,7 +127,10 @@ class SupervisedCrIBo(CrIBo):
             raise ConfigError("objective.args must set clusters, matches or both: otherwise, use the objective cribo")
         self.labels = None if labels is None else Path(labels).expanduser()
         if self.labels is not None and not self.labels.is_dir():
-            raise ConfigError(f"objective.args.labels must be a folder of label maps, got {labels}")
+            raise MissingData(
+                f"objective.args.labels must be a folder of label maps, got {labels}: make it with cribo study "
+                "labels from annotations in COCO's format (docs/studies.md)"
+            )
         if setting.options.backbone.cache_trunk is not None:
             raise ConfigError("backbone.cache_trunk does not keep labels: remove it")
         self.uses_labels = {"clusters": clusters, "matches": matches}

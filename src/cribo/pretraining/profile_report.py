@@ -41,12 +41,14 @@ def profile_table(profile: Profile) -> Table:
                     )
     table.add_section()
     table.add_row("step (fastest to slowest)", *(_range(step) for step in steps), style="bold")
-    objects = (_share(sum(step.rows[row] for row in OF_OBJECTS), step) for step in steps)
-    table.add_row("objects only", *objects, style="bold cyan")
+    if any(step.object_share for step in steps):
+        objects = (_share(sum(step.rows[row] for row in OF_OBJECTS), step) for step in steps)
+        table.add_row("objects only", *objects, style="bold cyan")
     table.add_row("images/s", *(f"{step.images_per_second:.4g}" for step in steps))
     loader = f"  loader only, {profile.machine['workers']} workers"
     table.add_row(loader, *(f"{profile.loader_images_per_second:.4g}" for _ in steps))
-    table.add_row("bootstrapping ratio (fixed)", *(f"{step.bootstrapping_ratio:.0%}" for step in steps))
+    if profile.bank_images:
+        table.add_row("bootstrapping ratio (fixed)", *(f"{step.bootstrapping_ratio:.0%}" for step in steps))
     whole = "the process" if profile.machine["device"] == "CPU" else "the device's tensors"
     table.add_row(f"peak memory of {whole}", *(f"{step.peak / 2**20:,.0f} MiB" for step in steps))
     table.add_row("  weights, gradients, optimiser, bank", *(f"{step.held / 2**20:,.0f} MiB" for step in steps))
@@ -74,15 +76,17 @@ def profile_figure(profile: Profile) -> Figure:
 
 def _title(profile: Profile) -> str:
     config = profile.config
+    of_objects = f"K = {config.objects.num_objects}, S = {profile.bank_images:,}, " if profile.bank_images else ""
     return (
-        f"A step of {config.optim.batch_size} images: {config.backbone.name} at {config.views.size}, "
-        f"K = {config.objects.num_objects}, S = {profile.bank_images:,}, {config.runtime.precision} on "
-        f"{profile.machine['device']}"
+        f"A step of {config.objective.name} on {config.optim.batch_size} images: {config.backbone.name} at "
+        f"{config.views.size}, {of_objects}{config.runtime.precision} on {profile.machine['device']}"
     )
 
 
 def _heading(step: StepProfile) -> str:
-    return f"{step.objects_per_image:.1f} objects" if step.fixed_objects is None else f"{step.fixed_objects} objects"
+    if step.fixed_objects is not None:
+        return f"{step.fixed_objects} objects"
+    return f"{step.objects_per_image:.1f} objects" if step.objects_per_image else "step"
 
 
 def _share(seconds: float, step: StepProfile) -> str:

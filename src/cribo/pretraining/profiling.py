@@ -25,6 +25,8 @@ from cribo.base.errors import ConfigError
 from cribo.base.machine import give_freed_memory_back
 from cribo.data.samples import Batch
 from cribo.method import NO_MATCH, Matches, MemoryBank
+from cribo.objectives.banks import RunBank
+from cribo.objectives.base import Objective
 from cribo.objectives.cribo import CrIBo
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.footprint import peak_bytes, reset_peak
@@ -42,6 +44,7 @@ TABLE = {
         "image projections",
         "image loss",
         "patch losses",
+        "rest of the forward pass",
     ),
     "Clustering": ("clustering", "pooling", "pooling, backward"),
     "NN retrieval": ("retrieval", "bank update"),
@@ -142,9 +145,9 @@ def profile(
     Args:
         config: configuration of a run; its total batch is divided by its devices. All losses are on, and all layers are
             trained.
-        kept: numbers of objects per image to profile, one after the other; if empty, the objects found by an untrained
-            network.
-        bootstrapping_ratio: share of objects with a valid match; each adds a pair to the losses.
+        kept: numbers of objects per image to profile, one after the other, for CrIBo; if empty, the objects found by
+            an untrained network.
+        bootstrapping_ratio: share of CrIBo's objects with a valid match; each adds a pair to the losses.
         steps: number of steps to time.
         warmup: number of steps before them.
         trace: file for a torch.profiler trace of further steps, with the last number of objects.
@@ -161,9 +164,7 @@ def profile(
     between(0, 1).check(bootstrapping_ratio=bootstrapping_ratio)
     session = Session(_on_one_device(config))
     config, objective = session.config, session.module.objective
-    if not isinstance(objective, CrIBo):
-        raise ConfigError(f"cribo profile supports only the objective cribo, got {config.objective.name}")
-    _check_kept(kept, config, patches=objective.grid[0] * objective.grid[1])
+    _check_kept(kept, config, objective)
     if trace is not None:
         if trace.is_dir():
             raise ConfigError(f"--trace must name a file, got the folder {trace}: use {trace / 'trace.json'}")
@@ -191,7 +192,7 @@ def profile(
         "workers": session.workers,
         "torch": torch.__version__,
     }
-    bank_images = objective.bank_images if config.needs_bank else 0
+    bank_images = objective.bank_images if isinstance(objective, CrIBo) and config.needs_bank else 0
     return Profile(config, bank_images, machine, loader_rate, measured)
 
 
@@ -217,10 +218,15 @@ def _on_one_device(config: PretrainConfig) -> PretrainConfig:
     )
 
 
-def _check_kept(kept: Sequence[int], config: PretrainConfig, *, patches: int) -> None:
+def _check_kept(kept: Sequence[int], config: PretrainConfig, objective: Objective) -> None:
     """Check that images can have these numbers of objects."""
-    if kept and not config.needs_objects:
+    if not kept:
+        return
+    if not isinstance(objective, CrIBo):
+        raise ConfigError(f"--kept is for the objective cribo, got {config.objective.name}: remove it")
+    if not config.needs_objects:
         raise ConfigError("losses.cross_view and losses.cross_image are off: there are no objects to count")
+    patches = objective.grid[0] * objective.grid[1]
     most = min(config.objects.num_objects, patches)
     for number in kept:
         if not 1 <= number <= most:
@@ -253,10 +259,11 @@ class _Measurement(Callback):
     def take(self, session: Session, objects: int | None, ratio: float) -> StepProfile:
         """Train with a number of objects per image (None: as clustered) and a share of valid matches."""
         module = session.make_module()
-        objective = _cribo(module)
-        if objects is not None:
-            objective.label_tokens = partial(_fixed_objects, objective.label_tokens, objects)
-        objective.match = partial(_fixed_ratio, objective.match, ratio)
+        objective = module.objective
+        if isinstance(objective, CrIBo):
+            if objects is not None:
+                objective.label_tokens = partial(_fixed_objects, objective.label_tokens, objects)
+            objective.match = partial(_fixed_ratio, objective.match, ratio)
         with quiet_lightning():
             trainer = session.trainer(None, [self], self.last + (_TRACE_STEPS if self.trace else 0))
             with self.timer, interruptible(trainer), closing(session.loader(trainer)) as loader:
@@ -286,6 +293,9 @@ class _Measurement(Callback):
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         self.timer.mark("waiting for data")
 
+    def on_before_backward(self, *_: Any, **__: Any) -> None:
+        self.timer.mark("rest of the forward pass")
+
     def on_after_backward(self, *_: Any, **__: Any) -> None:
         self.timer.mark("backbone, backward")
 
@@ -295,15 +305,15 @@ class _Measurement(Callback):
         assert isinstance(pl_module, PretrainingModule)
         timer, device, done = self.timer, pl_module.device, trainer.global_step
         timer.end_step()
-        if done == 1:
-            _fill_bank(_cribo(pl_module))
+        if done == 1 and isinstance(pl_module.objective, CrIBo):
+            _fill_bank(pl_module.objective)
         if done == self.warmup:
             pl_module.read_metrics()
             reset_peak(device)
             timer.start(device)
         if done == self.last:
             self.seconds, self.peak = timer.read(), peak_bytes(device)
-            self.held = _held_bytes(_cribo(pl_module), trainer.optimizers)
+            self.held = _held_bytes(pl_module.objective, trainer.optimizers)
             self.metrics = pl_module.read_metrics()
             if self.trace is not None:
                 self.profiler.start()
@@ -355,15 +365,10 @@ def fill_bank(bank: MemoryBank, objects: Float[Tensor, "2 r d"], *, per_image: i
         bank.push(objects[:, choice].float() + spread * noise, made_up, [per_image] * images)
 
 
-def _held_bytes(objective: CrIBo, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+def _held_bytes(objective: Objective, optimizers: Sequence[torch.optim.Optimizer]) -> int:
     weights = list(objective.parameters())
     state = [value for optimizer in optimizers for entry in optimizer.state.values() for value in entry.values()]
     tensors = [*weights, *(weight.grad for weight in weights), *state]
     held = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
-    banks = (objective.object_bank.bank, objective.patch_bank.bank)
+    banks = [each.bank for each in vars(objective).values() if isinstance(each, RunBank)]
     return held + sum(bank.nbytes for bank in banks if bank is not None)
-
-
-def _cribo(module: PretrainingModule) -> CrIBo:
-    assert isinstance(module.objective, CrIBo)
-    return module.objective

@@ -83,9 +83,9 @@ class Session:
         check_packages(config)
         require_launched(config.runtime.devices, config.runtime.num_nodes)
         on_cpu = self._accelerator() == "cpu"
-        _require_precision(config.runtime.precision, on_cpu=on_cpu)
         self.score_data = open_score_data(config)
         self.source, self.held_out = _open_sources(config)
+        _require_precision(config.runtime.precision, on_cpu=on_cpu)
         self.workers = loading_workers(config)
         if len(self.source) < config.optim.batch_size:
             processes = local_processes(config.runtime.devices) * config.runtime.num_nodes

@@ -103,5 +103,5 @@ def test_invalid_rows_and_unknown_studies_are_named(tmp_path: Path) -> None:
     study = load_study(written(tmp_path, {"rows": {"wrong": {"losses.crossimage": 0}}}))
     with pytest.raises(ConfigError, match=r"row 'wrong': .*did you mean losses.cross_image"):
         study.configuration("wrong", 0)
-    with pytest.raises(ConfigError, match="no study or file named loses_small: did you mean losses_small"):
-        load_study("loses_small")
+    with pytest.raises(ConfigError, match="no study or file named table5_smal: did you mean table5_small"):
+        load_study("table5_smal")

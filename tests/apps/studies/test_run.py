@@ -6,14 +6,13 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from PIL import Image
+from tests.apps.studies.conftest import CHANGES, ROWS, Written
 from tests.commands import Commands
 from tests.faults.runs import last_row
 
@@ -25,49 +24,7 @@ from cribo.cli import main
 from cribo.data.scenes import Scenes
 from cribo.evaluation.intervals import counts_miou
 
-CHANGES = {
-    "runtime.threads": 1,
-    "data.workers": 0,
-    "score.root": None,
-    "data.scenes.count": 32,
-    "data.scenes.size": 64,
-    "views.size": 32,
-    "optim.batch_size": 16,
-    "objects.group_size": 16,
-    "objects.bank_images": 16,
-    "backbone.args": {"layers": [1, 1, 0, 0], "channels": [8, 8, 8, 8]},
-    "head.hidden_dim": 16,
-    "head.bottleneck_dim": 8,
-    "head.prototypes": 16,
-}
-ROWS = {"image": {"losses.cross_view": 0, "losses.cross_image": 0}, "all": {}, "the same": {"losses.image": 1.0}}
-
 SUPERVISED = {"objective.name": "cribo.objectives.controls.SupervisedCrIBo"}  # needs labels
-
-Written = Callable[..., Path]
-
-
-@pytest.fixture
-def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
-    """Return a function that writes the file of a study into the current folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def write(**changes: Any) -> Path:
-        content = {
-            "title": "A small study",
-            "changes": CHANGES,
-            "rows": ROWS,
-            "seeds": [0, 1],
-            "budget": {"epochs": 1},
-            "scores": {"dense-nn": {"data": {"name": "scenes", "limit": 6}, "ratios": 1, "neighbours": 5}},
-            "paper": {"dense-nn": {"image": 31.6, "all": 58.1}},
-            **changes,
-        }
-        path = tmp_path / "mine.yaml"
-        path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-        return path
-
-    return write
 
 
 @pytest.mark.slow
@@ -289,12 +246,12 @@ def test_a_folder_below_a_file_is_refused_before_the_study_is_planned(study: Wri
 
 
 def test_budgets_are_rounded_to_whole_epochs(study: Written) -> None:
-    def epochs(**budget: float) -> int:
+    def epochs(**budget: float) -> int | None:
         return Study(load_study(study(budget=budget)), Path("none")).plan()["all"].epochs
 
     # 32 images, 2 steps per epoch
     assert [epochs(epochs=3), epochs(steps=5), epochs(images=100)] == [3, 2, 3]
-    assert epochs(cpu_seconds=1.0) >= 1
+    assert (epochs(cpu_seconds=1.0) or 0) >= 1
 
 
 def test_the_plan_and_the_job_file_name_cells_and_parts(study: Written, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,12 +55,12 @@ def test_rows_are_aggregated_over_axes() -> None:
     }
     table = StudyTable(study, {"linear": Measured("miou", results)})
     aggregated = [
-        ["criterion none, minimum", "10.0", "49.1"],
-        ["criterion none, maximum", "40.0", "-"],
-        ["criterion none, mean", "25.0", "-"],
-        ["criterion cycle, minimum", "50.0 (3 rows)", "-"],
-        ["criterion cycle, maximum", "70.0 (3 rows)", "-"],
-        ["criterion cycle, mean", "60.0 (3 rows)", "-"],
+        ["criterion none, minimum", "10.0", "49.1", "-39.1"],
+        ["criterion none, maximum", "40.0", "-", "-"],
+        ["criterion none, mean", "25.0", "-", "-"],
+        ["criterion cycle, minimum", "50.0 (3 rows)", "-", "-"],
+        ["criterion cycle, maximum", "70.0 (3 rows)", "-", "-"],
+        ["criterion cycle, mean", "60.0 (3 rows)", "-", "-"],
     ]
     assert table.tables()[0].blocks[1] == aggregated
     assert [row[:2] for row in table.means().blocks[1]] == [row[:2] for row in aggregated]

@@ -10,7 +10,7 @@ from cribo.base.files import path_inside, read_json
 from cribo.base.job import flat
 from cribo.base.tables import Table, numbers, texts
 from cribo.evaluation.intervals import read_counts
-from cribo.evaluation.results import NONE, metric_heading
+from cribo.evaluation.results import NONE
 
 
 def compare_studies(before: str | Path, after: str | Path) -> list[Table]:
@@ -45,7 +45,7 @@ def compare_studies(before: str | Path, after: str | Path) -> list[Table]:
         if rows:
             columns = [*texts("row"), *numbers(*names, "difference")]
             note = comparisons_note([pair for pair in pairs.values() if pair], len(common), one.metric)
-            tables.append(Table(columns, [rows], f"{score}, {metric_heading(one.metric)}", [note]))
+            tables.append(Table(columns, [rows], f"{score}, {one.unit.heading}", [note]))
     if not tables:
         raise InputError(
             f"{before} and {after} have no score and row in common: the first has the scores {', '.join(first)}, the "
@@ -70,7 +70,7 @@ def _read(folder: Path) -> dict[str, Measured]:
         content = read_json(folder / RESULTS)
         scores = content["scores"] if content["kind"] == "study" else None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FolderError(f"{folder} has no results of a study: give a folder such as studies/losses_small") from error
+        raise FolderError(f"{folder} has no results of a study: give a folder such as studies/table5_small") from error
     if scores is None:
         raise FolderError(f"{folder} contains a {content['kind']}, not a study")
     return {name: _measured(folder, score) for name, score in scores.items()}

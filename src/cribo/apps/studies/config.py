@@ -25,8 +25,62 @@ STATISTICS: Mapping[str, Callable[[Sequence[float]], float]] = {
 }
 """Statistics of the rows that are aggregated."""
 
+STEP = "step"
+"""Name of the evaluation that times training steps, instead of scoring a trained network."""
+
 _UNCHANGED = "base"  # name of the row without changes, if axes are varied one at a time
 _PRESET = "base"  # key of a row that names another preset than that of the study
+_PART = "part"  # key of a row that reads another part of a step than the whole
+_OF, _AT, _METRIC = "of", "at", "metric"  # keys of a score that select what is read from an evaluation
+_OF_CHECKPOINT = ("checkpoint", "origin", "licence", "backbone")  # keys of a row without a training
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Weights that a row evaluates instead of a trained network.
+
+    Attributes:
+        source: the weights, as for `cribo evaluate --backbone`; None if they are not public, and the row has
+            published figures only.
+        origin: where the file can be obtained, or why it cannot.
+        licence: licence of the weights, or that none is stated. Names of timm and of the Hugging Face hub need none:
+            theirs is recorded there.
+        options: further options of the backbone, such as {network: student}.
+    """
+
+    source: str | None
+    origin: str = ""
+    licence: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """The source, and where it comes from.
+
+        Example:
+            >>> print(Checkpoint("croc.pth", "https://github.com/stegmuel/CrOC", "mit"))
+            croc.pth, from https://github.com/stegmuel/CrOC, licence mit
+        """
+        origin = f"from {self.origin}" if self.origin and self.source else self.origin
+        return ", ".join(filter(None, (self.source, origin, f"licence {self.licence}" if self.licence else "")))
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a study's table: a metric of an evaluation.
+
+    Attributes:
+        name: its name.
+        score: name of the score whose evaluation it reads.
+        metric: the metric; None for the headline metric, or for the time of a step.
+        at: value of the varied setting, such as the ratio; None for the first, or for the best learning rate.
+        part: part of a step; None for the whole step, or for that of the row.
+    """
+
+    name: str
+    score: str
+    metric: str | None = None
+    at: Any = None
+    part: str | None = None
 
 
 @dataclass
@@ -65,11 +119,16 @@ class StudyConfig:
             each value of each axis.
         aggregate: axes over which the table also has the minimum, maximum and mean of the rows that differ only in
             them, such as [objects.num_objects]. `combine` must be `all`, and at least one axis not aggregated.
-        rows: further rows, by name: changes by dotted name. The key `base` names another preset for a row.
-        seeds: seeds of each row; differences are judged from three on.
+        rows: further rows, by name: changes by dotted name. The key `base` names another preset for a row. A row with
+            the key `checkpoint` evaluates these weights instead of training: a source as for `cribo evaluate
+            --backbone`, or null if they are not public; with `origin` and `licence`, which are printed if it is
+            missing, and options of the backbone under `backbone`. The key `part` selects a part of the step.
+        seeds: seeds of each trained row; differences are judged from three on.
         budget: length of each training.
-        scores: evaluations of each trained network, by name: the options of `cribo evaluate`, and `evaluation`, its
-            first word, if that is not the name.
+        scores: evaluations of each network, by name: the options of `cribo evaluate`, and `evaluation`, its first
+            word, if that is not the name. `metric` and `at` select another metric than the headline, and another
+            value of the varied setting than the first. A score {of: NAME} reads a further column of the evaluation
+            of another score. The evaluation `step` times steps of the row's training instead.
         compare: pairs (row, reference) of names of rows. [each row with the first] The more there are, the wider the
             interval of each.
         paper: published scores in %, by names of score and row or aggregate, such as "criterion cycle, minimum", to
@@ -112,6 +171,8 @@ class StudyConfig:
         self.paper = {score: {str(row): value for row, value in rows.items()} for score, rows in self.paper.items()}
         if self.compare is not None:
             self.compare = [(str(row), str(reference)) for row, reference in self.compare]
+        self._check_checkpoints()
+        self._check_scores()
         for name in self.aggregate:
             if name not in self.axes:
                 raise ConfigError(f"aggregate has {name}, which is not one of the axes: {nearest(name, self.axes)}")
@@ -129,11 +190,11 @@ class StudyConfig:
                 if option in changes:
                     raise ConfigError(f"{option} is set by {place}: remove it from changes, axes and rows")
             for option, value in changes.items():
-                if isinstance(value, Mapping) and "." not in option:
+                if isinstance(value, Mapping) and "." not in option and "checkpoint" not in changes:
                     raise ConfigError(
                         f"{option} must be an option, such as {option}.{next(iter(value), 'name')}: use dots"
                     )
-        names = list(made | self.rows)
+        names = self.names
         if len(names) < 2:
             raise ConfigError(f"a study must have at least two rows, got {len(names)}: add axes or rows")
         for row, reference in self.compare or ():
@@ -151,16 +212,98 @@ class StudyConfig:
             if score not in self.scores:
                 raise ConfigError(f"paper.{score} is not one of the scores: {nearest(score, self.scores)}")
 
+    def _check_checkpoints(self) -> None:
+        for row, changes in self.rows.items():
+            if "checkpoint" not in changes:
+                if given := [key for key in _OF_CHECKPOINT if key in changes]:
+                    raise ConfigError(f"rows.{row} has {given[0]}, but no checkpoint: remove it")
+                continue
+            if other := [key for key in changes if key not in _OF_CHECKPOINT]:
+                raise ConfigError(
+                    f"rows.{row} has a checkpoint, which is not trained, and {other[0]}: remove one of them"
+                )
+            if not isinstance(changes["checkpoint"], str | None):
+                raise ConfigError(
+                    f"rows.{row}.checkpoint must be a file or name of weights, or null, got {changes['checkpoint']}"
+                )
+
+    def _check_scores(self) -> None:
+        of_steps = [name for name, options in self.evaluations.items() if options.get("evaluation", name) == STEP]
+        if of_steps and (rows := [row for row, weights in self.checkpoints.items() if weights.source is not None]):
+            raise ConfigError(f"scores.{of_steps[0]} times a training, and rows.{rows[0]} is a checkpoint: remove one")
+        if self.parts and len(of_steps) < len(self.evaluations):
+            raise ConfigError(f"rows.{next(iter(self.parts))}.{_PART} is for the evaluation {STEP} only: remove it")
+        for name, options in self.scores.items():
+            of = options.get(_OF)
+            if of is None:
+                continue
+            if other := [key for key in options if key not in (_OF, _AT, _METRIC, _PART)]:
+                raise ConfigError(
+                    f"scores.{name} reads the evaluation of {of}, and cannot set {other[0]}: only {_METRIC}, {_AT} "
+                    f"and {_PART}"
+                )
+            evaluated = [other for other, own in self.scores.items() if _OF not in own]
+            if of not in evaluated:
+                raise ConfigError(f"scores.{name}.{_OF}: there is no evaluation {of!r}: {nearest(str(of), evaluated)}")
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all rows, in the order of the table."""
+        return list(self._rows_of_axes() | self.rows)
+
     @property
     def changes_of_rows(self) -> dict[str, dict[str, Any]]:
-        """Changes of each row, including those of all rows, by name of the row."""
-        rows = self._rows_of_axes() | self.rows
-        return {name: {**self.changes, **changes} for name, changes in rows.items()}
+        """Changes of each row that is trained, including those of all rows, by name of the row."""
+        rows = {name: own for name, own in (self._rows_of_axes() | self.rows).items() if "checkpoint" not in own}
+        own = ({key: value for key, value in changes.items() if key != _PART} for changes in rows.values())
+        return {name: {**self.changes, **changes} for name, changes in zip(rows, own, strict=True)}
+
+    @property
+    def checkpoints(self) -> dict[str, Checkpoint]:
+        """The weights of each row that is not trained, by name of the row."""
+        return {
+            row: Checkpoint(
+                changes["checkpoint"],
+                str(changes.get("origin", "")),
+                str(changes.get("licence", "")),
+                changes.get("backbone", {}),
+            )
+            for row, changes in self.rows.items()
+            if "checkpoint" in changes
+        }
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """The part of a step of each row that has one, by name of the row."""
+        return {row: changes[_PART] for row, changes in self.rows.items() if _PART in changes}
+
+    @property
+    def evaluations(self) -> dict[str, dict[str, Any]]:
+        """Options of each evaluation, by the name of its first column."""
+        selected = (_METRIC, _AT, _PART)
+        return {
+            name: {key: value for key, value in options.items() if key not in selected}
+            for name, options in self.scores.items()
+            if _OF not in options
+        }
+
+    @property
+    def columns(self) -> list[Column]:
+        """The columns of the table."""
+        return [
+            Column(name, options.get(_OF, name), options.get(_METRIC), options.get(_AT), options.get(_PART))
+            for name, options in self.scores.items()
+        ]
+
+    @property
+    def trains(self) -> bool:
+        """Whether an evaluation needs trained networks; steps are timed without."""
+        return any(options.get("evaluation", name) != STEP for name, options in self.evaluations.items())
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
         """Pairs (row, reference) to compare."""
-        first, *others = self.changes_of_rows
+        first, *others = self.names
         return [(row, first) for row in others] if self.compare is None else list(self.compare)
 
     @property
@@ -238,7 +381,7 @@ def load_study(name: str | Path) -> StudyConfig:
         ConfigError: the file does not exist, or an option is unknown or invalid.
 
     Example:
-        >>> list(load_study("losses_small").changes_of_rows)
+        >>> list(load_study("table5_small").changes_of_rows)
         ['image', 'image + cross-view', 'all']
     """
     path = find_study(name)

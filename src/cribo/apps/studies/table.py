@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from cribo.apps.studies.config import STATISTICS, StudyConfig, aggregate_names
+from cribo.apps.studies.metrics import STEP_METRICS, Unit, unit_of
 from cribo.base.colours import LINE_COLOURS
 from cribo.base.drawing import PAGE_WIDTH, house_style, write_figure
 from cribo.base.files import write_json, write_text
@@ -27,7 +28,7 @@ from cribo.evaluation.intervals import (
     miou_difference,
     seed_difference,
 )
-from cribo.evaluation.results import metric_heading, metric_title, metric_value
+from cribo.evaluation.results import NONE
 
 TABLE, CSV, LATEX, FIGURE, RESULTS = "table.md", "table.csv", "table.tex", "figure.png", "results.json"
 """File names in the folder of a study."""
@@ -73,6 +74,11 @@ class Measured:
     varied: Any = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def unit(self) -> Unit:
+        """Unit of the metric."""
+        return unit_of(self.metric)
+
     def values(self, row: str) -> list[float]:
         """Return the metric of each finished seed."""
         return [scored.value for scored in self.results[row].values()]
@@ -87,7 +93,7 @@ class Measured:
 
     def text(self, row: str) -> str:
         """Return mean and standard deviation in the unit of the metric's heading."""
-        return metric_value(self.metric, self.mean(row), self.std(row))
+        return self.unit.text(self.mean(row), self.std(row))
 
 
 @dataclass(frozen=True)
@@ -115,32 +121,21 @@ class Pair:
 
     def text(self, metric: str) -> str:
         """Return the difference with its interval in the unit of the metric's heading."""
-        low, high = self.difference.low, self.difference.high
-        bounds = "" if low is None or high is None else f" [{signed(metric, low)}, {signed(metric, high)}]"
-        return signed(metric, self.difference.mean) + bounds
+        signed, low, high = unit_of(metric).signed, self.difference.low, self.difference.high
+        bounds = "" if low is None or high is None else f" [{signed(low)}, {signed(high)}]"
+        return signed(self.difference.mean) + bounds
 
     def sentence(self, metric: str) -> str:
         """Return a sentence with the difference, whether it is significant, and the paper's difference."""
         found = {1: "higher", -1: "lower", 0: "no significant difference"}[self.sign]
         if self.difference.low is None:
             found = f"not enough seeds to judge ({len(self.seeds)} of {LEAST_SEEDS})"
-        text = f"{self.row} against {self.reference}: {metric_title(metric)} {self.text(metric)}, {found}"
+        text = f"{self.row} against {self.reference}: {unit_of(metric).title} {self.text(metric)}, {found}"
         if self.paper is not None:
-            text += f"; in the paper {signed(metric, self.paper)}"
+            text += f"; in the paper {unit_of(metric).signed(self.paper)}"
             if self.sign and self.paper:
                 text += ", the same sign" if self.sign * self.paper > 0 else ", the opposite sign"
         return text + "."
-
-
-def signed(metric: str, value: float) -> str:
-    """Return a difference with its sign, in the unit of the metric's heading.
-
-    Example:
-        >>> signed("miou", 0.012), signed("miou", -0.0001), signed("rmse", -0.03)
-        ('+1.2', '+0.0', '-0.030')
-    """
-    size = metric_value(metric, abs(value))
-    return f"{'-' if value < 0 and float(size) else '+'}{size}"
 
 
 def comparisons_note(pairs: Sequence[Pair], comparisons: int, metric: str) -> str:
@@ -151,7 +146,7 @@ def comparisons_note(pairs: Sequence[Pair], comparisons: int, metric: str) -> st
     halves = sorted(half for pair in pairs if (half := pair.difference.detectable) is not None)
     if not halves:
         return f"{one} once there are {LEAST_SEEDS} seeds."
-    sizes = dict.fromkeys(metric_value(metric, half) for half in (halves[0], halves[-1]))
+    sizes = dict.fromkeys(unit_of(metric).text(half) for half in (halves[0], halves[-1]))
     return f"{one}; the smallest difference that they detect is {' to '.join(sizes)}."
 
 
@@ -201,7 +196,7 @@ class StudyTable:
     @property
     def rows(self) -> list[str]:
         """Names of the rows."""
-        return list(self.study.changes_of_rows)
+        return self.study.names
 
     @cached_property
     def pairs(self) -> dict[str, list[Pair]]:
@@ -239,12 +234,24 @@ class StudyTable:
         return found
 
     def tables(self) -> list[Table]:
-        """Return a table for each score: means, what is aggregated over rows, and published figures."""
-        return [self._table(name) for name in self.measured]
+        """Return a table with all scores, if there are several, and one for each that has more than means.
+
+        These are published figures with the differences from them, aggregates and comparisons.
+        """
+        if len(self.measured) == 1:
+            return [self._table(name) for name in self.measured]
+        compared = bool(self.study.pairs or self.study.aggregates)
+        detailed = [self._table(name) for name in self.measured if compared or self.study.paper.get(name)]
+        return [self.means(), *detailed]
 
     def means(self) -> Table:
         """Return one table with the means of all scores."""
-        headings = (f"{name}, {metric_heading(one.metric)}" for name, one in self.measured.items())
+        headings = [
+            f"{name} [{one.unit.symbol}]"
+            if one.metric in STEP_METRICS or name.endswith(one.unit.title)
+            else f"{name} {one.unit.heading}"
+            for name, one in self.measured.items()
+        ]
         rows = [[row, *(self._mean(one, row) for one in self.measured.values())] for row in self.rows]
         columns = [self._aggregated(name) for name in self.measured]
         aggregated = [[cells[0][0], *(cell[1] for cell in cells)] for cells in zip(*columns, strict=True)]
@@ -352,31 +359,37 @@ class StudyTable:
 
     def _table(self, name: str) -> Table:
         one = self.measured[name]
-        columns = [*texts("row"), *numbers(metric_heading(one.metric))]
+        columns = [*texts("row"), *numbers(one.unit.heading)]
         blocks = [[[row, self._mean(one, row)] for row in self.rows], self._aggregated(name)]
         if self.study.paper.get(name):
-            columns += numbers("paper")
-            blocks = [
-                [[*cells, metric_value(one.metric, self._paper(name, cells[0]))] for cells in rows] for rows in blocks
-            ]
+            columns += numbers("paper", "difference")
+            values = {row: one.mean(row) for row in self.rows}
+            values |= {each: value for each, (value, _) in self.aggregates(name).items()}
+            blocks = [[[*cells, *self._published(name, cells[0], values)] for cells in rows] for rows in blocks]
         note = comparisons_note(self.pairs[name], len(self.study.pairs), one.metric)
         return Table(columns, [*filter(None, blocks)], f"{self.study.title}: {name}", [note] if note else [])
 
+    def _published(self, name: str, row: str, values: Mapping[str, float | None]) -> tuple[str, str]:
+        """Return the paper's figure of a row, and the difference of the measured value from it."""
+        unit, value, paper = self.measured[name].unit, values[row], self._paper(name, row)
+        difference = NONE if value is None or paper is None else unit.signed(value - paper)
+        return unit.text(paper), difference
+
     def _aggregated(self, name: str) -> list[list[str]]:
         """Return a row of the table for each statistic of the aggregated rows."""
-        metric, size = self.measured[name].metric, max(map(len, self.study.aggregates.values()), default=0)
+        unit, size = self.measured[name].unit, max(map(len, self.study.aggregates.values()), default=0)
         return [
-            [each, metric_value(metric, value) + ("" if rows in (0, size) else f" ({counted(rows, 'row')})")]
+            [each, unit.text(value) + ("" if rows in (0, size) else f" ({counted(rows, 'row')})")]
             for each, (value, rows) in self.aggregates(name).items()
         ]
 
     def _mean(self, one: Measured, row: str) -> str:
-        finished = len(one.results[row])
-        return one.text(row) + ("" if finished in (0, len(self.study.seeds)) else f" ({counted(finished, 'seed')})")
+        finished, cells = len(one.results[row]), 1 if row in self.study.checkpoints else len(self.study.seeds)
+        return one.text(row) + ("" if finished in (0, cells) else f" ({counted(finished, 'seed')})")
 
     def _paper(self, name: str, row: str) -> float | None:
         value = self.study.paper.get(name, {}).get(row)
-        return None if value is None else value / 100
+        return None if value is None else value / self.measured[name].unit.factor
 
     def _paper_difference(self, name: str, row: str, reference: str) -> float | None:
         own, other = self._paper(name, row), self._paper(name, reference)
@@ -391,15 +404,14 @@ class StudyTable:
         }
         for label, found in points.items():
             if found:
-                axes.plot(
-                    [100 * value for value, _ in found], [place for _, place in found], label=label, **_DOTS[label]
-                )
+                values = [one.unit.factor * value for value, _ in found]
+                axes.plot(values, [place for _, place in found], label=label, **_DOTS[label])
         axes.set_yticks(range(len(self.rows)), self.rows)
         axes.set_ylim(len(self.rows) - 0.5, -0.5)
         axes.tick_params(axis="y", length=0)
         axes.grid(axis="y", color="0.9", linewidth=0.8)
         axes.set_axisbelow(True)
-        axes.set_xlabel(metric_heading(one.metric))
+        axes.set_xlabel(one.unit.heading)
         axes.set_title(name if len(self.measured) > 1 else "", loc="left")
         if any(points.values()):
             axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=3)

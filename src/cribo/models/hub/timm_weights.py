@@ -5,6 +5,7 @@ from typing import Any
 
 import timm
 import torch
+from huggingface_hub import try_to_load_from_cache
 from timm.models import load_state_dict_from_hf
 from timm.models._pretrained import PretrainedCfg
 
@@ -44,6 +45,13 @@ def timm_weights(name: str) -> PretrainedCfg:
     if config is None or _place(config) is None:
         raise InputError(f"the weights {name!r} are not in a PyTorch format: give a file")
     return config
+
+
+def is_cached(name: str) -> bool:
+    """Whether weights of the Hugging Face hub, by their timm name, are in its cache."""
+    config = timm_weights(name)
+    files = (config.hf_hub_filename or "model.safetensors", _HUB_FILE)
+    return any(isinstance(try_to_load_from_cache(str(config.hf_hub_id), file), str) for file in files)
 
 
 def download_timm(name: str, config: PretrainedCfg) -> dict[str, Any]:
