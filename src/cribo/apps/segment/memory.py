@@ -352,7 +352,7 @@ class SegmentationMemory:
     # ---------------------------------------------------------------------------------------------------- fit
 
     def fit(self, progress: Progress = no_progress) -> Choice:
-        """Choose the blocks, whitening and head that are None in the settings.
+        """Choose the values of the probe that are None in the settings.
 
         The choice is cached until examples change.
 
