@@ -1,8 +1,7 @@
-"""Left-out scores of probes against their definition, and the choice of a probe."""
+"""The choice of a probe, its calibration, and its predictions."""
 
 import dataclasses
 import json
-import math
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch.nn.functional import normalize, one_hot
 
 from cribo.features.config import Head
 from cribo.features.probes.fitting import (
-    PENALTY,
     Choice,
     FittedProbe,
     LabelledPatches,
@@ -20,9 +18,6 @@ from cribo.features.probes.fitting import (
     choose,
     concatenate,
     default_probe,
-    left_out_ridge,
-    left_out_votes,
-    row_weights,
     thinned,
 )
 from cribo.features.scores import calibration_error
@@ -49,40 +44,13 @@ def examples(number: int, **options) -> list[LabelledPatches]:
 
 
 def chosen(parts: list[LabelledPatches], candidates: list[Probe] | None = None) -> Choice:
-    everything = candidate_probes(BLOCKS, blocks=None, whiten=None, head=None)
+    everything = candidate_probes(BLOCKS)
     return choose(parts, candidates or everything, BLOCKS, neighbours=5, temperature=0.07)
 
 
 def labelled(fitted: FittedProbe, part: LabelledPatches) -> torch.Tensor:
     """Return the class probabilities of each patch of an example with features of all `BLOCKS`."""
     return fitted(fitted.rows(part.features[:, [BLOCKS.index(block) for block in fitted.choice.probe.blocks]]))
-
-
-def test_leave_one_out_ridge_regression_equals_refitting() -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows = normalize(torch.randn(60, 7, generator=generator), dim=-1)
-    shares = torch.rand(60, 3, generator=generator)
-    folds = torch.arange(60) % 4
-    found = left_out_ridge(rows @ rows.T, shares, folds)
-    design = torch.cat((rows, torch.ones(60, 1)), dim=1).double()
-    weights = row_weights(shares).double()[:, None]
-    penalty = PENALTY * math.sqrt(60) * torch.eye(8, dtype=torch.float64)
-    for fold in range(4):
-        kept, weighted = design[folds != fold], (weights * design)[folds != fold]
-        solved = torch.linalg.solve(weighted.T @ kept + penalty, weighted.T @ shares[folds != fold].double())
-        expected = design[folds == fold] @ solved
-        torch.testing.assert_close(found[folds == fold], expected.float(), atol=1e-4, rtol=1e-4)
-
-
-def test_votes_come_from_the_nearest_patches_of_other_folds() -> None:
-    (part,) = examples(1, informative=(12,))
-    rows, folds = part.features[:, 5], torch.arange(80) % 3
-    votes = left_out_votes(rows @ rows.T, part.shares, folds, 2, 0.1)
-    for query in (0, 1, 41):
-        others = (folds != folds[query]).nonzero()[:, 0]
-        similarity, order = (rows[others] @ rows[query]).sort(descending=True)
-        weights = (similarity[:2] / 0.1).softmax(dim=0)
-        torch.testing.assert_close(votes[query], weights @ part.shares[others[order[:2]]])
 
 
 def test_the_informative_block_is_chosen() -> None:
@@ -102,7 +70,7 @@ def test_a_clear_lead_of_the_last_block_is_followed() -> None:
 
 
 def test_without_a_clear_lead_the_default_stays() -> None:
-    candidates = candidate_probes(BLOCKS, blocks=None, whiten=None, head=None)
+    candidates = candidate_probes(BLOCKS)
     default = default_probe(candidates, BLOCKS)
     assert default == Probe((6, 8, 9, 10), False, "ridge")
     for count in (2, 8):
@@ -117,12 +85,13 @@ def test_the_default_stays_with_a_single_example_even_if_another_probe_leads_cle
 
 
 def test_fixed_values_are_not_chosen() -> None:
-    candidates = candidate_probes(BLOCKS, blocks=(8,), whiten=False, head="knn")
-    assert candidates == [Probe((8,), False, "knn")]
+    fixed: dict[str, Any] = {"whiten": False, "head": "knn", "penalty": 0.1, "prior": 0.7}
+    candidates = candidate_probes(BLOCKS, blocks=(8,), **fixed)
+    assert candidates == [Probe((8,), False, "knn", 0.1, 0.7)]
     assert chosen(examples(5, informative=(12,)), candidates).probe == candidates[0]
-    candidates = candidate_probes(BLOCKS, blocks=None, whiten=True, head="ridge")
-    assert {(probe.whiten, probe.head) for probe in candidates} == {(True, "ridge")}
-    assert candidate_probes((10,), blocks=None, whiten=False, head="knn") == [Probe((10,), False, "knn")]
+    candidates = candidate_probes(BLOCKS, whiten=True, head="ridge", penalty=0.1)
+    assert {(probe.whiten, probe.head, probe.penalty) for probe in candidates} == {(True, "ridge", 0.1)}
+    assert candidate_probes((10,), **fixed) == [Probe((10,), False, "knn", 0.1, 0.7)]
 
 
 def test_a_single_example_is_scored_by_halves_if_both_have_labels() -> None:
@@ -239,6 +208,6 @@ def test_few_patches_are_not_whitened() -> None:
 
 
 def test_a_network_with_one_feature_map_is_read_by_both_heads() -> None:
-    candidates = candidate_probes((1,), blocks=None, whiten=None, head=None)
+    candidates = candidate_probes((1,))
     assert {probe.blocks for probe in candidates} == {(1,)}
     assert default_probe(candidates, (1,)) == Probe((1,), False, "both")

@@ -8,7 +8,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +51,6 @@ MOST_PATCHES = 16_384
 """Limit on the number of labelled patches that a probe is fitted to (see `thinned`)."""
 
 _MARGIN = 0.12  # mIoU, divided by the square root of the number of examples
-_MARGIN_OF_PRIORS = 0.03  # the same for probes that differ in penalty and prior only
 _SAMPLED = (2048, 4096)  # minimum and maximum number of patches for comparing candidates
 _SAMPLED_PER_EXAMPLE = 128
 _MOST_FOLDS = 10
@@ -343,10 +342,10 @@ def choose(
     """Choose a probe by cross-validation over images (see `CrossValidation`).
 
     The criterion is the mean IoU on left-out patches. Blocks, whitening and head are chosen first, with the default
-    penalty and prior, and then penalty and prior. Other blocks, whitening or heads replace those of the default
-    (`default_probe`) only if they lead by 12 points divided by the square root of the number of examples, since with
-    few examples most differences are noise. With a single example the default is kept: scores between the two halves of
-    an image do not predict those on other images. Whitening requires four labelled patches per channel.
+    penalty and prior, and then penalty and prior. In both steps, a candidate replaces the default (`default_probe`)
+    only if it leads by 12 points divided by the square root of the number of examples, since with few examples most
+    differences are noise. With a single example the default is kept: scores between the two halves of an image do not
+    predict those on other images. Whitening requires four labelled patches per channel.
 
     Args:
         examples: examples with patches in random order.
@@ -363,23 +362,24 @@ def choose(
     validation = CrossValidation(examples, blocks, neighbours=neighbours, temperature=temperature)
     if not validation.left_out:
         return Choice(default, 1.0, None, None, {}, left_out="")
+    if len(examples) == 1:
+        candidates = [default]
     baseline = Probe((max(blocks),), whiten=False, head="knn", prior=1.0)
-    alike = [probe for probe in candidates if (probe.penalty, probe.prior) == (default.penalty, default.prior)]
     ious: dict[Probe, dict[int, float]] = {}
     quality: dict[Probe, float] = {}
 
-    def best_of(probes: Sequence[Probe], default: Probe, margin: float) -> Probe:
+    def best_of(probes: Sequence[Probe], default: Probe) -> Probe:
         fresh = [probe for probe in probes if probe not in ious]
         for probe, counts in validation.confusions(fresh, progress).items():
             ious[probe] = class_ious(counts)
             quality[probe] = statistics.fmean(ious[probe].values())
         best = max((probe for probe in probes if probe in candidates), key=lambda probe: quality[probe])
-        lead = quality[best] - quality[default]
-        return best if len(examples) > 1 and lead >= margin / math.sqrt(len(examples)) else default
+        return best if quality[best] >= quality[default] + _MARGIN / math.sqrt(len(examples)) else default
 
-    best = best_of([*alike, baseline], default, _MARGIN)
-    like_best = [replace(best, penalty=probe.penalty, prior=probe.prior) for probe in candidates]
-    best = best_of([*dict.fromkeys(like_best)], best, _MARGIN_OF_PRIORS)
+    alike = [probe for probe in candidates if (probe.penalty, probe.prior) == (default.penalty, default.prior)]
+    best = best_of([*alike, baseline], default)
+    alike = [probe for probe in candidates if (probe.features, probe.head) == (best.features, best.head)]
+    best = best_of(alike, best)
     return Choice(best, validation.sharpness(best), quality[best], quality[baseline], ious[best], validation.left_out)
 
 
@@ -519,9 +519,7 @@ class FittedProbe:
         rows, votes, likely, probe = rows.to(self._device), None, None, self.choice.probe
         if self._keys is not None:
             found = nearest(rows, self._keys, min(self._neighbours, len(self._keys)), devices=(self._device,))
-            votes = reweighted(
-                self._voters.vote(found, "attention", self._temperature), self._frequency, probe.prior
-            )
+            votes = reweighted(self._voters.vote(found, "attention", self._temperature), self._frequency, probe.prior)
         if self._discriminant is not None:
             likely = self._discriminant(with_constant(rows) @ self._weights, probe.prior)
         return probabilities(combined(probe.head, votes, likely), self.choice.sharpness)

@@ -55,9 +55,7 @@ def left_out_votes(
     return votes
 
 
-def reweighted(
-    votes: Float[Tensor, "n c"], frequency: Float[Tensor, " c"], prior: float
-) -> Float[Tensor, "n c"]:
+def reweighted(votes: Float[Tensor, "n c"], frequency: Float[Tensor, " c"], prior: float) -> Float[Tensor, "n c"]:
     """Change the prior of votes from the classes' frequency to frequency^prior, by Bayes' rule.
 
     Example:
@@ -139,20 +137,18 @@ def left_out_ridge(
 ) -> Iterator[LeftOut]:
     """Yield the scores of ridge regressions (`ridge`) that were fitted to all folds but one, for each fold.
 
-    One factorisation serves all folds. With R of `residual_maker` and residuals r = R y, the left-out residuals of rows i are (R_ii)^-1 r_i. The
-    regression without them is the one in which they are replaced by their left-out predictions. Weights and penalty
-    are computed from all rows.
+    One factorisation serves all folds: with R of `residual_maker` and residuals r = R y, the left-out residuals of rows
+    i are (R_ii)^-1 r_i. The regression without them is the one in which they are replaced by their left-out
+    predictions. Weights and penalty are computed from all rows.
     """
     scale = row_weights(shares).sqrt()[:, None]
     residuals = residual @ (scale * shares)
     for fold in folds.unique():
         own, others = (folds == fold).nonzero()[:, 0], (folds != fold).nonzero()[:, 0]
-        columns = residual[:, own]
-        missed = torch.linalg.solve(columns[own], residuals[own])
-        changed = residuals - columns @ missed
-        yield LeftOut(
-            own, others, shares[own] - missed / scale[own], shares[others] - changed[others] / scale[others]
-        )
+        rows = residual[own]  # the matrix is symmetric
+        missed = torch.linalg.solve(rows[:, own], residuals[own])
+        changed = residuals - rows.T @ missed
+        yield LeftOut(own, others, shares[own] - missed / scale[own], shares[others] - changed[others] / scale[others])
 
 
 class Discriminant(NamedTuple):
