@@ -94,6 +94,20 @@ def test_fixed_values_are_not_chosen() -> None:
     assert candidate_probes((10,), **fixed) == [Probe((10,), False, "knn", 0.1, 0.7)]
 
 
+def test_a_clear_lead_of_a_prior_is_followed() -> None:
+    def imbalanced(seed: int) -> LabelledPatches:
+        """Return an example with few patches of all classes but the first."""
+        part = example(seed, informative=BLOCKS, noise=3.0, count=800)
+        kept = (part.shares[:, 0] > 0) | (torch.arange(800) % 20 == 0)
+        return LabelledPatches(*(values[kept] for values in part))
+
+    parts = [imbalanced(seed) for seed in range(9)]
+    first, better = candidates = [Probe((12,), False, "ridge", prior=prior) for prior in (1.0, 0.5)]
+    assert default_probe(candidates, BLOCKS) == first
+    assert chosen(parts, candidates).probe == better
+    assert chosen(parts[:1], candidates).probe == first
+
+
 def test_a_single_example_is_scored_by_halves_if_both_have_labels() -> None:
     part = example(0, informative=BLOCKS)
     choice = chosen([part])
@@ -137,7 +151,7 @@ def test_calibration_error_is_the_mean_gap_of_confidence_and_accuracy() -> None:
 def test_a_fitted_probe_recovers_labels_from_informative_features() -> None:
     parts = examples(3, informative=(6, 8, 9, 10), noise=0.2)
     new = example(50, informative=(6, 8, 9, 10), noise=0.2)
-    for probe in candidate_probes(BLOCKS, blocks=(6, 8, 9, 10), whiten=None, head=None):
+    for probe in candidate_probes(BLOCKS, blocks=(6, 8, 9, 10)):
         choice = Choice(probe, 1.0, None, None, {}, "")
         fitted = FittedProbe(parts, choice, BLOCKS, neighbours=5, temperature=0.07, device=torch.device("cpu"))
         found = labelled(fitted, new)
@@ -180,7 +194,7 @@ def test_a_class_of_a_single_example_is_not_measured() -> None:
 def test_equal_features_get_the_most_frequent_class(value: float) -> None:
     shares = one_hot(torch.tensor([0, 1, 1, 1]), 2).float()
     part = LabelledPatches(torch.full((4, 6, WIDTH), value), shares, torch.tensor([0, 1, 0, 1]))
-    for probe in candidate_probes(BLOCKS, blocks=(12,), whiten=None, head=None):
+    for probe in candidate_probes(BLOCKS, blocks=(12,), penalty=0.01, prior=0.25):
         assert choose([part] * 4, [probe], BLOCKS, neighbours=4, temperature=0.07).expected is not None
         choice = Choice(probe, 1.0, None, None, {}, "")
         fitted = FittedProbe([part] * 4, choice, BLOCKS, neighbours=16, temperature=0.07, device=torch.device("cpu"))

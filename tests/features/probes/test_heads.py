@@ -90,7 +90,8 @@ def test_a_class_without_patches_is_never_likely() -> None:
 def test_equal_scores_get_the_prior() -> None:
     shares = one_hot(torch.tensor([0, 1, 1, 1]), 2).float()
     discriminant = Discriminant.fit(torch.full((4, 2), 0.3), shares)
-    torch.testing.assert_close(discriminant(torch.full((1, 2), 0.3), 1.0), torch.tensor([[0.25, 0.75]]))
+    likely = discriminant(torch.full((1, 2), 0.3), 1.0)
+    torch.testing.assert_close(likely, torch.tensor([[0.25, 0.75]]), atol=0.01, rtol=0)
 
 
 def test_the_prior_of_votes_is_replaced() -> None:
