@@ -15,8 +15,8 @@ from cribo.features.search import Neighbours
 from cribo.features.voting import Voters, label_shares
 
 _EXPONENT = 0.5  # of the inverse frequency, in the weight of a class
-_SHRINKAGE = 1.0  # added to the variances within classes, relative to their mean
-_LEAST_VARIANCE = 1e-6  # of scores; smaller differences are rounding errors
+_SHRINKAGE = 1.0  # mean variance within classes, added to the variances
+_VARIANCE = 0.01  # of scores within classes, also added: few patches do not show how much scores vary
 _SHARPNESS = torch.logspace(-2, 3, 26, base=2.0)
 _LEAST_SCORE = 1e-3
 
@@ -175,7 +175,7 @@ class Discriminant(NamedTuple):
         sizes = members.sum(dim=0)
         means = members.T @ scores / sizes.clamp(min=torch.finfo(sizes.dtype).tiny)[:, None]
         within = scores.T @ (members.sum(dim=1, keepdim=True) * scores) - means.T @ (sizes[:, None] * means)
-        within.diagonal().add_(_SHRINKAGE * within.diagonal().mean().clamp(min=0) + _LEAST_VARIANCE)
+        within.diagonal().add_(_SHRINKAGE * within.diagonal().mean().clamp(min=0) + _VARIANCE)
         weight = torch.linalg.solve(within, means.T)
         return cls(weight, -(means * weight.T).sum(dim=1) / 2, shares.mean(dim=0).log())
 
