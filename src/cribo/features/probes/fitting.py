@@ -377,7 +377,8 @@ def choose(
         return best if quality[best] >= quality[default] + _MARGIN / math.sqrt(len(examples)) else default
 
     alike = [probe for probe in candidates if (probe.penalty, probe.prior) == (default.penalty, default.prior)]
-    best = best_of([*alike, baseline], default)
+    alike.sort(key=lambda probe: probe.features == default.features)  # last, so that its features are still there
+    best = best_of([baseline, *alike], default)
     alike = [probe for probe in candidates if (probe.features, probe.head) == (best.features, best.head)]
     best = best_of(alike, best)
     return Choice(best, validation.sharpness(best), quality[best], quality[baseline], ious[best], validation.left_out)

@@ -142,12 +142,12 @@ def left_out_ridge(
     predictions. Weights and penalty are computed from all rows.
     """
     scale = row_weights(shares).sqrt()[:, None]
-    residuals = residual @ (scale * shares)
+    residuals = ((scale * shares).T @ residual).T  # the matrix is symmetric; this order is several times as fast
     for fold in folds.unique():
         own, others = (folds == fold).nonzero()[:, 0], (folds != fold).nonzero()[:, 0]
-        rows = residual[own]  # the matrix is symmetric
+        rows = residual[own]
         missed = torch.linalg.solve(rows[:, own], residuals[own])
-        changed = residuals - rows.T @ missed
+        changed = residuals - (missed.T @ rows).T
         yield LeftOut(own, others, shares[own] - missed / scale[own], shares[others] - changed[others] / scale[others])
 
 
