@@ -521,7 +521,7 @@ class FittedProbe:
         if self._keys is not None:
             found = nearest(rows, self._keys, min(self._neighbours, len(self._keys)), devices=(self._device,))
             votes = reweighted(self._voters.vote(found, "attention", self._temperature), self._frequency, probe.prior)
-        if self._discriminant is not None:
+        if self._weights is not None and self._discriminant is not None:
             likely = self._discriminant(with_constant(rows) @ self._weights, probe.prior)
         return probabilities(combined(probe.head, votes, likely), self.choice.sharpness)
 
