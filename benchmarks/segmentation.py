@@ -148,7 +148,8 @@ def quality(
                 seconds = time.process_time() - begun
                 scores.setdefault(name, []).append(scored(memory, val))
                 if arguments.save:
-                    key = f"{folder.name}, {encoder.identity}, {name}, {count}"
+                    network = Path(arguments.backbone or "random").stem
+                    key = f"{folder.name}, {network}, {name}, {count} examples"
                     figures = (*scores[name][-1], seconds)
                     save(arguments.save, key, draw, dict(zip(FIGURES, figures, strict=True)))
                 if name == "chosen":
