@@ -2,15 +2,19 @@
 
     uv run python -m benchmarks.segmentation --backbone WEIGHTS --data SET [SET ...]
     uv run python -m benchmarks.segmentation --backbone WEIGHTS --data SET --only cost
+    uv run python -m benchmarks.segmentation --backbone WEIGHTS --data SET --rows chosen --save scores.json
+    uv run python -m benchmarks.segmentation --compare before.json after.json
 
 SET is a folder with images/train, images/val, labels/train, labels/val and classes.txt. Examples are drawn uniformly
 from the training images; validation images are labelled at their own size. Each row is the mean over the draws:
-mIoU and expected calibration error over pixels, both in %.
+mIoU and expected calibration error over pixels, both in %. `--compare` prints the paired differences over draws of two
+files of `--save`, of two versions of the code, with intervals that hold together (Bonferroni).
 """
 
 import argparse
 import dataclasses
 import hashlib
+import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -28,10 +32,13 @@ from cribo.base.machine import keep_freed_memory
 from cribo.data import LabelledSubset
 from cribo.data.config import spread
 from cribo.data.randomness import keyed_generator
+from cribo.evaluation.intervals import seed_difference
 from cribo.features import Encoder
 from cribo.features.probes.fitting import default_blocks
 from cribo.features.scores import calibration_error, iou
 from cribo.models import Backbone, build_backbone, load_backbone
+
+FIGURES = ("mIoU", "calibration error", "CPU seconds of the choice")
 
 _DRAW = 0x736567
 _EVERY = 7  # pixels for the calibration error
@@ -56,7 +63,7 @@ def rows_of(blocks: Sequence[int]) -> dict[str, dict[str, object]]:
     """Return the settings of each row, for an encoder of these blocks."""
     depth, middle = max(blocks), default_blocks(blocks)
     last, third_quarter = (depth,), (round(depth * 0.75),)
-    plain = {"head": "knn", "whiten": False}
+    plain = {"head": "knn", "whiten": False, "prior": 1.0}
     rows: dict[str, dict[str, object]] = {
         "last block (before)": {"blocks": last, **plain, "neighbours": 5, "temperature": 0.02},
         "last block": {"blocks": last, **plain},
@@ -99,19 +106,54 @@ def scored(memory: SegmentationMemory, queries: LabelledSubset) -> tuple[float, 
     return 100 * score, 100 * calibration_error(torch.cat(confidence), torch.cat(right))
 
 
-def quality(train: LabelledSubset, val: LabelledSubset, encoder: Encoder, arguments: argparse.Namespace) -> None:
+def save(file: Path, key: str, draw: int, figures: Mapping[str, float]) -> None:
+    """Add the figures of a draw to a JSON file."""
+    saved = json.loads(file.read_text()) if file.exists() else {}
+    saved.setdefault(key, {})[str(draw)] = figures
+    file.write_text(json.dumps(saved, indent=1))
+
+
+def compare(before: Path, after: Path) -> None:
+    """Print the difference of each figure, paired over the draws that both files have."""
+    both = [json.loads(file.read_text()) for file in (before, after)]
+    keys = [key for key in both[0] if key in both[1]]
+    print(f"| | draws | {' | '.join(FIGURES)} |\n|---|---|{'---|' * len(FIGURES)}")
+    for key in keys:
+        draws = [draw for draw in both[0][key] if draw in both[1][key]]
+        cells = []
+        for name in FIGURES:
+            old, new = (torch.tensor([saved[key][draw][name] for draw in draws]) for saved in both)
+            found = seed_difference(old, new, comparisons=len(keys))
+            interval = "" if found.low is None else f" [{found.low:+.1f}, {found.high:+.1f}]"
+            cells.append(f"{old.mean():.1f} → {new.mean():.1f}, {found.mean:+.1f}{interval}")
+        print(f"| {key} | {len(draws)} | {' | '.join(cells)} |")
+
+
+def quality(
+    folder: Path, train: LabelledSubset, val: LabelledSubset, encoder: Encoder, arguments: argparse.Namespace
+) -> None:
     """Print a table of mIoU and calibration error by the number of examples."""
     found: dict[str, list[str]] = {}
     for count in arguments.examples:
         scores: dict[str, list[tuple[float, float]]] = {}
         expected = []
-        for draw in range(arguments.draws):
+        for draw in range(arguments.first, arguments.first + arguments.draws):
             for name, values in rows_of(encoder.blocks).items():
+                if name not in (arguments.rows or (name,)):
+                    continue
                 memory = SegmentationMemory(encoder, classes=train.classes, settings=settings_of(values, arguments))
                 filled(memory, train, draw_of(count, len(train), draw))
+                begun = time.process_time()
+                expectation = memory.fit().expected
+                seconds = time.process_time() - begun
                 scores.setdefault(name, []).append(scored(memory, val))
+                if arguments.save:
+                    network = Path(arguments.backbone or "random").stem
+                    key = f"{folder.name}, {network}, {name}, {count} examples"
+                    figures = (*scores[name][-1], seconds)
+                    save(arguments.save, key, draw, dict(zip(FIGURES, figures, strict=True)))
                 if name == "chosen":
-                    expected.append(100 * (memory.fit().expected or float("nan")))
+                    expected.append(100 * (expectation or float("nan")))
         for name, own in scores.items():
             cell = f"{statistics.fmean(score for score, _ in own):.1f}"
             if name in ("chosen", "last block (before)"):
@@ -119,7 +161,8 @@ def quality(train: LabelledSubset, val: LabelledSubset, encoder: Encoder, argume
             found.setdefault(name, []).append(cell)
         best = [max(scores[name][draw][0] for name in scores) for draw in range(arguments.draws)]
         found.setdefault("best row of each draw", []).append(f"{statistics.fmean(best):.1f}")
-        found.setdefault("expected by the fit", []).append(f"{statistics.fmean(expected):.1f}")
+        if expected:
+            found.setdefault("expected by the fit", []).append(f"{statistics.fmean(expected):.1f}")
     print(f"| | {' | '.join(map(str, arguments.examples))} |\n|---|{'---|' * len(arguments.examples)}")
     for name, cells in found.items():
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
@@ -182,15 +225,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backbone", help="backbone, as for `cribo segment`; by default a random ViT-S/16")
     parser.add_argument("--untrained", action="store_true", help="use random weights")
-    parser.add_argument("--data", type=Path, nargs="+", required=True)
+    parser.add_argument("--data", type=Path, nargs="+", default=[])
     parser.add_argument("--examples", type=int, nargs="+", default=[1, 2, 8, 32])
     parser.add_argument("--draws", type=int, default=5)
+    parser.add_argument("--first", type=int, default=0, help="number of the first draw")
+    parser.add_argument("--rows", nargs="+", help="names of the rows of quality; by default all")
+    parser.add_argument("--save", type=Path, help="JSON file to which the scores of each draw are added")
+    parser.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"), help="two files of --save")
     parser.add_argument("--queries", type=int, default=15, help="number of validation images to segment")
     parser.add_argument("--pool", type=int, default=100, help="number of images to suggest from")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scale", type=float, help="scale of the images; by default that of `cribo segment`")
     parser.add_argument("--only", choices=("quality", "suggestions", "cost"))
     arguments = parser.parse_args()
+    if arguments.compare:
+        compare(*arguments.compare)
+        return
+    if not arguments.data:
+        parser.error("--data is required")
     keep_freed_memory()  # as `cribo segment` does
     backbone = load_backbone(arguments.backbone) if arguments.backbone else build_backbone("vit_small_patch16_224")
     if arguments.untrained:
@@ -201,7 +253,7 @@ def main() -> None:
         train = LabelledSubset(known.memory, range(len(known.memory)))
         val = LabelledSubset(known.queries, spread(len(known.queries), arguments.queries))
         parts = {
-            "quality": partial(quality, train, val, encoder, arguments),
+            "quality": partial(quality, folder, train, val, encoder, arguments),
             "suggestions": partial(suggestions, train, val, encoder, arguments),
             "cost": partial(cost, train, val, backbone, arguments),
         }

@@ -597,13 +597,12 @@ class Visitors:
 def probe_of(encoder: SharedNetwork) -> Probe:
     """Return the default probe: comparing probes would take several seconds after each example."""
     blocks = encoder.probed.blocks
-    return default_probe(candidate_probes(blocks, blocks=None, whiten=None, head=None), blocks)
+    return default_probe(candidate_probes(blocks), blocks)
 
 
 def empty_memory(encoder: SharedNetwork) -> SegmentationMemory:
     """Return a memory without examples, whose probe is fixed."""
-    probe = probe_of(encoder)
-    settings = SegmentationSettings(blocks=probe.blocks, whiten=probe.whiten, head=probe.head)
+    settings = SegmentationSettings(**vars(probe_of(encoder)))
     return SegmentationMemory(encoder.probed, settings=settings, batch_size=1)
 
 

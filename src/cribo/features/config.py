@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from cribo.base.bounds import above, at_least, below, check_bounds, sorted_blocks
+from cribo.base.bounds import above, at_least, below, between, check_bounds, sorted_blocks
 from cribo.base.errors import ConfigError, InputError
 from cribo.base.redaction import without_secrets
 from cribo.method.config import Marginals
@@ -165,6 +165,10 @@ class ProbeSettings:
         blocks: numbers, from 1, of the blocks whose features are used, such as 6,8,9,10. [chosen by cross-validation]
         whiten: whiten the features partially, with statistics of the examples: true or false. [chosen]
         head: knn (nearest neighbours), ridge (ridge regression) or both (their mean). [chosen]
+        penalty: penalty of the ridge regression; larger values suit few or noisy labels. [chosen]
+        prior: exponent of the classes' frequency in the examples: 1 if classes are as frequent in other images, 0 to
+            label as if all classes were equally likely, which finds more of rare classes and more in wrong places.
+            [chosen]
         neighbours: k, the number of nearest patches that vote; larger values favour frequent classes.
         temperature: weights of neighbours are the softmax of cosine / temperature; lower values favour the nearest.
 
@@ -180,6 +184,8 @@ class ProbeSettings:
     blocks: tuple[int, ...] | None = None
     whiten: bool | None = None
     head: Head | None = None
+    penalty: Annotated[float, above(0)] | None = None
+    prior: Annotated[float, between(0, 1)] | None = None
     neighbours: Annotated[int, at_least(1)] = 5
     temperature: Annotated[float, above(0)] = 0.07
 
@@ -198,7 +204,12 @@ class ProbeSettings:
     @property
     def of_choice(self) -> tuple[Any, ...]:
         """The settings that influence the choice of a probe."""
-        return self.blocks, self.whiten, self.head, self.neighbours, self.temperature
+        return *self.probe.values(), self.neighbours, self.temperature
+
+    @property
+    def probe(self) -> dict[str, Any]:
+        """The values of a probe by name; those that are None are chosen."""
+        return {name: getattr(self, name) for name in ("blocks", "whiten", "head", "penalty", "prior")}
 
     @property
     def voting(self) -> dict[str, Any]:

@@ -364,8 +364,25 @@ def test_the_choice_is_stored_and_repeated_for_other_settings(tmp_path: Path) ->
     assert torch.equal(read.segment(image).labels, memory.segment(image).labels)
     changed = SegmentationMemory.load(tmp_path / "m", deep(), changes={"head": "knn", "blocks": (5, 6), "whiten": True})
     assert changed.fit().probe == Probe((5, 6), True, "knn")
+    assert SegmentationMemory.load(tmp_path / "m", deep(), changes={"prior": 1.0}).fit().probe.prior == 1.0
     with pytest.raises(ValueError, match="has features of blocks 3, 4, 5, 6, not of 2"):
         SegmentationMemory.load(tmp_path / "m", deep(), changes={"blocks": (2, 6)})
+
+
+def test_memories_of_earlier_versions_choose_again(tmp_path: Path) -> None:
+    memory = scenes(SegmentationMemory(deep()), 3)
+    choice = memory.fit()
+    memory.save(tmp_path / "m")
+    stored = read_memory(tmp_path / "m")
+    assert stored.choice is not None
+    added = ("penalty", "prior")
+    probe = {name: value for name, value in stored.choice["probe"].items() if name not in added}
+    settings = {name: value for name, value in stored.settings.items() if name not in added}
+    earlier = dataclasses.replace(stored, choice={**stored.choice, "probe": probe}, settings=settings)
+    write_memory(tmp_path / "m", earlier)
+    read = SegmentationMemory.load(tmp_path / "m", deep())
+    assert read.fit() == choice
+    assert read.fingerprint == memory.fingerprint
 
 
 def test_unknown_blocks_are_refused() -> None:

@@ -1,8 +1,7 @@
-"""Left-out scores of probes against their definition, and the choice of a probe."""
+"""The choice of a probe, its calibration, and its predictions."""
 
 import dataclasses
 import json
-import math
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch.nn.functional import normalize, one_hot
 
 from cribo.features.config import Head
 from cribo.features.probes.fitting import (
-    PENALTY,
     Choice,
     FittedProbe,
     LabelledPatches,
@@ -20,9 +18,6 @@ from cribo.features.probes.fitting import (
     choose,
     concatenate,
     default_probe,
-    left_out_ridge,
-    left_out_votes,
-    row_weights,
     thinned,
 )
 from cribo.features.scores import calibration_error
@@ -49,40 +44,13 @@ def examples(number: int, **options) -> list[LabelledPatches]:
 
 
 def chosen(parts: list[LabelledPatches], candidates: list[Probe] | None = None) -> Choice:
-    everything = candidate_probes(BLOCKS, blocks=None, whiten=None, head=None)
+    everything = candidate_probes(BLOCKS)
     return choose(parts, candidates or everything, BLOCKS, neighbours=5, temperature=0.07)
 
 
 def labelled(fitted: FittedProbe, part: LabelledPatches) -> torch.Tensor:
     """Return the class probabilities of each patch of an example with features of all `BLOCKS`."""
     return fitted(fitted.rows(part.features[:, [BLOCKS.index(block) for block in fitted.choice.probe.blocks]]))
-
-
-def test_leave_one_out_ridge_regression_equals_refitting() -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows = normalize(torch.randn(60, 7, generator=generator), dim=-1)
-    shares = torch.rand(60, 3, generator=generator)
-    folds = torch.arange(60) % 4
-    found = left_out_ridge(rows @ rows.T, shares, folds)
-    design = torch.cat((rows, torch.ones(60, 1)), dim=1).double()
-    weights = row_weights(shares).double()[:, None]
-    penalty = PENALTY * math.sqrt(60) * torch.eye(8, dtype=torch.float64)
-    for fold in range(4):
-        kept, weighted = design[folds != fold], (weights * design)[folds != fold]
-        solved = torch.linalg.solve(weighted.T @ kept + penalty, weighted.T @ shares[folds != fold].double())
-        expected = design[folds == fold] @ solved
-        torch.testing.assert_close(found[folds == fold], expected.float(), atol=1e-4, rtol=1e-4)
-
-
-def test_votes_come_from_the_nearest_patches_of_other_folds() -> None:
-    (part,) = examples(1, informative=(12,))
-    rows, folds = part.features[:, 5], torch.arange(80) % 3
-    votes = left_out_votes(rows @ rows.T, part.shares, folds, 2, 0.1)
-    for query in (0, 1, 41):
-        others = (folds != folds[query]).nonzero()[:, 0]
-        similarity, order = (rows[others] @ rows[query]).sort(descending=True)
-        weights = (similarity[:2] / 0.1).softmax(dim=0)
-        torch.testing.assert_close(votes[query], weights @ part.shares[others[order[:2]]])
 
 
 def test_the_informative_block_is_chosen() -> None:
@@ -102,7 +70,7 @@ def test_a_clear_lead_of_the_last_block_is_followed() -> None:
 
 
 def test_without_a_clear_lead_the_default_stays() -> None:
-    candidates = candidate_probes(BLOCKS, blocks=None, whiten=None, head=None)
+    candidates = candidate_probes(BLOCKS)
     default = default_probe(candidates, BLOCKS)
     assert default == Probe((6, 8, 9, 10), False, "ridge")
     for count in (2, 8):
@@ -117,12 +85,27 @@ def test_the_default_stays_with_a_single_example_even_if_another_probe_leads_cle
 
 
 def test_fixed_values_are_not_chosen() -> None:
-    candidates = candidate_probes(BLOCKS, blocks=(8,), whiten=False, head="knn")
-    assert candidates == [Probe((8,), False, "knn")]
+    fixed: dict[str, Any] = {"whiten": False, "head": "knn", "penalty": 0.1, "prior": 0.7}
+    candidates = candidate_probes(BLOCKS, blocks=(8,), **fixed)
+    assert candidates == [Probe((8,), False, "knn", 0.1, 0.7)]
     assert chosen(examples(5, informative=(12,)), candidates).probe == candidates[0]
-    candidates = candidate_probes(BLOCKS, blocks=None, whiten=True, head="ridge")
-    assert {(probe.whiten, probe.head) for probe in candidates} == {(True, "ridge")}
-    assert candidate_probes((10,), blocks=None, whiten=False, head="knn") == [Probe((10,), False, "knn")]
+    candidates = candidate_probes(BLOCKS, whiten=True, head="ridge", penalty=0.1)
+    assert {(probe.whiten, probe.head, probe.penalty) for probe in candidates} == {(True, "ridge", 0.1)}
+    assert candidate_probes((10,), **fixed) == [Probe((10,), False, "knn", 0.1, 0.7)]
+
+
+def test_a_clear_lead_of_a_prior_is_followed() -> None:
+    def imbalanced(seed: int) -> LabelledPatches:
+        """Return an example with few patches of all classes but the first."""
+        part = example(seed, informative=BLOCKS, noise=3.0, count=800)
+        kept = (part.shares[:, 0] > 0) | (torch.arange(800) % 20 == 0)
+        return LabelledPatches(*(values[kept] for values in part))
+
+    parts = [imbalanced(seed) for seed in range(9)]
+    first, better = candidates = [Probe((12,), False, "ridge", prior=prior) for prior in (1.0, 0.5)]
+    assert default_probe(candidates, BLOCKS) == first
+    assert chosen(parts, candidates).probe == better
+    assert chosen(parts[:1], candidates).probe == first
 
 
 def test_a_single_example_is_scored_by_halves_if_both_have_labels() -> None:
@@ -168,7 +151,7 @@ def test_calibration_error_is_the_mean_gap_of_confidence_and_accuracy() -> None:
 def test_a_fitted_probe_recovers_labels_from_informative_features() -> None:
     parts = examples(3, informative=(6, 8, 9, 10), noise=0.2)
     new = example(50, informative=(6, 8, 9, 10), noise=0.2)
-    for probe in candidate_probes(BLOCKS, blocks=(6, 8, 9, 10), whiten=None, head=None):
+    for probe in candidate_probes(BLOCKS, blocks=(6, 8, 9, 10)):
         choice = Choice(probe, 1.0, None, None, {}, "")
         fitted = FittedProbe(parts, choice, BLOCKS, neighbours=5, temperature=0.07, device=torch.device("cpu"))
         found = labelled(fitted, new)
@@ -211,7 +194,7 @@ def test_a_class_of_a_single_example_is_not_measured() -> None:
 def test_equal_features_get_the_most_frequent_class(value: float) -> None:
     shares = one_hot(torch.tensor([0, 1, 1, 1]), 2).float()
     part = LabelledPatches(torch.full((4, 6, WIDTH), value), shares, torch.tensor([0, 1, 0, 1]))
-    for probe in candidate_probes(BLOCKS, blocks=(12,), whiten=None, head=None):
+    for probe in candidate_probes(BLOCKS, blocks=(12,), penalty=0.01, prior=0.25):
         assert choose([part] * 4, [probe], BLOCKS, neighbours=4, temperature=0.07).expected is not None
         choice = Choice(probe, 1.0, None, None, {}, "")
         fitted = FittedProbe([part] * 4, choice, BLOCKS, neighbours=16, temperature=0.07, device=torch.device("cpu"))
@@ -239,6 +222,6 @@ def test_few_patches_are_not_whitened() -> None:
 
 
 def test_a_network_with_one_feature_map_is_read_by_both_heads() -> None:
-    candidates = candidate_probes((1,), blocks=None, whiten=None, head=None)
+    candidates = candidate_probes((1,))
     assert {probe.blocks for probe in candidates} == {(1,)}
     assert default_probe(candidates, (1,)) == Probe((1,), False, "both")

@@ -191,8 +191,9 @@ class SegmentationMemory:
     def fingerprint(self) -> str:
         """Hash of the backbone, examples, classes and settings, on which predictions depend."""
         settings = dataclasses.asdict(self.settings)
-        if self.settings.range is None:  # as in memories of earlier versions
-            del settings["range"]
+        for name in ("range", "penalty", "prior"):  # which earlier versions lack
+            if settings[name] is None:
+                del settings[name]
         about = [self.encoder.identity, self._classes, sorted(settings.items())]
         digest = hashlib.sha256(repr(about).encode())
         for stored in self._stored:
@@ -352,7 +353,7 @@ class SegmentationMemory:
     # ---------------------------------------------------------------------------------------------------- fit
 
     def fit(self, progress: Progress = no_progress) -> Choice:
-        """Choose the blocks, whitening and head that are None in the settings.
+        """Choose the values of the probe that are None in the settings.
 
         The choice is cached until examples change.
 

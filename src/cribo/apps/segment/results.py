@@ -11,7 +11,7 @@ from cribo.base.files import write_json, write_text
 from cribo.base.job import Account, describe_changes
 from cribo.base.tables import Table, texts
 from cribo.base.wording import enumerated
-from cribo.features.probes.fitting import Choice
+from cribo.features.probes.fitting import Choice, Probe
 
 KIND = "segmentation"
 
@@ -85,13 +85,18 @@ def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterat
 
     yield from changed(lambda identity: {"the folder of the images": identity["folder"]})
     if before["memory"] == now["memory"]:
-        yield from changed(lambda identity: {"the probe": Choice.from_json(identity["choice"]).probe})
+        yield from changed(lambda identity: {"the probe": _probe_of(identity["choice"])})
         return
     yield from (
         changed(of_features)
         or changed(lambda identity: {"the list of examples": enumerated(identity["examples"])})
         or ["the images or labels of the examples have changed"]
     )
+
+
+def _probe_of(choice: Mapping[str, Any]) -> Probe | str:
+    found = Choice.from_json(choice)
+    return "one of an earlier version" if found is None else found.probe
 
 
 def class_shares(records: Sequence[Record], classes: Sequence[str]) -> dict[str, float]:

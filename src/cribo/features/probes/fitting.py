@@ -1,13 +1,14 @@
 """Probes of frozen features, chosen by cross-validation and fitted in closed form.
 
-A probe is a set of blocks, with or without partial whitening, and a head: k-nearest neighbours, ridge regression, or
-the mean of both.
+A probe is a set of blocks, with or without partial whitening, and a head: k-nearest neighbours, ridge regression with
+discriminant analysis, or the mean of both.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -17,16 +18,34 @@ from torch.nn.functional import normalize
 
 from cribo.base.console import Progress, no_progress
 from cribo.features.config import Head, ProbeSettings
-from cribo.features.scores import calibration_error, iou
-from cribo.features.search import Neighbours, TensorKeys, nearest
+from cribo.features.probes.heads import (
+    Discriminant,
+    class_frequency,
+    combined,
+    fit_sharpness,
+    left_out_ridge,
+    left_out_votes,
+    probabilities,
+    residual_maker,
+    reweighted,
+    ridge,
+    with_constant,
+)
+from cribo.features.scores import iou
+from cribo.features.search import TensorKeys, nearest
 from cribo.features.voting import Voters, label_shares
 from cribo.features.whitening import Moments, partial_whitening
 
 POWER = 0.6
 """Exponent of the partial whitening (docs/adapting.md)."""
 
-PENALTY = 1e-3
-"""Penalty of the ridge regression for one patch; it grows with the square root of the number of patches."""
+PENALTIES = (1e-3, 3e-3, 1e-2)
+"""Candidates of the penalty of the ridge regression (see `heads.ridge`)."""
+
+PRIORS = (0.0, 0.25, 0.5, 1.0)
+"""Candidates of the prior of classes, an exponent of their frequency."""
+
+_PENALTY, _PRIOR = 1e-2, 0.25  # the defaults: best on average in trials
 
 MOST_PATCHES = 16_384
 """Limit on the number of labelled patches that a probe is fitted to (see `thinned`)."""
@@ -35,9 +54,7 @@ _MARGIN = 0.12  # mIoU, divided by the square root of the number of examples
 _SAMPLED = (2048, 4096)  # minimum and maximum number of patches for comparing candidates
 _SAMPLED_PER_EXAMPLE = 128
 _MOST_FOLDS = 10
-_SHARPNESS = torch.logspace(-2, 3, 26, base=2.0)
 _PER_CHANNEL = 4  # labelled patches that whitening needs for each channel
-_LEAST_SCORE = 1e-3
 _CHOOSING = "choosing blocks and head"
 
 
@@ -49,16 +66,26 @@ class Probe:
         blocks: numbers, from 1, of the blocks whose normalised features are concatenated.
         whiten: whether each block is partially whitened first.
         head: k-nearest neighbours, ridge regression, or the mean of both.
+        penalty: penalty of the ridge regression (see `heads.ridge`).
+        prior: exponent of the classes' frequency in the examples: 1 if classes are as frequent in other images, 0 if
+            all classes are equally likely.
     """
 
     blocks: tuple[int, ...]
     whiten: bool
     head: Head
+    penalty: float = _PENALTY
+    prior: float = _PRIOR
 
     def __str__(self) -> str:
         blocks = f"block{'s' * (len(self.blocks) > 1)} {', '.join(map(str, self.blocks))}"
         heads = {"knn": "nearest neighbours", "ridge": "ridge regression", "both": "ridge and nearest neighbours"}
         return f"{blocks}{', whitened,' * self.whiten} with {heads[self.head]}"
+
+    @property
+    def features(self) -> tuple[tuple[int, ...], bool]:
+        """Blocks and whitening."""
+        return self.blocks, self.whiten
 
 
 @dataclass(frozen=True)
@@ -92,8 +119,10 @@ class Choice:
         return {**asdict(self), "per_class": {str(label): score for label, score in self.per_class.items()}}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Choice":
-        """Create a choice from the output of `as_json`."""
+    def from_json(cls, values: Mapping[str, Any]) -> "Choice | None":
+        """Create a choice from the output of `as_json`; None if an earlier version chose among other probes."""
+        if {field.name for field in fields(Probe)} != set(values["probe"]):
+            return None
         probe = Probe(**{**values["probe"], "blocks": tuple(values["probe"]["blocks"])})
         per_class = {int(label): score for label, score in values["per_class"].items()}
         return cls(**{**values, "probe": probe, "per_class": per_class})
@@ -145,31 +174,44 @@ def _scaled(blocks: Sequence[int], depth: int) -> tuple[int, ...]:
 
 
 def candidate_probes(
-    available: Sequence[int], *, blocks: tuple[int, ...] | None, whiten: bool | None, head: Head | None
+    available: Sequence[int],
+    *,
+    blocks: tuple[int, ...] | None = None,
+    whiten: bool | None = None,
+    head: Head | None = None,
+    penalty: float | None = None,
+    prior: float | None = None,
 ) -> list[Probe]:
-    """List the candidate probes; `blocks`, `whiten` and `head` are fixed unless None."""
+    """List the candidate probes; values are fixed unless None."""
     sets = [chosen for chosen in block_sets(max(available)) if set(chosen) <= set(available)]
     sets = list(dict.fromkeys((*sets, default_blocks(available)))) if blocks is None else [blocks]
     heads: Sequence[Head] = ("knn", "ridge", "both") if head is None else (head,)
     return [
-        Probe(chosen, whitened, kind)
-        for chosen in sets
-        for whitened in ((False, True) if whiten is None else (whiten,))
-        for kind in heads
+        Probe(*values)
+        for values in itertools.product(
+            sets,
+            (False, True) if whiten is None else (whiten,),
+            heads,
+            PENALTIES if penalty is None else (penalty,),
+            PRIORS if prior is None else (prior,),
+        )
     ]
 
 
 def default_probe(candidates: Sequence[Probe], available: Sequence[int]) -> Probe:
     """Return the default candidate, the best on average in trials (docs/segmentation.md).
 
-    It uses ridge regression on `default_blocks`, or both heads if only one block is available, without whitening.
-    Values that no candidate has are ignored.
+    It uses ridge regression on `default_blocks`, or both heads if only one block is available, without whitening, with
+    a penalty of 0.01 and a prior of 0.25. Values that no candidate has are ignored.
     """
     head: Head = "ridge" if len(available) > 1 else "both"
     blocks = default_blocks(available)
 
     def likeness(probe: Probe) -> tuple[bool, ...]:
-        return probe.head == head, not probe.whiten, probe.blocks == blocks
+        return (
+            *(probe.head == head, not probe.whiten, probe.blocks == blocks),
+            *(probe.penalty == _PENALTY, probe.prior == _PRIOR),
+        )
 
     return max(candidates, key=likeness)
 
@@ -204,6 +246,8 @@ class CrossValidation:
         self._blocks = list(blocks)
         self._neighbours, self._temperature = neighbours, temperature
         self._whitening: Whitening | None = None
+        self._used: tuple[tuple[int, ...], bool] | None = None
+        self._residual_makers: dict[float, Tensor] = {}
         if count > 1:
             folds = self._image % _MOST_FOLDS
             self.left_out = "one image at a time" if count <= _MOST_FOLDS else "a tenth of the images at a time"
@@ -227,7 +271,7 @@ class CrossValidation:
         scored = torch.isin(self._truth, self._measured)
         alike: dict[tuple[tuple[int, ...], bool], list[Probe]] = {}
         for probe in dict.fromkeys(probes):
-            alike.setdefault((probe.blocks, probe.whiten), []).append(probe)
+            alike.setdefault(probe.features, []).append(probe)
         found = {}
         for number, group in enumerate(alike.values()):
             progress(_CHOOSING, number, len(alike))
@@ -242,22 +286,48 @@ class CrossValidation:
         """Find the exponent that calibrates a probe (see `probabilities`)."""
         # Leave out halves of images: with few examples, leaving out a whole image underestimates the scores in use.
         halves = 2 * self._folds + self._halves
-        return _fit_sharpness(self._scores([probe], halves)[probe], self._truth)
+        return fit_sharpness(self._scores([probe], halves)[probe], self._truth)
 
     def _scores(self, probes: Sequence[Probe], folds: Int[Tensor, " n"]) -> dict[Probe, Float[Tensor, "n c"]]:
         """Left-out scores of probes that share blocks and whitening."""
-        first = probes[0]
-        if first.whiten and self._whitening is None:
-            self._whitening = Whitening.fit(torch.cat([part.features.float() for part in self._examples]))
-        places = [self._blocks.index(block) for block in first.blocks]
-        rows = concatenate(self._features, places, self._whitening if first.whiten else None)
-        similarity = rows @ rows.T
-        votes = predicted = None
+        self._use(probes[0])
+        votes: dict[float, Tensor] = {}
+        likely: dict[tuple[float, float], Tensor] = {}
         if any(probe.head != "ridge" for probe in probes):
-            votes = left_out_votes(similarity, self._shares, folds, self._neighbours, self._temperature)
-        if any(probe.head != "knn" for probe in probes):
-            predicted = left_out_ridge(similarity, self._shares, folds)
-        return {probe: combined(probe.head, votes, predicted) for probe in probes}
+            frequency = class_frequency(self._shares)
+            plain = left_out_votes(self._similarity, self._shares, folds, self._neighbours, self._temperature)
+            votes = {prior: reweighted(plain, frequency, prior) for prior in {probe.prior for probe in probes}}
+        wanted: dict[float, set[float]] = {}  # priors of each penalty
+        for probe in probes:
+            if probe.head != "knn":
+                wanted.setdefault(probe.penalty, set()).add(probe.prior)
+        for penalty, priors in wanted.items():
+            likely |= {(penalty, prior): torch.empty_like(self._shares) for prior in priors}
+            for left in left_out_ridge(self._residual_maker(penalty), self._shares, folds):
+                discriminant = Discriminant.fit(left.fitted, self._shares[left.others])
+                for prior in priors:
+                    likely[penalty, prior][left.own] = discriminant(left.predicted, prior)
+        return {
+            probe: combined(probe.head, votes.get(probe.prior), likely.get((probe.penalty, probe.prior)))
+            for probe in probes
+        }
+
+    def _use(self, probe: Probe) -> None:
+        """Compute the features of a probe's blocks, unless they are those of the last call."""
+        if probe.features == self._used:
+            return
+        if probe.whiten and self._whitening is None:
+            self._whitening = Whitening.fit(torch.cat([part.features.float() for part in self._examples]))
+        places = [self._blocks.index(block) for block in probe.blocks]
+        self._rows = concatenate(self._features, places, self._whitening if probe.whiten else None)
+        self._similarity = self._rows @ self._rows.T
+        self._used, self._residual_makers = probe.features, {}
+
+    def _residual_maker(self, penalty: float) -> Float[Tensor, "n n"]:
+        """Return the residual maker of a penalty, which different folds share."""
+        if penalty not in self._residual_makers:
+            self._residual_makers[penalty] = residual_maker(self._rows, self._similarity, self._shares, penalty)
+        return self._residual_makers[penalty]
 
 
 def choose(
@@ -271,10 +341,11 @@ def choose(
 ) -> Choice:
     """Choose a probe by cross-validation over images (see `CrossValidation`).
 
-    The criterion is the mean IoU on left-out patches. A candidate replaces the default (`default_probe`) only if it
-    leads by 12 points divided by the square root of the number of examples, since with few examples most differences
-    are noise. With a single example the default is kept: scores between the two halves of an image do not predict those
-    on other images. Whitening requires four labelled patches per channel.
+    The criterion is the mean IoU on left-out patches. Blocks, whitening and head are chosen first, with the default
+    penalty and prior, and then penalty and prior. In both steps, a candidate replaces the default (`default_probe`)
+    only if it leads by 12 points divided by the square root of the number of examples, since with few examples most
+    differences are noise. With a single example the default is kept: scores between the two halves of an image do not
+    predict those on other images. Whitening requires four labelled patches per channel.
 
     Args:
         examples: examples with patches in random order.
@@ -291,14 +362,25 @@ def choose(
     validation = CrossValidation(examples, blocks, neighbours=neighbours, temperature=temperature)
     if not validation.left_out:
         return Choice(default, 1.0, None, None, {}, left_out="")
-    baseline = Probe((max(blocks),), whiten=False, head="knn")
-    ious = {
-        probe: class_ious(counts) for probe, counts in validation.confusions([*candidates, baseline], progress).items()
-    }
-    quality = {probe: statistics.fmean(own.values()) for probe, own in ious.items()}
-    best = max(candidates, key=lambda probe: quality[probe])
-    if len(examples) == 1 or quality[best] < quality[default] + _MARGIN / math.sqrt(len(examples)):
-        best = default
+    if len(examples) == 1:
+        candidates = [default]
+    baseline = Probe((max(blocks),), whiten=False, head="knn", prior=1.0)
+    ious: dict[Probe, dict[int, float]] = {}
+    quality: dict[Probe, float] = {}
+
+    def best_of(probes: Sequence[Probe], default: Probe) -> Probe:
+        fresh = [probe for probe in probes if probe not in ious]
+        for probe, counts in validation.confusions(fresh, progress).items():
+            ious[probe] = class_ious(counts)
+            quality[probe] = statistics.fmean(ious[probe].values())
+        best = max((probe for probe in probes if probe in candidates), key=lambda probe: quality[probe])
+        return best if quality[best] >= quality[default] + _MARGIN / math.sqrt(len(examples)) else default
+
+    alike = [probe for probe in candidates if (probe.penalty, probe.prior) == (default.penalty, default.prior)]
+    alike.sort(key=lambda probe: probe.features == default.features)  # last, so that its features are still there
+    best = best_of([baseline, *alike], default)
+    alike = [probe for probe in candidates if (probe.features, probe.head) == (best.features, best.head)]
+    best = best_of(alike, best)
     return Choice(best, validation.sharpness(best), quality[best], quality[baseline], ious[best], validation.left_out)
 
 
@@ -309,8 +391,8 @@ def fit_probe(
     *,
     progress: Progress = no_progress,
 ) -> Choice:
-    """Choose the blocks, whitening and head that are None in the settings; arguments as in `choose`."""
-    candidates = candidate_probes(blocks, blocks=settings.blocks, whiten=settings.whiten, head=settings.head)
+    """Choose the values of a probe that are None in the settings; arguments as in `choose`."""
+    candidates = candidate_probes(blocks, **settings.probe)
     return choose(examples, candidates, blocks, **settings.voting, progress=progress)
 
 
@@ -381,97 +463,6 @@ def concatenate(
     return torch.cat(parts, dim=1) / math.sqrt(len(parts))
 
 
-def left_out_votes(
-    similarity: Float[Tensor, "n n"],
-    shares: Float[Tensor, "n c"],
-    folds: Int[Tensor, " n"],
-    neighbours: int,
-    temperature: float,
-) -> Float[Tensor, "n c"]:
-    """Class votes of the nearest patches in other folds."""
-    voters, votes = Voters([label_shares(shares, "soft")], shares.shape[1]), torch.empty_like(shares)
-    for fold in folds.unique():
-        own = folds == fold
-        others = similarity[own].masked_fill_(own, -2.0)
-        found = Neighbours(*others.topk(min(neighbours, int((~own).sum())), dim=1))
-        votes[own] = voters.vote(found, "attention", temperature)
-    return votes
-
-
-def left_out_ridge(
-    similarity: Float[Tensor, "n n"], shares: Float[Tensor, "n c"], folds: Int[Tensor, " n"]
-) -> Float[Tensor, "n c"]:
-    """Predictions of ridge regressions (`ridge`) that were fitted to the other folds.
-
-    One factorisation serves all folds: with A = (K + aI)^-1, where K is the Gram matrix of the rows and a the penalty,
-    the left-out prediction of rows i is Y_i - (A_ii)^-1 (A Y)_i. Weights and penalty are computed from all rows.
-    """
-    scale = row_weights(shares).sqrt()[:, None]
-    kernel = scale * (similarity + 1.0) * scale.T  # + 1.0 for the intercept
-    kernel.diagonal().add_(_penalty(len(kernel)))
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(kernel))
-    targets = scale * shares
-    solved = inverse @ targets
-    predicted = torch.empty_like(shares)
-    for fold in folds.unique():
-        own = (folds == fold).nonzero()[:, 0]
-        residuals = torch.linalg.solve(inverse[own[:, None], own], solved[own])
-        predicted[own] = shares[own] - residuals / scale[own]
-    return predicted
-
-
-def ridge(rows: Float[Tensor, "n e"], shares: Float[Tensor, "n c"]) -> Float[Tensor, "e_plus_1 c"]:
-    """Fit a weighted ridge regression from features to class shares; the last row is the intercept."""
-    design, weights = _with_constant(rows), row_weights(shares)[:, None]
-    gram = design.T @ (weights * design)
-    gram.diagonal().add_(_penalty(len(rows)))
-    return torch.cholesky_solve(design.T @ (weights * shares), torch.linalg.cholesky(gram))
-
-
-def row_weights(shares: Float[Tensor, "n c"]) -> Float[Tensor, " n"]:
-    """Weight patches by the square root of the inverse frequency of their class; the mean is 1.
-
-    Without these weights, the ridge regression lost 1 to 8 points of mIoU on street scenes, mostly in rare classes.
-    """
-    weights = shares @ shares.mean(dim=0).clamp(min=1 / len(shares)).rsqrt()
-    return weights / weights.mean()
-
-
-def _with_constant(rows: Float[Tensor, "n e"]) -> Float[Tensor, "n e_plus_1"]:
-    return torch.cat((rows, rows.new_ones(len(rows), 1)), dim=1)
-
-
-def _penalty(rows: int) -> float:
-    return PENALTY * math.sqrt(rows)
-
-
-def combined(head: Head, votes: Tensor | None, predicted: Tensor | None) -> Float[Tensor, "n c"]:
-    """Combine votes and predictions into the scores of a head, in 0-1."""
-    if head == "knn":
-        assert votes is not None
-        return votes
-    assert predicted is not None
-    scores = predicted.clamp(0, 1)
-    if head == "ridge":
-        return scores
-    assert votes is not None
-    return (scores + votes) / 2
-
-
-def probabilities(scores: Float[Tensor, "n c"], sharpness: float) -> Float[Tensor, "n c"]:
-    """Raise scores to the power of `sharpness` and normalise them over the classes."""
-    powers = scores.clamp(min=_LEAST_SCORE).pow(sharpness)
-    powers = powers * (scores > 0)  # a class without any score keeps a probability of 0
-    return powers / powers.sum(dim=1, keepdim=True).clamp(min=torch.finfo(powers.dtype).tiny)
-
-
-def _fit_sharpness(scores: Float[Tensor, "n c"], truth: Int[Tensor, " n"]) -> float:
-    """Find the exponent with the smallest expected calibration error."""
-    right = (scores.argmax(dim=1) == truth).float()
-    errors = [calibration_error(probabilities(scores, float(each)).amax(dim=1), right) for each in _SHARPNESS]
-    return float(_SHARPNESS[errors.index(min(errors))])
-
-
 def class_ious(confusions: Int[Tensor, "n c c"]) -> dict[int, float]:
     """Compute the IoU, in 0-1, of each class in the rows of the summed confusion matrices."""
     confusion = confusions.sum(dim=0)
@@ -510,8 +501,13 @@ class FittedProbe:
         whitening = Whitening.fit(features.float()) if probe.whiten else None
         rows = concatenate(features, range(len(self._places)), whitening)
         self._whitening = None if whitening is None else whitening.to(device)
-        self._weights = None if probe.head == "knn" else ridge(rows, shares).to(device)
+        self._weights = self._discriminant = None
+        if probe.head != "knn":
+            weights = ridge(rows, shares, probe.penalty)
+            self._weights = weights.to(device)
+            self._discriminant = Discriminant.fit(with_constant(rows) @ weights, shares).to(device)
         self._keys = None if probe.head == "ridge" else TensorKeys(rows.to(device))
+        self._frequency = class_frequency(shares).to(device)
         self._voters = Voters([label_shares(shares, "soft")], shares.shape[1], device)
         self._neighbours, self._temperature, self._device = neighbours, temperature, device
 
@@ -521,12 +517,13 @@ class FittedProbe:
 
     def __call__(self, rows: Float[Tensor, "n e"]) -> Float[Tensor, "n c"]:
         """Predict the probability of each class from rows as returned by `rows`, on its device."""
-        rows, votes = rows.to(self._device), None
+        rows, votes, likely, probe = rows.to(self._device), None, None, self.choice.probe
         if self._keys is not None:
             found = nearest(rows, self._keys, min(self._neighbours, len(self._keys)), devices=(self._device,))
-            votes = self._voters.vote(found, "attention", self._temperature)
-        predicted = None if self._weights is None else _with_constant(rows) @ self._weights
-        return probabilities(combined(self.choice.probe.head, votes, predicted), self.choice.sharpness)
+            votes = reweighted(self._voters.vote(found, "attention", self._temperature), self._frequency, probe.prior)
+        if self._weights is not None and self._discriminant is not None:
+            likely = self._discriminant(with_constant(rows) @ self._weights, probe.prior)
+        return probabilities(combined(probe.head, votes, likely), self.choice.sharpness)
 
     def known_rows(self, most: int) -> Float[Tensor, "n e"]:
         """Rows of the labelled patches, limited to `most` (see `thinned`), on its device."""
