@@ -103,7 +103,7 @@ class PaKA(StudentTeacher):
     `optim`.
 
     The head, its place after the alignment, the overlap of 90 % and the teacher without augmentation are the paper's;
-    number, size and area of the local crops, and which of the global crops each is compared with, are ours
+    number, size and area of the local crops are NeCo's, and which of the global crops each is compared with is ours
     (docs/objectives.md).
 
     Args:
@@ -128,7 +128,7 @@ class PaKA(StudentTeacher):
         self,
         setting: Setting,
         *,
-        local_crops: Annotated[int, at_least(1)] = 8,
+        local_crops: Annotated[int, at_least(1)] = 4,
         local_size: int | None = None,
         local_area: tuple[float, float] = (0.05, 0.25),
     ) -> None:
