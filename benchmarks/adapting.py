@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from cribo.apps.adapt.averaging import averaged
-from cribo.apps.adapt.closed_form import choose_closed_form, refit_whitening
+from cribo.apps.adapt.closed_form import choose_closed_form, refit_layer
 from cribo.apps.adapt.config import AdaptConfig
 from cribo.apps.adapt.indicators import measure_indicators
 from cribo.apps.adapt.labelled import gain, open_labelled, score_images
@@ -126,7 +126,7 @@ def train(row: str, start: Backbone, arguments: argparse.Namespace, console: Con
     name = f"{re.sub('[^a-z_]+', '-', row.lower())}-{arguments.seed}"
     run = pretrain(planned, out=arguments.out, name=name, continue_run=True, console=console)
     adapted = averaged(start, run.backbone(), 1.0)
-    refit_whitening(adapted, images, power=POWER)
+    refit_layer(adapted, images, power=POWER)
     return adapted
 
 
@@ -137,7 +137,7 @@ def scored(backbone: Backbone, arguments: argparse.Namespace, *, refit: bool) ->
         labelled = open_labelled(path)
         if refit:
             memory = LabelledSubset(labelled.memory, labelled.folds[0][0])
-            refit_whitening(backbone, memory, power=POWER)
+            refit_layer(backbone, memory, power=POWER)
         tallies.append(score_images(backbone, labelled))
     return tallies
 

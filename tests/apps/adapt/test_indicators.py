@@ -1,9 +1,11 @@
 """Neighbour agreement across views, and the choice of the closed form."""
 
+import copy
+
 import pytest
 import torch
 
-from cribo.apps.adapt.closed_form import choose_closed_form
+from cribo.apps.adapt.closed_form import choose_closed_form, refit_layer
 from cribo.apps.adapt.indicators import measure_indicators, neighbour_agreement
 from cribo.data.scenes import Scenes
 from cribo.method import ViewRecipe
@@ -60,17 +62,80 @@ def test_the_closed_form_follows_the_options_or_the_highest_agreement() -> None:
     )
     start, choice = choose_closed_form(backbone, images, RECIPE, blocks=2, power=0.5, dims=7, progress=nothing)
     assert (start.depth, start.embed_dim, choice.blocks, choice.power) == (2, 7, 2, 0.5)
-    start, choice = choose_closed_form(backbone, images, RECIPE, progress=nothing)
+    start, choice = choose_closed_form(backbone, images, RECIPE, positions=0, progress=nothing)
     assert choice.blocks == start.depth >= 2
     plain = measure_indicators(first_blocks(backbone, start.depth), images, RECIPE).agreement
     whitened = [
-        choose_closed_form(backbone, images, RECIPE, blocks=choice.blocks, power=power, progress=nothing)[1].agreement
+        choose_closed_form(backbone, images, RECIPE, blocks=choice.blocks, power=power, positions=0, progress=nothing)[
+            1
+        ].agreement
         for power in (0.3, 0.6, 0.8, 1.0)
     ]
     assert choice.agreement == max(plain, *whitened)
     assert (start.readout is None) == (plain > max(whitened))
     assert measure_indicators(start, images, RECIPE).agreement == choice.agreement
     assert backbone.readout is None  # the network itself is unchanged
+
+
+@pytest.fixture
+def placed() -> Backbone:
+    """Build a small random network whose features depend mostly on the position."""
+    args = {"depth": 2, "embed_dim": 48, "num_heads": 2, "patch_size": 8}
+    backbone = build_backbone("vit_tiny_patch16_224", args=args, image_size=64)
+    with torch.no_grad():
+        backbone.model.pos_embed.mul_(50)
+    return backbone
+
+
+def test_directions_of_positions_are_removed(placed: Backbone) -> None:
+    images = Scenes(12, size=64, seed=0)
+    noise = torch.rand(8, 3, 168, 168, generator=torch.Generator().manual_seed(9))  # 21 x 21 patches
+    left = {}
+    for count in (0, 8, 24):
+        start, choice = choose_closed_form(
+            placed, images, RECIPE, blocks=2, power=0.0, positions=count, progress=nothing
+        )
+        assert choice.positions == count
+        tokens = start.encode(noise).tokens.detach()
+        left[count] = float(tokens.mean(dim=0).var(dim=0).sum())  # variance over the positions
+    share = shares_of_directions(placed)
+    assert left[8] / left[0] == pytest.approx(1 - share[7], abs=0.02)
+    assert left[24] / left[0] == pytest.approx(1 - share[23], abs=0.02)
+
+
+def shares_of_directions(backbone: Backbone) -> list[float]:
+    """Return the share of the variance over the positions in the first directions, from other images of noise."""
+    noise = torch.rand(8, 3, 168, 168, generator=torch.Generator().manual_seed(10))
+    variances = torch.linalg.eigvalsh(backbone.encode(noise).tokens.detach().mean(dim=0).T.cov()).flip(0)
+    return (variances.cumsum(0) / variances.sum()).tolist()
+
+
+def test_directions_of_positions_are_removed_if_agreement_rises(placed: Backbone) -> None:
+    images = Scenes(12, size=64, seed=0)
+    kept, *forced = (
+        choose_closed_form(placed, images, RECIPE, blocks=2, power=0.5, positions=count, progress=nothing)[1]
+        for count in (0, 2, 8)  # of 48
+    )
+    start, chosen = choose_closed_form(placed, images, RECIPE, blocks=2, power=0.5, progress=nothing)
+    assert chosen == max([kept, *forced], key=lambda choice: choice.agreement)
+    assert chosen.positions
+    assert measure_indicators(start, images, RECIPE).agreement == chosen.agreement
+
+
+def test_a_refitted_layer_is_that_of_the_closed_form(placed: Backbone) -> None:
+    images = Scenes(12, size=64, seed=0)
+    start, _ = choose_closed_form(placed, images, RECIPE, blocks=2, power=0.5, positions=8, progress=nothing)
+    again = copy.deepcopy(start)
+    refit_layer(again, images, power=0.5, positions=8)
+    image = torch.rand(1, 3, 64, 64)
+    torch.testing.assert_close(again.encode(image).tokens.abs(), start.encode(image).tokens.abs())
+
+
+@pytest.mark.parametrize(("dims", "positions"), [(None, 48), (41, 8)])
+def test_too_many_directions_of_positions_are_refused(placed: Backbone, dims: int | None, positions: int) -> None:
+    images = Scenes(12, size=64, seed=0)
+    with pytest.raises(ValueError, match=f"positions must be at most .* got {positions}"):
+        choose_closed_form(placed, images, RECIPE, dims=dims, positions=positions, progress=nothing)
 
 
 @pytest.fixture
@@ -82,10 +147,10 @@ def convolutional() -> Backbone:
 
 def test_features_degraded_by_whitening_are_not_whitened(convolutional: Backbone) -> None:
     images = Scenes(12, size=64, seed=0)
-    start, choice = choose_closed_form(convolutional, images, RECIPE, progress=nothing)
+    start, choice = choose_closed_form(convolutional, images, RECIPE, positions=0, progress=nothing)
     assert (choice.power, choice.agreement) == (None, choice.before)
     assert start.readout is None
-    _, forced = choose_closed_form(convolutional, images, RECIPE, power=1.0, progress=nothing)
+    _, forced = choose_closed_form(convolutional, images, RECIPE, power=1.0, positions=0, progress=nothing)
     assert forced.agreement < choice.agreement
 
 
