@@ -108,8 +108,12 @@ def test_the_teacher_sees_no_augmentation(tiny: Tiny) -> None:
     for changes in (plain, strong):
         objective = make(tiny, changes)
         views: list[torch.Tensor] = []
+
+        def record(module: Any, args: Any, into: list[torch.Tensor] = views) -> None:
+            into.append(args[0])
+
         for network in (objective.teacher, objective.student):
-            network.backbone.register_forward_pre_hook(lambda module, args, views=views: views.append(args[0]))
+            network.backbone.register_forward_pre_hook(record)
         objective(batch_of(objective), STEP)
         seen.append((views[0], views[1]))
     (teacher, student), (other_teacher, other_student) = seen

@@ -68,17 +68,22 @@ class ContainedCrops(CropSampler):
         return {"drop_path_noise": noise}
 
     def _draw_local(self, number: int, size: tuple[int, int], generator: torch.Generator, views: Crops) -> Crops:
-        own = parent_of(number)
+        own, recipe = parent_of(number), self.sets[1].recipe
         parent = Crops(views.boxes[own, None], views.flips[own, None])
         for _ in range(_CROP_ATTEMPTS):
-            pair = sample_crops(*size, self.sets[1].recipe, generator=generator)
+            pair = sample_crops(*size, recipe, generator=generator)
             contained = overlap_area(concatenate_crops([pair, parent]))[:2, 2] / pair.boxes[:, 2:].prod(dim=1)
             for place, share in enumerate(contained.tolist()):
                 if share >= LEAST_CONTAINED:
                     return Crops(pair.boxes[place, None], pair.flips[place, None])
-        sides = torch.minimum(pair.boxes[:1, 2:], parent.boxes[:, 2:])
-        least, most = parent.boxes[:, :2], parent.boxes[:, :2] + parent.boxes[:, 2:] - sides
-        return Crops(torch.cat((pair.boxes[:1, :2].clamp(least, most), sides), dim=1), pair.flips[:1])
+        return _moved_into(parent, sample_crops(*size, recipe, generator=generator))
+
+
+def _moved_into(parent: Crops, crops: Crops) -> Crops:
+    """Return the first of some crops, moved into another crop, and reduced to it if it is larger."""
+    sides = torch.minimum(crops.boxes[:1, 2:], parent.boxes[:, 2:])
+    least, most = parent.boxes[:, :2], parent.boxes[:, :2] + parent.boxes[:, 2:] - sides
+    return Crops(torch.cat((crops.boxes[:1, :2].clamp(least, most), sides), dim=1), crops.flips[:1])
 
 
 class PaKANetwork(StudentNetwork):
