@@ -3,9 +3,8 @@
     uv run python -m benchmarks.adapting --backbone WEIGHTS --images IMAGES --labelled NEAR FAR --out FOLDER
     uv run python -m benchmarks.adapting ... --only points cross_view --cache 4
 
-Each row trains from the same closed form, which keeps the directions of positions, and is scored by dense retrieval as
-in the verdict of `cribo adapt`, with the whitening refitted to the memory images of each labelled set. `--positions`
-adds rows of the closed form without some of these directions. Differences have 95 % intervals from a paired
+Each row trains from the same closed form and is scored by dense retrieval as in the verdict of `cribo adapt`, with the
+whitening refitted to the memory images of each labelled set. Differences have 95 % intervals from a paired
 bootstrap over images. Rows that already exist in FOLDER are not trained again.
 """
 
@@ -19,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from cribo.apps.adapt.averaging import averaged
-from cribo.apps.adapt.closed_form import choose_closed_form, refit_layer
+from cribo.apps.adapt.closed_form import choose_closed_form, refit_whitening
 from cribo.apps.adapt.config import AdaptConfig
 from cribo.apps.adapt.indicators import measure_indicators
 from cribo.apps.adapt.labelled import gain, open_labelled, score_images
@@ -75,7 +74,6 @@ def main() -> None:
     parser.add_argument("--labelled", type=Path, nargs="+", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
-    parser.add_argument("--positions", type=int, nargs="*", default=[], help="numbers of directions to remove")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -90,18 +88,15 @@ def main() -> None:
     print(
         "| trained on | agreement |" + "".join(f" {path.name} | over the closed form |" for path in arguments.labelled)
     )
-    removed = {f"closed form, {count} directions of positions removed": count for count in arguments.positions}
-    for row in ("closed form", "starting weights", *removed, *arguments.only):
-        if row == "closed form" or row in removed:
+    for row in ("closed form", "starting weights", *arguments.only):
+        if row == "closed form":
             network = copy.deepcopy(start)
-            if row in removed:
-                refit_layer(network, images, power=POWER, positions=removed[row])
         elif row == "starting weights":
             network = original
         else:
             network = train(row, start, arguments, console)
         agreement = measure_indicators(network, images, views).agreement
-        tallies = scored(network, arguments, refit=row != "starting weights", positions=removed.get(row, 0))
+        tallies = scored(network, arguments, refit=row != "starting weights")
         reference = reference or tallies
         gains = [gain(before, after) for before, after in zip(reference, tallies, strict=True)]
         cells = [
@@ -116,8 +111,7 @@ def closed_form(original: Backbone, arguments: argparse.Namespace, console: Cons
     if not folder.exists():
         images, recipe = open_images(arguments.images), load_config("adapt")
         with Phases(console) as progress:
-            start, _ = choose_closed_form(original, images, recipe.views, positions=0, progress=progress)
-            save_backbone(start, folder)
+            save_backbone(choose_closed_form(original, images, recipe.views, progress=progress)[0], folder)
     return load_backbone(folder)
 
 
@@ -132,18 +126,18 @@ def train(row: str, start: Backbone, arguments: argparse.Namespace, console: Con
     name = f"{re.sub('[^a-z_]+', '-', row.lower())}-{arguments.seed}"
     run = pretrain(planned, out=arguments.out, name=name, continue_run=True, console=console)
     adapted = averaged(start, run.backbone(), 1.0)
-    refit_layer(adapted, images, power=POWER)
+    refit_whitening(adapted, images, power=POWER)
     return adapted
 
 
-def scored(backbone: Backbone, arguments: argparse.Namespace, *, refit: bool, positions: int) -> list[Tensor]:
+def scored(backbone: Backbone, arguments: argparse.Namespace, *, refit: bool) -> list[Tensor]:
     """Compute the confusion matrices per image on each labelled set."""
     tallies = []
     for path in arguments.labelled:
         labelled = open_labelled(path)
         if refit:
             memory = LabelledSubset(labelled.memory, labelled.folds[0][0])
-            refit_layer(backbone, memory, power=POWER, positions=positions)
+            refit_whitening(backbone, memory, power=POWER)
         tallies.append(score_images(backbone, labelled))
     return tallies
 

@@ -47,26 +47,6 @@ class Moments:
         """Covariance of all vectors so far."""
         return self._scatter / max(self.count, 1)
 
-    def without(self, directions: Float[Tensor, "r d"]) -> "Moments":
-        """Return the moments of the vectors after the removal of orthonormal directions.
-
-        Example:
-            >>> moments = Moments(2)
-            >>> moments.update(torch.tensor([[0.0, 1.0], [2.0, 3.0]]))
-            >>> moments.without(torch.tensor([[1.0, 0.0]])).mean.tolist()
-            [0.0, 2.0]
-        """
-        projection = complement(directions.to(self.mean))
-        found = Moments(len(self.mean))
-        found.count, found.mean = self.count, projection @ self.mean
-        found._scatter = projection @ self._scatter @ projection
-        return found
-
-
-def complement(directions: Float[Tensor, "r d"]) -> Float[Tensor, "d d"]:
-    """Return the projection that removes orthonormal directions, a symmetric matrix."""
-    return torch.eye(directions.shape[1]).to(directions) - directions.T @ directions
-
 
 # Directions with a smaller variance relative to the largest contain only rounding errors.
 _NEGLIGIBLE = 1e-10

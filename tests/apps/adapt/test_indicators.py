@@ -1,11 +1,9 @@
 """Neighbour agreement across views, and the choice of the closed form."""
 
-import copy
-
 import pytest
 import torch
 
-from cribo.apps.adapt.closed_form import choose_closed_form, refit_layer
+from cribo.apps.adapt.closed_form import choose_closed_form
 from cribo.apps.adapt.indicators import measure_indicators, neighbour_agreement
 from cribo.data.scenes import Scenes
 from cribo.method import ViewRecipe
@@ -62,73 +60,17 @@ def test_the_closed_form_follows_the_options_or_the_highest_agreement() -> None:
     )
     start, choice = choose_closed_form(backbone, images, RECIPE, blocks=2, power=0.5, dims=7, progress=nothing)
     assert (start.depth, start.embed_dim, choice.blocks, choice.power) == (2, 7, 2, 0.5)
-    start, choice = choose_closed_form(backbone, images, RECIPE, positions=0, progress=nothing)
+    start, choice = choose_closed_form(backbone, images, RECIPE, progress=nothing)
     assert choice.blocks == start.depth >= 2
     plain = measure_indicators(first_blocks(backbone, start.depth), images, RECIPE).agreement
     whitened = [
-        choose_closed_form(backbone, images, RECIPE, blocks=choice.blocks, power=power, positions=0, progress=nothing)[
-            1
-        ].agreement
+        choose_closed_form(backbone, images, RECIPE, blocks=choice.blocks, power=power, progress=nothing)[1].agreement
         for power in (0.3, 0.6, 0.8, 1.0)
     ]
     assert choice.agreement == max(plain, *whitened)
     assert (start.readout is None) == (plain > max(whitened))
     assert measure_indicators(start, images, RECIPE).agreement == choice.agreement
     assert backbone.readout is None  # the network itself is unchanged
-
-
-@pytest.fixture
-def placed() -> Backbone:
-    """Build a small random network whose features depend mostly on the position."""
-    args = {"depth": 2, "embed_dim": 48, "num_heads": 2, "patch_size": 8}
-    backbone = build_backbone("vit_tiny_patch16_224", args=args, image_size=64)
-    with torch.no_grad():
-        backbone.model.pos_embed.mul_(50)
-    return backbone
-
-
-def test_directions_of_positions_are_removed(placed: Backbone) -> None:
-    images = Scenes(12, size=64, seed=0)
-    grey = torch.full((1, 3, 168, 168), 0.3)  # 21 x 21 patches, of another colour than the mean
-    left = []
-    for count in (0, 8, 24):
-        start, choice = choose_closed_form(
-            placed, images, RECIPE, blocks=2, power=0.0, positions=count, progress=nothing
-        )
-        assert choice.positions == count
-        left.append(float(start.encode(grey).tokens[0].detach().var(dim=0).sum()))  # variance over the positions
-    variances = torch.linalg.eigvalsh(placed.encode(grey).tokens[0].detach().T.cov()).flip(0)
-    assert left[0] == pytest.approx(float(variances.sum()), rel=1e-3)
-    assert left[1] == pytest.approx(float(variances[8:].sum()), rel=0.1)
-    assert left[2] == pytest.approx(float(variances[24:].sum()), rel=0.1)
-
-
-def test_directions_of_positions_are_removed_if_agreement_rises(placed: Backbone) -> None:
-    images = Scenes(12, size=64, seed=0)
-    kept, *forced = (
-        choose_closed_form(placed, images, RECIPE, blocks=2, power=0.5, positions=count, progress=nothing)[1]
-        for count in (0, 2, 8)  # of 48
-    )
-    start, chosen = choose_closed_form(placed, images, RECIPE, blocks=2, power=0.5, progress=nothing)
-    assert chosen == max([kept, *forced], key=lambda choice: choice.agreement)
-    assert chosen.positions
-    assert measure_indicators(start, images, RECIPE).agreement == chosen.agreement
-
-
-def test_a_refitted_layer_is_that_of_the_closed_form(placed: Backbone) -> None:
-    images = Scenes(12, size=64, seed=0)
-    start, _ = choose_closed_form(placed, images, RECIPE, blocks=2, power=0.5, positions=8, progress=nothing)
-    again = copy.deepcopy(start)
-    refit_layer(again, images, power=0.5, positions=8)
-    image = torch.rand(1, 3, 64, 64)
-    torch.testing.assert_close(again.encode(image).tokens.abs(), start.encode(image).tokens.abs())
-
-
-@pytest.mark.parametrize(("dims", "positions"), [(None, 48), (41, 8)])
-def test_too_many_directions_of_positions_are_refused(placed: Backbone, dims: int | None, positions: int) -> None:
-    images = Scenes(12, size=64, seed=0)
-    with pytest.raises(ValueError, match=f"positions must be at most .* got {positions}"):
-        choose_closed_form(placed, images, RECIPE, dims=dims, positions=positions, progress=nothing)
 
 
 @pytest.fixture
@@ -140,10 +82,10 @@ def convolutional() -> Backbone:
 
 def test_features_degraded_by_whitening_are_not_whitened(convolutional: Backbone) -> None:
     images = Scenes(12, size=64, seed=0)
-    start, choice = choose_closed_form(convolutional, images, RECIPE, positions=0, progress=nothing)
+    start, choice = choose_closed_form(convolutional, images, RECIPE, progress=nothing)
     assert (choice.power, choice.agreement) == (None, choice.before)
     assert start.readout is None
-    _, forced = choose_closed_form(convolutional, images, RECIPE, power=1.0, positions=0, progress=nothing)
+    _, forced = choose_closed_form(convolutional, images, RECIPE, power=1.0, progress=nothing)
     assert forced.agreement < choice.agreement
 
 

@@ -6,7 +6,7 @@ from cribo.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cribo.apps.adapt.closed_form import choose_closed_form as choose_closed_form
-    from cribo.apps.adapt.closed_form import refit_layer as refit_layer
+    from cribo.apps.adapt.closed_form import refit_whitening as refit_whitening
     from cribo.apps.adapt.config import AdaptConfig as AdaptConfig
     from cribo.apps.adapt.config import DistillConfig as DistillConfig
     from cribo.apps.adapt.distilling import Distilled as Distilled

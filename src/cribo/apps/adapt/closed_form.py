@@ -1,23 +1,17 @@
-"""Closed form of adaptation, chosen without labels: the block to use, and a linear layer.
-
-The layer whitens the features partially, and removes directions that depend on the position in the image.
-"""
+"""Closed form of adaptation: the block to use and a partial whitening of its features, chosen without labels."""
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import linear
 
 from cribo.apps.adapt.encoding import encode
-from cribo.apps.adapt.positions import SHARES, position_directions
 from cribo.base.console import Progress
-from cribo.base.errors import InputError
 from cribo.data import ImageSource
 from cribo.data.config import spread
-from cribo.features.whitening import Moments, complement, partial_whitening
+from cribo.features.whitening import Moments, partial_whitening
 from cribo.method import ViewRecipe
 from cribo.models import Backbone
 from cribo.models.building import first_blocks
@@ -39,18 +33,12 @@ class Choice:
         power: power of the partial whitening; None for no whitening.
         agreement: neighbour agreement across views, from 0 to 1.
         before: neighbour agreement of the original backbone.
-        positions: number of removed directions that depend on the position.
     """
 
     blocks: int | None
     power: float | None
     agreement: float
     before: float
-    positions: int = 0
-
-
-Layer = tuple[Float[Tensor, "e d"], Float[Tensor, " e"]]
-"""Weight and bias of a linear layer."""
 
 
 def choose_closed_form(
@@ -61,14 +49,13 @@ def choose_closed_form(
     blocks: int | None = None,
     power: float | None = None,
     dims: int | None = None,
-    positions: int | None = None,
     progress: Progress,
 ) -> tuple[Backbone, Choice]:
-    """Copy the backbone up to its best block, and add a linear layer as readout if it helps.
+    """Copy the backbone up to its best block, and add a partial whitening as readout if it helps.
 
     The power with the highest neighbour agreement across views (`neighbour_agreement`) is chosen and, in the upper half
     of a vision transformer, the last block whose agreement is within 5 % of the best. In experiments, this predicted
-    dense retrieval (docs/adapting.md). With these, directions of positions are removed if the agreement rises.
+    dense retrieval (docs/adapting.md).
 
     Args:
         backbone: the backbone, on its device; an existing readout is replaced.
@@ -77,22 +64,16 @@ def choose_closed_form(
         blocks: number of blocks to keep; None to choose.
         power: power of the whitening; None to choose, which includes no whitening unless `dims` is set.
         dims: number of directions to keep; None for all.
-        positions: number of directions of positions to remove; None to choose, which includes 0.
         progress: called with the phase, the number of processed images and their total.
 
     Raises:
-        ValueError: `dims` exceeds the number of directions, `positions` is not below it, or there are too few images.
+        ValueError: `dims` exceeds the number of directions, or there are too few images.
         DataError: no image can be read.
     """
     candidates = [blocks] if blocks is not None else list(range((backbone.depth + 1) // 2, backbone.depth + 1))
     layers = backbone.depth - candidates[0] + 1
     plain = copy.deepcopy(backbone)
     plain.remove_readout()
-    spare = plain.embed_dim - (dims or 1)
-    if positions is not None and positions > spare:
-        kept = "one direction" if dims is None else f"dims {dims}"
-        raise InputError(f"positions must be at most {spare}, which leaves {kept} of {backbone.name}, got {positions}")
-    counts = [count for share in SHARES if (count := round(share * plain.embed_dim)) <= spare]
     moments = gather_moments(plain, images, layers, lambda *so_far: progress("statistics of patches", *so_far))
     points = view_points(
         plain, images, recipe, layers=layers, progress=lambda *so_far: progress("pairs of views", *so_far)
@@ -106,8 +87,10 @@ def choose_closed_form(
     for block, own_moments, own_points in zip(candidates, moments, points, strict=False):
         tried = []
         for exponent in powers:
-            layer = linear_layer(own_moments, power=exponent, dims=dims)
-            seen = own_points if layer is None else linear(own_points, *layer)
+            seen = own_points
+            if exponent is not None:
+                weight, bias = partial_whitening(own_moments, power=exponent, dims=dims)
+                seen = own_points @ weight.T + bias
             kept = block if backbone.depth > 1 else None
             tried.append(Choice(kept, exponent, neighbour_agreement(seen), before))
         best.append(max(tried, key=lambda choice: choice.agreement))
@@ -115,59 +98,26 @@ def choose_closed_form(
     last = max(index for index, choice in enumerate(best) if choice.agreement >= enough)
     choice = best[last]
     start = plain if choice.blocks is None else first_blocks(plain, choice.blocks)
-    layer = linear_layer(moments[last], power=choice.power, dims=dims)
-    directions = position_directions(start)
-    for count in counts if positions is None else [positions] * (positions > 0):
-        own = linear_layer(moments[last], directions[:count], power=choice.power, dims=dims)
-        assert own is not None
-        agreement = neighbour_agreement(linear(points[last], *own))
-        if positions is not None or agreement > choice.agreement:
-            layer, choice = own, replace(choice, agreement=agreement, positions=count)
-    if layer is not None:
-        start.set_readout(*layer)
+    if choice.power is not None:
+        start.set_readout(*partial_whitening(moments[last], power=choice.power, dims=dims))
     return start, choice
 
 
-def linear_layer(
-    moments: Moments,
-    directions: Float[Tensor, "r d"] | None = None,
-    *,
-    power: float | None,
-    dims: int | None = None,
-) -> Layer | None:
-    """Return the layer of a closed form; None if there is nothing to do.
-
-    Args:
-        moments: moments of unlabelled features.
-        directions: orthonormal directions to remove, at least one; None for none.
-        power: power of the partial whitening; None for no whitening.
-        dims: number of directions that the whitening keeps; None for all.
-    """
-    if directions is None:
-        return None if power is None else partial_whitening(moments, power=power, dims=dims)
-    if power is not None:
-        return partial_whitening(moments.without(directions), power=power, dims=dims)
-    projection = complement(directions).float()
-    return projection, projection.new_zeros(len(projection))
-
-
-def refit_layer(
+def refit_whitening(
     backbone: Backbone,
     images: ImageSource,
     *,
-    power: float | None,
+    power: float,
     dims: int | None = None,
-    positions: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Fit the linear layer of a closed form to unlabelled images, replacing the backbone's readout in place.
+    """Fit a partial whitening to unlabelled images, replacing the backbone's readout in place.
 
     Args:
         backbone: the backbone, on its device.
         images: unlabelled images; up to 300 of them are read, evenly spaced.
-        power: power of the partial whitening; None for no whitening.
+        power: see `partial_whitening`.
         dims: number of directions to keep; None for all.
-        positions: number of directions of positions to remove.
         progress: called with the number of processed images and their total.
 
     Raises:
@@ -175,11 +125,8 @@ def refit_layer(
         DataError: no image can be read.
     """
     backbone.remove_readout()
-    directions = position_directions(backbone)[:positions] if positions else None
     (moments,) = gather_moments(backbone, images, 1, progress)
-    layer = linear_layer(moments, directions, power=power, dims=dims)
-    if layer is not None:
-        backbone.set_readout(*layer)
+    backbone.set_readout(*partial_whitening(moments, power=power, dims=dims))
 
 
 def gather_moments(

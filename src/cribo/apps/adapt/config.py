@@ -36,8 +36,6 @@ class AdaptConfig:
         power: power of the partial whitening: 0 only rotates, 1 whitens. [chosen by neighbour agreement, or no
             whitening]
         dims: number of directions of largest variance to keep. [all]
-        positions: number of directions that depend on the position in the image to remove; 0 for none. [chosen by
-            neighbour agreement]
         trained_share: weight of the trained weights in the exported average with the starting weights. 1 exports the
             trained weights; lower values reduce forgetting.
         recipe: a preset or YAML file of `cribo pretrain`.
@@ -63,7 +61,6 @@ class AdaptConfig:
     stride: Annotated[int, at_least(1)] | None = None
     power: Annotated[float, between(0, 1)] | None = None
     dims: Annotated[int, at_least(1)] | None = None
-    positions: Annotated[int, at_least(0)] | None = None
     trained_share: Annotated[float, above(0) & at_most(1)] = 0.75
     recipe: str = "adapt"
     training: dict[str, Any] = field(default_factory=dict)

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from cribo.apps.adapt.averaging import averaged
-from cribo.apps.adapt.closed_form import Choice, choose_closed_form, refit_layer
+from cribo.apps.adapt.closed_form import Choice, choose_closed_form, refit_whitening
 from cribo.apps.adapt.config import AdaptConfig
 from cribo.apps.adapt.indicators import measure_indicators
 from cribo.apps.adapt.labelled import open_labelled
@@ -121,7 +121,6 @@ class Adaptation(Steps[AdaptConfig, Verdict]):
             blocks=config.blocks,
             power=config.power,
             dims=config.dims,
-            positions=config.positions,
             progress=progress,
         )
         return Start(start, asdict(choice))
@@ -131,8 +130,6 @@ class Adaptation(Steps[AdaptConfig, Verdict]):
         choice = Choice(**start.account)
         where = "" if choice.blocks is None else f"block {choice.blocks}, "
         how = "no whitening" if choice.power is None else f"whitening with power {choice.power:g}"
-        if choice.positions:
-            how += f", without {choice.positions} directions of positions"
         return f"{where}{how}; neighbour agreement across views {choice.agreement:.0%} (before: {choice.before:.0%})"
 
     def plan(self, start: Backbone, folder: Path, seconds: float) -> PretrainConfig:
@@ -145,15 +142,9 @@ class Adaptation(Steps[AdaptConfig, Verdict]):
         candidates = [Candidate("starting weights", self.original), Candidate("closed form", start.backbone)]
         if run is not None:
             trained = _with_start(run, start.backbone, self.config.trained_share).to(self.device)
-            choice = Choice(**start.account)
-            refit_layer(
-                trained,
-                self.images,
-                power=choice.power,
-                dims=self.config.dims,
-                positions=choice.positions,
-                progress=partial(progress, "closed form of the adapted weights"),
-            )
+            if (power := Choice(**start.account).power) is not None:
+                refitting = partial(progress, "closed form of the adapted weights")
+                refit_whitening(trained, self.images, power=power, dims=self.config.dims, progress=refitting)
             candidates.append(Candidate("adapted weights", trained))
         indicators = {
             each.name: asdict(
