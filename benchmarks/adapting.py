@@ -56,6 +56,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "croc": {"objective.name": "croc", **_HEADS},
     "ibot": {"objective.name": "ibot", "objective.args": {"local_size": 98}, **_HEADS},
     "neco": {"objective.name": "neco", "optim.lr_factors": {"head.": 10}},
+    "paka": {"objective.name": "paka", "optim.lr_factors": {"head.": 10}},
     "timet": {
         "objective.name": "timet",
         "data.video.frames": 8,

@@ -140,9 +140,9 @@ def test_schedules_of_a_step() -> None:
     assert steps[4].epoch == 1
 
 
-@pytest.mark.parametrize("name", ["neco", "timet"])
+@pytest.mark.parametrize("name", ["neco", "paka", "timet"])
 def test_the_backbone_has_a_tenth_of_the_rate_of_a_random_head(tiny: Tiny, name: str) -> None:
-    args = {"neco": {"local_size": 16}, "timet": {}}[name]
+    args = {"neco": {"local_size": 16}, "paka": {"local_size": 16}, "timet": {}}[name]
     module = PretrainingModule(tiny({"objective.name": name, "objective.args": args}), num_images=36, steps_per_epoch=4)
     groups = module.configure_optimizers().param_groups
     scales = {id(parameter): group["lr_scale"] for group in groups for parameter in group["params"]}

@@ -39,6 +39,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ibot": {"objective.args": {"local_crops": 2, "local_size": 16}},
     "loca": {"objective.args": {"local_crops": 2, "local_size": 16}, "head.init_std": 0.2},
     "neco": {"objective.args": {"local_crops": 2, "local_size": 16, "grid": 3, "queue": 100}},
+    "paka": {"objective.args": {"local_crops": 2, "local_size": 16}, "head.init_std": 0.2},
     "cribo.objectives.controls.RandomPairsCrIBo": {},
     "cribo.objectives.controls.SupervisedCrIBo": {"losses.cross_image_from_epoch": 0},
     "slotcon": {"objective.args": {"batch_norm": False}, "head.init_std": 0.2},

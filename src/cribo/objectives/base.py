@@ -43,6 +43,7 @@ BUILT_IN = {
     "loca": "cribo.objectives.rivals.loca.LOCA",
     "contextual": "cribo.objectives.rivals.contextual.Contextual",
     "neco": "cribo.objectives.rivals.neco.NeCo",
+    "paka": "cribo.objectives.rivals.paka.PaKA",
     "timet": "cribo.objectives.rivals.timet.TimeT",
     "alignment": "cribo.objectives.alignment.Alignment",
     "distill": "cribo.objectives.distill.Distill",

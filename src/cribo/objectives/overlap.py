@@ -1,7 +1,7 @@
 """Overlap of the crops of an image, and features aligned to it."""
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from cribo.method import Crops
@@ -54,3 +54,26 @@ def align(maps: Float[Tensor, "b c h w"], boxes: Float[Tensor, "b 4"], side: int
     maps = at_least_float32(maps)
     images = torch.arange(len(maps), device=maps.device, dtype=maps.dtype)[:, None]
     return roi_align(maps, torch.cat((images, boxes.to(maps)), dim=1), side, aligned=True)
+
+
+def align_overlap(
+    maps: Float[Tensor, "b d h w"], boxes: Float[Tensor, "b 4"], flips: Bool[Tensor, " b"], side: int
+) -> Float[Tensor, "b n d"]:
+    """Average each map over a grid in the overlap of its crop with another one, in the orientation of the image.
+
+    Rows of two crops of an image, aligned to the same overlap, are of the same places.
+
+    Args:
+        maps: (B, D, h, w) features of a crop of each image.
+        boxes: (B, 4) the overlap in each crop, in fractions of the crop (`overlap_boxes`).
+        flips: (B,) whether the crop is mirrored.
+        side: the overlap is divided into side x side bins.
+
+    Returns:
+        (B, side * side, D), row after row.
+    """
+    height, width = maps.shape[2:]
+    x, y = boxes.unflatten(1, (2, 2)).unbind(dim=2)
+    low, high = torch.stack((x * width, y * height), dim=2).unbind(dim=1)
+    found = align(maps, torch.cat((low, torch.maximum(low, high)), dim=1), side)
+    return torch.where(flips[:, None, None, None], found.flip(-1), found).flatten(2).transpose(1, 2)

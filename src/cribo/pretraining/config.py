@@ -102,8 +102,8 @@ class ObjectiveConfig:
     """Training objective.
 
     Attributes:
-        name: `cribo`, `croc`, `slotcon`, `orl`, `byol`, `dino`, `ibot`, `mae`, `loca`, `contextual`, `neco`, `timet`,
-            `alignment`, `distill`, or the import path of a custom Objective, such as my_package.MyObjective
+        name: `cribo`, `croc`, `slotcon`, `orl`, `byol`, `dino`, `ibot`, `mae`, `loca`, `contextual`, `neco`, `paka`,
+            `timet`, `alignment`, `distill`, or the import path of a custom Objective, such as my_package.MyObjective
             (docs/extending.md). `--objective NAME` and `--objective.class_path` are aliases.
         args: arguments of the objective, such as {local_crops: 6}; `--objective.init_args` is an alias.
     """

@@ -121,6 +121,7 @@ def test_the_closed_form_decorrelates_the_patches_of_the_images(scenes: Path, so
     "objective",
     [
         {"objective.name": "neco", "objective.args": {"local_crops": 1, "local_size": 16, "grid": 2}},
+        {"objective.name": "paka", "objective.args": {"local_crops": 1, "local_size": 16}},
         {"objective.name": "timet", "objective.args": {"frames": 2}, "data.video.frames": 4},  # five clips
     ],
     ids=lambda objective: objective["objective.name"],

@@ -48,8 +48,8 @@ def test_golden_loss_and_gradient(file: Path) -> None:
     pairs = aligned_pairs(
         maps(values["teacher"], side),
         [*maps(student, side), *maps(local, local_side)],
-        values["teacher_boxes"] / patch,
-        values["other_boxes"] / patch,
+        values["teacher_boxes"] / (patch * side),
+        values["other_boxes"] / (patch * torch.tensor([side, side, *[local_side] * (crops - 2)])[:, None, None]),
         torch.zeros(images, crops, dtype=torch.bool),
         grid=grid,
     )
@@ -156,10 +156,9 @@ def test_student_and_teacher_see_the_same_places_also_in_mirrored_crops() -> Non
         for box, flip, grid in zip(crops.boxes, crops.flips, ((16, 16), (4, 4)), strict=True)
     ]
     boxes = overlap_boxes(crops)[None]
-    sizes = torch.tensor([16.0, 4.0])[:, None, None]
     resized = F.interpolate(places[1], size=16, mode="bilinear")
     teacher = torch.stack([places[0], resized])
-    teachers, students = aligned_pairs(teacher, places, boxes * 16, boxes * sizes, crops.flips[None], grid=4)
+    teachers, students = aligned_pairs(teacher, places, boxes, boxes, crops.flips[None], grid=4)
     expected = patch_coordinates(crops.boxes[1], torch.tensor(False), (4, 4))
     torch.testing.assert_close(teachers[0, 0], expected)  # first crop, teacher
     torch.testing.assert_close(students[0, 0], expected)  # second crop, student

@@ -31,7 +31,7 @@ from cribo.objectives.crops import (
     multi_crop,
 )
 from cribo.objectives.mlp import make_head, seeded_weights
-from cribo.objectives.overlap import align, overlap_area, overlap_boxes
+from cribo.objectives.overlap import align_overlap, overlap_area, overlap_boxes
 from cribo.objectives.rivals.sorting import SortingKind, SortingNetwork
 from cribo.objectives.self_distillation import Network, StudentTeacher
 from cribo.objectives.trunk import encode, encode_frozen
@@ -215,8 +215,7 @@ class NeCo(StudentTeacher):
         for views, noise in zip(inputs, crop_noise(batch), strict=True):
             features = encode(backbone, views, drop_path_noise=noise)
             students += _maps(self.student, features.tokens, features.grid, len(batch))
-        sizes = torch.tensor([[w, h, w, h] for *_, h, w in (maps.shape for maps in students)])
-        boxes = batch["boxes"] * sizes[:, None].to(batch["boxes"].device)  # in positions of the crops' maps
+        boxes = batch["boxes"]
         pairs = aligned_pairs(teacher, students, boxes[:, :2], boxes[:, :, :2], batch["flips"], grid=self.grid)
         if self.queue is not None:
             self._queued.append(_queue_rows(teacher, batch["queued"]))
@@ -287,9 +286,9 @@ def aligned_pairs(
     Args:
         teacher: (2, B, E, h, w) the teacher's maps of the global crops.
         students: V maps (B, E, s, s) of the student, global crops first.
-        teacher_boxes: (B, 2, V, 4) overlap of each global crop and each crop, (x1, y1, x2, y2) in positions of the
-            global crop's map.
-        student_boxes: (B, V, 2, 4) the same overlaps in positions of each crop's map.
+        teacher_boxes: (B, 2, V, 4) overlap of each global crop and each crop, (x1, y1, x2, y2) in fractions of the
+            global crop.
+        student_boxes: (B, V, 2, 4) the same overlaps in fractions of each crop.
         flips: (B, V) whether a crop is mirrored.
         grid: an overlap is divided into grid x grid patches.
 
@@ -298,16 +297,10 @@ def aligned_pairs(
 
     Source: as in the released code, apart from flips.
     """
-
-    def rows(maps: Tensor, boxes: Tensor, flipped: Tensor) -> Float[Tensor, "b n e"]:
-        low, high = boxes.split(2, dim=1)
-        found = align(maps, torch.cat((low, torch.maximum(low, high)), dim=1), grid)
-        return torch.where(flipped[:, None, None, None], found.flip(-1), found).flatten(2).transpose(1, 2)
-
     pairs = crop_pairs(len(students))
     return (
-        torch.stack([rows(teacher[g], teacher_boxes[:, g, v], flips[:, g]) for g, v in pairs]),
-        torch.stack([rows(students[v], student_boxes[:, v, g], flips[:, v]) for g, v in pairs]),
+        torch.stack([align_overlap(teacher[g], teacher_boxes[:, g, v], flips[:, g], grid) for g, v in pairs]),
+        torch.stack([align_overlap(students[v], student_boxes[:, v, g], flips[:, v], grid) for g, v in pairs]),
     )
 
 
