@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,17 @@ from cribo.base.files import path_inside, read_json, require
 from cribo.base.wording import counted, enumerated
 from cribo.data.labelled.coco_writing import mask_annotation, write_coco
 from cribo.data.labelled.label_maps import IGNORE_INDEX, Labelling, LabelMap, read_classes
+from cribo.data.labelled.outlines import (
+    BACKGROUND,
+    CORNERS,
+    Ring,
+    check_outline,
+    meets_image,
+    pixels_of,
+    require_pixels,
+    require_size,
+    runs_of,
+)
 from cribo.data.labelled.run_lengths import decompressed, mask_of, require_counts
 from cribo.data.labelled.segmentation import LabelledExamples
 from cribo.data.reading import image_size
@@ -24,16 +35,7 @@ from cribo.data.sources.images import FilesBelow, ImageFiles
 
 log = logging.getLogger("cribo")
 
-BACKGROUND = "background"
-"""The class of pixels outside all objects; it comes first."""
-
-FAR = 10
-"""Coordinates are at most this many times the longer side of their image away from its first corner."""
-
 _NEEDED = {"images": ("id", "file_name"), "annotations": ("image_id", "category_id"), "categories": ("id", "name")}
-_POLYGON = 6  # numbers in the smallest polygon, a triangle
-_NORMALISED = 1.5  # outlines and boxes below this, in pixels, are shares of width and height
-_LONGEST = 4_000_000  # pixels along the border of an object: drawing takes about 100 bytes for each
 _LARGEST_ID = 2**53  # the integers that JSON's numbers represent exactly
 
 
@@ -210,24 +212,6 @@ class CocoFile:
                 *(self.path, crowds, total),
             )
 
-    def require_pixels(self, extents: Collection[float]) -> None:
-        """Raise DataError if most of the largest coordinates of outlines or boxes are shares of the image."""
-        small = sum(extent <= _NORMALISED for extent in extents)
-        if 2 * small > len(extents):
-            raise DataError(
-                f"{self.path}: {small} of {len(extents)} outlines or boxes are within the first pixel, so their "
-                "coordinates seem normalised (0 to 1): COCO's format has pixels; multiply x by the width of the image "
-                "and y by its height"
-            )
-
-
-def require_size(file: Path, name: str, listed: tuple[int, int] | None, size: tuple[int, int]) -> None:
-    """Raise DataError if the size (height, width) of an image differs from the one listed in a COCO file, if any."""
-    if listed is not None and listed != size:
-        raise DataError(
-            f"{file}: {name} must have the size of its file, {size[1]} x {size[0]}, got {listed[1]} x {listed[0]}"
-        )
-
 
 class CocoLabels(LabelledExamples):
     """Images with objects outlined by a file in COCO's format, as `LabelledImages`.
@@ -275,14 +259,14 @@ class CocoLabels(LabelledExamples):
                     problem = f"the outline of {annotation} of {name} is invalid: {error}"
                     raise DataError(f"{coco.path}: {problem}") from error
                 if isinstance(outline, list):
-                    extents.append(max(map(max, outline)))
+                    extents.append(max(float(ring.max()) for ring in outline))
                 if outline is None or (
-                    isinstance(outline, list) and not any(_is_inside(each, *size) for each in outline)
+                    isinstance(outline, list) and not any(meets_image(ring, *size) for ring in outline)
                 ):
                     skipped.append(f"{annotation} of {self.name(index)}")
                 else:
                     outlines[index].append((annotation, outline))
-        coco.require_pixels(extents)
+        require_pixels(coco.path, extents)
         total = coco.num_annotations
         if skipped and len(skipped) == total:
             raise DataError(
@@ -323,7 +307,7 @@ class CocoLabels(LabelledExamples):
 # --------------------------------------------------------------------------------------------------------- outlines
 
 
-def _outline(given: object, height: int, width: int) -> list[list[float]] | Int64[np.ndarray, " n"] | None:
+def _outline(given: object, height: int, width: int) -> list[Ring] | Int64[np.ndarray, " n"] | None:
     """Return a checked `segmentation` as polygons or as counts of run lengths; None if it describes no area.
 
     Raises:
@@ -336,30 +320,15 @@ def _outline(given: object, height: int, width: int) -> list[list[float]] | Int6
     if not isinstance(given, list):
         raise InputError(f"segmentation must be polygons or run lengths, got {_shown(given)}")
     polygons = given if isinstance(given[0], list) else [given]
-    limit, length = FAR * max(height, width), 0.0
     for polygon in polygons:
         if not isinstance(polygon, list) or len(polygon) % 2:
             raise InputError(f"a polygon must be a list of x and y of its corners, got {_shown(polygon)}")
-        wrong = next((each for each in polygon if not is_number(each) or abs(each) > limit), None)
+        wrong = next((each for each in polygon if not is_number(each)), None)
         if wrong is not None:
-            raise InputError(
-                f"coordinates must be pixels in the image of {width} x {height} or near it (at most {limit} from its "
-                f"corner), got {_shown(wrong)}"
-            )
-        x, y = np.array(polygon, dtype=np.float64).reshape(-1, 2).T
-        length += float(np.maximum(np.abs(x - np.roll(x, 1)), np.abs(y - np.roll(y, 1))).sum())
-    longest = min(_LONGEST, 10_000 + 8 * height * width)
-    if length > longest:
-        raise InputError(
-            f"its polygons are {length:.0f} pixels long, and {longest} is the limit: simplify them, or use run lengths"
-        )
-    return [polygon for polygon in polygons if len(polygon) >= _POLYGON] or None
-
-
-def _is_inside(polygon: list[float], height: int, width: int) -> bool:
-    """Whether the bounding box of a polygon meets the image."""
-    x, y = polygon[::2], polygon[1::2]
-    return min(x) < width and max(x) > 0 and min(y) < height and max(y) > 0
+            raise InputError(f"coordinates must be pixels in the image of {width} x {height}, got {_shown(wrong)}")
+    rings = [np.array(polygon, dtype=np.float64).reshape(-1, 2) for polygon in polygons]
+    check_outline(rings, height, width)
+    return [ring for ring in rings if len(ring) >= CORNERS] or None
 
 
 def _counts(given: Mapping[str, Any], height: int, width: int) -> Int64[np.ndarray, " n"]:
@@ -383,18 +352,13 @@ def _drawn(outline: Any, height: int, width: int) -> tuple[int, Any]:
         return int(outline[1::2].sum()), outline
     from faster_coco_eval.core import mask as coco
 
-    parts: Any = coco.frPyObjects(outline, height, width)
-    encoded: Any = coco.merge(parts)
+    encoded = runs_of(outline, height, width)
     return int(coco.area(encoded)), encoded
 
 
 def _mask(runs: Any, height: int, width: int) -> Bool[np.ndarray, "h w"]:
     """Return the pixels of run lengths, which go down the columns."""
-    if isinstance(runs, np.ndarray):
-        return mask_of(runs, (height, width))
-    from faster_coco_eval.core import mask as coco
-
-    return coco.decode(runs).astype(bool).reshape(height, width)
+    return mask_of(runs, (height, width)) if isinstance(runs, np.ndarray) else pixels_of(runs, height, width)
 
 
 # ------------------------------------------------------------------------------------------------------------ files

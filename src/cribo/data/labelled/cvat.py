@@ -11,6 +11,7 @@ import numpy as np
 from cribo.base.errors import DataError, InputError
 from cribo.base.files import require_regular, write_whole
 from cribo.data.labelled.label_maps import Labelling
+from cribo.data.labelled.outlines import require_pixels
 from cribo.data.labelled.regions import (
     Mask,
     Region,
@@ -20,7 +21,6 @@ from cribo.data.labelled.regions import (
     ellipse,
     outline,
     part,
-    require_pixels,
     things,
     trace,
 )
@@ -73,7 +73,7 @@ def read_cvat(path: Path) -> RegionSet:
             except InputError as error:
                 raise DataError(f"{path}: {what} is invalid: {error}") from error
         found.images.append(stated)
-    require_pixels(path, rings)
+    require_pixels(path, [max(map(max, ring)) for ring in rings if ring])
     return found
 
 

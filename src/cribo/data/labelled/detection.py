@@ -16,7 +16,8 @@ from torch import Tensor
 
 from cribo.base.errors import DataError, MissingData
 from cribo.base.files import require
-from cribo.data.labelled.coco import FAR, Annotation, CocoFile, is_number, require_size
+from cribo.data.labelled.coco import Annotation, CocoFile, is_number
+from cribo.data.labelled.outlines import FAR, require_pixels, require_size
 from cribo.data.sources.images import ImageFiles, PackedNames
 
 log = logging.getLogger("cribo")
@@ -160,7 +161,7 @@ class BoxedImages(ImageFiles):
                 area = self._area(annotation, w * h)
                 rows.append((left, top, right, bottom, annotation.category, annotation.crowd, area))
             spans.append((start, len(rows)))
-        coco.require_pixels(extents)
+        require_pixels(coco.path, extents)
         if left_out:
             log.warning(
                 "%s: dropped %d of %d boxes, which are empty or outside the image; the first is %s",

@@ -7,7 +7,8 @@ from typing import Any
 from cribo.base.errors import DataError, InputError
 from cribo.base.files import read_json, write_text
 from cribo.data.labelled.label_maps import Labelling
-from cribo.data.labelled.regions import Region, RegionImage, RegionSet, corners, polygon, require_pixels, things, trace
+from cribo.data.labelled.outlines import require_pixels
+from cribo.data.labelled.regions import Region, RegionImage, RegionSet, corners, polygon, things, trace
 from cribo.data.labelled.writing import as_json, stems
 from cribo.data.reading import EXTENSIONS
 
@@ -44,7 +45,7 @@ def read_geojson(source: Path, files: list[Path]) -> RegionSet:
         stated = content.get("image")
         names = (str(stated),) if isinstance(stated, str) else (stem, *(f"{stem}{ending}" for ending in _endings()))
         found.images.append(RegionImage(names, None, regions, file))
-    require_pixels(source, rings)
+    require_pixels(source, [max(map(max, ring)) for ring in rings if ring])
     return found
 
 

@@ -12,6 +12,7 @@ from PIL import Image
 from cribo.base.errors import DataError, InputError
 from cribo.base.files import read_json, write_text
 from cribo.data.labelled.label_maps import Labelling
+from cribo.data.labelled.outlines import require_pixels
 from cribo.data.labelled.regions import (
     Draw,
     Mask,
@@ -22,7 +23,6 @@ from cribo.data.labelled.regions import (
     ellipse,
     outline,
     part,
-    require_pixels,
     things,
     trace,
 )
@@ -63,7 +63,7 @@ def read_labelme(source: Path, files: list[Path]) -> RegionSet:
         # LabelMe writes paths relative to the JSON file, which may have moved together with its image.
         names = (str(PurePosixPath(below.as_posix(), PurePosixPath(stated).name)), PurePosixPath(stated).name)
         found.images.append(RegionImage(names, size, regions, file))
-    require_pixels(source, rings)
+    require_pixels(source, [max(map(max, ring)) for ring in rings if ring])
     return found
 
 

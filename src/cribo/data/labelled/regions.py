@@ -16,20 +16,20 @@ from cribo.base.errors import DataError, InputError, MissingData
 from cribo.base.files import path_inside
 from cribo.base.wording import counted, enumerated
 from cribo.data.labelled.label_maps import IGNORE_INDEX, LabelMap, Task, read_classes
+from cribo.data.labelled.outlines import (
+    BACKGROUND,
+    CORNERS,
+    check_outline,
+    meets_image,
+    pixels_of,
+    require_size,
+    runs_of,
+)
 from cribo.data.labelled.segmentation import LabelledExamples
 from cribo.data.reading import image_size
 from cribo.data.sources.images import FilesBelow
 
 log = logging.getLogger("cribo")
-
-BACKGROUND = "background"
-"""The class of pixels outside all regions; it comes first."""
-
-FAR = 10
-"""Coordinates are at most this many times the longer side of their image away from its first corner."""
-
-LONGEST = 4_000_000
-"""Pixels along the border of a region: drawing takes about 100 bytes for each."""
 
 Mask = Bool[np.ndarray, "h w"]
 Draw = Callable[[int, int], Mask]
@@ -37,8 +37,6 @@ Draw = Callable[[int, int], Mask]
 
 _BACKGROUNDS = (BACKGROUND, "_background_", "__background__")
 _IGNORED = ("__ignore__", "ignore")
-_CORNERS = 3
-_SHARES = 1.5  # coordinates below this, in pixels, are shares of width and height
 
 
 @dataclass(frozen=True)
@@ -158,11 +156,7 @@ class RegionLabels(LabelledExamples):
         """Return the label map of an image, and the number of pixels with labels of several classes."""
         image = self._set.images[index]
         height, width = image_size(self.path(index), reading=self.reading)
-        if image.size is not None and image.size != (height, width):
-            raise DataError(
-                f"{image.source}: {self.name(index)} must have the size of its file, {width} x {height}, got "
-                f"{image.size[1]} x {image.size[0]}"
-            )
+        require_size(image.source, self.name(index), image.size, (height, width))
         labels, several = np.zeros((height, width), dtype=np.uint8), np.zeros((height, width), dtype=bool)
         taken = np.zeros((height, width), dtype=bool)
         for region in image.regions:
@@ -304,46 +298,16 @@ def outline(
     label: str, ring: Sequence[tuple[float, float]], skipped: list[str], *, size: tuple[int, int] | None, name: str
 ) -> list[Region]:
     """Return a polygon as a region, or note in `skipped` that it has no area in the image."""
-    if len(ring) < _CORNERS or (size is not None and not _meets(ring, *size)):
+    if len(ring) < CORNERS or (size is not None and not meets_image(np.array(ring), *size)):
         skipped.append(name)
         return []
     return [Region(label, polygon(ring), name=name)]
 
 
-def require_pixels(source: Path, rings: Iterable[Sequence[tuple[float, float]]]) -> None:
-    """Raise DataError if most outlines are within the first pixel, so that their coordinates seem to be shares."""
-    extents = [max(map(max, ring)) for ring in rings if ring]
-    small = sum(extent <= _SHARES for extent in extents)
-    if 2 * small > len(extents):
-        raise DataError(
-            f"{source}: {small} of {len(extents)} outlines are within the first pixel, so their coordinates seem "
-            "normalised (0 to 1): this format has pixels; multiply x by the width of the image and y by its height"
-        )
-
-
-def _meets(ring: Sequence[tuple[float, float]], height: int, width: int) -> bool:
-    """Whether the bounding box of a ring meets the image."""
-    x, y = zip(*ring, strict=True)
-    return min(x) < width and max(x) > 0 and min(y) < height and max(y) > 0
-
-
 def _filled(ring: Sequence[tuple[float, float]], height: int, width: int) -> Mask:
-    from faster_coco_eval.core import mask as coco
-
     points = np.asarray(ring, dtype=np.float64)
-    limit = FAR * max(height, width)
-    if np.abs(points).max() > limit:
-        raise InputError(
-            f"coordinates must be pixels in the image of {width} x {height} or near it (at most {limit} from its "
-            f"corner), got {np.abs(points).max():.6g}"
-        )
-    length = np.abs(points - np.roll(points, 1, axis=0)).max(axis=1).sum()
-    longest = min(LONGEST, 10_000 + 8 * height * width)
-    if length > longest:
-        raise InputError(f"its outline is {length:.0f} pixels long, and {longest} is the limit: simplify it")
-    parts: Any = coco.frPyObjects([points.ravel().tolist()], height, width)
-    runs: Any = coco.merge(parts)
-    return coco.decode(runs).astype(bool).reshape(height, width)
+    check_outline([points], height, width)
+    return pixels_of(runs_of([points], height, width), height, width)
 
 
 # ------------------------------------------------------------------------------------------- regions of label maps
