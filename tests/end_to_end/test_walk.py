@@ -95,9 +95,10 @@ def test_everything_that_is_printed_can_be_read(terminal: Terminal) -> None:
     terminal(f"evaluate dense-nn {backbone} --data scenes --limit 20 --ratios 1 --out mine --cache none")
     terminal("evaluate dense-nn --backbone mean-colour --data scenes --limit 20 --ratios 1 --out colour --cache none")
     said = terminal("evaluate compare mine colour")
-    said = terminal(f"segment {backbone} --examples labelled --images photographs --out segmented --suggest 2 --coco")
+    segment = f"segment {backbone} --examples labelled --images photographs --out segmented"
+    said = terminal(f"{segment} --suggest 2 --write coco,cvat")
     assert re.search(r"9 images in \d+:\d\d, of which labelling took \d+:\d\d", said)
-    terminal(f"segment {backbone} --examples labelled --images photographs --out segmented --resume")
+    terminal(f"{segment} --resume")
     terminal(f"index {backbone} --images photographs --db photographs.db")
     said = terminal("index --db photographs.db")
     assert "9 unchanged" in said

@@ -9,7 +9,7 @@ import pytest
 from tests.objectives.conftest import batch_of
 
 from cribo.base.bounds import find_bounds
-from cribo.base.errors import ConfigError
+from cribo.base.errors import ConfigError, MissingData
 from cribo.models import build_backbone, save_backbone
 from cribo.objectives import Setting, Step, make_objective
 from cribo.objectives.base import BUILT_IN, objective_class
@@ -120,7 +120,6 @@ NO_LOSS = {"losses.image": 0, "losses.cross_view": 0, "losses.cross_image": 0}
         ("slotcon", {"losses.centring": "sinkhorn"}, {}, "losses.centring mean"),
         ("slotcon", RESNET, {}, "resnet18 .* views.size .* 64, got 32"),
         (SUPERVISED, {}, {"clusters": False, "matches": False}, "clusters, matches"),
-        (SUPERVISED, {}, {"labels": "/nowhere"}, "objective.args.labels .* got /nowhere"),
     ],
 )
 def test_incompatible_options_are_rejected(
@@ -136,6 +135,11 @@ def test_incompatible_options_are_rejected(
         args = {"teacher": str(tmp_path), **args}
     with pytest.raises(ConfigError, match=option):
         make_objective(name, args, Setting(tiny(changes), 36, 4))
+
+
+def test_label_maps_that_are_missing(tiny: Callable[..., PretrainConfig]) -> None:
+    with pytest.raises(MissingData, match=r"objective\.args\.labels .* got /nowhere"):
+        make_objective(SUPERVISED, {"labels": "/nowhere"}, Setting(tiny({}), 36, 4))
 
 
 @pytest.mark.parametrize(
