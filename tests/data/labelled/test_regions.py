@@ -212,6 +212,17 @@ def test_label_maps_beside_labelme_files_are_preferred(tmp_path: Path) -> None:
     assert torch.equal(find_examples(tmp_path).labels(0), mask(0, 0, 5, 5))
 
 
+def test_annotations_below_a_folder_do_not_replace_its_label_maps(tmp_path: Path) -> None:
+    save_image(tmp_path / "images" / "a.png")
+    (tmp_path / "labels").mkdir()
+    Image.fromarray(mask(0, 0, 5, 5).numpy()).save(tmp_path / "labels" / "a.png")
+    (tmp_path / "annotations").mkdir()
+    (tmp_path / "annotations" / "damaged.json").write_text("{")
+    content: dict[str, Any] = {"images": [{"id": 1, "file_name": "b.png"}], "annotations": [], "categories": []}
+    (tmp_path / "annotations" / "instances.json").write_text(json.dumps(content))
+    assert torch.equal(find_examples(tmp_path).labels(0), mask(0, 0, 5, 5))
+
+
 def test_geojson_of_qupath(tmp_path: Path) -> None:
     save_image(tmp_path / "slide.TIF")
     rings = [[[0, 0], [20, 0], [20, 20], [0, 20], [0, 0]], [[5, 5], [5, 10], [10, 10], [10, 5], [5, 5]]]

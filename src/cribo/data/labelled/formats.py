@@ -312,11 +312,14 @@ def _recognised(folder: Path, label_format: str | None) -> tuple[str, list[Path]
     found: dict[str, list[Path]] = {}
     damaged: list[DataError] = []
     for path in sorted(path for path in folder.rglob("*") if _rows_of(path) and path.is_file()):
+        in_folder = path.parent == folder  # the files of formats with one for all images are not searched below it
         try:
-            if (name := _recognised_file(path)) is not None:
-                found.setdefault(name, []).append(path)
+            name = _recognised_file(path)
         except DataError as error:
-            damaged.append(error)
+            damaged += [error] if in_folder or any(LABEL_FORMATS[each].per_image for each in found) else []
+        else:
+            if name is not None and (in_folder or LABEL_FORMATS[name].per_image):
+                found.setdefault(name, []).append(path)
     if label_format is not None:
         if label_format != "maps" and label_format not in found:
             raise DataError(
