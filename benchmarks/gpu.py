@@ -135,7 +135,7 @@ def backbones_ms(scale: Scale, *, compiled: bool) -> float:
 
 
 def machine(scale: Scale) -> dict[str, Any]:
-    """Measure the rate of large products, the ceiling of everything else."""
+    """Measure the throughput of large matrix products, an upper bound for everything else."""
     dtype = torch.float32 if scale.device == "cpu" else torch.bfloat16
     return {"cores": len(os.sched_getaffinity(0)), "teraflops": product_ceiling(scale.device, dtype) / 1e12}
 
@@ -200,7 +200,7 @@ def launches(scale: Scale) -> dict[str, Any]:
 
 
 def photometric(scale: Scale) -> dict[str, Any]:
-    """Measure the photometric operations of a batch, compiled and not; the goal is 2 ms of the device's time."""
+    """Measure the photometric operations of a batch, compiled and not; the goal is at most 2 ms of GPU time."""
     generator = torch.Generator().manual_seed(0)
     draws = [sample_photometric(ViewRecipe(), generator=generator) for _ in range(scale.batch)]
     parameters = Photometric.cat(draws)

@@ -411,7 +411,7 @@ def _read_bytes(path: Path, limit_bytes: int | None) -> bytes:
     """Read a regular file."""
     require_regular(path)
     with path.open("rb") as file:
-        # One byte more than there should be shows a file that is too large, or that grows meanwhile.
+        # Reading one more byte reveals a file that is too large or still growing.
         content = file.read(-1 if limit_bytes is None else min(limit_bytes, path.stat().st_size) + 1)
     if limit_bytes is not None and len(content) > limit_bytes:
         raise DataError(f"{path} is larger than {limit_bytes} bytes, the limit for its kind: shorten it")

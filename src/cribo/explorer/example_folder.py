@@ -18,9 +18,17 @@ from cribo.base.files import write_beside, write_text
 from cribo.base.job import require_writable
 from cribo.data.labelled.coco import find_coco
 from cribo.data.labelled.crops import resize_labels
-from cribo.data.labelled.formats import CLASSES_FILE, find_examples
+from cribo.data.labelled.formats import find_examples
 from cribo.data.labelled.inputs import open_labels
-from cribo.data.labelled.label_maps import IGNORE_INDEX, MASKS, LabelMap, LabelValues, read_classes, write_labels
+from cribo.data.labelled.label_maps import (
+    CLASSES_FILE,
+    IGNORE_INDEX,
+    MASKS,
+    LabelMap,
+    LabelValues,
+    read_classes,
+    write_labels,
+)
 from cribo.data.labelled.segmentation import LabelledExamples, LabelledFiles
 from cribo.data.reading import EXTENSIONS
 from cribo.data.sources.images import composed, has_images, list_files

@@ -57,7 +57,7 @@ def written_losses(objective: Any, batch: Batch, step: Step) -> dict[str, torch.
             ):
                 features = network.backbone(view[None])
                 found = features.tokens.transpose(1, 2).unflatten(2, features.grid)
-                if batch["flips"][image, own]:  # as the image is, with the box mirrored back
+                if batch["flips"][image, own]:  # mirror the map and the box back
                     found = found.flip(-1)
                 box = batch["boxes"][image, own, other].double()
                 if batch["flips"][image, own]:

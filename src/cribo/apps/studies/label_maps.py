@@ -14,9 +14,7 @@ from cribo.base.errors import DataError
 from cribo.base.files import write_text
 from cribo.base.job import Job
 from cribo.data.labelled.coco import CocoLabels
-from cribo.data.labelled.label_maps import IGNORE_INDEX
-
-CLASSES_FILE = "classes.txt"
+from cribo.data.labelled.label_maps import CLASSES_FILE, IGNORE_INDEX
 
 _PART = 500  # images that are recorded together
 _REST = "other"  # category of COCO's stuff annotations for all pixels of things

@@ -93,7 +93,7 @@ class Study:
         return self._planner(timed=True).plan(self.study.names)
 
     def start(self) -> list[Cell]:
-        """Plan and record the study as far as that is not done, and return the cells whose data and weights exist.
+        """Plan the rows that are not planned yet, and return the cells whose data and weights exist.
 
         Raises:
             MissingData: data or weights of a row or score are missing, and the others were not asked for.

@@ -1,4 +1,4 @@
-"""Labels in the format CVAT for images 1.1: an XML file for all images."""
+"""Labels in CVAT's XML format, "CVAT for images 1.1": one file for all images."""
 
 import math
 import xml.etree.ElementTree as ET
@@ -11,7 +11,6 @@ import numpy as np
 from cribo.base.errors import DataError, InputError
 from cribo.base.files import require_regular, write_whole
 from cribo.data.labelled.label_maps import Labelling
-from cribo.data.labelled.outlines import require_pixels
 from cribo.data.labelled.regions import (
     Mask,
     Region,
@@ -19,7 +18,7 @@ from cribo.data.labelled.regions import (
     RegionSet,
     corners,
     ellipse,
-    outline,
+    naming,
     part,
     things,
     trace,
@@ -55,7 +54,6 @@ def read_cvat(path: Path) -> RegionSet:
         raise DataError(f"{path} is not in the format CVAT for images 1.1: its root must be annotations, with images")
     listed = [name.text or "" for name in root.iterfind("./meta//labels/label/name")]
     found = RegionSet(path, [], [path.parent, path.parent / "images"], classes=listed or None)
-    rings: list[list[tuple[float, float]]] = []
     for image in root.iterfind("image"):
         name, size = image.get("name", ""), (_whole(image, "height", path), _whole(image, "width", path))
         if not name:
@@ -68,12 +66,9 @@ def read_cvat(path: Path) -> RegionSet:
             continue
         for number, shape in enumerate(shapes, start=1):
             what = f"{shape.tag} {number} of {name}"
-            try:
-                regions += _regions(shape, what, size, rings, found.skipped)
-            except InputError as error:
-                raise DataError(f"{path}: {what} is invalid: {error}") from error
+            with naming(path, what):
+                regions += _regions(shape, what, size, found)
         found.images.append(stated)
-    require_pixels(path, [max(map(max, ring)) for ring in rings if ring])
     return found
 
 
@@ -102,27 +97,24 @@ def _numbers(shape: ET.Element, *names: str) -> list[float]:
     return found
 
 
-def _regions(
-    shape: ET.Element, what: str, size: tuple[int, int], rings: list[list[tuple[float, float]]], skipped: list[str]
-) -> Iterator[Region]:
+def _regions(shape: ET.Element, what: str, size: tuple[int, int], found: RegionSet) -> Iterator[Region]:
     """Yield the region of a shape; none if it has no area."""
     label = shape.get("label", "").strip()
     if not label:
         raise InputError("a shape must have a label")
     if shape.tag == "polygon":
         ring = _points(shape)
-        rings.append(ring)
-        yield from outline(label, ring, skipped, size=size, name=what)
+        yield from found.outline(label, ring, size=size, name=what)
     elif shape.tag == "box":
         left, top, right, bottom = _numbers(shape, "xtl", "ytl", "xbr", "ybr")
         if right <= left or bottom <= top:
-            skipped.append(what)
+            found.skipped.append(what)
             return
         yield Region(label, box=(left, top, right, bottom), name=what)
     elif shape.tag == "ellipse":
         x, y, rx, ry = _numbers(shape, "cx", "cy", "rx", "ry")
         if rx <= 0 or ry <= 0:
-            skipped.append(what)
+            found.skipped.append(what)
             return
         turn = _numbers(shape, "rotation")[0] if shape.get("rotation") else 0.0
         yield Region(label, ellipse(x, y, rx, ry, turn), name=what)
@@ -133,7 +125,7 @@ def _regions(
     elif shape.tag == "points":
         yield Region(label, points=tuple(_points(shape)), name=what)
     else:  # lines, skeletons, cuboids
-        skipped.append(what)
+        found.skipped.append(what)
 
 
 def _points(shape: ET.Element) -> list[tuple[float, float]]:

@@ -8,8 +8,8 @@ from cribo.base.errors import DataError, MissingData
 from cribo.base.files import read_lines, require
 from cribo.base.wording import enumerated
 from cribo.data.config import DEFAULT_READING, Reading
-from cribo.data.labelled.formats import CLASSES_FILE, open_labels_of
-from cribo.data.labelled.label_maps import class_indices, read_classes
+from cribo.data.labelled.formats import open_labels_of
+from cribo.data.labelled.label_maps import CLASSES_FILE, class_indices, read_classes
 from cribo.data.labelled.segmentation import LabelledExamples, LabelledFiles, by_stem, missing_labels
 from cribo.data.labelled.sets import Layout, SegmentationSet, segmentation_set
 from cribo.data.reading import EXTENSIONS

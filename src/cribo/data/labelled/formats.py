@@ -15,7 +15,7 @@ from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.labelled.coco import CocoLabels, DamagedLabels, is_coco, write_label_maps_as_coco
 from cribo.data.labelled.cvat import is_cvat, read_cvat, read_root, write_cvat
 from cribo.data.labelled.geojson import is_geojson, read_geojson, write_geojson
-from cribo.data.labelled.label_maps import MASK_CLASSES, Labelling
+from cribo.data.labelled.label_maps import CLASSES_FILE, MASK_CLASSES, Labelling
 from cribo.data.labelled.label_studio import is_label_studio, read_label_studio, write_label_studio
 from cribo.data.labelled.labelme import is_labelme, read_labelme, write_labelme
 from cribo.data.labelled.map_layouts import find_label_maps
@@ -26,8 +26,6 @@ from cribo.data.labelled.voc import is_voc_annotation, read_voc, write_voc
 from cribo.data.labelled.yolo import is_yolo, read_yolo, write_yolo
 
 log = logging.getLogger("cribo")
-
-CLASSES_FILE = "classes.txt"
 
 Reader = Callable[[Path, list[Path], Path | None], LabelledExamples]
 """Reads labels: the file or folder that the user named, the files in it, and the folder of the images or None."""
@@ -259,25 +257,18 @@ def _found(folder: Path, classes: Path | None, label_format: str | None, masks: 
         chosen, files = _recognised(folder, label_format)
     except DamagedLabels as error:
         damaged, chosen, files = error, "maps", []
-    if chosen != "maps" and not (
-        label_format is None and LABEL_FORMATS[chosen].per_image and _has_maps(folder, classes)
-    ):
+    row = LABEL_FORMATS[chosen]
+    if row.read is not None and (label_format is not None or not row.per_image):
         return _read(folder, files, None, chosen, classes)
-    if chosen != "maps":
-        log.info("%s has both label maps and %s: using the label maps", folder, LABEL_FORMATS[chosen].title)
     try:
-        return find_label_maps(folder, classes or _class_file(folder), masks)
+        maps = find_label_maps(folder, classes or _class_file(folder), masks)
     except DataError as error:
+        if row.read is not None:
+            return _read(folder, files, None, chosen, classes)
         raise damaged or error from error
-
-
-def _has_maps(folder: Path, classes: Path | None) -> bool:
-    """Whether the images of a folder have label maps."""
-    try:
-        find_label_maps(folder, classes or _class_file(folder), True)
-    except (DataError, OSError):
-        return False
-    return True
+    if row.read is not None:
+        log.info("%s has both label maps and %s: using the label maps", folder, row.title)
+    return maps
 
 
 def _read(source: Path, files: list[Path], images: Path | None, chosen: str, classes: Path | None) -> LabelledExamples:

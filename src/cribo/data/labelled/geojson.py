@@ -7,8 +7,7 @@ from typing import Any
 from cribo.base.errors import DataError, InputError
 from cribo.base.files import read_json, write_text
 from cribo.data.labelled.label_maps import Labelling
-from cribo.data.labelled.outlines import require_pixels
-from cribo.data.labelled.regions import Region, RegionImage, RegionSet, corners, polygon, things, trace
+from cribo.data.labelled.regions import Region, RegionImage, RegionSet, corners, naming, polygon, things, trace
 from cribo.data.labelled.writing import as_json, stems
 from cribo.data.reading import EXTENSIONS
 
@@ -29,7 +28,6 @@ def read_geojson(source: Path, files: list[Path]) -> RegionSet:
     """
     folder = source if source.is_dir() else source.parent
     found = RegionSet(source, [], [folder])
-    rings: list[list[tuple[float, float]]] = []
     for file in files:
         content = read_json(file, limit_bytes=None)
         if not is_geojson(content) or not isinstance(content.get("features"), list):
@@ -37,15 +35,12 @@ def read_geojson(source: Path, files: list[Path]) -> RegionSet:
         regions: list[Region] = []
         for number, feature in enumerate(content["features"], start=1):
             name = f"feature {number} of {file.name}"
-            try:
-                regions += _regions(feature, name, rings, found.skipped)
-            except InputError as error:
-                raise DataError(f"{file}: {name} is invalid: {error}") from error
+            with naming(file, name):
+                regions += _regions(feature, name, found)
         stem = file.relative_to(folder).with_suffix("").as_posix()
         stated = content.get("image")
         names = (str(stated),) if isinstance(stated, str) else (stem, *(f"{stem}{ending}" for ending in _endings()))
         found.images.append(RegionImage(names, None, regions, file))
-    require_pixels(source, [max(map(max, ring)) for ring in rings if ring])
     return found
 
 
@@ -53,7 +48,7 @@ def _endings() -> list[str]:
     return [each for ending in EXTENSIONS for each in (ending, ending.upper())]
 
 
-def _regions(feature: Any, name: str, rings: list[list[tuple[float, float]]], skipped: list[str]) -> Iterator[Region]:
+def _regions(feature: Any, name: str, found: RegionSet) -> Iterator[Region]:
     """Yield the regions of a feature; none if it has no area."""
     geometry = feature.get("geometry") if isinstance(feature, Mapping) else None
     if not isinstance(geometry, Mapping):
@@ -64,7 +59,7 @@ def _regions(feature: Any, name: str, rings: list[list[tuple[float, float]]], sk
         yield Region(label, points=tuple(corners([coordinates], "a point")), name=name)
         return
     if kind not in ("Polygon", "MultiPolygon"):
-        skipped.append(name)
+        found.skipped.append(name)
         return
     polygons = [coordinates] if kind == "Polygon" else coordinates
     if not isinstance(polygons, list) or not all(isinstance(each, list) and each for each in polygons):
@@ -72,9 +67,9 @@ def _regions(feature: Any, name: str, rings: list[list[tuple[float, float]]], sk
     for each in polygons:
         own = [ring[:-1] if ring[:1] == ring[-1:] else ring for ring in map(corners, each)]
         if len(own[0]) < 3:
-            skipped.append(name)
+            found.skipped.append(name)
             continue
-        rings.append(own[0])
+        found.extents.append(max(map(max, own[0])))
         yield Region(label, polygon(own[0], *(ring for ring in own[1:] if len(ring) >= 3)), name=name)
 
 

@@ -21,6 +21,9 @@ from cribo.base.files import read_lines, require
 from cribo.base.wording import counted, enumerated
 from cribo.data.reading import read_values
 
+CLASSES_FILE = "classes.txt"
+"""Text file with the names of the classes."""
+
 IGNORE_INDEX = 255
 """Label of pixels that memories and scores ignore."""
 

@@ -15,7 +15,7 @@ from cribo.base.errors import DataError, InputError
 from cribo.base.files import read_json, write_whole
 from cribo.data.labelled.coco import is_number
 from cribo.data.labelled.label_maps import Labelling
-from cribo.data.labelled.regions import Draw, Mask, Region, RegionImage, RegionSet, corners, ellipse, outline, things
+from cribo.data.labelled.regions import Draw, Mask, Region, RegionImage, RegionSet, corners, ellipse, naming, things
 from cribo.data.reading import EXTENSIONS
 
 _UPLOADED = re.compile(r"^[0-9a-f]{8}-")  # in front of the names of uploaded files
@@ -58,11 +58,9 @@ def read_label_studio(path: Path) -> RegionSet:
         results = _mappings(done[-1].get("result") or [], f"{path}: the result of task {number}")
         for place, result in enumerate(results, start=1):
             what = f"region {result.get('id', place)} of {names[0]}"
-            try:
+            with naming(path, what):
                 size = _size(result) or size
-                regions += _regions(result, what, found.skipped)
-            except InputError as error:
-                raise DataError(f"{path}: {what} is invalid: {error}") from error
+                regions += _regions(result, what, found)
         found.images.append(RegionImage(names, size, regions, path, id=str(task.get("id", ""))))
     return found
 
@@ -93,7 +91,7 @@ def _size(result: Mapping[str, Any]) -> tuple[int, int] | None:
     return (height, width) if isinstance(height, int) and isinstance(width, int) else None
 
 
-def _regions(result: Any, what: str, skipped: list[str]) -> Iterator[Region]:
+def _regions(result: Any, what: str, found: RegionSet) -> Iterator[Region]:
     """Yield the region of a result; none if it has no area or is no region."""
     value = result.get("value") if isinstance(result, Mapping) else None
     labels = (
@@ -117,13 +115,13 @@ def _regions(result: Any, what: str, skipped: list[str]) -> Iterator[Region]:
         ring = [(x * width / 100, y * height / 100) for x, y in corners(value["points"])]
         if any(abs(x) > 2 * width or abs(y) > 2 * height for x, y in ring):
             raise InputError("the corners of a polygon must be in percent of the image")
-        yield from outline(label, ring, skipped, size=size, name=what)
+        yield from found.outline(label, ring, size=size, name=what)
     elif "rle" in value:
         yield Region(label, _drawn(value["rle"]), name=what)
     elif "radiusX" in value:
         x, y, rx, ry = percent("x", "y", "radiusX", "radiusY")
         if rx <= 0 or ry <= 0:
-            skipped.append(what)
+            found.skipped.append(what)
             return
         (turn,) = _numbers({"rotation": value.get("rotation") or 0}, "rotation")
         yield Region(label, ellipse(x * width, y * height, rx * width, ry * height, turn), name=what)
@@ -133,14 +131,13 @@ def _regions(result: Any, what: str, skipped: list[str]) -> Iterator[Region]:
     else:
         x, y, w, h = percent("x", "y", "width", "height")
         if w <= 0 or h <= 0:
-            skipped.append(what)
+            found.skipped.append(what)
             return
         (turn,) = _numbers({"rotation": value.get("rotation") or 0}, "rotation")
         if turn:
-            yield from outline(
+            yield from found.outline(
                 label,
                 _turned(x * width, y * height, w * width, h * height, turn),
-                skipped,
                 size=size,
                 name=what,
             )
@@ -156,7 +153,7 @@ def _numbers(value: Mapping[str, Any], *names: str) -> list[float]:
 
 
 def _turned(x: float, y: float, w: float, h: float, degrees: float) -> list[tuple[float, float]]:
-    """Return the corners of a rectangle that is turned clockwise around its first corner."""
+    """Return the corners of a rectangle that is rotated clockwise around its first corner."""
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
     return [(x + a * cos - b * sin, y + a * sin + b * cos) for a, b in ((0, 0), (w, 0), (w, h), (0, h))]
 

@@ -12,7 +12,6 @@ from PIL import Image
 from cribo.base.errors import DataError, InputError
 from cribo.base.files import read_json, write_text
 from cribo.data.labelled.label_maps import Labelling
-from cribo.data.labelled.outlines import require_pixels
 from cribo.data.labelled.regions import (
     Draw,
     Mask,
@@ -21,7 +20,7 @@ from cribo.data.labelled.regions import (
     RegionSet,
     corners,
     ellipse,
-    outline,
+    naming,
     part,
     things,
     trace,
@@ -44,7 +43,6 @@ def read_labelme(source: Path, files: list[Path]) -> RegionSet:
         DataError: a file is not in this format, or a shape is invalid.
     """
     found = RegionSet(source, [], [source if source.is_dir() else source.parent])
-    rings: list[list[tuple[float, float]]] = []
     for file in files:
         content = read_json(file, limit_bytes=None)
         if not is_labelme(content):
@@ -54,32 +52,26 @@ def read_labelme(source: Path, files: list[Path]) -> RegionSet:
         regions: list[Region] = []
         for number, shape in enumerate(content["shapes"], start=1):
             name = f"shape {number} of {file.name}"
-            try:
-                regions += _regions(shape, name, size, rings, found.skipped)
-            except InputError as error:
-                raise DataError(f"{file}: {name} is invalid: {error}") from error
+            with naming(file, name):
+                regions += _regions(shape, name, size, found)
         stated = str(content["imagePath"]).replace("\\", "/")
         below = file.parent.relative_to(found.folders[0]) if file.parent.is_relative_to(found.folders[0]) else Path()
         # LabelMe writes paths relative to the JSON file, which may have moved together with its image.
         names = (str(PurePosixPath(below.as_posix(), PurePosixPath(stated).name)), PurePosixPath(stated).name)
         found.images.append(RegionImage(names, size, regions, file))
-    require_pixels(source, [max(map(max, ring)) for ring in rings if ring])
     return found
 
 
-def _regions(
-    shape: Any, name: str, size: tuple[int, int] | None, rings: list[list[tuple[float, float]]], skipped: list[str]
-) -> list[Region]:
+def _regions(shape: Any, name: str, size: tuple[int, int] | None, found: RegionSet) -> list[Region]:
     """Return the region of a shape; none if it has no area."""
     if not isinstance(shape, Mapping) or not isinstance(shape.get("label"), str) or not shape["label"].strip():
         raise InputError("a shape must have a label")
     label, kind = shape["label"].strip(), shape.get("shape_type") or "polygon"
     points = corners(shape.get("points") or [], "the points of a shape")
     if kind == "polygon":
-        rings.append(points)
-        return outline(label, points, skipped, size=size, name=name)
+        return found.outline(label, points, size=size, name=name)
     if kind in _NO_AREA:
-        skipped.append(name)
+        found.skipped.append(name)
         return []
     if kind in ("point", "points"):
         return [Region(label, points=tuple(points), name=name)]
@@ -91,7 +83,7 @@ def _regions(
     if kind == "circle":
         radius = float(np.hypot(x1 - x0, y1 - y0))
         if radius == 0:
-            skipped.append(name)
+            found.skipped.append(name)
             return []
         return [Region(label, ellipse(x0, y0, radius, radius), name=name)]
     if kind == "mask":

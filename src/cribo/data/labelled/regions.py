@@ -2,7 +2,8 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from cribo.data.labelled.outlines import (
     check_outline,
     meets_image,
     pixels_of,
+    require_pixels,
     require_size,
     runs_of,
 )
@@ -89,7 +91,8 @@ class RegionSet:
         classes: names in their order; those of the regions, sorted, if the files do not list them.
         folders: folders that may contain the images.
         unlabelled: listed images without labels.
-        skipped: what had no area, and why.
+        skipped: what had no area in its image.
+        extents: largest coordinate of each polygon.
     """
 
     source: Path
@@ -98,6 +101,17 @@ class RegionSet:
     classes: Sequence[str] | None = None
     unlabelled: list[RegionImage] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    extents: list[float] = field(default_factory=list)
+
+    def outline(
+        self, label: str, ring: Sequence[tuple[float, float]], *, size: tuple[int, int] | None, name: str
+    ) -> list[Region]:
+        """Return a polygon as a region, or note that it has no area in an image of this size."""
+        self.extents += [max(map(max, ring))] if ring else []
+        if len(ring) < CORNERS or (size is not None and not meets_image(np.array(ring), *size)):
+            self.skipped.append(name)
+            return []
+        return [Region(label, polygon(ring), name=name)]
 
 
 class RegionLabels(LabelledExamples):
@@ -116,6 +130,7 @@ class RegionLabels(LabelledExamples):
     """
 
     def __init__(self, found: RegionSet, images: Path | None = None) -> None:
+        require_pixels(found.source, found.extents)
         if not found.images:
             raise DataError(f"{found.source} has no labelled images" + _unlabelled(found))
         self._set = found
@@ -162,11 +177,8 @@ class RegionLabels(LabelledExamples):
         for region in image.regions:
             if region.draw is None:
                 continue
-            try:
+            with naming(image.source, f"{region.name or region.label} of {self.name(index)}"):
                 mask = region.draw(height, width)
-            except InputError as error:
-                what = f"{region.name or region.label} of {self.name(index)}"
-                raise DataError(f"{image.source}: {what} is invalid: {error}") from error
             label = self._label[region.label]
             several |= mask & taken & (labels != label)
             labels[mask], taken = label, taken | mask
@@ -201,6 +213,15 @@ class RegionLabels(LabelledExamples):
                 "%s: %d pixels of %s have labels of several classes; the later one wins. The first image is %s",
                 *(found.source, sum(several.values()), counted(len(several), "image"), next(iter(several))),
             )
+
+
+@contextmanager
+def naming(source: Path, what: str) -> Iterator[None]:
+    """Name the file and the region in an InputError, as a DataError."""
+    try:
+        yield
+    except InputError as error:
+        raise DataError(f"{source}: {what} is invalid: {error}") from error
 
 
 def _unlabelled(found: RegionSet) -> str:
@@ -250,7 +271,7 @@ def polygon(*rings: Sequence[tuple[float, float]]) -> Draw:
 
 
 def ellipse(x: float, y: float, rx: float, ry: float, degrees: float = 0.0) -> Draw:
-    """Return the function that draws an ellipse around (x, y), turned clockwise."""
+    """Return the function that draws an ellipse around (x, y), rotated clockwise."""
 
     def draw(height: int, width: int) -> Mask:
         rows, columns = np.mgrid[:height, :width] + 0.5
@@ -292,16 +313,6 @@ def corners(values: object, what: str = "a polygon") -> list[tuple[float, float]
     if found.ndim != 2 or found.shape[1] != 2 or not np.isfinite(found).all():
         raise InputError(f"{what} must be a list of x and y of its corners")
     return [(float(x), float(y)) for x, y in found]
-
-
-def outline(
-    label: str, ring: Sequence[tuple[float, float]], skipped: list[str], *, size: tuple[int, int] | None, name: str
-) -> list[Region]:
-    """Return a polygon as a region, or note in `skipped` that it has no area in the image."""
-    if len(ring) < CORNERS or (size is not None and not meets_image(np.array(ring), *size)):
-        skipped.append(name)
-        return []
-    return [Region(label, polygon(ring), name=name)]
 
 
 def _filled(ring: Sequence[tuple[float, float]], height: int, width: int) -> Mask:

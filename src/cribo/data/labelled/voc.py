@@ -12,7 +12,7 @@ from cribo.base.colours import class_colours
 from cribo.base.errors import DataError, MissingData
 from cribo.base.files import path_inside, read_lines, require, write_text, write_whole
 from cribo.data.labelled.detection import Boxes
-from cribo.data.labelled.label_maps import Labelling, write_labels
+from cribo.data.labelled.label_maps import CLASSES_FILE, Labelling, write_labels
 from cribo.data.labelled.regions import Region, RegionImage, RegionSet
 from cribo.data.labelled.writing import stems
 from cribo.data.reading import EXTENSIONS
@@ -113,7 +113,7 @@ def write_voc(folder: Path, labelling: Labelling) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         labels = labelling.labels(name)
         write_whole(path, lambda part, labels=labels: write_labels(labels, palette, part))
-    write_text(folder / "classes.txt", "".join(f"{name}\n" for name in labelling.classes))
+    write_text(folder / CLASSES_FILE, "".join(f"{name}\n" for name in labelling.classes))
     return 0
 
 

@@ -9,15 +9,15 @@ import yaml
 
 from cribo.base.errors import DataError
 from cribo.base.files import parse_yaml, read_lines, read_text, require, write_text
-from cribo.data.labelled.label_maps import Labelling, read_classes
-from cribo.data.labelled.regions import Region, RegionImage, RegionSet, outline, things, trace
+from cribo.data.labelled.label_maps import CLASSES_FILE, Labelling, read_classes
+from cribo.data.labelled.regions import Region, RegionImage, RegionSet, things, trace
 from cribo.data.labelled.writing import stems
 from cribo.data.reading import EXTENSIONS, image_size
 from cribo.data.sources.images import list_files
 
 DATA = "data.yaml"
 SPLITS = ("train", "val", "test")
-_LISTS = ("classes.txt", "obj.names")
+_LISTS = (CLASSES_FILE, "obj.names")
 
 
 def is_yolo(path: Path) -> bool:
@@ -57,7 +57,7 @@ def read_yolo(source: Path) -> RegionSet:
                     found.unlabelled.append(RegionImage(files, None, [], source, split=split))
                     continue
                 size = image_size(image)
-                regions = _read(labels, names, size, found.skipped)
+                regions = _read(labels, names, size, found)
                 found.images.append(RegionImage(files, size, regions, labels, split=split))
     return found
 
@@ -108,7 +108,7 @@ def _labels_of(image: Path) -> Path | None:
     return next((path for path in (beside, image.with_suffix(".txt")) if path.is_file()), None)
 
 
-def _read(path: Path, names: Sequence[str], size: tuple[int, int], skipped: list[str]) -> list[Region]:
+def _read(path: Path, names: Sequence[str], size: tuple[int, int], found: RegionSet) -> list[Region]:
     """Return the regions of a text file."""
     if not path.stat().st_size:
         return []
@@ -134,7 +134,7 @@ def _read(path: Path, names: Sequence[str], size: tuple[int, int], skipped: list
             raise DataError(f"{path}: {name} must have a class, then x and y of each corner, or a box of four numbers")
         else:
             ring = [(x * width, y * height) for x, y in zip(values[::2], values[1::2], strict=True)]
-            regions += outline(names[int(label)], ring, skipped, size=size, name=name)
+            regions += found.outline(names[int(label)], ring, size=size, name=name)
     return regions
 
 
