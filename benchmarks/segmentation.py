@@ -26,7 +26,6 @@ from benchmarks.measuring import timed
 from torch import Tensor
 
 from cribo.apps.adapt.labelled import open_labelled
-from cribo.apps.segment import Example, SegmentationMemory, SegmentationSettings, probe_encoder
 from cribo.apps.segment.suggesting import suggest
 from cribo.base.machine import keep_freed_memory
 from cribo.data import LabelledSubset
@@ -34,6 +33,7 @@ from cribo.data.config import spread
 from cribo.data.randomness import keyed_generator
 from cribo.evaluation.intervals import seed_difference
 from cribo.features import Encoder
+from cribo.features.memory import Example, SegmentationMemory, SegmentationSettings, probe_encoder
 from cribo.features.probes.fitting import default_blocks
 from cribo.features.scores import calibration_error, iou
 from cribo.models import Backbone, build_backbone, load_backbone

@@ -468,7 +468,7 @@ def _(stranger: Stranger) -> None:
 
 @case("a memory: its backbone is only a name")
 def _(stranger: Stranger) -> None:
-    from cribo.apps.segment.storage import read_memory, write_memory
+    from cribo.features.memory.storage import read_memory, write_memory
 
     labels = Image.new("L", (48, 48))
     labels.paste(1, (0, 0, 24, 48))

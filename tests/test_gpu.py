@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 
 import cribo
-from cribo.apps.segment import Example, SegmentationMemory, SegmentationSettings
 from cribo.cli.doctor import examine
 from cribo.data import Photometric, apply_photometric, sample_photometric
 from cribo.data.loading import BatchLoader
@@ -24,6 +23,7 @@ from cribo.evaluation import DenseNN, dense_nn
 from cribo.evaluation.dense_neighbours.config import Variant
 from cribo.features import Encoder, Machine, nearest
 from cribo.features.config import Head
+from cribo.features.memory import Example, SegmentationMemory, SegmentationSettings
 from cribo.features.search import TensorKeys
 from cribo.method import MemoryBank, SelfDistillation, cluster_tokens, cross_view_loss, match_objects, pool_objects
 from cribo.method.config import ViewRecipe

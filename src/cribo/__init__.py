@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from cribo.apps.adapt import DistillConfig as DistillConfig
     from cribo.apps.adapt import adapt as adapt
     from cribo.apps.adapt import distill as distill
-    from cribo.apps.segment import SegmentationMemory as SegmentationMemory
     from cribo.apps.studies import run_study as run_study
     from cribo.evaluation import evaluate as evaluate
+    from cribo.features.memory import SegmentationMemory as SegmentationMemory
     from cribo.models import load_backbone as load_backbone
     from cribo.pretraining import load_config as load_config
     from cribo.pretraining import pretrain as pretrain

@@ -6,7 +6,6 @@ from rich.table import Table
 from rich.text import Text
 
 from cribo.apps.segment.config import SegmentConfig
-from cribo.apps.segment.settings import SegmentationSettings
 from cribo.base.arguments import Parser
 from cribo.base.console import importing_networks
 from cribo.cli.command import Call, Command
@@ -18,6 +17,7 @@ from cribo.cli.running import (
     print_places,
     print_unreadable,
 )
+from cribo.features.memory.settings import SegmentationSettings
 
 HELP = f"""\
 Label the pixels of many images given a few labelled examples; two are enough to start. The backbone is not trained. Its
@@ -112,8 +112,8 @@ def _edit_memory(call: Call) -> None:
     file = call.options.memory
     with importing_networks(call.console):
         from cribo.apps.segment.editing import list_examples, remove_examples
-        from cribo.apps.segment.memory import SegmentationMemory
         from cribo.apps.segment.run import describe_memory
+        from cribo.features.memory.memory import SegmentationMemory
 
     if call.options.remove:
         memory = remove_examples(file, call.options.remove)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cribo.apps.search import DatabaseInfo, ObjectDatabase, ObjectSettings, index_images
-from cribo.apps.segment import probe_encoder
 from cribo.base.console import Progress
 from cribo.base.devices import resolve_devices
 from cribo.base.errors import InputError, Untrusted
@@ -23,6 +22,7 @@ from cribo.explorer.network import SharedNetwork
 from cribo.explorer.objects import ObjectFinder
 from cribo.explorer.segmenting import Visitors
 from cribo.features import BackboneSource, Encoder
+from cribo.features.memory import probe_encoder
 from cribo.features.probes.fitting import default_blocks
 from cribo.pretraining.files import CONFIG
 

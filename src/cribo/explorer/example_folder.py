@@ -11,7 +11,6 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from cribo.apps.segment.storage import memory_lock
 from cribo.base.colours import Colour, class_colours
 from cribo.base.errors import InputError
 from cribo.base.files import write_beside, write_text
@@ -34,6 +33,7 @@ from cribo.data.reading import EXTENSIONS
 from cribo.data.sources.images import composed, has_images, list_files
 from cribo.explorer.images import PageImage
 from cribo.explorer.uploads import Refused
+from cribo.features.memory.storage import memory_lock
 
 
 class ExistingLabels(Refused):

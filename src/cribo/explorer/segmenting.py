@@ -19,10 +19,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 from torchvision.transforms.v2.functional import to_pil_image
 
-from cribo.apps.segment import SegmentationMemory, SegmentationSettings
 from cribo.apps.segment.pictures import overlay
-from cribo.apps.segment.pixels import label_pixels
-from cribo.apps.segment.settings import Refine
 from cribo.base.colours import Colour, class_colours
 from cribo.base.console import Progress
 from cribo.base.errors import InputError, UnreadableImage
@@ -38,6 +35,9 @@ from cribo.explorer.network import SharedNetwork
 from cribo.explorer.painting import Painting, from_runs, to_runs
 from cribo.explorer.text import as_text
 from cribo.explorer.uploads import Refused
+from cribo.features.memory import SegmentationMemory, SegmentationSettings
+from cribo.features.memory.pixels import label_pixels
+from cribo.features.memory.settings import Refine
 from cribo.features.probes.fitting import Choice, FittedProbe, Probe, candidate_probes, default_probe
 
 log = logging.getLogger("cribo")

@@ -3,13 +3,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.features.memory.coded import EXACT, PERFECT, blocks, image_of
 
-from cribo.apps.segment import Example, SegmentationMemory
 from cribo.apps.segment.editing import list_examples, remove_examples
 from cribo.base.errors import DataError, InputError
 from cribo.cli import main
-
-from .coded import EXACT, PERFECT, blocks, image_of
+from cribo.features.memory import Example, SegmentationMemory
 
 MAPS = {
     "a.bmp": blocks([0, 1, 0], [2, 2, 0]),

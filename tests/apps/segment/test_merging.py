@@ -3,13 +3,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tests.features.memory.coded import save_image
 
 from cribo.apps.segment.merging import merge_segmentations
 from cribo.base.errors import ConfigError, DataError, FolderError
 from cribo.base.job import RECORD
 from cribo.cli import main
 
-from .coded import save_image
 from .test_run import FIRST, SECOND, enlarged, files, folder, segment  # noqa: F401 (a fixture)
 
 
@@ -24,7 +24,7 @@ def test_merged_labels_equal_those_of_one_command(folder: Path, monkeypatch: pyt
     whole = segment(folder, out="whole")
     parts = segment_shares(folder, 3)
     with monkeypatch.context() as patch:
-        patch.setattr("cribo.apps.segment.memory.SegmentationMemory.__init__", None)
+        patch.setattr("cribo.features.memory.memory.SegmentationMemory.__init__", None)
         done = merge_segmentations([*reversed(parts)], out=folder / "all")
     assert (done.images, done.skipped, done.shares) == (whole.images, whole.skipped, whole.shares)
     merged, expected = files(folder / "all"), files(folder / "whole")

@@ -18,21 +18,20 @@ import torch
 from faster_coco_eval.core import mask as coco_mask
 from filelock import FileLock
 from PIL import Image
+from tests.features.memory.coded import blocks, save_image, save_labels
 
 import cribo.apps.segment.run as run
 from cribo.apps.segment import Labeller
 from cribo.apps.segment.config import SegmentConfig
-from cribo.apps.segment.memory import SegmentationMemory
 from cribo.apps.segment.run import Segmented, segment_images
-from cribo.apps.segment.settings import SegmentationSettings
 from cribo.base.errors import ConfigError, DataError, FolderError, InputError, MissingData
 from cribo.base.job import ACCOUNTS, RECORD, read_record
 from cribo.cli import main
 from cribo.data.labelled.coco import CocoLabels
 from cribo.features import BackboneSource
+from cribo.features.memory.memory import SegmentationMemory
+from cribo.features.memory.settings import SegmentationSettings
 from cribo.models import build_backbone, save_backbone
-
-from .coded import blocks, save_image, save_labels
 
 PATCH = 16  # of the mean-colour encoder
 FIRST, SECOND = blocks([0, 1, 2], [2, 2, 0]), blocks([3, 3, 3], [1, 255, 3])

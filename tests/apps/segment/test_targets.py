@@ -1,12 +1,11 @@
 from pathlib import Path
 
 import pytest
+from tests.features.memory.coded import blocks, save_image
 
 from cribo.apps.segment.targets import open_targets
 from cribo.base.errors import DataError, MissingData
 from cribo.data.sources.images import ImageFiles
-
-from .coded import blocks, save_image
 
 LABELS = blocks([0, 1])
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.apps.segment.coded import blocks, save_example, save_image, save_labels
+from tests.features.memory.coded import blocks, save_example, save_image, save_labels
 
 from cribo.base.errors import DataError, MissingData
 from cribo.data.config import Reading

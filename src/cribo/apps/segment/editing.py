@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cribo.apps.segment.memory import SegmentationMemory
-from cribo.apps.segment.storage import memory_lock
 from cribo.base.errors import DataError
 from cribo.data.sources.images import composed
+from cribo.features.memory.memory import SegmentationMemory
+from cribo.features.memory.storage import memory_lock
 
 
 class ListedExample(NamedTuple):

@@ -10,14 +10,14 @@ import numpy as np
 from jaxtyping import UInt8
 from torch import Tensor
 
-from cribo.apps.segment.memory import Segmentation, SegmentationMemory
-from cribo.apps.segment.pixels import write_confidence
 from cribo.base.devices import resolve_device
 from cribo.base.errors import InputError
 from cribo.data.config import Reading
 from cribo.data.labelled.label_maps import write_labels
 from cribo.data.reading import EncodedImage, read_image
 from cribo.features.config import BackboneSource, portable_source
+from cribo.features.memory.memory import Segmentation, SegmentationMemory
+from cribo.features.memory.pixels import write_confidence
 from cribo.features.stream import ImageFunction, Streamed
 
 

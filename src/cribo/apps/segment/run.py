@@ -21,9 +21,7 @@ from torch import Tensor
 
 from cribo.apps.segment.config import SegmentConfig
 from cribo.apps.segment.labeller import LabelledImage, Labeller
-from cribo.apps.segment.memory import Segmentation, SegmentationMemory
 from cribo.apps.segment.pictures import SegmentedPanel, draw_overview, overlay
-from cribo.apps.segment.pixels import write_confidence
 from cribo.apps.segment.results import (
     FOLDERS,
     KIND,
@@ -36,8 +34,6 @@ from cribo.apps.segment.results import (
     write_finished,
     write_summary,
 )
-from cribo.apps.segment.settings import SegmentationSettings
-from cribo.apps.segment.storage import memory_lock, stored_range
 from cribo.apps.segment.suggesting import suggest
 from cribo.apps.segment.targets import open_targets, result_name
 from cribo.base.bounds import at_least
@@ -57,6 +53,10 @@ from cribo.data.labelled.segmentation import LabelledExamples
 from cribo.data.reading import read_values
 from cribo.data.sources.collection import ImageCollection, names_hash
 from cribo.data.sources.images import ImageFiles, collection_name, is_url, require_readable
+from cribo.features.memory.memory import Segmentation, SegmentationMemory
+from cribo.features.memory.pixels import write_confidence
+from cribo.features.memory.settings import SegmentationSettings
+from cribo.features.memory.storage import memory_lock, stored_range
 from cribo.features.prefetching import prefetch
 from cribo.features.spread.engines import open_engine
 from cribo.features.spread.parts import ImagePart, part_size

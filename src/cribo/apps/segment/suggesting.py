@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from cribo.apps.segment.memory import SegmentationMemory
 from cribo.data.randomness import keyed_generator
+from cribo.features.memory.memory import SegmentationMemory
 
 _PATCHES = 24  # per image
 _LABELLED = 2048  # limit on the labelled patches that images are compared with

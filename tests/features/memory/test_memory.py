@@ -11,14 +11,14 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import cribo
-from cribo.apps.segment import Example, SegmentationMemory, SegmentationSettings
-from cribo.apps.segment.settings import Refine
-from cribo.apps.segment.storage import read_memory, write_memory
 from cribo.apps.segment.suggesting import suggest
 from cribo.base.colours import distinct_colours
 from cribo.base.errors import DataError, UnreadableImage
 from cribo.data.scenes import Scenes
 from cribo.features import BackboneSource, Encoder
+from cribo.features.memory import Example, SegmentationMemory, SegmentationSettings
+from cribo.features.memory.settings import Refine
+from cribo.features.memory.storage import read_memory, write_memory
 from cribo.features.probes.fitting import Probe, class_ious
 from cribo.models import Backbone, build_backbone
 

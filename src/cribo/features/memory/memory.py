@@ -14,9 +14,6 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from cribo.apps.segment.pixels import label_pixels
-from cribo.apps.segment.settings import SegmentationSettings
-from cribo.apps.segment.storage import Stored, StoredExample, read_memory, write_memory
 from cribo.base.bounds import at_least
 from cribo.base.colours import Colour, class_colours
 from cribo.base.console import Progress, no_progress
@@ -27,6 +24,9 @@ from cribo.data.labelled.inputs import Example, ImageLike, LabelsLike, open_imag
 from cribo.data.labelled.label_maps import IGNORE_INDEX, LabelMap, read_classes
 from cribo.features.config import BackboneSource
 from cribo.features.encoder import Encoder, open_network
+from cribo.features.memory.pixels import label_pixels
+from cribo.features.memory.settings import SegmentationSettings
+from cribo.features.memory.storage import Stored, StoredExample, read_memory, write_memory
 from cribo.features.probes.encoding import encode_grids, probe_encoder
 from cribo.features.probes.examples import content_hash, label_features
 from cribo.features.probes.fitting import (

@@ -10,7 +10,7 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
-from cribo.apps.segment.settings import Refine
+from cribo.features.memory.settings import Refine
 from cribo.features.patches import resize_image
 
 _BUDGET = 2**28  # maximum size of the maps computed at once, in bytes

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import cribo.apps.segment.pixels as pixels
-from cribo.apps.segment.pixels import label_pixels, radius
-from cribo.apps.segment.settings import Refine
+import cribo.features.memory.pixels as pixels
+from cribo.features.memory.pixels import label_pixels, radius
+from cribo.features.memory.settings import Refine
 
 
 def random_image(height: int, width: int, seed: int = 0) -> torch.Tensor:

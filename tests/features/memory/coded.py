@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from cribo.apps.segment import SegmentationSettings
 from cribo.features import Encoder
+from cribo.features.memory import SegmentationSettings
 
 PATCH = 4
 EXACT = SegmentationSettings(scale=1.0, neighbours=3, refine="none", head="knn", whiten=False)
