@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 from cribo.base.bounds import above, at_least, below, between, check_bounds, sorted_blocks
 from cribo.base.errors import ConfigError, InputError
 from cribo.base.redaction import without_secrets
-from cribo.method.config import Marginals
+from cribo.method.config import Interpolation, Marginals
 from cribo.models.config import Resizing
 from cribo.models.hub.download import hub_name
 
@@ -246,3 +246,31 @@ class ProbeSettings:
             return None
         side = self.window // patch_size
         return side, self.stride // patch_size if self.stride is not None else max(1, side * 2 // 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PropagationSettings:
+    """Settings for propagating labels between the frames of a video; the defaults are those of DINO.
+
+    Attributes:
+        neighbours: k, number of most similar patches whose labels are averaged.
+        radius: search radius in patches, in both directions.
+        previous: number of previous frames to search, in addition to the labelled one.
+        temperature: temperature of the weights exp(cosine / temperature).
+        side: shorter side of resized frames in pixels, rounded down to a multiple of the patch size; the longer side is
+            rounded down to a multiple of 64 pixels, or of the patch size if it does not divide 64.
+        interpolation: interpolation of resized frames.
+
+    Raises:
+        InputError: a value is out of range.
+    """
+
+    neighbours: Annotated[int, at_least(1)] = 5
+    radius: Annotated[int, at_least(1)] = 12
+    previous: Annotated[int, at_least(0)] = 7
+    temperature: Annotated[float, above(0)] = 0.1
+    side: Annotated[int, at_least(1)] = 480
+    interpolation: Interpolation = "bilinear"
+
+    def __post_init__(self) -> None:
+        check_bounds(self)

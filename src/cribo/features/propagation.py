@@ -1,11 +1,21 @@
-"""Propagation of labels between the frames of a video by nearest features."""
+"""Propagation of labels between the frames of a video, as in DINO's `eval_video_segmentation.py`."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+import torch.nn.functional as F
+from jaxtyping import Float, UInt8
 from torch import Tensor
+
+from cribo.data.labelled.crops import resize_labels
+from cribo.data.labelled.label_maps import IGNORE_INDEX
+from cribo.features.config import PropagationSettings
+from cribo.features.memory.pixels import PixelLabels
+
+_MULTIPLE = 64  # pixels, of the longer side in DINO
+_CONSTANT = 1e-6  # spread up to which a map of labels is constant
 
 
 class LabelledFrame(NamedTuple):
@@ -65,3 +75,84 @@ def label_frame(
         rows = best.indices.flatten(1)[..., None].expand(-1, -1, of_near.shape[2])
         labelled.append(torch.einsum("bqk,bqkc->bqc", weights, of_near.gather(1, rows).unflatten(1, weights.shape[1:])))
     return torch.stack(labelled, dim=1)
+
+
+def encoded_size(size: tuple[int, int], side: int, patch_size: int) -> tuple[int, int]:
+    """Return the (height, width) in pixels at which frames are encoded, as in DINO.
+
+    Args:
+        size: height and width of the frames.
+        side: shorter side in pixels.
+        patch_size: patch size of the backbone in pixels.
+
+    Example:
+        >>> encoded_size((480, 854), 480, 16), encoded_size((854, 480), 480, 14)
+        ((480, 832), (854, 476))
+    """
+    multiple = _MULTIPLE if _MULTIPLE % patch_size == 0 else patch_size
+    shorter = max(1, side // patch_size) * patch_size
+    longer = max(shorter, side * max(size) // min(size) // multiple * multiple)
+    return (shorter, longer) if size[0] <= size[1] else (longer, shorter)
+
+
+def soft_labels(
+    labels: UInt8[Tensor, "h w"], grid: tuple[int, int], classes: int
+) -> Float[Tensor, "rows columns classes"]:
+    """Return the class of each patch as a vector of ones and zeros; only zeros for 255, no class."""
+    of_patches = resize_labels(labels, grid).long()
+    one_hot = F.one_hot(of_patches.where(of_patches != IGNORE_INDEX, classes), classes + 1)
+    return one_hot[..., :classes].float()
+
+
+def propagate(
+    frames: Iterator[Float[Tensor, "rows columns d"]],
+    given: Float[Tensor, "rows columns c"],
+    settings: PropagationSettings,
+) -> Iterator[Float[Tensor, "rows columns c"]]:
+    """Propagate the labels of the first frame to all others in order.
+
+    Args:
+        frames: patch features of each frame, of unit length, on the device of the computation.
+        given: soft labels of the patches of the first frame.
+        settings: neighbours, and frames in which they are searched.
+
+    Yields:
+        Soft labels of the patches of each frame, from the second one on.
+    """
+    features = next(frames)
+    first = LabelledFrame(features[None], given[None].to(features))
+    previous = deque[LabelledFrame](maxlen=settings.previous)
+    for features in frames:
+        found = label_frame(
+            features[None],
+            [first, *previous],
+            neighbours=settings.neighbours,
+            radius=settings.radius,
+            temperature=settings.temperature,
+        )
+        previous.append(LabelledFrame(features[None], found))
+        yield found[0]
+
+
+def frame_labels(labels: Float[Tensor, "rows columns c"], patch_size: int, size: tuple[int, int]) -> PixelLabels:
+    """Label each pixel of a frame; the results are on the CPU.
+
+    Labels are upsampled bilinearly to the encoded size of the frame, and each is rescaled to 0-1 over the frame; the
+    largest one wins. The map is resized to the frame's own size with nearest-neighbour interpolation. The confidence is
+    the label before it is rescaled.
+
+    Args:
+        labels: soft labels of the patches, 0 to 1.
+        patch_size: patch size in pixels.
+        size: (height, width) of the frame.
+    """
+    encoded = labels.shape[0] * patch_size, labels.shape[1] * patch_size
+    whole = F.interpolate(labels.permute(2, 0, 1)[None], size=encoded, mode="bilinear")[0]
+    lowest, highest = whole.amin(dim=(1, 2), keepdim=True), whole.amax(dim=(1, 2), keepdim=True)
+    spread = highest - lowest
+    winners = torch.where(spread > _CONSTANT, (whole - lowest) / spread, whole).argmax(dim=0)
+    confidence = whole.gather(0, winners[None])
+    return PixelLabels(
+        resize_labels(winners.to(torch.uint8), size).cpu(),
+        F.interpolate(confidence[None], size=size, mode="nearest-exact")[0, 0].cpu(),
+    )

@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from cribo.base.bounds import above, at_least
+from cribo.base.bounds import at_least
 from cribo.evaluation.config import Settings
 from cribo.evaluation.data import LabelledData, Splits, absolute, described
-from cribo.features.config import FeaturePrecision
-from cribo.method.config import Interpolation
+from cribo.features.config import FeaturePrecision, PropagationSettings
 
 
 @dataclass
@@ -56,17 +55,10 @@ class VideoData(LabelledData):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VideoPropagationSettings(Settings):
+class VideoPropagationSettings(Settings, PropagationSettings):
     """Video label propagation on frozen features, as in DINO's `eval_video_segmentation.py`.
 
     Attributes:
-        neighbours: k, number of most similar patches whose labels are averaged.
-        radius: search radius in patches, in both directions.
-        previous: number of previous frames to search, in addition to the first.
-        temperature: temperature of the weights exp(cosine / temperature).
-        side: shorter side of resized frames in pixels, rounded down to a multiple of the patch size; the longer side is
-            rounded down to a multiple of 64 pixels, or of the patch size if it does not divide 64.
-        interpolation: interpolation of resized frames.
         precision: precision of the stored features; float16 halves their size.
 
     Raises:
@@ -91,10 +83,4 @@ previous frames, and scored by region and boundary (J&F). Nothing is trained.
 Features are cached on disk. For a quick trial: --limit 2 --side 240
 """
 
-    neighbours: Annotated[int, at_least(1)] = 5
-    radius: Annotated[int, at_least(1)] = 12
-    previous: Annotated[int, at_least(0)] = 7
-    temperature: Annotated[float, above(0)] = 0.1
-    side: Annotated[int, at_least(1)] = 480
-    interpolation: Interpolation = "bilinear"
     precision: FeaturePrecision = "float32"

@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,6 @@ from cribo.base.console import Phases, Progress, no_progress
 from cribo.base.drawing import marker_handle
 from cribo.base.files import write_whole
 from cribo.base.painting import tint
-from cribo.data.labelled.crops import resize_labels
 from cribo.data.labelled.segmentation import LabelledSubset
 from cribo.data.labelled.video import Video, VideoFrames, object_palette
 from cribo.data.reading import image_size
@@ -34,9 +32,8 @@ from cribo.evaluation.results import EvaluationResult, percent
 from cribo.evaluation.run import Run
 from cribo.evaluation.video.config import VideoPropagationSettings
 from cribo.features.extraction import EncodedView, PatchFeatures
-from cribo.features.propagation import LabelledFrame, label_frame
+from cribo.features.propagation import encoded_size, frame_labels, propagate, soft_labels
 
-_MULTIPLE = 64  # pixels, of the longer side in DINO
 SEGMENTATIONS = "segmentations"
 """Folder of the segmentation maps."""
 
@@ -97,24 +94,6 @@ class VideoPropagation(VideoPropagationSettings, PatchProtocol):
     def places(self, folder: Path) -> dict[str, Any]:
         """Return the path of the segmentation maps."""
         return {"segmentations": folder / SEGMENTATIONS}
-
-
-def encoded_size(size: tuple[int, int], side: int, patch_size: int) -> tuple[int, int]:
-    """Return the (height, width) in pixels at which frames are encoded, as in DINO.
-
-    Args:
-        size: height and width of the frames.
-        side: shorter side in pixels.
-        patch_size: patch size of the backbone in pixels.
-
-    Example:
-        >>> encoded_size((480, 854), 480, 16), encoded_size((854, 480), 480, 14)
-        ((480, 832), (854, 476))
-    """
-    multiple = _MULTIPLE if _MULTIPLE % patch_size == 0 else patch_size
-    shorter = max(1, side // patch_size) * patch_size
-    longer = max(shorter, side * max(size) // min(size) // multiple * multiple)
-    return (shorter, longer) if size[0] <= size[1] else (longer, shorter)
 
 
 @dataclass(frozen=True)
@@ -178,9 +157,10 @@ def segment_videos(
         size = image_size(images.path(video.frames[0]))
         first = images.objects(video.frames[0])
         maps, scores = [_png(first, video.objects)], []
-        labelled = propagate((_patches(features, view, device) for view in views), first, video.objects, settings)
+        given = soft_labels(first, features.grid(views[0]), video.objects + 1)
+        labelled = propagate((_patches(features, view, device) for view in views), given, settings)
         for number, labels in enumerate(labelled, start=1):
-            found = object_map(labels, patch_size, size).cpu()
+            found = frame_labels(labels, patch_size, size).labels
             maps.append(_png(found, video.objects))
             if number < len(views) - 1:
                 scores.append(score_frame(found, images.objects(video.frames[number]), video.objects))
@@ -238,57 +218,6 @@ def _png(objects: UInt8[Tensor, "h w"], count: int) -> bytes:
     file = io.BytesIO()
     image.save(file, format="PNG")
     return file.getvalue()
-
-
-def propagate(
-    frames: Iterator[Float[Tensor, "rows columns d"]],
-    first: UInt8[Tensor, "h w"],
-    objects: int,
-    settings: VideoPropagationSettings,
-) -> Iterator[Float[Tensor, "rows columns c"]]:
-    """Propagate the objects of the first frame to all others in order.
-
-    Args:
-        frames: patch features of each frame, of unit length, on the device of the computation.
-        first: object index of each pixel of the first frame; 0 for background.
-        objects: number of objects.
-        settings: settings of the protocol.
-
-    Yields:
-        Soft labels of each patch for background and each object, from the second frame on.
-    """
-    features = next(frames)
-    grid = resize_labels(first, (features.shape[0], features.shape[1]))
-    labels = F.one_hot(grid.long(), objects + 1).to(features)
-    given, previous = LabelledFrame(features[None], labels[None]), deque[LabelledFrame](maxlen=settings.previous)
-    for features in frames:
-        found = label_frame(
-            features[None],
-            [given, *previous],
-            neighbours=settings.neighbours,
-            radius=settings.radius,
-            temperature=settings.temperature,
-        )
-        previous.append(LabelledFrame(features[None], found))
-        yield found[0]
-
-
-def object_map(labels: Float[Tensor, "rows columns c"], patch_size: int, size: tuple[int, int]) -> UInt8[Tensor, "h w"]:
-    """Return the object index of each pixel; 0 for background.
-
-    Labels are upsampled bilinearly to the encoded size of the frame, and each is rescaled to 0-1 over the frame; the
-    largest one wins. The map is resized to the frame's own size with nearest-neighbour interpolation.
-
-    Args:
-        labels: soft labels of the patches.
-        patch_size: patch size in pixels.
-        size: (height, width) of the frame.
-    """
-    encoded = labels.shape[0] * patch_size, labels.shape[1] * patch_size
-    whole = F.interpolate(labels.permute(2, 0, 1)[None], size=encoded, mode="bilinear")[0]
-    lowest, highest = whole.amin(dim=(1, 2), keepdim=True), whole.amax(dim=(1, 2), keepdim=True)
-    stretched = (whole - lowest) / (highest - lowest).clamp_min(1e-12)
-    return resize_labels(stretched.argmax(dim=0).to(torch.uint8), size)
 
 
 def score_frame(

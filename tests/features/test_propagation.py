@@ -5,9 +5,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cribo.evaluation import VideoPropagation
-from cribo.evaluation.video.protocol import encoded_size, object_map, propagate
-from cribo.features.propagation import LabelledFrame, label_frame
+from cribo.features.config import PropagationSettings
+from cribo.features.propagation import (
+    LabelledFrame,
+    encoded_size,
+    frame_labels,
+    label_frame,
+    propagate,
+    soft_labels,
+)
 
 ROWS, COLUMNS, DIM, OBJECTS = 5, 7, 6, 2
 
@@ -18,7 +24,7 @@ def made_frames(count: int) -> list[torch.Tensor]:
 
 
 def all_pairs(
-    frame: np.ndarray, sources: list[tuple[np.ndarray, np.ndarray]], settings: VideoPropagation
+    frame: np.ndarray, sources: list[tuple[np.ndarray, np.ndarray]], settings: PropagationSettings
 ) -> np.ndarray:
     """Return all affinities of a frame, masked by the neighbourhood, the best ones normalised to a sum of 1."""
     rows, columns = np.divmod(np.arange(ROWS * COLUMNS), COLUMNS)
@@ -37,17 +43,17 @@ def all_pairs(
 @pytest.mark.parametrize(
     "settings",
     [
-        VideoPropagation(radius=2, previous=3, neighbours=4),
-        VideoPropagation(radius=1, previous=2, neighbours=5, temperature=0.5),
-        VideoPropagation(radius=12, previous=0, neighbours=1),
+        PropagationSettings(radius=2, previous=3, neighbours=4),
+        PropagationSettings(radius=1, previous=2, neighbours=5, temperature=0.5),
+        PropagationSettings(radius=12, previous=0, neighbours=1),
     ],
 )
-def test_labels_equal_those_of_all_pairs(settings: VideoPropagation) -> None:
+def test_labels_equal_those_of_all_pairs(settings: PropagationSettings) -> None:
     frames = made_frames(7)
     first = torch.randint(
         0, OBJECTS + 1, (ROWS, COLUMNS), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
     )
-    found = list(propagate(iter(frames), first, OBJECTS, settings))
+    found = list(propagate(iter(frames), soft_labels(first, (ROWS, COLUMNS), OBJECTS + 1), settings))
     arrays = [frame.double().numpy() for frame in frames]
     given = arrays[0], np.eye(OBJECTS + 1)[first.numpy()]
     queue: list[tuple[np.ndarray, np.ndarray]] = []
@@ -75,10 +81,10 @@ def test_squares_are_tracked() -> None:
         objects[5:7, 9 - step : 11 - step] = 2
         maps.append(objects)
         frames.append(F.one_hot(objects.long(), 3).float())
-    found = propagate(iter(frames), maps[0], 2, VideoPropagation(radius=2))
+    found = propagate(iter(frames), soft_labels(maps[0], (8, 12), 3), PropagationSettings(radius=2))
     for labels, objects in zip(found, maps[1:], strict=True):
         assert torch.equal(labels.argmax(dim=2), objects.long())
-        assert torch.equal(object_map(labels, 4, (8, 12)), objects)
+        assert torch.equal(frame_labels(labels, 4, (8, 12)).labels, objects)
 
 
 def test_maps_are_upsampled_stretched_and_compared() -> None:
@@ -88,14 +94,14 @@ def test_maps_are_upsampled_stretched_and_compared() -> None:
     stretched = np.stack([(part - part.min()) / (part - part.min()).max() for part in whole])
     expected = stretched.argmax(axis=0)
     rows, columns = ((np.arange(side) + 0.5) * 4 * patches / side for side, patches in ((13, ROWS), (31, COLUMNS)))
-    found = object_map(labels, 4, (13, 31)).numpy()
+    found = frame_labels(labels, 4, (13, 31)).labels.numpy()
     np.testing.assert_array_equal(found, expected[rows.astype(int)][:, columns.astype(int)])
 
 
 def test_a_lost_object_is_not_found_again() -> None:
     labels = torch.zeros(ROWS, COLUMNS, 3)
     labels[..., 0] = 1
-    assert not object_map(labels, 4, (20, 28)).any()
+    assert not frame_labels(labels, 4, (20, 28)).labels.any()
 
 
 @pytest.mark.parametrize(
