@@ -193,7 +193,7 @@ def test_coco_labels_equal_the_label_maps(folder: Path) -> None:
 def test_an_interrupted_command_resumes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     segment(folder, out="whole")
     written = []
-    write = run._Writer.write
+    write = run.ResultWriter.write
 
     def interrupted(self, name, *found):
         if len(written) == 2:
@@ -201,7 +201,7 @@ def test_an_interrupted_command_resumes(folder: Path, monkeypatch: pytest.Monkey
         written.append(name)
         return write(self, name, *found)
 
-    monkeypatch.setattr(run._Writer, "write", interrupted)
+    monkeypatch.setattr(run.ResultWriter, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         segment(folder, batch_size=1)
     assert not read_record(folder / "out", "segmentation").finished
@@ -211,7 +211,7 @@ def test_an_interrupted_command_resumes(folder: Path, monkeypatch: pytest.Monkey
     (folder / "out" / "labels" / "1.png").unlink()  # a lost file is written again
     written.clear()
     monkeypatch.setattr(
-        run._Writer, "write", lambda self, name, *found: (written.append(name), write(self, name, *found))[1]
+        run.ResultWriter, "write", lambda self, name, *found: (written.append(name), write(self, name, *found))[1]
     )
     done = segment(folder, resume=True)
     assert written == ["1.bmp", "sub/3.bmp"]

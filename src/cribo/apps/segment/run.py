@@ -1,7 +1,6 @@
 """Implementation of `cribo segment`: add examples, label images and write the results."""
 
 import errno
-import itertools
 import logging
 import os
 import time
@@ -12,16 +11,13 @@ from itertools import islice, tee
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from jaxtyping import UInt8
-from PIL import Image
 from rich.console import Console
 from torch import Tensor
 
 from cribo.apps.segment.config import SegmentConfig
 from cribo.apps.segment.labeller import LabelledImage, Labeller
-from cribo.apps.segment.pictures import SegmentedPanel, draw_overview, overlay
+from cribo.apps.segment.pictures import draw_overview
 from cribo.apps.segment.results import (
     FOLDERS,
     KIND,
@@ -29,32 +25,29 @@ from cribo.apps.segment.results import (
     Record,
     changes_between,
     class_shares,
-    files_of,
     read_records,
     write_finished,
     write_summary,
 )
 from cribo.apps.segment.suggesting import suggest
 from cribo.apps.segment.targets import open_targets, result_name
+from cribo.apps.segment.writing import ResultWriter, panel_of, write_format
 from cribo.base.bounds import at_least
-from cribo.base.colours import Colour
 from cribo.base.console import Phases, duration
 from cribo.base.devices import resolve_device, resolve_threads
 from cribo.base.drawing import write_figure
 from cribo.base.errors import DataError, FolderError, InputError, Stopped, UnreadableImage
-from cribo.base.files import require, write_folder_whole, write_text, write_whole
+from cribo.base.files import require, write_text
 from cribo.base.job import Job, require_writable
 from cribo.base.versions import versions
 from cribo.base.wording import counted
 from cribo.data.config import Reading, spread
 from cribo.data.labelled.formats import LabelFormat, find_examples, written_formats
-from cribo.data.labelled.label_maps import IGNORE_INDEX, Labelling, Task, write_labels
+from cribo.data.labelled.label_maps import IGNORE_INDEX, Task
 from cribo.data.labelled.segmentation import LabelledExamples
-from cribo.data.reading import read_values
 from cribo.data.sources.collection import ImageCollection, names_hash
 from cribo.data.sources.images import ImageFiles, collection_name, is_url, require_readable
-from cribo.features.memory.memory import Segmentation, SegmentationMemory
-from cribo.features.memory.pixels import write_confidence
+from cribo.features.memory.memory import SegmentationMemory
 from cribo.features.memory.settings import SegmentationSettings
 from cribo.features.memory.storage import memory_lock, stored_range
 from cribo.features.prefetching import prefetch
@@ -74,10 +67,8 @@ SUGGESTED, SUGGESTED_PICTURE = "suggested.txt", "suggested.png"
 _MEMORY = "memory.safetensors"  # in the output folder, for workers in other processes
 _MOST_IMAGES = 256  # limit per part; an interrupted part is labelled again
 _OF_NAMES = (errno.ENAMETOOLONG, errno.EILSEQ, errno.EINVAL)  # too long or not allowed on the file system
-_JPEG_QUALITY = 90
 _WEAKEST = 3  # number of classes to name
 _SUGGESTED_FROM = 300  # limit on the images to choose from
-_OVERVIEW_SIDE = 480  # limit on the longer side of an image in the overview, in pixels
 
 
 @dataclass(frozen=True)
@@ -357,7 +348,9 @@ def _segment_all(
         part = images.part(range(start, min(start + size, len(images))))
         names = map(part.name, range(len(part)))
         parts.append(ImagePart(part, [done[name].content if name in done else "" for name in names]))
-    work = _LabelParts(results.labeller(config), _Writer(results.folder.absolute(), results.palette), config.workers)
+    work = _LabelParts(
+        results.labeller(config), ResultWriter(results.folder.absolute(), results.palette), config.workers
+    )
     reused = 0
     progress("images", 0, len(images))
     begun = time.perf_counter()
@@ -410,7 +403,7 @@ class _LabelledPart(NamedTuple):
 class _LabelParts:
     """Labels the images of each part and writes their files; run by an engine."""
 
-    def __init__(self, labeller: Labeller, writer: "_Writer", workers: int | None) -> None:
+    def __init__(self, labeller: Labeller, writer: "ResultWriter", workers: int | None) -> None:
         self.labeller, self.writer, self.workers = labeller, writer, workers
 
     def __call__(self, parts: Iterable[ImagePart]) -> Generator[_LabelledPart, None, None]:
@@ -455,30 +448,6 @@ class _LabelParts:
 
 
 # ------------------------------------------------------------------------------------------------------- results
-
-
-class _Writer(NamedTuple):
-    """Writes the files of an image.
-
-    Attributes:
-        folder: absolute path of the output folder.
-        palette: colour of each class.
-    """
-
-    folder: Path
-    palette: list[Colour]
-
-    def write(self, name: str, sha256: str, image: UInt8[Tensor, "3 h w"], found: Segmentation) -> Record:
-        """Write the files of an image, each atomically."""
-        labels, painted, confidence = files_of(self.folder, name)
-        for path in (labels, painted, confidence):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(labels, lambda part: write_labels(found.labels, self.palette, part))
-        drawn = Image.fromarray(overlay(image, found.labels, self.palette))
-        write_whole(painted, lambda part: drawn.save(part, "JPEG", quality=_JPEG_QUALITY))
-        write_whole(confidence, lambda part: write_confidence(found.confidence, part))
-        size = (found.labels.shape[0], found.labels.shape[1])
-        return Record(name, sha256, size, found.shares, float(found.confidence.mean()))
 
 
 class _Results:
@@ -583,39 +552,10 @@ class _Results:
 
     def write(self, labels_format: LabelFormat, tasks: Mapping[str, Task], progress: Phases) -> None:
         """Write all labels in a format of the table, to a file or a folder."""
-        sizes = {name: record.size for name, record in self.records.items()}
-        done = itertools.count(1)
-
-        def labels(name: str) -> UInt8[Tensor, "h w"]:
-            progress(labels_format.written, next(done), len(sizes))
-            return _read_grey(files_of(self.folder, name)[0])
-
-        labelling, path = Labelling(sizes, self.classes, labels, tasks), self.folder / labels_format.written
-        write, holes = labels_format.write, []
-        assert write is not None
-        if path.suffix:
-            holes.append(write(path, labelling))
-        else:
-            write_folder_whole(path, lambda part: holes.append(write(part, labelling)), replaces=True)
-        if any(holes):
-            log.warning(
-                "%s cannot hold holes in regions: %d were filled; use --write coco or geojson for exact regions",
-                *(labels_format.title, sum(holes)),
-            )
+        write_format(labels_format, self.folder, self.records, self.classes, tasks, progress)
 
     def draw(self, names: Sequence[str], file: str) -> None:
         """Draw some images with their labels and confidence."""
-        panels = []
-        for name in names:
-            labels, _, confidence = files_of(self.folder, name)
-            image = self.load(name)
-            step = max(1, -(-max(image.shape[1:]) // _OVERVIEW_SIDE))
-            grey = _read_grey(confidence)[::step, ::step].float() / 255
-            panels.append(SegmentedPanel(name, image[:, ::step, ::step], _read_grey(labels)[::step, ::step], grey))
         expected, uncalibrated = self.memory.fit().per_class, self.memory.uncalibrated
-        figure = draw_overview(panels, self.classes, self.palette, expected, uncalibrated)
-        write_figure(self.folder / file, figure)
-
-
-def _read_grey(path: Path) -> UInt8[Tensor, "h w"]:
-    return torch.from_numpy(np.array(read_values(path)))
+        panels = [panel_of(self.folder, name, self.load(name)) for name in names]
+        write_figure(self.folder / file, draw_overview(panels, self.classes, self.palette, expected, uncalibrated))
