@@ -1,11 +1,13 @@
 """`cribo segment`: label the pixels of many images given a few labelled examples."""
 
+from collections.abc import Mapping
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
 
-from cribo.apps.segment.config import SegmentConfig
+from cribo.apps.segment.config import SegmentConfig, VideoConfig
 from cribo.base.arguments import Parser
 from cribo.base.console import importing_networks
 from cribo.cli.command import Call, Command
@@ -17,7 +19,11 @@ from cribo.cli.running import (
     print_places,
     print_unreadable,
 )
+from cribo.features.config import PropagationSettings
 from cribo.features.memory.settings import SegmentationSettings
+
+if TYPE_CHECKING:
+    from cribo.apps.segment.run import Segmented
 
 HELP = f"""\
 Label the pixels of many images given a few labelled examples; two are enough to start. The backbone is not trained. Its
@@ -29,6 +35,7 @@ examples. The command prints the choice and the expected mIoU.
   cribo segment 'MORE/**/*.jpg' --backbone runs/mine --memory mine.safetensors --out RESULT
   cribo segment --memory mine.safetensors --list               list its examples with their accuracy when left out
   cribo segment --memory mine.safetensors --remove a.jpg 7     remove examples by name or number
+  cribo segment FRAMES --video --labels MASKS ...              propagate labels through videos; see --video --help
 
 EXAMPLES contains a.jpg and a.png (or a_labels.png), or images/a.jpg and labels/a.png, or images and the labels of
 another tool: COCO, YOLO, CVAT, Label Studio, LabelMe, GeoJSON. Label maps contain class indices (255: no class), only 0
@@ -47,6 +54,12 @@ def add_options(parser: Parser) -> None:
     add_results_folder(parser, "segmented/<images>")
     parser.add_argument("--pictures", type=int, default=6, help="number of images in contact.png")
     parser.add_argument("--suggest", type=int, default=0, help="number of images to suggest for labelling next")
+    _add_write(parser)
+    parser.add_class_arguments(SegmentConfig, skip={"settings"})
+    parser.add_class_arguments(SegmentationSettings)
+
+
+def _add_write(parser: Parser) -> None:
     parser.add_argument(
         "--write",
         type=tuple[str, ...],
@@ -54,8 +67,6 @@ def add_options(parser: Parser) -> None:
         help="also write all labels for other tools: one or more of coco, yolo, cvat, label-studio, labelme, geojson "
         "and voc, such as coco,yolo",
     )
-    parser.add_class_arguments(SegmentConfig, skip={"settings"})
-    parser.add_class_arguments(SegmentationSettings)
 
 
 def run(call: Call) -> None:
@@ -64,8 +75,7 @@ def run(call: Call) -> None:
     settings = {field.name: given[field.name] for field in fields(SegmentationSettings) if field.name in given}
     config = call.build(SegmentConfig, settings=settings)
     with importing_networks(call.console):
-        from cribo.apps.segment.run import OVERVIEW, SUGGESTED, SUMMARY, segment_images
-        from cribo.data.labelled.formats import LABEL_FORMATS
+        from cribo.apps.segment.run import SUGGESTED, segment_images
 
     segmented = segment_images(
         config,
@@ -78,6 +88,14 @@ def run(call: Call) -> None:
         command=call.line,
         console=call.console,
     )
+    _print_segmented(call, segmented, {"label next": SUGGESTED} if call.options.suggest else {})
+
+
+def _print_segmented(call: Call, segmented: "Segmented", others: Mapping[str, str] | None = None) -> None:
+    """Print the results and their places, with those of other files."""
+    from cribo.apps.segment.run import OVERVIEW, SUMMARY
+    from cribo.data.labelled.formats import LABEL_FORMATS
+
     table = Table(title="Share of each class in all images")
     table.add_column("class")
     table.add_column("pixels", justify="right")
@@ -95,7 +113,7 @@ def run(call: Call) -> None:
             "numbers": segmented.folder / SUMMARY,
             **({"overview": segmented.folder / OVERVIEW} if call.options.pictures else {}),
             **{name: segmented.folder / LABEL_FORMATS[name].written for name in call.options.write},
-            **({"label next": segmented.folder / SUGGESTED} if call.options.suggest else {}),
+            **{what: segmented.folder / file for what, file in (others or {}).items()},
         },
     )
 
@@ -138,6 +156,62 @@ _MEMORY = Command(
     run=_edit_memory,
 )
 
+_VIDEO_HELP = """\
+Label all frames of videos given some labelled frames, by propagation through the video as in `cribo evaluate video`:
+forwards from each labelled frame, and backwards from the next one. Use it to follow individual objects, such as one
+animal among others; to find all objects of some classes, use `cribo segment` without --video.
+
+  cribo segment FRAMES --video --backbone runs/mine --examples LABELLED
+  cribo segment FRAMES --video --backbone runs/mine --labels MASKS
+  cribo segment clip.mp4 --video --backbone runs/mine --labels MASKS --write coco
+
+FRAMES has numbered frames, in a folder for each video; LABELLED has some of them with labels, with the names of the
+frames; MASKS has label maps only, 000123.png for the frame 000123.jpg or frame 123 of the file. Label the first frame;
+where objects are lost, label a later one, and repeat the command. To continue after an interruption, use --resume.
+"""
+
+
+def _add_video_options(parser: Parser) -> None:
+    """Add the options of the labels of videos."""
+    add_results_folder(parser, "segmented/<images>")
+    parser.add_argument("--video", action="store_true", help="propagate labels through videos")
+    parser.add_argument("--pictures", type=int, default=6, help="number of frames in contact.png")
+    _add_write(parser)
+    parser.add_class_arguments(VideoConfig)
+    parser.add_class_arguments(PropagationSettings)
+
+
+def _label_video(call: Call) -> None:
+    """Label the frames of videos, and print the results."""
+    config, settings = call.build(VideoConfig), call.build(PropagationSettings)
+    with importing_networks(call.console):
+        from cribo.apps.segment.video import segment_video
+
+    segmented = segment_video(
+        config,
+        settings,
+        out=call.options.out,
+        resume=call.options.resume,
+        overwrite=call.options.overwrite,
+        pictures=call.options.pictures,
+        write=call.options.write,
+        command=call.line,
+        console=call.console,
+    )
+    _print_segmented(call, segmented)
+
+
+_VIDEO = Command(
+    help=_VIDEO_HELP,
+    usage="cribo segment FRAMES --video --backbone SOURCE (--examples DIR | --labels DIR) [options]",
+    by_position=["--images"],
+    short=BACKBONE_SHORT,
+    suggestions={"--backbone": SUGGESTION},
+    less_memory="lower --batch_size or --side",
+    add_options=_add_video_options,
+    run=_label_video,
+)
+
 COMMAND = Command(
     help=HELP,
     usage="cribo segment IMAGES --backbone SOURCE --examples DIR [options]",
@@ -147,5 +221,5 @@ COMMAND = Command(
     less_memory="lower --batch_size or --size, or use --window",
     add_options=add_options,
     run=run,
-    others={"--list": _MEMORY, "--remove": _MEMORY},
+    others={"--list": _MEMORY, "--remove": _MEMORY, "--video": _VIDEO},
 )

@@ -62,3 +62,46 @@ class SegmentConfig(EngineOptions):
             raise ConfigError("--labels requires --examples, the folder of the labelled images")
         check_bounds(self)
         self.check_engine()
+
+
+@dataclass
+class VideoConfig:
+    """Label all frames of videos given some labelled frames.
+
+    Attributes:
+        backbone: the network to use.
+        images: a folder or glob of numbered frames, with a folder for each video; or a video file, or a folder of video
+            files (extra video). Frames of a video have names that differ in their last number only.
+        examples: folder of labelled frames, with the names of the frames: 000123.jpg with 000123.png, or labels of
+            another tool. Each video needs one; a second one at its end helps most.
+        labels: labels of the examples, if they are elsewhere. Without --examples, a folder of label maps with the
+            names of the frames: 000123.png for frame 000123.jpg, or for frame 123 of a video file, from 0.
+        format: format of the labels. [recognised by the content of the files]
+        classes: text file with the name of each class, or a YAML file that merges, renames or ignores classes.
+            [classes.txt in the folder of the examples, if it exists]
+        range: LOW,HIGH, the values that become black and white in frames with more than 8 bits per channel. [the range
+            that the file states, else 0,65535]
+        max_pixels: larger frames count as unreadable.
+        batch_size: number of frames to encode at once. Lower it if the device runs out of memory.
+        workers: number of threads that read and write images. [half of the cores]
+        device: such as cuda:0 or cpu. [the first GPU, else the CPU]
+    """
+
+    backbone: BackboneSource
+    images: str
+    examples: str | None = None
+    labels: str | None = None
+    format: LabelFormatName | None = None
+    classes: str | None = None
+    range: tuple[float, float] | None = None
+    max_pixels: Annotated[int, at_least(4)] = MAX_PIXELS
+    batch_size: Annotated[int, at_least(1)] = 8
+    workers: Annotated[int, at_least(0)] | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.examples is None and self.labels is None:
+            raise ConfigError(
+                "give --examples, a folder of labelled frames, or --labels, a folder of label maps with their names"
+            )
+        check_bounds(self)

@@ -211,10 +211,8 @@ def find_examples(
     folder = Path(source).expanduser()
     require(folder)
     masks = known_classes in (None, len(MASK_CLASSES))
-    given = None if classes is None else Path(classes)
-    mapping = given if given is not None and given.suffix.lower() in ENDINGS else None
+    mapping, listed = _mapping_or_list(classes)
     renamed = None if mapping is None else read_mapping(mapping)
-    listed = given if mapping is None else None
     if labels is not None:
         place = Path(labels).expanduser()
         require(place)
@@ -230,6 +228,30 @@ def find_examples(
         found = RenamedExamples(found, renamed, mapping)
     found.require_images()
     return found
+
+
+def find_maps(folder: str | Path, *, classes: str | Path | None = None) -> LabelledExamples:
+    """Find the label maps in a folder whose images are elsewhere, such as in a video file; each is its own image.
+
+    Args:
+        folder: PNGs of class indices, masks, or colours that `classes` lists.
+        classes: see `find_examples`.
+
+    Raises:
+        DataError: there are no label maps, or other images.
+    """
+    place = Path(folder).expanduser()
+    mapping, listed = _mapping_or_list(classes)
+    found = LabelledFolder(place, place, listed or _class_file(place))
+    return found if mapping is None else RenamedExamples(found, read_mapping(mapping), mapping)
+
+
+def _mapping_or_list(classes: str | Path | None) -> tuple[Path | None, Path | None]:
+    """Return the file of the option `classes` as a mapping of names, or as a list of names."""
+    if classes is None:
+        return None, None
+    file = Path(classes)
+    return (file, None) if file.suffix.lower() in ENDINGS else (None, file)
 
 
 def _opened(

@@ -1,0 +1,458 @@
+"""Implementation of `cribo segment --video`: propagate the labels of some frames to all frames of their videos."""
+
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from itertools import chain, islice, pairwise
+from pathlib import Path, PurePosixPath
+from typing import IO, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, UInt8
+from rich.console import Console
+from torch import Tensor
+
+from cribo.apps.segment.config import VideoConfig
+from cribo.apps.segment.pictures import draw_overview
+from cribo.apps.segment.results import (
+    FOLDERS,
+    Record,
+    class_shares,
+    read_records,
+    write_finished,
+    write_summary,
+)
+from cribo.apps.segment.run import OUT, OVERVIEW, Segmented
+from cribo.apps.segment.targets import open_targets, result_name
+from cribo.apps.segment.writing import ResultWriter, panel_of, write_format
+from cribo.base.bounds import at_least
+from cribo.base.colours import class_colours
+from cribo.base.console import Phases
+from cribo.base.devices import resolve_device, resolve_threads
+from cribo.base.drawing import write_figure
+from cribo.base.errors import DataError, UnreadableImage
+from cribo.base.job import Job
+from cribo.base.versions import versions
+from cribo.base.wording import counted
+from cribo.data.config import Reading, spread
+from cribo.data.labelled.formats import find_examples, find_maps, written_formats
+from cribo.data.labelled.label_maps import IGNORE_INDEX
+from cribo.data.labelled.segmentation import LabelledExamples
+from cribo.data.sources.clips import videos_in
+from cribo.data.sources.images import ImageSource, collection_name, require_readable
+from cribo.data.sources.video_files import VideoFiles, has_video_files, open_video_files
+from cribo.features.config import PropagationSettings
+from cribo.features.encoder import Encoder, open_network
+from cribo.features.memory.memory import Segmentation
+from cribo.features.memory.pixels import PixelLabels
+from cribo.features.patches import resize_image
+from cribo.features.prefetching import prefetch
+from cribo.features.probes.examples import content_hash
+from cribo.features.propagation import encoded_size, frame_labels, propagate, soft_labels
+
+KIND = "video segmentation"
+
+_UNCALIBRATED = "it is the share of the most similar patches that have this label"
+
+
+def segment_video(
+    config: VideoConfig,
+    settings: PropagationSettings | None = None,
+    *,
+    out: Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    pictures: int = 6,
+    write: Sequence[str] = (),
+    command: str = "",
+    console: Console | None = None,
+) -> Segmented:
+    """Label all frames of videos given some labelled frames, and write label maps, overlays and a summary.
+
+    Labels are propagated as in DINO's `eval_video_segmentation.py`, forwards from each labelled frame and backwards
+    from the next one; between the two, the mean of both is weighted by the distance in frames. Labelled frames keep
+    their labels.
+
+    Args:
+        config: options of the command.
+        settings: settings of the propagation.
+        out: output folder; by default a numbered folder `segmented/<images>`.
+        resume: resume results in `out` with the same frames, labels and settings.
+        overwrite: replace existing results in `out`.
+        pictures: number of frames in the overview; 0 for no overview.
+        write: formats of `LABEL_FORMATS` in which all labels are written, too.
+        command: command line to record in the results.
+        console: console for progress.
+
+    Raises:
+        ValueError: an option is invalid; a labelled frame is not among the frames, or a video has none; raised before
+            anything is written. Or the frames of a video differ in size.
+        FileNotFoundError: a file of the backbone, the labels or the frames does not exist.
+        OSError: results cannot be written.
+    """
+    console, settings, started = console or Console(quiet=True), settings or PropagationSettings(), time.perf_counter()
+    at_least(0).check(pictures=pictures)
+    formats = written_formats(write)
+    job = Job(
+        out or OUT / collection_name(config.images),
+        KIND,
+        numbered=out is None,
+        resume=resume,
+        overwrite=overwrite,
+        inputs=(config.images, config.examples, config.labels, config.classes, config.backbone.source),
+    )
+    reading = Reading(config.max_pixels, config.range)
+    frames = _open_frames(config.images, out or OUT, reading)
+    require_readable(frames, config.images)
+    examples = _open_labels(config, reading)
+    network, about = open_network(config.backbone)
+    encoder = Encoder(network.eval().to(resolve_device(config.device)))
+    videos = _Videos(frames, examples, encoder, settings, config)
+    identity = {
+        "folder": config.images,
+        "frames": len(frames),
+        "labels": videos.labels_hash,
+        "backbone": about,
+        "settings": asdict(settings),
+        "classes": videos.classes,
+    }
+    with Phases(console) as progress, job.open(identity, command=command):
+        records, skipped, reused, seconds = _label_frames(videos, job, progress)
+        write_summary(job.path, videos.names, records, {}, skipped, videos.classes)
+        write_finished(
+            job.path,
+            {
+                "command": command,
+                "images": {"folder": config.images},
+                **identity,
+                "palette": videos.palette,
+                "confidence": f"255 times the confidence, 0 to 1; not calibrated: {_UNCALIBRATED}",
+                "versions": versions(str(encoder.device)),
+            },
+            seconds=seconds,
+            found=len(videos.names),
+            segmented=len(records) - reused,
+            reused=reused,
+            earlier=0,
+            skipped=len(skipped),
+        )
+        job.finish()
+        if pictures and records:
+            shown = [list(records)[place] for place in spread(len(records), pictures)]
+            panels = [panel_of(job.path, name, frames.load(videos.names.index(name))) for name in shown]
+            figure = draw_overview(panels, videos.classes, videos.palette, {}, _UNCALIBRATED)
+            write_figure(job.path / OVERVIEW, figure)
+        for each in formats:
+            write_format(each, job.path, records, videos.classes, examples.tasks, progress)
+    shares = class_shares([*records.values()], videos.classes)
+    whole = time.perf_counter() - started
+    return Segmented(job.path, len(records), reused, 0, skipped, whole, seconds, shares)
+
+
+_Segmented = tuple[int, UInt8[Tensor, "3 h w"], Segmentation]
+"""Index of a frame, its pixels and its labels."""
+
+
+class _Labelled(NamedTuple):
+    """The frames of a folder of results: records by name, reasons of unreadable ones, and how long it took."""
+
+    records: dict[str, Record]
+    skipped: dict[str, str]
+    reused: int
+    seconds: float
+
+
+def _label_frames(videos: "_Videos", job: Job, progress: Phases) -> _Labelled:
+    """Label the frames that are not labelled yet, span by span, and write their files."""
+    names, done = videos.names, read_records(job.path, job.accounts)
+    missing = {*job.missing(names, unit="frames"), *(name for name in names if name not in done)}
+    for folder in FOLDERS:
+        (job.path / folder).mkdir(exist_ok=True)
+    writer = ResultWriter(job.path.absolute(), videos.palette)
+    todo = [span for span in videos.spans if any(names[index] in missing for index in span.inner)]
+    again = {names[index] for span in todo for index in span.inner}
+    records = {name: record for name, record in done.items() if name not in again}
+    reused = len(records)
+    progress("frames", reused, len(names))
+    begun = time.perf_counter()
+    given = (index for index in videos.labels if names[index] in missing)
+    for found in (videos.given(given), *(videos.propagated(span, job.path) for span in todo)):
+        for index, image, segmentation in found:
+            record = writer.write(names[index], "", image, segmentation)
+            job.done(record.name, **{key: value for key, value in asdict(record).items() if key != "name"})
+            records[record.name] = record
+            progress("frames", len(records) + len(videos.skipped), len(names))
+    in_order = {name: records[name] for name in names if name in records}
+    return _Labelled(in_order, videos.skipped, reused, time.perf_counter() - begun)
+
+
+def _open_frames(source: str, out: Path, reading: Reading) -> ImageSource:
+    path = Path(source).expanduser()
+    if has_video_files(path):
+        return open_video_files(path, reading=reading)
+    return open_targets(source, apart_from=out, reading=reading)
+
+
+def _open_labels(config: VideoConfig, reading: Reading) -> LabelledExamples:
+    if config.examples is None:
+        assert config.labels is not None  # `VideoConfig` requires one of them
+        return find_maps(config.labels, classes=config.classes)
+    return find_examples(
+        config.examples, labels=config.labels, classes=config.classes, label_format=config.format, reading=reading
+    )
+
+
+def match_frames(labelled: LabelledExamples, frames: ImageSource) -> dict[int, int]:
+    """Return the frame of each labelled image, by its index: the one with its name, or with the last part of it.
+
+    Raises:
+        DataError: there is no such frame or several, or two labelled images have the same one.
+    """
+    by_name: dict[str, list[int]] = {}
+    for index in range(len(frames)):
+        name = result_name(frames.name(index))
+        for key in {name, PurePosixPath(name).name}:
+            by_name.setdefault(key, []).append(index)
+    found: dict[int, int] = {}
+    for place in range(len(labelled)):
+        name = result_name(labelled.name(place))
+        indices = by_name.get(name) or by_name.get(PurePosixPath(name).name) or []
+        if len(indices) != 1:
+            reason = "is not the name of a frame" if not indices else f"is the name of {len(indices)} frames"
+            raise DataError(
+                f"the labelled frame {labelled.name(place)} {reason}: give it the name of its frame, such as "
+                f"{result_name(frames.name(0))}"
+            )
+        if indices[0] in found.values():
+            raise DataError(f"two labelled images have the name of the frame {frames.name(indices[0])}: remove one")
+        found[place] = indices[0]
+    return found
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive frames of a video, of which the first or the last one is labelled, or both, and no inner one.
+
+    Attributes:
+        frames: their indices.
+        first: whether the first one is labelled.
+        last: whether the last one is labelled.
+    """
+
+    frames: Sequence[int]
+    first: bool
+    last: bool
+
+    @property
+    def inner(self) -> Sequence[int]:
+        """The frames without labels."""
+        return self.frames[int(self.first) : len(self.frames) - int(self.last)]
+
+
+def find_spans(names: Sequence[str], labelled: Collection[int]) -> list[Span]:
+    """Divide videos into spans between labelled frames, which are the ends of spans.
+
+    Args:
+        names: names of all frames, of any number of videos.
+        labelled: indices of the labelled frames.
+
+    Raises:
+        DataError: a video has no labelled frame.
+
+    Example:
+        >>> [list(span.frames) for span in find_spans(["1.png", "2.png", "3.png", "4.png"], [1])]
+        [[0, 1], [1, 2, 3]]
+    """
+    spans: list[Span] = []
+    videos = videos_in(names)
+    without = [video for video in videos if not any(index in labelled for index in video)]
+    if without:
+        raise DataError(
+            f"{len(without)} of {counted(len(videos), 'video')} have no labelled frame, the first is that of "
+            f"{names[without[0][0]]}: label one of its frames, or leave it out. (Frames of a video have names that "
+            "differ in their last number only)"
+        )
+    for video in videos:
+        ends = [place for place, index in enumerate(video) if index in labelled]
+        spans.append(Span(video[: ends[0] + 1], first=False, last=True))
+        spans += [Span(video[start : stop + 1], first=True, last=True) for start, stop in pairwise(ends)]
+        spans.append(Span(video[ends[-1] :], first=True, last=False))
+    return [span for span in spans if span.inner]
+
+
+class _Frame(NamedTuple):
+    """A frame with its patch features of unit length. If these are on disk, its pixels are read again."""
+
+    number: int
+    size: tuple[int, int]
+    features: Float[Tensor, "rows columns d"]
+    image: UInt8[Tensor, "3 h w"] | None
+
+
+class _Videos:
+    """The frames of all videos, of which some have labels.
+
+    Raises DataError if a labelled frame is unreadable or differs from its labels in size, and see `match_frames` and
+    `find_spans`.
+
+    Attributes:
+        frames: the frames.
+        names: their names.
+        labels: label map of each labelled frame, by its index.
+        spans: the spans between labelled frames.
+        skipped: reasons why frames could not be read, by name.
+    """
+
+    def __init__(
+        self,
+        frames: ImageSource,
+        examples: LabelledExamples,
+        encoder: Encoder,
+        settings: PropagationSettings,
+        config: VideoConfig,
+    ) -> None:
+        self.frames, self.settings = frames, settings
+        self.names = [frames.name(index) for index in range(len(frames))]
+        maps = {index: examples.label_map(place) for place, index in match_frames(examples, frames).items()}
+        self.labels = {index: found.labels for index, found in maps.items()}
+        self.spans = find_spans(self.names, self.labels.keys())
+        self.classes = list(examples.classes)
+        stated = examples.stated_palette or next((found.palette for found in maps.values() if found.palette), None)
+        self.palette = [*(stated or ()), *class_colours(self.classes)[len(stated or ()) :]][: len(self.classes)]
+        self.skipped: dict[str, str] = {}
+        self._encoder, self._batch_size = encoder, config.batch_size
+        # Frames of a file are decoded one after the other.
+        self._threads = 1 if isinstance(frames, VideoFiles) else resolve_threads(config.workers)
+        for index in self.labels:  # before any work
+            self._labelled(index)
+
+    @property
+    def labels_hash(self) -> str:
+        """Hash of the labels and the names of their frames."""
+        hashes = [f"{self.names[index]} {content_hash(labels)}" for index, labels in sorted(self.labels.items())]
+        return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+
+    def given(self, indices: Iterable[int]) -> Iterator[_Segmented]:
+        """Yield labelled frames with their own labels."""
+        for index in indices:
+            image, labels = self._labelled(index), self.labels[index]
+            yield index, image, self._segmentation(PixelLabels(labels, (labels != IGNORE_INDEX).float()))
+
+    @torch.no_grad()
+    def propagated(self, span: Span, folder: Path) -> Iterator[_Segmented]:
+        """Yield the inner frames of a span with their labels, in order.
+
+        Args:
+            span: the span.
+            folder: folder for a temporary file of features, which are needed twice if the last frame is labelled.
+        """
+        if not span.last:
+            for frame, labels in self._along(self._encoded(span.frames)):
+                yield self._labels_of(frame, labels)
+            return
+        with tempfile.TemporaryFile(dir=folder) as file:
+            kept = [
+                frame._replace(features=_on_disk(frame.features, file), image=None)
+                for frame in self._encoded(span.frames)
+            ]
+            backwards = {frame.number: labels.half().cpu() for frame, labels in self._along(reversed(kept))}
+            if not span.first:
+                for frame in kept[:-1]:
+                    yield self._labels_of(frame, backwards[frame.number].float())
+                return
+            share = {number: place / (len(span.frames) - 1) for place, number in enumerate(span.frames)}
+            for frame, labels in self._along(iter(kept[:-1])):
+                later = backwards[frame.number].to(labels)
+                yield self._labels_of(frame, labels.lerp(later, share[frame.number]))
+
+    def _along(self, frames: Iterator[_Frame]) -> Iterator[tuple[_Frame, Float[Tensor, "rows columns c"]]]:
+        """Propagate the labels of the first frame, and yield the others with their labels."""
+        first = next(frames)
+        current = first
+
+        def features() -> Iterator[Tensor]:
+            nonlocal current
+            for current in chain([first], frames):
+                yield current.features.to(self._encoder.device).float()
+
+        rows, columns, _ = first.features.shape
+        given = soft_labels(self.labels[first.number], (rows, columns), len(self.classes))
+        for labels in propagate(features(), given, self.settings):
+            yield current, labels
+
+    def _encoded(self, indices: Sequence[int]) -> Iterator[_Frame]:
+        """Yield the readable frames with their features."""
+        height, width = self.labels[next(index for index in (indices[0], indices[-1]) if index in self.labels)].shape
+        size = height, width
+        patch, fixed = self._encoder.patch_size, self._encoder.image_size
+        encoded = (fixed, fixed) if fixed is not None else encoded_size(size, self.settings.side, patch)
+        read = prefetch(
+            self._read,
+            indices,
+            threads=self._threads,
+            ahead=self._threads + 2 * self._batch_size,
+            nbytes=lambda _, found: None if found is None else getattr(found, "nbytes", 0),
+        )
+        with closing(read):
+            found = ((index, image) for index, image in zip(indices, read, strict=True) if image is not None)
+            while batch := list(islice(found, self._batch_size)):
+                for index, image in batch:
+                    self._require_size(index, image, size)
+                pixels = [resize_image(image, encoded, self.settings.interpolation) for _, image in batch]
+                features = F.normalize(self._encoder.grids(torch.stack(pixels)), dim=-1)
+                for (index, image), own in zip(batch, features, strict=True):
+                    yield _Frame(index, size, own, image)
+
+    def _read(self, index: int) -> UInt8[Tensor, "3 h w"] | None:
+        """Read a frame; None if it is unreadable and has no labels."""
+        if index in self.labels:
+            return self._labelled(index)
+        try:
+            return self.frames.load(index)
+        except UnreadableImage as error:
+            self.skipped[self.names[index]] = error.reason
+            return None
+
+    def _labelled(self, index: int) -> UInt8[Tensor, "3 h w"]:
+        """Read a labelled frame."""
+        try:
+            image = self.frames.load(index)
+        except UnreadableImage as error:
+            raise DataError(f"a labelled frame cannot be read: {error}") from error
+        self._require_size(index, image, self.labels[index].shape)
+        return image
+
+    def _require_size(self, index: int, image: UInt8[Tensor, "3 h w"], size: tuple[int, ...]) -> None:
+        if image.shape[1:] != size:
+            raise DataError(
+                f"{self.names[index]}: all frames of a video must have the size of its labels, {size[1]} x {size[0]}, "
+                f"got {image.shape[2]} x {image.shape[1]}: resize the frames, or label another one of this video"
+            )
+
+    def _labels_of(self, frame: _Frame, labels: Float[Tensor, "rows columns c"]) -> _Segmented:
+        found = frame_labels(labels, self._encoder.patch_size, frame.size)
+        unknown = found.confidence <= 0  # only near patches without a class
+        found = found._replace(labels=found.labels.masked_fill(unknown, IGNORE_INDEX))
+        image = self.frames.load(frame.number) if frame.image is None else frame.image
+        return frame.number, image, self._segmentation(found)
+
+    def _segmentation(self, found: PixelLabels) -> Segmentation:
+        counts = found.labels[found.labels != IGNORE_INDEX].bincount(minlength=len(self.classes)).tolist()
+        shares = {name: count / found.labels.numel() for name, count in zip(self.classes, counts, strict=True) if count}
+        ranked = dict(sorted(shares.items(), key=lambda share: -share[1]))
+        return Segmentation(found.labels, found.confidence, ranked)
+
+
+def _on_disk(features: Float[Tensor, "rows columns d"], file: IO[bytes]) -> Float[Tensor, "rows columns d"]:
+    """Append features to a file in half precision, and return them as a tensor that is read when it is used."""
+    values = features.half().cpu().numpy()
+    start = file.seek(0, os.SEEK_END)
+    file.write(values.tobytes())
+    file.flush()
+    return torch.from_numpy(np.memmap(file, values.dtype, "r+", start, values.shape))
