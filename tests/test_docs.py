@@ -176,6 +176,8 @@ def home(tmp_path_factory: pytest.TempPathFactory, tiny: "Callable[..., Pretrain
             Image.fromarray(scenes.load(index).permute(1, 2, 0).numpy()).save(home / folder / f"images/{index}.png")
             Image.fromarray(scenes.labels(index).numpy()).save(home / folder / f"labels/{index}.png")
         (home / folder / "classes.txt").write_text("\n".join(scenes.classes))
+    (home / "MASKS").mkdir()
+    Image.fromarray(scenes.labels(0).numpy()).save(home / "MASKS/0.png")
     for name in ("photo.jpg", "street.jpg", "new.jpg", "PHOTOGRAPHS/street.jpg"):
         Image.open(home / "FRAMES/0.jpg").resize((400, 300)).save(home / name)
     Image.fromarray(np.repeat(np.arange(3, dtype=np.uint8), 40_000).reshape(300, 400)).save(home / "street.png")

@@ -35,7 +35,7 @@ examples. The command prints the choice and the expected mIoU.
   cribo segment 'MORE/**/*.jpg' --backbone runs/mine --memory mine.safetensors --out RESULT
   cribo segment --memory mine.safetensors --list               list its examples with their accuracy when left out
   cribo segment --memory mine.safetensors --remove a.jpg 7     remove examples by name or number
-  cribo segment FRAMES --video --labels MASKS ...              propagate labels through videos; see --video --help
+  cribo segment FRAMES --video --backbone runs/mine --labels MASKS   propagate labels through videos
 
 EXAMPLES contains a.jpg and a.png (or a_labels.png), or images/a.jpg and labels/a.png, or images and the labels of
 another tool: COCO, YOLO, CVAT, Label Studio, LabelMe, GeoJSON. Label maps contain class indices (255: no class), only 0
