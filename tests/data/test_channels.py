@@ -4,13 +4,15 @@ import io
 import struct
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 from PIL import Image
 
-from cribo.base.errors import UnreadableImage
+from cribo.base.errors import InputError, UnreadableImage
 from cribo.data.channels import DIM_IMAGES
 from cribo.data.config import Reading
 from cribo.data.reading import image_size, read_image, read_reduced
@@ -185,12 +187,93 @@ def test_more_channels_than_rgb_are_refused_by_their_number(tmp_path, tags, coun
             open_file(file)
 
 
-def test_planar_16_bits_and_64_bits_are_refused_by_name(tmp_path):
-    planar = {258: (16,) * 3, 262: 2, 277: 3, 284: 2, 273: (8, 104, 200), 279: (96, 96, 96)}
-    with pytest.raises(UnreadableImage, match="3 channels of 16-bit"):
-        read_image(tiff(tmp_path / "x.tif", (planar, bytes(288))))
-    with pytest.raises(UnreadableImage, match="64-bit floating-point"):
-        read_image(tiff(tmp_path / "y.tif", ({**GREY, 258: 64, 339: 3}, bytes(8 * HEIGHT * WIDTH))))
+def test_planar_deep_colour_and_64_bits_are_read(tmp_path):
+    rgb = np.stack([ramp(60_000), ramp(40_000), ramp(255)])
+    tifffile.imwrite(tmp_path / "planar.tif", rgb, photometric="rgb", planarconfig="separate")
+    np.testing.assert_array_equal(read_image(tmp_path / "planar.tif").numpy(), rgb >> 8)
+    found = read_image(tmp_path / "planar.tif", reading=Reading(range=(0, 255))).numpy()  # the low bits too
+    np.testing.assert_array_equal(found, rgb.clip(0, 255))
+    tifffile.imwrite(tmp_path / "float.tif", rgb[0] / 60_000)
+    with pytest.raises(UnreadableImage, match="--range"):
+        read_image(tmp_path / "float.tif")
+    np.testing.assert_allclose(grey(tmp_path / "float.tif", range=(0, 1)), as_8_bits(rgb[0], 60_000), atol=1)
+
+
+LAYOUTS = {
+    "interleaved": {"photometric": "minisblack", "planarconfig": "contig"},
+    "planar": {"photometric": "minisblack", "planarconfig": "separate"},
+    "pages": {"photometric": "minisblack"},
+    "deflate": {"photometric": "minisblack", "planarconfig": "separate", "compression": "zlib", "tile": (16, 16)},
+    "big-endian": {"photometric": "minisblack", "planarconfig": "contig", "byteorder": ">"},
+    "ImageJ": {"imagej": True, "metadata": {"axes": "CYX"}},
+    "OME": {"ome": True, "metadata": {"axes": "CYX"}},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_channels_are_chosen_in_every_layout(tmp_path, layout):
+    values = np.random.default_rng(0).integers(0, 4096, (5, HEIGHT, WIDTH), dtype=np.uint16)
+    options = LAYOUTS[layout]
+    stored = values.transpose(1, 2, 0) if options.get("planarconfig") == "contig" else values
+    tifffile.imwrite(tmp_path / "x.tif", np.ascontiguousarray(stored), **options)
+    reading = Reading(channels=(4, 0, 2), range=(0, 4095))
+    expected = np.rint(values[[4, 0, 2]] / 4095 * 255)
+    np.testing.assert_allclose(read_image(tmp_path / "x.tif", reading=reading).numpy(), expected, atol=1)
+    limits = (0, 4095, 0, 2000, 1000, 3000)
+    found = read_image(tmp_path / "x.tif", reading=Reading(channels=(4, 0, 2), range=limits)).numpy()
+    np.testing.assert_allclose(found[1], np.rint(values[0].clip(0, 2000) / 2000 * 255), atol=1)
+    np.testing.assert_allclose(found[2], np.rint((values[2].clip(1000, 3000) - 1000.0) / 2000 * 255), atol=1)
+    np.testing.assert_allclose(grey(tmp_path / "x.tif", channels=(3,), range=(0, 4095)), values[3] / 4095 * 255, atol=1)
+    assert image_size(tmp_path / "x.tif", reading=reading) == (HEIGHT, WIDTH)
+    with pytest.raises(UnreadableImage, match="--channels"):
+        read_image(tmp_path / "x.tif", reading=Reading(channels=(0, 1, 5), range=(0, 4095)))
+    if layout != "pages":
+        with pytest.raises(UnreadableImage, match="--channels"):
+            read_image(tmp_path / "x.tif")
+
+
+@pytest.mark.parametrize("options", [{"imagej": True}, {"ome": True}, {"ome": True, "compression": "zlib"}])
+def test_pages_are_chosen_among_times_and_depths(tmp_path, options):
+    values = np.random.default_rng(0).integers(0, 65536, (2, 3, 4, HEIGHT, WIDTH), dtype=np.uint16)
+    tifffile.imwrite(tmp_path / "x.tif", values, metadata={"axes": "TZCYX"}, **options)
+    reading = Reading(channels=(3, 1, 0), page=4)  # time 1, depth 1
+    np.testing.assert_array_equal(read_image(tmp_path / "x.tif", reading=reading).numpy(), values[1, 1][[3, 1, 0]] >> 8)
+    for wrong in (Reading(channels=(3, 1, 0)), replace(reading, page=6)):
+        with pytest.raises(UnreadableImage, match="--page"):
+            read_image(tmp_path / "x.tif", reading=wrong)
+
+
+def test_colour_with_opacity_is_shown_over_white(tmp_path):
+    values = np.full((HEIGHT, WIDTH, 4), 40_000, dtype=np.uint16)
+    values[..., 3] = ramp(65_535)
+    tifffile.imwrite(tmp_path / "x.tif", values, photometric="rgb", extrasamples=["unassalpha"])
+    expected = 255 - (255 - (40_000 >> 8)) * (values[..., 3] >> 8) / 255
+    np.testing.assert_allclose(read_image(tmp_path / "x.tif").numpy(), np.stack([expected] * 3), atol=1)
+
+
+def test_pages_of_several_sizes_are_refused(tmp_path):
+    with tifffile.TiffWriter(tmp_path / "x.tif") as file:
+        file.write(ramp(255, np.uint8))
+        file.write(np.zeros((9, 9), dtype=np.uint8))
+    with pytest.raises(UnreadableImage, match="several sizes"):
+        read_image(tmp_path / "x.tif")
+
+
+def test_a_truncated_stack_is_unreadable(tmp_path):
+    tifffile.imwrite(tmp_path / "x.tif", np.zeros((5, 64, 64), dtype=np.uint16), imagej=True, metadata={"axes": "CYX"})
+    content = (tmp_path / "x.tif").read_bytes()
+    (tmp_path / "x.tif").write_bytes(content[: len(content) // 2])
+    with pytest.raises(UnreadableImage):
+        read_image(tmp_path / "x.tif", reading=Reading(channels=(4,)))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"channels": (0, 1)}, {"channels": (-1,)}, {"range": (0, 1, 2)}, {"range": (1, 0)}, {"range": (0, 1, 0, 1)}],
+)
+def test_invalid_choices_of_channels_and_ranges(values):
+    with pytest.raises(InputError, match=next(iter(values))):
+        Reading(**values)
 
 
 def test_stacks_are_refused_but_reduced_copies_and_masks_are_ignored(tmp_path):
@@ -239,8 +322,8 @@ def test_pillows_limit_does_not_interfere(tmp_path, monkeypatch):
     Image.new("RGB", (40, 24)).save(tmp_path / "x.tif")
     for name in ("x.png", "x.tif"):
         with pytest.raises(UnreadableImage, match=r"max_pixels = 300.*--max_pixels"):
-            read_image(tmp_path / name, reading=Reading(300))
-        assert read_image(tmp_path / name, reading=Reading(960)).shape == (3, 24, 40)
+            read_image(tmp_path / name, reading=Reading(max_pixels=300))
+        assert read_image(tmp_path / name, reading=Reading(max_pixels=960)).shape == (3, 24, 40)
 
 
 def test_exif_orientation_out_of_range_turns_nothing(tmp_path):

@@ -331,9 +331,9 @@ def test_smallest_image(tmp_path):
 
 def test_pixel_limit_is_inclusive(tmp_path):
     Image.fromarray(gradient()).save(tmp_path / "x.png")
-    assert read_image(tmp_path / "x.png", reading=Reading(24 * 40)).shape == (3, 24, 40)
+    assert read_image(tmp_path / "x.png", reading=Reading(max_pixels=24 * 40)).shape == (3, 24, 40)
     with pytest.raises(UnreadableImage, match="40 x 24 pixels are more than max_pixels = 959"):
-        read_image(tmp_path / "x.png", reading=Reading(24 * 40 - 1))
+        read_image(tmp_path / "x.png", reading=Reading(max_pixels=24 * 40 - 1))
 
 
 @pytest.mark.parametrize("side", [14_000, 60_000])

@@ -25,7 +25,7 @@ def images(squares: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def finder(database: Path, images: Path) -> ObjectFinder:
-    collection = Collection(ObjectDatabase.open(database, images=images), reading=Reading(10**6))
+    collection = Collection(ObjectDatabase.open(database, images=images), reading=Reading(max_pixels=10**6))
     return ObjectFinder(collection, SharedNetwork(mean_colour_encoder(16)))
 
 
@@ -95,7 +95,7 @@ def test_changed_images_are_reported(finder: ObjectFinder, images: Path) -> None
 
 def test_reindexed_images_are_shown_again(database: Path, images: Path, tmp_path: Path) -> None:
     own = shutil.copytree(database, tmp_path / "own.db")
-    collection = Collection(ObjectDatabase.open(own, images=images), reading=Reading(10**6))
+    collection = Collection(ObjectDatabase.open(own, images=images), reading=Reading(max_pixels=10**6))
     finder = ObjectFinder(collection, SharedNetwork(mean_colour_encoder(16)))
     draw_square(COLOURS["yellow"], (0, 0)).save(images / "0-red.png")
     (images / "0-blue.png").unlink()

@@ -169,9 +169,9 @@ def test_classes_have_different_names_and_keep_their_colours(session: Session) -
 
 def test_uploaded_pictures_are_used_like_those_of_the_collection(session: Session) -> None:
     content = encoded(draw_square(COLOURS["red"], (16, 16)))
-    session.upload("../my photo.jpeg", content, reading=Reading(10**5))
+    session.upload("../my photo.jpeg", content, reading=Reading(max_pixels=10**5))
     key = session.current
-    session.upload("../my photo.jpeg", content, reading=Reading(10**5))
+    session.upload("../my photo.jpeg", content, reading=Reading(max_pixels=10**5))
     assert session.current == key == "u0"
     assert session.canvas()["name"] == "my_photo.png"
     session.open("c0")
@@ -180,9 +180,9 @@ def test_uploaded_pictures_are_used_like_those_of_the_collection(session: Sessio
     session.confirm("u0")
     assert (predicted(session, "0-red")[4:44, 4:44] == 0).all()
     with pytest.raises(Refused, match="more than max_pixels"):
-        session.upload("a.png", content, reading=Reading(100))
+        session.upload("a.png", content, reading=Reading(max_pixels=100))
     with pytest.raises(Refused, match="not an image"):
-        session.upload("a.png", b"no image", reading=Reading(100))
+        session.upload("a.png", b"no image", reading=Reading(max_pixels=100))
 
 
 def test_without_a_collection_a_picture_is_requested() -> None:
@@ -215,7 +215,7 @@ def test_a_later_session_continues_from_saved_examples(visit: Callable[..., Visi
     first = fresh(visit(tmp_path / "ex"))
     paint(first, "0-red", (0, SQUARE), (1, GROUND))
     content = encoded(draw_square(COLOURS["red"], (16, 16)))
-    first.upload("mine.png", content, reading=Reading(10**5))
+    first.upload("mine.png", content, reading=Reading(max_pixels=10**5))
     first.draw("u0", 1.0, runs((0, (16, 16, 60, 60))))
     first.confirm("u0")
     later = fresh(visit(tmp_path / "ex"), classes=("roof",))
@@ -302,11 +302,11 @@ def test_the_uploads_of_a_visitor_are_bounded(visit: Callable[..., Visitors], mo
     monkeypatch.setattr(segmenting, "_SESSION_BYTES", len(pictures[0]) + len(pictures[1]))
     session = visitors.session("a")
     for number in (0, 1, 0):  # an equal picture is kept once
-        session.upload(f"{number}.png", pictures[number], reading=Reading(10**6))
+        session.upload(f"{number}.png", pictures[number], reading=Reading(max_pixels=10**6))
     with pytest.raises(Refused, match="download the examples"):
-        session.upload("2.png", pictures[2], reading=Reading(10**6))
+        session.upload("2.png", pictures[2], reading=Reading(max_pixels=10**6))
     assert session.nbytes <= len(pictures[0]) + len(pictures[1])
-    visitors.session("b").upload("2.png", pictures[2], reading=Reading(10**6))
+    visitors.session("b").upload("2.png", pictures[2], reading=Reading(max_pixels=10**6))
 
 
 def noise(seed: int) -> bytes:

@@ -113,8 +113,8 @@ def test_any_damage_gives_pixels_or_the_error_for_images(kind: str, tmp_path, da
     image = EncodedImage("x", content)
     with warnings.catch_warnings(action="ignore"):  # Pillow warns about errors that it corrects
         for read in (
-            lambda: read_image(image, reading=Reading(MOST)),
-            lambda: read_reduced(image, lambda height, width: 2, reading=Reading(MOST))[0],
+            lambda: read_image(image, reading=Reading(max_pixels=MOST)),
+            lambda: read_reduced(image, lambda height, width: 2, reading=Reading(max_pixels=MOST))[0],
         ):
             try:
                 pixels = read()
@@ -137,6 +137,6 @@ def test_any_damage_gives_pixels_or_the_error_for_images(kind: str, tmp_path, da
 def test_noise_after_any_magic_number(start: bytes, rest: bytes) -> None:
     with warnings.catch_warnings(action="ignore"):
         try:
-            read_image(EncodedImage("x", start + rest), reading=Reading(MOST))
+            read_image(EncodedImage("x", start + rest), reading=Reading(max_pixels=MOST))
         except UnreadableImage as error:
             assert error.reason  # noqa: PT017

@@ -19,6 +19,7 @@ from cribo.cli.running import (
     print_places,
     print_unreadable,
 )
+from cribo.data.config import READING_SHORT
 from cribo.features.config import PropagationSettings
 from cribo.features.memory.settings import SegmentationSettings
 
@@ -205,7 +206,7 @@ _VIDEO = Command(
     help=_VIDEO_HELP,
     usage="cribo segment FRAMES --video --backbone SOURCE (--examples DIR | --labels DIR) [options]",
     by_position=["--images"],
-    short=BACKBONE_SHORT,
+    short={**BACKBONE_SHORT, **READING_SHORT},
     suggestions={"--backbone": SUGGESTION},
     less_memory="lower --batch_size or --side",
     add_options=_add_video_options,

@@ -1,46 +1,103 @@
 """Limits on the pixels and the number of images, the range of their values, and formats of labels; no torch."""
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
 
 from cribo.base.bounds import at_least, check_bounds
-from cribo.base.errors import DataError
+from cribo.base.errors import InputError
 
 MAX_PIXELS = 2 * 89_478_485
 """Default limit of width x height: the size at which Pillow refuses to open an image."""
 
 
-@dataclass(frozen=True)
-class Reading:
+@dataclass(frozen=True, kw_only=True)
+class PixelOptions:
+    """What is read of the channels, pages and values of image files.
+
+    Attributes:
+        range: LOW,HIGH, the values that become black and white in images with more than 8 bits per channel, such as
+            0,4095 for a camera of 12 bits; or LOW,HIGH for each of `channels`. Give it if images are refused as nearly
+            black, if the log reports dark images, or for pixels of 32 bits. [the range that the file states, else
+            0,65535]
+        channels: numbers, from 0, of the three channels that become red, green and blue, or of the one that becomes
+            grey, such as 3,2,1. Required for images with other numbers of channels. [all of grey and RGB images]
+        page: number, from 0, of the page of each stack. Required for images with several pages.
+
+    Raises:
+        InputError: a value is out of range.
+    """
+
+    range: tuple[float, ...] | None = None
+    channels: tuple[int, ...] | None = None
+    page: Annotated[int, at_least(0)] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("range", "channels"):  # lists in JSON
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        check_bounds(self)
+        channels, limits = self.channels, self.range
+        if channels is not None and (len(channels) not in (1, 3) or min(channels) < 0):
+            raise InputError(f"channels must be one or three numbers from 0, got {_listed(channels)}")
+        if limits is None:
+            return
+        if len(limits) != 2 and (channels is None or len(limits) != 2 * len(channels)):
+            raise InputError(f"range must be two numbers LOW,HIGH, or two for each of channels, got {_listed(limits)}")
+        for low, high in zip(limits[::2], limits[1::2], strict=True):
+            if not -float("inf") < low < high < float("inf"):
+                raise InputError(f"range must be two ascending numbers LOW,HIGH, got {low:g},{high:g}")
+
+    def limits(self, channel: int = 0) -> tuple[float, float] | None:
+        """Return the values of black and white of a channel, by its place in `channels`; None if they are not given."""
+        if self.range is None:
+            return None
+        start = 2 * channel if len(self.range) > 2 else 0
+        return self.range[start], self.range[start + 1]
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The values that are not None, as JSON types; they change the pixels of a file."""
+        values = {"range": self.range, "channels": self.channels, "page": self.page}
+        lists = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return {name: value for name, value in lists.items() if value is not None}
+
+    @property
+    def key(self) -> bytes:
+        """What distinguishes pixels of the same file, for hashes; empty by default."""
+        if self.channels is None and self.page is None:  # as in earlier versions
+            return b"" if self.range is None else str(self.range).encode()
+        return str(sorted(self.given.items())).encode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading(PixelOptions):
     """How images are read.
 
     Attributes:
         max_pixels: larger images count as unreadable, since a small file can expand to more pixels than fit into
             memory. Raise it for larger images.
-        range: LOW,HIGH, the values that become black and white in images with more than 8 bits per channel, such as
-            0,4095 for a camera of 12 bits. Give it if images are refused as nearly black, if the log reports dark
-            images, or for pixels of 32 bits. [the range that the file states, else 0,65535]
 
     Raises:
         InputError: a value is out of range.
     """
 
     max_pixels: Annotated[int, at_least(4)] = MAX_PIXELS
-    range: tuple[float, float] | None = None
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
-        if self.range is not None and not -float("inf") < self.range[0] < self.range[1] < float("inf"):
-            raise DataError(f"range must be two ascending numbers LOW,HIGH, got {self.range[0]:g},{self.range[1]:g}")
+
+def _listed(values: tuple[float, ...]) -> str:
+    return ",".join(f"{value:g}" for value in values)
 
 
 LabelFormatName = Literal["coco", "yolo", "cvat", "label-studio", "labelme", "geojson", "voc", "maps"]
 """Formats of labels: the rows of `data.labelled.formats.LABEL_FORMATS`."""
 
+PIXEL_OPTIONS = tuple(field.name for field in fields(PixelOptions))
+"""Names of the fields of `PixelOptions`."""
+
 DEFAULT_READING = Reading()
 """Limit of pixels and range of values without options."""
 
-READING_SHORT = {"--max_pixels": "--reading.max_pixels", "--range": "--reading.range"}
+READING_SHORT = {f"--{name}": f"--reading.{name}" for name in ("max_pixels", *PIXEL_OPTIONS)}
 """Short options for the fields of a `Reading`."""
 
 

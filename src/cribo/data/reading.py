@@ -44,7 +44,7 @@ IMAGE_KINDS = (
     ),
     ImageKind("PNG", (".png",), _starts(rb"\x89PNG\r\n\x1a\n"), "pillow", bits=16),
     ImageKind("WEBP", (".webp",), _starts(rb"RIFF.{4}WEBP"), "pillow"),
-    ImageKind("TIFF", (".tif", ".tiff"), _TIFF, "pillow", channels="grey, RGB, CMYK", bits=32, pages="one"),
+    ImageKind("TIFF", (".tif", ".tiff"), _TIFF, "tiff", channels="any", bits=64, pages="one"),
     ImageKind("BMP", (".bmp",), _starts(rb"BM"), "pillow"),
     ImageKind("GIF", (".gif",), _starts(rb"GIF8[79]a"), "pillow"),
     ImageKind("PPM", (".ppm", ".pgm", ".pbm", ".pnm"), _starts(rb"P[0-6fy]"), "pillow", bits=32),

@@ -38,13 +38,13 @@ class Splits:
     about: dict[str, Any] = field(default_factory=dict)
 
     def read_by(self, reading: Reading) -> Self:
-        """Return the splits, whose image files are read with these limits; a range is part of the description."""
+        """Return the splits, whose image files are read alike; what was given of the reading is in the description."""
         for images in (self.train, self.val):
             while images is not None:
                 if hasattr(images, "reading"):
                     images.reading = reading
                 images = getattr(images, "images", None)
-        return self if reading.range is None else replace(self, about={**self.about, "range": list(reading.range)})
+        return replace(self, about={**self.about, **reading.given})
 
 
 @dataclass

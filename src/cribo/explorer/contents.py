@@ -97,7 +97,7 @@ def open_contents(config: ExploreConfig, workspace: Path, progress: Progress) ->
     visitors.warm(progress)
     if database is None and files is not None and config.limit:
         root = str(Path(files.folder).absolute())
-        info = replace(DatabaseInfo.of(plain, source, ObjectSettings(), root), range=reading.range)
+        info = replace(DatabaseInfo.of(plain, source, ObjectSettings(), root), pixels=reading.given)
         database = ObjectDatabase.create(workspace / "objects.db", info)
         chosen = spread(len(files), config.limit)
         some = ImageFiles(files.folder, (files.name(number) for number in chosen), reading=files.reading)

@@ -48,7 +48,7 @@ class Uploads:
         """
         content = self.content(sent, what=what)
         try:
-            return read_image(EncodedImage(what, content), reading=Reading(self.limits.pixels))
+            return read_image(EncodedImage(what, content), reading=Reading(max_pixels=self.limits.pixels))
         except UnreadableImage as error:
             if "max_pixels" in error.reason:
                 pixels = error.reason.partition(" pixels")[0]

@@ -234,8 +234,7 @@ def content_hash(images: LabelledImages, index: int) -> str:
     if isinstance(images, ImageFiles):
         with Path(images.path(index)).open("rb") as file:
             found = hashlib.file_digest(file, "sha256")
-        if images.reading.range is not None:  # changes the pixels of the same file
-            found.update(str(images.reading.range).encode())
+        found.update(images.reading.key)
         return found.hexdigest()
     pixels = images.load(index)
     return hashlib.sha256(f"{tuple(pixels.shape)}".encode() + pixels.numpy().tobytes()).hexdigest()

@@ -136,8 +136,7 @@ def _path(
     cache: FeatureCache, images: ClassifiedFiles, block: range, preparation: SquareCrop, precision: FeaturePrecision
 ) -> Path:
     """Return the cache file of a block of images."""
-    # The range of values, if it was given, changes the pixels of the same files.
-    digest = hashlib.sha256(b"" if images.reading.range is None else str(images.reading.range).encode())
+    digest = hashlib.sha256(images.reading.key)
     for index in block:
         path = Path(images.path(index))
         try:

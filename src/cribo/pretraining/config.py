@@ -67,8 +67,12 @@ class DataConfig:
         max_pixels: larger images count as unreadable, since a small file can expand to more pixels than fit into
             memory. Raise it for larger images.
         range: LOW,HIGH, the values that become black and white in images with more than 8 bits per channel, such as
-            0,4095 for a camera of 12 bits. Give it if images are refused as nearly black, if the log reports dark
-            images, or for pixels of 32 bits. [the range that the file states, else 0,65535]
+            0,4095 for a camera of 12 bits; or LOW,HIGH for each of `channels`. Give it if images are refused as nearly
+            black, if the log reports dark images, or for pixels of 32 bits. [the range that the file states, else
+            0,65535]
+        channels: numbers, from 0, of the three channels that become red, green and blue, or of the one that becomes
+            grey. Required for images with other numbers of channels. [all of grey and RGB images]
+        page: number, from 0, of the page of each stack. Required for images with several pages.
         inside: reject lists and links that lead to image files outside root's folder.
         cache_dir: folder on this machine in which shards from a URL are cached.
         cache_gib: size of the cache in GiB; the least recently used shards are removed first. If not all shards fit,
@@ -84,7 +88,9 @@ class DataConfig:
     timeout: Annotated[float, above(0)] = 420.0
     max_restarts: Annotated[int, between(0, 1000)] = 3
     max_pixels: Annotated[int, at_least(4)] = MAX_PIXELS
-    range: tuple[float, float] | None = None
+    range: tuple[float, ...] | None = None
+    channels: tuple[int, ...] | None = None
+    page: Annotated[int, at_least(0)] | None = None
     inside: bool = False
     cache_dir: str = "~/.cache/cribo/shards"
     cache_gib: Annotated[float, above(0)] = 100.0
@@ -94,7 +100,7 @@ class DataConfig:
     @property
     def reading(self) -> Reading:
         """How the images are read."""
-        return Reading(self.max_pixels, self.range)
+        return Reading(max_pixels=self.max_pixels, range=self.range, channels=self.channels, page=self.page)
 
 
 @dataclass

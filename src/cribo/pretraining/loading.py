@@ -17,6 +17,7 @@ from cribo.base.arguments import Parser
 from cribo.base.errors import ConfigError
 from cribo.base.redaction import masked
 from cribo.base.trust import is_address
+from cribo.data.config import PIXEL_OPTIONS
 from cribo.method import ViewRecipe
 from cribo.pretraining.config import PretrainConfig
 
@@ -33,8 +34,7 @@ _REMOVED = {"runtime": ("bank", "tf32", "strategy", "on_nonfinite")}
 
 SHORT = {
     "--logger": "--runtime.logger",
-    "--max_pixels": "--data.max_pixels",
-    "--range": "--data.range",
+    **{f"--{name}": f"--data.{name}" for name in ("max_pixels", *PIXEL_OPTIONS)},
     "--objective": "--objective.name",
     "--objective.class_path": "--objective.name",
     "--objective.init_args": "--objective.args",

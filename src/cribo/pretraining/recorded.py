@@ -112,7 +112,7 @@ def open_run_images(
         own = DataConfig(
             root=root,
             max_pixels=reading.max_pixels,
-            range=reading.range or own.range,
+            **{**own.reading.given, **reading.given},
             inside=is_in_run,
             video=own.video,
         )

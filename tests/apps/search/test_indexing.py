@@ -231,7 +231,7 @@ def test_an_image_listed_twice_is_indexed_once(pictures: Path, encoder: Encoder)
 def test_an_image_beyond_a_limit_is_tried_again(pictures: Path, encoder: Encoder) -> None:
     names = [path.relative_to(pictures).as_posix() for path in sorted(pictures.rglob("*.png"))]
     database = ObjectDatabase.create(pictures.parent / "limit.db", info_of(encoder, pictures))
-    summary = index_images(database, encoder, ImageFiles(pictures, names, reading=Reading(100)))
+    summary = index_images(database, encoder, ImageFiles(pictures, names, reading=Reading(max_pixels=100)))
     assert (summary.new, len(summary.unread)) == (0, len(names))
     assert index_images(database, encoder, ImageFiles(pictures, names)).new == len(names)
 

@@ -178,7 +178,7 @@ def test_images_that_could_not_be_read_are_a_warning(
     write_picture(pictures / "b" / "5.png", 5, (128, 96))
     listed = pictures / "list.txt"
     listed.write_text("".join(f"{folder}/{number}.png\n" for number, folder in enumerate("aaabbb")) + "a/0.png\n")
-    parts = index_shares(pictures, 3, images=str(listed), reading=Reading(64 * 96))
+    parts = index_shares(pictures, 3, images=str(listed), reading=Reading(max_pixels=64 * 96))
     assert main(["merge", *(part.name for part in parts), "--out", "all.db"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "18 objects of 5 images of 3 parts" in said

@@ -101,8 +101,8 @@ def test_a_labelled_set_with_annotations_of_cocos_format(tmp_path: Path) -> None
     save_image(tmp_path / "images" / "val" / "a.bmp", LABELS)
     (tmp_path / "labels").mkdir()
     (tmp_path / "labels" / "val.json").write_text(json.dumps(COCO))
-    val = open_segmentation("folder", tmp_path, "val", reading=Reading(32))
-    assert (val.classes, val.name(0), val.reading) == (["background", "cell"], "a.bmp", Reading(32))
+    val = open_segmentation("folder", tmp_path, "val", reading=Reading(max_pixels=32))
+    assert (val.classes, val.name(0), val.reading) == (["background", "cell"], "a.bmp", Reading(max_pixels=32))
     assert torch.equal(val.labels(0), blocks([1, 0]))
 
 

@@ -52,7 +52,7 @@ def test_files_can_be_loaded_reduced(tmp_path):
     assert isinstance(files, ReducingSource)
     pixels, reduction = files.load_reduced(0, lambda height, width: 2 if (height, width) == (48, 64) else 1)
     assert (pixels.shape, reduction) == ((3, 24, 32), 2)
-    limited = open_images(tmp_path, reading=Reading(48 * 64 - 1))
+    limited = open_images(tmp_path, reading=Reading(max_pixels=48 * 64 - 1))
     with pytest.raises(UnreadableImage, match="more than max_pixels"):
         limited.load_reduced(0, lambda height, width: 2)
 
@@ -232,9 +232,9 @@ def test_a_folder_without_permission_is_reported(tmp_path):
 def test_pixel_limit_is_passed_on_and_checked(tmp_path):
     save(tmp_path / "x.png")
     with pytest.raises(UnreadableImage, match="max_pixels = 23"):
-        open_images(tmp_path, reading=Reading(23)).load(0)
+        open_images(tmp_path, reading=Reading(max_pixels=23)).load(0)
     with pytest.raises(ConfigError, match="max_pixels must be >= 4, got 0"):
-        open_images(tmp_path, reading=Reading(0))
+        open_images(tmp_path, reading=Reading(max_pixels=0))
 
 
 def test_pickled_files_are_the_same_files(tmp_path):

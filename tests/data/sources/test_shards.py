@@ -158,7 +158,7 @@ def test_names_are_not_used_as_paths(tmp_path: Path) -> None:
 def test_large_images_are_not_decoded(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", {"a.jpg": encoded(0)})
     with pytest.raises(UnreadableImage, match=r"a\.tar/a\.jpg: 40 x 30 pixels are more than max_pixels = 1199"):
-        open_shards(tmp_path, reading=Reading(1199)).load(0)
+        open_shards(tmp_path, reading=Reading(max_pixels=1199)).load(0)
 
 
 # ------------------------------------------------------------------ detection of shards

@@ -212,7 +212,7 @@ def _options(config: EmbedConfig, embedder: Embedder) -> dict[str, Any]:
         "format": config.format,
         "precision": config.precision,
         **asdict(embedder.settings),
-        **({} if config.reading.range is None else {"range": list(config.reading.range)}),
+        **config.reading.given,
     }
 
 

@@ -79,7 +79,7 @@ class DatabaseInfo:
         collection: number of images and hash of the names of all shares.
         unread: number of images that could not be read, perhaps temporarily, and the name of the first; None until all
             images are indexed.
-        range: values of black and white with which images of more than 8 bits are read (see `Reading`).
+        pixels: range, channels and page with which images are read, if they were given (see `PixelOptions`).
     """
 
     identity: str
@@ -95,7 +95,7 @@ class DatabaseInfo:
     part: str = "1/1"
     collection: str = ""
     unread: tuple[int, str] | None = None
-    range: tuple[float, float] | None = None
+    pixels: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
@@ -370,19 +370,20 @@ class ObjectDatabase:
             )
 
     def reading(self, wanted: Reading) -> Reading:
-        """Return how images are read: with the range of the database.
+        """Return how images are read: with the range, channels and page of the database.
 
         Raises:
-            ConfigError: another range is wanted.
+            ConfigError: others are wanted.
         """
-        stored = self.info.range
-        if wanted.range is not None and wanted.range != stored:
-            theirs = "without a range" if stored is None else f"with the range {stored[0]:g},{stored[1]:g}"
+        stored = self.info.pixels
+        if different := [name for name, value in wanted.given.items() if value != stored.get(name)]:
+            theirs = ", ".join(f"{name} {_option(stored.get(name))}" for name in different)
+            ours = ", ".join(f"{name} {_option(wanted.given[name])}" for name in different)
             raise ConfigError(
-                f"{self.uri} was built {theirs}, got {wanted.range[0]:g},{wanted.range[1]:g}: omit --range, or build "
-                "another database with cribo index --db ELSEWHERE"
+                f"{self.uri} was built with {theirs}, got {ours}: omit --{different[0]}, or build another database "
+                "with cribo index --db ELSEWHERE"
             )
-        return Reading(wanted.max_pixels, stored)
+        return Reading(max_pixels=wanted.max_pixels, **stored)
 
     # ------------------------------------------------------------------ reading
 
@@ -948,11 +949,11 @@ def _read_info(place: str, about: Any) -> DatabaseInfo:
         values = {name: content[name] for name in names if name in content}
         blocks = None if content.get("blocks") is None else tuple(content["blocks"])
         unread = None if content.get("unread") is None else (content["unread"][0], content["unread"][1])
-        limits = None if content.get("range") is None else (float(content["range"][0]), float(content["range"][1]))
+        of_earlier_versions = {} if content.get("range") is None else {"range": content["range"]}
         changed = {
             "blocks": blocks,
             "unread": unread,
-            "range": limits,
+            "pixels": Reading(**content.get("pixels", of_earlier_versions)).given,
             "settings": ObjectSettings(**content["settings"]),
         }
         return DatabaseInfo(**{**values, **changed})
@@ -1060,3 +1061,10 @@ def _object_from(fields: Mapping[str, Any]) -> ImageObject:
         box=(fields["x0"], fields["y0"], fields["x1"], fields["y1"]),
         area=fields["area"],
     )
+
+
+def _option(value: object) -> str:
+    """Return the value of an option as it is given; "none" without one."""
+    if isinstance(value, list):
+        return ",".join(f"{each:g}" for each in value)
+    return "none" if value is None else str(value)

@@ -125,7 +125,7 @@ def _changes(before: DatabaseInfo, now: DatabaseInfo) -> Iterator[str]:
             **settings,
             "images": info.images or info.root,
             "column": info.column,
-            "range": info.range,
+            **info.pixels,
         }
 
     if before.identity == now.identity:  # it may be at another place

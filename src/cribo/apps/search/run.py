@@ -72,7 +72,7 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
         "column": config.column or (None if known is None else known.column),
         "part": str(config.share),
         "collection": names_hash(images),
-        "range": reading.range,
+        "pixels": reading.given,
     }
     kept = "indexed images are kept; to continue, repeat the command"
     shared_folder = None if is_remote(place) else Path(place)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from cribo.base.bounds import at_least, check_bounds
 from cribo.base.errors import ConfigError
-from cribo.data.config import MAX_PIXELS, LabelFormatName
+from cribo.data.config import DEFAULT_READING, MAX_PIXELS, LabelFormatName, Reading
 from cribo.features.config import BackboneSource
 from cribo.features.spread.config import EngineOptions
 
@@ -79,9 +79,7 @@ class VideoConfig:
         format: format of the labels. [recognised by the content of the files]
         classes: text file with the name of each class, or a YAML file that merges, renames or ignores classes.
             [classes.txt in the folder of the examples, if it exists]
-        range: LOW,HIGH, the values that become black and white in frames with more than 8 bits per channel. [the range
-            that the file states, else 0,65535]
-        max_pixels: larger frames count as unreadable.
+        reading: how frames are read.
         batch_size: number of frames to encode at once. Lower it if the device runs out of memory.
         workers: number of threads that read and write images. [half of the cores]
         device: such as cuda:0 or cpu. [the first GPU, else the CPU]
@@ -93,8 +91,7 @@ class VideoConfig:
     labels: str | None = None
     format: LabelFormatName | None = None
     classes: str | None = None
-    range: tuple[float, float] | None = None
-    max_pixels: Annotated[int, at_least(4)] = MAX_PIXELS
+    reading: Reading = DEFAULT_READING
     batch_size: Annotated[int, at_least(1)] = 8
     workers: Annotated[int, at_least(0)] | None = None
     device: str | None = None

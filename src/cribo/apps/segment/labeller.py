@@ -100,7 +100,7 @@ class Labeller(ImageFunction[UInt8[Tensor, "3 h w"], LabelledImage]):
     @property
     def reading(self) -> Reading:
         """How the images of a batch of rows are read: as the examples were."""
-        return Reading(range=self.memory.settings.range)
+        return self.memory.settings.reading
 
     def open(self) -> None:
         """Open memory and backbone."""

@@ -49,7 +49,7 @@ from cribo.data.sources.collection import ImageCollection, names_hash
 from cribo.data.sources.images import ImageFiles, collection_name, is_url, require_readable
 from cribo.features.memory.memory import SegmentationMemory
 from cribo.features.memory.settings import SegmentationSettings
-from cribo.features.memory.storage import memory_lock, stored_range
+from cribo.features.memory.storage import memory_lock, stored_reading
 from cribo.features.prefetching import prefetch
 from cribo.features.spread.engines import open_engine
 from cribo.features.spread.parts import ImagePart, part_size
@@ -166,7 +166,8 @@ def segment_images(
     )
     settings = SegmentationSettings(**config.settings)
     file = None if config.memory is None else Path(config.memory).expanduser()
-    reading = Reading(config.max_pixels, settings.range or (None if file is None else stored_range(file)))
+    known = {} if file is None else stored_reading(file).given
+    reading = Reading(max_pixels=config.max_pixels, **{**known, **settings.given})
     images = open_targets(config.images, column=config.column, apart_from=out or OUT, reading=reading)
     require_readable(images, config.images)
     collection = names_hash(images)
@@ -238,7 +239,7 @@ def _open_memory(
         classes=config.classes,
         known_classes=None if memory is None else len(memory.classes),
         label_format=config.format,
-        reading=Reading(config.max_pixels, (settings if memory is None else memory.settings).range),
+        reading=replace((settings if memory is None else memory.settings).reading, max_pixels=config.max_pixels),
     )
     if memory is None:
         memory = SegmentationMemory(

@@ -107,10 +107,9 @@ def segment_video(
         overwrite=overwrite,
         inputs=(config.images, config.examples, config.labels, config.classes, config.backbone.source),
     )
-    reading = Reading(config.max_pixels, config.range)
-    frames = _open_frames(config.images, out or OUT, reading)
+    frames = _open_frames(config.images, out or OUT, config.reading)
     require_readable(frames, config.images)
-    examples = _open_labels(config, reading)
+    examples = _open_labels(config)
     network, about = open_network(config.backbone)
     encoder = Encoder(network.eval().to(resolve_device(config.device)))
     videos = _Videos(frames, examples, encoder, settings, config)
@@ -199,12 +198,16 @@ def _open_frames(source: str, out: Path, reading: Reading) -> ImageSource:
     return open_targets(source, apart_from=out, reading=reading)
 
 
-def _open_labels(config: VideoConfig, reading: Reading) -> LabelledExamples:
+def _open_labels(config: VideoConfig) -> LabelledExamples:
     if config.examples is None:
         assert config.labels is not None  # `VideoConfig` requires one of them
         return find_maps(config.labels, classes=config.classes)
     return find_examples(
-        config.examples, labels=config.labels, classes=config.classes, label_format=config.format, reading=reading
+        config.examples,
+        labels=config.labels,
+        classes=config.classes,
+        label_format=config.format,
+        reading=config.reading,
     )
 
 

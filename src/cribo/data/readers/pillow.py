@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxtyping import UInt8
 
 _EXIF_ORIENTATION = 0x0112
-_UPRIGHT = {
+UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -31,6 +31,7 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+"""What turns an image of an EXIF orientation upright."""
 
 # Pillow's warnings and messages, such as of a broken EXIF block, do not contain the name of the file. What affects the
 # pixels is an error.
@@ -40,7 +41,7 @@ logging.getLogger("PIL").addHandler(logging.NullHandler())
 
 
 @contextmanager
-def open_picture(file: BinaryIO, name: str, kind: ImageKind, reading: Reading) -> Iterator[Picture]:
+def open_picture(file: BinaryIO, name: str, kind: ImageKind, reading: Reading) -> Iterator[_PillowPicture]:
     """Open an image file; the other plugins of Pillow are not tried, since that of EPS starts Ghostscript.
 
     Raises:
@@ -70,6 +71,11 @@ class _PillowPicture(Picture):
         super().__init__(kind, (image.height, image.width))
         self._image, self._reading = image, reading
 
+    @property
+    def is_deep_colour(self) -> bool:
+        """Whether it has colour with 16 bits, of which Pillow reads the high ones."""
+        return self._image.mode in ("RGB", "RGBA", "LA") and samples_of(self._image).bits == 16
+
     def require_whole(self) -> None:
         require_one_picture(self._image)
 
@@ -89,7 +95,7 @@ class _PillowPicture(Picture):
         width, height = image.size
         factor = reduction(*self.size())
         whole = factor not in (2, 4, 8) or min(width, height) < factor**2
-        outside = _orientation(image) in _UPRIGHT and (width % factor or height % factor)
+        outside = _orientation(image) in UPRIGHT and (width % factor or height % factor)
         if whole or outside or image.draft(None, (width // factor, height // factor)) is None:
             factor = 1
         return self.rgb(), factor
@@ -107,8 +113,8 @@ def upright_rgb(image: Image.Image, reading: Reading = DEFAULT_READING) -> UInt8
     """
     samples = samples_of(image)
     image.load()
-    rgb = _to_rgb(image, samples, reading.range)
-    turn = _UPRIGHT.get(_orientation(image))
+    rgb = _to_rgb(image, samples, reading.limits())
+    turn = UPRIGHT.get(_orientation(image))
     return np.array(rgb if turn is None else rgb.transpose(turn))
 
 
@@ -118,7 +124,7 @@ def _orientation(image: Image.Image) -> int:
         found = int(image.getexif().get(_EXIF_ORIENTATION, 1))
     except Exception:  # a broken EXIF block does not affect the pixels
         return 1
-    return found if found in _UPRIGHT else 1
+    return found if found in UPRIGHT else 1
 
 
 def _to_rgb(image: Image.Image, samples: Samples, limits: tuple[float, float] | None) -> Image.Image:

@@ -89,7 +89,7 @@ def segmenting_tab(tab: gr.Tab, identity: gr.BrowserState, visitors: Visitors, u
     def upload(visitor: Any, sent: Any) -> tuple[Any, ...]:
         content = uploads.content(sent)
         name = str(sent.get("orig_name") or "picture")
-        reading = Reading(uploads.limits.pixels)
+        reading = Reading(max_pixels=uploads.limits.pixels)
         return changed(visitor, lambda session: session.upload(name, content, reading=reading))
 
     @show_errors

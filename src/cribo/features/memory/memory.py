@@ -19,7 +19,7 @@ from cribo.base.colours import Colour, class_colours
 from cribo.base.console import Progress, no_progress
 from cribo.base.devices import resolve_devices
 from cribo.base.errors import ConfigError, DataError, InputError, MissingBlocks
-from cribo.data.config import Reading
+from cribo.data.config import PIXEL_OPTIONS
 from cribo.data.labelled.inputs import Example, ImageLike, LabelsLike, open_image, open_labels
 from cribo.data.labelled.label_maps import IGNORE_INDEX, LabelMap, read_classes
 from cribo.features.config import BackboneSource
@@ -111,7 +111,7 @@ class SegmentationMemory:
         keep_blocks: Sequence[int] | None = None,
     ) -> None:
         self.settings = settings or SegmentationSettings()
-        self.reading = Reading(range=self.settings.range)
+        self.reading = self.settings.reading
         wanted = keep_blocks or self.settings.blocks
         at_least(1).check(batch_size=batch_size)
         encoder, self.backbone = _opened(backbone, wanted, device)
@@ -191,7 +191,7 @@ class SegmentationMemory:
     def fingerprint(self) -> str:
         """Hash of the backbone, examples, classes and settings, on which predictions depend."""
         settings = dataclasses.asdict(self.settings)
-        for name in ("range", "penalty", "prior"):  # which earlier versions lack
+        for name in (*PIXEL_OPTIONS, "penalty", "prior"):  # which earlier versions lack
             if settings[name] is None:
                 del settings[name]
         about = [self.encoder.identity, self._classes, sorted(settings.items())]

@@ -7,22 +7,19 @@ from typing import Annotated, Any, Literal, get_args
 
 from cribo.base.bounds import above, at_least, below
 from cribo.base.errors import InputError
-from cribo.data.config import Reading
+from cribo.data.config import PIXEL_OPTIONS, PixelOptions, Reading
 from cribo.features.config import ProbeSettings
 
 Refine = Literal["none", "bilateral"]
-OF_FEATURES = ("size", "scale", "window", "stride", "precision", "range")
+OF_FEATURES = ("size", "scale", "window", "stride", "precision", *PIXEL_OPTIONS)
 """Settings on which the stored features depend; fixed when a memory is created."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SegmentationSettings(ProbeSettings):
+class SegmentationSettings(ProbeSettings, PixelOptions):
     """Settings for encoding images, labelling patches, and converting votes to pixel labels.
 
     Attributes:
-        range: LOW,HIGH, the values that become black and white in images with more than 8 bits per channel, such as
-            0,4095 for a camera of 12 bits. Give it if images are refused as nearly black, if the log reports dark
-            images, or for pixels of 32 bits. [the range that the file states, else 0,65535]
         min_confidence: leave pixels below this confidence unlabelled (255).
         refine: align the borders of the labels with the edges of the image by a joint bilateral filter; or none.
         reach: radius of the filter, in patches.
@@ -32,7 +29,6 @@ class SegmentationSettings(ProbeSettings):
         ValueError: a value is out of range, or two values exclude each other.
     """
 
-    range: tuple[float, float] | None = None
     min_confidence: Annotated[float, at_least(0) & below(1)] = 0.0
     refine: Refine = "bilateral"
     reach: Annotated[float, above(0)] = 1.0
@@ -40,11 +36,14 @@ class SegmentationSettings(ProbeSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.range is not None:  # a list in JSON
-            object.__setattr__(self, "range", (float(self.range[0]), float(self.range[1])))
-            Reading(range=self.range)
+        PixelOptions.__post_init__(self)
         if self.refine not in get_args(Refine):
             raise InputError(f"refine must be {' or '.join(get_args(Refine))}, got {self.refine!r}")
+
+    @property
+    def reading(self) -> Reading:
+        """How images are read."""
+        return Reading(**self.given)
 
     def changed(self, changes: Mapping[str, Any]) -> "SegmentationSettings":
         """Return a copy with some settings changed, for an existing memory.

@@ -20,6 +20,7 @@ from cribo.base.colours import Colour
 from cribo.base.errors import DataError, InputError
 from cribo.base.files import parse_json, require, require_regular, write_whole
 from cribo.base.redaction import masked
+from cribo.data.config import DEFAULT_READING, PIXEL_OPTIONS, Reading
 from cribo.features.probes.examples import EncodedExample
 
 log = logging.getLogger("cribo")
@@ -121,15 +122,15 @@ def write_memory(path: str | os.PathLike[str], stored: Stored) -> None:
     write_whole(path, save)
 
 
-def stored_range(path: Path) -> tuple[float, float] | None:
-    """Return the range of values with which the images of a memory file were read; None also for a damaged file."""
+def stored_reading(path: Path) -> Reading:
+    """Return how the images of a memory file were read; the default for a damaged file."""
     try:
         require_regular(path)
         with safetensors.safe_open(path, "pt") as file:
-            found = json.loads((file.metadata() or {})[_KIND])["settings"]["range"]
-        return None if found is None else (float(found[0]), float(found[1]))
+            found = json.loads((file.metadata() or {})[_KIND])["settings"]
+        return Reading(**{name: found[name] for name in PIXEL_OPTIONS if name in found})
     except (safetensors.SafetensorError, OSError, ValueError, KeyError, TypeError, IndexError):
-        return None
+        return DEFAULT_READING
 
 
 def read_memory(path: str | os.PathLike[str]) -> Stored:

@@ -1,0 +1,221 @@
+"""Reader of TIFF: Pillow for ordinary pictures; tifffile for other channels and types, stacks, and deep colour."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+import tifffile
+from PIL import Image
+
+from cribo.base.errors import InputError
+from cribo.base.packages import require_packages
+from cribo.base.wording import counted
+from cribo.data.channels import Samples, grey_to_8_bits
+from cribo.data.config import Reading
+from cribo.data.readers import ImageKind, Picture, pillow
+
+if TYPE_CHECKING:
+    from jaxtyping import Num, UInt8
+
+# Its messages do not contain the name of the file. What affects the pixels is an error.
+logging.getLogger("tifffile").addHandler(logging.NullHandler())
+
+_UNNAMED = "QI"  # axes of tifffile without a meaning: pages
+_CHANNELS = "CS"  # channels of the acquisition, and samples of a pixel
+_ORIENTATION, _EXTRA_SAMPLES, _LOWEST, _HIGHEST = 274, 338, 340, 341
+_WHITE_IS_ZERO, _PALETTE = 0, 3
+_OPACITY = (1, 2)  # associated or not
+_WITHOUT_EXTRA = (1, 8, 32946, 32773, 34925)  # compressions that tifffile decodes by itself
+
+
+@contextmanager
+def open_picture(file: BinaryIO, name: str, kind: ImageKind, reading: Reading) -> Iterator[Picture]:
+    """Open a TIFF file.
+
+    Raises:
+        InputError: the header is damaged, or the channels or the page do not exist.
+        MissingPackage: its compression requires imagecodecs.
+        TooManyPixels: Pillow refuses the number of pixels.
+    """
+    reason, is_readable = None, False
+    if reading.channels is None and reading.page is None:
+        try:
+            with pillow.open_picture(file, name, kind, reading) as picture:
+                picture.require_whole()
+                is_readable = True
+                if not picture.is_deep_colour or _is_packed(file):  # then only its high bits are read
+                    yield picture
+                    return
+        except InputError as error:
+            if is_readable:  # raised by the caller
+                raise
+            reason = error
+    file.seek(0)
+    try:
+        tiff = tifffile.TiffFile(file, name=name)
+    except Exception as error:  # various errors for damaged headers
+        raise reason or error from error
+    with tiff:
+        yield _TiffPicture(kind, tiff, reading, name)
+
+
+def _is_packed(file: BinaryIO) -> bool:
+    """Whether the compression of a TIFF requires imagecodecs, which is not installed."""
+    if find_spec("imagecodecs") is not None:
+        return False
+    file.seek(0)
+    with tifffile.TiffFile(file) as tiff:
+        return tiff.pages.first.compression not in _WITHOUT_EXTRA
+
+
+class _TiffPicture(Picture):
+    """A TIFF that tifffile has opened: pages of channels."""
+
+    def __init__(self, kind: ImageKind, tiff: tifffile.TiffFile, reading: Reading, name: str) -> None:
+        self._tiff, self._reading, self._name = tiff, reading, name
+        self._series: Any = tiff.series[0]
+        self._page: Any = self._series.keyframe
+        shape, axes = self._series.shape, self._series.axes
+        if not {"Y", "X"} <= set(axes):
+            raise InputError(f"no picture: its axes are {axes or 'none'}")
+        self._sizes = dict(zip(axes, shape, strict=True))
+        self._leading = axes[: len(axes) - len(self._page.axes)]  # axes along which pages are stored
+        super().__init__(kind, (self._sizes["Y"], self._sizes["X"]))
+
+    @property
+    def _of_pages(self) -> str:
+        """Axes of the pages to choose from: all but those of channels; pages without a meaning may be channels."""
+        axes = "".join(axis for axis in self._series.axes if axis not in f"YX{_CHANNELS}")
+        is_channels = self._reading.channels is not None and self._reading.page is None
+        if is_channels and axes in tuple(_UNNAMED) and not set(_CHANNELS) & set(self._sizes):
+            return ""
+        return axes
+
+    @property
+    def _channels(self) -> int:
+        return math.prod(self._sizes.values()) // math.prod(self._sizes[axis] for axis in f"YX{self._of_pages}")
+
+    def require_whole(self) -> None:
+        reading, page = self._reading, self._page
+        pages = math.prod(self._sizes[axis] for axis in self._of_pages)
+        others = [each for each in self._tiff.series[1:] if not each.keyframe.is_reduced]
+        if others:
+            sizes = ", ".join(" x ".join(map(str, each.shape)) for each in (self._series, *others))
+            raise InputError(f"a stack of pages of several sizes, {sizes}: save each page as a file of its own")
+        if reading.page is None and pages > 1:
+            raise InputError(
+                f"a stack of {pages} pages, of which one would be read: choose one with --page, from 0 to {pages - 1}, "
+                "or save each page as a file of its own"
+            )
+        if (reading.page or 0) >= pages:
+            raise InputError(f"it has {counted(pages, 'page')}, 0 to {pages - 1}, got --page {reading.page}")
+        planes = math.prod(size for axis, size in self._sizes.items() if axis not in "YXS")
+        if self._tiff.is_imagej and (listed := int((self._tiff.imagej_metadata or {}).get("images", 1))) > planes:
+            raise InputError(f"a stack of {listed} pages according to its header, of which {planes} are there")
+        count = self._channels
+        if reading.channels is None and count - self._has_opacity not in (1, 3):
+            raise InputError(
+                f"{count} channels per pixel: choose one or three with --channels, such as --channels "
+                f"{'0' if count < 3 else '2,1,0'}, or save them as images of their own"
+            )
+        if max(reading.channels or (0,)) >= count:
+            raise InputError(
+                f"it has {count} channels, so --channels must be 0 to {count - 1}, got {max(reading.channels or ())}"
+            )
+        if page.photometric == _PALETTE or page.dtype is None or page.dtype.kind not in "uifb":
+            what = "a palette" if page.photometric == _PALETTE else f"values of type {page.dtype}"
+            raise InputError(f"{what} cannot be read from this TIFF: convert it to 8 or 16 bits per channel")
+        if page.compression not in _WITHOUT_EXTRA:
+            require_packages(f"reading TIFF with {page.compression.name} compression", "imagecodecs", extra="tiff")
+
+    def size(self) -> tuple[int, int]:
+        height, width = self.header_size
+        return (width, height) if self._orientation >= 5 else (height, width)
+
+    def rgb(self) -> UInt8[np.ndarray, "h w 3"]:
+        values, opacity = self._decoded(), None
+        if self._reading.channels is not None:
+            values = values[..., list(self._reading.channels)]
+        elif self._has_opacity:
+            opacity, values = self._in_8_bits(values[..., -1], 0), values[..., :-1]
+        channels = [self._in_8_bits(values[..., place], place) for place in range(values.shape[-1])]
+        if len(channels) == 1:
+            channels *= 3
+        pixels = np.stack(channels, axis=-1)
+        if opacity is not None:
+            white = Image.new("RGBA", (pixels.shape[1], pixels.shape[0]), "white")
+            picture = Image.fromarray(np.dstack((pixels, opacity)))
+            pixels = np.asarray(Image.alpha_composite(white, picture).convert("RGB"))
+        turn = pillow.UPRIGHT.get(self._orientation)
+        return np.array(pixels if turn is None else Image.fromarray(pixels).transpose(turn))
+
+    def _decoded(self) -> Num[np.ndarray, "h w c"]:
+        """Decode all channels of the page."""
+        chosen = np.unravel_index(self._reading.page or 0, [self._sizes[axis] for axis in self._of_pages] or [1])
+        place = dict(zip(self._of_pages, chosen, strict=False))
+        counts = [self._sizes[axis] for axis in self._leading]
+        picked = [[int(place[axis])] if axis in place else range(self._sizes[axis]) for axis in self._leading]
+        numbers = np.ravel_multi_index(np.ix_(*picked), counts) if counts else np.zeros(1, dtype=int)
+        pages = np.stack([self._stored(int(number)) for number in numbers.ravel()])
+        # The axes of a page follow those along which pages are stored.
+        pages = pages.reshape([*map(len, picked), *self._page.shape])
+        axes = self._leading + self._page.axes
+        for axis in [axis for axis in self._page.axes if axis in place]:
+            pages = pages.take([int(place[axis])], axis=axes.index(axis))
+        others = [number for number, axis in enumerate(axes) if axis not in "YX"]
+        values = pages.transpose([axes.index("Y"), axes.index("X"), *others])
+        return values.reshape(*self.header_size, -1)
+
+    def _stored(self, number: int) -> Num[np.ndarray, "*shape"]:
+        """Decode a page; those of a contiguous series may lack headers of their own."""
+        series = self._series
+        if series.dataoffset is None:
+            return series.pages[number].asarray().reshape(self._page.shape)
+        dtype = np.dtype(series.dtype).newbyteorder(self._tiff.byteorder)
+        size = math.prod(self._page.shape)
+        handle = self._tiff.filehandle
+        handle.seek(series.dataoffset + number * size * dtype.itemsize)
+        content = handle.read(size * dtype.itemsize)
+        if len(content) < size * dtype.itemsize:
+            raise InputError("image file is truncated")
+        return np.frombuffer(content, dtype).reshape(self._page.shape).astype(series.dtype)
+
+    @property
+    def _has_opacity(self) -> bool:
+        extra = self._page.tags.get(_EXTRA_SAMPLES)
+        kinds = () if extra is None else extra.value
+        kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+        return len(kinds) == 1 and int(kinds[0]) in _OPACITY
+
+    @property
+    def _orientation(self) -> int:
+        tag = self._page.tags.get(_ORIENTATION)
+        found = 1 if tag is None else int(tag.value)
+        return found if found in pillow.UPRIGHT else 1
+
+    def _in_8_bits(self, values: Num[np.ndarray, "h w"], place: int) -> UInt8[np.ndarray, "h w"]:
+        limits = self._reading.limits(place)
+        if values.dtype == np.bool_:
+            return values.astype(np.uint8) * np.uint8(255)
+        if values.dtype == np.uint8 and limits is None:
+            return 255 - values if self._page.photometric == _WHITE_IS_ZERO else values
+        return grey_to_8_bits(values, self._samples, limits, self._name)
+
+    @property
+    def _samples(self) -> Samples:
+        """Bits and stated range of the values."""
+        page, white_is_zero = self._page, self._page.photometric == _WHITE_IS_ZERO
+        if page.dtype.kind != "u" or page.dtype.itemsize > 2:
+            return Samples(32, white_is_zero=white_is_zero)
+        low, high = (page.tags.get(tag) for tag in (_LOWEST, _HIGHEST))
+        low, high = (None if tag is None else np.max(tag.value) for tag in (low, high))
+        bits = int(np.max(page.bitspersample))
+        if high is None and bits < 16:
+            high = 2**bits - 1
+        return Samples(16, float(low or 0), None if high is None else float(high), white_is_zero=white_is_zero)
