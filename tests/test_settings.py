@@ -19,7 +19,7 @@ WITHOUT_BOUNDS = {
     *("BackboneSource.heads", "BackboneSource.layers", "ExportOptions.layers", "ExportOptions.opset"),
     *("ExportOptions.fixed_size", "SearchConfig.point", "SearchConfig.box", "SearchConfig.object"),
     # Checked with other settings, by PretrainConfig, or with an error that advises.
-    *("Reading.range", "DataConfig.range", "SegmentationSettings.range"),
+    *("PixelOptions.range", "PixelOptions.channels", "DataConfig.range", "DataConfig.channels"),
     *("AdaptConfig.steps", "RuntimeConfig.devices", "TrainingRuntime.devices"),
     *("EmbedConfig.blocks", "IndexConfig.blocks", "ProbeSettings.blocks"),
     *("StudyConfig.seeds", "StudyConfig.paper"),  # any numbers; published scores

@@ -251,6 +251,18 @@ def test_colour_with_opacity_is_shown_over_white(tmp_path):
     np.testing.assert_allclose(read_image(tmp_path / "x.tif").numpy(), np.stack([expected] * 3), atol=1)
 
 
+def test_channels_of_ordinary_pictures_are_chosen(tmp_path):
+    rgb = np.stack([ramp(255, np.uint8), ramp(200, np.uint8), ramp(100, np.uint8)], axis=-1)
+    Image.fromarray(rgb).save(tmp_path / "x.png")
+    found = read_image(tmp_path / "x.png", reading=Reading(channels=(2, 1, 0), page=0)).numpy()
+    np.testing.assert_array_equal(found, rgb.transpose(2, 0, 1)[::-1])
+    np.testing.assert_array_equal(grey(tmp_path / "x.png", channels=(1,)), rgb[..., 1])
+    wrong = Reading(channels=(3,)), Reading(page=1), Reading(channels=(0, 1, 2), range=(0, 1, 0, 1, 0, 1))
+    for reading, option in zip(wrong, ("--channels", "--page", "--range"), strict=True):
+        with pytest.raises(UnreadableImage, match=option):
+            read_image(tmp_path / "x.png", reading=reading)
+
+
 def test_pages_of_several_sizes_are_refused(tmp_path):
     with tifffile.TiffWriter(tmp_path / "x.tif") as file:
         file.write(ramp(255, np.uint8))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 from PIL import Image
 
 from cribo.apps.adapt.planning import open_listable
@@ -101,6 +102,39 @@ def test_index_remembers_the_range_in_the_database(cribo: Run, twelve_bits: Path
 
 
 @pytest.fixture
+def five_channels(cribo: Run, tmp_path: Path) -> Path:
+    """Stacks of two pages of five channels, of which three of the second page show a square."""
+    for folder in ("images", "examples"):
+        (tmp_path / folder).mkdir()
+        for number in range(3):
+            values = np.random.default_rng(number).integers(0, 4096, (2, 5, 64, 96)).astype(np.uint16)
+            square = picture(number, 4095)
+            values[1, [0, 2, 4]] = square
+            tifffile.imwrite(tmp_path / folder / f"{number}.tif", values, ome=True, metadata={"axes": "ZCYX"})
+            if folder == "examples":
+                Image.fromarray((square == 4095).astype(np.uint8)).save(tmp_path / folder / f"{number}_labels.png")
+    return tmp_path
+
+
+def test_every_command_reads_the_same_channels(cribo: Run, five_channels: Path) -> None:
+    chosen = ("--channels", "4,0,2", "--page", 1, "--range", "0,4095")
+    assert "--page" in cribo("embed", "images", *HOW, "--out", "none", status=2)
+    assert "--channels" in cribo("embed", "images", *HOW, "--page", 1, "--out", "none", status=2)
+    cribo("embed", "images", *HOW, "--out", "features", *chosen)
+    assert json.loads(Path("features/about.json").read_text())["same"]["channels"] == [4, 0, 2]
+    assert "channels" in cribo("embed", "images", *HOW, "--out", "features", "--page", 1, "--resume", status=2)
+    how = ("segment", *HOW, "--images", "images", "--memory", "m.safetensors", "--pictures", 0)
+    cribo(*how, "--examples", "examples", "--out", "a", *chosen)
+    cribo(*how, "--out", "b")  # the memory remembers them
+    assert (np.array(Image.open("a/labels/0.png")) == np.array(Image.open("examples/0_labels.png"))).mean() > 0.9
+    assert Path("a/labels/0.png").read_bytes() == Path("b/labels/0.png").read_bytes()
+    assert "channels" in cribo(*how, "--out", "c", "--channels", "1,2,3", status=2)
+    cribo("index", *HOW, "--images", "images", "--db", "objects.db", *chosen)
+    assert "channels 4,0,2" in cribo("index", "--db", "objects.db", "--channels", "0,1,2", status=2)
+    assert "3 unchanged" in cribo("index", "--db", "objects.db", "--device", "cpu")
+
+
+@pytest.fixture
 def named(cribo: Run, tmp_path: Path) -> Path:
     (tmp_path / "images").mkdir()
     for number in range(3):
@@ -150,9 +184,9 @@ COMMANDS = (
 
 
 @pytest.mark.parametrize("command", [*((name,) for name in COMMANDS), *(("evaluate", name) for name in PROTOCOLS)])
-def test_every_command_that_reads_images_has_both_options(command: tuple[str, ...], capsys) -> None:
+def test_every_command_that_reads_images_has_these_options(command: tuple[str, ...], capsys) -> None:
     with pytest.raises(SystemExit):
         main([*command, "--help"])
     text = capsys.readouterr().out
-    for option in ("--max_pixels MAX_PIXELS", "--range RANGE"):
+    for option in ("--max_pixels MAX_PIXELS", "--range ", "--channels ", "--page PAGE"):
         assert text.count(f"\n  {option}") == 1

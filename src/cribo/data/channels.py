@@ -71,8 +71,13 @@ def grey_to_8_bits(
     return 255 - grey if samples.white_is_zero else grey
 
 
-def require_bright(largest: int, name: str, *, colour: bool = False) -> None:
+def require_bright(largest: int, name: str, *, way: str | None = None) -> None:
     """Refuse an image of 16 bits that is nearly black, and count it if it is dark.
+
+    Args:
+        largest: its largest value.
+        name: its name.
+        way: what to do, for the error; by default, to give the range of its bits.
 
     Raises:
         InputError: no value reaches 2^13.
@@ -82,9 +87,7 @@ def require_bright(largest: int, name: str, *, colour: bool = False) -> None:
         if largest < _DIM:
             DIM_IMAGES.add(name, largest)
         return
-    if colour:
-        way = "convert the file to 8 bits per channel, or give --range 0,65535 if it is a dark picture"
-    else:
+    if way is None:
         way = (
             f"give the range of its values with --range LOW,HIGH, such as --range 0,{2**bits - 1} for {bits} bits, or "
             "--range 0,65535 if it is a dark picture"

@@ -80,7 +80,18 @@ class _PillowPicture(Picture):
         require_one_picture(self._image)
 
     def rgb(self) -> UInt8[np.ndarray, "h w 3"]:
-        return upright_rgb(self._image, self._reading)
+        reading = self._reading
+        if reading.page:
+            raise InputError(f"{self.kind.name} images have one page, 0, got --page {reading.page}")
+        if reading.range is not None and len(reading.range) > 2:
+            raise InputError(f"a range for each channel is for TIFF, not {self.kind.name}: give one --range LOW,HIGH")
+        pixels = upright_rgb(self._image, reading)
+        if reading.channels is None:
+            return pixels
+        if max(reading.channels) > 2:
+            raise InputError(f"it has the channels 0 to 2, got --channels with {max(reading.channels)}")
+        chosen = reading.channels if len(reading.channels) == 3 else 3 * reading.channels
+        return np.ascontiguousarray(pixels[..., list(chosen)])
 
     def size(self) -> tuple[int, int]:
         image = self._image
@@ -150,7 +161,8 @@ def _colour_of_16_bits(image: Image.Image, limits: tuple[float, float] | None) -
     colours = bands[: len(bands) - (image.mode in ("RGBA", "LA"))]
     if limits is None:
         largest = max(int(band.getextrema()[1]) for band in colours) * 257  # pyright: ignore[reportArgumentType]
-        require_bright(largest, _name(image), colour=True)
+        way = "convert the file to 8 bits per channel, or give --range 0,65535 if it is a dark picture"
+        require_bright(largest, _name(image), way=way)
         return image
     require_high_bits(limits)
     table = scaled(np.arange(256) * 257, *limits).tolist()

@@ -16,7 +16,7 @@ from PIL import Image
 from cribo.base.errors import InputError
 from cribo.base.packages import require_packages
 from cribo.base.wording import counted
-from cribo.data.channels import Samples, grey_to_8_bits
+from cribo.data.channels import FULL, Samples, grey_to_8_bits, require_bright, scaled
 from cribo.data.config import Reading
 from cribo.data.readers import ImageKind, Picture, pillow
 
@@ -143,8 +143,12 @@ class _TiffPicture(Picture):
         if self._reading.channels is not None:
             values = values[..., list(self._reading.channels)]
         elif self._has_opacity:
-            opacity, values = self._in_8_bits(values[..., -1], 0), values[..., :-1]
-        channels = [self._in_8_bits(values[..., place], place) for place in range(values.shape[-1])]
+            opacity, values = scaled(values[..., -1], 0, np.iinfo(values.dtype).max), values[..., :-1]
+        shared = self._shared_limits(values) if self._reading.range is None and values.shape[-1] > 1 else None
+        channels = [
+            self._in_8_bits(values[..., place], shared or self._reading.limits(place))
+            for place in range(values.shape[-1])
+        ]
         if len(channels) == 1:
             channels *= 3
         pixels = np.stack(channels, axis=-1)
@@ -199,8 +203,20 @@ class _TiffPicture(Picture):
         found = 1 if tag is None else int(tag.value)
         return found if found in pillow.UPRIGHT else 1
 
-    def _in_8_bits(self, values: Num[np.ndarray, "h w"], place: int) -> UInt8[np.ndarray, "h w"]:
-        limits = self._reading.limits(place)
+    def _shared_limits(self, values: Num[np.ndarray, "h w c"]) -> tuple[float, float] | None:
+        """Return the values of black and white of all channels; None for 8 bits and types without a known range."""
+        samples = self._samples
+        if values.dtype.kind != "u" or values.dtype.itemsize != 2:
+            return None
+        largest = int(values.max())
+        if samples.high is None or largest > samples.high:
+            require_bright(largest, self._name, way="give --range LOW,HIGH, or 0,65535 if it is a dark picture")
+            return 0, FULL
+        return samples.low, samples.high
+
+    def _in_8_bits(
+        self, values: Num[np.ndarray, "h w"], limits: tuple[float, float] | None
+    ) -> UInt8[np.ndarray, "h w"]:
         if values.dtype == np.bool_:
             return values.astype(np.uint8) * np.uint8(255)
         if values.dtype == np.uint8 and limits is None:
