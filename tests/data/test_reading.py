@@ -236,7 +236,7 @@ def test_end_marker_of_an_embedded_thumbnail_does_not_hide_a_truncation(tmp_path
         ("x.jpg", b"\xff\xd8", "not an image"),
         ("x.jpg", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image"),
         ("x.jpg", b"\0\0\0\x18ftypheic\0\0\0\0", "HEIC"),
-        ("scan", b"\0" * 128 + b"DICM", "DICOM"),
+        ("scan.nii", b"\x5c\x01\0\0" + bytes(344), "NIfTI"),
         ("x.dng", b"II*\0\x08\0\0\0", "camera raw"),  # Pillow would read the thumbnail of such a TIFF
         ("x.svs", b"II*\0\x08\0\0\0", "whole-slide TIFF"),
         ("missing.jpg", None, "no such file"),

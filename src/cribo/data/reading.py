@@ -49,11 +49,17 @@ IMAGE_KINDS = (
     ImageKind("GIF", (".gif",), _starts(rb"GIF8[79]a"), "pillow"),
     ImageKind("PPM", (".ppm", ".pgm", ".pbm", ".pnm"), _starts(rb"P[0-6fy]"), "pillow", bits=32),
     ImageKind("JPEG2000", (".jp2",), _starts(rb"\xff\x4f\xff\x51|\0\0\0\x0cjP  \r\n\x87\n"), "pillow", bits=16),
+    ImageKind(
+        *("DICOM", (".dcm",), _starts(rb".{128}DICM"), "dicom"),
+        bits=32,
+        pages="one",
+        packages=("pydicom",),
+        extra="dicom",
+    ),
     # Recognised, and refused by name.
     ImageKind("HEIC", (".heic", ".heif"), _starts(rb".{4}ftyp(hei|hev|mif1|msf1)")),
     ImageKind("AVIF", (".avif",), _starts(rb".{4}ftypavi[fs]")),
     ImageKind("JPEG XL", (".jxl",), _starts(rb"\xff\x0a|\0\0\0\x0cJXL ")),
-    ImageKind("DICOM", (".dcm",), _starts(rb".{128}DICM")),
     ImageKind("NIfTI", (".nii",), _starts(rb"\x5c\x01\0\0|\0\0\x01\x5c|\x1c\x02\0\0|\0\0\x02\x1c")),
     ImageKind("OpenEXR", (".exr",), _starts(rb"\x76\x2f\x31\x01")),
     ImageKind("Radiance HDR", (".hdr",), _starts(rb"#\?R(ADIANCE|GBE)")),

@@ -208,11 +208,11 @@ def test_missing_data_is_a_data_error_and_a_file_not_found_error(tmp_path):
 def test_an_empty_folder_reports_extensions_and_contents(tmp_path):
     with pytest.raises(DataError, match=r"looked for \.jpg .*, found no files at all"):
         open_images(tmp_path)
-    for name in ["a.dcm", "b/c.dcm", "readme"]:
+    for name in ["a.czi", "b/c.czi", "readme"]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
     (tmp_path / "x.jpg").symlink_to(tmp_path / "not-downloaded")
-    with pytest.raises(DataError, match=r"found 2 \.dcm, 1 .*1 of them broken links"):
+    with pytest.raises(DataError, match=r"found 2 \.czi, 1 .*1 of them broken links"):
         open_images(tmp_path)
 
 
@@ -265,11 +265,11 @@ def test_camvid(camvid):
 
 def test_images_of_formats_that_cannot_be_read_are_counted(tmp_path, caplog):
     save(tmp_path / "a.png")
-    for name in ("b.heic", "c.HEIC", "deep/d.dcm", "notes.md"):
+    for name in ("b.heic", "c.HEIC", "deep/d.czi", "notes.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
     with caplog.at_level("WARNING", "cribo"):
         assert names(open_images(tmp_path)) == ["a.png"]
     [message] = caplog.messages
     assert "3 images" in message
-    assert "2 .heic, 1 .dcm" in message
+    assert "2 .heic, 1 .czi" in message
