@@ -3,6 +3,7 @@
     uv run python -m benchmarks.segmentation --backbone WEIGHTS --data SET [SET ...]
     uv run python -m benchmarks.segmentation --backbone WEIGHTS --data SET --only cost
     uv run python -m benchmarks.segmentation --backbone WEIGHTS --data SET --rows chosen --save scores.json
+    uv run python -m benchmarks.segmentation --backbone WEIGHTS --data SET --only prompts --draws 3 --queries 50
     uv run python -m benchmarks.segmentation --compare before.json after.json
 
 SET is a folder with images/train, images/val, labels/train, labels/val and classes.txt. Examples are drawn uniformly
@@ -30,6 +31,8 @@ from cribo.apps.segment.suggesting import suggest
 from cribo.base.machine import keep_freed_memory
 from cribo.data import LabelledSubset
 from cribo.data.config import spread
+from cribo.data.labelled.label_maps import IGNORE_INDEX, LabelledBox, LabelMap
+from cribo.data.labelled.regions import trace
 from cribo.data.randomness import keyed_generator
 from cribo.evaluation.intervals import seed_difference
 from cribo.features import Encoder
@@ -39,6 +42,9 @@ from cribo.features.scores import calibration_error, iou
 from cribo.models import Backbone, build_backbone, load_backbone
 
 FIGURES = ("mIoU", "calibration error", "CPU seconds of the choice")
+
+LEAST_REGION = 0.01
+"""Smallest region that is marked as an example, relative to the image."""
 
 _DRAW = 0x736567
 _EVERY = 7  # pixels for the calibration error
@@ -192,6 +198,70 @@ def suggestions(train: LabelledSubset, val: LabelledSubset, encoder: Encoder, ar
         print(f"| {name} | {' | '.join(f'{statistics.fmean(own):.1f}' for own in zip(*curve, strict=True))} |")
 
 
+def region_of(labels: Tensor, label: int) -> Tensor | None:
+    """Return the pixels of the largest connected region of a class, if it covers 1 % of the image or more."""
+    largest = next(iter(trace(labels.numpy(), [label])), None)
+    if largest is None or largest.mask.sum() < LEAST_REGION * labels.numel():
+        return None
+    height, width = largest.mask.shape
+    region = torch.zeros_like(labels, dtype=torch.bool)
+    region[largest.top : largest.top + height, largest.left : largest.left + width] = torch.from_numpy(largest.mask)
+    return region
+
+
+def marked(train: LabelledSubset, draw: int) -> dict[int, tuple[int, Tensor]]:
+    """Draw an image and its region for each class except the background; each image serves one class."""
+    order = torch.randperm(len(train), generator=keyed_generator(_DRAW, draw)).tolist()
+    found: dict[int, tuple[int, Tensor]] = {}
+    for label in range(train.classes[0] == "background", len(train.classes)):
+        used = [index for index, _ in found.values()]
+        for index in order:
+            region = None if index in used else region_of(train.labels(index), label)
+            if region is not None:
+                found[label] = index, region
+                break
+    return found
+
+
+def prompted(labels: Tensor, label: int, region: Tensor, kind: str, background: bool) -> LabelMap:
+    """Return what is known of an image with one marked region: its mask, its box, or its box as a mask.
+
+    Without a class for the background, all other pixels have no class. With one, pixels outside the mask or box are
+    background, except those of other objects, which have no class in all cases.
+    """
+    known = torch.full_like(labels, IGNORE_INDEX)
+    if background:
+        known[labels == 0] = 0
+    rows, columns = (region.any(dim=side).nonzero()[:, 0] for side in (1, 0))
+    left, top, right, bottom = int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
+    if kind == "mask":
+        known[region] = label
+        return LabelMap(known)
+    known[top:bottom, left:right] = label if kind == "filled box" else IGNORE_INDEX
+    box = LabelledBox(label, (left, top, right, bottom), rest=0 if background else IGNORE_INDEX)
+    return LabelMap(known, boxes=() if kind == "filled box" else (box,))
+
+
+def prompts(train: LabelledSubset, val: LabelledSubset, encoder: Encoder, arguments: argparse.Namespace) -> None:
+    """Print the mIoU of one mask for each class, and the ratios to it of one box for each class."""
+    scores: dict[str, list[float]] = {"mask": [], "box": [], "filled box": []}
+    background = train.classes[0] == "background"
+    for draw in range(arguments.first, arguments.first + arguments.draws):
+        regions = marked(train, draw)
+        for kind, own in scores.items():
+            memory = SegmentationMemory(encoder, classes=train.classes, settings=settings_of({}, arguments))
+            for label, (index, region) in regions.items():
+                known = prompted(train.labels(index), label, region, kind, background)
+                memory.add(train.load(index), known, name=train.name(index))
+            own.append(scored(memory, val)[0])
+            print(f"draw {draw}, {len(regions)} examples, {kind}: {own[-1]:.1f}", flush=True)
+    print("\n| one for each class | mIoU | ratio to masks | of each draw |\n|---|---|---|---|")
+    for kind, own in scores.items():
+        ratios = [score / best for score, best in zip(own, scores["mask"], strict=True)]
+        each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        print(f"| {kind} | {statistics.fmean(own):.1f} | {statistics.fmean(ratios):.2f} | {each} |", flush=True)
+
+
 def cost(train: LabelledSubset, val: LabelledSubset, backbone: Backbone, arguments: argparse.Namespace) -> None:
     """Print the seconds of each part with the current defaults and with the previous ones."""
     image = val.load(0)
@@ -236,7 +306,7 @@ def main() -> None:
     parser.add_argument("--pool", type=int, default=100, help="number of images to suggest from")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scale", type=float, help="scale of the images; by default that of `cribo segment`")
-    parser.add_argument("--only", choices=("quality", "suggestions", "cost"))
+    parser.add_argument("--only", choices=("quality", "suggestions", "prompts", "cost"))
     arguments = parser.parse_args()
     if arguments.compare:
         compare(*arguments.compare)
@@ -255,6 +325,7 @@ def main() -> None:
         parts = {
             "quality": partial(quality, folder, train, val, encoder, arguments),
             "suggestions": partial(suggestions, train, val, encoder, arguments),
+            "prompts": partial(prompts, train, val, encoder, arguments),
             "cost": partial(cost, train, val, backbone, arguments),
         }
         for name, part in parts.items():

@@ -18,7 +18,7 @@ from cribo.explorer.images import PageImage
 
 expect.set_options(timeout=60_000)  # other tests may occupy the cores
 
-SENT = "The uploaded picture"
+SENT = "The chosen picture"
 
 
 @pytest.fixture
@@ -60,6 +60,54 @@ def test_a_patch_is_selected_by_click_and_moved_by_keys(watched: Watched, red: s
     expect(page.get_by_text("Patch in row 3 of 24, column 21 of 24")).to_be_visible()
     click_inside(picture, 0.42, 0.42)  # on the square
     expect(page.locator("#nearest-to-patch")).to_contain_text(re.compile(r"1\. 1\.00 \d-red\.png"))
+
+
+def test_images_of_the_collection_show_their_features(watched: Watched) -> None:
+    page = watched.page
+    watched.open("Features")
+    number = page.get_by_label("Image of the collection (0 to 7)")
+    number.fill("2")
+    number.press("Enter")
+    expect(page.get_by_role("img", name="Heat map of the similarity")).to_be_visible()
+    click_inside(page.get_by_role("img", name=SENT).and_(page.locator(":visible")), 0.46, 0.46)  # on the square
+    expect(page.locator("#nearest-to-patch")).to_contain_text(re.compile(r"1\. 1\.00 \d-red\.png"))
+    page.get_by_role("button", name="next image").click()
+    expect(number).to_have_value("3")
+
+
+def test_pagers_of_one_page_are_hidden(watched: Watched) -> None:
+    watched.open("Objects")
+    expect(watched.page.locator("#collection button").first).to_be_visible()
+    expect(watched.page.get_by_role("button", name="next page")).to_have_count(0)
+
+
+def test_a_box_or_a_click_proposes_a_region(watched: Watched) -> None:
+    page, painter = watched.page, watched.page.locator(".painter")
+    shutil.rmtree(watched.examples, ignore_errors=True)
+    watched.open("Segment")
+    page.get_by_label("Open a picture by its number").fill("2")
+    page.keyboard.press("Enter")
+    expect(page.locator(".painter-caption")).to_have_text("0-red.png")
+    page.get_by_label("Name of a new class").fill("square")
+    page.keyboard.press("Enter")
+    expect(painter.get_by_role("button", name="square")).to_have_attribute("aria-pressed", "true")
+    painter.get_by_role("button", name="Box or click").click()
+    accept = painter.get_by_role("button", name="Accept the region")
+
+    # Nothing is painted before the region is accepted; Escape drops it.
+    drag(page, (0.01, 0.01), (0.7, 0.7))
+    expect(accept).to_be_visible()
+    expect(page.get_by_role("button", name="Confirm", exact=True)).to_be_disabled()
+    page.keyboard.press("Escape")
+    expect(accept).to_be_hidden()
+    page.mouse.click(*position_on(page.locator(".painter-canvas"), 0.25, 0.25))
+    expect(accept).to_be_visible()
+    page.keyboard.press("Enter")
+    expect(accept).to_be_hidden()
+    confirm(page)
+    labels = open_labels(watched.examples / "labels" / "0-red.png").labels
+    assert labels[20, 20] == 0
+    assert labels[80, 80] == 255
 
 
 def test_a_chosen_image_is_scrolled_into_view_on_a_phone(watched: Watched) -> None:
@@ -238,7 +286,7 @@ def test_every_control_is_reached_with_tab_and_shows_focus(watched: Watched) -> 
             )
         )
     joined = " | ".join(names)
-    for control in ("Image (0 to 7)", "Object (0 is the largest)", "smaller object", "next page", "2: 0-red"):
+    for control in ("Image (0 to 7)", "Object (0 is the largest)", "smaller object", "2: 0-red"):
         assert control in joined, joined
     page.get_by_role("button", name="smaller object").focus()
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"

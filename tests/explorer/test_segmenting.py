@@ -140,6 +140,22 @@ def test_invalid_paintings_are_refused(session: Session, given: Any, named: str)
         session.draw("c0", 1.0, given)
 
 
+@pytest.mark.parametrize("corners", [[0, 0, 60, 66], [20.5, 20]])
+def test_a_region_is_proposed_for_a_box_or_a_point(session: Session, corners: list[float]) -> None:
+    key = KEYS["0-red"]
+    found = from_runs(session.propose(key, corners), (96, 96), 1)
+    assert (found[:40, :40] == 0).all()
+    assert (found[56:] == 255).all()
+    assert (found[:, 56:] == 255).all()
+    assert session.examples == []
+
+
+@pytest.mark.parametrize("corners", [[96, 0, 120, 9], [5, 5, 5, 9], [-1, 4], [1e400, 4], ["a", 4], [4], {}, None, "45"])
+def test_places_outside_the_picture_are_refused(session: Session, corners: Any) -> None:
+    with pytest.raises(Refused, match=r"mark it again"):
+        session.propose("c0", corners)
+
+
 @pytest.mark.parametrize("key", ["c8", "u0", "../a.png", "", "c-1", "c" + "9" * 30])
 def test_unknown_pictures_are_refused(session: Session, key: str) -> None:
     with pytest.raises(Refused, match="picture"):

@@ -103,6 +103,7 @@ def test_shown_pictures_match_the_requests(visitor: Visitor) -> None:
         ("likeness", (None, 0, 0), "No picture was uploaded yet"),
         ("upload", ("visitor-with-errors", None), "No picture was uploaded yet"),
         ("open_number", ("visitor-with-errors", 99), "The picture must be 0 to 7, got 99."),
+        ("open_image", ("../../etc/passwd",), "Not a number"),
     ],
 )
 def test_errors_are_shown_as_messages(visitor: Visitor, what: str, data: tuple[object, ...], said: str) -> None:
@@ -138,6 +139,10 @@ def test_examples_are_separate_per_visitor_and_saved(served: Served, visitor: Vi
         other.ask("download_examples", others)
     with pytest.raises(Refusal, match="The visitor is unknown"):
         other.ask("begin", "")
+    proposal = visitor.ask("propose", own, event={"key": canvas["key"], "corners": [0, 0, 60, 60], "number": 4})[0]
+    assert (proposal["key"], proposal["number"], sum(proposal["proposed"][1::2])) == (canvas["key"], 4, 96 * 96)
+    with pytest.raises(Refusal, match="The marked place is invalid"):
+        visitor.ask("propose", own, event={"key": "c0"})
     with pytest.raises(Refusal, match="The painting is invalid"):
         other.ask("confirm", others, event={"key": "c0"})
 

@@ -82,7 +82,7 @@ def build_page(contents: Contents, uploads: Uploads) -> gr.Blocks:
                 with gr.Tab("Objects") as tab:
                     objects_tab(tab, contents.finder, uploads)
             with gr.Tab("Features"):
-                features_tab(contents.encoder, uploads, contents.finder)
+                features_tab(contents.encoder, uploads, contents.finder, contents.visitors.images)
             with gr.Tab("Segment") as tab:
                 segmenting_tab(tab, identity, contents.visitors, uploads)
     return page

@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import UInt8
 from torch import Tensor
 from torchvision.transforms.v2.functional import to_pil_image
@@ -26,7 +27,7 @@ from cribo.base.errors import InputError, UnreadableImage
 from cribo.data.config import Reading
 from cribo.data.labelled.crops import resize_labels
 from cribo.data.labelled.inputs import open_labels
-from cribo.data.labelled.label_maps import IGNORE_INDEX
+from cribo.data.labelled.label_maps import IGNORE_INDEX, LabelledBox
 from cribo.data.reading import EncodedImage, open_picture
 from cribo.explorer.candidates import ENCODED, Candidates
 from cribo.explorer.example_folder import ExampleFolder, ExistingLabels, Written
@@ -310,6 +311,25 @@ class Session:
             painting = self._paintings.setdefault(key, Painting(labels, time))
             if time >= painting.time:
                 painting.labels, painting.time = labels, time
+
+    def propose(self, key: str, corners: Any) -> list[int]:
+        """Return the region of an object that is marked in an image, as runs (`to_runs`) of 0, and 255 elsewhere.
+
+        Args:
+            key: key of the image.
+            corners: (left, top, right, bottom) of a box around it, or (x, y) of a point, in pixels of the shown image.
+
+        Raises:
+            Refused: there is no such image, or the box or point is not in it.
+        """
+        with self._lock:
+            image = self.image(key)
+            shown = image.load(SHOWN)
+            height, width = shown.shape[1:]
+            place = _place(corners, height, width)
+            prompts = self._memory.prompts(shown, self._memory.encode([image.load(ENCODED)])[0])
+            mask = prompts.mask_of_box(place) if isinstance(place, LabelledBox) else prompts.mask_at_point(*place)
+            return to_runs(torch.where(mask, 0, IGNORE_INDEX).byte())
 
     def confirm(self, key: str) -> None:
         """Add the painting of an image to the examples and save it; remove the example if the painting was erased.
@@ -604,6 +624,21 @@ def empty_memory(encoder: SharedNetwork) -> SegmentationMemory:
     """Return a memory without examples, whose probe is fixed."""
     settings = SegmentationSettings(**vars(probe_of(encoder)))
     return SegmentationMemory(encoder.probed, settings=settings, batch_size=1)
+
+
+def _place(corners: Any, height: int, width: int) -> LabelledBox | tuple[float, float]:
+    """Return a box or point that the browser sent."""
+    try:
+        numbers = [float(each) for each in (corners if isinstance(corners, list) else [])]
+        x, y = numbers[:2]
+        box = LabelledBox(0, (x, y, numbers[2], numbers[3])) if len(numbers) > 2 else None
+    except (TypeError, ValueError, IndexError, OverflowError) as error:
+        raise Refused("The marked place is invalid: mark it again.") from error
+    if box is None and 0 <= x <= width and 0 <= y <= height:
+        return x, y
+    if box is not None and box.clipped(height, width) is not None:
+        return box
+    raise Refused("The marked place is outside the picture: mark it again.")
 
 
 def _data_url(image: UInt8[Tensor, "3 h w"]) -> str:

@@ -113,3 +113,10 @@ def test_other_annotations_are_refused(coco: Path) -> None:
     write_label_maps(annotations / "instances_train2017.json", coco / "labels")
     with pytest.raises(InputError, match="annotations"):
         write_label_maps(annotations / "stuff_train2017.json", coco / "labels")
+
+
+def test_boxes_without_outlines_are_refused(coco: Path) -> None:
+    things = [{"image_id": 0, "category_id": 1, "bbox": [0, 0, 40, 40]}]
+    file = annotated(coco / "annotations" / "instances_train2017.json", {1: "person"}, things)
+    with pytest.raises(DataError, match="segmentation"):
+        write_label_maps(file, coco / "maps")

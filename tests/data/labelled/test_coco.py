@@ -101,7 +101,10 @@ def test_images_in_the_default_or_another_folder(tmp_path: Path) -> None:
     [
         ([annotation([SQUARE], 8)], {}, r"annotation 1 refers to category 8, which is not listed; listed: 7, 90"),
         ([annotation([SQUARE]) | {"image_id": 6}], {}, "annotation 1 refers to image 6, which is not listed"),
-        ([annotation([]) | {"bbox": [0, 0, 2, 2]}], {}, "boxes do not give a class to each pixel"),
+        ([annotation([])], {}, "boxes are needed"),
+        ([annotation([]) | {"bbox": [0, 0, 2, 0]}], {}, "boxes are needed"),
+        ([annotation([]) | {"bbox": [12, 0, 2, 2]}], {}, "The first is annotation 1"),
+        ([annotation([]) | {"bbox": [1, 2, 3]}], {}, "bbox must be"),
         ([annotation([[1, 1, 4, 1]])], {}, "polygons of three or more corners"),
         ([annotation([[40, 1, 44, 1, 44, 4]])], {}, "The first is annotation 1"),
         ([annotation([SQUARE], iscrowd=1)], {}, "all 1 annotation are crowds"),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cribo.base.errors import DataError, InputError, MissingData
 from cribo.data.labelled.formats import LABEL_FORMATS, find_examples, written_formats
-from cribo.data.labelled.label_maps import IGNORE_INDEX, Labelling, Task
+from cribo.data.labelled.label_maps import IGNORE_INDEX, LabelledBox, Labelling, Task
 from cribo.data.labelled.label_studio import decoded, encoded
 from cribo.data.labelled.regions import polygon, trace
 
@@ -356,7 +356,9 @@ def test_overlapping_labels_are_counted(tmp_path: Path, caplog: pytest.LogCaptur
         ('<polygon label="cell" points="0,0;1,0;1,0.5"></polygon>', "normalised"),
         ('<polygon label="cell" points="0,0;20,0"></polygon>', "none of"),
         ('<polygon label="cell" points="100,0;120,0;120,10"></polygon>', "none of"),
-        ('<box label="cell" xtl="1" ytl="1" xbr="9" ybr="9"></box>', "box"),
+        ('<box label="cell" xtl="1" ytl="1" xbr="9" ybr="1"></box>', "none of"),
+        ('<box label="cell" xtl="90" ytl="1" xbr="99" ybr="9"></box>', "none of"),
+        ('<points label="cell" points="90,1"></points>', "none of"),
         ('<mask label="cell" rle="1, 2" left="30" top="5" width="2" height="2"></mask>', "rle"),
         ('<mask label="cell" rle="0, 4" left="55" top="5" width="2" height="2"></mask>', "inside the image"),
     ],
@@ -389,3 +391,85 @@ def test_invalid_lines_of_yolo(tmp_path: Path, line: str) -> None:
     (tmp_path / "classes.txt").write_text("cell\ndog\n")
     with pytest.raises(DataError, match=r"line 1 of a\.txt"):
         find_examples(tmp_path)
+
+
+BOX = LabelledBox(1, (5, 5, 20, 15), rest=0)
+
+
+def write_boxes(folder: Path, kind: str) -> Path:
+    """Write a box around a cell in a format, for an image a.png."""
+    save_image(folder / "images" / "a.png")
+    if kind == "cvat":
+        return cvat(folder, '<box label="dog" xtl="5" ytl="5" xbr="20" ybr="15"></box>')
+    if kind == "yolo":
+        (folder / "labels").mkdir()
+        (folder / "labels" / "a.txt").write_text(f"0 {12.5 / WIDTH} {10 / HEIGHT} {15 / WIDTH} {10 / HEIGHT}\n")
+        (folder / "classes.txt").write_text("cell\nit's a dog\n")
+        return folder
+    if kind == "voc":
+        corners = "<xmin>6</xmin><ymin>6</ymin><xmax>20</xmax><ymax>15</ymax>"
+        content = f"<filename>a.png</filename><object><name>cell</name><bndbox>{corners}</bndbox></object>"
+        (folder / "images" / "a.xml").write_text(f"<annotation>{content}</annotation>")
+        return folder / "images"
+    if kind == "coco":
+        file, content = (
+            folder / "coco.json",
+            {
+                "images": [{"id": 1, "file_name": "a.png"}],
+                "categories": [{"id": 4, "name": "cell"}],
+                "annotations": [{"id": 2, "image_id": 1, "category_id": 4, "bbox": [5, 5, 15, 10], "segmentation": []}],
+            },
+        )
+    elif kind == "labelme":
+        shape = {"label": "cell", "points": [[20, 5], [5, 15]], "shape_type": "rectangle"}
+        file, content = folder / "images" / "a.json", {"shapes": [shape], "imagePath": "a.png"}
+    else:
+        value = {"x": 500 / WIDTH, "y": 12.5, "width": 1500 / WIDTH, "height": 25, "rectanglelabels": ["cell"]}
+        result = [{"original_width": WIDTH, "original_height": HEIGHT, "value": value}]
+        file, content = folder / "ls.json", [{"data": {"image": "a.png"}, "annotations": [{"result": result}]}]
+    file.write_text(json.dumps(content))
+    return file.parent
+
+
+@pytest.mark.parametrize("kind", ["cvat", "yolo", "voc", "coco", "labelme", "label-studio"])
+def test_boxes_of_all_formats(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    found = find_examples(write_boxes(tmp_path, kind)).label_map(0)
+    ((label, corners, rest),) = found.boxes
+    assert (label, rest) == (1, 0)
+    assert corners == pytest.approx(BOX.corners)
+    assert torch.equal(found.labels, mask(5, 5, 20, 15) * 255)
+    assert "1 box" in caplog.text
+
+
+def test_other_regions_are_drawn_over_boxes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shapes = [
+        '<polygon label="cell" points="0,0;10,0;10,10;0,10"></polygon>',
+        '<box label="dog" xtl="5" ytl="5" xbr="20" ybr="15"></box>',
+        '<box label="dog" xtl="90" ytl="5" xbr="99" ybr="15"></box>',
+    ]
+    found = find_examples(cvat(tmp_path, "".join(shapes)))
+    (inside,) = found.label_map(0).boxes
+    assert inside.corners == BOX.corners
+    expected = torch.where(mask(0, 0, 10, 10) == 1, 2, mask(5, 5, 20, 15) * 255)
+    assert torch.equal(found.labels(0).int(), expected.int())
+    assert "skipped 1 of 3 annotations" in caplog.text
+
+
+def test_boxes_are_renamed_and_ignored_with_their_classes(tmp_path: Path) -> None:
+    write_boxes(tmp_path, "yolo")
+    for name, label in (("background: other\ncell: blob", 1), ("cell: null", None)):
+        (tmp_path / "map.yaml").write_text(name)
+        found = find_examples(tmp_path, classes=tmp_path / "map.yaml", label_format="yolo").label_map(0)
+        assert [box.label for box in found.boxes] == ([] if label is None else [label])
+        assert set(found.labels[5:15, 5:20].unique().tolist()) == {255}
+
+
+def test_points_are_strokes(tmp_path: Path) -> None:
+    point = '<points label="dog" points="10,10"></points><points label="cell" points="90,1;30,20.5"></points>'
+    alone = find_examples(cvat(tmp_path / "alone", point)).labels(0)
+    assert (alone[10, 10], alone[20, 30], alone[0, 0]) == (1, 2, 255)  # points do not show where objects end
+    assert int((alone != 255).sum()) < 12
+    polygon = '<polygon label="dog" points="0,0;20,0;20,20;0,20"></polygon>'
+    beside = find_examples(cvat(tmp_path / "beside", point + polygon)).labels(0)
+    assert (beside[10, 10], beside[20, 30], beside[30, 30]) == (1, 2, 0)

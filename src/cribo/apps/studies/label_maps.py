@@ -13,6 +13,7 @@ from torch import Tensor
 from cribo.base.errors import DataError
 from cribo.base.files import write_text
 from cribo.base.job import Job
+from cribo.base.wording import counted
 from cribo.data.labelled.coco import CocoLabels
 from cribo.data.labelled.label_maps import CLASSES_FILE, IGNORE_INDEX
 
@@ -82,7 +83,13 @@ def write_label_maps(
         raise DataError(f"{stuff} does not list {lacking[0]}: give the file of the same images as {annotations}")
 
     def labels(index: int) -> UInt8[Tensor, "h w"]:
-        own = numbers[0][things.labels(index).long()]
+        drawn = things.label_map(index)
+        if drawn.boxes:
+            raise DataError(
+                f"{annotations}: {things.name(index)} has {counted(len(drawn.boxes), 'object')} with a box only, but "
+                "label maps need outlines: give a file with a segmentation for each object"
+            )
+        own = numbers[0][drawn.labels.long()]
         if further is None:
             return own
         return torch.where(own == IGNORE_INDEX, numbers[1][further.labels(places[things.name(index)]).long()], own)

@@ -16,7 +16,13 @@ from cribo.base.errors import DataError, InputError, MissingData
 from cribo.base.files import path_inside, read_json, require
 from cribo.base.wording import counted, enumerated
 from cribo.data.labelled.coco_writing import mask_annotation, write_coco
-from cribo.data.labelled.label_maps import IGNORE_INDEX, Labelling, LabelMap, read_classes
+from cribo.data.labelled.label_maps import (
+    IGNORE_INDEX,
+    LabelledBox,
+    Labelling,
+    LabelMap,
+    read_classes,
+)
 from cribo.data.labelled.outlines import (
     BACKGROUND,
     CORNERS,
@@ -28,6 +34,7 @@ from cribo.data.labelled.outlines import (
     require_size,
     runs_of,
 )
+from cribo.data.labelled.regions import BOXES
 from cribo.data.labelled.run_lengths import decompressed, mask_of, require_counts
 from cribo.data.labelled.segmentation import LabelledExamples
 from cribo.data.reading import image_size
@@ -218,8 +225,9 @@ class CocoLabels(LabelledExamples):
 
     Class 0 is the background, followed by the categories sorted by id; ids may have gaps. Where objects overlap, the
     smaller one is on top. Crowds, regions of uncounted objects, are labelled 255 (ignored) unless covered by an object.
-    Objects without an outline, or with one of fewer than three corners or outside the image, are skipped with a
-    warning.
+    Of objects without an outline, the label map has the boxes (`LabelMap.boxes`); their pixels have no class unless an
+    object covers them. Objects with neither, or with an outline of fewer than three corners or outside the image, are
+    skipped with a warning.
 
     Args:
         annotations: the JSON file; `segmentation` contains polygons or run lengths, compressed or not.
@@ -227,8 +235,8 @@ class CocoLabels(LabelledExamples):
 
     Raises:
         MissingData: the file, or an image that it lists, does not exist.
-        DataError: errors of `CocoFile`, duplicate category names, an invalid outline, no outlines at all, or only
-            crowds.
+        DataError: errors of `CocoFile`, duplicate category names, an invalid outline or box, neither of them at all, or
+            only crowds.
     """
 
     def __init__(self, annotations: str | os.PathLike[str], images: str | os.PathLike[str] | None = None) -> None:
@@ -245,8 +253,8 @@ class CocoLabels(LabelledExamples):
         self._outlines = self._read_outlines()
 
     def _read_outlines(self) -> list[list[tuple[Annotation, Any]]]:
-        """Return the checked outlines of each image: a list of polygons, or the counts of run lengths."""
-        coco, skipped = self._coco, list[str]()
+        """Return the checked outlines of each image: polygons, the counts of run lengths, or a box."""
+        coco, skipped, boxes = self._coco, list[str](), 0
         outlines: list[list[tuple[Annotation, Any]]] = [[] for _ in coco.images]
         extents: list[float] = []
         for index, each in enumerate(coco.annotations):
@@ -254,14 +262,22 @@ class CocoLabels(LabelledExamples):
             for annotation in each:
                 try:
                     outline = _outline(annotation.entry.get("segmentation"), *size)
+                    if outline is None and not annotation.entry.get("segmentation") and not annotation.crowd:
+                        outline = _box(annotation.entry.get("bbox"), self._label[annotation.category])
                 except InputError as error:
                     name = self.name(index)
-                    problem = f"the outline of {annotation} of {name} is invalid: {error}"
+                    what = "outline" if annotation.entry.get("segmentation") else "box"
+                    problem = f"the {what} of {annotation} of {name} is invalid: {error}"
                     raise DataError(f"{coco.path}: {problem}") from error
                 if isinstance(outline, list):
                     extents.append(max(float(ring.max()) for ring in outline))
-                if outline is None or (
-                    isinstance(outline, list) and not any(meets_image(ring, *size) for ring in outline)
+                if isinstance(outline, LabelledBox):
+                    boxes += 1
+                    extents.append(max(outline.corners[2:]))
+                if (
+                    outline is None
+                    or (isinstance(outline, list) and not any(meets_image(ring, *size) for ring in outline))
+                    or (isinstance(outline, LabelledBox) and outline.clipped(*size) is None)
                 ):
                     skipped.append(f"{annotation} of {self.name(index)}")
                 else:
@@ -270,15 +286,17 @@ class CocoLabels(LabelledExamples):
         total = coco.num_annotations
         if skipped and len(skipped) == total:
             raise DataError(
-                f"{coco.path}: none of the {counted(total, 'annotation')} has an outline: boxes do not give a class to "
-                f"each pixel; polygons of three or more corners, or run lengths, are needed. The first is {skipped[0]}"
+                f"{coco.path}: none of the {counted(total, 'annotation')} has an outline or a box in its image: "
+                f"polygons of three or more corners, run lengths, or boxes are needed. The first is {skipped[0]}"
             )
         if skipped:
             log.warning(
-                "%s: skipped %d of %d annotations, which have no segmentation, fewer than three corners, or lie "
-                "outside the image; their pixels are background. The first is %s",
+                "%s: skipped %d of %d annotations, which have neither segmentation nor box, fewer than three corners, "
+                "or lie outside the image; their pixels are background. The first is %s",
                 *(coco.path, len(skipped), total, skipped[0]),
             )
+        if boxes:
+            log.info(BOXES, coco.path, counted(boxes, "box", "boxes"))
         return outlines
 
     def label_map(self, index: int) -> LabelMap:
@@ -291,12 +309,20 @@ class CocoLabels(LabelledExamples):
         height, width = image_size(self.path(index), reading=self.reading)
         require_size(self._coco.path, self.name(index), self._coco.sizes[index], (height, width))
         labels = np.zeros((height, width), dtype=np.uint8)
-        drawn = [(annotation, *_drawn(outline, height, width)) for annotation, outline in self._outlines[index]]
+        boxes = tuple(outline for _, outline in self._outlines[index] if isinstance(outline, LabelledBox))
+        for box in boxes:
+            if (place := box.clipped(height, width)) is not None:
+                labels[place[1] : place[3], place[0] : place[2]] = IGNORE_INDEX
+        drawn = [
+            (annotation, *_drawn(outline, height, width))
+            for annotation, outline in self._outlines[index]
+            if not isinstance(outline, LabelledBox)
+        ]
         # Crowds first, then from the largest object to the smallest.
         drawn.sort(key=lambda each: (not each[0].crowd, -each[1]))
         for annotation, _, runs in drawn:
             labels[_mask(runs, height, width)] = IGNORE_INDEX if annotation.crowd else self._label[annotation.category]
-        return LabelMap(torch.from_numpy(labels))
+        return LabelMap(torch.from_numpy(labels), boxes=boxes)
 
     @property
     def stated_palette(self) -> list[Colour]:
@@ -329,6 +355,20 @@ def _outline(given: object, height: int, width: int) -> list[Ring] | Int64[np.nd
     rings = [np.array(polygon, dtype=np.float64).reshape(-1, 2) for polygon in polygons]
     check_outline(rings, height, width)
     return [ring for ring in rings if len(ring) >= CORNERS] or None
+
+
+def _box(given: object, label: int) -> LabelledBox | None:
+    """Return a checked `bbox` (left, top, width, height) as a box of a class; None if it has no area.
+
+    Raises:
+        InputError: it is not four numbers.
+    """
+    if not given:
+        return None
+    if not isinstance(given, list) or len(given) != 4 or not all(map(is_number, given)):
+        raise InputError(f"bbox must be left, top, width and height in pixels, got {_shown(given)}")
+    left, top, width, height = map(float, given)
+    return LabelledBox(label, (left, top, left + width, top + height), rest=0) if min(width, height) > 0 else None
 
 
 def _counts(given: Mapping[str, Any], height: int, width: int) -> Int64[np.ndarray, " n"]:

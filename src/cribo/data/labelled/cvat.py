@@ -107,10 +107,7 @@ def _regions(shape: ET.Element, what: str, size: tuple[int, int], found: RegionS
         yield from found.outline(label, ring, size=size, name=what)
     elif shape.tag == "box":
         left, top, right, bottom = _numbers(shape, "xtl", "ytl", "xbr", "ybr")
-        if right <= left or bottom <= top:
-            found.skipped.append(what)
-            return
-        yield Region(label, box=(left, top, right, bottom), name=what)
+        yield from found.boxed(label, (left, top, right, bottom), name=what)
     elif shape.tag == "ellipse":
         x, y, rx, ry = _numbers(shape, "cx", "cy", "rx", "ry")
         if rx <= 0 or ry <= 0:

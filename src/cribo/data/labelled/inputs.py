@@ -1,6 +1,7 @@
 """Conversion of images and label maps from files, Pillow images, arrays or tensors."""
 
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,15 +12,15 @@ from torch import Tensor
 
 from cribo.base.errors import DataError, InputError
 from cribo.data.config import DEFAULT_READING, Reading
-from cribo.data.labelled.label_maps import IGNORE_INDEX, LabelMap, class_indices
+from cribo.data.labelled.label_maps import IGNORE_INDEX, LabelledBox, LabelMap, class_indices
 from cribo.data.readers.pillow import upright_rgb
 from cribo.data.reading import read_image, read_values
 
 ImageLike = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
 """A file; a Pillow image; a uint8 array (H, W, 3); or a uint8 tensor (3, H, W)."""
 
-LabelsLike = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor | LabelMap
-"""A grey or palette PNG whose values are class indices; such a Pillow image; integers (H, W); or a label map."""
+LabelsLike = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor | LabelMap | Sequence[LabelledBox]
+"""A grey or palette PNG whose values are class indices; such a Pillow image; integers (H, W); a label map; or boxes."""
 
 
 class Example(NamedTuple):
@@ -56,8 +57,12 @@ def open_image(image: ImageLike, reading: Reading = DEFAULT_READING) -> UInt8[Te
     return image.detach().cpu()
 
 
-def open_labels(labels: LabelsLike) -> LabelMap:
+def open_labels(labels: LabelsLike, size: tuple[int, int] | None = None) -> LabelMap:
     """Return a label map as a tensor on the CPU.
+
+    Args:
+        labels: the labels.
+        size: height and width of the image, which boxes need.
 
     Raises:
         UnreadableImage: the file cannot be read as an image.
@@ -70,6 +75,10 @@ def open_labels(labels: LabelsLike) -> LabelMap:
         return class_indices(IGNORE_INDEX).read(read_values(labels), os.fspath(labels))
     if isinstance(labels, Image.Image):
         return class_indices(IGNORE_INDEX).read(labels, "labels")
+    if isinstance(labels, Sequence):
+        if size is None or not all(isinstance(box, LabelledBox) for box in labels):
+            raise InputError(f"labels in a list must be boxes (LabelledBox) in an image, got {labels!r:.60}")
+        return LabelMap(torch.full(size, IGNORE_INDEX, dtype=torch.uint8), boxes=tuple(labels))
     values = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else labels
     if values.ndim != 2 or values.dtype.kind not in "iub":
         raise InputError(f"labels must be integers (H, W), got {values.dtype} {values.shape}")

@@ -1,5 +1,6 @@
 """Label maps: the class of each pixel of an image, stored as class indices, as a mask of 0 and 255, or as colours."""
 
+import math
 import os
 import re
 from collections import Counter
@@ -38,11 +39,48 @@ _COMMENT = "#"  # first character of the lines of a list that are skipped
 _NEAR = 16  # values of a soft mask below this are background, and values as near to 255 foreground
 
 
+class LabelledBox(NamedTuple):
+    """A box around an object of which the pixels are not known.
+
+    Attributes:
+        label: class of the object.
+        corners: (left, top, right, bottom) in pixels of the image; it may reach beyond the image.
+        rest: class of the other pixels in the box, such as the background; 255 for none.
+    """
+
+    label: int
+    corners: tuple[float, float, float, float]
+    rest: int = IGNORE_INDEX
+
+    def clipped(self, height: int, width: int) -> tuple[int, int, int, int] | None:
+        """Return the (left, top, right, bottom) of its whole pixels in the image; None if it has no area there.
+
+        Example:
+            >>> LabelledBox(0, (-3, 1.2, 4, 90)).clipped(10, 20), LabelledBox(0, (30, 1, 40, 9)).clipped(10, 20)
+            ((0, 1, 4, 10), None)
+        """
+        left, top, right, bottom = self.corners
+        if not (left < right and top < bottom and left < width and top < height and right > 0 and bottom > 0):
+            return None
+        return (
+            *(math.floor(max(0, left)), math.floor(max(0, top))),
+            *(math.ceil(min(width, right)), math.ceil(min(height, bottom))),
+        )
+
+
 class LabelMap(NamedTuple):
-    """The class of each pixel, 255 for none, and the colours of the classes of a palette PNG."""
+    """The class of each pixel of an image.
+
+    Attributes:
+        labels: class of each pixel, 255 for none.
+        palette: colours of the classes of a palette PNG.
+        boxes: boxes of further objects, whose pixels are found by their features (`features.memory.prompts`). Until
+            then, they are 255.
+    """
 
     labels: UInt8[Tensor, "h w"]
     palette: tuple[Colour, ...] | None = None
+    boxes: tuple[LabelledBox, ...] = ()
 
 
 class Task(NamedTuple):

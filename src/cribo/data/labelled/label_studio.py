@@ -142,7 +142,8 @@ def _regions(result: Any, what: str, found: RegionSet) -> Iterator[Region]:
                 name=what,
             )
         else:
-            yield Region(label, box=(x * width, y * height, (x + w) * width, (y + h) * height), name=what)
+            box = (x * width, y * height, (x + w) * width, (y + h) * height)
+            yield from found.boxed(label, box, name=what)
 
 
 def _numbers(value: Mapping[str, Any], *names: str) -> list[float]:

@@ -79,7 +79,7 @@ def _regions(shape: Any, name: str, size: tuple[int, int] | None, found: RegionS
         raise InputError(f"a {kind} must have two points, got {len(points)}")
     (x0, y0), (x1, y1) = points
     if kind == "rectangle":
-        return [Region(label, box=(min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1)), name=name)]
+        return found.boxed(label, (min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1)), name=name)
     if kind == "circle":
         radius = float(np.hypot(x1 - x0, y1 - y0))
         if radius == 0:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from cribo.base.colours import Colour, class_colours
 from cribo.base.errors import DataError, InputError, MissingData
 from cribo.base.files import path_inside
 from cribo.base.wording import counted, enumerated
-from cribo.data.labelled.label_maps import IGNORE_INDEX, LabelMap, Task, read_classes
+from cribo.data.labelled.label_maps import IGNORE_INDEX, LabelledBox, LabelMap, Task, read_classes
 from cribo.data.labelled.outlines import (
     BACKGROUND,
     CORNERS,
@@ -39,6 +39,10 @@ Draw = Callable[[int, int], Mask]
 
 _BACKGROUNDS = (BACKGROUND, "_background_", "__background__")
 _IGNORED = ("__ignore__", "ignore")
+_POINT = 0.01  # radius of a key point, relative to the shorter side of the image
+
+BOXES = "%s: the objects in %s are found by the features inside against those around them"
+"""Message about boxes in labels."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ class RegionSet:
         folders: folders that may contain the images.
         unlabelled: listed images without labels.
         skipped: what had no area in its image.
-        extents: largest coordinate of each polygon.
+        extents: largest coordinate of each polygon and box.
     """
 
     source: Path
@@ -102,6 +106,14 @@ class RegionSet:
     unlabelled: list[RegionImage] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     extents: list[float] = field(default_factory=list)
+
+    def boxed(self, label: str, box: tuple[float, float, float, float], *, name: str) -> list[Region]:
+        """Return a box (left, top, right, bottom) as a region, or note that it has no area."""
+        if box[2] <= box[0] or box[3] <= box[1]:
+            self.skipped.append(name)
+            return []
+        self.extents.append(max(box[2:]))
+        return [Region(label, box=box, name=name)]
 
     def outline(
         self, label: str, ring: Sequence[tuple[float, float]], *, size: tuple[int, int] | None, name: str
@@ -114,11 +126,21 @@ class RegionSet:
         return [Region(label, polygon(ring), name=name)]
 
 
+class _Drawn(NamedTuple):
+    """A label map, the number of its pixels with several classes, and the names of what lies outside the image."""
+
+    map: LabelMap
+    several: int
+    outside: list[str]
+
+
 class RegionLabels(LabelledExamples):
     """Images with labelled regions, as `LabelledImages`.
 
     Class 0 is the background, followed by the classes of the files. Where regions of different classes overlap, the
-    later one is on top.
+    later one is on top. Pixels in boxes have no class unless another region covers them: the label map has the boxes
+    (`LabelMap.boxes`). Key points are drawn as discs, on top of regions; if an image has nothing else, its other pixels
+    have no class.
 
     Args:
         found: content of the files.
@@ -164,16 +186,28 @@ class RegionLabels(LabelledExamples):
             UnreadableImage: the image file is broken.
             DataError: its size differs from the listed one.
         """
-        labels, _ = self._draw(index)
-        return LabelMap(torch.from_numpy(labels))
+        return self._draw(index).map
 
-    def _draw(self, index: int) -> tuple[np.ndarray, int]:
-        """Return the label map of an image, and the number of pixels with labels of several classes."""
+    def _draw(self, index: int) -> _Drawn:
+        """Draw the regions of an image."""
         image = self._set.images[index]
         height, width = image_size(self.path(index), reading=self.reading)
         require_size(image.source, self.name(index), image.size, (height, width))
-        labels, several = np.zeros((height, width), dtype=np.uint8), np.zeros((height, width), dtype=bool)
+        points = [region for region in image.regions if region.points]
+        # Points do not show where objects end.
+        empty = IGNORE_INDEX if points and len(points) == len(image.regions) else 0
+        labels, several = np.full((height, width), empty, dtype=np.uint8), np.zeros((height, width), dtype=bool)
         taken = np.zeros((height, width), dtype=bool)
+        boxes, outside = list[LabelledBox](), list[str]()
+        for region in image.regions:
+            if region.box is None:
+                continue
+            box = LabelledBox(self._label[region.label], region.box, rest=0)
+            if (place := box.clipped(height, width)) is None:
+                outside.append(region.name)
+                continue
+            labels[place[1] : place[3], place[0] : place[2]] = IGNORE_INDEX
+            boxes += [] if box.label == IGNORE_INDEX else [box]
         for region in image.regions:
             if region.draw is None:
                 continue
@@ -182,7 +216,13 @@ class RegionLabels(LabelledExamples):
             label = self._label[region.label]
             several |= mask & taken & (labels != label)
             labels[mask], taken = label, taken | mask
-        return labels, int(several.sum())
+        radius = max(1.0, _POINT * min(height, width))
+        for region in points:
+            within = [(x, y) for x, y in region.points if 0 <= x <= width and 0 <= y <= height]
+            outside += [] if within else [region.name]
+            for x, y in within:
+                labels[ellipse(x, y, radius, radius)(height, width)] = self._label[region.label]
+        return _Drawn(LabelMap(torch.from_numpy(labels), boxes=tuple(boxes)), int(several.sum()), outside)
 
     def require_images(self) -> None:
         """Draw all regions once, to find faults before any work; say what is skipped, and where labels overlap.
@@ -191,23 +231,29 @@ class RegionLabels(LabelledExamples):
             DataError: no region has an area, a region is invalid, or the size of an image is not the listed one.
         """
         found, regions = self._set, [region for image in self._set.images for region in image.regions]
-        drawable = sum(region.draw is not None for region in regions)
-        boxes = sum(region.box is not None for region in regions)
-        if not drawable:
+        skipped, boxes, several = [*found.skipped], 0, dict[str, int]()
+        for index in range(len(self)):
+            drawn = self._draw(index)
+            skipped += drawn.outside
+            boxes += len(drawn.map.boxes)
+            several |= {self.name(index): drawn.several} if drawn.several else {}
+        total = len(regions) + len(found.skipped)
+        if len(skipped) == total:
             raise DataError(
-                f"none of the {counted(len(regions), 'annotation')} of {found.source} gives a class to pixels"
-                + (f": {counted(boxes, 'box', 'boxes')} were found; polygons or masks are needed" if boxes else "")
+                f"none of the {counted(total, 'annotation')} of {found.source} gives a class to pixels: polygons, "
+                "masks, boxes or points inside the images are needed"
+                + (f". The first is {skipped[0]}" if skipped else "")
             )
-        if boxes or found.skipped:
-            first = f"; the first is {found.skipped[0]}" if found.skipped else ""
+        if skipped:
             log.warning(
-                "%s: skipped %d of %d annotations, which are boxes, have fewer than three corners, or lie outside the "
-                "image; their pixels are background%s",
-                *(found.source, boxes + len(found.skipped), len(regions) + len(found.skipped), first),
+                "%s: skipped %d of %d annotations, which have no area, or lie outside the image; their pixels are "
+                "background. The first is %s",
+                *(found.source, len(skipped), total, skipped[0]),
             )
+        if boxes:
+            log.info(BOXES, found.source, counted(boxes, "box", "boxes"))
         if found.unlabelled:
             log.info("%s: %s", found.source, _unlabelled(found).strip(" ,"))
-        several = {self.name(index): pixels for index in range(len(self)) if (pixels := self._draw(index)[1])}
         if several:
             log.warning(
                 "%s: %d pixels of %s have labels of several classes; the later one wins. The first image is %s",

@@ -77,8 +77,10 @@ class RenamedExamples(LabelledExamples):
     def label_map(self, index: int) -> LabelMap:
         """Return the new class of each pixel; raises the errors of the original."""
         self.found.reading = self.reading
-        labels = self._table[self.found.label_map(index).labels.numpy()]
-        return LabelMap(torch.from_numpy(labels))
+        own = self.found.label_map(index)
+        boxes = (box._replace(label=int(self._table[box.label]), rest=int(self._table[box.rest])) for box in own.boxes)
+        kept = tuple(box for box in boxes if box.label != IGNORE_INDEX)
+        return LabelMap(torch.from_numpy(self._table[own.labels.numpy()]), boxes=kept)
 
     @property
     def tasks(self) -> Mapping[str, Task]:

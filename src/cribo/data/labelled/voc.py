@@ -13,7 +13,7 @@ from cribo.base.errors import DataError, MissingData
 from cribo.base.files import path_inside, read_lines, require, write_text, write_whole
 from cribo.data.labelled.detection import Boxes
 from cribo.data.labelled.label_maps import CLASSES_FILE, Labelling, write_labels
-from cribo.data.labelled.regions import Region, RegionImage, RegionSet
+from cribo.data.labelled.regions import RegionImage, RegionSet
 from cribo.data.labelled.writing import stems
 from cribo.data.reading import EXTENSIONS
 from cribo.data.sources.images import ImageFiles, PackedNames
@@ -98,8 +98,9 @@ def read_voc(source: Path, files: list[Path]) -> RegionSet:
         stated = (ET.parse(file).getroot().findtext("filename") or "").strip()
         names = tuple(filter(None, (stated, *(f"{file.stem}{ending}" for ending in EXTENSIONS))))
         regions = [
-            Region(name, box=(box[0], box[1], box[2], box[3]), name=f"object {number} of {file.name}")
+            region
             for number, (name, box) in enumerate(_read_objects(file), start=1)
+            for region in found.boxed(name, (box[0], box[1], box[2], box[3]), name=f"object {number} of {file.name}")
         ]
         found.images.append(RegionImage(names, None, regions, file))
     return found

@@ -129,7 +129,7 @@ def _read(path: Path, names: Sequence[str], size: tuple[int, int], found: Region
         if len(values) == 4:
             x, y, w, h = values
             box = ((x - w / 2) * width, (y - h / 2) * height, (x + w / 2) * width, (y + h / 2) * height)
-            regions.append(Region(names[int(label)], box=box, name=name))
+            regions += found.boxed(names[int(label)], box, name=name)
         elif len(values) % 2:
             raise DataError(f"{path}: {name} must have a class, then x and y of each corner, or a box of four numbers")
         else:

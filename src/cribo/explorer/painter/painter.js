@@ -1,18 +1,22 @@
-// The editor of the Segment tab: names of classes, strokes with a round brush, and predicted labels below them.
+// The editor of the Segment tab: names of classes, strokes with a round brush, regions that the server proposes for a
+// box or click, and predicted labels below them.
 // `element`, `props`, `trigger` and `watch` are variables of gr.HTML. Labels are sent as runs: label, length, ...
 
 const NONE = 255;
 const UNDO_STEPS = 30;
 const PAINTED_ALPHA = 215;
 const PREDICTED_ALPHA = 120;
+const PROPOSED_ALPHA = 190;
+const CLICK = 4; // pixels of the picture that a click may move; a longer movement is a box
 
 const part = (name) => element.querySelector(`.painter-${name}`);
-const stage = part("stage"), picture = part("picture"), canvas = part("canvas"), brush = part("brush");
+const stage = part("stage"), picture = part("picture"), canvas = part("canvas"), brush = part("brush"), frame = part("box");
 const context = canvas.getContext("2d");
 
 let shown = { key: null, classes: [] }; // what the server sent last
 let painted = new Uint8Array(0), predicted = null, pixels = null;
 let undo = [], changed = false, time = 0, erasing = false, adding = false, showing = true, chosen = 0, last = null;
+let marking = false, corner = null, proposed = null, number = 0; // the proposal that answers the last mark
 
 function toRuns(labels) {
   const runs = [];
@@ -34,6 +38,14 @@ function fromRuns(runs) {
 // ------------------------------------------------------------------------------------------------ drawing
 
 function colourPixel(index) {
+  if (proposed?.[index]) {
+    const column = index % shown.width;
+    const isInside = column > 0 && column < shown.width - 1 && proposed[index - 1] && proposed[index + 1] &&
+      proposed[index - shown.width] && proposed[index + shown.width];
+    const colour = isInside && !erasing ? shown.classes[chosen].colour : [255, 255, 255];
+    pixels.data.set([...colour, isInside ? PROPOSED_ALPHA : 255], 4 * index);
+    return;
+  }
   const isPainted = painted[index] !== NONE;
   const label = isPainted ? painted[index] : predicted && showing ? predicted[index] : NONE;
   const colour = shown.classes[label]?.colour ?? [0, 0, 0];
@@ -69,6 +81,50 @@ function stroke(to) {
   context.putImageData(pixels, 0, 0);
 }
 
+// ------------------------------------------------------------------------------------------------ proposals
+
+function showFrame(from, to) {
+  const percent = (value, side) => `${Math.min(100, Math.max(0, ((value + 0.5) / side) * 100))}%`;
+  Object.assign(frame.style, {
+    left: percent(Math.min(from.x, to.x), shown.width),
+    top: percent(Math.min(from.y, to.y), shown.height),
+    right: `calc(100% - ${percent(Math.max(from.x, to.x), shown.width)})`,
+    bottom: `calc(100% - ${percent(Math.max(from.y, to.y), shown.height)})`,
+  });
+  frame.hidden = false;
+}
+
+function mark(from, to) {
+  const isClick = Math.hypot(to.x - from.x, to.y - from.y) < CLICK;
+  const box = [Math.min(from.x, to.x), Math.min(from.y, to.y), Math.max(from.x, to.x), Math.max(from.y, to.y)];
+  if (isClick) frame.hidden = true;
+  number += 1;
+  trigger("propose", { key: shown.key, number, corners: (isClick ? [from.x, from.y] : box).map((each) => each + 0.5) });
+}
+
+function receiveProposal(value) {
+  if (value.key !== shown.key || value.number !== number) return; // marked again, or dropped
+  proposed = fromRuns(value.proposed).map((label) => Number(label !== NONE));
+  drawAll();
+  update();
+}
+
+function drop() {
+  number += 1;
+  frame.hidden = true;
+  if (!proposed) return;
+  proposed = null;
+  drawAll();
+  update();
+}
+
+function accept() {
+  remember();
+  for (let index = 0; index < painted.length; index++) if (proposed[index]) painted[index] = erasing ? NONE : chosen;
+  drop();
+  send();
+}
+
 function position(event) {
   const place = canvas.getBoundingClientRect();
   const scale = shown.width / place.width;
@@ -98,6 +154,8 @@ function update() {
   part("undo").disabled = !undo.length;
   part("rename").disabled = !shown.classes.length;
   part("erase").setAttribute("aria-pressed", erasing);
+  part("region").setAttribute("aria-pressed", marking);
+  part("proposal").hidden = !proposed;
   part("show").disabled = !predicted;
   part("show").setAttribute("aria-pressed", showing);
   part("confirm").disabled = !changed;
@@ -110,6 +168,7 @@ function update() {
 function choose(index) {
   if (index >= shown.classes.length) return;
   [chosen, erasing] = [index, false];
+  if (proposed) drawAll();
   update();
 }
 
@@ -129,6 +188,7 @@ function listClasses() {
 }
 
 function receive() {
+  if (props.value?.proposed) return receiveProposal(props.value);
   const before = shown;
   shown = props.value ?? { key: null, classes: [] };
   if (adding && shown.classes.length > before.classes.length) [chosen, erasing] = [shown.classes.length - 1, false];
@@ -153,6 +213,8 @@ function load() {
   [canvas.width, canvas.height] = [shown.width, shown.height];
   stage.style.width = `min(100%, ${(70 * shown.width) / shown.height}vh)`;
   painted = fromRuns(shown.painted);
+  proposed = corner = null;
+  frame.hidden = true;
   pixels = context.createImageData(shown.width, shown.height);
   time = shown.time;
   undo = [];
@@ -174,6 +236,12 @@ canvas.addEventListener("pointerdown", (event) => {
     return;
   }
   canvas.setPointerCapture(event.pointerId);
+  if (marking) {
+    drop();
+    corner = position(event);
+    return;
+  }
+  drop();
   remember();
   last = null;
   stroke(position(event));
@@ -184,7 +252,8 @@ canvas.addEventListener("pointermove", (event) => {
   const width = canvas.getBoundingClientRect().width, side = (part("size").value * width) / shown.width;
   Object.assign(brush.style, { width: `${side}px`, height: `${side}px` });
   Object.assign(brush.style, { left: `${((to.x + 0.5) / shown.width) * 100}%`, top: `${((to.y + 0.5) / shown.height) * 100}%` });
-  brush.hidden = false;
+  brush.hidden = marking;
+  if (corner) showFrame(corner, to);
   if (last) {
     const moves = event.getCoalescedEvents?.() ?? []; // between two frames; missing in some browsers
     for (const move of moves.length ? moves : [event]) stroke(position(move));
@@ -197,24 +266,38 @@ canvas.addEventListener("pointermove", (event) => {
 canvas.addEventListener("pointerleave", () => (brush.hidden = true));
 
 for (const end of ["pointerup", "pointercancel"]) {
-  canvas.addEventListener(end, () => {
+  canvas.addEventListener(end, (event) => {
     if (last) send();
-    last = null;
+    if (corner && end === "pointerup") mark(corner, position(event));
+    else if (corner) drop();
+    last = corner = null;
   });
 }
 
+part("region").addEventListener("click", () => {
+  marking = !marking;
+  drop();
+  update();
+});
+
+part("accept").addEventListener("click", accept);
+part("drop").addEventListener("click", drop);
+
 part("erase").addEventListener("click", () => {
   erasing = !erasing;
+  if (proposed) drawAll();
   update();
 });
 
 part("undo").addEventListener("click", () => {
+  drop();
   painted = undo.pop() ?? painted;
   drawAll();
   send();
 });
 
 part("clear").addEventListener("click", () => {
+  drop();
   remember();
   painted.fill(NONE);
   drawAll();
@@ -253,6 +336,9 @@ element.addEventListener("keydown", (event) => {
   else if (event.ctrlKey || event.metaKey || event.altKey) return;
   else if (event.key === "e") part("erase").click();
   else if (/^[1-9]$/.test(event.key)) choose(event.key - 1);
+  else if (event.key === "b") part("region").click();
+  else if (event.key === "Escape" && (proposed || !frame.hidden)) drop();
+  else if (event.key === "Enter" && event.target === canvas && proposed) accept();
   else if (event.key === "Enter" && event.target === canvas) part("confirm").click();
   else return;
   event.preventDefault();

@@ -6,6 +6,7 @@ from typing import Any
 import gradio as gr
 
 from cribo.explorer.features import colour_picture, patch_similarity
+from cribo.explorer.images import FolderImages
 from cribo.explorer.network import SharedNetwork
 from cribo.explorer.objects import ObjectFinder
 from cribo.explorer.tabs.fields import (
@@ -20,14 +21,18 @@ from cribo.explorer.tabs.fields import (
 )
 from cribo.explorer.uploads import Uploads
 
-_ADVICE = "Drop a picture on the field, or choose a file. Pictures are deleted when the server stops."
+_ADVICE = "Drop a picture on the field, or choose a file. Uploaded pictures are deleted when the server stops."
 _MATCHES = 6
+_LONGEST = 1024  # longer side of an image of the collection in pixels; the network sees at most 4,096 patches
 
 
-def features_tab(encoder: SharedNetwork, uploads: Uploads, finder: ObjectFinder | None) -> None:
+def features_tab(
+    encoder: SharedNetwork, uploads: Uploads, finder: ObjectFinder | None, images: FolderImages | None
+) -> None:
     """Add a field for a picture, its features as colours, and the similarity to a selected patch.
 
-    The similarity is shown as a heat map and, with a collection, by the nearest objects.
+    The picture is uploaded, or one of the images of a collection. The similarity is shown as a heat map and, with a
+    collection of objects, by the nearest objects.
     """
 
     def others(vector: Any) -> tuple[Any, ...]:
@@ -51,6 +56,15 @@ def features_tab(encoder: SharedNetwork, uploads: Uploads, finder: ObjectFinder 
     def clicked(sent: Any, event: gr.SelectData) -> tuple[Any, ...]:
         return alike(sent, *encoder.encode(uploads.read(sent)).patch_at(*clicked_point(event)))
 
+    def opened(by: int) -> Callable[..., tuple[Any, ...]]:
+        @show_errors
+        def open_image(number: Any) -> tuple[Any, ...]:
+            assert images is not None
+            place = min(max(whole_number(number) + by, 0), len(images) - 1)
+            return place, images[place].load(_LONGEST).permute(1, 2, 0).numpy()
+
+        return open_image
+
     def stepped(down: int, right: int) -> Callable[..., tuple[Any, ...]]:
         @show_errors
         def step(sent: Any, row: Any, column: Any) -> tuple[Any, ...]:
@@ -60,7 +74,17 @@ def features_tab(encoder: SharedNetwork, uploads: Uploads, finder: ObjectFinder 
 
     with gr.Row(equal_height=False):
         with gr.Column(min_width=280):
-            picture = sent_picture(f"Your picture ({uploads.limits}): click on a patch", "The uploaded picture")
+            picture = sent_picture(f"Your picture ({uploads.limits}): click on a patch", "The chosen picture")
+            if images is not None:
+                last = len(images) - 1
+                with gr.Row():
+                    number = gr.Number(None, label=f"Image of the collection (0 to {last})", precision=0, minimum=0)
+                    before = gr.Button("← previous image", min_width=110, size="sm", visible=last > 0)
+                    after = gr.Button("next image →", min_width=110, size="sm", visible=last > 0)
+                # The picture is then handled like an uploaded one.
+                number.submit(opened(0), number, [number, picture], api_name="open_image", **REQUEST)
+                before.click(opened(-1), number, [number, picture], **HIDDEN)
+                after.click(opened(1), number, [number, picture], **HIDDEN)
         with gr.Column(min_width=280):
             colours = shown_picture(
                 "Its features: three principal components as red, green and blue", "Principal components as colours"

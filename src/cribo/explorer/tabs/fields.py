@@ -56,6 +56,7 @@ def sent_picture(caption: str, alt: str) -> gr.Image:
         show_label=False,
         sources=["upload", "clipboard"],
         height=HEIGHT,
+        format="png",
         buttons=["fullscreen"],
         alt_text=alt,
     )

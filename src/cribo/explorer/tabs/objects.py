@@ -97,7 +97,7 @@ def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
         elem_id="collection",
         elem_classes="tiles",
     )
-    with gr.Row():
+    with gr.Row(visible=finder.pages > 1):
         page = gr.Number(0, label=f"Page (0 to {finder.pages - 1})", precision=0, minimum=0, min_width=110)
         before = gr.Button("← previous page", min_width=110)
         after = gr.Button("next page →", min_width=110)

@@ -51,6 +51,12 @@ def segmenting_tab(tab: gr.Tab, identity: gr.BrowserState, visitors: Visitors, u
         visitors.session(identified(visitor)).draw(*_painting(event))
 
     @show_errors
+    def propose(visitor: Any, event: gr.EventData) -> dict[str, Any]:
+        with visitors.working(identified(visitor)) as session:
+            key, corners, number = _marked(event)
+            return {"key": key, "number": number, "proposed": session.propose(key, corners)}
+
+    @show_errors
     def confirm(visitor: Any, event: gr.EventData) -> tuple[Any, ...]:
         def change(session: Session) -> None:
             session.draw(*_painting(event))
@@ -149,6 +155,7 @@ def segmenting_tab(tab: gr.Tab, identity: gr.BrowserState, visitors: Visitors, u
     state = [painter, advice, saved, replacing]
     act(tab.select(enter, identity, identity, **HIDDEN).success, begin, name="begin")
     painter.draw(draw, identity, None, api_name="draw", **{**REQUEST, "concurrency_id": "painting"})
+    painter.propose(propose, identity, painter, api_name="propose", **REQUEST)
     for listen, handler, name in ((painter.confirm, confirm, "confirm"), (painter.next, proceed, "next")):
         act(listen, handler, name=name).success(score, identity, advice, **quiet)
     painter.classes(name_classes, identity, state, api_name="classes", **REQUEST)
@@ -166,6 +173,13 @@ def _painting(event: gr.EventData) -> tuple[str, float, Any]:
         return str(event.key), float(event.time), event.runs
     except (AttributeError, TypeError, ValueError) as error:
         raise Refused("The painting is invalid: reload the page.") from error
+
+
+def _marked(event: gr.EventData) -> tuple[str, Any, float]:
+    try:
+        return str(event.key), event.corners, float(event.number)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise Refused("The marked place is invalid: mark it again.") from error
 
 
 def _painter() -> gr.HTML:

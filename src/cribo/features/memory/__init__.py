@@ -6,6 +6,7 @@ from cribo.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cribo.data.labelled.inputs import Example as Example
+    from cribo.data.labelled.label_maps import LabelledBox as LabelledBox
     from cribo.features.memory.memory import Segmentation as Segmentation
     from cribo.features.memory.memory import SegmentationMemory as SegmentationMemory
     from cribo.features.memory.settings import SegmentationSettings as SegmentationSettings

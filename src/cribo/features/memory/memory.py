@@ -25,6 +25,7 @@ from cribo.data.labelled.label_maps import IGNORE_INDEX, LabelMap, read_classes
 from cribo.features.config import BackboneSource
 from cribo.features.encoder import Encoder, open_network
 from cribo.features.memory.pixels import label_pixels
+from cribo.features.memory.prompts import PromptImage
 from cribo.features.memory.settings import SegmentationSettings
 from cribo.features.memory.storage import Stored, StoredExample, read_memory, write_memory
 from cribo.features.probes.encoding import encode_grids, probe_encoder
@@ -34,6 +35,8 @@ from cribo.features.probes.fitting import (
     Choice,
     FittedProbe,
     LabelledPatches,
+    concatenate,
+    default_blocks,
     fit_probe,
     left_out_confusions,
     thinned,
@@ -210,7 +213,8 @@ class SegmentationMemory:
 
         Args:
             image: a file, a Pillow image, a uint8 array (H, W, 3) or a uint8 tensor (3, H, W).
-            labels: the class of each pixel, 255 for none: a grey or palette PNG, or integers (H, W).
+            labels: the class of each pixel, 255 for none: a grey or palette PNG, or integers (H, W). Or boxes around
+                objects (`LabelledBox`), whose pixels are found by their features (`prompts.PromptImage`).
             name: name in messages; by default the name of the file.
 
         Raises:
@@ -233,10 +237,11 @@ class SegmentationMemory:
             fresh: dict[str, tuple[str, Tensor, LabelMap]] = {}  # by the hash of the image
             for number, example in enumerate(examples):
                 name = example.name or _name_of(example.image, len(self) + number + 1)
-                image, labels = open_image(example.image, self.reading), open_labels(example.labels)
-                self._check(name, image, labels.labels)
+                image = open_image(example.image, self.reading)
+                labels = open_labels(example.labels, (image.shape[1], image.shape[2]))
+                self._check(name, image, labels)
                 palette = _joined(palette, labels, name)
-                hashes = content_hash(image), content_hash(labels.labels)
+                hashes = content_hash(image), _hash_of(labels)
                 if not any(hashes == (stored.image, stored.labels) for stored in self._stored):
                     fresh[hashes[0]] = (name, image, labels)
             features = self.encode([image for _, image, _ in fresh.values()])
@@ -244,10 +249,17 @@ class SegmentationMemory:
                 StoredExample(
                     name=name,
                     image=image,
-                    labels=content_hash(labels.labels),
-                    **vars(label_features(own, labels.labels, self.encoder.patch_size, self.settings.precision)),
+                    labels=_hash_of(labels),
+                    **vars(
+                        label_features(
+                            own,
+                            self.prompts(pixels, own).fill(labels),
+                            self.encoder.patch_size,
+                            self.settings.precision,
+                        )
+                    ),
                 )
-                for (image, (name, _, labels)), own in zip(fresh.items(), features, strict=True)
+                for (image, (name, pixels, labels)), own in zip(fresh.items(), features, strict=True)
             ]
             self._palette = palette
             places = {other.image: place for place, other in enumerate(self._stored)}
@@ -261,13 +273,27 @@ class SegmentationMemory:
                 self._choice = self._fitted = None
             return len(stored)
 
-    def _check(self, name: str, image: Tensor, labels: Tensor) -> None:
+    def prompts(self, image: UInt8[Tensor, "3 h w"], features: Float[Tensor, "rows columns l d"]) -> PromptImage:
+        """Return an image with its features of all blocks (`encode`), to find objects from boxes and points."""
+        blocks = self.encoder.blocks
+        places = [blocks.index(block) for block in default_blocks(blocks)]
+        rows = concatenate(features.flatten(0, 1).cpu(), places, None).unflatten(0, features.shape[:2])
+        return PromptImage(image, rows, self.encoder.patch_size, self.settings.refine)
+
+    def _check(self, name: str, image: Tensor, label_map: LabelMap) -> None:
+        labels, boxes = label_map.labels, label_map.boxes
         if labels.shape != image.shape[1:]:
             raise DataError(
                 f"{name}: labels must have the size of their image, {image.shape[2]} x {image.shape[1]}, "
                 f"got {labels.shape[1]} x {labels.shape[0]}"
             )
-        values = labels[labels != IGNORE_INDEX]
+        for box in boxes:
+            if not 0 <= box.label < IGNORE_INDEX or box.clipped(*labels.shape) is None:
+                raise DataError(
+                    f"{name}: a box must have a class and an area in the image of {labels.shape[1]} x "
+                    f"{labels.shape[0]}, got class {box.label} and (left, top, right, bottom) = {box.corners}"
+                )
+        values = torch.cat((labels[labels != IGNORE_INDEX], torch.tensor([box.label for box in boxes]).byte()))
         if not len(values):
             raise DataError(f"{name}: every pixel is {IGNORE_INDEX} (no class): label at least one pixel")
         if self._classes is not None and int(values.max()) >= len(self._classes):
@@ -512,6 +538,12 @@ class SegmentationMemory:
         if stored.choice is not None and settings.of_choice == saved.of_choice:
             memory._choice = Choice.from_json(stored.choice)
         return memory
+
+
+def _hash_of(labels: LabelMap) -> str:
+    """Return a hash of a label map and its boxes."""
+    pixels = content_hash(labels.labels)
+    return hashlib.sha256(f"{pixels} {labels.boxes}".encode()).hexdigest() if labels.boxes else pixels
 
 
 def _opened(
