@@ -1,36 +1,45 @@
-"""`cribo export`: write a backbone for other libraries."""
+"""`cribo export`: write a backbone, or a memory with its backbone, for other libraries."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.filesize import decimal
+from rich.text import Text
 
 from cribo.apps.export.config import TARGETS, ExportOptions, require_target
 from cribo.base.arguments import Parser
 from cribo.base.console import Phases, importing_networks
 from cribo.base.errors import ConfigError
 from cribo.cli.command import Call, Command
-from cribo.cli.running import BACKBONE_SHORT, NETWORK, print_places
+from cribo.cli.running import (
+    BACKBONE_SHORT,
+    NETWORK,
+    SUGGESTION,
+    add_optional_backbone,
+    optional_backbone,
+    print_places,
+)
 from cribo.features.config import BackboneSource, backbone_name
 
 if TYPE_CHECKING:
-    from cribo.apps.export import ExportReport
-    from cribo.apps.export.config import ExportOptions
-    from cribo.features.config import BackboneSource
+    from cribo.apps.export import ExportReport, MemoryReport
 
 HELP = """\
-Write a backbone for other libraries. The export is loaded back by the other library, and kept only if its features
-agree with those of the backbone to 1e-4 of the largest (1e-2 in float16), at several image sizes.
+Write a backbone or a memory for other libraries. The export is loaded back by the other library, and kept only if its
+features agree with those of the backbone to 1e-4 of the largest (1e-2 in float16), at several image sizes.
 
   cribo export --backbone runs/camvid --to timm           timm.create_model("local-dir:...", pretrained=True)
   cribo export --backbone runs/camvid --to transformers   AutoModel.from_pretrained
   cribo export --backbone runs/camvid --to onnx           RGB images in 0-1 to tokens and global token, any size
   cribo export --backbone runs/camvid --to torch-export   the same, for PyTorch
   cribo export --backbone runs/camvid --to hub --repo owner/name   publish on the Hugging Face hub, for timm and cribo
+  cribo export --memory mine.safetensors --to onnx         images in, labels and confidence out, any size
 
 Any backbone that can be evaluated can be exported: a run, a checkpoint of another project, a timm name, or
 hf://owner/name. Choose timm or transformers to continue training, hub to publish weights, and onnx for other runtimes.
+A memory of `cribo segment` becomes one graph (onnx or torch-export) with its backbone, which --backbone names if it has
+moved; 99.9 % of the labels must be those of the memory.
 Publishing requires a token of the hub (`hf auth login`); all files are uploaded in one commit. The model card states
 the licence of the weights.
 """
@@ -41,6 +50,9 @@ _HUB = "hub"
 def add_options(parser: Parser) -> None:
     """Add the options of the command."""
     parser.add_argument("--to", required=True, choices=(*TARGETS, _HUB), help="format to write")
+    parser.add_argument(
+        "--memory", type=Path, help="file of a memory of cribo segment, to export as a graph that labels pixels"
+    )
     parser.add_argument("--out", type=Path, help="output folder; by default exports/BACKBONE-TARGET")
     parser.add_argument("--repo", type=str, help="repository on the hub, owner/name; created if it does not exist")
     parser.add_argument("--private", action="store_true", help="create a private --repo")
@@ -58,13 +70,17 @@ def add_options(parser: Parser) -> None:
         "resized at each use. By default unchanged",
     )
     parser.add_class_arguments(ExportOptions, skip={"layers"})
-    parser.add_class_arguments(BackboneSource, "backbone")
-    parser.explain("--backbone.source", NETWORK)
+    add_optional_backbone(parser, f"{NETWORK}; required, except for a --memory whose backbone has not moved")
 
 
 def run(call: Call) -> None:
     """Run the command."""
-    config = call.parser.instantiate(call.options)["backbone"]
+    if call.options.memory is not None:
+        _export_memory(call)
+        return
+    config = optional_backbone(call.options)
+    if config is None:
+        raise ConfigError(f"--backbone is required, or --memory: {SUGGESTION}")
     options = call.build(ExportOptions, layers=config.layers)
     if call.options.to == _HUB:
         if call.options.out is not None:
@@ -92,10 +108,49 @@ def run(call: Call) -> None:
             **vars(options),
         )
     _print_check(report, call.options.precision, call.console)
-    print_places(call.console, {"written": f"{report.folder}, {decimal(report.size_bytes)}"})
-    call.console.print("  to load it:")
+    _print_written(report, call.console)
+
+
+def _export_memory(call: Call) -> None:
+    """Export the memory of --memory."""
+    parsed, plain = call.options, ExportOptions()
+    given = [f"--{name}" for name in ("repo", "private", "card", "image_size") if parsed[name]]
+    given += [f"--{name}" for name in ("precision", "fixed_size") if parsed[name] != getattr(plain, name)]
+    if given:
+        raise ConfigError(f"{given[0]} does not apply to --memory: omit it")
+    with importing_networks(call.console):
+        from cribo.apps.export.memory import export_memory, require_graph
+        from cribo.features.memory import SegmentationMemory
+        from cribo.features.memory.storage import read_memory
+
+    require_graph(parsed.to)
+    require_target(parsed.to)
+    backbone = optional_backbone(parsed)
+    if backbone is None:
+        source = read_memory(parsed.memory).source
+        if not Path(source).expanduser().exists():  # only a file is opened because a memory names it
+            raise ConfigError(f"{parsed.memory} was created with {source}: add --backbone with its source")
+        backbone = BackboneSource(source)
+    memory = SegmentationMemory.load(parsed.memory, backbone, device="cpu")
+    out = parsed.out or Path("exports") / f"{parsed.memory.stem}-{parsed.to}"
+    with Phases(call.console, first_line=0) as progress:
+        report = export_memory(
+            memory, parsed.to, out, overwrite=parsed.overwrite, progress=progress, opset=parsed.opset
+        )
+    sizes = ", ".join(f"{height}x{width}" for height, width in report.checked)
+    call.console.print(
+        f"loaded back: at least {report.equal:.2%} of the labels are those of the memory; the confidence differs by at "
+        f"most {report.difference:.1e} on average (images of {sizes})"
+    )
+    _print_written(report, call.console)
+
+
+def _print_written(report: "ExportReport | MemoryReport", console: Console) -> None:
+    """Print the folder of an export, and the code that loads it."""
+    print_places(console, {"written": f"{report.folder}, {decimal(report.size_bytes)}"})
+    console.print("  to load it:")
     for line in report.how_to_load.splitlines():
-        call.console.print(f"    {line}")
+        console.print(Text(f"    {line}"))
 
 
 def _publish(call: Call, config: BackboneSource, options: ExportOptions) -> None:
@@ -138,7 +193,7 @@ def _print_check(report: "ExportReport", precision: str, console: Console) -> No
 
 COMMAND = Command(
     help=HELP,
-    usage="cribo export --backbone SOURCE --to TARGET [--out FOLDER | --repo OWNER/NAME] [options]",
+    usage="cribo export (--backbone SOURCE | --memory FILE) --to TARGET [--out FOLDER | --repo OWNER/NAME] [options]",
     short=BACKBONE_SHORT,
     less_memory="use --to timm, which needs the least memory",
     add_options=add_options,

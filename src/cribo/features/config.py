@@ -22,8 +22,11 @@ Head = Literal["knn", "ridge", "both"]
 MEAN_COLOUR = "mean-colour"
 """Name of the baseline without a network."""
 
-_ENLARGED = 2.0
-_LEAST, _LARGEST = 384, 1024  # limits of the shorter side in pixels
+ENLARGED = 2.0
+"""Limit of the factor by which small images are enlarged by default."""
+
+LEAST, LARGEST = 384, 1024
+"""Limits of the shorter side in pixels at which images are encoded by default."""
 
 
 @dataclass
@@ -223,7 +226,7 @@ class ProbeSettings:
             return self.size / shorter
         if self.scale is not None:
             return self.scale
-        return min(_ENLARGED, max(1.0, _LEAST / shorter), _LARGEST / shorter)
+        return min(ENLARGED, max(1.0, LEAST / shorter), LARGEST / shorter)
 
     def check(self, patch_size: int) -> None:
         """Check that windows align with the patches of a backbone.

@@ -25,6 +25,7 @@ from cribo.models.linear import linear
 _PADDING = 64  # rows of a product are padded to it, so that libraries sum all inner products in the same order
 _GROUP = 32  # keys whose maximum decides whether they are compared one by one; divides the padding
 _BFLOAT16_DIM = 32  # with fewer dimensions, few keys differ by more than the error of bfloat16
+_TRACED_BLOCK = 4096  # keys compared at once in a traced search
 _INDEX_BLOCK = 65536  # keys added to an approximate index at once
 _SAMPLED = 32  # keys for each list whose centres k-means computes
 _ROUNDS = 5  # of k-means; further rounds take time and hardly increase the recall
@@ -162,6 +163,23 @@ def nearest(
     if compared != len(keys):
         raise InputError(f"keys.blocks must return len(keys) = {len(keys)} rows, got {compared}")
     return found
+
+
+def nearest_at_once(queries: Float[Tensor, "q d"], keys: Float[Tensor, "m d"], neighbours: int) -> Neighbours:
+    """Return the k most similar keys of each query, by a fixed sequence of tensor operations, which can be traced.
+
+    Ties are in any order.
+
+    Args:
+        queries: rows of unit length.
+        keys: rows of unit length, at least k.
+        neighbours: k.
+    """
+    found = [(queries @ block.T).topk(min(neighbours, len(block))) for block in keys.split(_TRACED_BLOCK)]
+    similarity = torch.cat([part.values for part in found], dim=1)
+    rows = torch.cat([part.indices + number * _TRACED_BLOCK for number, part in enumerate(found)], dim=1)
+    best = similarity.topk(neighbours)
+    return Neighbours(best.values, rows.gather(1, best.indices))
 
 
 def _check(queries: Tensor, num_keys: int, dim: int, neighbours: int) -> float:

@@ -89,6 +89,7 @@ class Voters:
         self._device = device
         ends = torch.cat([part.lengths for part in labels]).cumsum(dim=0)
         self._starts = torch.cat((ends.new_zeros(1), ends)).to(device)
+        self._longest = max((int(part.lengths.max()) for part in labels if len(part.lengths)), default=0)
         self._classes = torch.cat([part.classes for part in labels]).to(device)
         self._shares = torch.cat([part.shares for part in labels]).to(device)
 
@@ -102,16 +103,19 @@ class Voters:
         """
         blocks = zip(neighbours.similarity.split(_BLOCK), neighbours.rows.split(_BLOCK), strict=True)
         return torch.cat(
-            [self._vote(near.to(self._device), rows.to(self._device), vote, temperature) for near, rows in blocks]
+            [
+                self.vote_at_once(Neighbours(near.to(self._device), rows.to(self._device)), vote, temperature)
+                for near, rows in blocks
+            ]
         )
 
-    def _vote(
-        self, similarity: Float[Tensor, "q k"], rows: Int[Tensor, "q k"], vote: Vote, temperature: float
-    ) -> Float[Tensor, "q c"]:
+    def vote_at_once(self, neighbours: Neighbours, vote: Vote, temperature: float) -> Float[Tensor, "q c"]:
+        """Compute the same, by a fixed sequence of tensor operations, for neighbours on the device."""
+        similarity, rows = neighbours
         weights = vote_weights(similarity, vote, temperature)
         start, length = self._starts[rows], self._starts[rows + 1] - self._starts[rows]
-        votes = weights.new_zeros(len(rows), self.columns)
-        for step in range(int(length.max())):
+        votes = weights.new_zeros(rows.shape[0], self.columns)  # `len` would fix the size in a traced graph
+        for step in range(self._longest):
             place = (start + step).clamp(max=len(self._classes) - 1)
             share = self._shares[place] * (step < length)
             votes.scatter_add_(1, self._classes[place].long(), weights * share)

@@ -1,4 +1,4 @@
-"""Export of a backbone to timm, transformers, ONNX, torch.export and the hub, verified after writing."""
+"""Export of a backbone or a memory to other libraries and the hub, verified after writing."""
 
 from typing import TYPE_CHECKING
 
@@ -7,6 +7,8 @@ from cribo.base.lazy import lazy_names
 if TYPE_CHECKING:
     from cribo.apps.export.config import TARGETS as TARGETS
     from cribo.apps.export.config import Target as Target
+    from cribo.apps.export.memory import MemoryReport as MemoryReport
+    from cribo.apps.export.memory import export_memory as export_memory
     from cribo.apps.export.publishing import Published as Published
     from cribo.apps.export.publishing import publish_backbone as publish_backbone
     from cribo.apps.export.run import ExportReport as ExportReport

@@ -78,13 +78,30 @@ def trace(backbone: Backbone, options: ExportOptions) -> ExportedProgram:
     if options.fixed_size is not None:
         example, shapes = torch.rand(1, 3, *options.fixed_size), None
     backbone = copy.deepcopy(backbone).to(data_type(options))
+    return trace_module(_Graph(backbone, options.layers).eval(), backbone, example, shapes)
+
+
+@torch.no_grad()
+def trace_module(
+    graph: nn.Module, backbone: Backbone, example: Tensor, shapes: dict[str, Any] | None
+) -> ExportedProgram:
+    """Trace a module that contains a backbone, on the host.
+
+    Args:
+        graph: module of one tensor.
+        backbone: its backbone.
+        example: the tensor.
+        shapes: dynamic sizes of the tensor; None for a graph of its sizes.
+
+    Raises:
+        ValueError: the network cannot be traced.
+    """
     try:
         with _free_sizes(backbone.model) if shapes is not None else contextlib.nullcontext():
-            graph = _Graph(backbone, options.layers).eval()
             return _without_places(torch.export.export(graph, (example,), dynamic_shapes=shapes))
     except Exception as error:  # torch.export raises various errors
         reason = str(error).partition("\n")[0]
-        advice = f": add --fixed_size {backbone.image_size}" if options.fixed_size is None else ""
+        advice = f": add --fixed_size {backbone.image_size}" if shapes is not None else ""
         raise InputError(f"{backbone.name} cannot be traced ({type(error).__name__}: {reason}){advice}") from error
 
 
@@ -138,17 +155,26 @@ def write_torch(backbone: Backbone, folder: Path, options: ExportOptions, progre
     """Write a file for `torch.export.load`."""
     with progress("tracing"):
         program = trace(backbone, options)
-    about = {f"{_METADATA}.json": _about(backbone, options)}
+    with progress("writing"):
+        save_torch(program, folder / _TORCH_FILE, _about(backbone, options), backbone.name)
+    return Written(_load(_LOAD_TORCH, _TORCH_FILE, backbone, options), _notes(backbone, options))
+
+
+def save_torch(program: ExportedProgram, path: Path, about: str, name: str) -> None:
+    """Write a traced graph with its description, a JSON object of strings.
+
+    Raises:
+        InputError: PyTorch cannot store the graph; `name` is that of the network in the message.
+    """
     try:
-        with progress("writing"), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="No complete tensor found")  # for views of a larger tensor
-            torch.export.save(program, content := io.BytesIO(), extra_files=about)
+            torch.export.save(program, content := io.BytesIO(), extra_files={f"{_METADATA}.json": about})
             # PyTorch's own writer ends the process when the disk is full.
-            (folder / _TORCH_FILE).write_bytes(content.getbuffer())
+            path.write_bytes(content.getbuffer())
     except SerializeError as error:
         reason = str(error).partition("\n")[0]
-        raise InputError(f"PyTorch cannot store the graph of {backbone.name} ({reason}): use --to onnx") from error
-    return Written(_load(_LOAD_TORCH, _TORCH_FILE, backbone, options), _notes(backbone, options))
+        raise InputError(f"PyTorch cannot store the graph of {name} ({reason}): use --to onnx") from error
 
 
 def load_torch(folder: Path, options: ExportOptions) -> Encode:
@@ -169,27 +195,31 @@ def write_onnx(backbone: Backbone, folder: Path, options: ExportOptions, progres
     """Write an ONNX file with named inputs and outputs, and a description of the network in its metadata."""
     with progress("tracing"):
         program = trace(backbone, options)
-    # The exporters' messages are for their developers.
-    quiet = log_level(logging.ERROR, "torch.onnx", "onnxscript")
-    with progress("converting to ONNX"), quiet, warnings.catch_warnings(action="ignore"):
-        exported = torch.onnx.export(
-            program,
-            dynamo=True,
-            opset_version=options.opset,
-            input_names=["images"],
-            output_names=["tokens", "global_token"],
-            verbose=False,
-        )
-    assert exported is not None
-    model = exported.model
+    with progress("converting to ONNX"):
+        exported = convert_to_onnx(program, "images", ("tokens", "global_token"), options.opset)
     if options.fixed_size is None:
-        _name_sizes(model.graph.inputs[0], ("batch", None, "height", "width"))
-        _name_sizes(model.graph.outputs[0], ("batch", "patches", None))
-        _name_sizes(model.graph.outputs[1], ("batch", None))
-    model.metadata_props.update(json.loads(_about(backbone, options)))
+        graph = exported.model.graph
+        name_sizes(graph.inputs[0], ("batch", None, "height", "width"))
+        name_sizes(graph.outputs[0], ("batch", "patches", None))
+        name_sizes(graph.outputs[1], ("batch", None))
+    exported.model.metadata_props.update(json.loads(_about(backbone, options)))
     with progress("writing"):
         exported.save(folder / _ONNX_FILE)
     return Written(_load(_LOAD_ONNX, _ONNX_FILE, backbone, options), _notes(backbone, options))
+
+
+def convert_to_onnx(program: ExportedProgram, image: str, outputs: Sequence[str], opset: int) -> Any:
+    """Convert a traced graph to a program of torch.onnx, with these names of its input and its outputs."""
+    # The exporters' messages are for their developers.
+    with log_level(logging.ERROR, "torch.onnx", "onnxscript"), warnings.catch_warnings(action="ignore"):
+        return torch.onnx.export(
+            program,
+            dynamo=True,
+            opset_version=opset,
+            input_names=[image],
+            output_names=[*outputs],
+            verbose=False,
+        )
 
 
 def load_onnx(folder: Path, options: ExportOptions) -> Encode:
@@ -205,7 +235,8 @@ def load_onnx(folder: Path, options: ExportOptions) -> Encode:
     return encode
 
 
-def _name_sizes(value: Any, names: Sequence[str | None]) -> None:
+def name_sizes(value: Any, names: Sequence[str | None]) -> None:
+    """Name the dynamic sizes of an input or output of an ONNX graph; None keeps a size."""
     for place, name in enumerate(names):
         if name is not None:
             value.shape[place] = name

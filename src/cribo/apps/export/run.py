@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cribo.apps.export.config import TARGETS, ExportOptions, Target, require_target
-from cribo.apps.export.target import Encode, Exporter, data_type
+from cribo.apps.export.target import Encode, Exporter, Step, data_type
 from cribo.base.errors import DifferentFeatures, InputError
 from cribo.base.files import write_json, write_text
 from cribo.base.job import Job
@@ -46,12 +46,14 @@ _EXPORTERS: Mapping[Target, tuple[str, str]] = {
 }
 _LIBRARIES = ("cribo-ssl", "torch", "timm", "transformers", "onnx", "onnxruntime", "onnxscript")
 _OPSETS = range(18, 24)  # the first with antialiased resizing is 18
-_CARD_LIBRARIES: Mapping[Target, str] = {
+CARD_LIBRARIES: Mapping[Target, str] = {
     "timm": "timm",
     "transformers": "transformers",
     "onnx": "onnx",
     "torch-export": "pytorch",
 }
+"""Name of each target's library in model cards."""
+
 _IMAGES = 0x6578706F7274  # key that separates the draws of the check from others
 
 
@@ -134,15 +136,9 @@ def export_backbone(
     plain = _plain(backbone)
     reports: list[ExportReport] = []
 
-    @contextmanager
-    def step(name: str) -> Iterator[None]:
-        progress(name, 0, 1)
-        yield
-        progress(name, 1, 1)
-
     def write(folder: Path) -> None:
         try:
-            written = exporter.write(plain, folder, chosen, step)
+            written = exporter.write(plain, folder, chosen, steps_of(progress))
         except InputError as error:
             raise InputError(f"{to}: {error}{_others(plain, to, chosen)}") from error
         try:
@@ -157,7 +153,7 @@ def export_backbone(
         write_json(folder / ABOUT, _describe(report, plain, chosen, in_folder))
         card = model_card(
             plain,
-            library=_CARD_LIBRARIES[to],
+            library=CARD_LIBRARIES[to],
             how_to_load=f"# in the folder of this file\n{in_folder}",
             written_by=f"`cribo export --to {to}`",
             precision=chosen.precision,
@@ -170,6 +166,18 @@ def export_backbone(
 
     target.create(write)
     return reports[0]
+
+
+def steps_of(progress: Callable[[str, int, int], None]) -> Step:
+    """Return a `Step` that reports to `progress`, with the phase, the number of processed items and their total."""
+
+    @contextmanager
+    def step(name: str) -> Iterator[None]:
+        progress(name, 0, 1)
+        yield
+        progress(name, 1, 1)
+
+    return step
 
 
 def check_section(difference: float) -> str:
@@ -198,14 +206,14 @@ def compare_features(
         exact = copy.deepcopy(backbone).double()
         return exact.encode(normalise(images.double(), mean=backbone.mean, std=backbone.std), options.layers)
 
-    with _named("the export cannot be loaded"):
+    with naming_failures("the export cannot be loaded"):
         encode = load()
     for number, (batch, height, width) in enumerate(sizes):
         progress("comparing", number, len(sizes))
         images = torch.rand(batch, 3, height, width, generator=keyed_generator(_IMAGES, number))
         expected = backbone.encode(normalise(images, mean=backbone.mean, std=backbone.std), options.layers)
         at = f"images of {batch}x3x{height}x{width}"
-        with _named(f"the export fails on {at}"):
+        with naming_failures(f"the export fails on {at}"):
             tokens, global_token = encode(images)
         for name, own, other in (
             ("tokens", expected.tokens, tokens),
@@ -260,8 +268,7 @@ def _check(backbone: Backbone, to: Target, options: ExportOptions) -> None:
         )
     if options.fixed_size is not None:
         _check_fixed(backbone, to, options.fixed_size)
-    if options.opset not in _OPSETS:
-        raise InputError(f"opset must be {_OPSETS[0]} to {_OPSETS[-1]}, got {options.opset}")
+    check_opset(options.opset)
     if reason := _exporter(to).unsupported_reason(backbone, options):
         ways_out = f"{_others(backbone, to, options)}{_by_timm_positions(backbone, to, options)}"
         raise InputError(f"{to} does not support this network: {reason}{ways_out}")
@@ -274,6 +281,12 @@ def _check(backbone: Backbone, to: Target, options: ExportOptions) -> None:
                 f"weights must be at most {largest:.0f} in {options.precision}, got {value.abs().amax():.3g} in {key}: "
                 "use --precision float32"
             )
+
+
+def check_opset(opset: int) -> None:
+    """Raise InputError unless graphs of this opset can be written."""
+    if opset not in _OPSETS:
+        raise InputError(f"opset must be {_OPSETS[0]} to {_OPSETS[-1]}, got {opset}")
 
 
 def _check_fixed(backbone: Backbone, to: Target, size: tuple[int, int]) -> None:
@@ -324,7 +337,6 @@ def _plain(backbone: Backbone) -> Backbone:
 
 
 def _describe(report: ExportReport, backbone: Backbone, options: ExportOptions, how_to_load: str) -> dict[str, Any]:
-    installed = {name: list(importlib.metadata.distributions(name=name)) for name in _LIBRARIES}
     return {
         "target": report.target,
         "backbone": describe(backbone),
@@ -336,12 +348,18 @@ def _describe(report: ExportReport, backbone: Backbone, options: ExportOptions, 
         "checked": [list(size) for size in report.checked],
         "how_to_load": how_to_load.splitlines(),
         "notes": list(report.notes),
-        "versions": {name: found[0].version for name, found in installed.items() if found},
+        "versions": library_versions(),
     }
 
 
+def library_versions() -> dict[str, str]:
+    """Return the versions of the libraries that take part in exports, of those that are installed."""
+    installed = {name: list(importlib.metadata.distributions(name=name)) for name in _LIBRARIES}
+    return {name: found[0].version for name, found in installed.items() if found}
+
+
 @contextmanager
-def _named(failure: str) -> Iterator[None]:
+def naming_failures(failure: str) -> Iterator[None]:
     """Convert errors, whose types depend on the library, to DifferentFeatures."""
     try:
         yield

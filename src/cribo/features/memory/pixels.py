@@ -1,12 +1,12 @@
 """Labels of pixels from votes of patches: upsampling, refinement at image edges, and writing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int, UInt8
 from PIL import Image
 from torch import Tensor
 
@@ -14,8 +14,14 @@ from cribo.features.memory.settings import Refine
 from cribo.features.patches import resize_image
 
 _BUDGET = 2**28  # maximum size of the maps computed at once, in bytes
-_STEPS = 2  # samples of the filter on each side of a pixel
+STEPS = 2
+"""Samples of the filter on each side of a pixel."""
+
 _DEVIATION = 0.75  # standard deviation of the spatial weights, relative to the radius
+
+
+Sharpen = Callable[[Float[Tensor, "c h w"]], Float[Tensor, "c h w"]]
+"""A filter of maps of scores, guided by an image."""
 
 
 class PixelLabels(NamedTuple):
@@ -57,22 +63,43 @@ def label_pixels(
     """
     height, width = image.shape[1:]
     present = (votes.amax(dim=(0, 1)) > 0).nonzero()[:, 0]  # skip classes without votes
-    best = torch.full((height, width), -1.0, device=votes.device)
-    labels = torch.zeros((height, width), dtype=torch.uint8, device=votes.device)
     working = min(height, votes.shape[0] * patch_size), min(width, votes.shape[1] * patch_size)
     sharpen = None
     if refine == "bilateral":
         guide = resize_image(image, working, "bicubic").to(votes.device).float().div_(255)
-        sharpen = _bilateral(guide, radius(reach, votes.shape[0], votes.shape[1], working), contrast)
-    for classes in present.split(max(1, _BUDGET // (16 * height * width))):
-        maps = votes[..., classes].permute(2, 0, 1)[None]
+        sharpen = bilateral(guide, spacing(radius(reach, votes.shape[0], votes.shape[1], working)), contrast)
+    groups = present.split(max(1, _BUDGET // (16 * height * width)))
+    found = strongest(votes, groups, (height, width), working, sharpen)
+    return PixelLabels(found.labels.cpu(), found.confidence.cpu())
+
+
+def strongest(
+    votes: Float[Tensor, "rows columns c"],
+    groups: Iterable[Int[Tensor, " k"]],
+    size: tuple[int, int],
+    working: tuple[int, int],
+    sharpen: Sharpen | None,
+) -> PixelLabels:
+    """Label each pixel by the class with the largest vote, on the device of the votes; ties go to the smaller class.
+
+    Args:
+        votes: score of each class at each patch, 0 to 1.
+        groups: classes to compare, ascending, in groups whose maps are computed at once.
+        size: (height, width) of the result.
+        working: (height, width) of the filter.
+        sharpen: the filter; None for none.
+    """
+    best = torch.full(size, -1.0, device=votes.device)
+    labels = torch.zeros(size, dtype=torch.uint8, device=votes.device)
+    for classes in groups:
+        maps = votes[..., classes].permute(2, 0, 1)
         if sharpen is not None:
-            maps = sharpen(_resized(maps, working)[0])[None]
-        values, winners = _resized(maps, (height, width))[0].max(dim=0)
+            maps = sharpen(_resized(maps, working))
+        values, winners = _resized(maps, size).max(dim=0)
         better = values > best
-        best[better] = values[better]
-        labels[better] = classes[winners[better]].to(torch.uint8)
-    return PixelLabels(labels.cpu(), best.clamp_(0, 1).cpu())
+        best = torch.where(better, values, best)
+        labels = torch.where(better, classes[winners].to(torch.uint8), labels)
+    return PixelLabels(labels, best.clamp(0, 1))
 
 
 def radius(reach: float, rows: int, columns: int, size: tuple[int, int]) -> int:
@@ -80,27 +107,34 @@ def radius(reach: float, rows: int, columns: int, size: tuple[int, int]) -> int:
     return max(1, round(reach * min(size[0] / rows, size[1] / columns)))
 
 
-def _resized(maps: Float[Tensor, "1 c h w"], size: tuple[int, int]) -> Float[Tensor, "1 c new_h new_w"]:
-    if maps.shape[2:] == size:
-        return maps
-    return F.interpolate(maps, size=size, mode="bilinear")
+def spacing(radius: int) -> int:
+    """Return the distance in pixels between the samples of a filter of this radius; at least 1."""
+    return max(1, round(radius / STEPS))
 
 
-def _bilateral(
-    guide: Float[Tensor, "3 h w"], radius: int, contrast: float
-) -> Callable[[Float[Tensor, "c h w"]], Float[Tensor, "c h w"]]:
+def _resized(maps: Float[Tensor, "c h w"], size: tuple[int, int]) -> Float[Tensor, "c new_h new_w"]:
+    # A comparison of sizes would fix those of a traced graph; maps of this size are not changed.
+    return F.interpolate(maps[None], size=size, mode="bilinear")[0]
+
+
+def bilateral(guide: Float[Tensor, "3 h w"], spacing: int, contrast: float) -> Sharpen:
     """Return a joint bilateral filter (Petschnigg et al. 2004).
 
     It averages nearby pixels of similar colour. The maps are smooth, so 5 x 5 pixels, evenly spaced over the square
     window, are sufficient.
+
+    Args:
+        guide: RGB image in 0-1.
+        spacing: distance between the samples in pixels.
+        contrast: see `label_pixels`.
     """
     height, width = guide.shape[1:]
-    step = max(1, round(radius / _STEPS))
-    pad, deviation = _STEPS * step, _DEVIATION * _STEPS * step
-    places = range(0, 2 * pad + 1, step)
+    pad, deviation = STEPS * spacing, _DEVIATION * STEPS
+    places = range(-STEPS, STEPS + 1)
 
     def shifted(padded: Tensor, y: int, x: int) -> Tensor:
-        return padded[:, y : y + height, x : x + width]
+        top, left = pad + y * spacing, pad + x * spacing
+        return padded[:, top : top + height, left : left + width]
 
     def widened(maps: Tensor) -> Tensor:
         return F.pad(maps[None], (pad, pad, pad, pad), mode="replicate")[0]
@@ -112,7 +146,7 @@ def _bilateral(
         weights = maps.new_zeros(height, width)
         for y in places:
             for x in places:
-                distance = ((y - pad) ** 2 + (x - pad) ** 2) / (2 * deviation**2)
+                distance = (y**2 + x**2) / (2 * deviation**2)
                 colour = (shifted(guides, y, x) - guide).abs_().sum(dim=0)
                 weight = colour.square_().div_(-2 * contrast**2).sub_(distance).exp_()
                 total.addcmul_(shifted(padded, y, x), weight)

@@ -74,8 +74,7 @@ def encode_grids(
         features = encoder.grids(pixels)
         if not features.isfinite().all():
             raise InputError("the encoder's features are not finite: check its weights, or use float32")
-        features = features.unflatten(-1, (len(encoder.blocks), -1))
-        return F.normalize(features[..., chosen, :], dim=-1)
+        return unit_blocks(features, len(encoder.blocks), chosen)
 
     def encode(batch: list[Tensor]) -> Tensor:
         scales = [settings.factor(*image.shape[1:]) for image in batch]
@@ -87,6 +86,17 @@ def encode_grids(
         return encoder.size(height, width, scale=settings.factor(height, width))
 
     return map_by_size(encode, images, size, lambda _: batch_size)
+
+
+def unit_blocks(features: Float[Tensor, "*n ld"], blocks: int, chosen: Sequence[int]) -> Float[Tensor, "*n l_chosen d"]:
+    """Return the features of some blocks, each of unit length.
+
+    Args:
+        features: features of L blocks, concatenated.
+        blocks: L.
+        chosen: indices of the blocks to return.
+    """
+    return F.normalize(features.unflatten(-1, (blocks, -1))[..., list(chosen), :], dim=-1)
 
 
 def _in_windows(

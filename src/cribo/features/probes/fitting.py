@@ -32,7 +32,7 @@ from cribo.features.probes.heads import (
     with_constant,
 )
 from cribo.features.scores import iou
-from cribo.features.search import TensorKeys, nearest
+from cribo.features.search import TensorKeys, nearest, nearest_at_once
 from cribo.features.voting import Voters, label_shares
 from cribo.features.whitening import Moments, partial_whitening
 
@@ -517,10 +517,25 @@ class FittedProbe:
 
     def __call__(self, rows: Float[Tensor, "n e"]) -> Float[Tensor, "n c"]:
         """Predict the probability of each class from rows as returned by `rows`, on its device."""
-        rows, votes, likely, probe = rows.to(self._device), None, None, self.choice.probe
+        rows, votes = rows.to(self._device), None
         if self._keys is not None:
             found = nearest(rows, self._keys, min(self._neighbours, len(self._keys)), devices=(self._device,))
-            votes = reweighted(self._voters.vote(found, "attention", self._temperature), self._frequency, probe.prior)
+            votes = self._voters.vote(found, "attention", self._temperature)
+        return self._probabilities(rows, votes)
+
+    def predict_at_once(self, rows: Float[Tensor, "n e"]) -> Float[Tensor, "n c"]:
+        """Predict as `__call__`, by a fixed sequence of tensor operations, which can be traced."""
+        votes = None
+        if self._keys is not None:
+            found = nearest_at_once(rows, self._keys.rows, min(self._neighbours, len(self._keys)))
+            votes = self._voters.vote_at_once(found, "attention", self._temperature)
+        return self._probabilities(rows, votes)
+
+    def _probabilities(self, rows: Float[Tensor, "n e"], votes: Float[Tensor, "n c"] | None) -> Float[Tensor, "n c"]:
+        """Return the probabilities of rows with these votes of their nearest patches; None for ridge regression."""
+        likely, probe = None, self.choice.probe
+        if votes is not None:
+            votes = reweighted(votes, self._frequency, probe.prior)
         if self._weights is not None and self._discriminant is not None:
             likely = self._discriminant(with_constant(rows) @ self._weights, probe.prior)
         return probabilities(combined(probe.head, votes, likely), self.choice.sharpness)

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.linalg import cholesky, solve_triangular
+from torch.nn.functional import pad
 
 from cribo.features.config import Head
 from cribo.features.scores import calibration_error
@@ -85,7 +86,7 @@ def ridge(rows: Float[Tensor, "n e"], shares: Float[Tensor, "n c"], penalty: flo
 
 def with_constant(rows: Float[Tensor, "n e"]) -> Float[Tensor, "n e_plus_1"]:
     """Append a column of ones, for the intercept."""
-    return torch.cat((rows, rows.new_ones(len(rows), 1)), dim=1)
+    return pad(rows, (0, 1), value=1.0)
 
 
 def residual_maker(

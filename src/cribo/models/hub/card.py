@@ -16,9 +16,9 @@ _OWN_NAMES = ("dinov3-license", "nvidia-open-model-license")
 """Licences that the hub lists only as `other`, with their name beside it."""
 
 _TEXT = """\
-# {name}
+# {title}
 
-Dense features of images: one for each patch, and one for the image. Written by {written_by}.
+{summary} Written by {written_by}.
 
 | | |
 |---|---|
@@ -48,6 +48,9 @@ def model_card(
     precision: str = "float32",
     notes: Sequence[str] = (),
     sections: Sequence[str] = (),
+    title: str | None = None,
+    summary: str = "Dense features of images: one for each patch, and one for the image.",
+    task: str = "image-feature-extraction",
 ) -> str:
     """Describe saved weights in Markdown; the text contains no local paths.
 
@@ -59,6 +62,9 @@ def model_card(
         precision: data type of the weights.
         notes: notes for users of the code.
         sections: further sections, before the licence.
+        title: title; by default the name of the architecture.
+        summary: a sentence that says what the file computes.
+        task: name of the task, as the hub writes it.
     """
     source = "trained from random weights"
     if backbone.loaded is not None:
@@ -66,6 +72,8 @@ def model_card(
         if backbone.loaded.revision:
             source += f", commit `{backbone.loaded.revision}`"
     text = _TEXT.format(
+        title=title or backbone.name,
+        summary=summary,
         name=backbone.name,
         written_by=written_by,
         source=source,
@@ -78,17 +86,17 @@ def model_card(
         std=", ".join(f"{value:g}" for value in backbone.std),
         how_to_load=how_to_load,
     )
-    header = yaml.safe_dump(_header(backbone, library), sort_keys=False)
+    header = yaml.safe_dump(_header(backbone, library, task), sort_keys=False)
     text += "".join(f"\n- Note: {note}.\n" for note in notes)
     return "\n".join([f"---\n{header}---", text, *(f"{section}\n" for section in sections), _licence_section(backbone)])
 
 
-def _header(backbone: Backbone, library: str) -> dict[str, Any]:
+def _header(backbone: Backbone, library: str, task: str) -> dict[str, Any]:
     header: dict[str, Any] = {
         **_licence_header(backbone.licences),
         "library_name": library,
-        "pipeline_tag": "image-feature-extraction",
-        "tags": ["image-feature-extraction", "cribo"],
+        "pipeline_tag": task,
+        "tags": [task, "cribo"],
     }
     if bases := base_models(backbone):
         header["base_model"] = bases if len(bases) > 1 else bases[0]
