@@ -7,19 +7,27 @@ import os
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice, tee
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import UInt8
+from jaxtyping import Int32, UInt8
 from PIL import Image
 from rich.console import Console
 from torch import Tensor
 
 from cribo.apps.segment.config import SegmentConfig
+from cribo.apps.segment.instances import (
+    MOST_INSTANCES,
+    InstanceCounts,
+    Instances,
+    Splitter,
+    read_instances,
+    write_instances,
+)
 from cribo.apps.segment.labeller import LabelledImage, Labeller
 from cribo.apps.segment.pictures import SegmentedPanel, draw_overview, overlay
 from cribo.apps.segment.results import (
@@ -30,6 +38,8 @@ from cribo.apps.segment.results import (
     changes_between,
     class_shares,
     files_of,
+    instance_counts,
+    instances_file,
     read_records,
     write_finished,
     write_summary,
@@ -93,6 +103,7 @@ class Segmented:
         seconds: duration of the command, without imports.
         labelling_seconds: duration of labelling the other images.
         shares: share of each class in the pixels of all images.
+        instances: numbers of instances of the split classes.
     """
 
     folder: Path
@@ -103,6 +114,7 @@ class Segmented:
     seconds: float
     labelling_seconds: float
     shares: dict[str, float]
+    instances: Mapping[str, InstanceCounts] = field(default_factory=dict)
 
     @property
     def speed(self) -> str:
@@ -190,9 +202,10 @@ def segment_images(
         with nullcontext() if file is None or config.examples is None else memory_lock(file):
             memory, has_new, tasks = _open_memory(config, file, settings, progress)
             _require_two_classes(memory)
+            splitter = Splitter.of_names(config.instances, config.min_area, memory) if config.instances else None
             memory.fit(progress)
             describe_memory(memory, console)
-            results = _Results(job, images, memory, config)
+            results = _Results(job, images, memory, config, splitter)
             held.enter_context(
                 job.open(
                     results.identity(collection), command=command, share=str(config.share), changes=changes_between
@@ -357,7 +370,8 @@ def _segment_all(
         part = images.part(range(start, min(start + size, len(images))))
         names = map(part.name, range(len(part)))
         parts.append(ImagePart(part, [done[name].content if name in done else "" for name in names]))
-    work = _LabelParts(results.labeller(config), _Writer(results.folder.absolute(), results.palette), config.workers)
+    writer = _Writer(results.folder.absolute(), results.palette, results.splitter)
+    work = _LabelParts(results.labeller(config), writer, config.workers)
     reused = 0
     progress("images", 0, len(images))
     begun = time.perf_counter()
@@ -381,6 +395,7 @@ def _segment_all(
         seconds,
         seconds,
         results.shares(),
+        instance_counts([*results.records.values(), *results.earlier.values()], results.classes, results.split),
     )
 
 
@@ -434,6 +449,8 @@ class _LabelParts:
             return each
         try:
             return self.writer.write(each.name, each.sha256, *each.result)
+        except UnreadableImage as error:
+            return Streamed(each.name, error=error)
         except OSError as error:
             if error.errno not in _OF_NAMES:
                 raise
@@ -463,22 +480,37 @@ class _Writer(NamedTuple):
     Attributes:
         folder: absolute path of the output folder.
         palette: colour of each class.
+        splitter: splits classes into instances.
     """
 
     folder: Path
     palette: list[Colour]
+    splitter: Splitter | None = None
 
     def write(self, name: str, sha256: str, image: UInt8[Tensor, "3 h w"], found: Segmentation) -> Record:
-        """Write the files of an image, each atomically."""
+        """Write the files of an image, each atomically; raises UnreadableImage if it has too many instances."""
+        instances = None if self.splitter is None else self.splitter(found)
         labels, painted, confidence = files_of(self.folder, name)
         for path in (labels, painted, confidence):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(labels, lambda part: write_labels(found.labels, self.palette, part))
-        drawn = Image.fromarray(overlay(image, found.labels, self.palette))
+        numbers = None if instances is None else instances.numbers
+        drawn = Image.fromarray(overlay(image, found.labels, self.palette, numbers))
         write_whole(painted, lambda part: drawn.save(part, "JPEG", quality=_JPEG_QUALITY))
         write_whole(confidence, lambda part: write_confidence(found.confidence, part))
+        if instances is not None:
+            self._write_instances(name, instances)
         size = (found.labels.shape[0], found.labels.shape[1])
-        return Record(name, sha256, size, found.shares, float(found.confidence.mean()))
+        objects = None if instances is None else instances.found
+        return Record(name, sha256, size, found.shares, float(found.confidence.mean()), objects)
+
+    def _write_instances(self, name: str, instances: Instances) -> None:
+        if len(instances.found) > MOST_INSTANCES:
+            reason = f"it has {len(instances.found)} instances, more than {MOST_INSTANCES}: raise --min_area"
+            raise UnreadableImage(name, reason)
+        path = instances_file(self.folder, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, lambda part: write_instances(instances.numbers, part))
 
 
 class _Results:
@@ -489,15 +521,24 @@ class _Results:
         records: records of the labelled images by name.
         earlier: records of images of earlier calls that are no longer among the images.
         skipped: reasons why images could not be read, by name.
+        splitter: splits classes into instances; None if no class is split.
     """
 
-    def __init__(self, job: Job, images: ImageCollection, memory: SegmentationMemory, config: SegmentConfig) -> None:
+    def __init__(
+        self,
+        job: Job,
+        images: ImageCollection,
+        memory: SegmentationMemory,
+        config: SegmentConfig,
+        splitter: Splitter | None,
+    ) -> None:
         self.job, self.images, self.memory, self.config = job, images, memory, config
         self.names = {images.name(place): place for place in range(len(images))}
         self.records: dict[str, Record] = {}
         self.earlier: dict[str, Record] = {}
         self.skipped: dict[str, str] = {}
         self.classes, self.palette = memory.classes, memory.palette
+        self.splitter = splitter
         source = images.folder if isinstance(images, ImageFiles) else config.images
         self.place = source if is_url(source) else os.path.realpath(source)
 
@@ -505,6 +546,11 @@ class _Results:
     def folder(self) -> Path:
         """The folder of the results."""
         return self.job.path
+
+    @property
+    def split(self) -> list[str]:
+        """Names of the classes that are split into instances."""
+        return [] if self.splitter is None else [self.classes[label] for label in self.splitter.classes]
 
     def identity(self, collection: str) -> dict[str, Any]:
         """Return what must be equal to resume the results; `collection` is the hash of the names of all images."""
@@ -518,6 +564,7 @@ class _Results:
             "settings": asdict(memory.settings),
             "classes": self.classes,
             "choice": memory.fit().as_json(),
+            **({"instances": self.split, "min_area": self.config.min_area} if self.split else {}),
         }
 
     def about(self, command: str) -> dict[str, Any]:
@@ -536,6 +583,7 @@ class _Results:
             "settings": asdict(memory.settings),
             "classes": self.classes,
             "palette": self.palette,
+            "instances": self.split,
             "choice": memory.fit().as_json(),
             "confidence": "255 times the probability, 0 to 1, that the label is right"
             + (f"; not calibrated: {memory.uncalibrated}" if memory.uncalibrated else ""),
@@ -558,7 +606,7 @@ class _Results:
     def add(self, records: Iterable[Record]) -> None:
         """Record images whose files are complete."""
         for record in records:
-            self.job.done(record.name, **{name: value for name, value in asdict(record).items() if name != "name"})
+            self.job.done(record.name, **record.account)
             self.records[record.name] = record
 
     def shares(self) -> dict[str, float]:
@@ -568,7 +616,7 @@ class _Results:
     def sum_up(self, command: str, seconds: float, reused: int) -> None:
         """Write the summary and the description of the results, which are complete."""
         self.records = {name: self.records[name] for name in self.names if name in self.records}  # in their order
-        write_summary(self.folder, self.names, self.records, self.earlier, self.skipped, self.classes)
+        write_summary(self.folder, self.names, self.records, self.earlier, self.skipped, self.classes, self.split)
         write_finished(
             self.folder,
             self.about(command),
@@ -588,9 +636,11 @@ class _Results:
 
         def labels(name: str) -> UInt8[Tensor, "h w"]:
             progress(labels_format.written, next(done), len(sizes))
-            return _read_grey(files_of(self.folder, name)[0])
+            return self._split_labels(name)
 
-        labelling, path = Labelling(sizes, self.classes, labels, tasks), self.folder / labels_format.written
+        instances = self._instances if self.splitter is not None else None
+        labelling = Labelling(sizes, self.classes, labels, tasks, instances)
+        path = self.folder / labels_format.written
         write, holes = labels_format.write, []
         assert write is not None
         if path.suffix:
@@ -603,6 +653,17 @@ class _Results:
                 *(labels_format.title, sum(holes)),
             )
 
+    def _split_labels(self, name: str) -> UInt8[Tensor, "h w"]:
+        """Return the labels of an image; pixels of split classes without an instance have no class."""
+        labels = _read_grey(files_of(self.folder, name)[0])
+        if self.splitter is None:
+            return labels
+        is_split = torch.isin(labels, torch.tensor(self.splitter.classes, dtype=torch.uint8))
+        return labels.masked_fill(is_split & (self._instances(name) == 0), IGNORE_INDEX)
+
+    def _instances(self, name: str) -> Int32[Tensor, "h w"]:
+        return read_instances(instances_file(self.folder, name))
+
     def draw(self, names: Sequence[str], file: str) -> None:
         """Draw some images with their labels and confidence."""
         panels = []
@@ -611,7 +672,9 @@ class _Results:
             image = self.load(name)
             step = max(1, -(-max(image.shape[1:]) // _OVERVIEW_SIDE))
             grey = _read_grey(confidence)[::step, ::step].float() / 255
-            panels.append(SegmentedPanel(name, image[:, ::step, ::step], _read_grey(labels)[::step, ::step], grey))
+            numbers = None if self.splitter is None else self._instances(name)[::step, ::step]
+            shown = _read_grey(labels)[::step, ::step]
+            panels.append(SegmentedPanel(name, image[:, ::step, ::step], shown, grey, numbers))
         expected, uncalibrated = self.memory.fit().per_class, self.memory.uncalibrated
         figure = draw_overview(panels, self.classes, self.palette, expected, uncalibrated)
         write_figure(self.folder / file, figure)
