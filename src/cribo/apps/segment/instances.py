@@ -140,7 +140,7 @@ def split_instances(
 
     Connected regions are split at their necks: where the largest circle inside the region has a radius less than 90 %
     of the radii on both sides. Each pixel belongs to the nearest part, so that parts meet at the neck. The size of the
-    objects need not be known. Holes in a region do not count as its border.
+    objects need not be known. Distances are measured with holes filled, so that small ones split nothing.
 
     Args:
         labels: class of each pixel.
