@@ -81,12 +81,13 @@ def _merge_embeddings(parts: Sequence[str], out: Path, overwrite: bool, command:
 def _merge_segmentations(parts: Sequence[str], out: Path, overwrite: bool, command: str, console: Console) -> None:
     with importing(console):
         from cribo.apps.segment.merging import merge_segmentations
-        from cribo.apps.segment.results import FOLDERS, SUMMARY
+        from cribo.apps.segment.results import FOLDERS, INSTANCES, SUMMARY
 
     merged = merge_segmentations(parts, out=out, overwrite=overwrite, command=command)
     console.print(f"{counted(merged.images, 'image')} of {counted(len(parts), 'part')}")
     print_unreadable(console, [*merged.skipped.items()], SUMMARY)
-    print_places(console, {**{name: merged.folder / name for name in FOLDERS}, "numbers": merged.folder / SUMMARY})
+    folders = (*FOLDERS, INSTANCES) if merged.instances else FOLDERS
+    print_places(console, {**{name: merged.folder / name for name in folders}, "numbers": merged.folder / SUMMARY})
 
 
 def _merge_databases(parts: Sequence[str], out: str, overwrite: bool, console: Console) -> None:

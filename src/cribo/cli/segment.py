@@ -24,6 +24,7 @@ from cribo.features.config import PropagationSettings
 from cribo.features.memory.settings import SegmentationSettings
 
 if TYPE_CHECKING:
+    from cribo.apps.segment.instances import InstanceCounts
     from cribo.apps.segment.run import Segmented
 
 HELP = f"""\
@@ -41,10 +42,10 @@ examples. The command prints the choice and the expected mIoU.
 EXAMPLES contains a.jpg and a.png (or a_labels.png), or images/a.jpg and labels/a.png, or images and the labels of
 another tool: COCO, YOLO, CVAT, Label Studio, LabelMe, GeoJSON. Label maps contain class indices (255: no class), only 0
 and 255, or colours that classes.txt lists. The results are label maps, overlays, confidences, summary.csv and
-contact.png; --write yolo,cvat writes the labels for other tools, too. To continue after an interruption, repeat the
-command with --resume. If classes are confused, add examples of them; --suggest 5 lists images with uncertain
-labels. If small objects are missed in large images, use --scale 1 --window 448. If it is too slow, use --size 384, or
---engine ray for several GPUs or machines.
+contact.png; --write yolo,cvat writes the labels for other tools, too; --instances cell counts the objects of a class
+and splits those that touch. To continue after an interruption, repeat the command with --resume. If classes are
+confused, add examples of them; --suggest 5 lists images with uncertain labels. If small objects are missed in large
+images, use --scale 1 --window 448. If it is too slow, use --size 384, or --engine ray for several GPUs or machines.
 
 Without a backbone of your own, start with --backbone {SUGGESTED} (licence apache-2.0).
 """
@@ -94,14 +95,16 @@ def run(call: Call) -> None:
 
 def _print_segmented(call: Call, segmented: "Segmented", others: Mapping[str, str] | None = None) -> None:
     """Print the results and their places, with those of other files."""
+    from cribo.apps.segment.results import INSTANCES
     from cribo.apps.segment.run import OVERVIEW, SUMMARY
     from cribo.data.labelled.formats import LABEL_FORMATS
 
-    table = Table(title="Share of each class in all images")
+    table = Table(title=f"Share of each class in all images{', and its instances' * bool(segmented.instances)}")
     table.add_column("class")
-    table.add_column("pixels", justify="right")
+    for title in ("pixels", *(("instances", "per image", "mean area", "confidence") * bool(segmented.instances))):
+        table.add_column(title, justify="right")
     for name, share in segmented.shares.items():
-        table.add_row(name, f"{share:.1%}")
+        table.add_row(name, f"{share:.1%}", *_instance_cells(segmented.instances.get(name)))
     call.console.print(table)
     call.console.print(segmented.speed)
     print_unreadable(call.console, [*segmented.skipped.items()], SUMMARY)
@@ -111,12 +114,21 @@ def _print_segmented(call: Call, segmented: "Segmented", others: Mapping[str, st
             "labels": segmented.folder / "labels",
             "overlays": segmented.folder / "overlays",
             "confidence": segmented.folder / "confidence",
+            **({INSTANCES: segmented.folder / INSTANCES} if segmented.instances else {}),
             "numbers": segmented.folder / SUMMARY,
             **({"overview": segmented.folder / OVERVIEW} if call.options.pictures else {}),
             **{name: segmented.folder / LABEL_FORMATS[name].written for name in call.options.write},
             **{what: segmented.folder / file for what, file in (others or {}).items()},
         },
     )
+
+
+def _instance_cells(counts: "InstanceCounts | None") -> list[str]:
+    """Return the cells of a class: number of instances, per image, mean area and confidence."""
+    if counts is None:
+        return []
+    means = (f"{counts.area:.0f}", f"{counts.confidence:.0%}") if counts.count else ()
+    return [str(counts.count), f"{counts.per_image:.1f}", *means]
 
 
 def _add_memory_options(parser: Parser) -> None:

@@ -90,11 +90,18 @@ def test_index(folder: Path, tmp_path: Path) -> None:
 def test_segment(folder: Path, tmp_path: Path) -> None:
     for name, engine in (("local", {}), ("ray", {"engine": "ray", "ray": RAY})):
         config = SegmentConfig(
-            source(folder), str(folder / "images"), examples=str(folder / "examples"), batch_size=2, **engine
+            source(folder),
+            str(folder / "images"),
+            examples=str(folder / "examples"),
+            instances=("1",),
+            batch_size=2,
+            **engine,
         )
         done = segment_images(config, out=tmp_path / name, pictures=0)
         assert (done.images, [*done.skipped]) == (IMAGES, ["broken.jpg"])
     assert_equal_labels(tmp_path / "local", tmp_path / "ray", IMAGES)
+    local, spread = ((tmp_path / name / "instances.csv").read_text() for name in ("local", "ray"))
+    assert local == spread
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,9 @@ class SegmentConfig(EngineOptions):
             of the examples, if it exists]
         memory: file of the memory of the examples. Without --examples it is used unchanged; otherwise new examples
             are added.
+        instances: classes whose regions are split into instances where they touch, such as cell,nucleus; counts and
+            areas are in summary.csv and instances.csv.
+        min_area: leave out smaller instances, in pixels. [the area of a patch]
         settings: fields of `SegmentationSettings` by name; others are those of the memory file, or the defaults.
         max_pixels: larger images count as unreadable, since a small file can expand to more pixels than fit into
             memory. Raise it for larger images.
@@ -49,6 +52,8 @@ class SegmentConfig(EngineOptions):
     format: LabelFormatName | None = None
     classes: str | None = None
     memory: str | None = None
+    instances: tuple[str, ...] = ()
+    min_area: Annotated[int, at_least(1)] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     max_pixels: Annotated[int, at_least(4)] = MAX_PIXELS
     batch_size: Annotated[int, at_least(1)] = 8
@@ -60,6 +65,8 @@ class SegmentConfig(EngineOptions):
             raise ConfigError("give --examples, a folder of labelled images, or --memory, an existing memory file")
         if self.examples is None and self.labels is not None:
             raise ConfigError("--labels requires --examples, the folder of the labelled images")
+        if self.min_area is not None and not self.instances:
+            raise ConfigError("--min_area requires --instances, the classes to split into instances")
         check_bounds(self)
         self.check_engine()
 

@@ -14,7 +14,8 @@ from cribo.apps.segment.results import (
     Record,
     changes_between,
     class_shares,
-    files_of,
+    files_of_record,
+    instance_counts,
     read_records,
     write_finished,
     write_summary,
@@ -59,7 +60,10 @@ def merge_segmentations(
         merged.add(share, about["images"]["found"])
     merged.drop_earlier()
     everything = {**merged.records, **merged.earlier}
-    sources = {name: files_of(place, name) for name, place in merged.places.items() if name in everything}
+    split = shares[0].identity.get("instances", ())
+    sources = {
+        name: files_of_record(place, everything[name]) for name, place in merged.places.items() if name in everything
+    }
     for name, paths in sources.items():  # links in a share may lead anywhere
         for path in paths:
             path_inside(place := merged.places[name], str(path.relative_to(place)), source=place / ACCOUNTS)
@@ -67,11 +71,11 @@ def merge_segmentations(
     def write(folder: Path) -> None:
         for name in FOLDERS:
             (folder / name).mkdir()
-        for name in everything:
-            for source, linked in zip(sources[name], files_of(folder, name), strict=True):
+        for name, record in everything.items():
+            for source, linked in zip(sources[name], files_of_record(folder, record), strict=True):
                 linked.parent.mkdir(parents=True, exist_ok=True)
                 link_or_copy(source, linked)
-        write_summary(folder, merged.names, merged.records, merged.earlier, merged.skipped, classes)
+        write_summary(folder, merged.names, merged.records, merged.earlier, merged.skipped, classes, split)
         write_finished(
             folder,
             {**abouts[0], "command": command, "images": {**abouts[0]["images"], "part": str(Share())}},
@@ -86,7 +90,9 @@ def merge_segmentations(
     reused = sum(about["images"]["reused"] for about in abouts)
     job.merge(shares, write, command=command)
     counts = len(merged.records), len(merged.records), len(merged.earlier)
-    return Segmented(job.path, *counts, merged.skipped, 0.0, 0.0, class_shares([*everything.values()], classes))
+    records = [*everything.values()]
+    found = class_shares(records, classes), instance_counts(records, classes, split)
+    return Segmented(job.path, *counts, merged.skipped, 0.0, 0.0, *found)
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

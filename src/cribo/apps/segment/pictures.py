@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Bool, Float, Int32, Integer, UInt8
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
@@ -30,18 +30,25 @@ class SegmentedPanel:
         image: RGB image.
         labels: class of each pixel.
         confidence: confidence of each pixel, 0 to 1.
+        instances: number of the instance of each pixel, 0 for none; None if no class is split.
     """
 
     name: str
     image: UInt8[Tensor, "3 h w"]
     labels: UInt8[Tensor, "h w"]
     confidence: Float[Tensor, "h w"]
+    instances: Int32[Tensor, "h w"] | None = None
 
 
 def overlay(
-    image: UInt8[Tensor, "3 h w"], labels: UInt8[Tensor, "h w"], palette: Sequence[Colour]
+    image: UInt8[Tensor, "3 h w"],
+    labels: UInt8[Tensor, "h w"],
+    palette: Sequence[Colour],
+    instances: Int32[Tensor, "h w"] | None = None,
 ) -> UInt8[np.ndarray, "h w 3"]:
     """Return an image in shades of the colours of the classes, with dark lines at their borders.
+
+    Instances have white outlines.
 
     Class 0 is the background if it is black in the palette; there, the image is unchanged.
     """
@@ -52,11 +59,13 @@ def overlay(
         painted[background] = picture[background]
     borders = _borders(labels).numpy()
     painted[borders] = np.rint(_BORDER * painted[borders]).astype(np.uint8)
+    if instances is not None:
+        painted[_borders(instances).numpy()] = 255
     return painted
 
 
-def _borders(labels: UInt8[Tensor, "h w"]) -> Tensor:
-    """Return a mask of the pixels whose right or lower neighbour has another class."""
+def _borders(labels: Integer[Tensor, "h w"]) -> Bool[Tensor, "h w"]:
+    """Return a mask of the pixels whose right or lower neighbour has another class or instance."""
     found = torch.zeros(labels.shape, dtype=torch.bool)
     found[:, :-1] |= labels[:, :-1] != labels[:, 1:]
     found[:-1] |= labels[:-1] != labels[1:]
@@ -99,7 +108,7 @@ def draw_overview(
     for row, panel in zip(rows, panels, strict=True):
         row[0].imshow(panel.image.permute(1, 2, 0).numpy())
         row[0].set_title(short_name(panel.name, 36), fontsize="medium", loc="left")
-        row[1].imshow(overlay(panel.image, panel.labels, palette), interpolation="nearest")
+        row[1].imshow(overlay(panel.image, panel.labels, palette, panel.instances), interpolation="nearest")
         number_regions(row[1], panel.labels.numpy(), dict(zip(present, present, strict=True)), smallest=0.03)
         row[2].imshow(panel.confidence.numpy(), cmap=CONFIDENCE, vmin=0, vmax=1)
     scale = figure.colorbar(rows[0, 2].images[0], ax=list(rows[:, 2]), shrink=min(1.0, 1.6 / len(panels)), aspect=14)

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+from cribo.apps.segment.instances import Instance, InstanceCounts
 from cribo.apps.segment.targets import result_name
 from cribo.base.files import write_json, write_text
 from cribo.base.job import Account, describe_changes
@@ -22,6 +23,11 @@ SUMMARY = "summary.csv"
 
 FOLDERS = ("labels", "overlays", "confidence")
 
+INSTANCES = "instances"
+"""Folder of the numbers of instances, if classes are split."""
+
+INSTANCE_TABLE = "instances.csv"
+
 
 @dataclass(frozen=True)
 class Record:
@@ -33,6 +39,7 @@ class Record:
         size: height and width in pixels.
         shares: share of each class in its pixels, by name.
         confidence: mean confidence, 0 to 1.
+        instances: its instances; None if no class is split.
     """
 
     name: str
@@ -40,6 +47,21 @@ class Record:
     size: tuple[int, int]
     shares: Mapping[str, float]
     confidence: float
+    instances: Sequence[Instance] | None = None
+
+    @property
+    def account(self) -> dict[str, Any]:
+        """All but the name, as JSON types."""
+        values = {name: value for name, value in vars(self).items() if name not in ("name", "instances")}
+        return values if self.instances is None else {**values, "instances": [*map(astuple, self.instances)]}
+
+    @classmethod
+    def of_account(cls, name: str, values: Mapping[str, Any]) -> "Record":
+        """Return the record of an account."""
+        found: dict[str, Any] = {**values, "size": tuple(values["size"])}
+        if "instances" in values:
+            found["instances"] = [Instance(*each[:3], box=tuple(each[3])) for each in values["instances"]]
+        return cls(name, **found)
 
 
 def files_of(folder: Path, name: str) -> tuple[Path, Path, Path]:
@@ -52,6 +74,19 @@ def files_of(folder: Path, name: str) -> tuple[Path, Path, Path]:
     )
 
 
+def instances_file(folder: Path, name: str) -> Path:
+    """Return the path of the numbers of an image's instances."""
+    return folder / INSTANCES / f"{result_name(name)}.png"
+
+
+def files_of_record(folder: Path, record: Record) -> list[Path]:
+    """Return the paths of all files of an image."""
+    return [
+        *files_of(folder, record.name),
+        *([] if record.instances is None else [instances_file(folder, record.name)]),
+    ]
+
+
 def read_records(folder: Path, accounts: Mapping[str, Account]) -> dict[str, Record]:
     """Return the records of images whose files are complete, by name.
 
@@ -61,8 +96,8 @@ def read_records(folder: Path, accounts: Mapping[str, Account]) -> dict[str, Rec
     """
     records: dict[str, Record] = {}
     for name, values in accounts.items():
-        record = Record(name, **{**values, "size": tuple(values["size"])})
-        if all(path.is_file() for path in files_of(folder, record.name)):
+        record = Record.of_account(name, values)
+        if all(path.is_file() for path in files_of_record(folder, record)):
             # Images that differ only in the extension share files; keep the last one.
             records[result_name(record.name)] = record
     return {record.name: record for record in records.values()}
@@ -84,6 +119,12 @@ def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterat
         return {**identity["settings"], **backbone, "the list of classes": ", ".join(identity["classes"])}
 
     yield from changed(lambda identity: {"the folder of the images": identity["folder"]})
+    yield from changed(
+        lambda identity: {
+            "instances": ", ".join(identity.get("instances", [])) or "no class",
+            "min_area": identity.get("min_area"),
+        }
+    )
     if before["memory"] == now["memory"]:
         yield from changed(lambda identity: {"the probe": _probe_of(identity["choice"])})
         return
@@ -109,6 +150,17 @@ def class_shares(records: Sequence[Record], classes: Sequence[str]) -> dict[str,
     return {name: count / total for name, count in sorted(pixels.items(), key=lambda pair: -pair[1])}
 
 
+def instance_counts(
+    records: Sequence[Record], classes: Sequence[str], split: Sequence[str]
+) -> dict[str, InstanceCounts]:
+    """Return the numbers of instances of the split classes in all images, by name."""
+    found = {name: [] for name in split}
+    for record in records:
+        for each in record.instances or ():
+            found[classes[each.label]].append(each)
+    return {name: InstanceCounts.of(own, len(records)) for name, own in found.items()}
+
+
 def write_summary(
     folder: Path,
     names: Iterable[str],
@@ -116,8 +168,9 @@ def write_summary(
     earlier: Mapping[str, Record],
     skipped: Mapping[str, str],
     classes: Sequence[str],
+    split: Sequence[str] = (),
 ) -> None:
-    """Write `SUMMARY`.
+    """Write `SUMMARY`, and `INSTANCE_TABLE` if classes are split.
 
     Args:
         folder: output folder.
@@ -126,17 +179,30 @@ def write_summary(
         earlier: records of images of earlier calls that are no longer among the images.
         skipped: reasons why the other images could not be read, by name.
         classes: names of the classes.
+        split: those of the split classes.
     """
-    rows = []
+    rows, objects = [], []
+    of_instances = [f"{name} {figure}" for name in split for figure in ("instances", "mean area", "mean confidence")]
     for name in (*names, *earlier):
         if name in skipped:
-            rows.append([name, *[""] * (3 + len(classes)), skipped[name]])
+            rows.append([name, *[""] * (3 + len(classes) + len(of_instances)), skipped[name]])
             continue
         record = records.get(name) or earlier[name]
         shares = [f"{record.shares.get(c, 0):.6f}" for c in classes]
-        rows.append([name, *map(str, reversed(record.size)), f"{record.confidence:.4f}", *shares, ""])
-    columns = texts("image", "width", "height", "confidence", *classes, "error")
+        counts = [
+            cell
+            for own in instance_counts([record], classes, split).values()
+            for cell in (str(own.count), *((f"{own.area:.1f}", f"{own.confidence:.4f}") if own.count else ("", "")))
+        ]
+        rows.append([name, *map(str, reversed(record.size)), f"{record.confidence:.4f}", *shares, *counts, ""])
+        for number, each in enumerate(record.instances or (), start=1):
+            cells = number, classes[each.label], each.area, f"{each.confidence:.4f}", *each.box
+            objects.append([name, *map(str, cells)])
+    columns = texts("image", "width", "height", "confidence", *classes, *of_instances, "error")
     write_text(folder / SUMMARY, Table(columns, [rows]).csv())
+    if split:
+        columns = texts("image", "instance", "class", "area", "confidence", "left", "top", "width", "height")
+        write_text(folder / INSTANCE_TABLE, Table(columns, [objects]).csv())
 
 
 def write_finished(folder: Path, about: Mapping[str, Any], *, seconds: float, **images: int) -> None:

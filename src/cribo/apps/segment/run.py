@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice, tee
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import Tensor
 
 from cribo.apps.segment.config import SegmentConfig
+from cribo.apps.segment.instances import InstanceCounts, Splitter
 from cribo.apps.segment.labeller import LabelledImage, Labeller
 from cribo.apps.segment.pictures import draw_overview
 from cribo.apps.segment.results import (
@@ -25,6 +26,7 @@ from cribo.apps.segment.results import (
     Record,
     changes_between,
     class_shares,
+    instance_counts,
     read_records,
     write_finished,
     write_summary,
@@ -84,6 +86,7 @@ class Segmented:
         seconds: duration of the command, without imports.
         labelling_seconds: duration of labelling the other images.
         shares: share of each class in the pixels of all images.
+        instances: numbers of instances of the split classes.
     """
 
     folder: Path
@@ -94,6 +97,7 @@ class Segmented:
     seconds: float
     labelling_seconds: float
     shares: dict[str, float]
+    instances: Mapping[str, InstanceCounts] = field(default_factory=dict)
 
     @property
     def speed(self) -> str:
@@ -182,9 +186,10 @@ def segment_images(
         with nullcontext() if file is None or config.examples is None else memory_lock(file):
             memory, has_new, tasks = _open_memory(config, file, settings, progress)
             _require_two_classes(memory)
+            splitter = Splitter.of_names(config.instances, config.min_area, memory) if config.instances else None
             memory.fit(progress)
             describe_memory(memory, console)
-            results = _Results(job, images, memory, config)
+            results = _Results(job, images, memory, config, splitter)
             held.enter_context(
                 job.open(
                     results.identity(collection), command=command, share=str(config.share), changes=changes_between
@@ -349,9 +354,8 @@ def _segment_all(
         part = images.part(range(start, min(start + size, len(images))))
         names = map(part.name, range(len(part)))
         parts.append(ImagePart(part, [done[name].content if name in done else "" for name in names]))
-    work = _LabelParts(
-        results.labeller(config), ResultWriter(results.folder.absolute(), results.palette), config.workers
-    )
+    writer = ResultWriter(results.folder.absolute(), results.palette, results.splitter)
+    work = _LabelParts(results.labeller(config), writer, config.workers)
     reused = 0
     progress("images", 0, len(images))
     begun = time.perf_counter()
@@ -375,6 +379,7 @@ def _segment_all(
         seconds,
         seconds,
         results.shares(),
+        instance_counts([*results.records.values(), *results.earlier.values()], results.classes, results.split),
     )
 
 
@@ -428,6 +433,8 @@ class _LabelParts:
             return each
         try:
             return self.writer.write(each.name, each.sha256, *each.result)
+        except UnreadableImage as error:
+            return Streamed(each.name, error=error)
         except OSError as error:
             if error.errno not in _OF_NAMES:
                 raise
@@ -459,15 +466,24 @@ class _Results:
         records: records of the labelled images by name.
         earlier: records of images of earlier calls that are no longer among the images.
         skipped: reasons why images could not be read, by name.
+        splitter: splits classes into instances; None if no class is split.
     """
 
-    def __init__(self, job: Job, images: ImageCollection, memory: SegmentationMemory, config: SegmentConfig) -> None:
+    def __init__(
+        self,
+        job: Job,
+        images: ImageCollection,
+        memory: SegmentationMemory,
+        config: SegmentConfig,
+        splitter: Splitter | None,
+    ) -> None:
         self.job, self.images, self.memory, self.config = job, images, memory, config
         self.names = {images.name(place): place for place in range(len(images))}
         self.records: dict[str, Record] = {}
         self.earlier: dict[str, Record] = {}
         self.skipped: dict[str, str] = {}
         self.classes, self.palette = memory.classes, memory.palette
+        self.splitter = splitter
         source = images.folder if isinstance(images, ImageFiles) else config.images
         self.place = source if is_url(source) else os.path.realpath(source)
 
@@ -475,6 +491,11 @@ class _Results:
     def folder(self) -> Path:
         """The folder of the results."""
         return self.job.path
+
+    @property
+    def split(self) -> list[str]:
+        """Names of the classes that are split into instances."""
+        return [] if self.splitter is None else [self.classes[label] for label in self.splitter.classes]
 
     def identity(self, collection: str) -> dict[str, Any]:
         """Return what must be equal to resume the results; `collection` is the hash of the names of all images."""
@@ -488,6 +509,7 @@ class _Results:
             "settings": asdict(memory.settings),
             "classes": self.classes,
             "choice": memory.fit().as_json(),
+            **({"instances": self.split, "min_area": self.config.min_area} if self.split else {}),
         }
 
     def about(self, command: str) -> dict[str, Any]:
@@ -506,6 +528,7 @@ class _Results:
             "settings": asdict(memory.settings),
             "classes": self.classes,
             "palette": self.palette,
+            "instances": self.split,
             "choice": memory.fit().as_json(),
             "confidence": "255 times the probability, 0 to 1, that the label is right"
             + (f"; not calibrated: {memory.uncalibrated}" if memory.uncalibrated else ""),
@@ -528,7 +551,7 @@ class _Results:
     def add(self, records: Iterable[Record]) -> None:
         """Record images whose files are complete."""
         for record in records:
-            self.job.done(record.name, **{name: value for name, value in asdict(record).items() if name != "name"})
+            self.job.done(record.name, **record.account)
             self.records[record.name] = record
 
     def shares(self) -> dict[str, float]:
@@ -538,7 +561,7 @@ class _Results:
     def sum_up(self, command: str, seconds: float, reused: int) -> None:
         """Write the summary and the description of the results, which are complete."""
         self.records = {name: self.records[name] for name in self.names if name in self.records}  # in their order
-        write_summary(self.folder, self.names, self.records, self.earlier, self.skipped, self.classes)
+        write_summary(self.folder, self.names, self.records, self.earlier, self.skipped, self.classes, self.split)
         write_finished(
             self.folder,
             self.about(command),
@@ -553,10 +576,12 @@ class _Results:
 
     def write(self, labels_format: LabelFormat, tasks: Mapping[str, Task], progress: Phases) -> None:
         """Write all labels in a format of the table, to a file or a folder."""
-        write_format(labels_format, self.folder, self.records, self.classes, tasks, progress)
+        split = () if self.splitter is None else self.splitter.classes
+        write_format(labels_format, self.folder, self.records, self.classes, tasks, progress, split=split)
 
     def draw(self, names: Sequence[str], file: str) -> None:
         """Draw some images with their labels and confidence."""
         expected, uncalibrated = self.memory.fit().per_class, self.memory.uncalibrated
-        panels = [panel_of(self.folder, name, self.load(name)) for name in names]
+        is_split = self.splitter is not None
+        panels = [panel_of(self.folder, name, self.load(name), is_split=is_split) for name in names]
         write_figure(self.folder / file, draw_overview(panels, self.classes, self.palette, expected, uncalibrated))

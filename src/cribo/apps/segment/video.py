@@ -184,7 +184,7 @@ def _label_frames(videos: "_Videos", job: Job, progress: Phases) -> _Labelled:
     for found in (videos.given(given), *(videos.propagated(span, job.path) for span in todo)):
         for index, image, segmentation in found:
             record = writer.write(names[index], "", image, segmentation)
-            job.done(record.name, **{key: value for key, value in asdict(record).items() if key != "name"})
+            job.done(record.name, **record.account)
             records[record.name] = record
             progress("frames", len(records) + len(videos.skipped), len(names))
     in_order = {name: records[name] for name in names if name in records}

@@ -422,16 +422,14 @@ def find_coco(folder: Path) -> tuple[list[Path], list[DataError]]:
 
 
 def write_label_maps_as_coco(path: Path, labelling: Labelling) -> int:
-    """Write labels in COCO's format, with one annotation for each image and class except the background."""
+    """Write labels in COCO's format: an annotation for each class of an image, or for each of its instances."""
     things = [c for c, name in enumerate(labelling.classes) if name.lower() != BACKGROUND]
+    ids = {label: category for category, label in enumerate(things, start=1)}
 
     def annotations() -> Iterator[dict[str, Any]]:
         for number, name in enumerate(labelling.sizes, start=1):
-            labels = labelling.labels(name).numpy()
-            present = set(np.unique(labels).tolist())
-            for category, label in enumerate(things, start=1):
-                if label in present:
-                    yield {"image_id": number, "category_id": category, **mask_annotation(labels == label)}
+            for label, mask in labelling.masks(name, things):
+                yield {"image_id": number, "category_id": ids[label], **mask_annotation(mask)}
 
     sizes = labelling.sizes.items()
     images = [{"file_name": name, "width": width, "height": height} for name, (height, width) in sizes]

@@ -155,7 +155,9 @@ def write_cvat(path: Path, labelling: Labelling) -> int:
                 if split := labelling.task(name).split:
                     stated += f" subset={quoteattr(split)}"
                 file.write(f'<image {stated} width="{width}" height="{height}">\n')
-                for order, region in enumerate(trace(labelling.labels(name).numpy(), named)):
+                for order, region in enumerate(
+                    trace(labelling.labels(name).numpy(), named, labelling.instances_of(name))
+                ):
                     common = f'label={quoteattr(named[region.label])} source="auto" occluded="0" z_order="{order}"'
                     if region.has_holes:
                         h, w = region.mask.shape

@@ -97,7 +97,7 @@ def write_geojson(folder: Path, labelling: Labelling) -> int:
                     "coordinates": [[*map(list, ring), list(ring[0])] for ring in region.rings],
                 },
             }
-            for region in trace(labelling.labels(name).numpy(), named)
+            for region in trace(labelling.labels(name).numpy(), named, labelling.instances_of(name))
         ]
         path = folder / f"{stem}.geojson"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Int16, Integer, UInt8
+from jaxtyping import Bool, Int16, Int32, Integer, UInt8
 from PIL import Image
 from torch import Tensor
 
@@ -103,16 +103,34 @@ class Labelling(NamedTuple):
         classes: names of the classes.
         labels: returns the class of each pixel of an image by its name.
         tasks: ids and splits by the name of an image, or by the last part of its name.
+        instances: returns the number of the instance of each pixel, 0 for none; None if no class has instances.
     """
 
     sizes: Mapping[str, tuple[int, int]]
     classes: Sequence[str]
     labels: Callable[[str], UInt8[Tensor, "h w"]]
     tasks: Mapping[str, Task] = {}
+    instances: Callable[[str], Int32[Tensor, "h w"]] | None = None
 
     def task(self, name: str) -> Task:
         """Return what a tool knows of an image."""
         return self.tasks.get(name) or self.tasks.get(PurePosixPath(name).name) or Task()
+
+    def instances_of(self, name: str) -> Int32[np.ndarray, "h w"] | None:
+        """Return the number of the instance of each pixel of an image, 0 for none."""
+        return None if self.instances is None else self.instances(name).numpy()
+
+    def masks(self, name: str, classes: Iterable[int]) -> Iterator[tuple[int, Bool[np.ndarray, "h w"]]]:
+        """Yield the pixels of each class that occurs in an image, instance by instance for classes with instances."""
+        labels, instances = self.labels(name).numpy(), self.instances_of(name)
+        for label in classes:
+            inside = labels == label
+            if instances is None:
+                numbers = [0] if inside.any() else []
+            else:
+                numbers = np.unique(instances[inside]).tolist()
+            for number in numbers:
+                yield label, inside if instances is None else inside & (instances == number)
 
 
 # ---------------------------------------------------------------------------------------------------- class indices

@@ -226,18 +226,17 @@ def encoded(mask: Mask) -> list[int]:
 
 
 def write_label_studio(path: Path, labelling: Labelling) -> int:
-    """Write tasks with predictions as brush strokes, one for each class of an image."""
+    """Write tasks with predictions as brush strokes, one for each class of an image or for each of its instances."""
     named = things(labelling.classes)
 
     def tasks() -> Iterator[dict[str, Any]]:
         for name, (height, width) in labelling.sizes.items():
-            labels, results = labelling.labels(name).numpy(), []
-            for label, title in named.items():
-                if (labels == label).any():
-                    common = {"id": f"{len(results)}", "type": "brushlabels", "from_name": "label", "to_name": "image"}
-                    size = {"original_width": width, "original_height": height, "image_rotation": 0}
-                    value = {"format": "rle", "rle": encoded(labels == label), "brushlabels": [title]}
-                    results.append({**common, **size, "value": value})
+            results = []
+            for label, mask in labelling.masks(name, named):
+                common = {"id": f"{len(results)}", "type": "brushlabels", "from_name": "label", "to_name": "image"}
+                size = {"original_width": width, "original_height": height, "image_rotation": 0}
+                value = {"format": "rle", "rle": encoded(mask), "brushlabels": [named[label]]}
+                results.append({**common, **size, "value": value})
             task: dict[str, Any] = {
                 "data": {"image": name},
                 "predictions": [{"model_version": "cribo", "result": results}],

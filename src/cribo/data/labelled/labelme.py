@@ -113,7 +113,7 @@ def write_labelme(folder: Path, labelling: Labelling) -> int:
     for name, stem in stems(labelling.sizes).items():
         height, width = labelling.sizes[name]
         shapes = []
-        for region in trace(labelling.labels(name).numpy(), named):
+        for region in trace(labelling.labels(name).numpy(), named, labelling.instances_of(name)):
             shape: dict[str, Any] = {"label": named[region.label], "group_id": None, "flags": {}, "description": ""}
             if region.has_holes:
                 h, w = region.mask.shape

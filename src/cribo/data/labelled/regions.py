@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int32, UInt8
 
 from cribo.base.colours import Colour, class_colours
 from cribo.base.errors import DataError, InputError, MissingData
@@ -405,20 +405,38 @@ class Traced:
         return len(np.unique(numbers[holes & ~np.isin(own, [*classes])]))
 
 
-def trace(labels: np.ndarray, classes: Iterable[int]) -> list[Traced]:
-    """Return the connected regions of some classes, the largest first, so that those in holes of others come later."""
-    from scipy import ndimage
+def trace(
+    labels: UInt8[np.ndarray, "h w"], classes: Iterable[int], instances: Int32[np.ndarray, "h w"] | None = None
+) -> list[Traced]:
+    """Return the connected regions of some classes, the largest first, so that those in holes of others come later.
 
+    Args:
+        labels: class of each pixel.
+        classes: the classes.
+        instances: number of the instance of each pixel, 0 for none; each connected part of an instance is a region.
+    """
     found = []
     for label in classes:
-        components: Any = np.zeros(labels.shape, dtype=np.int32)
-        ndimage.label(labels == label, output=components)
-        for number, box in enumerate(ndimage.find_objects(components), start=1):
-            mask = components[box] == number
-            top, left = box[0].start, box[1].start
+        for mask, top, left in _connected(labels == label, instances):
             rings = [[(x + left, y + top) for x, y in ring] for ring in _rings(mask)]
             found.append(Traced(label, rings, mask, left, top))
     return sorted(found, key=lambda each: -int(each.mask.sum()))
+
+
+def _connected(inside: Mask, instances: Int32[np.ndarray, "h w"] | None) -> Iterator[tuple[Mask, int, int]]:
+    """Yield the connected regions of a mask, or of each instance in it: pixels in their box, its first row, column."""
+    from scipy import ndimage
+
+    if instances is not None and (numbered := inside & (instances > 0)).any():
+        for number, box in enumerate(ndimage.find_objects(np.where(numbered, instances, 0)), start=1):
+            if box is not None:
+                for mask, top, left in _connected(instances[box] == number, None):
+                    yield mask, box[0].start + top, box[1].start + left
+        inside = inside & ~numbered
+    components: Any = np.zeros(inside.shape, dtype=np.int32)
+    ndimage.label(inside, output=components)
+    for number, box in enumerate(ndimage.find_objects(components), start=1):
+        yield components[box] == number, box[0].start, box[1].start
 
 
 def _rings(mask: Mask) -> list[list[tuple[int, int]]]:

@@ -146,7 +146,7 @@ def write_yolo(folder: Path, labelling: Labelling) -> int:
         height, width = labelling.sizes[name]
         lines = []
         labels = labelling.labels(name).numpy()
-        for region in trace(labels, named):
+        for region in trace(labels, named, labelling.instances_of(name)):
             # Regions in holes are written later, and drawn on top.
             holes += region.holes_of(labels, named) if region.has_holes else 0
             shares = (np.array(region.rings[0]) / (width, height)).ravel()
