@@ -248,7 +248,7 @@ def test_invalid_options(folder: Path) -> None:  # noqa: F811
 
 
 def test_images_with_too_many_instances_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    monkeypatch.setattr("cribo.apps.segment.run.MOST_INSTANCES", 1)
+    monkeypatch.setattr("cribo.apps.segment.writing.MOST_INSTANCES", 1)
     done = segment(folder, instances=("car",), min_area=1)
     assert FIRST.eq(2).any()
     assert "1.bmp" in done.skipped
