@@ -46,6 +46,18 @@ def command_line(*words: object) -> str:
     return shlex.join(map(str, words))
 
 
+def option_text(value: object) -> str:
+    """Return the value of an option as it is given on the command line; "none" without one.
+
+    Example:
+        >>> option_text([0, 4095.0]), option_text(None), option_text(3)
+        ('0,4095', 'none', '3')
+    """
+    if isinstance(value, list):
+        return ",".join(f"{each:g}" for each in value)
+    return "none" if value is None else str(value)
+
+
 def counted(number: int, noun: str, plural: str | None = None) -> str:
     """Return a number with its noun, which takes an s in the plural unless `plural` is given.
 

@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("memory")
     args = {"patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2}
     save_backbone(build_backbone("vit_tiny_patch16_224", args=args, image_size=32).eval(), folder / "run")
-    settings = SegmentationSettings(scale=1.0, head="both", whiten=False, prior=0.5)
+    settings = SegmentationSettings(scale=1.0, head="both", whiten=False, prior=0.5, range=(0, 4095))
     memory = SegmentationMemory(str(folder / "run"), classes=["sky", "road", "car"], settings=settings, device="cpu")
     memory.extend([Example(image := smooth(70, 90, seed), (image[0] // 86).long()) for seed in (1, 2)])
     memory.save(folder / "mine.safetensors")
@@ -69,6 +69,7 @@ def test_onnx_labels_images_of_any_size_as_the_memory(folder: Path, report: Memo
     about = {entry.key: entry.value for entry in model.metadata_props}
     assert json.loads(about["classes"]) == ["sky", "road", "car"]
     assert len(json.loads(about["palette"])) == 3
+    assert "--range 0,4095" in about["image"]
     sizes = [size.dim_param or size.dim_value for size in model.graph.input[0].type.tensor_type.shape.dim]
     assert sizes == ["height", "width", 3]
     card = (report.folder / "README.md").read_text()

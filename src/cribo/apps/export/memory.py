@@ -18,6 +18,7 @@ from cribo.apps.export.run import ABOUT, CARD_LIBRARIES, check_opset, library_ve
 from cribo.base.errors import DifferentFeatures, InputError
 from cribo.base.files import write_json, write_text
 from cribo.base.job import Job
+from cribo.base.wording import option_text
 from cribo.data.randomness import keyed_generator
 from cribo.features.memory import SegmentationMemory
 from cribo.features.memory.graph import MOST_PIXELS, MemoryGraph
@@ -225,9 +226,15 @@ def _about(memory: SegmentationMemory) -> dict[str, Any]:
         "classes": memory.classes,
         "palette": [list(colour) for colour in memory.palette],
         "probe": str(memory.fit().probe),
-        "image": "RGB in uint8, (height, width, 3)",
+        "image": f"RGB in uint8, (height, width, 3){_read_with(memory)}",
         "unlabelled": 255,
     }
+
+
+def _read_with(memory: SegmentationMemory) -> str:
+    """Return how image files become the pixels of the examples, as the end of a sentence; "" by default."""
+    given = [f"--{name} {option_text(value)}" for name, value in memory.settings.given.items()]
+    return f", of files that cribo reads with {' '.join(given)}" if given else ""
 
 
 def _describe(report: MemoryReport, memory: SegmentationMemory, opset: int, how_to_load: str) -> dict[str, Any]:
@@ -241,6 +248,7 @@ def _describe(report: MemoryReport, memory: SegmentationMemory, opset: int, how_
         "classes": memory.classes,
         "palette": [list(colour) for colour in memory.palette],
         "examples": len(memory),
+        "reading": memory.settings.given,
         "options": {"opset": opset},
         "equal": report.equal,
         "difference": report.difference,
@@ -261,6 +269,7 @@ def _card(report: MemoryReport, memory: SegmentationMemory, how_to_load: str) ->
         how_to_load=f"# in the folder of this file\n{how_to_load}",
         written_by=f"`cribo export --memory --to {report.target}`",
         sections=(
+            f"## Images\n\nThe graph takes RGB in uint8, (height, width, 3), of any size{_read_with(memory)}.",
             f"## Classes\n\n| label | class | colour |\n|---|---|---|\n{rows}",
             f"## Check\n\nLoaded back, at least {report.equal:.2%} of the pixels of each image have the label of the "
             f"memory, and the confidence differs by at most {report.difference:.1e} on average.",

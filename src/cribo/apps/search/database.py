@@ -35,7 +35,7 @@ from cribo.base.files import parse_json, require
 from cribo.base.packages import load_lance
 from cribo.base.redaction import masked
 from cribo.base.trust import check_address, check_import, is_address
-from cribo.base.wording import command_line
+from cribo.base.wording import command_line, option_text
 from cribo.data.config import Reading
 from cribo.data.reading import EncodedImage
 from cribo.data.sources.collection import locate_image, read_named
@@ -377,8 +377,8 @@ class ObjectDatabase:
         """
         stored = self.info.pixels
         if different := [name for name, value in wanted.given.items() if value != stored.get(name)]:
-            theirs = ", ".join(f"{name} {_option(stored.get(name))}" for name in different)
-            ours = ", ".join(f"{name} {_option(wanted.given[name])}" for name in different)
+            theirs = ", ".join(f"{name} {option_text(stored.get(name))}" for name in different)
+            ours = ", ".join(f"{name} {option_text(wanted.given[name])}" for name in different)
             raise ConfigError(
                 f"{self.uri} was built with {theirs}, got {ours}: omit --{different[0]}, or build another database "
                 "with cribo index --db ELSEWHERE"
@@ -1061,10 +1061,3 @@ def _object_from(fields: Mapping[str, Any]) -> ImageObject:
         box=(fields["x0"], fields["y0"], fields["x1"], fields["y1"]),
         area=fields["area"],
     )
-
-
-def _option(value: object) -> str:
-    """Return the value of an option as it is given; "none" without one."""
-    if isinstance(value, list):
-        return ",".join(f"{each:g}" for each in value)
-    return "none" if value is None else str(value)
