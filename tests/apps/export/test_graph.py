@@ -96,14 +96,16 @@ def test_networks_with_window_attention_are_exported_to_timm_and_at_a_fixed_size
 def test_the_rounding_of_the_backbone_itself_is_tolerated() -> None:
     args = {"depth": 1, "embed_dim": 16, "num_heads": 2}
     backbone = build_backbone("vit_tiny_patch16_224", args=args, image_size=32).eval().requires_grad_(False)
-    backbone.model.patch_embed.proj.bias += 300  # removed by the layer norm, with most digits
+    silent, options = lambda what, done, total: None, ExportOptions()
 
     def encode(images: torch.Tensor, factor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         exact = copy.deepcopy(backbone).double().encode(normalise(images.double()))
         return exact.tokens.float() * factor, exact.global_token.float() * factor
 
-    silent, options = lambda what, done, total: None, ExportOptions()
-    difference, _ = compare_features(backbone, lambda: encode, options, silent)
-    assert TOLERANCES["float32"] < difference < 1e-3
+    difference = 0.0
+    while difference <= TOLERANCES["float32"]:  # processors round differently
+        backbone.model.patch_embed.proj.bias += 300  # removed by the layer norm, with most digits
+        difference, _ = compare_features(backbone, lambda: encode, options, silent)
+    assert difference < 1e-3
     with pytest.raises(DifferentFeatures):
         compare_features(backbone, lambda: lambda images: encode(images, 1.01), options, silent)
