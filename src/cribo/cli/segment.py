@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from cribo.apps.segment.config import SegmentConfig, VideoConfig
+from cribo.apps.segment.config import SegmentConfig, SegmenterConfig, VideoConfig
 from cribo.base.arguments import Parser
 from cribo.base.console import importing_networks
 from cribo.cli.command import Call, Command
@@ -38,6 +38,7 @@ examples. The command prints the choice and the expected mIoU.
   cribo segment --memory mine.safetensors --list               list its examples with their accuracy when left out
   cribo segment --memory mine.safetensors --remove a.jpg 7     remove examples by name or number
   cribo segment FRAMES --video --backbone runs/mine --labels MASKS   propagate labels through videos
+  cribo segment FRAMES --segmenter evaluations/mine            label by the result of `cribo evaluate segmenter`
 
 EXAMPLES contains a.jpg and a.png (or a_labels.png), or images/a.jpg and labels/a.png, or images and the labels of
 another tool: COCO, YOLO, CVAT, Label Studio, LabelMe, GeoJSON. Label maps contain class indices (255: no class), only 0
@@ -225,6 +226,56 @@ _VIDEO = Command(
     run=_label_video,
 )
 
+_SEGMENTER_HELP = """\
+Label images by the network that `cribo evaluate segmenter` trained, with the resizing and windows of its evaluation. It
+needs no examples; classes and colours are those of its data.
+
+  cribo evaluate segmenter --data camvid --backbone runs/mine --out evaluations/mine
+  cribo segment FRAMES --segmenter evaluations/mine
+  cribo segment FRAMES --segmenter mine.safetensors --out RESULT --write coco
+
+The results are those of `cribo segment`: label maps, overlays, confidences, summary.csv and contact.png. The confidence
+is the softmax of the network, and is not calibrated. To continue after an interruption, use --resume.
+"""
+
+
+def _add_segmenter_options(parser: Parser) -> None:
+    """Add the options of labels by a trained segmenter."""
+    add_results_folder(parser, "segmented/<images>")
+    parser.add_argument("--pictures", type=int, default=6, help="number of images in contact.png")
+    _add_write(parser)
+    parser.add_class_arguments(SegmenterConfig)
+
+
+def _apply_segmenter(call: Call) -> None:
+    """Label images by a trained segmenter, and print the results."""
+    config = call.build(SegmenterConfig)
+    with importing_networks(call.console):
+        from cribo.apps.segment.trained import apply_segmenter
+
+    segmented = apply_segmenter(
+        config,
+        out=call.options.out,
+        resume=call.options.resume,
+        overwrite=call.options.overwrite,
+        pictures=call.options.pictures,
+        write=call.options.write,
+        command=call.line,
+        console=call.console,
+    )
+    _print_segmented(call, segmented)
+
+
+_SEGMENTER = Command(
+    help=_SEGMENTER_HELP,
+    usage="cribo segment IMAGES --segmenter PATH [options]",
+    by_position=["--images"],
+    short=READING_SHORT,
+    less_memory="use --device cpu, or smaller images",
+    add_options=_add_segmenter_options,
+    run=_apply_segmenter,
+)
+
 COMMAND = Command(
     help=HELP,
     usage="cribo segment IMAGES --backbone SOURCE --examples DIR [options]",
@@ -234,5 +285,5 @@ COMMAND = Command(
     less_memory="lower --batch_size or --size, or use --window",
     add_options=add_options,
     run=run,
-    others={"--list": _MEMORY, "--remove": _MEMORY, "--video": _VIDEO},
+    others={"--list": _MEMORY, "--remove": _MEMORY, "--video": _VIDEO, "--segmenter": _SEGMENTER},
 )

@@ -109,3 +109,30 @@ class VideoConfig:
                 "give --examples, a folder of labelled frames, or --labels, a folder of label maps with their names"
             )
         check_bounds(self)
+
+
+@dataclass
+class SegmenterConfig:
+    """Label images by a network that `cribo evaluate segmenter` trained.
+
+    Attributes:
+        segmenter: folder of the evaluation, or its segmenter.safetensors.
+        images: images to label: a folder, a glob in quotes ('frames/**/*.jpg'), one image, a text file that lists
+            images, tar shards, a Parquet file or a folder of them, or a URL of any of these.
+        column: of a Parquet file, the column of paths or bytes of images. [the only one, or image, bytes, path, ...]
+        reading: how images are read.
+        trust: import the custom network that the file names. Use only for files from a trusted source.
+        workers: number of threads that read and write images. [half of the cores]
+        device: such as cuda:0 or cpu. [the first GPU, else the CPU]
+    """
+
+    segmenter: str
+    images: str
+    column: str | None = None
+    reading: Reading = DEFAULT_READING
+    trust: bool = False
+    workers: Annotated[int, at_least(0)] | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        check_bounds(self)

@@ -2,6 +2,7 @@
 
 import io
 import os
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import numpy as np
 from jaxtyping import UInt8
 from torch import Tensor
 
+from cribo.base.colours import Colour
 from cribo.base.devices import resolve_device
 from cribo.base.errors import InputError
 from cribo.data.config import Reading
@@ -38,12 +40,48 @@ class LabelledImage(NamedTuple):
         return self.image.nbytes + self.found.labels.nbytes + self.found.confidence.nbytes
 
 
-class Labeller(ImageFunction[UInt8[Tensor, "3 h w"], LabelledImage]):
-    """Labels images, in collections or batches of rows; can be sent to other processes.
+class PixelLabeller(ImageFunction[UInt8[Tensor, "3 h w"], LabelledImage]):
+    """Labels the pixels of images, in collections or batches of rows.
 
     A batch has one row for each image: `image`; `labels`, a palette PNG of class indices, 255 for no class;
     `confidence`, a grey PNG of 255 times the probability that the label is right; `mean_confidence`, 0 to 1; `height`
     and `width`; and `error`.
+    """
+
+    @property
+    @abstractmethod
+    def palette(self) -> list[Colour]:
+        """Colour of each class."""
+
+    def prepare(self, file: EncodedImage, reading: Reading) -> UInt8[Tensor, "3 h w"]:
+        """Decode an image."""
+        return read_image(file, reading=reading)
+
+    def rows(self, image: Streamed[LabelledImage]) -> dict[str, np.ndarray]:
+        """Return the row of an image.
+
+        If it is unreadable, `labels` and `confidence` are empty, `height` and `width` are 0, and `mean_confidence` is
+        NaN.
+        """
+        labels, confidence, height, width, mean = io.BytesIO(), io.BytesIO(), 0, 0, np.nan
+        if image.result is not None:
+            found = image.result.found
+            write_labels(found.labels, self.palette, labels)
+            write_confidence(found.confidence, confidence)
+            (height, width), mean = found.labels.shape, float(found.confidence.mean())
+        return {
+            "image": np.array([image.name]),
+            "labels": np.array([labels.getvalue()], dtype=np.object_),
+            "confidence": np.array([confidence.getvalue()], dtype=np.object_),
+            "mean_confidence": np.array([mean], dtype=np.float32),
+            "height": np.array([height], dtype=np.int32),
+            "width": np.array([width], dtype=np.int32),
+            "error": np.array([image.reason]),
+        }
+
+
+class Labeller(PixelLabeller):
+    """Labels images by the examples of a memory; can be sent to other processes. For batches, see `PixelLabeller`.
 
     Args:
         memory: file of a `SegmentationMemory`, as `cribo segment --memory` writes it; or a memory, which stays in this
@@ -106,32 +144,11 @@ class Labeller(ImageFunction[UInt8[Tensor, "3 h w"], LabelledImage]):
         """Open memory and backbone."""
         _ = self.memory
 
-    def prepare(self, file: EncodedImage, reading: Reading) -> UInt8[Tensor, "3 h w"]:
-        """Decode an image."""
-        return read_image(file, reading=reading)
+    @property
+    def palette(self) -> list[Colour]:
+        """Colour of each class."""
+        return self.memory.palette
 
     def compute(self, images: Sequence[UInt8[Tensor, "3 h w"]]) -> Iterable[LabelledImage]:
         """Return images with their labels."""
         return map(LabelledImage, images, self.memory.segment_all(images))
-
-    def rows(self, image: Streamed[LabelledImage]) -> dict[str, np.ndarray]:
-        """Return the row of an image.
-
-        If it is unreadable, `labels` and `confidence` are empty, `height` and `width` are 0, and `mean_confidence` is
-        NaN.
-        """
-        labels, confidence, height, width, mean = io.BytesIO(), io.BytesIO(), 0, 0, np.nan
-        if image.result is not None:
-            found = image.result.found
-            write_labels(found.labels, self.memory.palette, labels)
-            write_confidence(found.confidence, confidence)
-            (height, width), mean = found.labels.shape, float(found.confidence.mean())
-        return {
-            "image": np.array([image.name]),
-            "labels": np.array([labels.getvalue()], dtype=np.object_),
-            "confidence": np.array([confidence.getvalue()], dtype=np.object_),
-            "mean_confidence": np.array([mean], dtype=np.float32),
-            "height": np.array([height], dtype=np.int32),
-            "width": np.array([width], dtype=np.int32),
-            "error": np.array([image.reason]),
-        }

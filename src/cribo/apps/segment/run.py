@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cribo.apps.segment.config import SegmentConfig
 from cribo.apps.segment.instances import InstanceCounts, Splitter
-from cribo.apps.segment.labeller import LabelledImage, Labeller
+from cribo.apps.segment.labeller import LabelledImage, Labeller, PixelLabeller
 from cribo.apps.segment.pictures import draw_overview
 from cribo.apps.segment.results import (
     FOLDERS,
@@ -355,7 +355,7 @@ def _segment_all(
         names = map(part.name, range(len(part)))
         parts.append(ImagePart(part, [done[name].content if name in done else "" for name in names]))
     writer = ResultWriter(results.folder.absolute(), results.palette, results.splitter)
-    work = _LabelParts(results.labeller(config), writer, config.workers)
+    work = LabelParts(results.labeller(config), writer, config.workers)
     reused = 0
     progress("images", 0, len(images))
     begun = time.perf_counter()
@@ -398,7 +398,7 @@ def _suggest(results: "_Results", count: int, progress: Phases) -> None:
     results.draw(chosen, SUGGESTED_PICTURE)
 
 
-class _LabelledPart(NamedTuple):
+class LabelledPart(NamedTuple):
     """Result of a part: records of newly labelled images, names of unchanged ones, and reasons for unreadable ones."""
 
     records: list[Record]
@@ -406,13 +406,14 @@ class _LabelledPart(NamedTuple):
     skipped: dict[str, str]
 
 
-class _LabelParts:
+class LabelParts:
     """Labels the images of each part and writes their files; run by an engine."""
 
-    def __init__(self, labeller: Labeller, writer: "ResultWriter", workers: int | None) -> None:
+    def __init__(self, labeller: PixelLabeller, writer: "ResultWriter", workers: int | None) -> None:
         self.labeller, self.writer, self.workers = labeller, writer, workers
 
-    def __call__(self, parts: Iterable[ImagePart]) -> Generator[_LabelledPart, None, None]:
+    def __call__(self, parts: Iterable[ImagePart]) -> Generator[LabelledPart, None, None]:
+        """Yield the result of each part, whose files are written."""
         labelled_next, written_next = tee(parts)
         threads = resolve_threads(self.workers)
         with closing(self.labeller.stream(labelled_next)) as labelled:
@@ -442,9 +443,9 @@ class _LabelParts:
             return Streamed(each.name, error=UnreadableImage(each.name, reason))
 
     @staticmethod
-    def _account(written: Iterable[Record | Streamed[LabelledImage]]) -> _LabelledPart:
+    def _account(written: Iterable[Record | Streamed[LabelledImage]]) -> LabelledPart:
         """Sort the images of a part: newly labelled, unchanged, or unreadable."""
-        part = _LabelledPart([], [], {})
+        part = LabelledPart([], [], {})
         for each in written:
             if isinstance(each, Record):
                 part.records.append(each)

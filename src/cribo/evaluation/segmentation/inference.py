@@ -1,19 +1,20 @@
 """Segmentation of images of any size, whole or with sliding windows."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Integer, UInt8
 from torch import Tensor
 
 from cribo.base.bounds import at_least, check_bounds
 from cribo.base.errors import InputError
 from cribo.evaluation.segmentation.rules import InferenceMode
 from cribo.features.grid import window_starts
+from cribo.features.memory.pixels import PixelLabels
 from cribo.models import Backbone, normalise
 
 Logits = Callable[[Float[Tensor, "b 3 h w"]], Float[Tensor, "heads b c rows columns"]]
@@ -73,9 +74,24 @@ def segment_pixels(
         size: (height, width) of the result.
         inference: inference settings.
     """
-    image = normalise(pixels[None].float().div_(255), mean=backbone.mean, std=backbone.std)[0]
-    divisor = backbone.patch_size if backbone.takes_any_size else backbone.image_size
+    image, divisor = _input_of(pixels, backbone)
     return segment_image(image, logits, size, inference, divisor=divisor)
+
+
+def segment_with_softmax(
+    pixels: UInt8[Tensor, "3 h w"], backbone: Backbone, logits: Logits, size: tuple[int, int], inference: Inference
+) -> PixelLabels:
+    """Return the classes of the first head as `segment_pixels` does, with the softmax of the averaged logits.
+
+    Arguments are those of `segment_pixels`.
+    """
+    image, divisor = _input_of(pixels, backbone)
+    coarse, windows, full = _coarse_logits(image, logits, inference, divisor)
+    found, best = _classes(coarse[0], windows, full, image, size)
+    total = image.new_full(size, -torch.inf)
+    for _, values in _upsampled(coarse[0], windows, full, image, size):
+        total = total.logaddexp(values.logsumexp(dim=0))
+    return PixelLabels(found, (best - total).exp().clamp(0, 1))
 
 
 @torch.no_grad()
@@ -99,6 +115,20 @@ def segment_image(
     Returns:
         Classes, on the device of the image.
     """
+    coarse, windows, full = _coarse_logits(image, logits, inference, divisor)
+    return torch.stack([_classes(head, windows, full, image, size)[0] for head in coarse])
+
+
+def _input_of(pixels: UInt8[Tensor, "3 h w"], backbone: Backbone) -> tuple[Float[Tensor, "3 h w"], int]:
+    """Return the normalised image, and the divisor of the sides of the network's inputs."""
+    image = normalise(pixels[None].float().div_(255), mean=backbone.mean, std=backbone.std)[0]
+    return image, backbone.patch_size if backbone.takes_any_size else backbone.image_size
+
+
+def _coarse_logits(
+    image: Float[Tensor, "3 h w"], logits: Logits, inference: Inference, divisor: int
+) -> tuple[Float[Tensor, "heads windows c rows columns"], list[tuple[slice, slice]], tuple[int, int]]:
+    """Return the logits of all windows, the windows, and the size to which the logits of one are upsampled."""
     windows = inference.windows(image.shape[1], image.shape[2])
     height, width = (side.stop - side.start for side in windows[0])  # all windows have the same size
     padded = math.ceil(height / divisor) * divisor, math.ceil(width / divisor) * divisor
@@ -108,7 +138,7 @@ def segment_image(
         coarse.append(logits(F.pad(parts, (0, padded[1] - width, 0, padded[0] - height))).float())
     # Logits of all windows fit in memory on the grid of patches.
     full = (height, width) if inference.stretch else padded
-    return torch.stack([_classes(head, windows, full, image, size) for head in torch.cat(coarse, dim=1)])
+    return torch.cat(coarse, dim=1), windows, full
 
 
 def _classes(
@@ -117,20 +147,32 @@ def _classes(
     full: tuple[int, int],
     image: Float[Tensor, "3 h w"],
     size: tuple[int, int],
-) -> UInt8[Tensor, "label_h label_w"]:
-    """Return the class of each pixel for one head, upsampling classes in chunks."""
+) -> tuple[UInt8[Tensor, "label_h label_w"], Float[Tensor, "label_h label_w"]]:
+    """Return the class of each pixel for one head, and its logit."""
+    best = image.new_full(size, -torch.inf)
+    found = torch.zeros(size, dtype=torch.uint8, device=image.device)
+    for classes, logits in _upsampled(coarse, windows, full, image, size):
+        values, winners = logits.max(dim=0)
+        better = values > best
+        best = torch.where(better, values, best)
+        found = torch.where(better, classes[winners].to(torch.uint8), found)
+    return found, best
+
+
+def _upsampled(
+    coarse: Float[Tensor, "windows c rows columns"],
+    windows: list[tuple[slice, slice]],
+    full: tuple[int, int],
+    image: Float[Tensor, "3 h w"],
+    size: tuple[int, int],
+) -> Iterator[tuple[Integer[Tensor, " part"], Float[Tensor, "part label_h label_w"]]]:
+    """Yield chunks of the classes with their logits for each pixel."""
     count = image.new_zeros(image.shape[1:])
     for window in windows:
         count[window] += 1
     largest = max(size[0] * size[1], full[0] * full[1], count.numel())
-    best = image.new_full(size, -torch.inf)
-    found = torch.zeros(size, dtype=torch.uint8, device=image.device)
     for classes in torch.arange(coarse.shape[1], device=image.device).split(max(1, _BUDGET // (8 * largest))):
-        values, winners = _resized(_averaged(coarse[:, classes], windows, full, count), size).max(dim=0)
-        better = values > best
-        best = torch.where(better, values, best)
-        found = torch.where(better, classes[winners].to(torch.uint8), found)
-    return found
+        yield classes, _resized(_averaged(coarse[:, classes], windows, full, count), size)
 
 
 def _averaged(

@@ -11,7 +11,7 @@ from typing import Any
 import safetensors
 import safetensors.torch
 import torch
-from jaxtyping import UInt8
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from cribo.base.colours import Colour
@@ -19,8 +19,9 @@ from cribo.base.errors import InputError
 from cribo.base.files import parse_json, write_whole
 from cribo.base.redaction import masked
 from cribo.data.labelled.crops import Scale, fitted_size, resize
-from cribo.evaluation.segmentation.inference import Inference, segment_pixels
+from cribo.evaluation.segmentation.inference import Inference, segment_pixels, segment_with_softmax
 from cribo.evaluation.segmentation.segmenter import MaskTransformer, Segmenter
+from cribo.features.memory.pixels import PixelLabels
 from cribo.models import describe
 from cribo.models.backbone import RESERVED_ARGS
 from cribo.models.building import build_network, check_network, limited_size
@@ -56,15 +57,21 @@ class TrainedSegmenter:
     @torch.no_grad()
     def segment(self, image: UInt8[Tensor, "3 h w"]) -> UInt8[Tensor, "h w"]:
         """Return the class of each pixel of an RGB image, on the network's device."""
-        backbone = self.network.backbone
-        device = next(backbone.parameters()).device
-        height, width = image.shape[1:]
-        pixels = resize(image, fitted_size(height, width, self.scale)).to(device)
+        size = (image.shape[1], image.shape[2])
+        return segment_pixels(self._resized(image), self.network.backbone, self._logits, size, self.inference)[0]
 
-        def logits(images: Tensor) -> Tensor:
-            return self.network(images)[None]
+    @torch.no_grad()
+    def label(self, image: UInt8[Tensor, "3 h w"]) -> PixelLabels:
+        """Return the classes of `segment` with their softmax as confidence, which is not calibrated."""
+        size = (image.shape[1], image.shape[2])
+        return segment_with_softmax(self._resized(image), self.network.backbone, self._logits, size, self.inference)
 
-        return segment_pixels(pixels, backbone, logits, (height, width), self.inference)[0]
+    def _resized(self, image: UInt8[Tensor, "3 h w"]) -> UInt8[Tensor, "3 new_h new_w"]:
+        device = next(self.network.backbone.parameters()).device
+        return resize(image, fitted_size(image.shape[1], image.shape[2], self.scale)).to(device)
+
+    def _logits(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "1 b c rows columns"]:
+        return self.network(images)[None]
 
 
 def save_segmenter(trained: TrainedSegmenter, path: str | os.PathLike[str]) -> None:
@@ -96,6 +103,12 @@ def save_segmenter(trained: TrainedSegmenter, path: str | os.PathLike[str]) -> N
     write_whole(Path(path), write)
 
 
+def segmenter_file(path: str | os.PathLike[str]) -> Path:
+    """Return the file of a segmenter, given it or its folder."""
+    path = Path(path).expanduser()
+    return path / SEGMENTER_FILE if path.is_dir() else path
+
+
 def load_segmenter(
     path: str | os.PathLike[str], device: torch.device | str = "cpu", *, trust: bool = False, name: str | None = None
 ) -> TrainedSegmenter:
@@ -119,8 +132,7 @@ def load_segmenter(
         >>> segmenter.classes[labels[200, 300]]  # doctest: +SKIP
         'road'
     """
-    path = Path(path).expanduser()
-    file = path / SEGMENTER_FILE if path.is_dir() else path
+    file = segmenter_file(path)
     if not file.is_file():
         raise FileNotFoundError(f"no segmenter at {file}: give the folder of a finished `cribo evaluate segmenter`")
     try:
