@@ -229,9 +229,10 @@ _VIDEO = Command(
 )
 
 _ANOMALY_HELP = f"""\
-Find images that differ from normal ones, and where, given normal images without labels; eight are enough to start.
-Nothing is trained: the distance of a patch is 1 - cosine to the most similar patch in the normal images, and the score
-of an image is the mean of its largest distances (AnomalyDINO).
+Find images that differ from normal ones, and where, given normal images without labels, which should show all that is
+normal: use it for images of the same kind of object or material. Nothing is trained: the distance of a patch is
+1 - cosine to the most similar patch in the normal images, and the score of an image is the mean of its largest
+distances (AnomalyDINO).
 
   cribo segment IMAGES --anomaly --backbone runs/mine --examples NORMAL
   cribo segment 'parts/**/*.jpg' --anomaly --backbone runs/mine --examples 'parts/good/*.jpg' --size 672
