@@ -165,7 +165,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, tiny: "Callable[..., Pretrain
     for name in ("runs/camvid", "runs/mine", "runs/a", "runs/b", "BACKBONE"):
         shutil.copytree(run.folder, home / name)
     scenes = Scenes(count=6, size=96, seed=3)
-    for folder in ("path/to/images", "PHOTOGRAPHS", "FRAMES", "holiday"):
+    for folder in ("path/to/images", "PHOTOGRAPHS", "FRAMES", "NORMAL", "holiday"):
         (home / folder).mkdir(parents=True)
         for index in range(3):
             Image.fromarray(scenes.load(index).permute(1, 2, 0).numpy()).save(home / folder / f"{index}.jpg")

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from cribo.apps.segment.config import SegmentConfig, SegmenterConfig, VideoConfig
+from cribo.apps.segment.config import AnomalyConfig, SegmentConfig, SegmenterConfig, VideoConfig
 from cribo.base.arguments import Parser
 from cribo.base.console import importing_networks
+from cribo.base.wording import counted
 from cribo.cli.command import Call, Command
 from cribo.cli.running import (
     BACKBONE_SHORT,
@@ -20,10 +21,11 @@ from cribo.cli.running import (
     print_unreadable,
 )
 from cribo.data.config import READING_SHORT
-from cribo.features.config import PropagationSettings
+from cribo.features.config import AnomalySettings, PropagationSettings
 from cribo.features.memory.settings import SegmentationSettings
 
 if TYPE_CHECKING:
+    from cribo.apps.segment.anomaly import Anomalies
     from cribo.apps.segment.instances import InstanceCounts
     from cribo.apps.segment.run import Segmented
 
@@ -39,6 +41,7 @@ examples. The command prints the choice and the expected mIoU.
   cribo segment --memory mine.safetensors --remove a.jpg 7     remove examples by name or number
   cribo segment FRAMES --video --backbone runs/mine --labels MASKS   propagate labels through videos
   cribo segment FRAMES --segmenter evaluations/mine            label by the result of `cribo evaluate segmenter`
+  cribo segment IMAGES --anomaly --backbone runs/mine --examples NORMAL   find what is not in normal images
 
 EXAMPLES contains a.jpg and a.png (or a_labels.png), or images/a.jpg and labels/a.png, or images and the labels of
 another tool: COCO, YOLO, CVAT, Label Studio, LabelMe, GeoJSON. Label maps contain class indices (255: no class), only 0
@@ -276,6 +279,95 @@ _SEGMENTER = Command(
     run=_apply_segmenter,
 )
 
+_ANOMALY_HELP = f"""\
+Find images that differ from normal ones, and where, given normal images without labels, which should show all that is
+normal: use it for images of the same kind of object or material. Nothing is trained: the distance of a patch is
+1 - cosine to the most similar patch in the normal images, and the score of an image is the mean of its largest
+distances (AnomalyDINO).
+
+  cribo segment IMAGES --anomaly --backbone runs/mine --examples NORMAL
+  cribo segment 'parts/**/*.jpg' --anomaly --backbone runs/mine --examples 'parts/good/*.jpg' --size 672
+
+The results are a map of distances and an overlay for each image, summary.csv with the scores, and contact.png with the
+highest ones. The threshold is the largest score of a normal image that is left out and compared with the others. If
+normal images are above it, add them to NORMAL. If anomalies are below it, look at the image that the threshold names,
+and remove it if it is not normal; for small anomalies, raise --size. To continue after an interruption, use --resume.
+
+Without a backbone of your own, start with --backbone {SUGGESTED} (licence apache-2.0).
+"""
+
+_SHOWN = 10  # images with the highest scores to print
+
+
+def _add_anomaly_options(parser: Parser) -> None:
+    """Add the options of anomalies."""
+    add_results_folder(parser, "segmented/<images>")
+    parser.add_argument("--anomaly", action="store_true", help="find anomalies given normal images")
+    parser.add_argument("--pictures", type=int, default=6, help="number of images in contact.png")
+    parser.add_class_arguments(AnomalyConfig)
+    parser.add_class_arguments(AnomalySettings)
+
+
+def _find_anomalies(call: Call) -> None:
+    """Score the images, and print the results."""
+    config, settings = call.build(AnomalyConfig), call.build(AnomalySettings)
+    with importing_networks(call.console):
+        from cribo.apps.segment.anomaly import find_anomalies
+
+    found = find_anomalies(
+        config,
+        settings,
+        out=call.options.out,
+        resume=call.options.resume,
+        overwrite=call.options.overwrite,
+        pictures=call.options.pictures,
+        command=call.line,
+        console=call.console,
+    )
+    _print_anomalies(call, found)
+
+
+def _print_anomalies(call: Call, found: "Anomalies") -> None:
+    """Print the highest scores, the number of images above the threshold, and the places of the results."""
+    from cribo.apps.segment.anomaly import MAPS, OVERLAYS
+    from cribo.apps.segment.results import SUMMARY
+    from cribo.apps.segment.run import OVERVIEW
+
+    table = Table(title="Highest scores")
+    table.add_column("image", overflow="fold")
+    table.add_column("score", justify="right")
+    table.add_column("above threshold")
+    for image in found.images[:_SHOWN]:
+        table.add_row(Text(image.name), f"{image.score:.3f}", "yes" if found.is_above(image) else "")
+    call.console.print(table)
+    call.console.print(Text(found.verdict))
+    if among := sum(image.is_normal for image in found.images):
+        call.console.print(f"{counted(among, 'image')} among the normal images: compared with the other normal images")
+    call.console.print(found.speed)
+    print_unreadable(call.console, [*found.skipped.items()], SUMMARY)
+    print_unreadable(call.console, [(f"normal image {name}", why) for name, why in found.unread.items()])
+    print_places(
+        call.console,
+        {
+            "maps": found.folder / MAPS,
+            "overlays": found.folder / OVERLAYS,
+            "numbers": found.folder / SUMMARY,
+            **({"overview": found.folder / OVERVIEW} if call.options.pictures else {}),
+        },
+    )
+
+
+_ANOMALY = Command(
+    help=_ANOMALY_HELP,
+    usage="cribo segment IMAGES --anomaly --backbone SOURCE --examples NORMAL [options]",
+    by_position=["--images"],
+    short={**BACKBONE_SHORT, **READING_SHORT},
+    suggestions={"--backbone": SUGGESTION},
+    less_memory="lower --batch_size or --size, or use fewer normal images",
+    add_options=_add_anomaly_options,
+    run=_find_anomalies,
+)
+
 COMMAND = Command(
     help=HELP,
     usage="cribo segment IMAGES --backbone SOURCE --examples DIR [options]",
@@ -285,5 +377,11 @@ COMMAND = Command(
     less_memory="lower --batch_size or --size, or use --window",
     add_options=add_options,
     run=run,
-    others={"--list": _MEMORY, "--remove": _MEMORY, "--video": _VIDEO, "--segmenter": _SEGMENTER},
+    others={
+        "--list": _MEMORY,
+        "--remove": _MEMORY,
+        "--video": _VIDEO,
+        "--segmenter": _SEGMENTER,
+        "--anomaly": _ANOMALY,
+    },
 )

@@ -277,3 +277,30 @@ class PropagationSettings:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnomalySettings:
+    """Settings for finding anomalies by their distance to normal images.
+
+    Attributes:
+        size: shorter side in pixels at which images are encoded, rounded to the patch size; larger sizes find smaller
+            anomalies and are slower. [the image's own, clipped to 384-1024, but at most enlarged twice]
+        scale: factor by which images are enlarged before encoding, instead of size; 1 for their own size.
+        blocks: numbers, from 1, of the blocks whose features are used, such as 6,8,9,10. [four middle ones of a
+            transformer]
+
+    Raises:
+        InputError: a value is out of range, or two values exclude each other.
+    """
+
+    size: Annotated[int, at_least(1)] | None = None
+    scale: Annotated[float, above(0)] | None = None
+    blocks: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.blocks is not None:
+            object.__setattr__(self, "blocks", sorted_blocks(self.blocks))
+        check_bounds(self)
+        if self.size is not None and self.scale is not None:
+            raise InputError(f"size={self.size} and scale={self.scale} exclude each other: omit one of them")

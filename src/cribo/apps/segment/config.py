@@ -136,3 +136,30 @@ class SegmenterConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+
+
+@dataclass
+class AnomalyConfig:
+    """Find images that differ from normal ones, and where.
+
+    Attributes:
+        backbone: the network to use.
+        images: images to score: a folder, a glob in quotes ('parts/**/*.jpg'), one image, a text file that lists
+            images, tar shards, or a Parquet file or a folder of them.
+        examples: normal images, without labels: a folder, a glob in quotes, or a list; all images in it are normal.
+        reading: how images are read.
+        batch_size: number of images to encode at once. Lower it if the device runs out of memory.
+        workers: number of threads that read images. [half of the cores]
+        device: such as cuda:0 or cpu. [the first GPU, else the CPU]
+    """
+
+    backbone: BackboneSource
+    images: str
+    examples: str
+    reading: Reading = DEFAULT_READING
+    batch_size: Annotated[int, at_least(1)] = 8
+    workers: Annotated[int, at_least(0)] | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
