@@ -21,7 +21,7 @@ WITHOUT_BOUNDS = {
     # Checked with other settings, by PretrainConfig, or with an error that advises.
     *("PixelOptions.range", "PixelOptions.channels", "DataConfig.range", "DataConfig.channels"),
     *("AdaptConfig.steps", "RuntimeConfig.devices", "TrainingRuntime.devices"),
-    *("EmbedConfig.blocks", "IndexConfig.blocks", "ProbeSettings.blocks"),
+    *("EmbedConfig.blocks", "IndexConfig.blocks", "ProbeSettings.blocks", "AnomalySettings.blocks"),
     *("StudyConfig.seeds", "StudyConfig.paper"),  # any numbers; published scores
 }
 """Numbers that no bounds limit."""
