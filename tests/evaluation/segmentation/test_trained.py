@@ -78,6 +78,14 @@ def test_the_epsilon_of_layer_norms_and_licences_are_stored(tmp_path: Path) -> N
             safetensors.torch.save({"a": torch.ones(1)}, {"cribo_segmenter": json.dumps({"format": 3})}),
             "has format 3, this version of cribo reads up to 2: update cribo",
         ),
+        (
+            safetensors.torch.save({"a": torch.ones(1)}, {"cribo_segmenter": json.dumps({"format": 2})}),
+            "its description is damaged",
+        ),
+        (
+            safetensors.torch.save({"a": torch.ones(1)}, {"cribo_segmenter": json.dumps({"format": 2, "backbone": 3})}),
+            "its description is damaged",
+        ),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:

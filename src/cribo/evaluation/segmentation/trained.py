@@ -143,13 +143,33 @@ def load_segmenter(
         raise InputError(f"{file} cannot be read ({error}): copy it again") from error
     if not isinstance(about, dict):
         raise InputError(f"{file} is not a segmenter: give a file written by `cribo evaluate segmenter`")
+    try:
+        return _restore(about, state, file, device, trust=trust, name=name, source=source_name(str(path)))
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise InputError(
+            f"{file}: its description is damaged or does not fit its weights ({reason}): copy it again"
+        ) from error
+
+
+def _restore(
+    about: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    file: Path,
+    device: torch.device | str,
+    *,
+    trust: bool,
+    name: str | None,
+    source: str,
+) -> TrainedSegmenter:
+    """Build the network that a file describes, and load its weights."""
     if about["format"] > _FORMAT:
         raise InputError(
             f"{file} has format {about['format']}, this version of cribo reads up to {_FORMAT}: update cribo"
         )
     check_network(about["backbone"]["name"], file, trust=trust, given=name)
     network = _build(about["backbone"], about["decoder"])
-    network.backbone.licences = licences_of(about["backbone"], Licence(source_name(str(path))), file)
+    network.backbone.licences = licences_of(about["backbone"], Licence(source), file)
     network.load_state_dict(state)
     return TrainedSegmenter(
         network.eval().to(device),
