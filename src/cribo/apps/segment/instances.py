@@ -154,7 +154,7 @@ def split_instances(
         >>> for x in (11, 29):  # two discs that touch
         ...     labels[(rows - 10) ** 2 + (columns - x) ** 2 <= 90] = 1
         >>> [instance.area for instance in split_instances(labels, torch.ones(20, 42), [1]).found]
-        [283, 274]
+        [293, 286]
     """
     numbers, found = np.zeros(labels.shape, dtype=np.int32), []
     of_pixels, sure = labels.numpy(), confidence.numpy()

@@ -135,7 +135,7 @@ def _split(scores: Float[Tensor, " n"]) -> float:
     """Return the threshold with the largest variance between the two groups of scores that it splits (Otsu 1979).
 
     Example:
-        >>> _split(torch.tensor([0.0, 0.1, 0.9, 1.0]))
+        >>> round(_split(torch.tensor([0.0, 0.1, 0.9, 1.0])), 3)
         0.5
     """
     ordered = scores.double().sort().values
