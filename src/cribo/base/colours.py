@@ -37,15 +37,20 @@ def distinct_colours(count: int) -> list[Colour]:
     return [*own, *(colour for colour in colour_map(256)[1:] if colour not in own)][:count]
 
 
-def class_colours(classes: Sequence[str]) -> list[Colour]:
-    """Return distinct colours for classes; a first class named "background" is black.
+def class_colours(classes: Sequence[str], given: Sequence[Colour] = ()) -> list[Colour]:
+    """Return a distinct colour for each class; a first class named "background" is black.
+
+    Args:
+        classes: names of the classes.
+        given: colours of the first classes.
 
     Example:
         >>> class_colours(["background", "cell"]), class_colours(["sky", "road"])
         ([(0, 0, 0), (0, 114, 178)], [(0, 114, 178), (230, 159, 0)])
     """
     background = [BLACK] if classes and classes[0].lower() == "background" else []
-    return [*background, *distinct_colours(len(classes) - len(background))]
+    distinct = [*background, *distinct_colours(len(classes) - len(background))]
+    return [*given, *distinct[len(given) :]][: len(classes)]
 
 
 def colour_map(count: int) -> list[Colour]:

@@ -27,7 +27,7 @@ from cribo.features.memory.settings import SegmentationSettings
 if TYPE_CHECKING:
     from cribo.apps.segment.anomaly import Anomalies
     from cribo.apps.segment.instances import InstanceCounts
-    from cribo.apps.segment.run import Segmented
+    from cribo.apps.segment.results import Segmented
 
 HELP = f"""\
 Label the pixels of many images given a few labelled examples; two are enough to start. The backbone is not trained. Its
@@ -99,8 +99,7 @@ def run(call: Call) -> None:
 
 def _print_segmented(call: Call, segmented: "Segmented", others: Mapping[str, str] | None = None) -> None:
     """Print the results and their places, with those of other files."""
-    from cribo.apps.segment.results import INSTANCES
-    from cribo.apps.segment.run import OVERVIEW, SUMMARY
+    from cribo.apps.segment.results import INSTANCES, OVERVIEW, SUMMARY
     from cribo.data.labelled.formats import LABEL_FORMATS
 
     table = Table(title=f"Share of each class in all images{', and its instances' * bool(segmented.instances)}")
@@ -330,8 +329,7 @@ def _find_anomalies(call: Call) -> None:
 def _print_anomalies(call: Call, found: "Anomalies") -> None:
     """Print the highest scores, the number of images above the threshold, and the places of the results."""
     from cribo.apps.segment.anomaly import MAPS, OVERLAYS
-    from cribo.apps.segment.results import SUMMARY
-    from cribo.apps.segment.run import OVERVIEW
+    from cribo.apps.segment.results import OVERVIEW, SUMMARY
 
     table = Table(title="Highest scores")
     table.add_column("image", overflow="fold")

@@ -97,8 +97,7 @@ class ExampleFolder:
     @property
     def palette(self) -> list[Colour]:
         """Colours of the classes: those of existing label maps, continued by `class_colours`."""
-        classes = self.classes
-        return [*self._palette, *class_colours(classes)[len(self._palette) :]][: len(classes)]
+        return class_colours(self.classes, self._palette)
 
     def examples(self) -> LabelledExamples | None:
         """Find the examples; None if there are none.

@@ -291,7 +291,7 @@ class Session:
                     self._folder.rename_class(old, new, self._written)
             self.classes = names
             # The colours of existing classes never change.
-            self._colours += class_colours(names)[len(self._colours) :]
+            self._colours = class_colours(names, self._colours)
 
     def draw(self, key: str, time: float, runs: Any) -> None:
         """Store what is painted on an image, without adding it to the examples.

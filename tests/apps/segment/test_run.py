@@ -23,7 +23,8 @@ from tests.features.memory.coded import blocks, save_image, save_labels
 import cribo.apps.segment.run as run
 from cribo.apps.segment import Labeller
 from cribo.apps.segment.config import SegmentConfig
-from cribo.apps.segment.run import Segmented, segment_images
+from cribo.apps.segment.results import Segmented
+from cribo.apps.segment.run import segment_images
 from cribo.base.errors import ConfigError, DataError, FolderError, InputError, MissingData
 from cribo.base.job import ACCOUNTS, RECORD, read_record
 from cribo.cli import main

@@ -18,8 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from cribo.apps.segment.config import AnomalyConfig
-from cribo.apps.segment.results import SUMMARY, write_finished
-from cribo.apps.segment.run import OUT, OVERVIEW
+from cribo.apps.segment.results import OUT, OVERVIEW, SUMMARY, write_finished
 from cribo.apps.segment.targets import open_targets, result_name
 from cribo.base.bounds import at_least
 from cribo.base.console import Phases, duration

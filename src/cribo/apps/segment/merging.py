@@ -12,6 +12,7 @@ from cribo.apps.segment.results import (
     KIND,
     SUMMARY,
     Record,
+    Segmented,
     changes_between,
     class_shares,
     files_of_record,
@@ -20,7 +21,6 @@ from cribo.apps.segment.results import (
     write_finished,
     write_summary,
 )
-from cribo.apps.segment.run import Segmented
 from cribo.apps.segment.targets import result_name
 from cribo.base.errors import DataError
 from cribo.base.files import link_or_copy, path_inside, read_json

@@ -2,19 +2,25 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cribo.apps.segment.instances import Instance, InstanceCounts
 from cribo.apps.segment.targets import result_name
+from cribo.base.console import duration
 from cribo.base.files import write_json, write_text
 from cribo.base.job import Account, describe_changes
 from cribo.base.tables import Table, texts
-from cribo.base.wording import enumerated
+from cribo.base.wording import counted, enumerated
 from cribo.features.probes.fitting import Choice, Probe
 
 KIND = "segmentation"
+
+OUT = Path("segmented")
+"""Parent folder of results without --out."""
+
+OVERVIEW = "contact.png"
 
 ABOUT = "about.json"
 """File in the output folder that describes the results."""
@@ -62,6 +68,47 @@ class Record:
         if "instances" in values:
             found["instances"] = [Instance(*each[:3], box=tuple(each[3])) for each in values["instances"]]
         return cls(name, **found)
+
+
+@dataclass(frozen=True)
+class Segmented:
+    """Result of a command that labels images.
+
+    Attributes:
+        folder: output folder.
+        images: number of labelled images.
+        reused: number of images that were already labelled.
+        earlier: number of images of earlier calls that are no longer among the images; their results are kept.
+        skipped: reasons why images could not be read, by name.
+        seconds: duration of the command, without imports.
+        labelling_seconds: duration of labelling the other images.
+        shares: share of each class in the pixels of all images.
+        instances: numbers of instances of the split classes.
+    """
+
+    folder: Path
+    images: int
+    reused: int
+    earlier: int
+    skipped: dict[str, str]
+    seconds: float
+    labelling_seconds: float
+    shares: dict[str, float]
+    instances: Mapping[str, InstanceCounts] = field(default_factory=dict)
+
+    @property
+    def speed(self) -> str:
+        """Number of images, duration and speed, as text."""
+        fresh = self.images - self.reused
+        text = f"{counted(fresh, 'image')} in {duration(self.seconds)}"
+        if fresh:
+            speed = f"{fresh / self.labelling_seconds:.1f} images/s"
+            text += f", of which labelling took {duration(self.labelling_seconds)} ({speed})"
+        if self.reused:
+            text += f", {self.reused} already labelled"
+        if self.earlier:
+            text += f", results of {counted(self.earlier, 'earlier image')} kept"
+        return text
 
 
 def files_of(folder: Path, name: str) -> tuple[Path, Path, Path]:

@@ -2,53 +2,38 @@
 
 import errno
 import logging
-import os
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from itertools import islice, tee
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxtyping import UInt8
 from rich.console import Console
 from torch import Tensor
 
 from cribo.apps.segment.config import SegmentConfig
-from cribo.apps.segment.instances import InstanceCounts, Splitter
+from cribo.apps.segment.instances import Splitter
 from cribo.apps.segment.labeller import LabelledImage, Labeller, PixelLabeller
-from cribo.apps.segment.pictures import draw_overview
-from cribo.apps.segment.results import (
-    FOLDERS,
-    KIND,
-    SUMMARY,
-    Record,
-    changes_between,
-    class_shares,
-    instance_counts,
-    read_records,
-    write_finished,
-    write_summary,
-)
+from cribo.apps.segment.results import KIND, OUT, SUMMARY, Record, Segmented, changes_between
 from cribo.apps.segment.suggesting import suggest
-from cribo.apps.segment.targets import open_targets, result_name
-from cribo.apps.segment.writing import ResultWriter, panel_of, write_format
+from cribo.apps.segment.targets import open_targets, place_of
+from cribo.apps.segment.writing import LabelResults, ResultWriter
 from cribo.base.bounds import at_least
-from cribo.base.console import Phases, duration
+from cribo.base.console import Phases
 from cribo.base.devices import resolve_device, resolve_threads
-from cribo.base.drawing import write_figure
 from cribo.base.errors import DataError, FolderError, InputError, Stopped, UnreadableImage
 from cribo.base.files import require, write_text
 from cribo.base.job import Job, require_writable
 from cribo.base.versions import versions
 from cribo.base.wording import counted
 from cribo.data.config import Reading, spread
-from cribo.data.labelled.formats import LabelFormat, find_examples, written_formats
+from cribo.data.labelled.formats import find_examples, written_formats
 from cribo.data.labelled.label_maps import IGNORE_INDEX, Task
 from cribo.data.labelled.segmentation import LabelledExamples
 from cribo.data.sources.collection import ImageCollection, names_hash
-from cribo.data.sources.images import ImageFiles, collection_name, is_url, require_readable
+from cribo.data.sources.images import collection_name, require_readable
 from cribo.features.memory.memory import SegmentationMemory
 from cribo.features.memory.settings import SegmentationSettings
 from cribo.features.memory.storage import memory_lock, stored_reading
@@ -60,10 +45,6 @@ from cribo.features.stream import Streamed
 
 log = logging.getLogger("cribo")
 
-OUT = Path("segmented")
-"""Parent folder of results without --out."""
-
-OVERVIEW = "contact.png"
 SUGGESTED, SUGGESTED_PICTURE = "suggested.txt", "suggested.png"
 
 _MEMORY = "memory.safetensors"  # in the output folder, for workers in other processes
@@ -71,47 +52,6 @@ _MOST_IMAGES = 256  # limit per part; an interrupted part is labelled again
 _OF_NAMES = (errno.ENAMETOOLONG, errno.EILSEQ, errno.EINVAL)  # too long or not allowed on the file system
 _WEAKEST = 3  # number of classes to name
 _SUGGESTED_FROM = 300  # limit on the images to choose from
-
-
-@dataclass(frozen=True)
-class Segmented:
-    """Result of `segment_images`.
-
-    Attributes:
-        folder: output folder.
-        images: number of labelled images.
-        reused: number of images that were already labelled.
-        earlier: number of images of earlier calls that are no longer among the images; their results are kept.
-        skipped: reasons why images could not be read, by name.
-        seconds: duration of the command, without imports.
-        labelling_seconds: duration of labelling the other images.
-        shares: share of each class in the pixels of all images.
-        instances: numbers of instances of the split classes.
-    """
-
-    folder: Path
-    images: int
-    reused: int
-    earlier: int
-    skipped: dict[str, str]
-    seconds: float
-    labelling_seconds: float
-    shares: dict[str, float]
-    instances: Mapping[str, InstanceCounts] = field(default_factory=dict)
-
-    @property
-    def speed(self) -> str:
-        """Number of images, duration and speed, as text."""
-        fresh = self.images - self.reused
-        text = f"{counted(fresh, 'image')} in {duration(self.seconds)}"
-        if fresh:
-            speed = f"{fresh / self.labelling_seconds:.1f} images/s"
-            text += f", of which labelling took {duration(self.labelling_seconds)} ({speed})"
-        if self.reused:
-            text += f", {self.reused} already labelled"
-        if self.earlier:
-            text += f", results of {counted(self.earlier, 'earlier image')} kept"
-        return text
 
 
 def segment_images(
@@ -197,15 +137,19 @@ def segment_images(
             )
             if file is not None and has_new:  # after all checks, so that a failed command leaves the file unchanged
                 memory.save(file)
-        segmented = _segment_all(results, config, engine, progress, command)
-        if pictures and results.records:
-            shown = [*results.records]
-            results.draw([shown[place] for place in spread(len(shown), pictures)], OVERVIEW)
+        # In this process, a small part loses less when it is interrupted, and costs nothing.
+        size = config.batch_size if config.engine == "local" else part_size(len(images), most=_MOST_IMAGES)
+        labeller = results.labeller()
+        seconds = label_collection(results, images, labeller, progress, engine=engine, part_images=size)
+        results.finish(results.about(command), seconds)
+        if len(results.skipped) == len(images) and config.share.shares == 1:  # although one could be read at first
+            raise Stopped(f"the images can no longer be read: see {SUMMARY} in {results.folder}")
+        results.draw_overview(pictures)
         for each in formats:
             results.write(each, tasks, progress)
         if suggestions and results.records:
             _suggest(results, suggestions, progress)
-        return replace(segmented, seconds=time.perf_counter() - started)
+        return results.segmented(time.perf_counter() - started, seconds)
 
 
 # -------------------------------------------------------------------------------------------------------- memory
@@ -337,50 +281,44 @@ def _named(name: str) -> str:
 # -------------------------------------------------------------------------------------------------------- images
 
 
-def _segment_all(
-    results: "_Results", config: SegmentConfig, engine: Engine, progress: Phases, command: str
-) -> Segmented:
-    """Label all images that are not labelled yet, and write the summary."""
-    images, done = results.images, read_records(results.folder, results.job.accounts)
-    results.job.missing([*results.names], unit="images")
-    stems = {result_name(name) for name in results.names}
-    results.earlier = {name: record for name, record in done.items() if result_name(name) not in stems}
-    for folder in FOLDERS:
-        (results.folder / folder).mkdir(exist_ok=True)
-    # In this process, a small part loses less when it is interrupted, and costs nothing.
-    size = config.batch_size if config.engine == "local" else part_size(len(images), most=_MOST_IMAGES)
+def label_collection(
+    results: LabelResults,
+    images: ImageCollection,
+    labeller: PixelLabeller,
+    progress: Phases,
+    *,
+    engine: Engine,
+    part_images: int,
+) -> float:
+    """Label all images that are new or have changed, write their files, and record them.
+
+    Args:
+        results: folder of the results.
+        images: the images.
+        labeller: labels the images of a part.
+        progress: progress display.
+        engine: runs the work.
+        part_images: number of images in a part; an interrupted part is labelled again.
+
+    Returns:
+        Duration in seconds.
+    """
+    done = results.resume(unit="images")
     parts = []
-    for start in range(0, len(images), size):
-        part = images.part(range(start, min(start + size, len(images))))
+    for start in range(0, len(images), part_images):
+        part = images.part(range(start, min(start + part_images, len(images))))
         names = map(part.name, range(len(part)))
         parts.append(ImagePart(part, [done[name].content if name in done else "" for name in names]))
-    writer = ResultWriter(results.folder.absolute(), results.palette, results.splitter)
-    work = LabelParts(results.labeller(config), writer, config.workers)
-    reused = 0
+    work = LabelParts(labeller, results.writer)
     progress("images", 0, len(images))
     begun = time.perf_counter()
     with closing(engine.run(work, parts)) as found:
         for part in found:
             results.skipped |= part.skipped
-            results.records |= {name: done[name] for name in part.unchanged}
+            results.reuse(done[name] for name in part.unchanged)
             results.add(part.records)
-            reused += len(part.unchanged)
             progress("images", len(results.records) + len(results.skipped), len(images))
-    seconds = time.perf_counter() - begun
-    results.sum_up(command, seconds, reused)
-    if len(results.skipped) == len(images) and config.share.shares == 1:  # although one could be read at first
-        raise Stopped(f"the images can no longer be read: see {SUMMARY} in {results.folder}")
-    return Segmented(
-        results.folder,
-        len(results.records),
-        reused,
-        len(results.earlier),
-        results.skipped,
-        seconds,
-        seconds,
-        results.shares(),
-        instance_counts([*results.records.values(), *results.earlier.values()], results.classes, results.split),
-    )
+    return time.perf_counter() - begun
 
 
 def _suggest(results: "_Results", count: int, progress: Phases) -> None:
@@ -409,13 +347,13 @@ class LabelledPart(NamedTuple):
 class LabelParts:
     """Labels the images of each part and writes their files; run by an engine."""
 
-    def __init__(self, labeller: PixelLabeller, writer: "ResultWriter", workers: int | None) -> None:
-        self.labeller, self.writer, self.workers = labeller, writer, workers
+    def __init__(self, labeller: PixelLabeller, writer: ResultWriter) -> None:
+        self.labeller, self.writer = labeller, writer
 
     def __call__(self, parts: Iterable[ImagePart]) -> Generator[LabelledPart, None, None]:
         """Yield the result of each part, whose files are written."""
         labelled_next, written_next = tee(parts)
-        threads = resolve_threads(self.workers)
+        threads = resolve_threads(self.labeller.workers)
         with closing(self.labeller.stream(labelled_next)) as labelled:
             written = prefetch(
                 self._written,
@@ -459,16 +397,8 @@ class LabelParts:
 # ------------------------------------------------------------------------------------------------------- results
 
 
-class _Results:
-    """The results in the output folder.
-
-    Attributes:
-        images: the images to label.
-        records: records of the labelled images by name.
-        earlier: records of images of earlier calls that are no longer among the images.
-        skipped: reasons why images could not be read, by name.
-        splitter: splits classes into instances; None if no class is split.
-    """
+class _Results(LabelResults):
+    """The results of a memory."""
 
     def __init__(
         self,
@@ -478,25 +408,10 @@ class _Results:
         config: SegmentConfig,
         splitter: Splitter | None,
     ) -> None:
-        self.job, self.images, self.memory, self.config = job, images, memory, config
-        self.names = {images.name(place): place for place in range(len(images))}
-        self.records: dict[str, Record] = {}
-        self.earlier: dict[str, Record] = {}
-        self.skipped: dict[str, str] = {}
-        self.classes, self.palette = memory.classes, memory.palette
-        self.splitter = splitter
-        source = images.folder if isinstance(images, ImageFiles) else config.images
-        self.place = source if is_url(source) else os.path.realpath(source)
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the results."""
-        return self.job.path
-
-    @property
-    def split(self) -> list[str]:
-        """Names of the classes that are split into instances."""
-        return [] if self.splitter is None else [self.classes[label] for label in self.splitter.classes]
+        super().__init__(job, images, memory.classes, memory.palette, splitter)
+        self.memory, self.config = memory, config
+        self.expected, self.uncalibrated = memory.fit().per_class, memory.uncalibrated
+        self.place = place_of(images, config.images)
 
     def identity(self, collection: str) -> dict[str, Any]:
         """Return what must be equal to resume the results; `collection` is the hash of the names of all images."""
@@ -527,8 +442,6 @@ class _Results:
             },
             "backbone": memory.backbone,
             "settings": asdict(memory.settings),
-            "classes": self.classes,
-            "palette": self.palette,
             "instances": self.split,
             "choice": memory.fit().as_json(),
             "confidence": "255 times the probability, 0 to 1, that the label is right"
@@ -536,53 +449,12 @@ class _Results:
             "versions": versions(str(memory.encoder.device)),
         }
 
-    def labeller(self, config: SegmentConfig) -> Labeller:
+    def labeller(self) -> Labeller:
         """Return the unit of work; workers of another process open the memory from a file."""
+        config = self.config
         if config.engine == "local":
             return Labeller(self.memory, batch_size=config.batch_size, workers=config.workers)
         file = self.folder / _MEMORY
         self.memory.save(file)
         options = {"batch_size": config.batch_size, "workers": config.workers, "device": config.device}
         return Labeller(file, config.backbone, **options)
-
-    def load(self, name: str) -> UInt8[Tensor, "3 h w"]:
-        """Load an image by its name."""
-        return self.images.load(self.names[name])
-
-    def add(self, records: Iterable[Record]) -> None:
-        """Record images whose files are complete."""
-        for record in records:
-            self.job.done(record.name, **record.account)
-            self.records[record.name] = record
-
-    def shares(self) -> dict[str, float]:
-        """Return the share of each class in the pixels of all images, in descending order."""
-        return class_shares([*self.records.values(), *self.earlier.values()], self.classes)
-
-    def sum_up(self, command: str, seconds: float, reused: int) -> None:
-        """Write the summary and the description of the results, which are complete."""
-        self.records = {name: self.records[name] for name in self.names if name in self.records}  # in their order
-        write_summary(self.folder, self.names, self.records, self.earlier, self.skipped, self.classes, self.split)
-        write_finished(
-            self.folder,
-            self.about(command),
-            seconds=seconds,
-            found=len(self.images),
-            segmented=len(self.records) - reused,
-            reused=reused,
-            earlier=len(self.earlier),
-            skipped=len(self.skipped),
-        )
-        self.job.finish()
-
-    def write(self, labels_format: LabelFormat, tasks: Mapping[str, Task], progress: Phases) -> None:
-        """Write all labels in a format of the table, to a file or a folder."""
-        split = () if self.splitter is None else self.splitter.classes
-        write_format(labels_format, self.folder, self.records, self.classes, tasks, progress, split=split)
-
-    def draw(self, names: Sequence[str], file: str) -> None:
-        """Draw some images with their labels and confidence."""
-        expected, uncalibrated = self.memory.fit().per_class, self.memory.uncalibrated
-        is_split = self.splitter is not None
-        panels = [panel_of(self.folder, name, self.load(name), is_split=is_split) for name in names]
-        write_figure(self.folder / file, draw_overview(panels, self.classes, self.palette, expected, uncalibrated))

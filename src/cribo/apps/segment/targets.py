@@ -1,5 +1,6 @@
 """The images to label, and the names of their results."""
 
+import os
 import posixpath
 from pathlib import Path
 
@@ -76,6 +77,12 @@ def result_name(image: str) -> str:
     """
     first, *others = posixpath.splitext(image)[0].split("/")
     return "/".join(part for part in (first.removesuffix(":"), *others) if part not in ("", ".", ".."))
+
+
+def place_of(images: ImageCollection, source: str) -> str:
+    """Return the absolute path or the URL of the images of a source, to compare it with that of earlier results."""
+    place = images.folder if isinstance(images, ImageFiles) else source
+    return place if is_url(place) else os.path.realpath(place)
 
 
 def _of_glob(pattern: Path) -> tuple[Path, list[str]]:

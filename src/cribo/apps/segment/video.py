@@ -19,28 +19,18 @@ from rich.console import Console
 from torch import Tensor
 
 from cribo.apps.segment.config import VideoConfig
-from cribo.apps.segment.pictures import draw_overview
-from cribo.apps.segment.results import (
-    FOLDERS,
-    Record,
-    class_shares,
-    read_records,
-    write_finished,
-    write_summary,
-)
-from cribo.apps.segment.run import OUT, OVERVIEW, Segmented
+from cribo.apps.segment.results import OUT, Segmented
 from cribo.apps.segment.targets import open_targets, result_name
-from cribo.apps.segment.writing import ResultWriter, panel_of, write_format
+from cribo.apps.segment.writing import LabelResults
 from cribo.base.bounds import at_least
 from cribo.base.colours import class_colours
 from cribo.base.console import Phases
 from cribo.base.devices import resolve_device, resolve_threads
-from cribo.base.drawing import write_figure
 from cribo.base.errors import DataError, UnreadableImage
 from cribo.base.job import Job
 from cribo.base.versions import versions
 from cribo.base.wording import counted
-from cribo.data.config import Reading, spread
+from cribo.data.config import Reading
 from cribo.data.labelled.formats import find_examples, find_maps, written_formats
 from cribo.data.labelled.label_maps import IGNORE_INDEX
 from cribo.data.labelled.segmentation import LabelledExamples
@@ -50,7 +40,6 @@ from cribo.data.sources.video_files import VideoFiles, has_video_files, open_vid
 from cribo.features.config import PropagationSettings
 from cribo.features.encoder import Encoder, open_network
 from cribo.features.memory.memory import Segmentation
-from cribo.features.memory.pixels import PixelLabels
 from cribo.features.patches import resize_image
 from cribo.features.prefetching import prefetch
 from cribo.features.probes.examples import content_hash
@@ -121,74 +110,43 @@ def segment_video(
         "settings": asdict(settings),
         "classes": videos.classes,
     }
+    results = LabelResults(job, frames, videos.classes, videos.palette)
+    results.uncalibrated = _UNCALIBRATED
+    about_results = {
+        "command": command,
+        "images": {"folder": config.images},
+        **identity,
+        "confidence": f"255 times the confidence, 0 to 1; not calibrated: {_UNCALIBRATED}",
+        "versions": versions(str(encoder.device)),
+    }
     with Phases(console) as progress, job.open(identity, command=command):
-        records, skipped, reused, seconds = _label_frames(videos, job, progress)
-        write_summary(job.path, videos.names, records, {}, skipped, videos.classes)
-        write_finished(
-            job.path,
-            {
-                "command": command,
-                "images": {"folder": config.images},
-                **identity,
-                "palette": videos.palette,
-                "confidence": f"255 times the confidence, 0 to 1; not calibrated: {_UNCALIBRATED}",
-                "versions": versions(str(encoder.device)),
-            },
-            seconds=seconds,
-            found=len(videos.names),
-            segmented=len(records) - reused,
-            reused=reused,
-            earlier=0,
-            skipped=len(skipped),
-        )
-        job.finish()
-        if pictures and records:
-            shown = [list(records)[place] for place in spread(len(records), pictures)]
-            panels = [panel_of(job.path, name, frames.load(videos.names.index(name))) for name in shown]
-            figure = draw_overview(panels, videos.classes, videos.palette, {}, _UNCALIBRATED)
-            write_figure(job.path / OVERVIEW, figure)
+        seconds = _label_frames(videos, results, progress)
+        results.finish(about_results, seconds)
+        results.draw_overview(pictures)
         for each in formats:
-            write_format(each, job.path, records, videos.classes, examples.tasks, progress)
-    shares = class_shares([*records.values()], videos.classes)
-    whole = time.perf_counter() - started
-    return Segmented(job.path, len(records), reused, 0, skipped, whole, seconds, shares)
+            results.write(each, examples.tasks, progress)
+    return results.segmented(time.perf_counter() - started, seconds)
 
 
 _Segmented = tuple[int, UInt8[Tensor, "3 h w"], Segmentation]
 """Index of a frame, its pixels and its labels."""
 
 
-class _Labelled(NamedTuple):
-    """The frames of a folder of results: records by name, reasons of unreadable ones, and how long it took."""
-
-    records: dict[str, Record]
-    skipped: dict[str, str]
-    reused: int
-    seconds: float
-
-
-def _label_frames(videos: "_Videos", job: Job, progress: Phases) -> _Labelled:
-    """Label the frames that are not labelled yet, span by span, and write their files."""
-    names, done = videos.names, read_records(job.path, job.accounts)
-    missing = {*job.missing(names, unit="frames"), *(name for name in names if name not in done)}
-    for folder in FOLDERS:
-        (job.path / folder).mkdir(exist_ok=True)
-    writer = ResultWriter(job.path.absolute(), videos.palette)
-    todo = [span for span in videos.spans if any(names[index] in missing for index in span.inner)]
+def _label_frames(videos: "_Videos", results: LabelResults, progress: Phases) -> float:
+    """Label the frames that are not labelled yet, span by span, write their files, and return the duration."""
+    names, done = videos.names, results.resume(unit="frames")
+    todo = [span for span in videos.spans if any(names[index] not in done for index in span.inner)]
     again = {names[index] for span in todo for index in span.inner}
-    records = {name: record for name, record in done.items() if name not in again}
-    reused = len(records)
-    progress("frames", reused, len(names))
+    results.reuse(done[name] for name in names if name in done and name not in again)
+    results.skipped, writer = videos.skipped, results.writer
+    progress("frames", results.reused, len(names))
     begun = time.perf_counter()
-    given = (index for index in videos.labels if names[index] in missing)
-    for found in (videos.given(given), *(videos.propagated(span, job.path) for span in todo)):
+    given = (index for index in videos.labels if names[index] not in done)
+    for found in (videos.given(given), *(videos.propagated(span, results.folder) for span in todo)):
         for index, image, segmentation in found:
-            record = writer.write(names[index], "", image, segmentation)
-            job.done(record.name, **record.account)
-            records[record.name] = record
-            progress("frames", len(records) + len(videos.skipped), len(names))
-    in_order = {name: records[name] for name in names if name in records}
-    return _Labelled(in_order, videos.skipped, reused, time.perf_counter() - begun)
+            results.add([writer.write(names[index], "", image, segmentation)])
+            progress("frames", len(results.records) + len(results.skipped), len(names))
+    return time.perf_counter() - begun
 
 
 def _open_frames(source: str, out: Path, reading: Reading) -> ImageSource:
@@ -327,7 +285,7 @@ class _Videos:
         self.spans = find_spans(self.names, self.labels.keys())
         self.classes = list(examples.classes)
         stated = examples.stated_palette or next((found.palette for found in maps.values() if found.palette), None)
-        self.palette = [*(stated or ()), *class_colours(self.classes)[len(stated or ()) :]][: len(self.classes)]
+        self.palette = class_colours(self.classes, stated or ())
         self.skipped: dict[str, str] = {}
         self._encoder, self._batch_size = encoder, config.batch_size
         # Frames of a file are decoded one after the other.
@@ -345,7 +303,7 @@ class _Videos:
         """Yield labelled frames with their own labels."""
         for index in indices:
             image, labels = self._labelled(index), self.labels[index]
-            yield index, image, self._segmentation(PixelLabels(labels, (labels != IGNORE_INDEX).float()))
+            yield index, image, Segmentation.of(labels, (labels != IGNORE_INDEX).float(), self.classes)
 
     @torch.no_grad()
     def propagated(self, span: Span, folder: Path) -> Iterator[_Segmented]:
@@ -441,15 +399,9 @@ class _Videos:
     def _labels_of(self, frame: _Frame, labels: Float[Tensor, "rows columns c"]) -> _Segmented:
         found = frame_labels(labels, self._encoder.patch_size, frame.size)
         unknown = found.confidence <= 0  # only near patches without a class
-        found = found._replace(labels=found.labels.masked_fill(unknown, IGNORE_INDEX))
+        labelled = found.labels.masked_fill(unknown, IGNORE_INDEX)
         image = self.frames.load(frame.number) if frame.image is None else frame.image
-        return frame.number, image, self._segmentation(found)
-
-    def _segmentation(self, found: PixelLabels) -> Segmentation:
-        counts = found.labels[found.labels != IGNORE_INDEX].bincount(minlength=len(self.classes)).tolist()
-        shares = {name: count / found.labels.numel() for name, count in zip(self.classes, counts, strict=True) if count}
-        ranked = dict(sorted(shares.items(), key=lambda share: -share[1]))
-        return Segmentation(found.labels, found.confidence, ranked)
+        return frame.number, image, Segmentation.of(labelled, found.confidence, self.classes)
 
 
 def _on_disk(features: Float[Tensor, "rows columns d"], file: IO[bytes]) -> Float[Tensor, "rows columns d"]:

@@ -2,9 +2,9 @@
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,15 +19,32 @@ from cribo.apps.segment.instances import (
     read_instances,
     write_instances,
 )
-from cribo.apps.segment.pictures import SegmentedPanel, overlay
-from cribo.apps.segment.results import Record, files_of, instances_file
+from cribo.apps.segment.pictures import SegmentedPanel, draw_overview, overlay
+from cribo.apps.segment.results import (
+    FOLDERS,
+    OVERVIEW,
+    Record,
+    Segmented,
+    class_shares,
+    files_of,
+    instance_counts,
+    instances_file,
+    read_records,
+    write_finished,
+    write_summary,
+)
+from cribo.apps.segment.targets import result_name
 from cribo.base.colours import Colour
 from cribo.base.console import Progress
+from cribo.base.drawing import write_figure
 from cribo.base.errors import UnreadableImage
 from cribo.base.files import write_folder_whole, write_whole
+from cribo.base.job import Job
+from cribo.data.config import spread
 from cribo.data.labelled.formats import LabelFormat
 from cribo.data.labelled.label_maps import IGNORE_INDEX, Labelling, Task, write_labels
 from cribo.data.reading import read_values
+from cribo.data.sources.images import ImageSource
 from cribo.features.memory.memory import Segmentation
 from cribo.features.memory.pixels import write_confidence
 
@@ -76,63 +93,183 @@ class ResultWriter(NamedTuple):
         write_whole(path, lambda part: write_instances(instances.numbers, part))
 
 
-def write_format(
-    labels_format: LabelFormat,
-    folder: Path,
-    records: Mapping[str, Record],
-    classes: Sequence[str],
-    tasks: Mapping[str, Task],
-    progress: Progress,
-    *,
-    split: Sequence[int] = (),
-) -> None:
-    """Write all labels in a format of the table, to a file or a folder.
+class LabelResults:
+    """The label maps in an output folder, with their summary and pictures.
 
     Args:
-        labels_format: a format that can be written.
-        folder: output folder, with the label maps.
-        records: records of the labelled images by name.
+        job: output folder.
+        images: the images to label.
         classes: names of the classes.
-        tasks: what the tool of the examples' labels knows of images, by name.
-        progress: progress callback.
-        split: classes whose regions are split into instances; their other pixels get no class.
+        palette: colour of each class.
+        splitter: splits classes into instances; None if no class is split.
+
+    Attributes:
+        names: index of each image by its name.
+        records: records of the labelled images by name.
+        earlier: records of images of earlier calls that are no longer among the images.
+        skipped: reasons why images could not be read, by name.
+        reused: number of images that were already labelled.
+        expected: IoU of classes on left-out examples, for the overview.
+        uncalibrated: the reason why the confidence is not calibrated; "" if it is.
     """
-    sizes = {name: record.size for name, record in records.items()}
-    done = itertools.count(1)
 
-    def labels(name: str) -> UInt8[Tensor, "h w"]:
-        progress(labels_format.written, next(done), len(sizes))
-        found = _read_grey(files_of(folder, name)[0])
-        if not split:
-            return found
-        is_split = torch.isin(found, torch.tensor(split, dtype=torch.uint8))
-        return found.masked_fill(is_split & (instances(name) == 0), IGNORE_INDEX)
+    expected: Mapping[int, float] = {}
+    uncalibrated: str = ""
 
-    def instances(name: str) -> Int32[Tensor, "h w"]:
-        return read_instances(instances_file(folder, name))
+    def __init__(
+        self,
+        job: Job,
+        images: ImageSource,
+        classes: Sequence[str],
+        palette: Sequence[Colour],
+        splitter: Splitter | None = None,
+    ) -> None:
+        self.job, self.images, self.splitter = job, images, splitter
+        self.names = {images.name(index): index for index in range(len(images))}
+        self.classes, self.palette = [*classes], [*palette]
+        self.records: dict[str, Record] = {}
+        self.earlier: dict[str, Record] = {}
+        self.skipped: dict[str, str] = {}
+        self.reused = 0
 
-    labelling = Labelling(sizes, list(classes), labels, tasks, instances if split else None)
-    path = folder / labels_format.written
-    write, holes = labels_format.write, []
-    assert write is not None
-    if path.suffix:
-        holes.append(write(path, labelling))
-    else:
-        write_folder_whole(path, lambda part: holes.append(write(part, labelling)), replaces=True)
-    if any(holes):
-        log.warning(
-            "%s cannot hold holes in regions: %d were filled; use --write coco or geojson for exact regions",
-            *(labels_format.title, sum(holes)),
+    @property
+    def folder(self) -> Path:
+        """The output folder."""
+        return self.job.path
+
+    @property
+    def split(self) -> list[str]:
+        """Names of the classes that are split into instances."""
+        return [] if self.splitter is None else [self.classes[label] for label in self.splitter.classes]
+
+    @property
+    def writer(self) -> ResultWriter:
+        """Writes the files of an image to the folder."""
+        return ResultWriter(self.folder.absolute(), self.palette, self.splitter)
+
+    def load(self, name: str) -> UInt8[Tensor, "3 h w"]:
+        """Load an image by its name."""
+        return self.images.load(self.names[name])
+
+    def resume(self, *, unit: str) -> dict[str, Record]:
+        """Create the folders, and return the records of all images whose files are complete, by name."""
+        done = read_records(self.folder, self.job.accounts)
+        self.job.missing([*self.names], unit=unit)
+        stems = {result_name(name) for name in self.names}
+        self.earlier = {name: record for name, record in done.items() if result_name(name) not in stems}
+        for folder in FOLDERS:
+            (self.folder / folder).mkdir(exist_ok=True)
+        return done
+
+    def reuse(self, records: Iterable[Record]) -> None:
+        """Keep the records of images that were already labelled."""
+        for record in records:
+            self.records[record.name] = record
+            self.reused += 1
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Record images whose files are complete."""
+        for record in records:
+            self.job.done(record.name, **record.account)
+            self.records[record.name] = record
+
+    def finish(self, about: Mapping[str, Any], seconds: float) -> None:
+        """Write the summary, and the description of the results, which are complete.
+
+        Args:
+            about: description, besides classes and palette.
+            seconds: duration of labelling.
+        """
+        self.records = {name: self.records[name] for name in self.names if name in self.records}  # in their order
+        write_summary(self.folder, self.names, self.records, self.earlier, self.skipped, self.classes, self.split)
+        write_finished(
+            self.folder,
+            {**about, "classes": self.classes, "palette": self.palette},
+            seconds=seconds,
+            found=len(self.names),
+            segmented=len(self.records) - self.reused,
+            reused=self.reused,
+            earlier=len(self.earlier),
+            skipped=len(self.skipped),
+        )
+        self.job.finish()
+
+    def segmented(self, seconds: float, labelling_seconds: float) -> Segmented:
+        """Return the numbers of the results, given the duration of the command and of labelling."""
+        everything = [*self.records.values(), *self.earlier.values()]
+        return Segmented(
+            self.folder,
+            len(self.records),
+            self.reused,
+            len(self.earlier),
+            self.skipped,
+            seconds,
+            labelling_seconds,
+            class_shares(everything, self.classes),
+            instance_counts(everything, self.classes, self.split),
         )
 
+    def write(self, labels_format: LabelFormat, tasks: Mapping[str, Task], progress: Progress) -> None:
+        """Write all labels in a format of the table, to a file or a folder.
 
-def panel_of(folder: Path, name: str, image: UInt8[Tensor, "3 h w"], *, is_split: bool = False) -> SegmentedPanel:
-    """Return an image with its written labels, confidence and instances, if there are any, reduced for the overview."""
-    labels, _, confidence = files_of(folder, name)
-    step = max(1, -(-max(image.shape[1:]) // _OVERVIEW_SIDE))
-    grey = _read_grey(confidence)[::step, ::step].float() / 255
-    numbers = read_instances(instances_file(folder, name))[::step, ::step] if is_split else None
-    return SegmentedPanel(name, image[:, ::step, ::step], _read_grey(labels)[::step, ::step], grey, numbers)
+        Args:
+            labels_format: a format that can be written.
+            tasks: what the tool of the examples' labels knows of images, by name.
+            progress: progress callback.
+        """
+        sizes = {name: record.size for name, record in self.records.items()}
+        done = itertools.count(1)
+
+        def labels(name: str) -> UInt8[Tensor, "h w"]:
+            progress(labels_format.written, next(done), len(sizes))
+            return self._split_labels(name)
+
+        instances = None if self.splitter is None else self._instances
+        labelling = Labelling(sizes, self.classes, labels, tasks, instances)
+        path = self.folder / labels_format.written
+        write, holes = labels_format.write, []
+        assert write is not None
+        if path.suffix:
+            holes.append(write(path, labelling))
+        else:
+            write_folder_whole(path, lambda part: holes.append(write(part, labelling)), replaces=True)
+        if any(holes):
+            log.warning(
+                "%s cannot hold holes in regions: %d were filled; use --write coco or geojson for exact regions",
+                *(labels_format.title, sum(holes)),
+            )
+
+    def draw_overview(self, pictures: int) -> None:
+        """Draw some images, evenly spread, with their labels and confidence."""
+        names = [*self.records]
+        if pictures and names:
+            self.draw([names[place] for place in spread(len(names), pictures)], OVERVIEW)
+
+    def draw(self, names: Sequence[str], file: str) -> None:
+        """Draw images with their labels and confidence."""
+        panels = list(map(self._panel, names))
+        figure = draw_overview(panels, self.classes, self.palette, self.expected, self.uncalibrated)
+        write_figure(self.folder / file, figure)
+
+    def _panel(self, name: str) -> SegmentedPanel:
+        """Return an image with its written labels, confidence and instances, reduced for the overview."""
+        image = self.load(name)
+        labels, _, confidence = files_of(self.folder, name)
+        step = max(1, -(-max(image.shape[1:]) // _OVERVIEW_SIDE))
+        grey = _read_grey(confidence)[::step, ::step].float() / 255
+        numbers = None if self.splitter is None else self._instances(name)[::step, ::step]
+        return SegmentedPanel(name, image[:, ::step, ::step], _read_grey(labels)[::step, ::step], grey, numbers)
+
+    def _split_labels(self, name: str) -> UInt8[Tensor, "h w"]:
+        """Return the labels of an image; pixels of split classes without an instance have no class."""
+        labels = _read_grey(files_of(self.folder, name)[0])
+        if self.splitter is None:
+            return labels
+        is_split = torch.isin(labels, torch.tensor(self.splitter.classes, dtype=torch.uint8))
+        return labels.masked_fill(is_split & (self._instances(name) == 0), IGNORE_INDEX)
+
+    def _instances(self, name: str) -> Int32[Tensor, "h w"]:
+        return read_instances(instances_file(self.folder, name))
 
 
 def _read_grey(path: Path) -> UInt8[Tensor, "h w"]:

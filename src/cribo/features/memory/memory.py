@@ -65,6 +65,15 @@ class Segmentation:
     confidence: Float[Tensor, "h w"]
     shares: Mapping[str, float]
 
+    @classmethod
+    def of(
+        cls, labels: UInt8[Tensor, "h w"], confidence: Float[Tensor, "h w"], classes: Sequence[str]
+    ) -> "Segmentation":
+        """Count the pixels of each class."""
+        counts = labels[labels != IGNORE_INDEX].bincount().tolist()
+        shares = {classes[label]: count / labels.numel() for label, count in enumerate(counts) if count}
+        return cls(labels, confidence, dict(sorted(shares.items(), key=lambda share: -share[1])))
+
 
 class SegmentationMemory:
     """Segments images given a few labelled examples, without training the backbone.
@@ -162,8 +171,7 @@ class SegmentationMemory:
     @property
     def palette(self) -> list[Colour]:
         """Colour of each class."""
-        own = self._palette or []
-        return [*own, *class_colours(self.classes)[len(own) :]][: len(self.classes)]
+        return class_colours(self.classes, self._palette or ())
 
     @property
     def holding(self) -> list[int]:
@@ -371,10 +379,7 @@ class SegmentationMemory:
             contrast=settings.contrast,
         )
         labels = found.labels.masked_fill(found.confidence < settings.min_confidence, IGNORE_INDEX)
-        counts = labels[labels != IGNORE_INDEX].bincount().tolist()
-        names, pixels = self.classes, labels.numel()
-        ranked = sorted(((count / pixels, -c) for c, count in enumerate(counts) if count), reverse=True)
-        return Segmentation(labels, found.confidence, {names[-c]: share for share, c in ranked})
+        return Segmentation.of(labels, found.confidence, self.classes)
 
     # ---------------------------------------------------------------------------------------------------- fit
 
