@@ -53,7 +53,7 @@ def option_text(value: object) -> str:
         >>> option_text([0, 4095.0]), option_text(None), option_text(3)
         ('0,4095', 'none', '3')
     """
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return ",".join(f"{each:g}" for each in value)
     return "none" if value is None else str(value)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
@@ -57,15 +57,27 @@ Without a backbone of your own, start with --backbone {SUGGESTED} (licence apach
 
 def add_options(parser: Parser) -> None:
     """Add the options of the command."""
-    add_results_folder(parser, "segmented/<images>")
-    parser.add_argument("--pictures", type=int, default=6, help="number of images in contact.png")
+    _add_results(parser)
     parser.add_argument("--suggest", type=int, default=0, help="number of images to suggest for labelling next")
     _add_write(parser)
     parser.add_class_arguments(SegmentConfig, skip={"settings"})
     parser.add_class_arguments(SegmentationSettings)
 
 
+def _add_results(parser: Parser, what: str = "images") -> None:
+    """Add the options of the output folder."""
+    add_results_folder(parser, "segmented/<images>")
+    parser.add_argument("--pictures", type=int, default=6, help=f"number of {what} in contact.png")
+
+
+def _of_results(call: Call) -> dict[str, Any]:
+    """Return the arguments of a function that writes results."""
+    chosen = {name: call.options[name] for name in ("out", "resume", "overwrite", "pictures")}
+    return {**chosen, "command": call.line, "console": call.console}
+
+
 def _add_write(parser: Parser) -> None:
+    """Add the option for the formats of other tools."""
     parser.add_argument(
         "--write",
         type=tuple[str, ...],
@@ -85,14 +97,9 @@ def run(call: Call) -> None:
 
     segmented = segment_images(
         config,
-        out=call.options.out,
-        resume=call.options.resume,
-        overwrite=call.options.overwrite,
-        pictures=call.options.pictures,
         suggestions=call.options.suggest,
         write=call.options.write,
-        command=call.line,
-        console=call.console,
+        **_of_results(call),
     )
     _print_segmented(call, segmented, {"label next": SUGGESTED} if call.options.suggest else {})
 
@@ -189,9 +196,8 @@ where objects are lost, label a later one, and repeat the command. To continue a
 
 def _add_video_options(parser: Parser) -> None:
     """Add the options of the labels of videos."""
-    add_results_folder(parser, "segmented/<images>")
+    _add_results(parser, "frames")
     parser.add_argument("--video", action="store_true", help="propagate labels through videos")
-    parser.add_argument("--pictures", type=int, default=6, help="number of frames in contact.png")
     _add_write(parser)
     parser.add_class_arguments(VideoConfig)
     parser.add_class_arguments(PropagationSettings)
@@ -206,13 +212,8 @@ def _label_video(call: Call) -> None:
     segmented = segment_video(
         config,
         settings,
-        out=call.options.out,
-        resume=call.options.resume,
-        overwrite=call.options.overwrite,
-        pictures=call.options.pictures,
         write=call.options.write,
-        command=call.line,
-        console=call.console,
+        **_of_results(call),
     )
     _print_segmented(call, segmented)
 
@@ -243,8 +244,7 @@ is the softmax of the network, and is not calibrated. To continue after an inter
 
 def _add_segmenter_options(parser: Parser) -> None:
     """Add the options of labels by a trained segmenter."""
-    add_results_folder(parser, "segmented/<images>")
-    parser.add_argument("--pictures", type=int, default=6, help="number of images in contact.png")
+    _add_results(parser)
     _add_write(parser)
     parser.add_class_arguments(SegmenterConfig)
 
@@ -257,13 +257,8 @@ def _apply_segmenter(call: Call) -> None:
 
     segmented = apply_segmenter(
         config,
-        out=call.options.out,
-        resume=call.options.resume,
-        overwrite=call.options.overwrite,
-        pictures=call.options.pictures,
         write=call.options.write,
-        command=call.line,
-        console=call.console,
+        **_of_results(call),
     )
     _print_segmented(call, segmented)
 
@@ -300,9 +295,8 @@ _SHOWN = 10  # images with the highest scores to print
 
 def _add_anomaly_options(parser: Parser) -> None:
     """Add the options of anomalies."""
-    add_results_folder(parser, "segmented/<images>")
+    _add_results(parser)
     parser.add_argument("--anomaly", action="store_true", help="find anomalies given normal images")
-    parser.add_argument("--pictures", type=int, default=6, help="number of images in contact.png")
     parser.add_class_arguments(AnomalyConfig)
     parser.add_class_arguments(AnomalySettings)
 
@@ -316,12 +310,7 @@ def _find_anomalies(call: Call) -> None:
     found = find_anomalies(
         config,
         settings,
-        out=call.options.out,
-        resume=call.options.resume,
-        overwrite=call.options.overwrite,
-        pictures=call.options.pictures,
-        command=call.line,
-        console=call.console,
+        **_of_results(call),
     )
     _print_anomalies(call, found)
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from cribo.base.bounds import at_least, check_bounds
 from cribo.base.errors import InputError
+from cribo.base.wording import option_text
 
 MAX_PIXELS = 2 * 89_478_485
 """Default limit of width x height: the size at which Pillow refuses to open an image."""
@@ -12,7 +13,7 @@ MAX_PIXELS = 2 * 89_478_485
 
 @dataclass(frozen=True, kw_only=True)
 class PixelOptions:
-    """What is read of the channels, pages and values of image files.
+    """Selection of the channels, the page and the range of values when image files are read.
 
     Attributes:
         range: LOW,HIGH, the values that become black and white in images with more than 8 bits per channel, such as
@@ -38,14 +39,16 @@ class PixelOptions:
         check_bounds(self)
         channels, limits = self.channels, self.range
         if channels is not None and (len(channels) not in (1, 3) or min(channels) < 0):
-            raise InputError(f"channels must be one or three numbers from 0, got {_listed(channels)}")
+            raise InputError(f"channels must be one or three numbers from 0, got {option_text(channels)}")
         if limits is None:
             return
         if len(limits) != 2 and (channels is None or len(limits) != 2 * len(channels)):
-            raise InputError(f"range must be two numbers LOW,HIGH, or two for each of channels, got {_listed(limits)}")
+            raise InputError(
+                f"range must be two numbers LOW,HIGH, or two for each of channels, got {option_text(limits)}"
+            )
         for low, high in zip(limits[::2], limits[1::2], strict=True):
             if not -float("inf") < low < high < float("inf"):
-                raise InputError(f"range must be two ascending numbers LOW,HIGH, got {low:g},{high:g}")
+                raise InputError(f"range must be two ascending numbers LOW,HIGH, got {option_text((low, high))}")
 
     def limits(self, channel: int = 0) -> tuple[float, float] | None:
         """Return the values of black and white of a channel, by its place in `channels`; None if they are not given."""
@@ -57,13 +60,13 @@ class PixelOptions:
     @property
     def given(self) -> dict[str, Any]:
         """The values that are not None, as JSON types; they change the pixels of a file."""
-        values = {"range": self.range, "channels": self.channels, "page": self.page}
+        values = {name: getattr(self, name) for name in PIXEL_OPTIONS}
         lists = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         return {name: value for name, value in lists.items() if value is not None}
 
     @property
     def key(self) -> bytes:
-        """What distinguishes pixels of the same file, for hashes; empty by default."""
+        """Content of these options for hashes; empty for the defaults."""
         if self.channels is None and self.page is None:  # as in earlier versions
             return b"" if self.range is None else str(self.range).encode()
         return str(sorted(self.given.items())).encode()
@@ -82,10 +85,6 @@ class Reading(PixelOptions):
     """
 
     max_pixels: Annotated[int, at_least(4)] = MAX_PIXELS
-
-
-def _listed(values: tuple[float, ...]) -> str:
-    return ",".join(f"{value:g}" for value in values)
 
 
 LabelFormatName = Literal["coco", "yolo", "cvat", "label-studio", "labelme", "geojson", "voc", "maps"]

@@ -146,15 +146,15 @@ def read_image(
 
     Reads `IMAGE_KINDS`, the first frame of an animation and the first picture of a phone's MPO.
     Transparent pixels are composited over white, since the colour stored under them is arbitrary. EXIF orientation is
-    applied, embedded colour profiles are ignored. 9 to 16 bits per channel are scaled to 8: grey by
+    applied, embedded colour profiles are ignored. 9 to 16 bits per channel are scaled to 8 by
     `reading.range`, else by the range that the file states, else by 0 to 65535. The tensor is writable and
     channels-last in memory (strides (1, 3 w, 3)), the layout that torchvision resizes fastest.
 
     Raises UnreadableImage if the file is missing, empty, truncated or not an image, has a side shorter than
-    2 pixels, is a TIFF of several pages or with more channels than RGB and transparency, has 16-bit values below
-    2^13 of an unknown range, has 32-bit pixels without `reading.range`, or has more than `reading.max_pixels`
-    pixels according to its header, in which case it is not decoded. Pillow's limit for the whole process,
-    `PIL.Image.MAX_IMAGE_PIXELS`, is raised to `reading.max_pixels`.
+    2 pixels, has several pages without `reading.page`, has more channels than RGB and transparency without
+    `reading.channels`, has 16-bit values below 2^13 of an unknown range, has 32-bit pixels without `reading.range`, or
+    has more than `reading.max_pixels` pixels according to its header, in which case it is not decoded. Pillow's limit
+    for the whole process, `PIL.Image.MAX_IMAGE_PIXELS`, is raised to `reading.max_pixels`.
 
     >>> read_image("street.jpg").shape  # doctest: +SKIP
     torch.Size([3, 360, 480])

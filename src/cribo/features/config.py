@@ -154,13 +154,41 @@ class ObjectSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeSettings:
+class EncodingSize:
+    """Size at which images are encoded.
+
+    Attributes:
+        size: shorter side in pixels at which images are encoded, rounded to the patch size; larger sizes show finer
+            detail and are slower. [the image's own, clipped to 384-1024, but at most enlarged twice]
+        scale: factor by which images are enlarged before encoding, instead of size; 1 for their own size.
+
+    Raises:
+        InputError: a value is out of range, or two values exclude each other.
+    """
+
+    size: Annotated[int, at_least(1)] | None = None
+    scale: Annotated[float, above(0)] | None = None
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if self.size is not None and self.scale is not None:
+            raise InputError(f"size={self.size} and scale={self.scale} exclude each other: omit one of them")
+
+    def factor(self, height: int, width: int) -> float:
+        """Return the factor by which an image is resized before encoding."""
+        shorter = min(height, width)
+        if self.size is not None:
+            return self.size / shorter
+        if self.scale is not None:
+            return self.scale
+        return min(ENLARGED, max(1.0, LEAST / shorter), LARGEST / shorter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeSettings(EncodingSize):
     """Settings for encoding images, and for choosing a probe.
 
     Attributes:
-        size: shorter side in pixels at which images are encoded, rounded to the patch size; larger sizes give finer
-            labels and are slower. [the image's own, clipped to 384-1024, but at most enlarged twice]
-        scale: factor by which images are enlarged before encoding, instead of size; 1 for their own size.
         window: side in pixels of the square windows in which images are encoded, for images far larger than those of
             the backbone's training; features are averaged where windows overlap. [images are encoded as a whole]
         stride: distance between windows in pixels. [two thirds of the window]
@@ -179,8 +207,6 @@ class ProbeSettings:
         ValueError: a value is out of range, or two values exclude each other.
     """
 
-    size: Annotated[int, at_least(1)] | None = None
-    scale: Annotated[float, above(0)] | None = None
     window: Annotated[int, at_least(1)] | None = None
     stride: Annotated[int, at_least(1)] | None = None
     precision: FeaturePrecision = "float16"
@@ -195,9 +221,7 @@ class ProbeSettings:
     def __post_init__(self) -> None:
         if self.blocks is not None:
             object.__setattr__(self, "blocks", sorted_blocks(self.blocks))
-        check_bounds(self)
-        if self.size is not None and self.scale is not None:
-            raise InputError(f"size={self.size} and scale={self.scale} exclude each other: omit one of them")
+        super().__post_init__()
         if self.stride is not None and (self.window is None or self.stride > self.window):
             raise InputError(
                 f"stride must be at most the window, got {self.stride} with a window of {self.window}: a larger stride "
@@ -218,15 +242,6 @@ class ProbeSettings:
     def voting(self) -> dict[str, Any]:
         """Keyword arguments of the vote of the nearest neighbours."""
         return {"neighbours": self.neighbours, "temperature": self.temperature}
-
-    def factor(self, height: int, width: int) -> float:
-        """Return the factor by which an image is resized before encoding."""
-        shorter = min(height, width)
-        if self.size is not None:
-            return self.size / shorter
-        if self.scale is not None:
-            return self.scale
-        return min(ENLARGED, max(1.0, LEAST / shorter), LARGEST / shorter)
 
     def check(self, patch_size: int) -> None:
         """Check that windows align with the patches of a backbone.
@@ -280,13 +295,10 @@ class PropagationSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnomalySettings:
+class AnomalySettings(EncodingSize):
     """Settings for finding anomalies by their distance to normal images.
 
     Attributes:
-        size: shorter side in pixels at which images are encoded, rounded to the patch size; larger sizes find smaller
-            anomalies and are slower. [the image's own, clipped to 384-1024, but at most enlarged twice]
-        scale: factor by which images are enlarged before encoding, instead of size; 1 for their own size.
         blocks: numbers, from 1, of the blocks whose features are used, such as 6,8,9,10. [four middle ones of a
             transformer]
 
@@ -294,13 +306,9 @@ class AnomalySettings:
         InputError: a value is out of range, or two values exclude each other.
     """
 
-    size: Annotated[int, at_least(1)] | None = None
-    scale: Annotated[float, above(0)] | None = None
     blocks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.blocks is not None:
             object.__setattr__(self, "blocks", sorted_blocks(self.blocks))
-        check_bounds(self)
-        if self.size is not None and self.scale is not None:
-            raise InputError(f"size={self.size} and scale={self.scale} exclude each other: omit one of them")
+        super().__post_init__()

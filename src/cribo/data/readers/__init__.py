@@ -30,7 +30,8 @@ class ImageKind:
         reader: module in `cribo.data.readers`; None if files of this kind are recognised and refused.
         channels: what is read, besides transparency.
         bits: maximum bits per channel.
-        pages: `first` reads the first frame of an animation; `one` refuses files of several pages.
+        pages: `first` reads the first frame of an animation; `one` reads the page `Reading.page`, which is
+            required for files of several pages.
         packages: import names of the optional packages of the reader.
         extra: extra of cribo that installs them.
     """

@@ -121,7 +121,7 @@ def _pages(image: TiffImageFile) -> int:
 def samples_of(image: Image.Image) -> Samples:
     """Return bits and range of the values of an opened image, before it is decoded."""
     if isinstance(image, TiffImageFile):
-        return _samples_of_tiff(image.tag_v2)
+        return samples_of_tiff(image.tag_v2)
     if image.format == "PNG" and "16B" in str(_decoder_arguments(image)):
         significant = _significant_bits(image)
         return Samples(16, high=2**significant - 1 if significant < 16 else None)
@@ -136,7 +136,8 @@ def samples_of(image: Image.Image) -> Samples:
     return Samples(32 if image.mode in ("I", "F") else 8)
 
 
-def _samples_of_tiff(tags: Mapping[int, Any]) -> Samples:
+def samples_of_tiff(tags: Mapping[int, Any]) -> Samples:
+    """Return bits and range of the values of a page of a TIFF, given its tags."""
     bits, white_is_zero = _first(tags.get(_BITS, 1)), tags.get(_PHOTOMETRIC) == 0
     if _first(tags.get(_SAMPLE_FORMAT, 1)) != 1:
         return Samples(32, white_is_zero=white_is_zero)

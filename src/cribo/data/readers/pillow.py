@@ -31,7 +31,7 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""What turns an image of an EXIF orientation upright."""
+"""Transposition that turns an image of each EXIF orientation upright."""
 
 # Pillow's warnings and messages, such as of a broken EXIF block, do not contain the name of the file. What affects the
 # pixels is an error.
@@ -73,7 +73,7 @@ class _PillowPicture(Picture):
 
     @property
     def is_deep_colour(self) -> bool:
-        """Whether it has colour with 16 bits, of which Pillow reads the high ones."""
+        """Whether the image has 16 bits per colour channel, of which Pillow decodes the 8 high ones."""
         return self._image.mode in ("RGB", "RGBA", "LA") and samples_of(self._image).bits == 16
 
     def require_whole(self) -> None:
@@ -150,9 +150,14 @@ def _to_rgb(image: Image.Image, samples: Samples, limits: tuple[float, float] | 
         # Pillow inverts the inks of every CMYK JPEG; only files with Adobe's marker store them inverted.
         return ImageChops.invert(image).convert("RGB")
     if image.has_transparency_data:
-        white = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+        return over_white(image)
     return image.convert("RGB")
+
+
+def over_white(image: Image.Image) -> Image.Image:
+    """Return an image with transparency as RGB over white."""
+    white = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 
 
 def _colour_of_16_bits(image: Image.Image, limits: tuple[float, float] | None) -> Image.Image:

@@ -19,16 +19,17 @@ from cribo.base.wording import counted
 from cribo.data.channels import FULL, Samples, grey_to_8_bits, require_bright, scaled
 from cribo.data.config import Reading
 from cribo.data.readers import ImageKind, Picture, pillow
+from cribo.data.readers.headers import samples_of_tiff
 
 if TYPE_CHECKING:
     from jaxtyping import Num, UInt8
 
-# Its messages do not contain the name of the file. What affects the pixels is an error.
+# Its messages do not contain the name of the file, and what affects the pixels is an error.
 logging.getLogger("tifffile").addHandler(logging.NullHandler())
 
 _UNNAMED = "QI"  # axes of tifffile without a meaning: pages
 _CHANNELS = "CS"  # channels of the acquisition, and samples of a pixel
-_ORIENTATION, _EXTRA_SAMPLES, _LOWEST, _HIGHEST = 274, 338, 340, 341
+_ORIENTATION, _EXTRA_SAMPLES = 274, 338
 _WHITE_IS_ZERO, _PALETTE = 0, 3
 _OPACITY = (1, 2)  # associated or not
 _WITHOUT_EXTRA = (1, 8, 32946, 32773, 34925)  # compressions that tifffile decodes by itself
@@ -153,9 +154,7 @@ class _TiffPicture(Picture):
             channels *= 3
         pixels = np.stack(channels, axis=-1)
         if opacity is not None:
-            white = Image.new("RGBA", (pixels.shape[1], pixels.shape[0]), "white")
-            picture = Image.fromarray(np.dstack((pixels, opacity)))
-            pixels = np.asarray(Image.alpha_composite(white, picture).convert("RGB"))
+            pixels = np.asarray(pillow.over_white(Image.fromarray(np.dstack((pixels, opacity)))))
         turn = pillow.UPRIGHT.get(self._orientation)
         return np.array(pixels if turn is None else Image.fromarray(pixels).transpose(turn))
 
@@ -225,13 +224,5 @@ class _TiffPicture(Picture):
 
     @property
     def _samples(self) -> Samples:
-        """Bits and stated range of the values."""
-        page, white_is_zero = self._page, self._page.photometric == _WHITE_IS_ZERO
-        if page.dtype.kind != "u" or page.dtype.itemsize > 2:
-            return Samples(32, white_is_zero=white_is_zero)
-        low, high = (page.tags.get(tag) for tag in (_LOWEST, _HIGHEST))
-        low, high = (None if tag is None else np.max(tag.value) for tag in (low, high))
-        bits = int(np.max(page.bitspersample))
-        if high is None and bits < 16:
-            high = 2**bits - 1
-        return Samples(16, float(low or 0), None if high is None else float(high), white_is_zero=white_is_zero)
+        """Bits and range of the values, as the header states them."""
+        return samples_of_tiff({tag.code: tag.value for tag in self._page.tags})

@@ -261,7 +261,7 @@ class SegmentationMemory:
                     **vars(
                         label_features(
                             own,
-                            self.prompts(pixels, own).fill(labels),
+                            self.prompts(pixels, own).fill(labels) if labels.boxes else labels.labels,
                             self.encoder.patch_size,
                             self.settings.precision,
                         )
