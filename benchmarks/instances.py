@@ -90,7 +90,7 @@ def read(folder: Path, split: str) -> tuple[list[str], list[Annotated]]:
 
 
 def connected(least: int, classes: range) -> Rule:
-    """Return the rule that every connected region is an instance."""
+    """Return connected regions as instances."""
 
     def rule(found: Segmentation) -> Instances:
         numbers, instances = torch.zeros(found.labels.shape, dtype=torch.int32), []

@@ -224,7 +224,7 @@ def marked(train: LabelledSubset, draw: int) -> dict[int, tuple[int, Tensor]]:
 
 
 def prompted(labels: Tensor, label: int, region: Tensor, kind: str, background: bool) -> LabelMap:
-    """Return what is known of an image with one marked region: its mask, its box, or its box as a mask.
+    """Return the labels of an image with one marked region: as a mask, as a box, or as a filled box.
 
     Without a class for the background, all other pixels have no class. With one, pixels outside the mask or box are
     background, except those of other objects, which have no class in all cases.

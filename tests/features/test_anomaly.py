@@ -1,4 +1,4 @@
-"""Distances to normal patches, against direct sums."""
+"""Distances to normal patches equal those computed directly."""
 
 import pytest
 import torch

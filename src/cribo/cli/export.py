@@ -112,7 +112,7 @@ def run(call: Call) -> None:
 
 
 def _export_memory(call: Call) -> None:
-    """Export the memory of --memory."""
+    """Export a memory, and print the result."""
     parsed, plain = call.options, ExportOptions()
     given = [f"--{name}" for name in ("repo", "private", "card", "image_size") if parsed[name]]
     given += [f"--{name}" for name in ("precision", "fixed_size") if parsed[name] != getattr(plain, name)]

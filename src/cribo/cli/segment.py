@@ -71,7 +71,7 @@ def _add_results(parser: Parser, what: str = "images") -> None:
 
 
 def _of_results(call: Call) -> dict[str, Any]:
-    """Return the arguments of a function that writes results."""
+    """Return the keyword arguments that all functions that write results share."""
     chosen = {name: call.options[name] for name in ("out", "resume", "overwrite", "pictures")}
     return {**chosen, "command": call.line, "console": call.console}
 
@@ -195,7 +195,7 @@ where objects are lost, label a later one, and repeat the command. To continue a
 
 
 def _add_video_options(parser: Parser) -> None:
-    """Add the options of the labels of videos."""
+    """Add the options of labelling videos."""
     _add_results(parser, "frames")
     parser.add_argument("--video", action="store_true", help="propagate labels through videos")
     _add_write(parser)
@@ -243,7 +243,7 @@ is the softmax of the network, and is not calibrated. To continue after an inter
 
 
 def _add_segmenter_options(parser: Parser) -> None:
-    """Add the options of labels by a trained segmenter."""
+    """Add the options of labelling with a trained segmenter."""
     _add_results(parser)
     _add_write(parser)
     parser.add_class_arguments(SegmenterConfig)
@@ -294,7 +294,7 @@ _SHOWN = 10  # images with the highest scores to print
 
 
 def _add_anomaly_options(parser: Parser) -> None:
-    """Add the options of anomalies."""
+    """Add the options of anomaly detection."""
     _add_results(parser)
     parser.add_argument("--anomaly", action="store_true", help="find anomalies given normal images")
     parser.add_class_arguments(AnomalyConfig)

@@ -59,14 +59,14 @@ class PixelOptions:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The values that are not None, as JSON types; they change the pixels of a file."""
+        """The options that are not None, as JSON types."""
         values = {name: getattr(self, name) for name in PIXEL_OPTIONS}
         lists = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         return {name: value for name, value in lists.items() if value is not None}
 
     @property
     def key(self) -> bytes:
-        """Content of these options for hashes; empty for the defaults."""
+        """Bytes that identify these options in hashes; empty for the defaults."""
         if self.channels is None and self.page is None:  # as in earlier versions
             return b"" if self.range is None else str(self.range).encode()
         return str(sorted(self.given.items())).encode()

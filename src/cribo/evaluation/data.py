@@ -38,7 +38,7 @@ class Splits:
     about: dict[str, Any] = field(default_factory=dict)
 
     def read_by(self, reading: Reading) -> Self:
-        """Return the splits, whose image files are read alike; what was given of the reading is in the description."""
+        """Return the splits with these reading options, of which those that are given join the description."""
         for images in (self.train, self.val):
             while images is not None:
                 if hasattr(images, "reading"):

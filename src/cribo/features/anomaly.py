@@ -39,7 +39,7 @@ def image_score(distances: Float[Tensor, "*grid"]) -> float:
 
 
 def pixel_distances(distances: Float[Tensor, "rows columns"], size: tuple[int, int]) -> Float[Tensor, "h w"]:
-    """Resize the distances of patches to (height, width) of an image, by bilinear interpolation."""
+    """Upsample the distances of patches bilinearly to the (height, width) of an image."""
     return F.interpolate(distances[None, None], size, mode="bilinear", align_corners=False)[0, 0]
 
 
@@ -78,7 +78,7 @@ class NormalPatches:
         return self._distances(grid, [self._rows])
 
     def left_out(self, index: int) -> Float[Tensor, "rows columns"]:
-        """Return the distances of a normal image when it is left out, to those of the others.
+        """Return the distances of the patches of a normal image to those of the other normal images.
 
         A single normal image is compared with itself.
         """

@@ -166,7 +166,7 @@ def nearest(
 
 
 def nearest_at_once(queries: Float[Tensor, "q d"], keys: Float[Tensor, "m d"], neighbours: int) -> Neighbours:
-    """Return the k most similar keys of each query, by a fixed sequence of tensor operations, which can be traced.
+    """Return the k most similar keys of each query with a fixed sequence of tensor operations, for tracing.
 
     Ties are in any order.
 

@@ -110,7 +110,7 @@ class Voters:
         )
 
     def vote_at_once(self, neighbours: Neighbours, vote: Vote, temperature: float) -> Float[Tensor, "q c"]:
-        """Compute the same, by a fixed sequence of tensor operations, for neighbours on the device."""
+        """Count all votes at once with a fixed sequence of tensor operations, for tracing."""
         similarity, rows = neighbours
         weights = vote_weights(similarity, vote, temperature)
         start, length = self._starts[rows], self._starts[rows + 1] - self._starts[rows]

@@ -31,7 +31,7 @@ def smooth(height: int, width: int, seed: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a backbone, and a memory of two images with the class of their red."""
+    """A folder with a backbone, and a memory of two images labelled by their red channel."""
     folder = tmp_path_factory.mktemp("memory")
     args = {"patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2}
     save_backbone(build_backbone("vit_tiny_patch16_224", args=args, image_size=32).eval(), folder / "run")

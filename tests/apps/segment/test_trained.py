@@ -1,4 +1,4 @@
-"""Images labelled by the file of a trained Segmenter."""
+"""Images are labelled with a trained segmenter."""
 
 import csv
 from pathlib import Path
@@ -22,7 +22,7 @@ CLASSES = ("sky", "road", "tree")
 
 
 def write_segmenter(path: Path, seed: int = 0) -> None:
-    """Write a small segmenter with random weights, which works in windows."""
+    """Write a small segmenter with random weights and sliding-window inference."""
     args = {"depth": 1, "embed_dim": 32, "num_heads": 2}
     backbone = build_backbone("vit_tiny_patch16_224", args=args, image_size=32, seed=seed)
     torch.manual_seed(seed)
@@ -79,7 +79,7 @@ def test_labels_equal_those_in_python(segmenter: str) -> None:
 
 @pytest.mark.usefixtures("here")
 def test_the_confidence_is_the_softmax() -> None:
-    """For an image of one window, against the network itself."""
+    """The confidence of an image that fits in one window is the softmax of the network."""
     trained = load_segmenter("scored")
     whole = TrainedSegmenter(trained.network, CLASSES, trained.palette, None, Inference())
     image = torch.randint(0, 256, (3, 64, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

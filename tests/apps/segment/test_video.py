@@ -29,7 +29,7 @@ def clip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def keep(clip: Path, *steps: int) -> Path:
-    """Keep the annotations of these frames of both videos, and return their folder."""
+    """Delete the annotations of all other frames, and return the folder of the annotations."""
     for path in (clip / "Annotations").rglob("*.png"):
         if int(path.stem) not in steps:
             path.unlink()

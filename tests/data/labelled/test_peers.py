@@ -171,7 +171,7 @@ print("0")
 
 
 def test_labelformat_writes_the_same_boxes(tmp_path: Path) -> None:
-    """From YOLO to CVAT; both are read by us."""
+    """Its conversion from YOLO to CVAT keeps the boxes that we read."""
     (tmp_path / "images" / "train").mkdir(parents=True)
     (tmp_path / "labels" / "train").mkdir(parents=True)
     Image.new("RGB", (400, 200)).save(tmp_path / "images" / "train" / "a.jpg")

@@ -1,4 +1,4 @@
-"""A memory as a module of tensor operations: the labels, and the sizes, are those of the memory."""
+"""The traceable module gives the labels and the sizes of the memory."""
 
 from typing import Any
 
@@ -65,7 +65,7 @@ def test_a_network_of_one_size_encodes_every_image_at_it() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"size": 100}, {"scale": 0.37}, {"scale": 3.0, "reach": 0.3}, {"reach": 3.0}])
 def test_sizes_are_those_of_the_memory(settings: dict[str, Any]) -> None:
-    """The same numbers follow from the rules for tensors and from those for numbers."""
+    """Sizes computed from tensors equal those computed from numbers."""
     memory = filled(tiny(), head="ridge", **settings)
     graph = MemoryGraph(memory)
     generator = torch.Generator().manual_seed(0)

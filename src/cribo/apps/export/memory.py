@@ -27,7 +27,7 @@ from cribo.models.hub.card import CARD, model_card
 from cribo.models.hub.download import source_name
 
 GRAPHS: tuple[Target, ...] = ("onnx", "torch-export")
-"""Targets of a memory."""
+"""Formats that a memory can be exported to."""
 
 LEAST_EQUAL = 0.999
 """Required share of the pixels with the label of the memory."""
@@ -169,7 +169,7 @@ def load(folder: Path, to: Target) -> Label:
 def compare_labels(
     memory: SegmentationMemory, load: Callable[[], Label], progress: Callable[[str, int, int], None]
 ) -> tuple[float, float]:
-    """Return the smallest share of pixels with the same label, and the largest mean difference of the confidence.
+    """Compare an export with its memory: lowest share of equal labels, largest mean difference in confidence.
 
     Raises DifferentFeatures if one is beyond its limit, or the export cannot be loaded.
     """
@@ -232,7 +232,7 @@ def _about(memory: SegmentationMemory) -> dict[str, Any]:
 
 
 def _read_with(memory: SegmentationMemory) -> str:
-    """Return how image files become the pixels of the examples, as the end of a sentence; "" by default."""
+    """Describe the reading options of the examples, as the end of a sentence; "" for the defaults."""
     given = [f"--{name} {option_text(value)}" for name, value in memory.settings.given.items()]
     return f", of files that cribo reads with {' '.join(given)}" if given else ""
 

@@ -43,7 +43,7 @@ KIND = "anomalies"
 MAPS, OVERLAYS = "maps", "overlays"
 
 STEPS = 10_000
-"""Values of the maps per unit of distance."""
+"""Factor from distances to the values of the maps."""
 
 _COLOURS = "magma"
 _OPACITY = 0.8  # of the brightest colour in overlays
@@ -234,7 +234,7 @@ class _Normal(NamedTuple):
 
     @property
     def worst(self) -> str:
-        """Name of the image with the largest left-out score; "" for a single image."""
+        """Name of the normal image with the largest left-out score; "" if there is only one image."""
         return max(self.left_out, key=lambda name: self.left_out[name], default="")
 
     @property
@@ -304,7 +304,7 @@ def _batches(images: ImageSource, indices: Sequence[int], config: AnomalyConfig)
 
 
 class _Scores(NamedTuple):
-    """The scored images, reasons of unreadable ones, and how long it took."""
+    """The scored images, reasons for unreadable ones, number of reused scores, and duration."""
 
     scored: list[Scored]
     skipped: dict[str, str]
@@ -367,7 +367,7 @@ def _write_files(
 def heat(
     image: UInt8[Tensor, "3 h w"], distances: Float[np.ndarray, "h w"], brightest: float
 ) -> UInt8[np.ndarray, "h w 3"]:
-    """Return an image under the colours of its distances: unchanged at 0, and light at `brightest` or more."""
+    """Blend an image with the colours of its distances: unchanged at 0, lightest at `brightest` and above."""
     strength = np.clip(distances / brightest, 0, 1)
     colours = matplotlib.colormaps[_COLOURS](strength)[..., :3] * 255
     opacity = _OPACITY * strength[..., None]

@@ -1,4 +1,4 @@
-"""Instances: the regions of a class, split where they touch, with their areas and confidences."""
+"""Instance segmentation: regions of a class are split where objects touch."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from cribo.features.config import ProbeSettings
 from cribo.features.memory.memory import Segmentation, SegmentationMemory
 
 MOST_INSTANCES = 65535
-"""Limit of the instances of an image, whose numbers are written with 16 bits."""
+"""Limit on the instances of an image, whose numbers are stored in 16 bits."""
 
 _NECK = 0.9  # a neck is narrower than this share of the parts that it joins (benchmarks/RESULTS.md)
 _STEP = 1.5  # and by this many pixels: oblique borders have steps
@@ -174,7 +174,7 @@ def split_instances(
 
 
 def _depth(mask: Mask) -> Depth:
-    """Return the distance of each pixel to the border of a region, without the borders of its holes."""
+    """Return the distance of each pixel to the outer border of a region."""
     solid: Any = ndimage.binary_fill_holes(mask)
     distance: Any = ndimage.distance_transform_edt(np.pad(solid, 1))
     return np.where(mask, distance[1:-1, 1:-1], 0.0)
@@ -193,7 +193,7 @@ def _split(mask: Mask, depth: Depth) -> Iterator[tuple[Mask, Place]]:
 
 
 def _seeds(depth: Depth, level: float) -> Int32[np.ndarray, "h w"] | None:
-    """Number the parts that are deeper than a level, and much deeper somewhere; None unless there are two."""
+    """Number the parts above a level whose maximum is well above it; None unless there are several."""
     parts = np.zeros(depth.shape, dtype=np.int32)
     count: Any = ndimage.label(depth > level, output=parts)
     if count < 2:
@@ -226,6 +226,6 @@ def _components(mask: Mask) -> Iterator[tuple[Mask, Place]]:
 
 
 def _inside(outer: Place, inner: Place) -> Place:
-    """Return the place of a part of a part."""
+    """Return the slices of an inner box, given relative to an outer box."""
     rows, columns = (slice(o.start + i.start, o.start + i.stop) for o, i in zip(outer, inner, strict=True))
     return rows, columns

@@ -81,7 +81,7 @@ class PixelLabeller(ImageFunction[UInt8[Tensor, "3 h w"], LabelledImage]):
 
 
 class Labeller(PixelLabeller):
-    """Labels images by the examples of a memory; can be sent to other processes. For batches, see `PixelLabeller`.
+    """Labels images with a memory; can be sent to other processes. For batches, see `PixelLabeller`.
 
     Args:
         memory: file of a `SegmentationMemory`, as `cribo segment --memory` writes it; or a memory, which stays in this

@@ -30,7 +30,7 @@ SUMMARY = "summary.csv"
 FOLDERS = ("labels", "overlays", "confidence")
 
 INSTANCES = "instances"
-"""Folder of the numbers of instances, if classes are split."""
+"""Folder of the instance maps, if classes are split."""
 
 INSTANCE_TABLE = "instances.csv"
 
@@ -57,7 +57,7 @@ class Record:
 
     @property
     def account(self) -> dict[str, Any]:
-        """All but the name, as JSON types."""
+        """The fields other than the name, as JSON types."""
         values = {name: value for name, value in vars(self).items() if name not in ("name", "instances")}
         return values if self.instances is None else {**values, "instances": [*map(astuple, self.instances)]}
 

@@ -104,7 +104,7 @@ def apply_segmenter(
 
 
 class SegmenterLabeller(PixelLabeller):
-    """Labels images by a trained segmenter, in collections or batches of rows (`PixelLabeller`).
+    """Labels images with a trained segmenter; for batches, see `PixelLabeller`.
 
     Args:
         segmenter: the segmenter.
@@ -121,7 +121,7 @@ class SegmenterLabeller(PixelLabeller):
         return class_colours(self._segmenter.classes, self._segmenter.palette)
 
     def open(self) -> None:
-        """The segmenter is open."""
+        """No-op: the segmenter is already loaded."""
 
     def compute(self, images: Sequence[UInt8[Tensor, "3 h w"]]) -> Iterable[LabelledImage]:
         """Return images with their labels."""

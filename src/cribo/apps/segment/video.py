@@ -170,7 +170,7 @@ def _open_labels(config: VideoConfig) -> LabelledExamples:
 
 
 def match_frames(labelled: LabelledExamples, frames: ImageSource) -> dict[int, int]:
-    """Return the frame of each labelled image, by its index: the one with its name, or with the last part of it.
+    """Map the index of each labelled image to that of its frame, which has the same path or file name.
 
     Raises:
         DataError: there is no such frame or several, or two labelled images have the same one.
@@ -198,7 +198,7 @@ def match_frames(labelled: LabelledExamples, frames: ImageSource) -> dict[int, i
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive frames of a video, of which the first or the last one is labelled, or both, and no inner one.
+    """Consecutive frames of a video whose first or last frame, or both, are labelled.
 
     Attributes:
         frames: their indices.
@@ -217,7 +217,7 @@ class Span:
 
 
 def find_spans(names: Sequence[str], labelled: Collection[int]) -> list[Span]:
-    """Divide videos into spans between labelled frames, which are the ends of spans.
+    """Divide videos into spans that begin or end at labelled frames.
 
     Args:
         names: names of all frames, of any number of videos.
@@ -333,7 +333,7 @@ class _Videos:
                 yield self._labels_of(frame, labels.lerp(later, share[frame.number]))
 
     def _along(self, frames: Iterator[_Frame]) -> Iterator[tuple[_Frame, Float[Tensor, "rows columns c"]]]:
-        """Propagate the labels of the first frame, and yield the others with their labels."""
+        """Propagate the labels of the first frame, and yield the other frames with their labels."""
         first = next(frames)
         current = first
 
@@ -405,7 +405,7 @@ class _Videos:
 
 
 def _on_disk(features: Float[Tensor, "rows columns d"], file: IO[bytes]) -> Float[Tensor, "rows columns d"]:
-    """Append features to a file in half precision, and return them as a tensor that is read when it is used."""
+    """Append features to a file in half precision, and return them as a memory-mapped tensor."""
     values = features.half().cpu().numpy()
     start = file.seek(0, os.SEEK_END)
     file.write(values.tobytes())

@@ -144,7 +144,7 @@ class LabelResults:
 
     @property
     def writer(self) -> ResultWriter:
-        """Writes the files of an image to the folder."""
+        """A writer of the files of images in the folder."""
         return ResultWriter(self.folder.absolute(), self.palette, self.splitter)
 
     def load(self, name: str) -> UInt8[Tensor, "3 h w"]:
@@ -174,7 +174,7 @@ class LabelResults:
             self.records[record.name] = record
 
     def finish(self, about: Mapping[str, Any], seconds: float) -> None:
-        """Write the summary, and the description of the results, which are complete.
+        """Write the summary and the final description of the results.
 
         Args:
             about: description, besides classes and palette.
@@ -195,7 +195,7 @@ class LabelResults:
         self.job.finish()
 
     def segmented(self, seconds: float, labelling_seconds: float) -> Segmented:
-        """Return the numbers of the results, given the duration of the command and of labelling."""
+        """Return the counts of the results, given the durations of the command and of labelling in seconds."""
         everything = [*self.records.values(), *self.earlier.values()]
         return Segmented(
             self.folder,

@@ -231,7 +231,7 @@ def find_examples(
 
 
 def find_maps(folder: str | Path, *, classes: str | Path | None = None) -> LabelledExamples:
-    """Find the label maps in a folder whose images are elsewhere, such as in a video file; each is its own image.
+    """Find label maps without their images, such as those of frames in a video file; each is its own image.
 
     Args:
         folder: PNGs of class indices, masks, or colours that `classes` lists.
@@ -247,7 +247,7 @@ def find_maps(folder: str | Path, *, classes: str | Path | None = None) -> Label
 
 
 def _mapping_or_list(classes: str | Path | None) -> tuple[Path | None, Path | None]:
-    """Return the file of the option `classes` as a mapping of names, or as a list of names."""
+    """Return the file `classes` as (mapping, None) or (None, list), by its extension."""
     if classes is None:
         return None, None
     file = Path(classes)

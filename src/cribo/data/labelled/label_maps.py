@@ -40,7 +40,7 @@ _NEAR = 16  # values of a soft mask below this are background, and values as nea
 
 
 class LabelledBox(NamedTuple):
-    """A box around an object of which the pixels are not known.
+    """A box around an object whose pixels are unknown.
 
     Attributes:
         label: class of the object.

@@ -108,7 +108,7 @@ class RegionSet:
     extents: list[float] = field(default_factory=list)
 
     def boxed(self, label: str, box: tuple[float, float, float, float], *, name: str) -> list[Region]:
-        """Return a box (left, top, right, bottom) as a region, or note that it has no area."""
+        """Return a box (left, top, right, bottom) as a region; add it to `skipped` if it has no area."""
         if box[2] <= box[0] or box[3] <= box[1]:
             self.skipped.append(name)
             return []
@@ -118,7 +118,7 @@ class RegionSet:
     def outline(
         self, label: str, ring: Sequence[tuple[float, float]], *, size: tuple[int, int] | None, name: str
     ) -> list[Region]:
-        """Return a polygon as a region, or note that it has no area in an image of this size."""
+        """Return a polygon as a region; add it to `skipped` if it has no area in an image of this size."""
         self.extents += [max(map(max, ring))] if ring else []
         if len(ring) < CORNERS or (size is not None and not meets_image(np.array(ring), *size)):
             self.skipped.append(name)
@@ -263,7 +263,7 @@ class RegionLabels(LabelledExamples):
 
 @contextmanager
 def naming(source: Path, what: str) -> Iterator[None]:
-    """Name the file and the region in an InputError, as a DataError."""
+    """Re-raise an InputError as a DataError that names the file and the region."""
     try:
         yield
     except InputError as error:

@@ -36,7 +36,7 @@ def open_picture(file: BinaryIO, name: str, kind: ImageKind, reading: Reading) -
 
 
 class _DicomPicture(Picture):
-    """A DICOM file of which the attributes have been read."""
+    """A DICOM file whose attributes have been read."""
 
     def __init__(self, kind: ImageKind, dataset: Any, reading: Reading, name: str) -> None:
         super().__init__(kind, (int(dataset.Rows), int(dataset.Columns)))
@@ -88,11 +88,11 @@ class _DicomPicture(Picture):
         if values.dtype.kind == "u" and values.dtype.itemsize <= 2:
             bits = int(dataset.BitsStored)
             return grey_to_8_bits(values.astype(np.uint16), Samples(16, high=2**bits - 1), None, self._name)
-        raise InputError("the file has no window: give the values of black and white with --range LOW,HIGH")
+        raise InputError("the file has no VOI window: give the values of black and white with --range LOW,HIGH")
 
 
 def _first(value: Any) -> float | None:
-    """Return the first of one or several windows."""
+    """Return a number, the first of several, or None if there is none."""
     if value is None or value == "":
         return None
     return float(value[0] if isinstance(value, MultiValue) else value)

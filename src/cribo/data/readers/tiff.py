@@ -76,7 +76,7 @@ def _is_packed(file: BinaryIO) -> bool:
 
 
 class _TiffPicture(Picture):
-    """A TIFF that tifffile has opened: pages of channels."""
+    """A TIFF opened by tifffile."""
 
     def __init__(self, kind: ImageKind, tiff: tifffile.TiffFile, reading: Reading, name: str) -> None:
         self._tiff, self._reading, self._name = tiff, reading, name
@@ -91,7 +91,7 @@ class _TiffPicture(Picture):
 
     @property
     def _of_pages(self) -> str:
-        """Axes of the pages to choose from: all but those of channels; pages without a meaning may be channels."""
+        """Axes along which --page selects; with --channels alone, unnamed pages are channels instead."""
         axes = "".join(axis for axis in self._series.axes if axis not in f"YX{_CHANNELS}")
         is_channels = self._reading.channels is not None and self._reading.page is None
         if is_channels and axes in tuple(_UNNAMED) and not set(_CHANNELS) & set(self._sizes):
@@ -224,5 +224,5 @@ class _TiffPicture(Picture):
 
     @property
     def _samples(self) -> Samples:
-        """Bits and range of the values, as the header states them."""
+        """Bits and range of the values according to the header."""
         return samples_of_tiff({tag.code: tag.value for tag in self._page.tags})

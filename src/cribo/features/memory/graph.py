@@ -1,4 +1,4 @@
-"""A memory as a fixed sequence of tensor operations, from the pixels of an image to its labels, for tracing.
+"""A memory as a traceable module, from the pixels of an image to its labels.
 
 It calls the functions with which the memory labels images. Only the sizes, which the memory computes from numbers, are
 computed from tensors here: the numbers of a traced graph are those of the traced image.
@@ -25,7 +25,7 @@ _CLASSES = 16  # classes whose maps are computed at once
 
 
 class Sizes(NamedTuple):
-    """Sizes that depend on the size of an image.
+    """Sizes derived from the size of an image.
 
     Attributes:
         grid: rows and columns of patches.
@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
 
 
 class MemoryGraph(nn.Module):
-    """Labels one image of any size: (height, width, 3) in uint8 to labels in uint8 and confidence in float32.
+    """Maps one image (height, width, 3) in uint8, of any size, to labels in uint8 and confidence in float32.
 
     Args:
         memory: a memory on the host; its present examples and settings are used.
@@ -103,7 +103,7 @@ class MemoryGraph(nn.Module):
 
 
 def _numbers(sizes: Float[Tensor, " n"]) -> list[int]:
-    """Return the sizes as numbers, which a traced graph computes."""
+    """Convert sizes to integers that tracing keeps symbolic."""
     numbers = [cast(int, size.item()) for size in sizes.long().unbind()]
     for number in numbers:
         torch._check(number >= 1)

@@ -15,7 +15,7 @@ from cribo.features.patches import resize_image
 
 _BUDGET = 2**28  # maximum size of the maps computed at once, in bytes
 STEPS = 2
-"""Samples of the filter on each side of a pixel."""
+"""Number of samples of the filter on each side of a pixel."""
 
 _DEVIATION = 0.75  # standard deviation of the spatial weights, relative to the radius
 

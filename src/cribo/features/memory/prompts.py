@@ -20,7 +20,7 @@ _SLOPE = 4.0  # of the probability over the standard deviation of the scores
 
 
 class PromptImage(NamedTuple):
-    """An image and its features, in which objects are marked.
+    """An image and its features, for prompts by boxes and points.
 
     Attributes:
         image: the image.
@@ -86,7 +86,7 @@ class PromptImage(NamedTuple):
     def _share_in(self, within: Bool[Tensor, "h w"]) -> Float[Tensor, "rows columns"]:
         """Return the share of each patch in a region."""
         rows, columns = self.features.shape[:2]
-        if rows > within.shape[0] or columns > within.shape[1]:  # a pixel covers several patches
+        if rows > within.shape[0] or columns > within.shape[1]:  # more patches than pixels
             return torch.nn.functional.interpolate(within[None, None].float(), size=(rows, columns))[0, 0]
         counts = grid_counts(within.byte(), (rows, columns), 2, IGNORE_INDEX)[:, :2].float()
         return (counts[:, 1] / counts.sum(dim=1)).view(rows, columns)
@@ -98,14 +98,14 @@ class PromptImage(NamedTuple):
         deviation: Float[Tensor, ""],
         possible: Bool[Tensor, "rows columns"],
     ) -> Bool[Tensor, "h w"]:
-        """Return the pixels with scores above a threshold, as pixels are labelled from the votes of patches."""
+        """Return the pixels whose upsampled and refined scores are above a threshold."""
         likely = torch.sigmoid(_SLOPE * (scores - threshold) / deviation.clamp(min=1e-6)) * possible
         votes = torch.stack((1 - likely, likely), dim=-1)
         found = label_pixels(votes, self.image, patch_size=self.patch_size, refine=self.refine)
         return found.labels == 1
 
     def fill(self, labels: LabelMap) -> UInt8[Tensor, "h w"]:
-        """Return a label map with the objects in its boxes, smaller ones on top, in pixels that had no class."""
+        """Label the unlabelled pixels of the objects in the boxes of a label map, smaller objects on top."""
         filled, unknown = labels.labels.clone(), labels.labels == IGNORE_INDEX
         shares = {}
         for label in {box.label for box in labels.boxes}:

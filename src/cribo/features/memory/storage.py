@@ -123,7 +123,7 @@ def write_memory(path: str | os.PathLike[str], stored: Stored) -> None:
 
 
 def stored_reading(path: Path) -> Reading:
-    """Return how the images of a memory file were read; the default for a damaged file."""
+    """Return the reading options stored in a memory file, or the defaults if the file is damaged."""
     try:
         require_regular(path)
         with safetensors.safe_open(path, "pt") as file:

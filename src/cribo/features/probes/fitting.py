@@ -524,7 +524,7 @@ class FittedProbe:
         return self._probabilities(rows, votes)
 
     def predict_at_once(self, rows: Float[Tensor, "n e"]) -> Float[Tensor, "n c"]:
-        """Predict as `__call__`, by a fixed sequence of tensor operations, which can be traced."""
+        """Predict like `__call__` with a fixed sequence of tensor operations, for tracing."""
         votes = None
         if self._keys is not None:
             found = nearest_at_once(rows, self._keys.rows, min(self._neighbours, len(self._keys)))
