@@ -225,6 +225,9 @@ def test_channels_are_chosen_in_every_layout(tmp_path, layout):
     np.testing.assert_allclose(found[2], np.rint((values[2].clip(1000, 3000) - 1000.0) / 2000 * 255), atol=1)
     np.testing.assert_allclose(grey(tmp_path / "x.tif", channels=(3,), range=(0, 4095)), values[3] / 4095 * 255, atol=1)
     assert image_size(tmp_path / "x.tif", reading=reading) == (HEIGHT, WIDTH)
+    many = Reading(channels=("nuclei=1", 0, 4, 2), range=(0, 4095))
+    expected = np.rint(values[[1, 0, 4, 2]] / 4095 * 255)
+    np.testing.assert_allclose(read_image(tmp_path / "x.tif", reading=many).numpy(), expected, atol=1)
     with pytest.raises(UnreadableImage, match="--channels"):
         read_image(tmp_path / "x.tif", reading=Reading(channels=(0, 1, 5), range=(0, 4095)))
     if layout != "pages":
@@ -281,7 +284,7 @@ def test_a_truncated_stack_is_unreadable(tmp_path):
 
 @pytest.mark.parametrize(
     "values",
-    [{"channels": (0, 1)}, {"channels": (-1,)}, {"range": (0, 1, 2)}, {"range": (1, 0)}, {"range": (0, 1, 0, 1)}],
+    [{"channels": ("nuclei",)}, {"channels": (-1,)}, {"range": (0, 1, 2)}, {"range": (1, 0)}, {"range": (0, 1, 0, 1)}],
 )
 def test_invalid_choices_of_channels_and_ranges(values):
     with pytest.raises(InputError, match=next(iter(values))):

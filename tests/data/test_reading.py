@@ -275,7 +275,7 @@ class Flat(Picture):
         if self.colour[0] == 13:
             raise InputError("it has a second page")
 
-    def rgb(self) -> np.ndarray:
+    def pixels(self) -> np.ndarray:
         return np.full((*self.header_size, 3), np.frombuffer(self.colour, dtype=np.uint8))
 
 

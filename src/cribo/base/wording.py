@@ -54,7 +54,7 @@ def option_text(value: object) -> str:
         ('0,4095', 'none', '3')
     """
     if isinstance(value, list | tuple):
-        return ",".join(f"{each:g}" for each in value)
+        return ",".join(f"{each:g}" if isinstance(each, int | float) else str(each) for each in value)
     return "none" if value is None else str(value)
 
 

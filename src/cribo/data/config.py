@@ -1,5 +1,6 @@
 """Limits on the pixels and the number of images, the range of their values, and formats of labels; no torch."""
 
+import re
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
@@ -11,6 +12,9 @@ MAX_PIXELS = 2 * 89_478_485
 """Default limit of width x height: the size at which Pillow refuses to open an image."""
 
 
+_CHANNEL = re.compile(r"([^=,]+=)?\d+")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PixelOptions:
     """Selection of the channels, the page and the range of values when image files are read.
@@ -20,8 +24,10 @@ class PixelOptions:
             0,4095 for a camera of 12 bits; or LOW,HIGH for each of `channels`. Give it if images are refused as nearly
             black, if the log reports dark images, or for pixels of 32 bits. [the range that the file states, else
             0,65535]
-        channels: numbers, from 0, of the three channels that become red, green and blue, or of the one that becomes
-            grey, such as 3,2,1. Required for images with other numbers of channels. [all of grey and RGB images]
+        channels: numbers, from 0, of the channels to read, such as 3,2,1, with names if you like, such as
+            nuclei=0,membrane=2. Three become red, green and blue, one becomes grey; for any other number, the first
+            layer of an RGB network is inflated to take them. Required for images with other numbers of channels. [all
+            of grey and RGB images]
         page: number, from 0, of the page of each stack. Required for images with several pages.
 
     Raises:
@@ -29,7 +35,7 @@ class PixelOptions:
     """
 
     range: tuple[float, ...] | None = None
-    channels: tuple[int, ...] | None = None
+    channels: tuple[int | str, ...] | None = None
     page: Annotated[int, at_least(0)] | None = None
 
     def __post_init__(self) -> None:
@@ -38,8 +44,12 @@ class PixelOptions:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         check_bounds(self)
         channels, limits = self.channels, self.range
-        if channels is not None and (len(channels) not in (1, 3) or min(channels) < 0):
-            raise InputError(f"channels must be one or three numbers from 0, got {option_text(channels)}")
+        if channels is not None:
+            parts = [_CHANNEL.fullmatch(str(each)) for each in channels]
+            if not channels or not all(parts):
+                raise InputError(
+                    f"channels must be numbers from 0, or NAME=NUMBER, such as nuclei=0,2; got {option_text(channels)}"
+                )
         if limits is None:
             return
         if len(limits) != 2 and (channels is None or len(limits) != 2 * len(channels)):
@@ -56,6 +66,25 @@ class PixelOptions:
             return None
         start = 2 * channel if len(self.range) > 2 else 0
         return self.range[start], self.range[start + 1]
+
+    @property
+    def channel_numbers(self) -> tuple[int, ...] | None:
+        """Number of each of `channels` in the file."""
+        return None if self.channels is None else tuple(int(str(each).rpartition("=")[2]) for each in self.channels)
+
+    def channel_name(self, place: int) -> str:
+        """Return the name of a channel, by its place in `channels`; "channel NUMBER" without a name.
+
+        >>> PixelOptions(channels=("nuclei=4", 1)).channel_name(0), PixelOptions(channels=(4, 1)).channel_name(1)
+        ('nuclei', 'channel 1')
+        """
+        name, _, number = str(self.channels[place] if self.channels else place).rpartition("=")
+        return name or f"channel {number}"
+
+    @property
+    def in_chans(self) -> int:
+        """C, the number of channels of the images that are read: 3, or that of `channels` if it is not 1."""
+        return 3 if self.channels is None or len(self.channels) == 1 else len(self.channels)
 
     @property
     def given(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Reading of image files as RGB tensors: one table of image kinds, and one error class for all invalid files.
+"""Reading of image files as tensors: one table of image kinds, and one error class for all invalid files.
 
 Decoding imports torch.
 """
@@ -141,8 +141,8 @@ class FileState(NamedTuple):
 
 def read_image(
     path: str | os.PathLike[str] | EncodedImage, *, reading: Reading = DEFAULT_READING
-) -> UInt8[Tensor, "3 h w"]:
-    """Read an image file, or the bytes of one, as upright RGB.
+) -> UInt8[Tensor, "c h w"]:
+    """Read an image file, or the bytes of one, upright: as RGB, or with C = `reading.in_chans` channels.
 
     Reads `IMAGE_KINDS`, the first frame of an animation and the first picture of a phone's MPO.
     Transparent pixels are composited over white, since the colour stored under them is arbitrary. EXIF orientation is
@@ -161,7 +161,7 @@ def read_image(
     """
     # torchvision.io decodes JPEGs about 20 % faster, but is deprecated since torchvision 0.29 and will be removed.
     with open_picture(path, reading=reading) as picture:
-        return _tensor(picture.rgb())
+        return _tensor(picture.pixels())
 
 
 def read_reduced(
@@ -169,7 +169,7 @@ def read_reduced(
     reduction: Callable[[int, int], int],
     *,
     reading: Reading = DEFAULT_READING,
-) -> tuple[UInt8[Tensor, "3 h w"], int]:
+) -> tuple[UInt8[Tensor, "c h w"], int]:
     """Read an image as `read_image` does, reducing JPEGs while decoding.
 
     `reduction` is called once with height and width of the full-size upright image, and returns the factor by which
@@ -189,7 +189,7 @@ def read_reduced(
     (torch.Size([3, 180, 240]), 2)
     """
     with open_picture(path, reading=reading) as picture:
-        pixels, factor = picture.reduced_rgb(reduction)
+        pixels, factor = picture.reduced_pixels(reduction)
         return _tensor(pixels), factor
 
 
@@ -275,7 +275,7 @@ def _opened(path: str | os.PathLike[str] | EncodedImage) -> BinaryIO:
     return io.BytesIO(path.content) if isinstance(path, EncodedImage) else Path(path).open("rb")
 
 
-def _tensor(pixels: UInt8[np.ndarray, "h w 3"]) -> UInt8[Tensor, "3 h w"]:
+def _tensor(pixels: UInt8[np.ndarray, "h w c"]) -> UInt8[Tensor, "c h w"]:
     import torch
 
     return torch.from_numpy(pixels).permute(2, 0, 1)

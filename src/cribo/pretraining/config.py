@@ -70,8 +70,9 @@ class DataConfig:
             0,4095 for a camera of 12 bits; or LOW,HIGH for each of `channels`. Give it if images are refused as nearly
             black, if the log reports dark images, or for pixels of 32 bits. [the range that the file states, else
             0,65535]
-        channels: numbers, from 0, of the three channels that become red, green and blue, or of the one that becomes
-            grey. Required for images with other numbers of channels. [all of grey and RGB images]
+        channels: numbers, from 0, of the channels to read. Three become red, green and blue, one becomes grey; for any
+            other number, the first layer of an RGB network is inflated to take them. Required for images with other
+            numbers of channels. [all of grey and RGB images]
         page: number, from 0, of the page of each stack. Required for images with several pages.
         inside: reject lists and links that lead to image files outside root's folder.
         cache_dir: folder on this machine in which shards from a URL are cached.
@@ -89,7 +90,7 @@ class DataConfig:
     max_restarts: Annotated[int, between(0, 1000)] = 3
     max_pixels: Annotated[int, at_least(4)] = MAX_PIXELS
     range: tuple[float, ...] | None = None
-    channels: tuple[int, ...] | None = None
+    channels: tuple[int | str, ...] | None = None
     page: Annotated[int, at_least(0)] | None = None
     inside: bool = False
     cache_dir: str = "~/.cache/cribo/shards"

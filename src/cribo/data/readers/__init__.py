@@ -60,15 +60,15 @@ class Picture(ABC):
 
     @abstractmethod
     def require_whole(self) -> None:
-        """Check that `rgb` would omit nothing.
+        """Check that `pixels` would omit nothing.
 
         Raises:
             InputError: the file has further channels or pages, or values of an unsupported type.
         """
 
     @abstractmethod
-    def rgb(self) -> UInt8[np.ndarray, "h w 3"]:
-        """Decode the image as upright RGB.
+    def pixels(self) -> UInt8[np.ndarray, "h w c"]:
+        """Decode the image, upright: as RGB, or the channels of `Reading.channels` if they are not one or three.
 
         Raises:
             InputError: the range of its values is unknown.
@@ -78,9 +78,9 @@ class Picture(ABC):
         """Return height and width of the upright image."""
         return self.header_size
 
-    def reduced_rgb(self, reduction: Callable[[int, int], int]) -> tuple[UInt8[np.ndarray, "h w 3"], int]:
+    def reduced_pixels(self, reduction: Callable[[int, int], int]) -> tuple[UInt8[np.ndarray, "h w c"], int]:
         """Decode the image at a fraction of its size if that is faster (see `cribo.data.reading.read_reduced`)."""
-        pixels = self.rgb()
+        pixels = self.pixels()
         reduction(pixels.shape[0], pixels.shape[1])
         return pixels, 1
 

@@ -53,7 +53,7 @@ class _DicomPicture(Picture):
         if self._reading.channels is not None:
             raise InputError("--channels is for images with several channels, not for DICOM: omit it")
 
-    def rgb(self) -> UInt8[np.ndarray, "h w 3"]:
+    def pixels(self) -> UInt8[np.ndarray, "h w c"]:
         dataset = self._dataset
         values = pixel_array(dataset, index=self._reading.page or 0)  # of colour, as RGB
         if dataset.PhotometricInterpretation == "PALETTE COLOR":

@@ -79,19 +79,18 @@ class _PillowPicture(Picture):
     def require_whole(self) -> None:
         require_one_picture(self._image)
 
-    def rgb(self) -> UInt8[np.ndarray, "h w 3"]:
+    def pixels(self) -> UInt8[np.ndarray, "h w c"]:
         reading = self._reading
         if reading.page:
             raise InputError(f"{self.kind.name} images have one page, 0, got --page {reading.page}")
         if reading.range is not None and len(reading.range) > 2:
             raise InputError(f"a range for each channel is for TIFF, not {self.kind.name}: give one --range LOW,HIGH")
         pixels = upright_rgb(self._image, reading)
-        if reading.channels is None:
+        if (channels := reading.channel_numbers) is None:
             return pixels
-        if max(reading.channels) > 2:
-            raise InputError(f"it has the channels 0 to 2, got --channels with {max(reading.channels)}")
-        chosen = reading.channels if len(reading.channels) == 3 else 3 * reading.channels
-        return np.ascontiguousarray(pixels[..., list(chosen)])
+        if max(channels) > 2:
+            raise InputError(f"it has the channels 0 to 2, got --channels with {max(channels)}")
+        return np.ascontiguousarray(pixels[..., list(channels if len(channels) > 1 else 3 * channels)])
 
     def size(self) -> tuple[int, int]:
         image = self._image
@@ -99,9 +98,9 @@ class _PillowPicture(Picture):
             image.load()
         return (image.width, image.height) if _orientation(image) >= 5 else (image.height, image.width)
 
-    def reduced_rgb(self, reduction: Callable[[int, int], int]) -> tuple[UInt8[np.ndarray, "h w 3"], int]:
+    def reduced_pixels(self, reduction: Callable[[int, int], int]) -> tuple[UInt8[np.ndarray, "h w c"], int]:
         if self.kind.name != "JPEG":
-            return super().reduced_rgb(reduction)
+            return super().reduced_pixels(reduction)
         image = self._image
         width, height = image.size
         factor = reduction(*self.size())
@@ -109,7 +108,7 @@ class _PillowPicture(Picture):
         outside = _orientation(image) in UPRIGHT and (width % factor or height % factor)
         if whole or outside or image.draft(None, (width // factor, height // factor)) is None:
             factor = 1
-        return self.rgb(), factor
+        return self.pixels(), factor
 
     def values(self) -> Image.Image:
         self._image.load()

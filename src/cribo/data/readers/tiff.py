@@ -120,15 +120,14 @@ class _TiffPicture(Picture):
         if self._tiff.is_imagej and (listed := int((self._tiff.imagej_metadata or {}).get("images", 1))) > planes:
             raise InputError(f"a stack of {listed} pages according to its header, of which {planes} are there")
         count = self._channels
-        if reading.channels is None and count - self._has_opacity not in (1, 3):
+        numbers = reading.channel_numbers
+        if numbers is None and count - self._has_opacity not in (1, 3):
             raise InputError(
-                f"{count} channels per pixel: choose one or three with --channels, such as --channels "
-                f"{'0' if count < 3 else '2,1,0'}, or save them as images of their own"
+                f"{count} channels per pixel: choose with --channels, such as --channels "
+                f"{','.join(map(str, range(count)))} for all of them, or one or three for grey or colour"
             )
-        if max(reading.channels or (0,)) >= count:
-            raise InputError(
-                f"it has {count} channels, so --channels must be 0 to {count - 1}, got {max(reading.channels or ())}"
-            )
+        if numbers is not None and max(numbers) >= count:
+            raise InputError(f"it has {count} channels, so --channels must be 0 to {count - 1}, got {max(numbers)}")
         if page.photometric == _PALETTE or page.dtype is None or page.dtype.kind not in "uifb":
             what = "a palette" if page.photometric == _PALETTE else f"values of type {page.dtype}"
             raise InputError(f"{what} cannot be read from this TIFF: convert it to 8 or 16 bits per channel")
@@ -139,10 +138,10 @@ class _TiffPicture(Picture):
         height, width = self.header_size
         return (width, height) if self._orientation >= 5 else (height, width)
 
-    def rgb(self) -> UInt8[np.ndarray, "h w 3"]:
+    def pixels(self) -> UInt8[np.ndarray, "h w c"]:
         values, opacity = self._decoded(), None
-        if self._reading.channels is not None:
-            values = values[..., list(self._reading.channels)]
+        if (numbers := self._reading.channel_numbers) is not None:
+            values = values[..., list(numbers)]
         elif self._has_opacity:
             opacity, values = scaled(values[..., -1], 0, np.iinfo(values.dtype).max), values[..., :-1]
         shared = self._shared_limits(values) if self._reading.range is None and values.shape[-1] > 1 else None
@@ -154,9 +153,8 @@ class _TiffPicture(Picture):
             channels *= 3
         pixels = np.stack(channels, axis=-1)
         if opacity is not None:
-            pixels = np.asarray(pillow.over_white(Image.fromarray(np.dstack((pixels, opacity)))))
-        turn = pillow.UPRIGHT.get(self._orientation)
-        return np.array(pixels if turn is None else Image.fromarray(pixels).transpose(turn))
+            pixels = np.array(pillow.over_white(Image.fromarray(np.dstack((pixels, opacity)))))
+        return _upright(pixels, self._orientation)
 
     def _decoded(self) -> Num[np.ndarray, "h w c"]:
         """Decode all channels of the page."""
@@ -226,3 +224,11 @@ class _TiffPicture(Picture):
     def _samples(self) -> Samples:
         """Bits and range of the values according to the header."""
         return samples_of_tiff({tag.code: tag.value for tag in self._page.tags})
+
+
+def _upright(pixels: UInt8[np.ndarray, "h w c"], orientation: int) -> UInt8[np.ndarray, "new_h new_w c"]:
+    """Turn and flip pixels stored in one of the eight orientations of EXIF."""
+    if orientation >= 5:
+        pixels = pixels.swapaxes(0, 1)
+    down, right = (-1 if orientation in each else 1 for each in ((3, 4, 7, 8), (2, 3, 6, 7)))
+    return np.ascontiguousarray(pixels[::down, ::right])
