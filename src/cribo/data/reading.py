@@ -8,10 +8,11 @@ from __future__ import annotations
 import errno
 import io
 import os
+import posixpath
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
@@ -118,13 +119,42 @@ def temporary_errno(error: BaseException) -> int | None:
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """The bytes of an image file inside a larger file, and its name for messages."""
+    """The bytes of an image file.
+
+    Attributes:
+        name: its name for messages.
+        content: the bytes.
+        page: the page of a stack that the name means (`page_name`); None for other names.
+    """
 
     name: str
     content: bytes = field(repr=False)
+    page: int | None = None
 
     def __fspath__(self) -> str:
         return self.name
+
+
+_PAGE = re.compile(r"\.page(\d+)(\.[^./\\]+)$")
+
+
+def page_name(name: str, page: int, pages: int) -> str:
+    """Return the name of a page of a stack as an image of its own.
+
+    >>> page_name("cells/stack.tif", 3, 120)
+    'cells/stack.page003.tif'
+    """
+    stem, extension = posixpath.splitext(name)
+    return f"{stem}.page{page:0{len(str(pages - 1))}}{extension}"
+
+
+def stored_page(path: str | os.PathLike[str]) -> tuple[str, int | None]:
+    """Return the file that contains an image, and its page if the path is the name of one (`page_name`)."""
+    place = os.fspath(path)
+    found = _PAGE.search(place)
+    if found is None or Path(place).exists():
+        return place, None
+    return place[: found.start()] + found[2], int(found[1])
 
 
 class FileState(NamedTuple):
@@ -150,11 +180,11 @@ def read_image(
     `reading.range`, else by the range that the file states, else by 0 to 65535. The tensor is writable and
     channels-last in memory (strides (1, 3 w, 3)), the layout that torchvision resizes fastest.
 
-    Raises UnreadableImage if the file is missing, empty, truncated or not an image, has a side shorter than
-    2 pixels, has several pages without `reading.page`, has more channels than RGB and transparency without
-    `reading.channels`, has 16-bit values below 2^13 of an unknown range, has 32-bit pixels without `reading.range`, or
-    has more than `reading.max_pixels` pixels according to its header, in which case it is not decoded. Pillow's limit
-    for the whole process, `PIL.Image.MAX_IMAGE_PIXELS`, is raised to `reading.max_pixels`.
+    Raises UnreadableImage if the file is missing, empty, truncated or not an image, has a side shorter than 2 pixels,
+    has several pages without `reading.page` and is not the name of one of them (`page_name`), has more channels than
+    RGB and transparency without `reading.channels`, has 16-bit values below 2^13 of an unknown range, has 32-bit pixels
+    without `reading.range`, or has more than `reading.max_pixels` pixels according to its header, in which case it is
+    not decoded. Pillow's limit for the whole process, `PIL.Image.MAX_IMAGE_PIXELS`, is raised to `reading.max_pixels`.
 
     >>> read_image("street.jpg").shape  # doctest: +SKIP
     torch.Size([3, 360, 480])
@@ -241,8 +271,11 @@ def open_picture(
     """
     most, name = reading.max_pixels, os.fspath(path)
     require_utf8(name)
+    place, page = (path, path.page) if isinstance(path, EncodedImage) else stored_page(path)
+    if page is not None:
+        reading = replace(reading, page=page)
     try:
-        with _opened(path) as file:
+        with _opened(place) as file:
             if not (start := file.read(_SIGNATURE_BYTES)):
                 raise UnreadableImage(path, "the file is empty")
             file.seek(0)
@@ -271,7 +304,7 @@ def open_picture(
         raise UnreadableImage(path, str(error) or type(error).__name__) from error
 
 
-def _opened(path: str | os.PathLike[str] | EncodedImage) -> BinaryIO:
+def _opened(path: str | EncodedImage) -> BinaryIO:
     return io.BytesIO(path.content) if isinstance(path, EncodedImage) else Path(path).open("rb")
 
 

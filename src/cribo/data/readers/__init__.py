@@ -78,6 +78,11 @@ class Picture(ABC):
         """Return height and width of the upright image."""
         return self.header_size
 
+    @property
+    def pages(self) -> int:
+        """Number of pages that are images of their own."""
+        return 1
+
     def reduced_pixels(self, reduction: Callable[[int, int], int]) -> tuple[UInt8[np.ndarray, "h w c"], int]:
         """Decode the image at a fraction of its size if that is faster (see `cribo.data.reading.read_reduced`)."""
         pixels = self.pixels()

@@ -102,9 +102,12 @@ class _TiffPicture(Picture):
     def _channels(self) -> int:
         return math.prod(self._sizes.values()) // math.prod(self._sizes[axis] for axis in f"YX{self._of_pages}")
 
+    @property
+    def pages(self) -> int:
+        return math.prod(self._sizes[axis] for axis in self._of_pages)
+
     def require_whole(self) -> None:
-        reading, page = self._reading, self._page
-        pages = math.prod(self._sizes[axis] for axis in self._of_pages)
+        reading, page, pages = self._reading, self._page, self.pages
         others = [each for each in self._tiff.series[1:] if not each.keyframe.is_reduced]
         if others:
             sizes = ", ".join(" x ".join(map(str, each.shape)) for each in (self._series, *others))
