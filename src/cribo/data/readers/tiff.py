@@ -99,6 +99,11 @@ class _TiffPicture(Picture):
         return axes
 
     @property
+    def channels(self) -> int:
+        count = self._channels - self._has_opacity
+        return 3 if count == 1 else count
+
+    @property
     def _channels(self) -> int:
         return math.prod(self._sizes.values()) // math.prod(self._sizes[axis] for axis in f"YX{self._of_pages}")
 
@@ -158,6 +163,17 @@ class _TiffPicture(Picture):
         if opacity is not None:
             pixels = np.array(pillow.over_white(Image.fromarray(np.dstack((pixels, opacity)))))
         return _upright(pixels, self._orientation)
+
+    def unscaled(self) -> Num[np.ndarray, "h w c"] | None:
+        samples = self._samples
+        if self._page.dtype in (np.bool_, np.uint8):
+            return None
+        values = self._decoded()
+        if (numbers := self._reading.channel_numbers) is not None:
+            values = values[..., list(numbers)]
+        elif self._has_opacity:
+            values = values[..., :-1]
+        return None if samples.high is not None and values.max() <= samples.high else values
 
     def _decoded(self) -> Num[np.ndarray, "h w c"]:
         """Decode all channels of the page."""
