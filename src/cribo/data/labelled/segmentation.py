@@ -33,7 +33,7 @@ from cribo.data.labelled.label_maps import (
     read_classes,
     unlisted_colours,
 )
-from cribo.data.reading import EXTENSIONS, IMAGE_KINDS, image_size, read_values
+from cribo.data.reading import EXTENSIONS, IMAGE_KINDS, image_size, read_valid, read_values
 from cribo.data.sources.images import (
     ImageFiles,
     ImageSource,
@@ -113,11 +113,18 @@ class LabelledExamples(ImageFiles):
 
     def labels(self, index: int) -> UInt8[Tensor, "h w"]:
         """Return the class of each pixel, 255 for ignored pixels; raises the errors of `label_map`."""
-        return self.label_map(index).labels
+        return self._of_data(index).labels
 
     def example(self, index: int) -> Example:
         """Return an image with its labels as an example of segmentation."""
-        return Example(self.path(index), self.label_map(index), self.name(index))
+        return Example(self.path(index), self._of_data(index), self.name(index))
+
+    def _of_data(self, index: int) -> LabelMap:
+        """Return the label map of an image, 255 where the image has no data."""
+        found, valid = self.label_map(index), read_valid(self.path(index), reading=self.reading)
+        if valid is None:
+            return found
+        return found._replace(labels=found.labels.where(torch.from_numpy(valid), IGNORE_INDEX))
 
     def require_images(self) -> None:
         """Raise DataError for labels without an image."""

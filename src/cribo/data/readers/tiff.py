@@ -16,13 +16,13 @@ from PIL import Image
 from cribo.base.errors import InputError
 from cribo.base.packages import require_packages
 from cribo.base.wording import counted
-from cribo.data.channels import FULL, Samples, grey_to_8_bits, require_bright, scaled
+from cribo.data.channels import FULL, Samples, grey_to_8_bits, has_data, require_bright, scaled
 from cribo.data.config import Reading
 from cribo.data.readers import ImageKind, Picture, pillow
-from cribo.data.readers.headers import samples_of_tiff
+from cribo.data.readers.headers import nodata_of_tiff, samples_of_tiff
 
 if TYPE_CHECKING:
-    from jaxtyping import Num, UInt8
+    from jaxtyping import Bool, Num, UInt8
 
 # Its messages do not contain the name of the file, and what affects the pixels is an error.
 logging.getLogger("tifffile").addHandler(logging.NullHandler())
@@ -147,11 +147,10 @@ class _TiffPicture(Picture):
         return (width, height) if self._orientation >= 5 else (height, width)
 
     def pixels(self) -> UInt8[np.ndarray, "h w c"]:
-        values, opacity = self._decoded(), None
-        if (numbers := self._reading.channel_numbers) is not None:
-            values = values[..., list(numbers)]
-        elif self._has_opacity:
-            opacity, values = scaled(values[..., -1], 0, np.iinfo(values.dtype).max), values[..., :-1]
+        decoded, opacity = self._decoded(), None
+        values = self._read(decoded)
+        if self._has_opacity and self._reading.channels is None:
+            opacity = scaled(decoded[..., -1], 0, np.iinfo(decoded.dtype).max)
         shared = self._shared_limits(values) if self._reading.range is None and values.shape[-1] > 1 else None
         channels = [
             self._in_8_bits(values[..., place], shared or self._reading.limits(place))
@@ -162,18 +161,28 @@ class _TiffPicture(Picture):
         pixels = np.stack(channels, axis=-1)
         if opacity is not None:
             pixels = np.array(pillow.over_white(Image.fromarray(np.dstack((pixels, opacity)))))
-        return _upright(pixels, self._orientation)
+        return pillow.upright(pixels, self._orientation)
+
+    def valid(self) -> Bool[np.ndarray, "h w"] | None:
+        nodata = nodata_of_tiff(self._tags)
+        if nodata is None and self._page.dtype.kind != "f":
+            return None
+        return pillow.upright(has_data(self._read(self._decoded()), nodata), self._orientation)
 
     def unscaled(self) -> Num[np.ndarray, "h w c"] | None:
         samples = self._samples
         if self._page.dtype in (np.bool_, np.uint8):
             return None
-        values = self._decoded()
+        values = self._read(self._decoded())
+        if samples.high is not None and values.max() <= samples.high:
+            return None
+        return pillow.upright(values, self._orientation)
+
+    def _read(self, values: Num[np.ndarray, "h w all"]) -> Num[np.ndarray, "h w c"]:
+        """Return the channels that are read."""
         if (numbers := self._reading.channel_numbers) is not None:
-            values = values[..., list(numbers)]
-        elif self._has_opacity:
-            values = values[..., :-1]
-        return None if samples.high is not None and values.max() <= samples.high else values
+            return values[..., list(numbers)]
+        return values[..., :-1] if self._has_opacity else values
 
     def _decoded(self) -> Num[np.ndarray, "h w c"]:
         """Decode all channels of the page."""
@@ -217,7 +226,7 @@ class _TiffPicture(Picture):
     def _orientation(self) -> int:
         tag = self._page.tags.get(_ORIENTATION)
         found = 1 if tag is None else int(tag.value)
-        return found if found in pillow.UPRIGHT else 1
+        return found if found in pillow.ORIENTATIONS else 1
 
     def _shared_limits(self, values: Num[np.ndarray, "h w c"]) -> tuple[float, float] | None:
         """Return the values of black and white of all channels; None for 8 bits and types without a known range."""
@@ -242,12 +251,8 @@ class _TiffPicture(Picture):
     @property
     def _samples(self) -> Samples:
         """Bits and range of the values according to the header."""
-        return samples_of_tiff({tag.code: tag.value for tag in self._page.tags})
+        return samples_of_tiff(self._tags)
 
-
-def _upright(pixels: UInt8[np.ndarray, "h w c"], orientation: int) -> UInt8[np.ndarray, "new_h new_w c"]:
-    """Turn and flip pixels stored in one of the eight orientations of EXIF."""
-    if orientation >= 5:
-        pixels = pixels.swapaxes(0, 1)
-    down, right = (-1 if orientation in each else 1 for each in ((3, 4, 7, 8), (2, 3, 6, 7)))
-    return np.ascontiguousarray(pixels[::down, ::right])
+    @property
+    def _tags(self) -> dict[int, Any]:
+        return {tag.code: tag.value for tag in self._page.tags}
