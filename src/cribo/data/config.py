@@ -118,7 +118,7 @@ class Reading(PixelOptions):
 
 
 LabelFormatName = Literal["coco", "yolo", "cvat", "label-studio", "labelme", "geojson", "voc", "maps"]
-"""Formats of labels: the rows of `data.labelled.formats.LABEL_FORMATS`."""
+"""Formats in which labels are read: rows of `data.labelled.formats.LABEL_FORMATS`."""
 
 PIXEL_OPTIONS = tuple(field.name for field in fields(PixelOptions))
 """Names of the fields of `PixelOptions`."""

@@ -4,7 +4,7 @@ import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -37,13 +37,15 @@ from cribo.apps.segment.targets import result_name
 from cribo.base.colours import Colour
 from cribo.base.console import Progress
 from cribo.base.drawing import write_figure
-from cribo.base.errors import UnreadableImage
+from cribo.base.errors import DataError, UnreadableImage
 from cribo.base.files import write_folder_whole, write_whole
 from cribo.base.job import Job
 from cribo.data.config import spread
 from cribo.data.labelled.formats import LabelFormat
+from cribo.data.labelled.georeferenced import Georeference, read_georeference
 from cribo.data.labelled.label_maps import IGNORE_INDEX, Labelling, Task, write_labels
 from cribo.data.reading import read_values
+from cribo.data.sources.collection import ImageCollection
 from cribo.data.sources.images import ImageSource
 from cribo.features.memory.memory import Segmentation
 from cribo.features.memory.pixels import write_confidence
@@ -209,6 +211,12 @@ class LabelResults:
             instance_counts(everything, self.classes, self.split),
         )
 
+    def require_coordinates(self, formats: Iterable[LabelFormat]) -> None:
+        """Raise DataError for an image without coordinates, if a format writes labels in those of a map."""
+        if any(each.on_map for each in formats):
+            for name in self.names:
+                self._place(name)
+
     def write(self, labels_format: LabelFormat, tasks: Mapping[str, Task], progress: Progress) -> None:
         """Write all labels in a format of the table, to a file or a folder.
 
@@ -225,7 +233,7 @@ class LabelResults:
             return self._split_labels(name)
 
         instances = None if self.splitter is None else self._instances
-        labelling = Labelling(sizes, self.classes, labels, tasks, instances)
+        labelling = Labelling(sizes, self.classes, labels, tasks, instances, self._place)
         path = self.folder / labels_format.written
         write, holes = labels_format.write, []
         assert write is not None
@@ -238,6 +246,13 @@ class LabelResults:
                 "%s cannot hold holes in regions: %d were filled; use --write coco or geojson for exact regions",
                 *(labels_format.title, sum(holes)),
             )
+
+    def _place(self, name: str) -> Georeference:
+        if not hasattr(self.images, "read"):
+            raise DataError(
+                f"{name} has no coordinates: frames of videos have none, so omit formats of maps in --write"
+            )
+        return read_georeference(cast("ImageCollection", self.images), self.names[name])
 
     def draw_overview(self, pictures: int) -> None:
         """Draw some images, evenly spread, with their labels and confidence."""
