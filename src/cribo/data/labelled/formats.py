@@ -187,7 +187,7 @@ def open_labels_of(
     if not place.is_dir():
         files = sorted(file for file in place.parent.glob(f"{glob.escape(place.name)}.*") if file.is_file())
         place = next((file for file in files if _rows_of(file)), place)
-    found = _opened(Path(images).expanduser(), place, None if classes is None else Path(classes), None, True)
+    found = _opened(Path(images).expanduser(), place, None if classes is None else Path(classes), None, True, reading)
     found.reading = reading
     return found
 
@@ -227,9 +227,9 @@ def find_examples(
     if labels is not None:
         place = Path(labels).expanduser()
         require(place)
-        found = _opened(folder, place, listed, label_format, masks)
+        found = _opened(folder, place, listed, label_format, masks, reading)
     elif folder.is_dir():
-        found = _found(folder, listed, label_format, masks)
+        found = _found(folder, listed, label_format, masks, reading)
     elif label_format is not None or _recognised_file(folder) is not None:
         found = _read(folder, [folder], None, _format_of(folder, label_format), listed)
     else:
@@ -266,7 +266,7 @@ def _mapping_or_list(classes: str | Path | None) -> tuple[Path | None, Path | No
 
 
 def _opened(
-    images: Path, labels: Path, classes: Path | None, label_format: str | None, masks: bool
+    images: Path, labels: Path, classes: Path | None, label_format: str | None, masks: bool, reading: Reading
 ) -> LabelledExamples:
     """Open images with labels in another place."""
     if labels.is_file():
@@ -277,13 +277,15 @@ def _opened(
             label_format is None and LABEL_FORMATS[chosen].per_image and any(labels.rglob("*.png"))
         ):
             listed = classes or _class_file(images) or _class_file(labels)
-            found = LabelledFolder(images, labels, listed, masks=masks)
+            found = LabelledFolder(images, labels, listed, masks=masks, reading=reading)
         else:
             found = _read(labels, files, images, chosen, classes)
     return found
 
 
-def _found(folder: Path, classes: Path | None, label_format: str | None, masks: bool) -> LabelledExamples:
+def _found(
+    folder: Path, classes: Path | None, label_format: str | None, masks: bool, reading: Reading
+) -> LabelledExamples:
     """Return the labelled images of a folder."""
     damaged: DataError | None = None
     try:
@@ -294,7 +296,7 @@ def _found(folder: Path, classes: Path | None, label_format: str | None, masks: 
     if row.read is not None and (label_format is not None or not row.per_image):
         return _read(folder, files, None, chosen, classes)
     try:
-        maps = find_label_maps(folder, classes or _class_file(folder), masks)
+        maps = find_label_maps(folder, classes or _class_file(folder), masks, reading=reading)
     except DataError as error:
         if row.read is not None:
             return _read(folder, files, None, chosen, classes)

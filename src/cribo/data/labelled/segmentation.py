@@ -33,7 +33,7 @@ from cribo.data.labelled.label_maps import (
     read_classes,
     unlisted_colours,
 )
-from cribo.data.reading import EXTENSIONS, IMAGE_KINDS, image_size, read_valid, read_values
+from cribo.data.reading import EXTENSIONS, IMAGE_KINDS, image_size, read_valid, read_values, stored_page
 from cribo.data.sources.images import (
     ImageFiles,
     ImageSource,
@@ -380,6 +380,7 @@ def other_annotations(image: Path, labels: Path) -> str:
     Empty if there are none.
     """
     stem = composed(labels.stem)
+    image = Path(stored_page(image)[0])
     files = sorted(path for path in labels.parent.glob("*") if path.is_file() and not path.samefile(image))
     found = [path for path in files if composed(path.stem) == stem]
     found += [path for path in files if path not in found and is_marked(path.stem, stem)]
