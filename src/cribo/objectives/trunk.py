@@ -13,7 +13,7 @@ from cribo.objectives.config import BackboneConfig, ObjectiveOptions
 from cribo.objectives.views import normalised_views
 from cribo.training.timing import part
 
-Inputs = Float[Tensor, "b 3 h w"] | Trunk
+Inputs = Float[Tensor, "b c h w"] | Trunk
 """Views, or their tokens after the shared blocks."""
 
 
@@ -24,7 +24,7 @@ def shared_blocks(backbone: Backbone, config: BackboneConfig) -> int:
 
 @torch.no_grad()
 def encode_frozen(
-    backbone: Backbone, views: Float[Tensor, "b 3 h w"], config: BackboneConfig, *, mask: Mask | None = None
+    backbone: Backbone, views: Float[Tensor, "b c h w"], config: BackboneConfig, *, mask: Mask | None = None
 ) -> Inputs:
     """Run the frozen blocks shared by student and teacher; return the views unchanged if there are none."""
     blocks = shared_blocks(backbone, config)

@@ -84,6 +84,6 @@ def split_views(features: Features) -> tuple[Float[Tensor, "2 b d"], Float[Tenso
     return features.global_token.unflatten(0, (-1, 2)).transpose(0, 1), features.tokens.unflatten(0, (-1, 2))
 
 
-def normalised_views(batch: Batch, recipe: ViewRecipe, backbone: Backbone) -> Float[Tensor, "2b 3 h w"]:
+def normalised_views(batch: Batch, recipe: ViewRecipe, backbone: Backbone) -> Float[Tensor, "2b c h w"]:
     """Apply the photometric operations to a batch's views and normalise them for a backbone; image after image."""
     return augmented(batch, "views", recipe, backbone).flatten(0, 1)

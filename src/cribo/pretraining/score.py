@@ -181,7 +181,7 @@ class RetrievalScore(L.Callback):
     def mean_colour(self, module: PretrainingModule) -> float | None:
         """Return the mean IoU of the baseline `mean-colour`; None for unsupported image sizes or unreadable images."""
         try:
-            return self._score(mean_colour_backbone(), module.device)
+            return self._score(mean_colour_backbone(in_chans=self.config.data.reading.in_chans), module.device)
         except (UnreadableImage, ValueError) as error:
             log.error("could not compute the score of the mean colour: %s", error)
             return None

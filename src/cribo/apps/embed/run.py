@@ -110,6 +110,7 @@ def embed_images(
         batch_size=config.batch_size,
         workers=config.workers,
         device=config.device,
+        reading=config.reading,
     )
     # Workers open the backbone on their own devices; here it is only described.
     described = embedder if config.engine == "local" else embedder.on("cpu")

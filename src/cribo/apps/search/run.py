@@ -62,7 +62,7 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
     else:
         _require_same_images(known, images, source, place, config)
         config = dataclasses.replace(config, blocks=config.blocks or known.blocks)
-    encoder = Encoder(backbone, blocks=config.blocks, device=config.device)
+    encoder = Encoder(backbone, blocks=config.blocks, device=config.device, in_chans=reading.in_chans)
     # Workers open the backbone on their own devices; here it is only described.
     described = (encoder if config.engine == "local" else encoder.on("cpu")).open()
     of_images = {

@@ -99,7 +99,7 @@ def segment_video(
     frames = _open_frames(config.images, out or OUT, config.reading)
     require_readable(frames, config.images)
     examples = _open_labels(config)
-    network, about = open_network(config.backbone)
+    network, about = open_network(config.backbone, in_chans=config.reading.in_chans)
     encoder = Encoder(network.eval().to(resolve_device(config.device)))
     videos = _Videos(frames, examples, encoder, settings, config)
     identity = {
@@ -129,7 +129,7 @@ def segment_video(
     return results.segmented(time.perf_counter() - started, seconds)
 
 
-_Segmented = tuple[int, UInt8[Tensor, "3 h w"], Segmentation]
+_Segmented = tuple[int, UInt8[Tensor, "c h w"], Segmentation]
 """Index of a frame, its pixels and its labels."""
 
 
@@ -254,7 +254,7 @@ class _Frame(NamedTuple):
     number: int
     size: tuple[int, int]
     features: Float[Tensor, "rows columns d"]
-    image: UInt8[Tensor, "3 h w"] | None
+    image: UInt8[Tensor, "c h w"] | None
 
 
 class _Videos:
@@ -371,7 +371,7 @@ class _Videos:
                 for (index, image), own in zip(batch, features, strict=True):
                     yield _Frame(index, size, own, image)
 
-    def _read(self, index: int) -> UInt8[Tensor, "3 h w"] | None:
+    def _read(self, index: int) -> UInt8[Tensor, "c h w"] | None:
         """Read a frame; None if it is unreadable and has no labels."""
         if index in self.labels:
             return self._labelled(index)
@@ -381,7 +381,7 @@ class _Videos:
             self.skipped[self.names[index]] = error.reason
             return None
 
-    def _labelled(self, index: int) -> UInt8[Tensor, "3 h w"]:
+    def _labelled(self, index: int) -> UInt8[Tensor, "c h w"]:
         """Read a labelled frame."""
         try:
             image = self.frames.load(index)
@@ -390,7 +390,7 @@ class _Videos:
         self._require_size(index, image, self.labels[index].shape)
         return image
 
-    def _require_size(self, index: int, image: UInt8[Tensor, "3 h w"], size: tuple[int, ...]) -> None:
+    def _require_size(self, index: int, image: UInt8[Tensor, "c h w"], size: tuple[int, ...]) -> None:
         if image.shape[1:] != size:
             raise DataError(
                 f"{self.names[index]}: all frames of a video must have the size of its labels, {size[1]} x {size[0]}, "

@@ -74,7 +74,7 @@ def benchmark(
     """
     console = console or Console(quiet=True)
     plan = make_plan(config)
-    network, about = open_network(config.backbone)
+    network, about = open_network(config.backbone, in_chans=config.reading.in_chans)
     subjects = _subjects(config.backbone, network)
     del network
     target = Job(

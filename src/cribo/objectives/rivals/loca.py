@@ -365,9 +365,9 @@ class LOCA(StudentTeacher):
 
     def compare(
         self,
-        reference: Float[Tensor, "b 3 h w"],
-        random: Float[Tensor, "b 3 h w"],
-        focal: Float[Tensor, "vb 3 s s"],
+        reference: Float[Tensor, "b c h w"],
+        random: Float[Tensor, "b c h w"],
+        focal: Float[Tensor, "vb c s s"],
         batch: Batch,
         step: Step,
     ) -> Output:

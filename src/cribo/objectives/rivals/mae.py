@@ -163,7 +163,7 @@ def masked_error(
     return (gather_tokens(predicted, masked) - gather_tokens(targets, masked)).float().square().mean()
 
 
-def patchify(images: Float[Tensor, "b 3 h w"], size: int) -> Float[Tensor, "b n p"]:
+def patchify(images: Float[Tensor, "b c h w"], size: int) -> Float[Tensor, "b n p"]:
     """Return the pixels of each patch in row-major order: (B, N, 3 * size * size), channels last."""
     patches = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # (B, 3, h, size, w, size)
     return patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)

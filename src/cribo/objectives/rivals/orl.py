@@ -68,7 +68,7 @@ class RegionCrops(CropSampler):
         cut["local"] = torch.cat((cut["local"], self.neighbours_patch(image, drawn, flips[3:])))
         return {**cut, **self.photometric(generator), **self.draw(generator)}
 
-    def neighbours_patch(self, image: LazyImage, drawn: DrawnRegions | None, flips: Tensor) -> UInt8[Tensor, "1 3 s s"]:
+    def neighbours_patch(self, image: LazyImage, drawn: DrawnRegions | None, flips: Tensor) -> UInt8[Tensor, "1 c s s"]:
         """Decode the drawn neighbour and cut its patch."""
         patches = self.sets[1]
 

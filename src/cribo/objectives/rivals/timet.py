@@ -259,7 +259,7 @@ class TimeT(StudentTeacher):
         )
         return Output({"timet": loss}, {"prototypes": self._share_of_prototypes(targets, assignments.shape[2])})
 
-    def _views(self, batch: Batch) -> list[Float[Tensor, "b 3 h w"]]:
+    def _views(self, batch: Batch) -> list[Float[Tensor, "b c h w"]]:
         """Return the frames of all clips, augmented and normalised; frame after frame."""
         return list(augmented(batch, "frames", self.options.views, self.student.backbone).unbind(dim=1))
 
