@@ -28,6 +28,7 @@ from cribo.evaluation.run import Run
 from cribo.features.config import BackboneSource
 from cribo.features.encoder import open_network
 from cribo.features.patches import resize_image
+from cribo.features.reading import completed_for
 from cribo.models import Backbone, normalise
 
 log = logging.getLogger("cribo")
@@ -106,6 +107,7 @@ def open_run(
     protocol.check_backbone(source)
     runtime = protocol.runtime_type(**protocol.runtime_defaults) if runtime is None else runtime
     started = time.perf_counter()
+    reading = completed_for(source, reading)
     splits = data.open().read_by(reading)
     network, about = open_network(source, in_chans=reading.in_chans)
     run = Run(source, splits, runtime, network, about, console or Console(quiet=True), pictures, started=started)

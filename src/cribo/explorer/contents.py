@@ -29,6 +29,7 @@ from cribo.explorer.segmenting import Visitors
 from cribo.features import BackboneSource, Encoder
 from cribo.features.memory import probe_encoder
 from cribo.features.probes.fitting import default_blocks
+from cribo.features.reading import completed_for
 from cribo.pretraining.files import CONFIG
 
 if TYPE_CHECKING:
@@ -77,7 +78,6 @@ def open_contents(config: ExploreConfig, workspace: Path, progress: Progress) ->
     if device == "cpu":
         keep_freed_memory()
     database = None if config.db is None else ObjectDatabase.open(config.db, images=config.images, trust=config.trust)
-    reading = config.reading if database is None else database.reading(config.reading)
     source = config.backbone
     if source is None and database is not None:
         source = database.info.backbone_source(trust=config.trust)
@@ -85,6 +85,9 @@ def open_contents(config: ExploreConfig, workspace: Path, progress: Progress) ->
         source = BackboneSource(of_run, trust=config.trust)
     if source is None:
         raise InputError(f"{config.run} has no checkpoint yet: wait for its first one, or give --backbone")
+    if database is None:
+        config = replace(config, reading=completed_for(source, config.reading))
+    reading = config.reading if database is None else database.reading(config.reading)
     pairs = None
     if config.run is not None and of_run is not None:
         from cribo.explorer.view_pairs import PairSample  # imports Lightning, which a database does not need

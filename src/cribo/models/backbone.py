@@ -159,6 +159,8 @@ class Backbone(nn.Module, ModelHubMixin):
         checkpointing: activations that blocks save for the backward pass (`set_checkpointing`).
         loaded: origin of the weights; None for random ones.
         licences: licences of the weights from which the backbone was made; empty for random ones.
+        pixels: channels and range with which the images of its training were read, by the names of their options
+            (`cribo.data.config.PixelOptions`); None without any.
     """
 
     def __init__(self, model: nn.Module, name: str, arguments: Mapping[str, Any], image_size: int) -> None:
@@ -175,6 +177,7 @@ class Backbone(nn.Module, ModelHubMixin):
         self._positions: RelativePositions | None = None
         self.loaded: LoadedWeights | None = None
         self.licences: tuple[Licence, ...] = ()
+        self.pixels: Mapping[str, Any] | None = None
         self._is_transformer = isinstance(model, VisionTransformer | Eva | Beit)
         is_sequence = isinstance(model, Xcit | NaFlexVit)
         self.takes_any_size = "img_size" not in arguments or is_sequence or _has_argument(model, "dynamic_img_size")

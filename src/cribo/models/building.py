@@ -118,7 +118,7 @@ def build_again(backbone: Backbone, changes: Mapping[str, Any], **options: Any) 
 def _changed(backbone: Backbone, **changes: Any) -> Backbone:
     """Build the same network with some arguments changed, without weights."""
     changed = build_again(backbone, changes, initialise=False)
-    changed.loaded, changed.licences = backbone.loaded, backbone.licences
+    changed.loaded, changed.licences, changed.pixels = backbone.loaded, backbone.licences, backbone.pixels
     return changed.to(next(backbone.parameters()))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from timm.models._manipulate import adapt_input_conv
-from torch import Tensor
+from torch import Tensor, nn
 
 from cribo.base.errors import InputError
 from cribo.models.backbone import RGB, Backbone, repeated
@@ -46,7 +46,7 @@ def inflate(backbone: Backbone, in_chans: int) -> Backbone:
     note = inflation_note(in_chans)
     if backbone.loaded is not None:
         wide.loaded = replace(backbone.loaded, notes=(*backbone.loaded.notes, note))
-    wide.licences = backbone.licences
+    wide.licences, wide.pixels = backbone.licences, backbone.pixels
     state, own = inflated(backbone.model.state_dict(), wide), wide.model.state_dict()
     if any(state[key].shape != value.shape for key, value in own.items()):
         raise InputError(
@@ -81,6 +81,18 @@ def require_channels(own: int, in_chans: int, name: str) -> None:
             f"{name} is for images of {own} channels, and the images are read with {in_chans}: choose {own} channels "
             "with --channels, in the order of its training, or a network for RGB images, whose first layer is inflated"
         )
+
+
+def first_layer(backbone: Backbone) -> nn.Conv2d:
+    """Return the first layer of a network, the convolution over the channels of images.
+
+    Raises:
+        InputError: there is none.
+    """
+    for layer in backbone.model.modules():
+        if isinstance(layer, nn.Conv2d) and layer.in_channels == backbone.in_chans:
+            return layer
+    raise InputError(f"{backbone.name} has no convolution over the channels of images: use another network")
 
 
 def inflated(state: Mapping[str, Tensor], backbone: Backbone) -> dict[str, Tensor]:

@@ -640,6 +640,7 @@ def adopt(weights: Weights) -> None:
         parent=recognised.parent if repository is None else repository.repo,
     )
     backbone.licences = _licences(weights)
+    backbone.pixels = _pixels(weights.about)
     _logger.info("%s", backbone.loaded)
     log_licences(backbone.licences)
 
@@ -648,6 +649,12 @@ _UNKNOWN_RESIZING = (
     "for other image sizes, its position embedding is resized as timm does, because the file does not say which "
     "project trained it; if that was DINO, iBOT or DINOv2, add --backbone.positions bicubic_offset for exact features"
 )
+
+
+def _pixels(about: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return how the images of the training were read, as a description states it."""
+    stated = (about or {}).get("pixels")
+    return stated if isinstance(stated, Mapping) else None
 
 
 def _licences(weights: Weights) -> tuple[Licence, ...]:

@@ -84,7 +84,7 @@ class CropSampler:
     """Transform of an image into sets of crops, and random numbers.
 
     Draws first the crops (`draw_crops`), then `places`, `photometric` and `draw`. A batch contains the views of each
-    set by its name, (B, V, 3, s, s) in 8 bits; `photometric` with parameters (B, V) of all sets together; and
+    set by its name, (B, V, C, s, s) in 8 bits; `photometric` with parameters (B, V) of all sets together; and
     `drop_path_noise` (B, V, sites), uniform in [0, 1), for the student's stochastic depth.
 
     Args:

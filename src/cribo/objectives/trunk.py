@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cribo.data.samples import Batch
 from cribo.models import Backbone
-from cribo.models.backbone import Features, Trunk
+from cribo.models.backbone import RGB, Features, Trunk
 from cribo.models.masking import Mask
 from cribo.objectives.config import BackboneConfig, ObjectiveOptions
 from cribo.objectives.views import normalised_views
@@ -18,8 +18,12 @@ Inputs = Float[Tensor, "b c h w"] | Trunk
 
 
 def shared_blocks(backbone: Backbone, config: BackboneConfig) -> int:
-    """Return the number of frozen blocks shared by student and teacher; 0 if the network cannot be split."""
-    return config.frozen_blocks(backbone.depth) if isinstance(backbone.model, VisionTransformer) else 0
+    """Return the number of frozen blocks shared by student and teacher.
+
+    0 if the network cannot be split, or if images have other than three channels: then the first layer is trained.
+    """
+    is_split = isinstance(backbone.model, VisionTransformer) and backbone.in_chans == RGB
+    return config.frozen_blocks(backbone.depth) if is_split else 0
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ from cribo.features.config import AnomalySettings
 from cribo.features.encoder import open_network
 from cribo.features.prefetching import prefetch
 from cribo.features.probes.examples import content_hash
+from cribo.features.reading import completed_for
 
 KIND = "anomalies"
 
@@ -162,6 +163,7 @@ def find_anomalies(
         overwrite=overwrite,
         inputs=(config.images, config.examples, config.backbone.source),
     )
+    config = replace(config, reading=completed_for(config.backbone, config.reading))
     images = open_targets(config.images, apart_from=out or OUT, reading=config.reading)
     examples = open_targets(config.examples, apart_from=out or OUT, reading=config.reading)
     require_readable(images, config.images)

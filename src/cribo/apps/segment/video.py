@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice, pairwise
 from pathlib import Path, PurePosixPath
 from typing import IO, NamedTuple
@@ -44,6 +44,7 @@ from cribo.features.patches import resize_image
 from cribo.features.prefetching import prefetch
 from cribo.features.probes.examples import content_hash
 from cribo.features.propagation import encoded_size, frame_labels, propagate, soft_labels
+from cribo.features.reading import completed_for
 
 KIND = "video segmentation"
 
@@ -96,6 +97,7 @@ def segment_video(
         overwrite=overwrite,
         inputs=(config.images, config.examples, config.labels, config.classes, config.backbone.source),
     )
+    config = replace(config, reading=completed_for(config.backbone, config.reading))
     frames = _open_frames(config.images, out or OUT, config.reading)
     require_readable(frames, config.images)
     examples = _open_labels(config)

@@ -374,9 +374,9 @@ class LOCA(StudentTeacher):
         """Return the losses of normalised crops.
 
         Args:
-            reference: (B, 3, S, S) reference crops.
-            random: (B, 3, S, S) large queries.
-            focal: (VB, 3, s, s) small queries, crop after crop.
+            reference: (B, C, S, S) reference crops.
+            random: (B, C, S, S) large queries.
+            focal: (VB, C, s, s) small queries, crop after crop.
             batch: kept patches, places and drop path noise of the images.
             step: sets the temperatures.
         """

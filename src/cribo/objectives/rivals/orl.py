@@ -28,7 +28,7 @@ from cribo.objectives.views import noise_of_views
 class RegionCrops(CropSampler):
     """Transform of an image into two views, and patches of two pairs of regions.
 
-    A batch contains `global` (B, 2, 3, S, S), the views, and `local` (B, 4, 3, s, s), the patches: a region of the
+    A batch contains `global` (B, 2, C, S, S), the views, and `local` (B, 4, C, s, s), the patches: a region of the
     image and a jittered copy; another region, and a similar region of a neighbour.
 
     Args:
