@@ -31,7 +31,7 @@ class LabelledImage(NamedTuple):
         found: its labels and their confidence.
     """
 
-    image: UInt8[Tensor, "3 h w"]
+    image: UInt8[Tensor, "c h w"]
     found: Segmentation
 
     @property
@@ -40,7 +40,7 @@ class LabelledImage(NamedTuple):
         return self.image.nbytes + self.found.labels.nbytes + self.found.confidence.nbytes
 
 
-class PixelLabeller(ImageFunction[UInt8[Tensor, "3 h w"], LabelledImage]):
+class PixelLabeller(ImageFunction[UInt8[Tensor, "c h w"], LabelledImage]):
     """Labels the pixels of images, in collections or batches of rows.
 
     A batch has one row for each image: `image`; `labels`, a palette PNG of class indices, 255 for no class;
@@ -53,7 +53,7 @@ class PixelLabeller(ImageFunction[UInt8[Tensor, "3 h w"], LabelledImage]):
     def palette(self) -> list[Colour]:
         """Colour of each class."""
 
-    def prepare(self, file: EncodedImage, reading: Reading) -> UInt8[Tensor, "3 h w"]:
+    def prepare(self, file: EncodedImage, reading: Reading) -> UInt8[Tensor, "c h w"]:
         """Decode an image."""
         return read_image(file, reading=reading)
 
@@ -149,6 +149,6 @@ class Labeller(PixelLabeller):
         """Colour of each class."""
         return self.memory.palette
 
-    def compute(self, images: Sequence[UInt8[Tensor, "3 h w"]]) -> Iterable[LabelledImage]:
+    def compute(self, images: Sequence[UInt8[Tensor, "c h w"]]) -> Iterable[LabelledImage]:
         """Return images with their labels."""
         return map(LabelledImage, images, self.memory.segment_all(images))

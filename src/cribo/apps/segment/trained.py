@@ -124,10 +124,10 @@ class SegmenterLabeller(PixelLabeller):
     def open(self) -> None:
         """No-op: the segmenter is already loaded."""
 
-    def compute(self, images: Sequence[UInt8[Tensor, "3 h w"]]) -> Iterable[LabelledImage]:
+    def compute(self, images: Sequence[UInt8[Tensor, "c h w"]]) -> Iterable[LabelledImage]:
         """Return images with their labels."""
         return (LabelledImage(image, self._labels_of(image)) for image in images)
 
-    def _labels_of(self, image: UInt8[Tensor, "3 h w"]) -> Segmentation:
+    def _labels_of(self, image: UInt8[Tensor, "c h w"]) -> Segmentation:
         labels, confidence = (values.cpu() for values in self._segmenter.label(image))
         return Segmentation.of(labels, confidence, self._segmenter.classes)

@@ -69,7 +69,7 @@ class ResultWriter(NamedTuple):
     palette: list[Colour]
     splitter: Splitter | None = None
 
-    def write(self, name: str, sha256: str, image: UInt8[Tensor, "3 h w"], found: Segmentation) -> Record:
+    def write(self, name: str, sha256: str, image: UInt8[Tensor, "c h w"], found: Segmentation) -> Record:
         """Write the files of an image, each atomically; raises UnreadableImage if it has too many instances."""
         instances = None if self.splitter is None else self.splitter(found)
         labels, painted, confidence = files_of(self.folder, name)
@@ -149,7 +149,7 @@ class LabelResults:
         """A writer of the files of images in the folder."""
         return ResultWriter(self.folder.absolute(), self.palette, self.splitter)
 
-    def load(self, name: str) -> UInt8[Tensor, "3 h w"]:
+    def load(self, name: str) -> UInt8[Tensor, "c h w"]:
         """Load an image by its name."""
         return self.images.load(self.names[name])
 

@@ -323,7 +323,7 @@ class LabelledSubset:
         """Return the name of an image."""
         return self.images.name(self.indices[index])
 
-    def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
+    def load(self, index: int) -> UInt8[Tensor, "c h w"]:
         """Load an image as RGB."""
         return self.images.load(self.indices[index])
 
