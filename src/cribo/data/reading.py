@@ -6,6 +6,7 @@ Decoding imports torch.
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import os
 import re
@@ -14,13 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from cribo.base.errors import MissingPackage, TooManyPixels, UnreadableImage
 from cribo.base.packages import require_packages
 from cribo.base.wording import is_utf8
 from cribo.data.config import DEFAULT_READING, Reading
-from cribo.data.readers import ImageKind, Picture
+from cribo.data.readers import ImageKind, Picture, WindowedPicture
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,7 +45,7 @@ IMAGE_KINDS = (
     ),
     ImageKind("PNG", (".png",), _starts(rb"\x89PNG\r\n\x1a\n"), "pillow", bits=16),
     ImageKind("WEBP", (".webp",), _starts(rb"RIFF.{4}WEBP"), "pillow"),
-    ImageKind("TIFF", (".tif", ".tiff"), _TIFF, "tiff", channels="any", bits=64, pages="one"),
+    ImageKind("TIFF", (".tif", ".tiff"), _TIFF, "tiff", channels="any", bits=64, pages="one", has_windows=True),
     ImageKind("BMP", (".bmp",), _starts(rb"BM"), "pillow"),
     ImageKind("GIF", (".gif",), _starts(rb"GIF8[79]a"), "pillow"),
     ImageKind("PPM", (".ppm", ".pgm", ".pbm", ".pnm"), _starts(rb"P[0-6fy]"), "pillow", bits=32),
@@ -126,6 +127,60 @@ class EncodedImage:
     def __fspath__(self) -> str:
         return self.name
 
+    def open(self) -> BinaryIO:
+        """Open the bytes as a file."""
+        return io.BytesIO(self.content)
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the bytes."""
+        return hashlib.sha256(self.content).hexdigest()
+
+
+@dataclass(frozen=True)
+class ImageOnDisk:
+    """An image file that is not held in memory, and its name for messages."""
+
+    name: str
+    path: str
+
+    def __fspath__(self) -> str:
+        return self.name
+
+    @property
+    def content(self) -> bytes:
+        """The bytes of the file."""
+        return Path(self.path).read_bytes()
+
+    def open(self) -> BinaryIO:
+        """Open the file."""
+        return Path(self.path).open("rb")
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the bytes, which are read in blocks."""
+        with Path(self.path).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+ImageContent = EncodedImage | ImageOnDisk
+"""An image of a collection: its bytes, or its file."""
+
+HELD_BYTES = 2**26
+"""Limit on the size of files that are held in memory while they are decoded."""
+
+
+def image_content(name: str, path: str) -> ImageContent:
+    """Return the bytes of an image file; the file itself if it is large or its kind is read from disk.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    kind = kind_of_name(name)
+    if os.stat(path).st_size > HELD_BYTES or (kind is not None and kind.on_disk):  # noqa: PTH116
+        return ImageOnDisk(name, path)
+    return EncodedImage(name, Path(path).read_bytes())
+
 
 class FileState(NamedTuple):
     """Size and modification time of an image, or of the file that contains it.
@@ -140,7 +195,7 @@ class FileState(NamedTuple):
 
 
 def read_image(
-    path: str | os.PathLike[str] | EncodedImage, *, reading: Reading = DEFAULT_READING
+    path: str | os.PathLike[str] | ImageContent, *, reading: Reading = DEFAULT_READING
 ) -> UInt8[Tensor, "c h w"]:
     """Read an image file, or the bytes of one, upright: as RGB, or with C = `reading.in_chans` channels.
 
@@ -165,7 +220,7 @@ def read_image(
 
 
 def read_reduced(
-    path: str | os.PathLike[str] | EncodedImage,
+    path: str | os.PathLike[str] | ImageContent,
     reduction: Callable[[int, int], int],
     *,
     reading: Reading = DEFAULT_READING,
@@ -202,7 +257,7 @@ def largest_factor(fits: Callable[[int], bool]) -> int:
     return next(filter(fits, (8, 4, 2)), 1)
 
 
-def image_size(path: str | os.PathLike[str] | EncodedImage, *, reading: Reading = DEFAULT_READING) -> tuple[int, int]:
+def image_size(path: str | os.PathLike[str] | ImageContent, *, reading: Reading = DEFAULT_READING) -> tuple[int, int]:
     """Return height and width of the tensor that `read_image` would return, reading only the header.
 
     Raises UnreadableImage if the header is invalid; the rest of the file is not read, except that a TIFF is decoded.
@@ -211,7 +266,7 @@ def image_size(path: str | os.PathLike[str] | EncodedImage, *, reading: Reading 
         return picture.size()
 
 
-def read_values(path: str | os.PathLike[str] | EncodedImage, *, reading: Reading = DEFAULT_READING) -> Image.Image:
+def read_values(path: str | os.PathLike[str] | ImageContent, *, reading: Reading = DEFAULT_READING) -> Image.Image:
     """Read an image without converting its values, such as a map of classes or depths.
 
     Raises UnreadableImage if the file is not an image, or its kind has no such values.
@@ -232,21 +287,59 @@ def require_utf8(name: str) -> None:
 
 @contextmanager
 def open_picture(
-    path: str | os.PathLike[str] | EncodedImage, *, reading: Reading = DEFAULT_READING
+    path: str | os.PathLike[str] | ImageContent, *, reading: Reading = DEFAULT_READING
 ) -> Iterator[Picture]:
     """Open an image file, check its header, and yield the image before decoding.
 
     All errors, here and inside the `with` block, are raised as UnreadableImage, except MissingPackage if the reader of
     its kind is not installed.
     """
-    most, name = reading.max_pixels, os.fspath(path)
-    require_utf8(name)
+    with (
+        _recognised(path) as (file, kind, reader),
+        reader.open_picture(file, os.fspath(path), kind, reading) as picture,
+    ):
+        height, width = picture.header_size
+        if width * height > reading.max_pixels:
+            raise TooManyPixels(path, f"{width} x {height} pixels", reading.max_pixels)
+        _require_sides(picture, path)
+        picture.require_whole()
+        yield picture
+
+
+@contextmanager
+def open_windows(
+    path: str | os.PathLike[str] | ImageContent, *, reading: Reading = DEFAULT_READING
+) -> Iterator[WindowedPicture | None]:
+    """Open an image file of any size to decode windows of it, as `open_picture` does.
+
+    Yields None if files of its kind can only be decoded as a whole.
+
+    Raises:
+        UnreadableImage: see `open_picture`; or a tile or strip of the file has more than `reading.max_pixels` pixels.
+    """
+    with _recognised(path) as (file, kind, reader):
+        if not kind.has_windows:
+            yield None
+            return
+        with reader.open_windows(file, os.fspath(path), kind, reading) as picture:
+            _require_sides(picture, path)
+            picture.require_whole()
+            if picture.unit_pixels > reading.max_pixels:
+                what = f"{picture.unit_pixels} pixels, in tiles or strips of the file that are decoded at once,"
+                raise TooManyPixels(path, what, reading.max_pixels)
+            yield picture
+
+
+@contextmanager
+def _recognised(path: str | os.PathLike[str] | ImageContent) -> Iterator[tuple[BinaryIO, ImageKind, Any]]:
+    """Yield an open file, its kind and the module that reads it; raise all errors as `open_picture` does."""
+    require_utf8(os.fspath(path))
     try:
         with _opened(path) as file:
             if not (start := file.read(_SIGNATURE_BYTES)):
                 raise UnreadableImage(path, "the file is empty")
             file.seek(0)
-            kind = _kind_of(start, name)
+            kind = _kind_of(start, os.fspath(path))
             if kind is None:
                 read = ", ".join(kind.name for kind in IMAGE_KINDS if kind.reader)
                 raise UnreadableImage(path, f"not an image of a known format ({read})")
@@ -254,15 +347,7 @@ def open_picture(
                 raise UnreadableImage(path, f"{kind.name} images cannot be read: convert it to JPEG, PNG or TIFF")
             if kind.packages:
                 require_packages(f"reading {kind.name} images", *kind.packages, extra=kind.extra)
-            reader = import_module(f"cribo.data.readers.{kind.reader}")
-            with reader.open_picture(file, name, kind, reading) as picture:
-                height, width = picture.header_size
-                if width * height > most:
-                    raise TooManyPixels(path, f"{width} x {height} pixels", most)
-                if min(width, height) < 2:
-                    raise UnreadableImage(path, f"{width} x {height} pixels are too few: at least 2 x 2 are required")
-                picture.require_whole()
-                yield picture
+            yield file, kind, import_module(f"cribo.data.readers.{kind.reader}")
     except (UnreadableImage, MissingPackage, MemoryError):
         raise
     except FileNotFoundError as error:
@@ -271,8 +356,14 @@ def open_picture(
         raise UnreadableImage(path, str(error) or type(error).__name__) from error
 
 
-def _opened(path: str | os.PathLike[str] | EncodedImage) -> BinaryIO:
-    return io.BytesIO(path.content) if isinstance(path, EncodedImage) else Path(path).open("rb")
+def _require_sides(picture: Picture, path: str | os.PathLike[str] | ImageContent) -> None:
+    height, width = picture.header_size
+    if min(width, height) < 2:
+        raise UnreadableImage(path, f"{width} x {height} pixels are too few: at least 2 x 2 are required")
+
+
+def _opened(path: str | os.PathLike[str] | ImageContent) -> BinaryIO:
+    return path.open() if isinstance(path, EncodedImage | ImageOnDisk) else Path(path).open("rb")
 
 
 def _tensor(pixels: UInt8[np.ndarray, "h w c"]) -> UInt8[Tensor, "c h w"]:

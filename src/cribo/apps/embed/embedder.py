@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from cribo.apps.embed.config import Kind
 from cribo.data.config import DEFAULT_READING, Reading
-from cribo.data.reading import EncodedImage
+from cribo.data.reading import ImageContent
 from cribo.data.sources.collection import joined_digest
 from cribo.features.config import BackboneSource, FeaturePrecision, ObjectSettings
 from cribo.features.encoder import Encoder, map_by_size
@@ -114,7 +114,7 @@ class Embedder(ImageFunction[PreparedImage, Rows]):
         """Open the backbone."""
         self.encoder.open()
 
-    def prepare(self, file: EncodedImage, reading: Reading) -> PreparedImage:
+    def prepare(self, file: ImageContent, reading: Reading) -> PreparedImage:
         """Decode and resize an image."""
         return read_prepared(file, self.encoder, self.settings, reading=reading)
 

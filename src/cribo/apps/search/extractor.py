@@ -7,7 +7,7 @@ import numpy as np
 
 from cribo.apps.search.database import SIDES
 from cribo.data.config import DEFAULT_READING, Reading
-from cribo.data.reading import EncodedImage
+from cribo.data.reading import ImageContent
 from cribo.features.config import BackboneSource, ObjectSettings
 from cribo.features.encoder import Encoder, map_by_size
 from cribo.features.object_extraction import PreparedImage, extract_prepared, read_prepared
@@ -73,7 +73,7 @@ class ObjectExtractor(ImageFunction[PreparedImage, Found]):
         """Open the backbone."""
         self.encoder.open()
 
-    def prepare(self, file: EncodedImage, reading: Reading) -> PreparedImage:
+    def prepare(self, file: ImageContent, reading: Reading) -> PreparedImage:
         """Decode and resize an image."""
         return read_prepared(file, self.encoder, self.settings, reading=reading)
 

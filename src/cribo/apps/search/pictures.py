@@ -235,7 +235,7 @@ def _read(path: Path | EncodedImage, room: tuple[int, int], reading: Reading) ->
         return largest_factor(lambda factor: min(height, width) // factor >= 2 * max(room))
 
     with open_picture(path, reading=reading) as opened:  # unlike `read_reduced`, does not import torch
-        picture = Image.fromarray(opened.reduced_rgb(reduction)[0])
+        picture = Image.fromarray(opened.reduced_pixels(reduction)[0])
     scale = min(side / own for side, own in zip(room, picture.size, strict=True))
     width, height = (max(1, round(scale * side)) for side in picture.size)
     return np.array(picture.resize((width, height), Image.Resampling.BILINEAR))

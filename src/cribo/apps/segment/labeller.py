@@ -16,7 +16,7 @@ from cribo.base.devices import resolve_device
 from cribo.base.errors import InputError
 from cribo.data.config import Reading
 from cribo.data.labelled.label_maps import write_labels
-from cribo.data.reading import EncodedImage, read_image
+from cribo.data.reading import ImageContent, read_image
 from cribo.features.config import BackboneSource, portable_source
 from cribo.features.memory.memory import Segmentation, SegmentationMemory
 from cribo.features.memory.pixels import write_confidence
@@ -53,7 +53,7 @@ class PixelLabeller(ImageFunction[UInt8[Tensor, "3 h w"], LabelledImage]):
     def palette(self) -> list[Colour]:
         """Colour of each class."""
 
-    def prepare(self, file: EncodedImage, reading: Reading) -> UInt8[Tensor, "3 h w"]:
+    def prepare(self, file: ImageContent, reading: Reading) -> UInt8[Tensor, "3 h w"]:
         """Decode an image."""
         return read_image(file, reading=reading)
 

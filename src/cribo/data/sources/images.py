@@ -25,8 +25,9 @@ from cribo.data.reading import (
     EXTENSIONS,
     NOT_UTF8,
     UNREAD_EXTENSIONS,
-    EncodedImage,
     FileState,
+    ImageContent,
+    image_content,
     image_size,
     read_image,
     read_reduced,
@@ -154,8 +155,8 @@ class EncodedImages:
         """Return the name of an image."""
         raise NotImplementedError
 
-    def read(self, index: int) -> EncodedImage:
-        """Read the bytes of an image."""
+    def read(self, index: int) -> ImageContent:
+        """Read the bytes of an image; a large file is opened where it is decoded."""
         raise NotImplementedError
 
     def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
@@ -166,7 +167,7 @@ class EncodedImages:
         """Load an image as upright RGB at a fraction of its size if that is faster (see `read_reduced`)."""
         return read_reduced(self._encoded(index), reduction, reading=self.reading)
 
-    def _encoded(self, index: int) -> EncodedImage:
+    def _encoded(self, index: int) -> ImageContent:
         """Read an image; a missing file is an unreadable image."""
         try:
             return self.read(index)
@@ -220,10 +221,13 @@ class ImageFiles(EncodedImages):
         """Return the path of an image file."""
         return os.path.join(self.folder, self.names[index])
 
-    def read(self, index: int) -> EncodedImage:
-        """Read an image file; raises OSError, and UnreadableImage if its name is not valid UTF-8."""
+    def read(self, index: int) -> ImageContent:
+        """Read an image file, unless it is large (`image_content`).
+
+        Raises OSError, and UnreadableImage if its name is not valid UTF-8.
+        """
         require_utf8(self.names[index])
-        return EncodedImage(self.names[index], Path(self.path(index)).read_bytes())
+        return image_content(self.names[index], self.path(index))
 
     def state(self, index: int) -> FileState:
         """Return size and modification time of an image file; raises OSError if it is gone or its name is not UTF-8."""
