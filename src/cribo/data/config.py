@@ -28,7 +28,8 @@ class PixelOptions:
             nuclei=0,membrane=2. Three become red, green and blue, one becomes grey; for any other number, the first
             layer of an RGB network is inflated to take them. Required for images with other numbers of channels. [all
             of grey and RGB images]
-        page: number, from 0, of the page of each stack. Required for images with several pages.
+        page: number, from 0, of the one page of each stack to read, such as a plane, a time or a depth. [every page is
+            an image of its own, named stack.page003.tif]
 
     Raises:
         InputError: a value is out of range.

@@ -9,10 +9,11 @@ import errno
 import hashlib
 import io
 import os
+import posixpath
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -119,10 +120,17 @@ def temporary_errno(error: BaseException) -> int | None:
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """The bytes of an image file inside a larger file, and its name for messages."""
+    """The bytes of an image file.
+
+    Attributes:
+        name: its name for messages.
+        content: the bytes.
+        page: the page of a stack that the name means (`page_name`); None for other names.
+    """
 
     name: str
     content: bytes = field(repr=False)
+    page: int | None = None
 
     def __fspath__(self) -> str:
         return self.name
@@ -139,10 +147,17 @@ class EncodedImage:
 
 @dataclass(frozen=True)
 class ImageOnDisk:
-    """An image file that is not held in memory, and its name for messages."""
+    """An image file that is not held in memory.
+
+    Attributes:
+        name: its name for messages.
+        path: its path.
+        page: the page of a stack that the name means (`page_name`); None for other names.
+    """
 
     name: str
     path: str
+    page: int | None = None
 
     def __fspath__(self) -> str:
         return self.name
@@ -176,10 +191,33 @@ def image_content(name: str, path: str) -> ImageContent:
     Raises:
         OSError: the file cannot be read.
     """
-    kind = kind_of_name(name)
-    if os.stat(path).st_size > HELD_BYTES or (kind is not None and kind.on_disk):  # noqa: PTH116
-        return ImageOnDisk(name, path)
-    return EncodedImage(name, Path(path).read_bytes())
+    place, page = stored_page(path)
+    kind = kind_of_name(place)
+    if Path(place).stat().st_size > HELD_BYTES or (kind is not None and kind.on_disk):
+        return ImageOnDisk(name, place, page)
+    return EncodedImage(name, Path(place).read_bytes(), page)
+
+
+_PAGE = re.compile(r"\.page(\d+)(\.[^./\\]+)$")
+
+
+def page_name(name: str, page: int, pages: int) -> str:
+    """Return the name of a page of a stack as an image of its own.
+
+    >>> page_name("cells/stack.tif", 3, 120)
+    'cells/stack.page003.tif'
+    """
+    stem, extension = posixpath.splitext(name)
+    return f"{stem}.page{page:0{len(str(pages - 1))}}{extension}"
+
+
+def stored_page(path: str | os.PathLike[str]) -> tuple[str, int | None]:
+    """Return the file that contains an image, and its page if the path is the name of one (`page_name`)."""
+    place = os.fspath(path)
+    found = _PAGE.search(place)
+    if found is None or Path(place).exists():
+        return place, None
+    return place[: found.start()] + found[2], int(found[1])
 
 
 class FileState(NamedTuple):
@@ -205,11 +243,11 @@ def read_image(
     `reading.range`, else by the range that the file states, else by 0 to 65535. The tensor is writable and
     channels-last in memory (strides (1, 3 w, 3)), the layout that torchvision resizes fastest.
 
-    Raises UnreadableImage if the file is missing, empty, truncated or not an image, has a side shorter than
-    2 pixels, has several pages without `reading.page`, has more channels than RGB and transparency without
-    `reading.channels`, has 16-bit values below 2^13 of an unknown range, has 32-bit pixels without `reading.range`, or
-    has more than `reading.max_pixels` pixels according to its header, in which case it is not decoded. Pillow's limit
-    for the whole process, `PIL.Image.MAX_IMAGE_PIXELS`, is raised to `reading.max_pixels`.
+    Raises UnreadableImage if the file is missing, empty, truncated or not an image, has a side shorter than 2 pixels,
+    has several pages without `reading.page` and is not the name of one of them (`page_name`), has more channels than
+    RGB and transparency without `reading.channels`, has 16-bit values below 2^13 of an unknown range, has 32-bit pixels
+    without `reading.range`, or has more than `reading.max_pixels` pixels according to its header, in which case it is
+    not decoded. Pillow's limit for the whole process, `PIL.Image.MAX_IMAGE_PIXELS`, is raised to `reading.max_pixels`.
 
     >>> read_image("street.jpg").shape  # doctest: +SKIP
     torch.Size([3, 360, 480])
@@ -295,7 +333,7 @@ def open_picture(
     its kind is not installed.
     """
     with (
-        _recognised(path) as (file, kind, reader),
+        _recognised(path, reading) as (file, kind, reader, reading),
         reader.open_picture(file, os.fspath(path), kind, reading) as picture,
     ):
         height, width = picture.header_size
@@ -317,7 +355,7 @@ def open_windows(
     Raises:
         UnreadableImage: see `open_picture`; or a tile or strip of the file has more than `reading.max_pixels` pixels.
     """
-    with _recognised(path) as (file, kind, reader):
+    with _recognised(path, reading) as (file, kind, reader, reading):
         if not kind.has_windows:
             yield None
             return
@@ -331,11 +369,16 @@ def open_windows(
 
 
 @contextmanager
-def _recognised(path: str | os.PathLike[str] | ImageContent) -> Iterator[tuple[BinaryIO, ImageKind, Any]]:
-    """Yield an open file, its kind and the module that reads it; raise all errors as `open_picture` does."""
+def _recognised(
+    path: str | os.PathLike[str] | ImageContent, reading: Reading
+) -> Iterator[tuple[BinaryIO, ImageKind, Any, Reading]]:
+    """Yield an open file, its kind, its reader and the reading of its page; raise all errors as `open_picture` does."""
     require_utf8(os.fspath(path))
+    place, page = (path, path.page) if isinstance(path, EncodedImage | ImageOnDisk) else stored_page(path)
+    if page is not None:
+        reading = replace(reading, page=page)
     try:
-        with _opened(path) as file:
+        with _opened(place) as file:
             if not (start := file.read(_SIGNATURE_BYTES)):
                 raise UnreadableImage(path, "the file is empty")
             file.seek(0)
@@ -347,7 +390,7 @@ def _recognised(path: str | os.PathLike[str] | ImageContent) -> Iterator[tuple[B
                 raise UnreadableImage(path, f"{kind.name} images cannot be read: convert it to JPEG, PNG or TIFF")
             if kind.packages:
                 require_packages(f"reading {kind.name} images", *kind.packages, extra=kind.extra)
-            yield file, kind, import_module(f"cribo.data.readers.{kind.reader}")
+            yield file, kind, import_module(f"cribo.data.readers.{kind.reader}"), reading
     except (UnreadableImage, MissingPackage, MemoryError):
         raise
     except FileNotFoundError as error:
@@ -362,7 +405,7 @@ def _require_sides(picture: Picture, path: str | os.PathLike[str] | ImageContent
         raise UnreadableImage(path, f"{width} x {height} pixels are too few: at least 2 x 2 are required")
 
 
-def _opened(path: str | os.PathLike[str] | ImageContent) -> BinaryIO:
+def _opened(path: str | ImageContent) -> BinaryIO:
     return path.open() if isinstance(path, EncodedImage | ImageOnDisk) else Path(path).open("rb")
 
 

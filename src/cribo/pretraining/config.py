@@ -73,7 +73,8 @@ class DataConfig:
         channels: numbers, from 0, of the channels to read. Three become red, green and blue, one becomes grey; for any
             other number, the first layer of an RGB network is inflated to take them. Required for images with other
             numbers of channels. [all of grey and RGB images]
-        page: number, from 0, of the page of each stack. Required for images with several pages.
+        page: number, from 0, of the one page of each stack to read, such as a plane, a time or a depth. [every page is
+            an image of its own]
         inside: reject lists and links that lead to image files outside root's folder.
         cache_dir: folder on this machine in which shards from a URL are cached.
         cache_gib: size of the cache in GiB; the least recently used shards are removed first. If not all shards fit,

@@ -9,7 +9,7 @@ from cribo.base.files import matching_files
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.reading import EXTENSIONS
 from cribo.data.sources.collection import ImageCollection, open_collection, without_repeats
-from cribo.data.sources.images import ImageFiles, is_url, named_below_one_folder
+from cribo.data.sources.images import ImageFiles, by_pages, is_url, named_below_one_folder
 
 
 def open_targets(
@@ -38,12 +38,12 @@ def open_targets(
     if is_url(source):
         images = open_collection(source, column=column, reading=reading)
     elif path.is_file() and path.suffix.lower() in EXTENSIONS:
-        images = ImageFiles(path.parent, [path.name], reading=reading)
+        images = by_pages(ImageFiles(path.parent, [path.name], reading=reading))
     elif not path.exists() and any(sign in source for sign in "*?["):
         folder, names = _of_glob(path)
         if not names:
             raise DataError(f"no images match {source}: searched {folder.absolute()} for {' '.join(EXTENSIONS)}")
-        images = ImageFiles(folder, names, reading=reading)
+        images = by_pages(ImageFiles(folder, names, reading=reading))
     else:
         images = open_collection(path, column=column, reading=reading)
     if isinstance(images, ImageFiles):

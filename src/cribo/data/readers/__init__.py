@@ -16,7 +16,7 @@ from cribo.base.errors import InputError
 
 if TYPE_CHECKING:
     import numpy as np
-    from jaxtyping import UInt8
+    from jaxtyping import Real, UInt8
     from PIL import Image
 
 
@@ -79,9 +79,23 @@ class Picture(ABC):
             InputError: the range of its values is unknown.
         """
 
+    def unscaled(self) -> Real[np.ndarray, "h w c"] | None:
+        """Decode values whose black and white nothing states; None if the file or its type states them."""
+        return None
+
     def size(self) -> tuple[int, int]:
         """Return height and width of the upright image."""
         return self.header_size
+
+    @property
+    def pages(self) -> int:
+        """Number of pages that are images of their own."""
+        return 1
+
+    @property
+    def channels(self) -> int:
+        """Number of channels without opacity, 3 for grey and RGB."""
+        return 3
 
     def reduced_pixels(self, reduction: Callable[[int, int], int]) -> tuple[UInt8[np.ndarray, "h w c"], int]:
         """Decode the image at a fraction of its size if that is faster (see `cribo.data.reading.read_reduced`)."""

@@ -42,8 +42,12 @@ class _DicomPicture(Picture):
         super().__init__(kind, (int(dataset.Rows), int(dataset.Columns)))
         self._dataset, self._reading, self._name = dataset, reading, name
 
+    @property
+    def pages(self) -> int:
+        return int(self._dataset.get("NumberOfFrames") or 1)
+
     def require_whole(self) -> None:
-        pages, page = int(self._dataset.get("NumberOfFrames") or 1), self._reading.page
+        pages, page = self.pages, self._reading.page
         if page is None and pages > 1:
             raise InputError(
                 f"a stack of {pages} frames, of which one would be read: choose one with --page, from 0 to {pages - 1}"

@@ -45,16 +45,32 @@ def require_one_picture(image: Image.Image) -> None:
         raise InputError(f"a stack of {pages} pages, of which one would be read: save each page as a file of its own")
 
 
+def may_have_pages(file: BinaryIO) -> bool:
+    """Whether a file may have several pages; a TIFF has them if it has several directories or was saved by ImageJ."""
+    try:
+        tags = _first_directory(file)
+    except Exception:  # another format, or a damaged file
+        return True
+    description = tags.get(_DESCRIPTION, "")
+    return bool(tags.next) or tags.get(_DEPTH, 1) > 1 or "images=" in str(description)
+
+
+def _first_directory(file: BinaryIO) -> ImageFileDirectory_v2:
+    """Read the tags of the first page of a TIFF; raise various errors for other files."""
+    file.seek(0)
+    header = file.read(8)
+    if header[2:3] == b"\x2b" or header[3:4] == b"\x2b":
+        header += file.read(8)
+    tags = ImageFileDirectory_v2(header)
+    file.seek(tags.next)
+    tags.load(file)
+    return tags
+
+
 def why_no_tiff(file: BinaryIO) -> str | None:
     """Return why Pillow cannot identify a TIFF, or None if it is not a TIFF."""
     try:
-        file.seek(0)
-        header = file.read(8)
-        if header[2:3] == b"\x2b" or header[3:4] == b"\x2b":
-            header += file.read(8)
-        tags = ImageFileDirectory_v2(header)
-        file.seek(tags.next)
-        tags.load(file)
+        tags = _first_directory(file)
         if not tags:
             return None
         return _fault_of(tags) or f"a TIFF of {_described(tags)} that cannot be read: convert it to PNG"

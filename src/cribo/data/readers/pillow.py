@@ -19,7 +19,7 @@ from cribo.data.readers import ImageKind, Picture
 from cribo.data.readers.headers import require_one_picture, samples_of, why_no_tiff
 
 if TYPE_CHECKING:
-    from jaxtyping import UInt8
+    from jaxtyping import Real, UInt8
 
 _EXIF_ORIENTATION = 0x0112
 UPRIGHT = {
@@ -91,6 +91,16 @@ class _PillowPicture(Picture):
         if max(channels) > 2:
             raise InputError(f"it has the channels 0 to 2, got --channels with {max(channels)}")
         return np.ascontiguousarray(pixels[..., list(channels if len(channels) > 1 else 3 * channels)])
+
+    def unscaled(self) -> Real[np.ndarray, "h w 1"] | None:
+        samples = samples_of(self._image)
+        if self._reading.range is not None or samples.bits <= 8 or self.is_deep_colour:
+            return None
+        self._image.load()
+        values = np.asarray(self._image)
+        if values.ndim > 2 or (samples.high is not None and values.max() * samples.scale <= samples.high):
+            return None
+        return values[..., None] * samples.scale if samples.scale != 1 else values[..., None]
 
     def size(self) -> tuple[int, int]:
         image = self._image

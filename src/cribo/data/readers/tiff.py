@@ -112,12 +112,20 @@ class _TiffPicture(WindowedPicture):
         return axes
 
     @property
+    def channels(self) -> int:
+        count = self._channels - self._has_opacity
+        return 3 if count == 1 else count
+
+    @property
     def _channels(self) -> int:
         return math.prod(self._sizes.values()) // math.prod(self._sizes[axis] for axis in f"YX{self._of_pages}")
 
+    @property
+    def pages(self) -> int:
+        return math.prod(self._sizes[axis] for axis in self._of_pages)
+
     def require_whole(self) -> None:
-        reading, page = self._reading, self._page
-        pages = math.prod(self._sizes[axis] for axis in self._of_pages)
+        reading, page, pages = self._reading, self._page, self.pages
         others = [each for each in self._tiff.series[1:] if not each.keyframe.is_reduced]
         if others:
             sizes = ", ".join(" x ".join(map(str, each.shape)) for each in (self._series, *others))
@@ -205,6 +213,13 @@ class _TiffPicture(WindowedPicture):
         if opacity is not None:
             pixels = np.array(pillow.over_white(Image.fromarray(np.dstack((pixels, opacity)))))
         return pixels
+
+    def unscaled(self) -> Num[np.ndarray, "h w c"] | None:
+        samples = self._samples
+        if self._page.dtype in (np.bool_, np.uint8):
+            return None
+        values, _ = self._chosen(self._decoded())
+        return None if samples.high is not None and values.max() <= samples.high else values
 
     def _decoded(self, rows: slice = slice(None), columns: slice = slice(None)) -> Num[np.ndarray, "h w c"]:
         """Decode all channels of the page, or of a window of it."""

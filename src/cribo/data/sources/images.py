@@ -11,13 +11,15 @@ import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from cribo.base.errors import DataError, InputError, MissingData, UnreadableImage
+from cribo.base.errors import DataError, InputError, MissingData, MissingPackage, UnreadableImage
 from cribo.base.files import absolute_path, read_lines, require
 from cribo.base.wording import counted, enumerated, is_utf8, printable
 from cribo.data.config import DEFAULT_READING, Reading
@@ -29,9 +31,13 @@ from cribo.data.reading import (
     ImageContent,
     image_content,
     image_size,
+    kind_of_name,
+    open_picture,
+    page_name,
     read_image,
     read_reduced,
     require_utf8,
+    stored_page,
 )
 
 if TYPE_CHECKING:
@@ -39,6 +45,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger("cribo")
+
+_HEADER_READERS = 8  # threads
 
 
 class ImageSource(Protocol):
@@ -233,7 +241,7 @@ class ImageFiles(EncodedImages):
         """Return size and modification time of an image file; raises OSError if it is gone or its name is not UTF-8."""
         if not is_utf8(self.names[index]):
             raise OSError(errno.EILSEQ, NOT_UTF8, self.name(index))
-        status = os.stat(self.path(index))
+        status = os.stat(stored_page(self.path(index))[0])
         return FileState(status.st_size, status.st_mtime_ns)
 
     def part(self, indices: Sequence[int]) -> ImageFiles:
@@ -286,7 +294,7 @@ def open_images(
             raise DataError(_nothing_found(path))
         if inside:
             require_inside(path, zip(files.names, files.names, strict=True))
-        return files
+        return by_pages(files)
     if path.suffix.lower() != ".txt":
         raise DataError(f"{path} is a file: give a folder of images, or a .txt file that lists one image per line")
     listed = read_list(path)
@@ -296,7 +304,59 @@ def open_images(
     if urls := [name for name in names if is_url(name)]:
         raise DataError(f"{path} lists the URL {urls[0]}, and this command reads files: copy the images to a folder")
     require_files(path, names)
-    return ImageFiles(path.parent, names, reading=reading)
+    return by_pages(ImageFiles(path.parent, names, reading=reading))
+
+
+def by_pages(files: ImageFiles) -> ImageFiles:
+    """Return image files with each page of a stack as an image of its own, named `stack.page003.tif`.
+
+    Only headers are read, and only those of kinds that may have several pages (`ImageKind.pages`). With
+    `reading.page`, each file remains one image; so does a file that cannot be read, which is reported where it is used.
+    """
+    if files.reading.page is not None or not any(map(_is_of_pages, files.names)):
+        return files
+    with ThreadPoolExecutor(_HEADER_READERS) as pool:
+        counts = list(pool.map(lambda index: _pages(files, index), range(len(files))))
+    if max(counts) == 1:
+        return files
+    return ImageFiles(files.folder, _page_names(files, counts), reading=files.reading)
+
+
+def _is_of_pages(name: str) -> bool:
+    kind = kind_of_name(name)
+    return kind is not None and kind.pages == "one"
+
+
+def _page_names(files: ImageFiles, counts: list[int]) -> Iterator[str]:
+    for name, pages in zip(files.names, counts, strict=True):
+        if pages == 1:
+            yield name
+        else:
+            yield from (page_name(name, page, pages) for page in range(pages))
+
+
+def _pages(files: ImageFiles, index: int) -> int:
+    """Return the number of pages of a file, 1 for an unreadable one."""
+    from cribo.data.readers.headers import may_have_pages
+
+    path = files.path(index)
+    if not _is_of_pages(path):
+        return 1
+    try:
+        with open(path, "rb") as file:
+            if not may_have_pages(file):
+                return 1
+        with open_picture(path, reading=replace(files.reading, page=0)) as first:
+            pages = first.pages
+    except (UnreadableImage, MissingPackage, OSError):
+        return 1
+    if pages == 1 or files.reading.channels is None:
+        return pages
+    try:
+        with open_picture(path, reading=files.reading):  # the channels are unnamed pages
+            return 1
+    except UnreadableImage:
+        return pages
 
 
 def _image_files(folder: Path) -> Iterator[str]:

@@ -1,0 +1,121 @@
+"""Channels and range of values of a collection, from some of its images."""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cribo.base.errors import DataError, MissingPackage, UnreadableImage
+from cribo.base.wording import counted, option_text
+from cribo.data.config import Reading, spread
+from cribo.data.reading import kind_of_name, open_picture
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Real
+
+    from cribo.data.sources.collection import ImageCollection
+
+log = logging.getLogger("cribo")
+
+_MOST_IMAGES = 16
+_MOST_VALUES = 2**16  # of a channel of an image
+_PERCENTILES = (0.1, 99.9)
+
+
+def surveyed(images: ImageCollection, reading: Reading) -> Reading:
+    """Return how the images of a collection are read, with all channels and a range where neither is known.
+
+    Up to 16 evenly spread images are decoded, if their kind may have more than 8 bits. If they have neither one nor
+    three channels, and `reading.channels` does not choose among them, all channels are read. If nothing states the
+    values of black and white, and `reading.range` does not give them, they are the percentiles 0.1 and 99.9 of the
+    finite values: of each channel for several, of all for RGB, whose balance is kept. Both are logged.
+
+    Raises:
+        DataError: the images have different numbers of channels.
+
+    >>> surveyed(open_collection("cells"), Reading()).range  # doctest: +SKIP
+    (108.0, 3014.0, 97.0, 1460.0)
+    """
+    deep = [index for index in range(len(images)) if _may_be_deep(posixpath.splitext(images.name(index))[1])]
+    some = [deep[place] for place in spread(len(deep), _MOST_IMAGES)]
+    if reading.channels is None and (number := _channels(images, some, reading)) != 3:
+        reading = replace(reading, channels=tuple(range(number)))
+        log.info("reads all %d channels: choose others with --channels", number)
+    if reading.range is not None:
+        return reading
+    found = [values for index in some if (values := _values(images, index, reading)) is not None]
+    if not found:
+        return reading
+    if reading.channels is None:
+        found = [values.reshape(-1, 1) for values in found]
+    limits = _limits(np.concatenate(found))
+    reading = replace(reading, range=tuple(limits.ravel().tolist()))
+    log.info(
+        "values from %s become black to white, %s of %s: choose others with --range %s",
+        _described(limits, reading),
+        "the percentiles 0.1 and 99.9",
+        counted(len(found), "image"),
+        option_text(reading.range),
+    )
+    return reading
+
+
+@cache
+def _may_be_deep(extension: str) -> bool:
+    kind = kind_of_name(f"image{extension}")
+    return kind is None or kind.bits > 8
+
+
+def _channels(images: ImageCollection, some: list[int], reading: Reading) -> int:
+    """Return the number of channels of the images, 3 for grey and RGB."""
+    counts: Counter[int] = Counter()
+    first: dict[int, str] = {}
+    for index in some:
+        try:
+            # One channel, since a choice is required to open images with several.
+            with open_picture(images.read(index), reading=replace(reading, channels=(0,), range=None)) as picture:
+                counts[picture.channels] += 1
+                first.setdefault(picture.channels, images.name(index))
+        except (UnreadableImage, MissingPackage, OSError):
+            continue
+    if len(counts) > 1:
+        described = ", ".join(f"{number} in {first[number]}" for number in sorted(counts))
+        raise DataError(f"the images have different numbers of channels, {described}: choose with --channels")
+    return next(iter(counts), 3)
+
+
+def _values(images: ImageCollection, index: int, reading: Reading) -> Real[np.ndarray, "n c"] | None:
+    """Return evenly spread values of an image whose range is unknown; None for other images."""
+    try:
+        with open_picture(images.read(index), reading=reading) as picture:
+            values = picture.unscaled()
+    except (UnreadableImage, MissingPackage, OSError):
+        return None
+    if values is None:
+        return None
+    flat = values.reshape(-1, values.shape[-1])
+    return flat[:: -(-len(flat) // _MOST_VALUES)]
+
+
+def _limits(values: Real[np.ndarray, "n c"]) -> Float[np.ndarray, "c 2"]:
+    """Return the values of black and white of each channel, to four digits."""
+    limits = np.empty((values.shape[1], 2))
+    for channel, column in enumerate(values.T):
+        finite = column[np.isfinite(column)]
+        low, high = np.percentile(finite, _PERCENTILES) if len(finite) else (0.0, 1.0)
+        low, high = float(f"{low:.4g}"), float(f"{high:.4g}")
+        limits[channel] = low, high if high > low else low + 1
+    return limits
+
+
+def _described(limits: Float[np.ndarray, "c 2"], reading: Reading) -> str:
+    ranges = [f"{low:g} to {high:g}" for low, high in limits]
+    if reading.channels is None:
+        return ranges[0]
+    return ", ".join(f"{each} ({reading.channel_name(place)})" for place, each in enumerate(ranges))

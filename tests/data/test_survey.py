@@ -1,0 +1,82 @@
+"""Channels and ranges of collections."""
+
+import numpy as np
+import pytest
+import tifffile
+from PIL import Image
+
+from cribo.base.errors import DataError
+from cribo.data.config import Reading
+from cribo.data.sources.collection import open_collection
+from cribo.data.survey import surveyed
+
+DEFAULT = Reading()
+
+
+def survey(folder, reading=DEFAULT):
+    return surveyed(open_collection(folder, reading=reading), reading)
+
+
+def write(path, values, **options):
+    tifffile.imwrite(path, values, photometric=options.pop("photometric", "minisblack"), **options)
+
+
+def test_ranges_are_percentiles_of_each_channel_over_the_collection(tmp_path):
+    # Channel c of image i has the values 0 to 999 times c + 1, plus 10 i.
+    base = np.random.default_rng(0).permutation(1000).reshape(25, 40)
+    for image in range(4):
+        values = np.stack([base * (channel + 1) + 10 * image for channel in range(5)])
+        write(tmp_path / f"{image}.tif", values.astype(np.uint16), planarconfig="separate")
+    found = survey(tmp_path)
+    assert found.channels == (0, 1, 2, 3, 4)
+    expected = np.percentile(
+        np.stack([base.ravel()[:, None] * np.arange(1, 6) + 10 * image for image in range(4)]).reshape(-1, 5),
+        (0.1, 99.9),
+        axis=0,
+    )
+    np.testing.assert_allclose(np.reshape(found.range, (5, 2)).T, expected, rtol=1e-3, atol=1)
+    chosen = survey(tmp_path, Reading(channels=("nuclei=4", 1)))
+    assert chosen.range == (*found.range[8:], *found.range[2:4])
+
+
+def test_the_balance_of_colours_is_kept(tmp_path):
+    values = np.random.default_rng(0).integers(0, (1000, 2000, 4000), (20, 30, 3)).astype(np.uint16)
+    write(tmp_path / "0.tif", values, photometric="rgb")
+    found = survey(tmp_path)
+    assert found.channels is None
+    np.testing.assert_allclose(found.range, np.percentile(values, (0.1, 99.9)), rtol=1e-3)
+
+
+def test_values_that_are_not_finite_enter_no_range(tmp_path):
+    values = np.linspace(-1, 3, 600, dtype=np.float32).reshape(20, 30)
+    values[0, :5] = np.nan, np.inf, -np.inf, np.nan, np.inf
+    write(tmp_path / "0.tif", values)
+    np.testing.assert_allclose(survey(tmp_path).range, (-1, 3), atol=0.05)
+    write(tmp_path / "0.tif", np.full((20, 30), np.nan, dtype=np.float32))
+    assert survey(tmp_path).range == (0, 1)
+
+
+def test_what_is_known_is_kept(tmp_path):
+    values = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+    Image.fromarray(values).save(tmp_path / "0.png")
+    Image.fromarray(values).save(tmp_path / "1.jpg")
+    Image.fromarray(values).save(tmp_path / "2.tif")
+    assert survey(tmp_path) == DEFAULT
+    write(tmp_path / "3.tif", values[..., 0].astype(np.uint16) * 100)
+    given = Reading(range=(0, 4095))
+    assert survey(tmp_path, given) == given
+    (tmp_path / "3.tif").write_bytes(b"II*\0")  # unreadable
+    assert survey(tmp_path) == DEFAULT
+
+
+def test_a_stated_range_is_kept(tmp_path):
+    write(tmp_path / "0.tif", np.arange(600, dtype=np.uint16).reshape(20, 30), extratags=[(341, "H", 1, 4095, True)])
+    assert survey(tmp_path) == DEFAULT
+
+
+def test_different_numbers_of_channels(tmp_path):
+    for count in (4, 5):
+        write(tmp_path / f"{count}.tif", np.zeros((count, 20, 30), dtype=np.uint8), planarconfig="separate")
+    with pytest.raises(DataError, match="--channels"):
+        survey(tmp_path)
+    assert survey(tmp_path, Reading(channels=(0, 1))).channels == (0, 1)
