@@ -98,8 +98,8 @@ class ImageFunction(ABC, Generic[Pixels, Result]):
         """Decode the content of a file, in a thread; raise UnreadableImage if it is no image."""
 
     @abstractmethod
-    def compute(self, images: Sequence[Pixels]) -> Iterable[Result]:
-        """Return the result of each image."""
+    def compute(self, images: Sequence[Pixels]) -> Iterable[Result | UnreadableImage]:
+        """Return the result of each image; or an error, for a large image that is decoded here."""
 
     @abstractmethod
     def rows(self, image: Streamed[Result]) -> dict[str, np.ndarray]:
@@ -153,7 +153,10 @@ class ImageFunction(ABC, Generic[Pixels, Result]):
             results = iter(self.compute(pixels) if pixels else ())  # pyright: ignore[reportArgumentType]
             for each in group:
                 result = None if each.pixels is None else next(results)
-                yield Streamed(each.name, each.sha256, result, each.error)
+                if isinstance(result, UnreadableImage):
+                    yield Streamed(each.name, each.sha256, error=result)
+                else:
+                    yield Streamed(each.name, each.sha256, result, each.error)
 
 
 def _nbytes(image: _Read) -> int:

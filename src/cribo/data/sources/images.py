@@ -39,6 +39,7 @@ from cribo.data.reading import (
     require_utf8,
     stored_page,
 )
+from cribo.data.windows import LargeImage, read_or_open
 
 if TYPE_CHECKING:
     from jaxtyping import Int, Int64, UInt8
@@ -170,6 +171,10 @@ class EncodedImages:
     def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
         """Load an image as upright RGB. Raises UnreadableImage (see `read_image`)."""
         return read_image(self._encoded(index), reading=self.reading)
+
+    def load_or_open(self, index: int) -> UInt8[Tensor, "c h w"] | LargeImage:
+        """Load an image; one above the limit of pixels is returned unread (see `read_or_open`)."""
+        return read_or_open(self._encoded(index), self.reading)
 
     def load_reduced(self, index: int, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "3 h w"], int]:
         """Load an image as upright RGB at a fraction of its size if that is faster (see `read_reduced`)."""
@@ -403,13 +408,14 @@ def named_below_one_folder(files: ImageFiles) -> ImageFiles:
     return ImageFiles(folder, (Path(path).relative_to(folder).as_posix() for path in paths), reading=files.reading)
 
 
-def require_readable(images: ImageSource, what: str, *, most: int | None = None) -> None:
+def require_readable(images: ImageSource, what: str, *, most: int | None = None, windows: bool = False) -> None:
     """Check that an image can be read. Images are read until the first success.
 
     Args:
         images: the collection.
         what: its name in the message, such as "the images in photographs".
         most: number of images to try; all by default.
+        windows: whether images above the limit of pixels are read in windows (`cribo.data.windows`).
 
     Raises:
         DataError: none of them can be read; the message gives the first reason.
@@ -418,7 +424,10 @@ def require_readable(images: ImageSource, what: str, *, most: int | None = None)
     first: UnreadableImage | None = None
     for index in range(tried):
         try:
-            images.load(index)
+            if windows and isinstance(images, EncodedImages):
+                images.load_or_open(index)
+            else:
+                images.load(index)
             return
         except UnreadableImage as error:
             first = first or error
