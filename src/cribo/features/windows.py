@@ -1,15 +1,20 @@
 """Large images in overlapping windows that are aligned to one grid of patches."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from cribo.base.errors import UnreadableImage
 from cribo.data.windows import LargeImage
 from cribo.features.grid import window_starts
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 WINDOW = 512
 """Approximate side of a window in pixels of the encoded image, without other settings."""
@@ -91,3 +96,43 @@ def read_bands(
 def hann(length: int) -> Float[Tensor, " n"]:
     """Return non-zero Hann weights: patches near the border of a window have the least context."""
     return torch.hann_window(length + 2, periodic=False)[1:-1]
+
+
+def window_batches(
+    image: LargeImage, windows: WindowGrid, batch_size: int
+) -> Iterator[tuple[list[tuple[int, int]], UInt8[Tensor, "b c height width"]]]:
+    """Yield the windows of an image in batches, in rows from top to bottom: their first patches, and their pixels.
+
+    Raises:
+        UnreadableImage: pixels cannot be decoded.
+    """
+    (height, width), patch = windows.shape, windows.patch
+    most = max(1, min(batch_size, PATCHES_AT_ONCE // (height * width)))
+    for top, rows in read_bands(image, windows):
+        for start in range(0, len(windows.lefts), most):
+            lefts = windows.lefts[start : start + most]
+            cut = [rows[:, :, left * patch : (left + width) * patch] for left in lefts]
+            yield [(top, left) for left in lefts], torch.stack(cut)
+
+
+def with_large(
+    images: Sequence[Item | LargeImage],
+    together: Callable[[list[Item]], Iterable[Result]],
+    alone: Callable[[LargeImage], Result],
+) -> Iterator[Result | UnreadableImage]:
+    """Apply a function to images that have been read, and another one to each large image; keep their order.
+
+    Args:
+        images: the images.
+        together: returns the results of images that have been read.
+        alone: returns the result of a large image; if pixels cannot be decoded, its error is the result.
+    """
+    found = iter(together([image for image in images if not isinstance(image, LargeImage)]))
+    for image in images:
+        if not isinstance(image, LargeImage):
+            yield next(found)
+            continue
+        try:
+            yield alone(image)
+        except UnreadableImage as error:
+            yield error

@@ -100,7 +100,7 @@ def embed_images(
         inputs=(config.images, config.backbone.source),
     )
     images = open_collection(config.images, column=config.column, reading=config.reading)
-    require_readable(images, config.images)
+    require_readable(images, config.images, windows=True)
     embedder = Embedder(
         config.backbone,
         features=config.features,

@@ -4,7 +4,7 @@ import io
 import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from cribo.features.config import BackboneSource, portable_source
 from cribo.features.memory.memory import Segmentation, SegmentationMemory
 from cribo.features.memory.pixels import write_confidence
 from cribo.features.stream import ImageFunction, Pixels, Streamed
+from cribo.features.windows import with_large
 
 
 class LabelledImage(NamedTuple):
@@ -161,14 +162,9 @@ class Labeller(PixelLabeller[UInt8[Tensor, "3 h w"] | LargeImage]):
     def compute(
         self, images: Sequence[UInt8[Tensor, "3 h w"] | LargeImage]
     ) -> Iterator[LabelledImage | LabelledLargeImage | UnreadableImage]:
-        """Yield images with their labels; or the error of a large image that cannot be decoded."""
-        small = [image for image in images if isinstance(image, Tensor)]
-        found = map(LabelledImage, small, self.memory.segment_all(small) if small else ())
-        for image in images:
-            if isinstance(image, Tensor):
-                yield next(found)
-                continue
-            try:
-                yield label_large(self.memory, image)
-            except UnreadableImage as error:
-                yield error
+        """Return images with their labels; or the error of a large image that cannot be decoded."""
+
+        def together(small: list[UInt8[Tensor, "3 h w"]]) -> Iterator[LabelledImage]:
+            return map(LabelledImage, small, self.memory.segment_all(small) if small else ())
+
+        return with_large(images, together, partial(label_large, self.memory))
