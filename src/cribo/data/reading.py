@@ -6,6 +6,7 @@ Decoding imports torch.
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import os
 import posixpath
@@ -15,13 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from cribo.base.errors import MissingPackage, TooManyPixels, UnreadableImage
 from cribo.base.packages import require_packages
 from cribo.base.wording import is_utf8
 from cribo.data.config import DEFAULT_READING, Reading
-from cribo.data.readers import ImageKind, Picture
+from cribo.data.readers import ImageKind, Picture, WindowedPicture
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,7 +46,7 @@ IMAGE_KINDS = (
     ),
     ImageKind("PNG", (".png",), _starts(rb"\x89PNG\r\n\x1a\n"), "pillow", bits=16),
     ImageKind("WEBP", (".webp",), _starts(rb"RIFF.{4}WEBP"), "pillow"),
-    ImageKind("TIFF", (".tif", ".tiff"), _TIFF, "tiff", channels="any", bits=64, pages="one"),
+    ImageKind("TIFF", (".tif", ".tiff"), _TIFF, "tiff", channels="any", bits=64, pages="one", has_windows=True),
     ImageKind("BMP", (".bmp",), _starts(rb"BM"), "pillow"),
     ImageKind("GIF", (".gif",), _starts(rb"GIF8[79]a"), "pillow"),
     ImageKind("PPM", (".ppm", ".pgm", ".pbm", ".pnm"), _starts(rb"P[0-6fy]"), "pillow", bits=32),
@@ -134,6 +135,68 @@ class EncodedImage:
     def __fspath__(self) -> str:
         return self.name
 
+    def open(self) -> BinaryIO:
+        """Open the bytes as a file."""
+        return io.BytesIO(self.content)
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the bytes."""
+        return hashlib.sha256(self.content).hexdigest()
+
+
+@dataclass(frozen=True)
+class ImageOnDisk:
+    """An image file that is not held in memory.
+
+    Attributes:
+        name: its name for messages.
+        path: its path.
+        page: the page of a stack that the name means (`page_name`); None for other names.
+    """
+
+    name: str
+    path: str
+    page: int | None = None
+
+    def __fspath__(self) -> str:
+        return self.name
+
+    @property
+    def content(self) -> bytes:
+        """The bytes of the file."""
+        return Path(self.path).read_bytes()
+
+    def open(self) -> BinaryIO:
+        """Open the file."""
+        return Path(self.path).open("rb")
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the bytes, which are read in blocks."""
+        with Path(self.path).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+ImageContent = EncodedImage | ImageOnDisk
+"""An image of a collection: its bytes, or its file."""
+
+HELD_BYTES = 2**26
+"""Limit on the size of files that are held in memory while they are decoded."""
+
+
+def image_content(name: str, path: str) -> ImageContent:
+    """Return the bytes of an image file; the file itself if it is large or its kind is read from disk.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    place, page = stored_page(path)
+    kind = kind_of_name(place)
+    if Path(place).stat().st_size > HELD_BYTES or (kind is not None and kind.on_disk):
+        return ImageOnDisk(name, place, page)
+    return EncodedImage(name, Path(place).read_bytes(), page)
+
 
 _PAGE = re.compile(r"\.page(\d+)(\.[^./\\]+)$")
 
@@ -170,7 +233,7 @@ class FileState(NamedTuple):
 
 
 def read_image(
-    path: str | os.PathLike[str] | EncodedImage, *, reading: Reading = DEFAULT_READING
+    path: str | os.PathLike[str] | ImageContent, *, reading: Reading = DEFAULT_READING
 ) -> UInt8[Tensor, "c h w"]:
     """Read an image file, or the bytes of one, upright: as RGB, or with C = `reading.in_chans` channels.
 
@@ -195,7 +258,7 @@ def read_image(
 
 
 def read_reduced(
-    path: str | os.PathLike[str] | EncodedImage,
+    path: str | os.PathLike[str] | ImageContent,
     reduction: Callable[[int, int], int],
     *,
     reading: Reading = DEFAULT_READING,
@@ -246,7 +309,7 @@ def largest_factor(fits: Callable[[int], bool]) -> int:
     return next(filter(fits, (8, 4, 2)), 1)
 
 
-def image_size(path: str | os.PathLike[str] | EncodedImage, *, reading: Reading = DEFAULT_READING) -> tuple[int, int]:
+def image_size(path: str | os.PathLike[str] | ImageContent, *, reading: Reading = DEFAULT_READING) -> tuple[int, int]:
     """Return height and width of the tensor that `read_image` would return, reading only the header.
 
     Raises UnreadableImage if the header is invalid; the rest of the file is not read, except that a TIFF is decoded.
@@ -255,7 +318,7 @@ def image_size(path: str | os.PathLike[str] | EncodedImage, *, reading: Reading 
         return picture.size()
 
 
-def read_values(path: str | os.PathLike[str] | EncodedImage, *, reading: Reading = DEFAULT_READING) -> Image.Image:
+def read_values(path: str | os.PathLike[str] | ImageContent, *, reading: Reading = DEFAULT_READING) -> Image.Image:
     """Read an image without converting its values, such as a map of classes or depths.
 
     Raises UnreadableImage if the file is not an image, or its kind has no such values.
@@ -276,16 +339,56 @@ def require_utf8(name: str) -> None:
 
 @contextmanager
 def open_picture(
-    path: str | os.PathLike[str] | EncodedImage, *, reading: Reading = DEFAULT_READING
+    path: str | os.PathLike[str] | ImageContent, *, reading: Reading = DEFAULT_READING
 ) -> Iterator[Picture]:
     """Open an image file, check its header, and yield the image before decoding.
 
     All errors, here and inside the `with` block, are raised as UnreadableImage, except MissingPackage if the reader of
     its kind is not installed.
     """
-    most, name = reading.max_pixels, os.fspath(path)
-    require_utf8(name)
-    place, page = (path, path.page) if isinstance(path, EncodedImage) else stored_page(path)
+    with (
+        _recognised(path, reading) as (file, kind, reader, reading),
+        reader.open_picture(file, os.fspath(path), kind, reading) as picture,
+    ):
+        height, width = picture.header_size
+        if width * height > reading.max_pixels:
+            raise TooManyPixels(path, f"{width} x {height} pixels", reading.max_pixels)
+        _require_sides(picture, path)
+        picture.require_whole()
+        yield picture
+
+
+@contextmanager
+def open_windows(
+    path: str | os.PathLike[str] | ImageContent, *, reading: Reading = DEFAULT_READING
+) -> Iterator[WindowedPicture | None]:
+    """Open an image file of any size to decode windows of it, as `open_picture` does.
+
+    Yields None if files of its kind can only be decoded as a whole.
+
+    Raises:
+        UnreadableImage: see `open_picture`; or a tile or strip of the file has more than `reading.max_pixels` pixels.
+    """
+    with _recognised(path, reading) as (file, kind, reader, reading):
+        if not kind.has_windows:
+            yield None
+            return
+        with reader.open_windows(file, os.fspath(path), kind, reading) as picture:
+            _require_sides(picture, path)
+            picture.require_whole()
+            if picture.unit_pixels > reading.max_pixels:
+                what = f"{picture.unit_pixels} pixels, in tiles or strips of the file that are decoded at once,"
+                raise TooManyPixels(path, what, reading.max_pixels)
+            yield picture
+
+
+@contextmanager
+def _recognised(
+    path: str | os.PathLike[str] | ImageContent, reading: Reading
+) -> Iterator[tuple[BinaryIO, ImageKind, Any, Reading]]:
+    """Yield an open file, its kind, its reader and the reading of its page; raise all errors as `open_picture` does."""
+    require_utf8(os.fspath(path))
+    place, page = (path, path.page) if isinstance(path, EncodedImage | ImageOnDisk) else stored_page(path)
     if page is not None:
         reading = replace(reading, page=page)
     try:
@@ -293,7 +396,7 @@ def open_picture(
             if not (start := file.read(_SIGNATURE_BYTES)):
                 raise UnreadableImage(path, "the file is empty")
             file.seek(0)
-            kind = _kind_of(start, name)
+            kind = _kind_of(start, os.fspath(path))
             if kind is None:
                 read = ", ".join(kind.name for kind in IMAGE_KINDS if kind.reader)
                 raise UnreadableImage(path, f"not an image of a known format ({read})")
@@ -301,15 +404,7 @@ def open_picture(
                 raise UnreadableImage(path, f"{kind.name} images cannot be read: convert it to JPEG, PNG or TIFF")
             if kind.packages:
                 require_packages(f"reading {kind.name} images", *kind.packages, extra=kind.extra)
-            reader = import_module(f"cribo.data.readers.{kind.reader}")
-            with reader.open_picture(file, name, kind, reading) as picture:
-                height, width = picture.header_size
-                if width * height > most:
-                    raise TooManyPixels(path, f"{width} x {height} pixels", most)
-                if min(width, height) < 2:
-                    raise UnreadableImage(path, f"{width} x {height} pixels are too few: at least 2 x 2 are required")
-                picture.require_whole()
-                yield picture
+            yield file, kind, import_module(f"cribo.data.readers.{kind.reader}"), reading
     except (UnreadableImage, MissingPackage, MemoryError):
         raise
     except FileNotFoundError as error:
@@ -318,8 +413,14 @@ def open_picture(
         raise UnreadableImage(path, str(error) or type(error).__name__) from error
 
 
-def _opened(path: str | EncodedImage) -> BinaryIO:
-    return io.BytesIO(path.content) if isinstance(path, EncodedImage) else Path(path).open("rb")
+def _require_sides(picture: Picture, path: str | os.PathLike[str] | ImageContent) -> None:
+    height, width = picture.header_size
+    if min(width, height) < 2:
+        raise UnreadableImage(path, f"{width} x {height} pixels are too few: at least 2 x 2 are required")
+
+
+def _opened(path: str | ImageContent) -> BinaryIO:
+    return path.open() if isinstance(path, EncodedImage | ImageOnDisk) else Path(path).open("rb")
 
 
 def _tensor(pixels: UInt8[np.ndarray, "h w c"]) -> UInt8[Tensor, "c h w"]:

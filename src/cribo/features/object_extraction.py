@@ -18,10 +18,11 @@ from faster_coco_eval.core import mask as coco_mask
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from cribo.base.errors import InputError
+from cribo.base.errors import InputError, TooManyPixels
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.randomness import keyed_generator
-from cribo.data.reading import EncodedImage, largest_factor, read_reduced
+from cribo.data.reading import ImageContent, largest_factor, read_reduced
+from cribo.data.windows import LargeImage, open_large
 from cribo.features.config import ObjectSettings
 from cribo.features.encoder import Encoder, map_by_size
 from cribo.features.grid import patch_of_pixel
@@ -82,7 +83,7 @@ class PreparedImage(NamedTuple):
 
 
 def read_prepared(
-    path: str | os.PathLike[str] | EncodedImage,
+    path: str | os.PathLike[str] | ImageContent,
     encoder: Encoder,
     settings: ObjectSettings,
     *,
@@ -106,6 +107,22 @@ def read_prepared(
 
     pixels, _ = read_reduced(path, reduction, reading=reading)
     return prepare_image(pixels, encoder, settings, whole)
+
+
+def read_prepared_or_open(
+    file: ImageContent, encoder: Encoder, settings: ObjectSettings, *, reading: Reading
+) -> PreparedImage | LargeImage:
+    """Read and resize an image; one above the limit of pixels whose kind has windows is returned unread.
+
+    Raises:
+        UnreadableImage: under the conditions of `read_image`.
+    """
+    try:
+        return read_prepared(file, encoder, settings, reading=reading)
+    except TooManyPixels:
+        if (large := open_large(file, reading)) is None:
+            raise
+        return large
 
 
 def prepare_image(

@@ -1,6 +1,5 @@
 """From the images of a collection to the results of a function, in order: the loop of every unit of work."""
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -12,7 +11,7 @@ import numpy as np
 from cribo.base.devices import resolve_threads
 from cribo.base.errors import UnreadableImage
 from cribo.data.config import DEFAULT_READING, Reading
-from cribo.data.reading import EncodedImage
+from cribo.data.reading import ImageContent
 from cribo.data.sources.collection import rows_of
 from cribo.features.prefetching import BUDGET, prefetch_parts
 from cribo.features.spread.parts import ImagePart
@@ -95,12 +94,12 @@ class ImageFunction(ABC, Generic[Pixels, Result]):
         """Open the backbone, before threads use it."""
 
     @abstractmethod
-    def prepare(self, file: EncodedImage, reading: Reading) -> Pixels:
+    def prepare(self, file: ImageContent, reading: Reading) -> Pixels:
         """Decode the content of a file, in a thread; raise UnreadableImage if it is no image."""
 
     @abstractmethod
-    def compute(self, images: Sequence[Pixels]) -> Iterable[Result]:
-        """Return the result of each image."""
+    def compute(self, images: Sequence[Pixels]) -> Iterable[Result | UnreadableImage]:
+        """Return the result of each image; or an error, for a large image that is decoded here."""
 
     @abstractmethod
     def rows(self, image: Streamed[Result]) -> dict[str, np.ndarray]:
@@ -141,7 +140,7 @@ class ImageFunction(ABC, Generic[Pixels, Result]):
         name, sha256 = part.images.name(index), ""
         try:
             file = part.images.read(index)
-            sha256 = hashlib.sha256(file.content).hexdigest()
+            sha256 = file.sha256
             if part.is_unchanged(index, sha256):
                 return _Read(name, sha256)
             return _Read(name, sha256, self.prepare(file, part.images.reading))
@@ -154,7 +153,10 @@ class ImageFunction(ABC, Generic[Pixels, Result]):
             results = iter(self.compute(pixels) if pixels else ())  # pyright: ignore[reportArgumentType]
             for each in group:
                 result = None if each.pixels is None else next(results)
-                yield Streamed(each.name, each.sha256, result, each.error)
+                if isinstance(result, UnreadableImage):
+                    yield Streamed(each.name, each.sha256, error=result)
+                else:
+                    yield Streamed(each.name, each.sha256, result, each.error)
 
 
 def _nbytes(image: _Read) -> int:

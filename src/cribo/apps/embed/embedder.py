@@ -1,7 +1,7 @@
 """The unit of work of `cribo embed`: from a batch of encoded images to their features."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,13 +9,18 @@ import torch
 from jaxtyping import Float, Int
 
 from cribo.apps.embed.config import Kind
+from cribo.base.errors import UnreadableImage
 from cribo.data.config import DEFAULT_READING, Reading
-from cribo.data.reading import EncodedImage
+from cribo.data.reading import ImageContent
 from cribo.data.sources.collection import joined_digest
+from cribo.data.windows import LargeImage
 from cribo.features.config import BackboneSource, FeaturePrecision, ObjectSettings
 from cribo.features.encoder import Encoder, map_by_size
-from cribo.features.object_extraction import PreparedImage, extract_prepared, read_prepared
+from cribo.features.large_features import large_global, large_objects, large_patches
+from cribo.features.object_extraction import PreparedImage, extract_prepared, read_prepared_or_open
+from cribo.features.objects import ImageObject
 from cribo.features.stream import ImageFunction, Streamed
+from cribo.features.windows import with_large
 from cribo.models import Backbone
 
 COLUMNS: Mapping[Kind, tuple[str, ...]] = {
@@ -47,7 +52,7 @@ class Features(NamedTuple):
     content: str
 
 
-class Embedder(ImageFunction[PreparedImage, Rows]):
+class Embedder(ImageFunction[PreparedImage | LargeImage, Rows]):
     """Embeds images, in collections or batches of rows; can be sent to other processes.
 
     A batch has one row for each image, patch or object, in the order of the images: `image`, the columns of `COLUMNS`,
@@ -114,15 +119,19 @@ class Embedder(ImageFunction[PreparedImage, Rows]):
         """Open the backbone."""
         self.encoder.open()
 
-    def prepare(self, file: EncodedImage, reading: Reading) -> PreparedImage:
-        """Decode and resize an image."""
-        return read_prepared(file, self.encoder, self.settings, reading=reading)
+    def prepare(self, file: ImageContent, reading: Reading) -> PreparedImage | LargeImage:
+        """Decode and resize an image; one above the limit of pixels is read when it is encoded."""
+        return read_prepared_or_open(file, self.encoder, self.settings, reading=reading)
 
-    def compute(self, images: Sequence[PreparedImage]) -> list[Rows]:
+    def compute(self, images: Sequence[PreparedImage | LargeImage]) -> Iterator[Rows | UnreadableImage]:
         """Return the features of images."""
-        if self.features == "objects":
-            return self._objects(images)
-        return map_by_size(self._patches, images, lambda image: tuple(image.pixels.shape), lambda _: len(images))
+
+        def together(images: list[PreparedImage]) -> list[Rows]:
+            if self.features == "objects":
+                return self._objects(images)
+            return map_by_size(self._patches, images, lambda image: tuple(image.pixels.shape), lambda _: len(images))
+
+        return with_large(images, together, self._large)
 
     def rows(self, image: Streamed[Rows]) -> dict[str, np.ndarray]:
         """Return `image`, the columns of `COLUMNS`, `embedding` and `error`.
@@ -171,9 +180,18 @@ class Embedder(ImageFunction[PreparedImage, Rows]):
 
     def _objects(self, images: Sequence[PreparedImage]) -> list[Rows]:
         """Return the features of the objects of images."""
-        found = []
-        for image in extract_prepared(self.encoder, images, self.settings):
-            places = np.array([(each.number, *each.box, each.area) for each in image.objects], dtype=np.int32)
-            vectors = np.array([each.vector for each in image.objects], dtype=np.float32)
-            found.append((vectors.reshape(-1, self.dim), places.reshape(-1, len(COLUMNS["objects"]))))
-        return found
+        return [self._rows(image.objects) for image in extract_prepared(self.encoder, images, self.settings)]
+
+    def _rows(self, objects: Sequence[ImageObject]) -> Rows:
+        places = np.array([(each.number, *each.box, each.area) for each in objects], dtype=np.int32)
+        vectors = np.array([each.vector for each in objects], dtype=np.float32)
+        return vectors.reshape(-1, self.dim), places.reshape(-1, len(COLUMNS["objects"]))
+
+    def _large(self, image: LargeImage) -> Rows:
+        """Return the features of a large image."""
+        options = self.encoder, image, self.settings, self.batch_size
+        if self.features == "objects":
+            return self._rows(large_objects(*options))
+        grid = large_global(*options)[None, None] if self.features == "global" else large_patches(*options)
+        places = np.indices(grid.shape[:2], dtype=np.int32).reshape(2, -1).T
+        return grid.reshape(-1, grid.shape[-1]), places

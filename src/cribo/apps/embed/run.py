@@ -102,7 +102,7 @@ def embed_images(
     )
     config = replace(config, reading=completed_for(config.backbone, config.reading))
     images = open_collection(config.images, column=config.column, reading=config.reading)
-    require_readable(images, config.images)
+    require_readable(images, config.images, windows=True)
     embedder = Embedder(
         config.backbone,
         features=config.features,

@@ -1,18 +1,22 @@
 """The unit of work of `cribo index`: from a batch of encoded images to their objects."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from cribo.apps.search.database import SIDES
+from cribo.base.errors import UnreadableImage
 from cribo.data.config import DEFAULT_READING, Reading
-from cribo.data.reading import EncodedImage
+from cribo.data.reading import ImageContent
+from cribo.data.windows import LargeImage
 from cribo.features.config import BackboneSource, ObjectSettings
 from cribo.features.encoder import Encoder, map_by_size
-from cribo.features.object_extraction import PreparedImage, extract_prepared, read_prepared
+from cribo.features.large_features import large_objects
+from cribo.features.object_extraction import PreparedImage, extract_prepared, read_prepared_or_open
 from cribo.features.objects import ImageObject
 from cribo.features.stream import ImageFunction, Streamed
+from cribo.features.windows import with_large
 
 READ_AHEAD = 4  # batches; images of equal size among them are encoded together
 _PLACES = (*SIDES, "area")
@@ -30,7 +34,7 @@ class Found(NamedTuple):
     objects: tuple[ImageObject, ...]
 
 
-class ObjectExtractor(ImageFunction[PreparedImage, Found]):
+class ObjectExtractor(ImageFunction[PreparedImage | LargeImage, Found]):
     """Finds the objects of images, in collections or batches of rows; can be sent to other processes.
 
     A batch has one row for each object, in the order of the images: `image`; `number`, in descending order of area;
@@ -73,11 +77,11 @@ class ObjectExtractor(ImageFunction[PreparedImage, Found]):
         """Open the backbone."""
         self.encoder.open()
 
-    def prepare(self, file: EncodedImage, reading: Reading) -> PreparedImage:
-        """Decode and resize an image."""
-        return read_prepared(file, self.encoder, self.settings, reading=reading)
+    def prepare(self, file: ImageContent, reading: Reading) -> PreparedImage | LargeImage:
+        """Decode and resize an image; one above the limit of pixels is read when its objects are found."""
+        return read_prepared_or_open(file, self.encoder, self.settings, reading=reading)
 
-    def compute(self, images: Sequence[PreparedImage]) -> list[Found]:
+    def compute(self, images: Sequence[PreparedImage | LargeImage]) -> Iterator[Found | UnreadableImage]:
         """Return the size and the objects of images; the features of their patches are dropped, as they are large."""
 
         def extract(batch: list[PreparedImage]) -> list[Found]:
@@ -86,7 +90,13 @@ class ObjectExtractor(ImageFunction[PreparedImage, Found]):
                 for each in extract_prepared(self.encoder, batch, self.settings)
             ]
 
-        return map_by_size(extract, images, lambda image: tuple(image.pixels.shape), lambda _: self.batch_size)
+        def together(images: list[PreparedImage]) -> list[Found]:
+            return map_by_size(extract, images, lambda image: tuple(image.pixels.shape), lambda _: self.batch_size)
+
+        def alone(image: LargeImage) -> Found:
+            return Found(image.size, large_objects(self.encoder, image, self.settings, self.batch_size))
+
+        return with_large(images, together, alone)
 
     def rows(self, image: Streamed[Found]) -> dict[str, np.ndarray]:
         """Return a row for each object; the row of an unreadable image has the number -1 and NaN in `vector`."""

@@ -126,7 +126,7 @@ def _open_images(config: IndexConfig, known: DatabaseInfo | None, reading: Readi
         check_address(source, config.db, "--images", trust=config.trust)
     column = config.column or (None if known is None else known.column)
     images = open_collection(source, column=column, reading=reading)
-    require_readable(images, source)
+    require_readable(images, source, windows=True)
     images = without_repeats(images)  # otherwise an image could be in two shares
     return images, source if is_url(source) else _absolute(Path(source).expanduser())
 

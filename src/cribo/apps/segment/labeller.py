@@ -3,24 +3,27 @@
 import io
 import os
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
 from torch import Tensor
 
+from cribo.apps.segment.large import LabelledLargeImage, label_large
 from cribo.base.colours import Colour
 from cribo.base.devices import resolve_device
-from cribo.base.errors import InputError
+from cribo.base.errors import InputError, UnreadableImage
 from cribo.data.config import Reading
 from cribo.data.labelled.label_maps import write_labels
-from cribo.data.reading import EncodedImage, read_image
+from cribo.data.reading import ImageContent, read_image
+from cribo.data.windows import LargeImage, read_or_open
 from cribo.features.config import BackboneSource, portable_source
 from cribo.features.memory.memory import Segmentation, SegmentationMemory
 from cribo.features.memory.pixels import write_confidence
-from cribo.features.stream import ImageFunction, Streamed
+from cribo.features.stream import ImageFunction, Pixels, Streamed
+from cribo.features.windows import with_large
 
 
 class LabelledImage(NamedTuple):
@@ -40,12 +43,12 @@ class LabelledImage(NamedTuple):
         return self.image.nbytes + self.found.labels.nbytes + self.found.confidence.nbytes
 
 
-class PixelLabeller(ImageFunction[UInt8[Tensor, "c h w"], LabelledImage]):
+class PixelLabeller(ImageFunction[Pixels, LabelledImage | LabelledLargeImage]):
     """Labels the pixels of images, in collections or batches of rows.
 
     A batch has one row for each image: `image`; `labels`, a palette PNG of class indices, 255 for no class;
     `confidence`, a grey PNG of 255 times the probability that the label is right; `mean_confidence`, 0 to 1; `height`
-    and `width`; and `error`.
+    and `width`; and `error`. For images above the limit of pixels, labels and confidence are tiled TIFFs.
     """
 
     @property
@@ -53,18 +56,18 @@ class PixelLabeller(ImageFunction[UInt8[Tensor, "c h w"], LabelledImage]):
     def palette(self) -> list[Colour]:
         """Colour of each class."""
 
-    def prepare(self, file: EncodedImage, reading: Reading) -> UInt8[Tensor, "c h w"]:
-        """Decode an image."""
-        return read_image(file, reading=reading)
-
-    def rows(self, image: Streamed[LabelledImage]) -> dict[str, np.ndarray]:
+    def rows(self, image: Streamed[LabelledImage | LabelledLargeImage]) -> dict[str, np.ndarray]:
         """Return the row of an image.
 
         If it is unreadable, `labels` and `confidence` are empty, `height` and `width` are 0, and `mean_confidence` is
         NaN.
         """
         labels, confidence, height, width, mean = io.BytesIO(), io.BytesIO(), 0, 0, np.nan
-        if image.result is not None:
+        if isinstance(image.result, LabelledLargeImage):
+            image.result.labels.write(labels, self.palette)
+            image.result.confidence.write(confidence)
+            (height, width), mean = image.result.labels.size, image.result.mean_confidence
+        elif image.result is not None:
             found = image.result.found
             write_labels(found.labels, self.palette, labels)
             write_confidence(found.confidence, confidence)
@@ -80,7 +83,7 @@ class PixelLabeller(ImageFunction[UInt8[Tensor, "c h w"], LabelledImage]):
         }
 
 
-class Labeller(PixelLabeller):
+class Labeller(PixelLabeller[UInt8[Tensor, "3 h w"] | LargeImage]):
     """Labels images with a memory; can be sent to other processes. For batches, see `PixelLabeller`.
 
     Args:
@@ -91,6 +94,7 @@ class Labeller(PixelLabeller):
         batch_size: number of images or windows of equal size to encode at once.
         workers: number of threads that read images. [half of the cores]
         device: such as cuda:0. [the first GPU of the process, else the CPU]
+        whole: refuse images above the limit of pixels, as instances require, instead of labelling them in windows.
 
     Raises:
         InputError: a memory file is given without its backbone.
@@ -111,8 +115,10 @@ class Labeller(PixelLabeller):
         batch_size: int = 8,
         workers: int | None = None,
         device: str | None = None,
+        whole: bool = False,
     ) -> None:
         super().__init__(batch_size, workers)
+        self._whole = whole
         self._file: str | None = None
         if isinstance(memory, SegmentationMemory):
             self.memory = memory
@@ -149,6 +155,16 @@ class Labeller(PixelLabeller):
         """Colour of each class."""
         return self.memory.palette
 
-    def compute(self, images: Sequence[UInt8[Tensor, "c h w"]]) -> Iterable[LabelledImage]:
-        """Return images with their labels."""
-        return map(LabelledImage, images, self.memory.segment_all(images))
+    def prepare(self, file: ImageContent, reading: Reading) -> UInt8[Tensor, "c h w"] | LargeImage:
+        """Decode an image; one above the limit of pixels is read when it is labelled, unless classes are split."""
+        return read_image(file, reading=reading) if self._whole else read_or_open(file, reading)
+
+    def compute(
+        self, images: Sequence[UInt8[Tensor, "c h w"] | LargeImage]
+    ) -> Iterator[LabelledImage | LabelledLargeImage | UnreadableImage]:
+        """Return images with their labels; or the error of a large image that cannot be decoded."""
+
+        def together(small: list[UInt8[Tensor, "c h w"]]) -> Iterator[LabelledImage]:
+            return map(LabelledImage, small, self.memory.segment_all(small) if small else ())
+
+        return with_large(images, together, partial(label_large, self.memory))

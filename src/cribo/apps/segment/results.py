@@ -46,6 +46,7 @@ class Record:
         shares: share of each class in its pixels, by name.
         confidence: mean confidence, 0 to 1.
         instances: its instances; None if no class is split.
+        suffix: of its label map and confidence: .tif for large images.
     """
 
     name: str
@@ -54,11 +55,14 @@ class Record:
     shares: Mapping[str, float]
     confidence: float
     instances: Sequence[Instance] | None = None
+    suffix: str = ".png"
 
     @property
     def account(self) -> dict[str, Any]:
         """The fields other than the name, as JSON types."""
-        values = {name: value for name, value in vars(self).items() if name not in ("name", "instances")}
+        values = {name: value for name, value in vars(self).items() if name not in ("name", "instances", "suffix")}
+        if self.suffix != ".png":
+            values["suffix"] = self.suffix
         return values if self.instances is None else {**values, "instances": [*map(astuple, self.instances)]}
 
     @classmethod
@@ -111,13 +115,13 @@ class Segmented:
         return text
 
 
-def files_of(folder: Path, name: str) -> tuple[Path, Path, Path]:
-    """Return the paths of label map, overlay and confidence of an image."""
+def files_of(folder: Path, name: str, suffix: str = ".png") -> tuple[Path, Path, Path]:
+    """Return the paths of label map, overlay and confidence of an image; the suffix is that of its `Record`."""
     stem = result_name(name)
     return (
-        folder / "labels" / f"{stem}.png",
+        folder / "labels" / f"{stem}{suffix}",
         folder / "overlays" / f"{stem}.jpg",
-        folder / "confidence" / f"{stem}.png",
+        folder / "confidence" / f"{stem}{suffix}",
     )
 
 
@@ -129,7 +133,7 @@ def instances_file(folder: Path, name: str) -> Path:
 def files_of_record(folder: Path, record: Record) -> list[Path]:
     """Return the paths of all files of an image."""
     return [
-        *files_of(folder, record.name),
+        *files_of(folder, record.name, record.suffix),
         *([] if record.instances is None else [instances_file(folder, record.name)]),
     ]
 

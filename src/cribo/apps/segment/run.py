@@ -16,6 +16,7 @@ from torch import Tensor
 from cribo.apps.segment.config import SegmentConfig
 from cribo.apps.segment.instances import Splitter
 from cribo.apps.segment.labeller import LabelledImage, Labeller, PixelLabeller
+from cribo.apps.segment.large import LARGE_SUFFIX, LabelledLargeImage
 from cribo.apps.segment.results import KIND, OUT, SUMMARY, Record, Segmented, changes_between
 from cribo.apps.segment.suggesting import suggest
 from cribo.apps.segment.targets import open_targets, place_of
@@ -51,6 +52,7 @@ SUGGESTED, SUGGESTED_PICTURE = "suggested.txt", "suggested.png"
 _MEMORY = "memory.safetensors"  # in the output folder, for workers in other processes
 _MOST_IMAGES = 256  # limit per part; an interrupted part is labelled again
 _OF_NAMES = (errno.ENAMETOOLONG, errno.EILSEQ, errno.EINVAL)  # too long or not allowed on the file system
+_Labelled = LabelledImage | LabelledLargeImage
 _WEAKEST = 3  # number of classes to name
 _SUGGESTED_FROM = 300  # limit on the images to choose from
 
@@ -116,7 +118,7 @@ def segment_images(
     known = {} if file is None else stored_reading(file).given
     reading = Reading(max_pixels=config.max_pixels, **{**known, **settings.given})
     images = open_targets(config.images, column=config.column, apart_from=out or OUT, reading=reading)
-    require_readable(images, config.images)
+    require_readable(images, config.images, windows=not config.instances)
     collection = names_hash(images)
     images = images.part(config.share.of(range(len(images))))
     if not 0 <= suggestions <= len(images):
@@ -288,7 +290,7 @@ def _named(name: str) -> str:
 def label_collection(
     results: LabelResults,
     images: ImageCollection,
-    labeller: PixelLabeller,
+    labeller: PixelLabeller[Any],
     progress: Phases,
     *,
     engine: Engine,
@@ -327,7 +329,7 @@ def label_collection(
 
 def _suggest(results: "_Results", count: int, progress: Phases) -> None:
     """Write the names of the images to label next, and draw their present labels."""
-    names = [*results.records]
+    names = [name for name, record in results.records.items() if record.suffix != LARGE_SUFFIX]
     looked_at = [names[place] for place in spread(len(names), max(_SUGGESTED_FROM, count))]
 
     def images() -> Iterator[Tensor]:
@@ -351,7 +353,7 @@ class LabelledPart(NamedTuple):
 class LabelParts:
     """Labels the images of each part and writes their files; run by an engine."""
 
-    def __init__(self, labeller: PixelLabeller, writer: ResultWriter) -> None:
+    def __init__(self, labeller: PixelLabeller[Any], writer: ResultWriter) -> None:
         self.labeller, self.writer = labeller, writer
 
     def __call__(self, parts: Iterable[ImagePart]) -> Generator[LabelledPart, None, None]:
@@ -370,11 +372,13 @@ class LabelParts:
                 for part in written_next:
                     yield self._account(islice(written, len(part)))
 
-    def _written(self, each: Streamed[LabelledImage]) -> Record | Streamed[LabelledImage]:
+    def _written(self, each: Streamed[_Labelled]) -> Record | Streamed[_Labelled]:
         """Write the files of an image; a name that cannot be written makes it unreadable."""
         if each.result is None:
             return each
         try:
+            if isinstance(each.result, LabelledLargeImage):
+                return self.writer.write_large(each.name, each.sha256, each.result)
             return self.writer.write(each.name, each.sha256, *each.result)
         except UnreadableImage as error:
             return Streamed(each.name, error=error)
@@ -385,7 +389,7 @@ class LabelParts:
             return Streamed(each.name, error=UnreadableImage(each.name, reason))
 
     @staticmethod
-    def _account(written: Iterable[Record | Streamed[LabelledImage]]) -> LabelledPart:
+    def _account(written: Iterable[Record | Streamed[_Labelled]]) -> LabelledPart:
         """Sort the images of a part: newly labelled, unchanged, or unreadable."""
         part = LabelledPart([], [], {})
         for each in written:
@@ -455,10 +459,15 @@ class _Results(LabelResults):
 
     def labeller(self) -> Labeller:
         """Return the unit of work; workers of another process open the memory from a file."""
-        config = self.config
+        config, whole = self.config, self.splitter is not None
         if config.engine == "local":
-            return Labeller(self.memory, batch_size=config.batch_size, workers=config.workers)
+            return Labeller(self.memory, batch_size=config.batch_size, workers=config.workers, whole=whole)
         file = self.folder / _MEMORY
         self.memory.save(file)
-        options = {"batch_size": config.batch_size, "workers": config.workers, "device": config.device}
+        options = {
+            "batch_size": config.batch_size,
+            "workers": config.workers,
+            "device": config.device,
+            "whole": whole,
+        }
         return Labeller(file, config.backbone, **options)

@@ -21,7 +21,9 @@ from cribo.base.console import Phases
 from cribo.base.devices import resolve_device
 from cribo.base.job import Job
 from cribo.base.versions import versions
+from cribo.data.config import Reading
 from cribo.data.labelled.formats import written_formats
+from cribo.data.reading import ImageContent, read_image
 from cribo.data.sources.images import collection_name, require_readable
 from cribo.evaluation.segmentation.trained import TrainedSegmenter, load_segmenter, segmenter_file
 from cribo.features.memory.memory import Segmentation
@@ -104,7 +106,7 @@ def apply_segmenter(
     return results.segmented(time.perf_counter() - started, seconds)
 
 
-class SegmenterLabeller(PixelLabeller):
+class SegmenterLabeller(PixelLabeller[UInt8[Tensor, "3 h w"]]):
     """Labels images with a trained segmenter; for batches, see `PixelLabeller`.
 
     Args:
@@ -123,6 +125,10 @@ class SegmenterLabeller(PixelLabeller):
 
     def open(self) -> None:
         """No-op: the segmenter is already loaded."""
+
+    def prepare(self, file: ImageContent, reading: Reading) -> UInt8[Tensor, "c h w"]:
+        """Decode an image."""
+        return read_image(file, reading=reading)
 
     def compute(self, images: Sequence[UInt8[Tensor, "c h w"]]) -> Iterable[LabelledImage]:
         """Return images with their labels."""

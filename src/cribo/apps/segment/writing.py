@@ -19,6 +19,14 @@ from cribo.apps.segment.instances import (
     read_instances,
     write_instances,
 )
+from cribo.apps.segment.large import (
+    LARGE_SUFFIX,
+    LabelledLargeImage,
+    preview_step,
+    read_reduced_image,
+    read_reduced_tiles,
+    read_tiles,
+)
 from cribo.apps.segment.pictures import SegmentedPanel, draw_overview, overlay
 from cribo.apps.segment.results import (
     FOLDERS,
@@ -46,7 +54,8 @@ from cribo.data.labelled.georeferenced import Georeference, read_georeference
 from cribo.data.labelled.label_maps import IGNORE_INDEX, Labelling, Task, write_labels
 from cribo.data.reading import read_values
 from cribo.data.sources.collection import ImageCollection
-from cribo.data.sources.images import ImageSource
+from cribo.data.sources.images import EncodedImages, ImageSource
+from cribo.data.windows import LargeImage
 from cribo.features.memory.memory import Segmentation
 from cribo.features.memory.pixels import write_confidence
 
@@ -85,6 +94,17 @@ class ResultWriter(NamedTuple):
         size = (found.labels.shape[0], found.labels.shape[1])
         objects = None if instances is None else instances.found
         return Record(name, sha256, size, found.shares, float(found.confidence.mean()), objects)
+
+    def write_large(self, name: str, sha256: str, found: LabelledLargeImage) -> Record:
+        """Write the files of a large image, each atomically: label map and confidence as TIFF, and a small overlay."""
+        labels, painted, confidence = files_of(self.folder, name, LARGE_SUFFIX)
+        for path in (labels, painted, confidence):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(labels, lambda part: found.labels.write(part, self.palette))
+        drawn = Image.fromarray(overlay(found.picture, found.picture_labels, self.palette))
+        write_whole(painted, lambda part: drawn.save(part, "JPEG", quality=_JPEG_QUALITY))
+        write_whole(confidence, found.confidence.write)
+        return Record(name, sha256, found.labels.size, found.shares, found.mean_confidence, suffix=LARGE_SUFFIX)
 
     def _write_instances(self, name: str, instances: Instances) -> None:
         if len(instances.found) > MOST_INSTANCES:
@@ -268,6 +288,9 @@ class LabelResults:
 
     def _panel(self, name: str) -> SegmentedPanel:
         """Return an image with its written labels, confidence and instances, reduced for the overview."""
+        record = self.records[name]
+        if record.suffix == LARGE_SUFFIX:
+            return self._large_panel(name, preview_step(record.size, _OVERVIEW_SIDE))
         image = self.load(name)
         labels, _, confidence = files_of(self.folder, name)
         step = max(1, -(-max(image.shape[1:]) // _OVERVIEW_SIDE))
@@ -275,8 +298,17 @@ class LabelResults:
         numbers = None if self.splitter is None else self._instances(name)[::step, ::step]
         return SegmentedPanel(name, image[:, ::step, ::step], _read_grey(labels)[::step, ::step], grey, numbers)
 
+    def _large_panel(self, name: str, step: int) -> SegmentedPanel:
+        image = cast("EncodedImages", self.images).load_or_open(self.names[name])
+        assert isinstance(image, LargeImage)
+        labels, _, confidence = files_of(self.folder, name, LARGE_SUFFIX)
+        grey = read_reduced_tiles(confidence, step).float() / 255
+        return SegmentedPanel(name, read_reduced_image(image, step), read_reduced_tiles(labels, step), grey)
+
     def _split_labels(self, name: str) -> UInt8[Tensor, "h w"]:
         """Return the labels of an image; pixels of split classes without an instance have no class."""
+        if self.records[name].suffix == LARGE_SUFFIX:
+            return read_tiles(files_of(self.folder, name, LARGE_SUFFIX)[0])
         labels = _read_grey(files_of(self.folder, name)[0])
         if self.splitter is None:
             return labels

@@ -1,6 +1,7 @@
 """Readers of image files, one module per library; rows of the table in `cribo.data.reading` name them.
 
-A reader has one function, `open_picture(file, name, kind, reading)`, a context manager that yields a `Picture`.
+A reader has a function `open_picture(file, name, kind, reading)`, a context manager that yields a `Picture`; and
+`open_windows` with the same arguments, which yields a `WindowedPicture`, if its files are stored in tiles or strips.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class ImageKind:
             required for files of several pages.
         packages: import names of the optional packages of the reader.
         extra: extra of cribo that installs them.
+        has_windows: whether parts of an image can be decoded, by `open_windows` of the reader.
+        on_disk: whether files are read from disk only, not from bytes inside other files.
     """
 
     name: str
@@ -45,6 +48,8 @@ class ImageKind:
     pages: Literal["first", "one"] = "first"
     packages: tuple[str, ...] = ()
     extra: str = ""
+    has_windows: bool = False
+    on_disk: bool = False
 
 
 class Picture(ABC):
@@ -112,3 +117,20 @@ class Picture(ABC):
             InputError: files of this kind contain pictures only.
         """
         raise InputError(f"values of pixels are not read from {self.kind.name} files: save them as PNG")
+
+
+class WindowedPicture(Picture):
+    """An open image of which windows can be decoded."""
+
+    @property
+    @abstractmethod
+    def unit_pixels(self) -> int:
+        """Number of pixels of the largest unit of the file that is decoded at once, such as a tile."""
+
+    @abstractmethod
+    def window(self, top: int, left: int, height: int, width: int) -> UInt8[np.ndarray, "height width c"]:
+        """Decode a window that lies within the upright image, as `pixels` does.
+
+        Raises:
+            InputError: the range of its values is unknown, or the orientation is not upright.
+        """

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -18,7 +19,7 @@ from cribo.base.packages import require_packages
 from cribo.base.wording import counted
 from cribo.data.channels import FULL, Samples, grey_to_8_bits, has_data, require_bright, scaled
 from cribo.data.config import Reading
-from cribo.data.readers import ImageKind, Picture, pillow
+from cribo.data.readers import ImageKind, Picture, WindowedPicture, pillow
 from cribo.data.readers.headers import nodata_of_tiff, samples_of_tiff
 
 if TYPE_CHECKING:
@@ -66,6 +67,18 @@ def open_picture(file: BinaryIO, name: str, kind: ImageKind, reading: Reading) -
         yield _TiffPicture(kind, tiff, reading, name)
 
 
+@contextmanager
+def open_windows(file: BinaryIO, name: str, kind: ImageKind, reading: Reading) -> Iterator[WindowedPicture]:
+    """Open a TIFF file to decode windows of it, whose tiles or strips are decoded by tifffile.
+
+    Raises:
+        InputError: the header is damaged, or the channels or the page do not exist.
+        MissingPackage: its compression requires imagecodecs.
+    """
+    with tifffile.TiffFile(file, name=name) as tiff:
+        yield _TiffPicture(kind, tiff, reading, name)
+
+
 def _is_packed(file: BinaryIO) -> bool:
     """Whether the compression of a TIFF requires imagecodecs, which is not installed."""
     if find_spec("imagecodecs") is not None:
@@ -75,7 +88,7 @@ def _is_packed(file: BinaryIO) -> bool:
         return tiff.pages.first.compression not in _WITHOUT_EXTRA
 
 
-class _TiffPicture(Picture):
+class _TiffPicture(WindowedPicture):
     """A TIFF opened by tifffile."""
 
     def __init__(self, kind: ImageKind, tiff: tifffile.TiffFile, reading: Reading, name: str) -> None:
@@ -147,11 +160,49 @@ class _TiffPicture(Picture):
         return (width, height) if self._orientation >= 5 else (height, width)
 
     def pixels(self) -> UInt8[np.ndarray, "h w c"]:
-        decoded, opacity = self._decoded(), None
-        values = self._read(decoded)
-        if self._has_opacity and self._reading.channels is None:
-            opacity = scaled(decoded[..., -1], 0, np.iinfo(decoded.dtype).max)
+        values, opacity = self._chosen(self._decoded())
         shared = self._shared_limits(values) if self._reading.range is None and values.shape[-1] > 1 else None
+        return pillow.upright(self._in_colour(values, opacity, shared), self._orientation)
+
+    @property
+    def unit_pixels(self) -> int:
+        page = self._page
+        if self._series.dataoffset is not None:  # uncompressed and without gaps: any rows can be read
+            return page.imagewidth
+        return page.tilelength * page.tilewidth if page.is_tiled else page.rowsperstrip * page.imagewidth
+
+    def window(self, top: int, left: int, height: int, width: int) -> UInt8[np.ndarray, "height width c"]:
+        if self._orientation != 1:
+            raise InputError("its orientation is not upright, so windows of it cannot be read: rotate and save it")
+        shared, samples = None, self._samples
+        if self._reading.range is None and self._page.dtype.itemsize > 1:
+            if samples.bits > 16 or samples.high is None:
+                raise InputError(
+                    f"the range of its {self._page.dtype} values is unknown, and would require the whole image: give "
+                    "it with --range LOW,HIGH"
+                )
+            shared = samples.low, samples.high
+        rows, columns = slice(top, top + height), slice(left, left + width)
+        values, opacity = self._chosen(self._decoded(rows, columns))
+        return self._in_colour(values, opacity, shared)
+
+    def _chosen(
+        self, values: Num[np.ndarray, "h w c"]
+    ) -> tuple[Num[np.ndarray, "h w k"], UInt8[np.ndarray, "h w"] | None]:
+        """Return the chosen channels, and the opacity if there is one."""
+        if (numbers := self._reading.channel_numbers) is not None:
+            return values[..., list(numbers)], None
+        if self._has_opacity:
+            return values[..., :-1], scaled(values[..., -1], 0, np.iinfo(values.dtype).max)
+        return values, None
+
+    def _in_colour(
+        self,
+        values: Num[np.ndarray, "h w k"],
+        opacity: UInt8[np.ndarray, "h w"] | None,
+        shared: tuple[float, float] | None,
+    ) -> UInt8[np.ndarray, "h w c"]:
+        """Scale channels to 8 bits, by a shared range or that of the reading; grey becomes RGB."""
         channels = [
             self._in_8_bits(values[..., place], shared or self._reading.limits(place))
             for place in range(values.shape[-1])
@@ -161,45 +212,40 @@ class _TiffPicture(Picture):
         pixels = np.stack(channels, axis=-1)
         if opacity is not None:
             pixels = np.array(pillow.over_white(Image.fromarray(np.dstack((pixels, opacity)))))
-        return pillow.upright(pixels, self._orientation)
+        return pixels
 
     def valid(self) -> Bool[np.ndarray, "h w"] | None:
         nodata = nodata_of_tiff(self._tags)
         if nodata is None and self._page.dtype.kind != "f":
             return None
-        return pillow.upright(has_data(self._read(self._decoded()), nodata), self._orientation)
+        return pillow.upright(has_data(self._chosen(self._decoded())[0], nodata), self._orientation)
 
     def unscaled(self) -> Num[np.ndarray, "h w c"] | None:
         samples = self._samples
         if self._page.dtype in (np.bool_, np.uint8):
             return None
-        values = self._read(self._decoded())
+        values, _ = self._chosen(self._decoded())
         if samples.high is not None and values.max() <= samples.high:
             return None
         return pillow.upright(values, self._orientation)
 
-    def _read(self, values: Num[np.ndarray, "h w all"]) -> Num[np.ndarray, "h w c"]:
-        """Return the channels that are read."""
-        if (numbers := self._reading.channel_numbers) is not None:
-            return values[..., list(numbers)]
-        return values[..., :-1] if self._has_opacity else values
-
-    def _decoded(self) -> Num[np.ndarray, "h w c"]:
-        """Decode all channels of the page."""
+    def _decoded(self, rows: slice = slice(None), columns: slice = slice(None)) -> Num[np.ndarray, "h w c"]:
+        """Decode all channels of the page, or of a window of it."""
         chosen = np.unravel_index(self._reading.page or 0, [self._sizes[axis] for axis in self._of_pages] or [1])
         place = dict(zip(self._of_pages, chosen, strict=False))
         counts = [self._sizes[axis] for axis in self._leading]
         picked = [[int(place[axis])] if axis in place else range(self._sizes[axis]) for axis in self._leading]
         numbers = np.ravel_multi_index(np.ix_(*picked), counts) if counts else np.zeros(1, dtype=int)
-        pages = np.stack([self._stored(int(number)) for number in numbers.ravel()])
+        stored = self._stored if rows == columns == slice(None) else partial(self._stored_window, rows, columns)
+        pages = np.stack([stored(int(number)) for number in numbers.ravel()])
         # The axes of a page follow those along which pages are stored.
-        pages = pages.reshape([*map(len, picked), *self._page.shape])
+        pages = pages.reshape([*map(len, picked), *pages.shape[1:]])
         axes = self._leading + self._page.axes
         for axis in [axis for axis in self._page.axes if axis in place]:
             pages = pages.take([int(place[axis])], axis=axes.index(axis))
         others = [number for number, axis in enumerate(axes) if axis not in "YX"]
         values = pages.transpose([axes.index("Y"), axes.index("X"), *others])
-        return values.reshape(*self.header_size, -1)
+        return values.reshape(*values.shape[:2], -1)
 
     def _stored(self, number: int) -> Num[np.ndarray, "*shape"]:
         """Decode a page; those of a contiguous series may lack headers of their own."""
@@ -210,10 +256,57 @@ class _TiffPicture(Picture):
         size = math.prod(self._page.shape)
         handle = self._tiff.filehandle
         handle.seek(series.dataoffset + number * size * dtype.itemsize)
-        content = handle.read(size * dtype.itemsize)
-        if len(content) < size * dtype.itemsize:
-            raise InputError("image file is truncated")
+        content = _whole(handle.read(size * dtype.itemsize), size * dtype.itemsize)
         return np.frombuffer(content, dtype).reshape(self._page.shape).astype(series.dtype)
+
+    def _stored_window(self, rows: slice, columns: slice, number: int) -> Num[np.ndarray, "*shape"]:
+        """Decode the tiles or strips of a page that meet a window, and cut it from them."""
+        keyframe, handle = self._page, self._tiff.filehandle
+        planes, depth, length, width, samples = keyframe.shaped
+        size = rows.stop - rows.start, columns.stop - columns.start
+        found = np.zeros((planes, depth, *size, samples), keyframe.dtype)
+        if (start := self._series.dataoffset) is not None:
+            dtype = np.dtype(self._series.dtype).newbyteorder(self._tiff.byteorder)
+            row_bytes = width * samples * dtype.itemsize
+            for plane, level in np.ndindex(planes, depth):
+                first = ((number * planes + plane) * depth + level) * length + rows.start
+                handle.seek(start + first * row_bytes)
+                content = _whole(handle.read(size[0] * row_bytes), size[0] * row_bytes)
+                found[plane, level] = np.frombuffer(content, dtype).reshape(size[0], width, samples)[:, columns]
+        else:
+            page = self._series.pages[number]
+            if page is None:
+                raise InputError(f"page {number} is missing")
+            unit = (keyframe.tilelength, keyframe.tilewidth) if keyframe.is_tiled else (keyframe.rowsperstrip, width)
+            across, down = -(-width // unit[1]), -(-length // unit[0])
+            for index in np.ndindex(planes * depth, down, across):
+                top, left = index[1] * unit[0], index[2] * unit[1]
+                meets = top < rows.stop and top + unit[0] > rows.start
+                if not meets or left >= columns.stop or left + unit[1] <= columns.start:
+                    continue
+                segment = int(np.ravel_multi_index(index, (planes * depth, down, across)))
+                self._copy_segment(page, segment, found, rows.start, columns.start)
+        shape = [dict(zip("YX", size, strict=True)).get(axis, self._sizes[axis]) for axis in keyframe.axes]
+        return found.reshape(shape)
+
+    def _copy_segment(
+        self, page: Any, segment: int, found: Num[np.ndarray, "s d h w c"], first_row: int, first_column: int
+    ) -> None:
+        """Decode a tile or strip, and copy the part of it that lies in a window."""
+        count = page.databytecounts[segment]
+        if count == 0:  # tiles without content are black
+            return
+        self._tiff.filehandle.seek(page.dataoffsets[segment])
+        content = _whole(self._tiff.filehandle.read(count), count)
+        decoded, place, shape = self._page.decode(content, segment, jpegtables=page.jpegtables)
+        if decoded is None:
+            return
+        plane, level, top, left = place[0], place[1], place[2] - first_row, place[3] - first_column
+        height, width = found.shape[2:4]
+        ys, xs = (max(0, top), min(height, top + shape[1])), (max(0, left), min(width, left + shape[2]))
+        part = decoded[:, ys[0] - top : ys[1] - top, xs[0] - left : xs[1] - left]
+        levels = slice(level, min(level + shape[0], found.shape[1]))
+        found[plane, levels, ys[0] : ys[1], xs[0] : xs[1]] = part[: levels.stop - level]
 
     @property
     def _has_opacity(self) -> bool:
@@ -256,3 +349,10 @@ class _TiffPicture(Picture):
     @property
     def _tags(self) -> dict[int, Any]:
         return {tag.code: tag.value for tag in self._page.tags}
+
+
+def _whole(content: bytes, size: int) -> bytes:
+    """Return what was read of a file; raise InputError if it ends before."""
+    if len(content) < size:
+        raise InputError("image file is truncated")
+    return content

@@ -19,7 +19,7 @@ from cribo.base.files import path_inside, require
 from cribo.base.redaction import is_masked, without_secrets
 from cribo.base.wording import enumerated
 from cribo.data.config import DEFAULT_READING, Reading, spread
-from cribo.data.reading import EXTENSIONS, EncodedImage, FileState
+from cribo.data.reading import EXTENSIONS, EncodedImage, FileState, ImageContent
 from cribo.data.sources.images import (
     EncodedImages,
     ImageSource,
@@ -56,8 +56,8 @@ class ImageCollection(ImageSource, Protocol):
     reading: Reading
     """Maximum number of pixels of an image; larger ones are unreadable."""
 
-    def read(self, index: int) -> EncodedImage:
-        """Read the bytes of an image.
+    def read(self, index: int) -> ImageContent:
+        """Read the bytes of an image; a large file is opened where it is decoded.
 
         Raises:
             OSError: the file is missing or cannot be read; the error may be temporary.
@@ -308,7 +308,7 @@ def content_hash(collection: ImageCollection) -> str:
 def content_digest(collection: ImageCollection, index: int) -> bytes:
     """Return the SHA-256 of the content of an image; empty if it cannot be read."""
     try:
-        return hashlib.sha256(collection.read(index).content).digest()
+        return bytes.fromhex(collection.read(index).sha256)
     except (OSError, UnreadableImage):
         return b""
 

@@ -27,8 +27,9 @@ from cribo.data.reading import (
     EXTENSIONS,
     NOT_UTF8,
     UNREAD_EXTENSIONS,
-    EncodedImage,
     FileState,
+    ImageContent,
+    image_content,
     image_size,
     kind_of_name,
     open_picture,
@@ -38,6 +39,7 @@ from cribo.data.reading import (
     require_utf8,
     stored_page,
 )
+from cribo.data.windows import LargeImage, read_or_open
 
 if TYPE_CHECKING:
     from jaxtyping import Int, Int64, UInt8
@@ -162,19 +164,23 @@ class EncodedImages:
         """Return the name of an image."""
         raise NotImplementedError
 
-    def read(self, index: int) -> EncodedImage:
-        """Read the bytes of an image."""
+    def read(self, index: int) -> ImageContent:
+        """Read the bytes of an image; a large file is opened where it is decoded."""
         raise NotImplementedError
 
     def load(self, index: int) -> UInt8[Tensor, "c h w"]:
         """Load an image as upright RGB. Raises UnreadableImage (see `read_image`)."""
         return read_image(self._encoded(index), reading=self.reading)
 
+    def load_or_open(self, index: int) -> UInt8[Tensor, "c h w"] | LargeImage:
+        """Load an image; one above the limit of pixels is returned unread (see `read_or_open`)."""
+        return read_or_open(self._encoded(index), self.reading)
+
     def load_reduced(self, index: int, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "c h w"], int]:
         """Load an image as upright RGB at a fraction of its size if that is faster (see `read_reduced`)."""
         return read_reduced(self._encoded(index), reduction, reading=self.reading)
 
-    def _encoded(self, index: int) -> EncodedImage:
+    def _encoded(self, index: int) -> ImageContent:
         """Read an image; a missing file is an unreadable image."""
         try:
             return self.read(index)
@@ -228,11 +234,13 @@ class ImageFiles(EncodedImages):
         """Return the path of an image file."""
         return os.path.join(self.folder, self.names[index])
 
-    def read(self, index: int) -> EncodedImage:
-        """Read an image file; raises OSError, and UnreadableImage if its name is not valid UTF-8."""
+    def read(self, index: int) -> ImageContent:
+        """Read an image file, unless it is large (`image_content`).
+
+        Raises OSError, and UnreadableImage if its name is not valid UTF-8.
+        """
         require_utf8(self.names[index])
-        place, page = stored_page(self.path(index))
-        return EncodedImage(self.names[index], Path(place).read_bytes(), page)
+        return image_content(self.names[index], self.path(index))
 
     def state(self, index: int) -> FileState:
         """Return size and modification time of an image file; raises OSError if it is gone or its name is not UTF-8."""
@@ -400,13 +408,14 @@ def named_below_one_folder(files: ImageFiles) -> ImageFiles:
     return ImageFiles(folder, (Path(path).relative_to(folder).as_posix() for path in paths), reading=files.reading)
 
 
-def require_readable(images: ImageSource, what: str, *, most: int | None = None) -> None:
+def require_readable(images: ImageSource, what: str, *, most: int | None = None, windows: bool = False) -> None:
     """Check that an image can be read. Images are read until the first success.
 
     Args:
         images: the collection.
         what: its name in the message, such as "the images in photographs".
         most: number of images to try; all by default.
+        windows: whether images above the limit of pixels are read in windows (`cribo.data.windows`).
 
     Raises:
         DataError: none of them can be read; the message gives the first reason.
@@ -415,7 +424,10 @@ def require_readable(images: ImageSource, what: str, *, most: int | None = None)
     first: UnreadableImage | None = None
     for index in range(tried):
         try:
-            images.load(index)
+            if windows and isinstance(images, EncodedImages):
+                images.load_or_open(index)
+            else:
+                images.load(index)
             return
         except UnreadableImage as error:
             first = first or error

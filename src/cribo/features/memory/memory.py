@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import logging
+import math
 import os
 import statistics
 import threading
@@ -197,6 +198,23 @@ class SegmentationMemory:
         if labelled < _LEAST_LABELLED:
             return f"only {labelled:.0%} of the examples' area is labelled: label at least {_LEAST_LABELLED:.0%}"
         return ""
+
+    @property
+    def patch_pixels(self) -> int:
+        """Side of the square that a patch of the examples covers in their pixels, for large images.
+
+        It is the patch size where examples are encoded at about their own size, and follows `scale` if that is set.
+        """
+        patch, scale = self.encoder.patch_size, self.settings.scale
+        if scale is not None:
+            return max(1, round(patch / scale))
+        sides = []
+        for stored in self._stored:
+            counts = torch.bincount(stored.pixels[:, 0].long(), weights=stored.pixels[:, 2].double())
+            sides.append(math.sqrt(float(counts.max())))
+        side = statistics.median(sides)
+        # Sides are rounded to whole patches, so that patches of the same size differ by a pixel.
+        return patch if abs(side - patch) <= 1 else max(1, round(side))
 
     @property
     def fingerprint(self) -> str:

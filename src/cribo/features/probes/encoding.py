@@ -12,6 +12,7 @@ from cribo.features.config import ProbeSettings
 from cribo.features.encoder import Encoder, map_by_size
 from cribo.features.grid import window_starts
 from cribo.features.probes.fitting import block_sets
+from cribo.features.windows import hann
 from cribo.models import Backbone
 
 
@@ -115,7 +116,7 @@ def _in_windows(
     places = [(top, left) for top in window_starts(rows, side, step) for left in window_starts(columns, side, step)]
     crops = [(image, top, left) for image in range(len(pixels)) for top, left in places]
     height, width = min(side, rows), min(side, columns)
-    weight = _hann(height)[:, None, None, None] * _hann(width)[:, None, None]
+    weight = hann(height)[:, None, None, None] * hann(width)[:, None, None]
     total = torch.zeros(0)
     for start in range(0, len(crops), batch_size):
         part = crops[start : start + batch_size]
@@ -130,8 +131,3 @@ def _in_windows(
         for (image, top, left), own in zip(part, features, strict=True):
             total[image, top : top + height, left : left + width] += own
     return F.normalize(total, dim=-1)
-
-
-def _hann(length: int) -> Float[Tensor, " n"]:
-    """Return non-zero Hann weights: patches near the border of a window have the least context."""
-    return torch.hann_window(length + 2, periodic=False)[1:-1]

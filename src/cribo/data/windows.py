@@ -1,0 +1,98 @@
+"""Images with more pixels than the limit, of which bands of rows are decoded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from cribo.base.errors import TooManyPixels
+from cribo.data.config import Reading
+from cribo.data.reading import ImageContent, open_windows, read_image
+
+if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import UInt8
+    from torch import Tensor
+
+    from cribo.data.readers import WindowedPicture
+
+
+class LargeImage:
+    """An image with more pixels than `Reading.max_pixels`, decoded in parts when they are needed.
+
+    Args:
+        file: its file.
+        size: height and width in pixels.
+        reading: how it is read; `max_pixels` limits what is decoded at once.
+    """
+
+    nbytes = 0  # in the queue of images that have been read
+
+    def __init__(self, file: str | os.PathLike[str] | ImageContent, size: tuple[int, int], reading: Reading) -> None:
+        self.file, self.size, self.reading = file, size, reading
+
+    @contextmanager
+    def open(self) -> Iterator[Bands]:
+        """Open the file, to read bands of rows within the `with` block.
+
+        All errors are raised as UnreadableImage.
+        """
+        with open_windows(self.file, reading=self.reading) as picture:
+            assert picture is not None  # checked by `read_or_open`
+            yield Bands(picture, self)
+
+
+class Bands:
+    """Reads bands of rows of an open image, from top to bottom; rows that the last band had are not decoded again."""
+
+    def __init__(self, picture: WindowedPicture, image: LargeImage) -> None:
+        self._picture, self._image = picture, image
+        self._top, self._rows = 0, None
+
+    def __call__(self, top: int, height: int) -> UInt8[Tensor, "c height w"]:
+        """Return rows of the image.
+
+        Raises:
+            TooManyPixels: they have more pixels than the limit.
+        """
+        import numpy as np
+        import torch
+
+        image, width = self._image, self._image.size[1]
+        if height * width > image.reading.max_pixels:
+            raise TooManyPixels(image.file, f"{height} rows of {width} pixels", image.reading.max_pixels)
+        rows, start = self._rows, top
+        kept: list[np.ndarray] = []
+        if rows is not None and self._top <= top < self._top + len(rows):
+            kept, start = [rows[top - self._top :][:height]], self._top + len(rows)
+        if start < top + height:
+            kept.append(self._picture.window(start, 0, top + height - start, width))
+        rows = np.concatenate(kept) if len(kept) > 1 else kept[0]
+        self._top, self._rows = top, rows
+        return torch.from_numpy(rows).permute(2, 0, 1)
+
+
+def read_or_open(file: ImageContent, reading: Reading) -> UInt8[Tensor, "c h w"] | LargeImage:
+    """Read an image; if it has too many pixels and its kind has windows, return it unread.
+
+    Raises:
+        UnreadableImage: see `read_image`.
+    """
+    try:
+        return read_image(file, reading=reading)
+    except TooManyPixels:
+        if (large := open_large(file, reading)) is None:
+            raise
+        return large
+
+
+def open_large(file: str | os.PathLike[str] | ImageContent, reading: Reading) -> LargeImage | None:
+    """Return an image with too many pixels, of which only the header is read; None if its kind has no windows.
+
+    Raises:
+        UnreadableImage: see `open_windows`.
+    """
+    with open_windows(file, reading=reading) as picture:
+        return None if picture is None else LargeImage(file, picture.size(), reading)
