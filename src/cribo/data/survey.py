@@ -1,17 +1,16 @@
-"""Channels and range of values of a collection, from some of its images."""
+"""The range of values of a collection, from some of its images."""
 
 from __future__ import annotations
 
 import logging
 import posixpath
-from collections import Counter
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cribo.base.errors import DataError, MissingPackage, UnreadableImage
+from cribo.base.errors import MissingPackage, UnreadableImage
 from cribo.base.wording import counted, option_text
 from cribo.data.config import Reading, spread
 from cribo.data.reading import kind_of_name, open_picture
@@ -29,26 +28,19 @@ _PERCENTILES = (0.1, 99.9)
 
 
 def surveyed(images: ImageCollection, reading: Reading) -> Reading:
-    """Return how the images of a collection are read, with all channels and a range where neither is known.
+    """Return how the images of a collection are read, with a range of values if nothing states it.
 
-    Up to 16 evenly spread images are decoded, if their kind may have more than 8 bits. If they have neither one nor
-    three channels, and `reading.channels` does not choose among them, all channels are read. If nothing states the
-    values of black and white, and `reading.range` does not give them, they are the percentiles 0.1 and 99.9 of the
-    finite values: of each channel for several, of all for RGB, whose balance is kept. Both are logged.
+    Up to 16 evenly spread images are decoded, if their kind may have more than 8 bits. If nothing states the values of
+    black and white, and `reading.range` does not give them, they are the percentiles 0.1 and 99.9 of the finite values:
+    of each channel of `reading.channels`, of all channels together for RGB, whose balance is kept. They are logged.
 
-    Raises:
-        DataError: the images have different numbers of channels.
-
-    >>> surveyed(open_collection("cells"), Reading()).range  # doctest: +SKIP
+    >>> surveyed(open_collection("cells"), Reading(channels=(0, 2))).range  # doctest: +SKIP
     (108.0, 3014.0, 97.0, 1460.0)
     """
-    deep = [index for index in range(len(images)) if _may_be_deep(posixpath.splitext(images.name(index))[1])]
-    some = [deep[place] for place in spread(len(deep), _MOST_IMAGES)]
-    if reading.channels is None and (number := _channels(images, some, reading)) != 3:
-        reading = replace(reading, channels=tuple(range(number)))
-        log.info("reads all %d channels: choose others with --channels", number)
     if reading.range is not None:
         return reading
+    deep = [index for index in range(len(images)) if _may_be_deep(posixpath.splitext(images.name(index))[1])]
+    some = [deep[place] for place in spread(len(deep), _MOST_IMAGES)]
     found = [values for index in some if (values := _values(images, index, reading)) is not None]
     if not found:
         return reading
@@ -57,11 +49,8 @@ def surveyed(images: ImageCollection, reading: Reading) -> Reading:
     limits = _limits(np.concatenate(found))
     reading = replace(reading, range=tuple(limits.ravel().tolist()))
     log.info(
-        "values from %s become black to white, %s of %s: choose others with --range %s",
-        _described(limits, reading),
-        "the percentiles 0.1 and 99.9",
-        counted(len(found), "image"),
-        option_text(reading.range),
+        "values from %s become black to white, the percentiles 0.1 and 99.9 of %s: choose others with --range %s",
+        *(_described(limits, reading), counted(len(found), "image"), option_text(reading.range)),
     )
     return reading
 
@@ -70,24 +59,6 @@ def surveyed(images: ImageCollection, reading: Reading) -> Reading:
 def _may_be_deep(extension: str) -> bool:
     kind = kind_of_name(f"image{extension}")
     return kind is None or kind.bits > 8
-
-
-def _channels(images: ImageCollection, some: list[int], reading: Reading) -> int:
-    """Return the number of channels of the images, 3 for grey and RGB."""
-    counts: Counter[int] = Counter()
-    first: dict[int, str] = {}
-    for index in some:
-        try:
-            # One channel, since a choice is required to open images with several.
-            with open_picture(images.read(index), reading=replace(reading, channels=(0,), range=None)) as picture:
-                counts[picture.channels] += 1
-                first.setdefault(picture.channels, images.name(index))
-        except (UnreadableImage, MissingPackage, OSError):
-            continue
-    if len(counts) > 1:
-        described = ", ".join(f"{number} in {first[number]}" for number in sorted(counts))
-        raise DataError(f"the images have different numbers of channels, {described}: choose with --channels")
-    return next(iter(counts), 3)
 
 
 def _values(images: ImageCollection, index: int, reading: Reading) -> Real[np.ndarray, "n c"] | None:

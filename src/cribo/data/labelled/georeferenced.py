@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +15,7 @@ from cribo.base.packages import require_packages
 from cribo.data.labelled.geojson import write_features
 from cribo.data.labelled.label_maps import IGNORE_INDEX, Labelling
 from cribo.data.labelled.writing import stems
+from cribo.data.reading import ImageOnDisk
 
 if TYPE_CHECKING:
     from cribo.data.sources.collection import ImageCollection
@@ -36,7 +38,9 @@ class Georeference(NamedTuple):
         """Return longitude and latitude of corners given as (column, row)."""
         from rasterio.warp import transform
 
-        xs, ys = zip(*(self.transform * corner for corner in ring), strict=True)
+        a, b, c, d, e, f = self.transform[:6]
+        xs = [a * column + b * row + c for column, row in ring]
+        ys = [d * column + e * row + f for column, row in ring]
         longitudes, latitudes, *_ = transform(self.system, _DEGREES, xs, ys)
         return [[round(x, 9), round(y, 9)] for x, y in zip(longitudes, latitudes, strict=True)]
 
@@ -55,10 +59,13 @@ def read_georeference(images: ImageCollection, index: int) -> Georeference:
 
     name = images.name(index)
     try:
-        with MemoryFile(images.read(index).content) as file, warnings.catch_warnings():
+        content = images.read(index)
+        with ExitStack() as held:
+            held.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore", NotGeoreferencedWarning)  # an error below
-            with file.open(driver="GTiff") as image:  # other drivers may open further files
-                found = Georeference(image.transform, image.crs)
+            file = content.path if isinstance(content, ImageOnDisk) else held.enter_context(MemoryFile(content.content))
+            image = held.enter_context(rasterio.open(file, driver="GTiff"))  # other drivers may open further files
+            found = Georeference(image.transform, image.crs)
     except (RasterioError, UnreadableImage, OSError) as error:
         raise DataError(f"the coordinates of {name} cannot be read: {error}") from error
     if found.system is None or found.transform == rasterio.Affine.identity():
