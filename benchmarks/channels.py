@@ -39,7 +39,7 @@ EXAMPLES, QUERIES = 8, 24
 
 def score(folder: Path, reading: Reading, backbone: Backbone) -> float:
     """Label validation images by all training images, with the ranges of these."""
-    reading = surveyed(open_collection(folder / "images" / "train", reading=reading), reading)
+    reading = surveyed(open_collection(folder / "images" / "train", reading=reading))
     known = open_labelled(folder, reading=reading)
     memory = SegmentationMemory(backbone, classes=known.memory.classes, settings=SegmentationSettings(**reading.given))
     for index in range(len(known.memory)):
@@ -61,8 +61,8 @@ def copied(source: Path, folder: Path, change: Callable[[np.ndarray], np.ndarray
         chosen = draw_of(most, len(annotated), seed) if split == "train" else spread(len(annotated), most)
         for image in (annotated[index] for index in chosen):
             pixels = change(image.image.permute(1, 2, 0).numpy())
-            layout = {"photometric": "rgb"} if pixels.shape[2] == 3 else {"planarconfig": "contig"}
-            tifffile.imwrite(images / f"{image.path.stem}.tif", pixels, **layout)
+            photometric = "rgb" if pixels.shape[2] == 3 else "minisblack"
+            tifffile.imwrite(images / f"{image.path.stem}.tif", pixels, photometric=photometric, planarconfig="contig")
             Image.fromarray(image.labels().numpy()).save(labels / f"{image.path.stem}.png")
         (folder / "classes.txt").write_text("\n".join(["background", *classes]) + "\n")
     return folder

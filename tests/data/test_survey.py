@@ -14,7 +14,7 @@ DEFAULT = Reading()
 
 
 def survey(folder, reading=DEFAULT):
-    return surveyed(open_collection(folder, reading=reading), reading)
+    return surveyed(open_collection(folder, reading=reading))
 
 
 def write(path, values, **options):

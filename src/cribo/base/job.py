@@ -369,6 +369,11 @@ class Job:
 
         return self.create(joined)
 
+    @property
+    def resumed_identity(self) -> Mapping[str, Any]:
+        """Identity of the results that are resumed, empty for new ones; raises FolderError for a damaged record."""
+        return (read_record(self.path, self.kind).identity or {}) if self.resumes else {}
+
     def _remove_if_nothing_was_done(self, after: ExitStack) -> None:
         if {path.name for path in self.path.iterdir()} <= {RECORD, LOCK}:
             (self.path / RECORD).unlink()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Real
 
     from cribo.data.sources.collection import ImageCollection
+    from cribo.data.sources.images import EncodedImages
 
 log = logging.getLogger("cribo")
 
@@ -27,21 +28,22 @@ _MOST_VALUES = 2**16  # of a channel of an image
 _PERCENTILES = (0.1, 99.9)
 
 
-def surveyed(images: ImageCollection, reading: Reading) -> Reading:
+def surveyed(images: ImageCollection | EncodedImages) -> Reading:
     """Return how the images of a collection are read, with a range of values if nothing states it.
 
     Up to 16 evenly spread images are decoded, if their kind may have more than 8 bits. If nothing states the values of
-    black and white, and `reading.range` does not give them, they are the percentiles 0.1 and 99.9 of the finite values:
-    of each channel of `reading.channels`, of all channels together for RGB, whose balance is kept. They are logged.
+    black and white, and its reading does not give them, they are the percentiles 0.1 and 99.9 of the finite values:
+    of each of its `channels`, of all channels together for RGB, whose balance is kept. They are logged.
 
-    >>> surveyed(open_collection("cells"), Reading(channels=(0, 2))).range  # doctest: +SKIP
+    >>> surveyed(open_collection("cells", reading=Reading(channels=(0, 2)))).range  # doctest: +SKIP
     (108.0, 3014.0, 97.0, 1460.0)
     """
+    reading = images.reading
     if reading.range is not None:
         return reading
     deep = [index for index in range(len(images)) if _may_be_deep(posixpath.splitext(images.name(index))[1])]
     some = [deep[place] for place in spread(len(deep), _MOST_IMAGES)]
-    found = [values for index in some if (values := _values(images, index, reading)) is not None]
+    found = [values for index in some if (values := _values(images, index)) is not None]
     if not found:
         return reading
     if reading.channels is None:
@@ -61,10 +63,10 @@ def _may_be_deep(extension: str) -> bool:
     return kind is None or kind.bits > 8
 
 
-def _values(images: ImageCollection, index: int, reading: Reading) -> Real[np.ndarray, "n c"] | None:
+def _values(images: ImageCollection | EncodedImages, index: int) -> Real[np.ndarray, "n c"] | None:
     """Return evenly spread values of an image whose range is unknown; None for other images."""
     try:
-        with open_picture(images.read(index), reading=reading) as picture:
+        with open_picture(images.read(index), reading=images.reading) as picture:
             values, valid = picture.unscaled(), picture.valid()
     except (UnreadableImage, MissingPackage, OSError):
         return None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,8 @@ from cribo.base.errors import ConfigError, DataError
 from cribo.base.trust import import_by_path
 from cribo.data.config import Reading, spread
 from cribo.data.labelled.sets import HELD_OUT_SCENES, SEGMENTATION_SETS, SegmentationSet, segmentation_set
+from cribo.data.sources.images import EncodedImages
+from cribo.data.survey import surveyed
 
 SCENES = "scenes"
 PLACES = ("root", "train_annotations", "val_annotations")
@@ -39,12 +42,27 @@ class Splits:
 
     def read_by(self, reading: Reading) -> Self:
         """Return the splits with these reading options, of which those that are given join the description."""
+        for images in self._files():
+            images.reading = reading
+        return replace(self, about={**self.about, **reading.given})
+
+    @property
+    def reading(self) -> Reading | None:
+        """How the images are read; None if they are not files."""
+        return next((images.reading for images in self._files()), None)
+
+    def surveyed(self) -> Self:
+        """Return the splits with the range of the first one, the training images, if nothing states theirs."""
+        first = next((images for images in self._files() if isinstance(images, EncodedImages)), None)
+        return self if first is None else self.read_by(surveyed(first))
+
+    def _files(self) -> Iterator[Any]:
+        """Yield the collections of files, also those that others wrap."""
         for images in (self.train, self.val):
             while images is not None:
                 if hasattr(images, "reading"):
-                    images.reading = reading
+                    yield images
                 images = getattr(images, "images", None)
-        return replace(self, about={**self.about, **reading.given})
 
 
 @dataclass

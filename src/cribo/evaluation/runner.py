@@ -108,7 +108,8 @@ def open_run(
     runtime = protocol.runtime_type(**protocol.runtime_defaults) if runtime is None else runtime
     started = time.perf_counter()
     reading = completed_for(source, reading)
-    splits = data.open().read_by(reading)
+    splits = data.open().read_by(reading).surveyed()
+    reading = splits.reading or reading
     network, about = open_network(source, in_chans=reading.in_chans)
     run = Run(source, splits, runtime, network, about, console or Console(quiet=True), pictures, started=started)
     return run, protocol.prepare(run)

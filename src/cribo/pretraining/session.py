@@ -4,6 +4,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from cribo.data.samples import SampleDataset, StepBatchSampler
 from cribo.data.scenes import Scenes
 from cribo.data.sources.cache import CachedImages
 from cribo.data.sources.clips import Clips
-from cribo.data.sources.images import has_images, require_readable
+from cribo.data.sources.images import EncodedImages, has_images, require_readable
 from cribo.data.sources.video_files import has_video_files, open_video_files
+from cribo.data.survey import surveyed
 from cribo.models.backbone import RGB
 from cribo.objectives.base import BUILT_IN, Stages, objective_class
 from cribo.objectives.trunk_cache import fill
@@ -86,6 +88,8 @@ class Session:
         on_cpu = self._accelerator() == "cpu"
         self.score_data = open_score_data(config)
         self.source, self.held_out = _open_sources(config)
+        if isinstance(files := getattr(self.source, "images", self.source), EncodedImages):
+            self.config = config = replace(config, data=replace(config.data, range=files.reading.range))
         _require_precision(config.runtime.precision, on_cpu=on_cpu)
         self.workers = loading_workers(config)
         if len(self.source) < config.optim.batch_size:
@@ -245,6 +249,7 @@ def _open_sources(config: PretrainConfig) -> tuple[ImageSource, ImageSource | No
             cache_dir=data.cache_dir,
             cache_gib=data.cache_gib,
         )
+        images.reading = surveyed(images)
     if reads_clips:
         return Clips(images, most=data.video.frames, stride=data.video.stride), None
     return split_held_out(images, config)

@@ -29,6 +29,7 @@ from cribo.base.job import Account, Changes, Job, describe_changes, named_folder
 from cribo.base.wording import command_line
 from cribo.data import ImageFiles
 from cribo.data.sources.collection import sampled_hash
+from cribo.data.survey import surveyed
 from cribo.features.config import backbone_name
 from cribo.features.reading import completed_for
 from cribo.models import Backbone, load_backbone, save_backbone
@@ -160,6 +161,8 @@ def run_steps(
     )
     config = replace(config, reading=completed_for(config.backbone, config.reading))
     images = open_listable(config.images, config.reading)
+    images.reading = surveyed(images)
+    config = replace(config, reading=images.reading)
     steps = make(config, images)
     if config.trains:
         if CLOSED_FORM not in job.accounts:

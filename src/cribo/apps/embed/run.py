@@ -24,6 +24,7 @@ from cribo.base.versions import versions
 from cribo.base.wording import counted
 from cribo.data.sources.collection import ImageCollection, content_hash, fingerprint, open_collection, without_repeats
 from cribo.data.sources.images import collection_name, is_url, require_readable
+from cribo.data.survey import surveyed
 from cribo.features.config import ObjectSettings
 from cribo.features.object_extraction import MAX_PATCHES
 from cribo.features.prefetching import BUDGET
@@ -102,6 +103,11 @@ def embed_images(
     )
     config = replace(config, reading=completed_for(config.backbone, config.reading))
     images = open_collection(config.images, column=config.column, reading=config.reading)
+    if (known := job.resumed_identity.get("range")) is None:
+        images.reading = surveyed(images)
+    else:  # the images may have changed
+        images.reading = config.reading.completed({"range": known})
+    config = replace(config, reading=images.reading)
     require_readable(images, config.images, windows=True)
     embedder = Embedder(
         config.backbone,

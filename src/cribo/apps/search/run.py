@@ -19,6 +19,7 @@ from cribo.base.trust import check_address
 from cribo.data.config import Reading
 from cribo.data.sources.collection import ImageCollection, names_hash, open_collection, without_repeats
 from cribo.data.sources.images import ImageFiles, collection_name, is_url, require_readable
+from cribo.data.survey import surveyed
 from cribo.features.config import BackboneSource, ObjectSettings
 from cribo.features.encoder import Encoder
 from cribo.features.reading import completed_for
@@ -55,6 +56,7 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
     known = None if opened is None else opened.info
     reading = completed_for(config.backbone, config.reading) if opened is None else opened.reading(config.reading)
     images, source = _open_images(config, known, reading)
+    reading = images.reading
     own = images.part(config.share.of(range(len(images))))
     settings = config.settings(ObjectSettings() if known is None else known.settings)
     backbone = config.backbone or _known_backbone(known, trust=config.trust)
@@ -126,6 +128,8 @@ def _open_images(config: IndexConfig, known: DatabaseInfo | None, reading: Readi
         check_address(source, config.db, "--images", trust=config.trust)
     column = config.column or (None if known is None else known.column)
     images = open_collection(source, column=column, reading=reading)
+    if known is None:
+        images.reading = surveyed(images)
     require_readable(images, source, windows=True)
     images = without_repeats(images)  # otherwise an image could be in two shares
     return images, source if is_url(source) else _absolute(Path(source).expanduser())

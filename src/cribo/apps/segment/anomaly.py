@@ -33,6 +33,7 @@ from cribo.base.versions import versions
 from cribo.base.wording import counted
 from cribo.data.reading import read_values
 from cribo.data.sources.images import ImageSource, collection_name, require_readable
+from cribo.data.survey import surveyed
 from cribo.features.anomaly import NormalPatches, PatchEncoder, image_score, pixel_distances
 from cribo.features.config import AnomalySettings
 from cribo.features.encoder import open_network
@@ -166,6 +167,8 @@ def find_anomalies(
     config = replace(config, reading=completed_for(config.backbone, config.reading))
     images = open_targets(config.images, apart_from=out or OUT, reading=config.reading)
     examples = open_targets(config.examples, apart_from=out or OUT, reading=config.reading)
+    images.reading = examples.reading = surveyed(examples)
+    config = replace(config, reading=examples.reading)
     require_readable(images, config.images)
     require_readable(examples, config.examples)
     network, about = open_network(config.backbone, in_chans=config.reading.in_chans)

@@ -35,6 +35,7 @@ from cribo.data.labelled.label_maps import IGNORE_INDEX, Task
 from cribo.data.labelled.segmentation import LabelledExamples
 from cribo.data.sources.collection import ImageCollection, names_hash
 from cribo.data.sources.images import collection_name, require_readable
+from cribo.data.survey import surveyed
 from cribo.features.memory.memory import SegmentationMemory
 from cribo.features.memory.settings import SegmentationSettings
 from cribo.features.memory.storage import memory_lock, stored_reading
@@ -113,8 +114,13 @@ def segment_images(
     )
     settings = SegmentationSettings(**config.settings)
     file = None if config.memory is None else Path(config.memory).expanduser()
+    examples = None
     if file is None or not file.exists():
         settings = completed_for(config.backbone, settings)  # as in the training of the backbone
+        if config.examples is not None:
+            examples = _find_examples(config, settings)
+            examples.reading = surveyed(examples)
+            settings = replace(settings, range=examples.reading.range)
     known = {} if file is None else stored_reading(file).given
     reading = Reading(max_pixels=config.max_pixels, **{**known, **settings.given})
     images = open_targets(config.images, column=config.column, apart_from=out or OUT, reading=reading)
@@ -129,7 +135,7 @@ def segment_images(
         engine = held.enter_context(open_engine(config, writes_to=out or OUT))
         progress = held.enter_context(Phases(console))
         with nullcontext() if file is None or config.examples is None else memory_lock(file):
-            memory, has_new, tasks = _open_memory(config, file, settings, progress)
+            memory, has_new, tasks = _open_memory(config, file, settings, examples, progress)
             _require_two_classes(memory)
             splitter = Splitter.of_names(config.instances, config.min_area, memory) if config.instances else None
             memory.fit(progress)
@@ -172,8 +178,25 @@ def _check_memory_file(file: Path, *, may_be_new: bool) -> None:
         require_writable(file.parent, "--memory")
 
 
+def _find_examples(
+    config: SegmentConfig, settings: SegmentationSettings, known_classes: int | None = None
+) -> LabelledExamples:
+    return find_examples(
+        config.examples or "",
+        labels=config.labels,
+        classes=config.classes,
+        known_classes=known_classes,
+        label_format=config.format,
+        reading=replace(settings.reading, max_pixels=config.max_pixels),
+    )
+
+
 def _open_memory(
-    config: SegmentConfig, file: Path | None, settings: SegmentationSettings, progress: Phases
+    config: SegmentConfig,
+    file: Path | None,
+    settings: SegmentationSettings,
+    examples: LabelledExamples | None,
+    progress: Phases,
 ) -> tuple[SegmentationMemory, bool, Mapping[str, Task]]:
     """Load the memory file or create a memory, and add the examples.
 
@@ -188,14 +211,10 @@ def _open_memory(
     if config.examples is None:
         assert memory is not None  # `SegmentConfig` requires examples or a memory
         return memory, False, {}
-    examples = find_examples(
-        config.examples,
-        labels=config.labels,
-        classes=config.classes,
-        known_classes=None if memory is None else len(memory.classes),
-        label_format=config.format,
-        reading=replace((settings if memory is None else memory.settings).reading, max_pixels=config.max_pixels),
-    )
+    if memory is not None:
+        examples = _find_examples(config, memory.settings, len(memory.classes))
+    elif examples is None:
+        examples = _find_examples(config, settings)
     if memory is None:
         memory = SegmentationMemory(
             config.backbone, classes=examples.new_classes, palette=examples.stated_palette, settings=settings, **options

@@ -35,8 +35,9 @@ from cribo.data.labelled.formats import find_examples, find_maps, written_format
 from cribo.data.labelled.label_maps import IGNORE_INDEX
 from cribo.data.labelled.segmentation import LabelledExamples
 from cribo.data.sources.clips import videos_in
-from cribo.data.sources.images import ImageSource, collection_name, require_readable
+from cribo.data.sources.images import EncodedImages, ImageSource, collection_name, require_readable
 from cribo.data.sources.video_files import VideoFiles, has_video_files, open_video_files
+from cribo.data.survey import surveyed
 from cribo.features.config import PropagationSettings
 from cribo.features.encoder import Encoder, open_network
 from cribo.features.memory.memory import Segmentation
@@ -99,6 +100,9 @@ def segment_video(
     )
     config = replace(config, reading=completed_for(config.backbone, config.reading))
     frames = _open_frames(config.images, out or OUT, config.reading)
+    if isinstance(frames, EncodedImages):
+        frames.reading = surveyed(frames)
+        config = replace(config, reading=frames.reading)
     require_readable(frames, config.images)
     examples = _open_labels(config)
     network, about = open_network(config.backbone, in_chans=config.reading.in_chans)
