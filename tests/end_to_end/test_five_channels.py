@@ -1,6 +1,7 @@
 """Images of five channels with 16 bits through whole commands."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,7 +52,8 @@ def write_images(folder: Path) -> None:
         values[3:] = np.where(inside, [[[4000]], [[200]]], [[[300]], [[3000]]])
         for place in ("images", "examples"):
             path = folder / place / f"{number}.tif"
-            tifffile.imwrite(path, values.astype(np.uint16), photometric="minisblack")
+            pixels = values.transpose(1, 2, 0).astype(np.uint16)
+            tifffile.imwrite(path, pixels, photometric="minisblack", planarconfig="contig")
         Image.fromarray(inside.astype(np.uint8)).save(folder / "examples" / f"{number}_labels.png")
 
 
@@ -118,3 +120,27 @@ def test_pretraining_stores_channels_and_range_with_the_backbone(cribo: Run) -> 
     cribo("segment", "images", "--examples", "examples", *how, "--memory", "memory", "--out", "s")
     assert stored_reading(Path("memory")).given == about["pixels"]
     assert "5 channels" in cribo("embed", "images", *how, "--channels", "0,1,2", "--out", "wrong", status=2)
+
+
+def test_adapting_and_evaluating(cribo: Run) -> None:
+    few = json.dumps({"optim.batch_size": 4, "views.size": 32, "objects.group_size": 2})
+    how = ("--backbone", "net", "--device", "cpu", "--workers", 0)
+    printed = cribo("adapt", "images", *how, *CHANNELS, "--steps", 2, "--training", few, "--keep", "adapted")
+    assert "from 3 to 5 channels" in printed
+    about = json.loads(Path("adapted/net-adapted/backbone.json").read_text())
+    assert about["pixels"] == {"range": [0, 4095], "channels": [0, 1, 2, 3, 4]}
+    first = [load_backbone(each).model.patch_embed.proj.weight for each in ("adapted/net-adapted/closed_form", "net")]
+    assert torch.equal(first[0], inflate(load_backbone("net"), 5).model.patch_embed.proj.weight)
+    trained = load_backbone("adapted/net-adapted/training").model.patch_embed.proj.weight
+    assert not torch.equal(trained, first[0])
+    for split in ("train", "val"):
+        for kind in ("images", "labels"):
+            Path(f"set/{kind}/{split}").mkdir(parents=True)
+        for number in range(4):
+            shutil.copy(f"images/{number}.tif", f"set/images/{split}")
+            shutil.copy(f"examples/{number}_labels.png", f"set/labels/{split}/{number}.png")
+    data = ("--data", "folder", "--data.root", "set", "--ratios", 1, "--neighbours", 5)
+    cribo("evaluate", "dense-nn", *data, "--backbone", "adapted/net-adapted", "--out", "evaluated")
+    found = json.loads(Path("evaluated/results.json").read_text())
+    assert found["data"]["channels"] == [0, 1, 2, 3, 4]
+    assert found["backbone"]["args"]["in_chans"] == 5

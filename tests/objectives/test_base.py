@@ -11,7 +11,9 @@ import torch
 from tests.commands import Commands
 
 from cribo.base.errors import ConfigError, DataError
+from cribo.data.config import Reading
 from cribo.objectives import Setting, Step, make_objective
+from cribo.objectives.trunk import shared_blocks
 from cribo.pretraining import PretrainConfig, PretrainingModule, pretrain, resume
 from cribo.training.checkpoints import checkpoint_files
 
@@ -167,3 +169,31 @@ def test_positions_of_local_crops_are_resized_as_configured(tiny: Tiny) -> None:
     network = {"backbone.name": "resnet18", "backbone.args": {}, "backbone.positions": "bicubic"}
     with pytest.raises(ConfigError, match=r"backbone\.positions .*resnet18"):
         Setting(tiny(network), 36, 4).build_backbone()
+
+
+FIVE = Reading(channels=(0, 1, 2, 3, 4), range=(0, 4095))
+
+
+def test_the_first_layer_for_other_channels_than_rgb_is_trained(tiny: Tiny) -> None:
+    for args in ({}, {"in_chans": 5}):
+        config = tiny({"backbone.train_blocks": 1, "backbone.args": {**tiny().backbone.args, **args}})
+        backbone = Setting(config, 36, 4, FIVE).build_backbone()
+        assert backbone.in_chans == 5
+        assert backbone.pixels == {"channels": [0, 1, 2, 3, 4], "range": [0, 4095]}
+        assert backbone.model.patch_embed.proj.weight.requires_grad
+        assert not backbone.model.blocks[0].attn.qkv.weight.requires_grad
+        assert shared_blocks(backbone, config.backbone) == 0
+    assert Setting(tiny(), 36, 4).build_backbone().pixels is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reading", "option"),
+    [
+        ({"backbone.train_blocks": 1, "backbone.cache_trunk": 1}, FIVE, "cache_trunk"),
+        ({"backbone.args": {"in_chans": 4}}, FIVE, "channels"),
+        ({"backbone.args": {"in_chans": 4}}, Reading(), "channels"),
+    ],
+)
+def test_options_that_other_channels_exclude(tiny: Tiny, changes: dict, reading: Reading, option: str) -> None:
+    with pytest.raises(ConfigError, match=option):
+        Setting(tiny(changes), 36, 4, reading).build_backbone()

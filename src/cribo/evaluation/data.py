@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Self
 from cribo.base.bounds import at_least, check_bounds
 from cribo.base.errors import ConfigError, DataError
 from cribo.base.trust import import_by_path
-from cribo.data.config import Reading, spread
+from cribo.data.config import DEFAULT_READING, Reading, spread
 from cribo.data.labelled.sets import HELD_OUT_SCENES, SEGMENTATION_SETS, SegmentationSet, segmentation_set
 from cribo.data.sources.images import EncodedImages
 from cribo.data.survey import surveyed
@@ -137,14 +137,14 @@ class SegmentationData(LabelledData):
         own = all((folder / part).is_dir() for part in ("images", "labels"))
         return cls("folder", str(folder)) if own else None
 
-    def open(self) -> Splits:
-        """Open both splits.
+    def open(self, reading: Reading = DEFAULT_READING) -> Splits:
+        """Open both splits; without a list of classes, the label maps are read.
 
         Raises:
             ConfigError: `root` is missing, or options contradict each other.
             DataError: unknown layout, missing images or labels, or splits with different classes.
         """
-        (train, train_name), (val, val_name) = self._scenes() if self.name == SCENES else self._sets()
+        (train, train_name), (val, val_name) = self._scenes() if self.name == SCENES else self._sets(reading)
         if list(train.classes) != list(val.classes):
             raise DataError(f"{train_name} and {val_name} have different classes: {train.classes} and {val.classes}")
         return Splits(train, val, self.name, about_splits(self, self.root, train, train_name, val, val_name))
@@ -158,7 +158,7 @@ class SegmentationData(LabelledData):
         counts = (count if self.limit is None else min(self.limit, count) for count in HELD_OUT_SCENES)
         return [(scenes, "held out") for scenes in held_out_scenes(*counts)]
 
-    def _sets(self) -> list[tuple[Any, str]]:
+    def _sets(self, reading: Reading) -> list[tuple[Any, str]]:
         from cribo.data import LabelledSubset, default_splits, open_segmentation
 
         if own := "." in self.name:
@@ -166,7 +166,7 @@ class SegmentationData(LabelledData):
         elif self.root is None:
             raise ConfigError(f"data.root is required: the folder of the unpacked data set {self.name}")
         else:
-            function: Any = partial(open_segmentation, self.name, partial=self.partial)
+            function: Any = partial(open_segmentation, self.name, partial=self.partial, reading=reading)
             defaults = default_splits(self.name, self.root)
         opened = []
         for split in (self.train or defaults[0], self.val or defaults[1]):

@@ -8,6 +8,7 @@ from timm.models._manipulate import adapt_input_conv
 from torch import Tensor, nn
 
 from cribo.base.errors import InputError
+from cribo.base.wording import option_text
 from cribo.models.backbone import RGB, Backbone, repeated
 from cribo.models.building import build_again
 
@@ -68,6 +69,20 @@ def inflation_note(in_chans: int) -> str:
     'its first layer was inflated from 3 to 5 channels'
     """
     return f"its first layer was inflated from {RGB} to {in_chans} channels"
+
+
+def described_images(backbone: Backbone) -> str:
+    """Describe the images of a network: RGB, or their channels, and how files were read in training.
+
+    >>> from cribo.models import build_backbone
+    >>> backbone = build_backbone("resnet10t", args={"in_chans": 2}, image_size=64)
+    >>> backbone.pixels = {"channels": [3, 1], "range": [0, 4095]}
+    >>> described_images(backbone)
+    '2 channels, of files that cribo reads with --channels 3,1 --range 0,4095'
+    """
+    given = [f"--{name} {option_text(value)}" for name, value in (backbone.pixels or {}).items()]
+    what = "RGB" if backbone.in_chans == RGB else f"{backbone.in_chans} channels"
+    return f"{what}, of files that cribo reads with {' '.join(given)}" if given else what
 
 
 def require_channels(own: int, in_chans: int, name: str) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cribo.base.errors import InputError
 from cribo.base.files import sync, write_beside
-from cribo.models.backbone import Backbone
+from cribo.models.backbone import RGB, Backbone
 from cribo.models.formats.reading import read_json
 from cribo.models.formats.recognised import Expected, Recognised
 from cribo.models.licences import describe_licences
@@ -32,6 +32,8 @@ _HOW_TO_LOAD = (
     "import json, timm, safetensors.torch; about = json.load(open('backbone.json')); "
     "model = timm.create_model(about['name'], **about['args']).eval(); "
     "model.load_state_dict(safetensors.torch.load_file('backbone.safetensors')); "
+)
+_HOW_TO_TRANSFORM = (
     "inputs = dict(input_size=(3, about['image_size'], about['image_size']), mean=about['mean'], std=about['std'], "
     "interpolation='bicubic', crop_pct=1.0, crop_mode='squash'); "
     "transform = timm.data.create_transform(**timm.data.resolve_data_config(inputs, model=model))"
@@ -77,6 +79,7 @@ def save_backbone(backbone: Backbone, folder: str | Path) -> Path:
             "torch": str(torch.__version__),
             "sha256": _sha256(new_weights),
             "how_to_load": _HOW_TO_LOAD
+            + (_HOW_TO_TRANSFORM if backbone.in_chans == RGB else f"import torch; {how_to_normalise(backbone)}")
             + (_HOW_TO_SET_EPS if backbone.numerics.norm_eps is not None else "")
             + (_HOW_TO_SET_FINAL_EPS if backbone.numerics.final_norm_eps is not None else "")
             + (_HOW_TO_SET_PERIODS if backbone.numerics.rope_periods is not None else "")
@@ -117,6 +120,16 @@ def describe(backbone: Backbone) -> dict[str, Any]:
         "licences": describe_licences(backbone.licences),
         **({} if backbone.pixels is None else {"pixels": dict(backbone.pixels)}),
     }
+
+
+def how_to_normalise(backbone: Backbone) -> str:
+    """Return Python code that normalises pixels of other than three channels, which image libraries do not transform.
+
+    It maps `pixels` (h, w, C), an array in uint8, to `images` (1, C, h, w).
+    """
+    mean, std = list(backbone.mean), list(backbone.std)
+    normalised = f'((pixels / 255 - {mean}) / {std}).astype("float32")'
+    return f"images = torch.from_numpy({normalised}).permute(2, 0, 1)[None]"
 
 
 def how_to_read_out(backbone: Backbone, features: str) -> str:

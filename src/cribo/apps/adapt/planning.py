@@ -41,7 +41,9 @@ _TIMED_IMAGES = 3
 
 
 def load_recipe(config: AdaptConfig | DistillConfig) -> PretrainConfig:
-    """Load the recipe of the training with the values that override it, and check its optional packages and loggers.
+    """Load the recipe of the training with the values that override it and the options of reading images.
+
+    Its optional packages and loggers are checked.
 
     Raises:
         ConfigError: an invalid name or value; not logged in to the service of a logger.
@@ -51,7 +53,7 @@ def load_recipe(config: AdaptConfig | DistillConfig) -> PretrainConfig:
     recipe = load_config(config.recipe, config.training | logger)
     check_packages(recipe)
     require_logins(recipe.runtime.logger)
-    return recipe
+    return replace(recipe, data=replace(recipe.data, **asdict(config.reading)))
 
 
 def open_for(source: BackboneSource, reading: Reading) -> Backbone:
@@ -135,7 +137,7 @@ def plan_training(
     listed = _list_images(images, range(len(images)), folder)
     planned = replace(
         adjusted,
-        data=replace(adjusted.data, root=str(listed), images="", workers=config.workers, **asdict(config.reading)),
+        data=replace(adjusted.data, root=str(listed), images="", workers=config.workers),
         backbone=replace(adjusted.backbone, pretrained=str(folder / CLOSED_FORM / WEIGHTS_FILE)),
     )
     steps = config.steps

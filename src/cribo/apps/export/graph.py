@@ -30,6 +30,8 @@ from cribo.apps.export.target import Encode, Exporter, Step, Written, data_type,
 from cribo.base.console import log_level
 from cribo.base.errors import InputError
 from cribo.models import Backbone, describe, normalise
+from cribo.models.backbone import RGB
+from cribo.models.channels import described_images
 
 _TORCH_FILE, _ONNX_FILE = "backbone.pt2", "backbone.onnx"
 _TRACED, _LEAST, _MOST = (5, 7), 2, 4096  # rows and columns of patches: of the traced image, minimum and maximum
@@ -37,21 +39,24 @@ _TRACED, _LEAST, _MOST = (5, 7), 2, 4096  # rows and columns of patches: of the 
 _LOAD_TORCH = """\
 import numpy, torch
 encode = torch.export.load("{{folder}}/{file}").module()
-pixels = numpy.asarray(picture.convert("RGB").resize(({width}, {height}), 3), "float32")  # 3: bicubic
-images = torch.from_numpy(pixels / 255).permute(2, 0, 1)[None]  # RGB in 0-1
+{pixels}
+images = torch.from_numpy(pixels / 255).permute(2, 0, 1)[None]  # {channels} in 0-1
 tokens, global_token = encode(images)"""
 _LOAD_ONNX = """\
 import numpy, onnxruntime
 session = onnxruntime.InferenceSession("{{folder}}/{file}")
-pixels = numpy.asarray(picture.convert("RGB").resize(({width}, {height}), 3), "float32")  # 3: bicubic
-images = (pixels / 255).transpose(2, 0, 1)[None]  # RGB in 0-1
+{pixels}
+images = (pixels / 255).transpose(2, 0, 1)[None]  # {channels} in 0-1
 tokens, global_token = session.run(["tokens", "global_token"], {{"images": images}})"""
+
+_OF_PICTURE = 'pixels = numpy.asarray(picture.convert("RGB").resize(({width}, {height}), 3), "float32")  # 3: bicubic'
+_OF_CHANNELS = 'pixels = numpy.asarray(pixels, "float32")  # of ({height}, {width}, {channels}), values from 0 to 255'
 
 _METADATA = "cribo"
 
 
 class _Graph(nn.Module):
-    """Maps (B, 3, H, W) RGB images in 0-1 to tokens and global token."""
+    """Maps (B, C, H, W) images in 0-1 to tokens and global token."""
 
     def __init__(self, backbone: Backbone, layers: int) -> None:
         super().__init__()
@@ -73,10 +78,10 @@ def trace(backbone: Backbone, options: ExportOptions) -> ExportedProgram:
     patch = backbone.patch_size
     rows, columns = (Dim(name, min=_LEAST, max=_MOST) for name in ("rows", "columns"))
     free: dict[int, Any] = {0: Dim("batch", min=1), 2: patch * rows, 3: patch * columns}
-    example = torch.rand(2, 3, _TRACED[0] * patch, _TRACED[1] * patch)
+    example = torch.rand(2, backbone.in_chans, _TRACED[0] * patch, _TRACED[1] * patch)
     shapes: dict[str, Any] | None = {"images": free}
     if options.fixed_size is not None:
-        example, shapes = torch.rand(1, 3, *options.fixed_size), None
+        example, shapes = torch.rand(1, backbone.in_chans, *options.fixed_size), None
     backbone = copy.deepcopy(backbone).to(data_type(options))
     return trace_module(_Graph(backbone, options.layers).eval(), backbone, example, shapes)
 
@@ -248,21 +253,24 @@ def _about(backbone: Backbone, options: ExportOptions) -> str:
         **describe(backbone),
         "layers": options.layers,
         "precision": options.precision,
-        "images": "RGB in 0-1 in float32, normalised in the graph",
+        "images": f"{described_images(backbone)}, in 0-1 in float32, normalised in the graph",
     }
     return json.dumps({key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()})
 
 
 def _load(lines: str, file: str, backbone: Backbone, options: ExportOptions) -> str:
     height, width = options.fixed_size or (backbone.image_size, backbone.image_size)
-    return lines.format(file=file, height=height, width=width)
+    is_rgb = backbone.in_chans == RGB
+    pixels = (_OF_PICTURE if is_rgb else _OF_CHANNELS).format(height=height, width=width, channels=backbone.in_chans)
+    return lines.format(file=file, pixels=pixels, channels="RGB" if is_rgb else f"{backbone.in_chans} channels")
 
 
 def _notes(backbone: Backbone, options: ExportOptions) -> tuple[str, ...]:
     patch = backbone.patch_size
-    images = f"images are RGB in 0-1, with sides that are multiples of {patch} and at least {_LEAST * patch} pixels"
+    what = f"{described_images(backbone)}, in 0-1"
+    images = f"images are {what}, with sides that are multiples of {patch} and at least {_LEAST * patch} pixels"
     if options.fixed_size is not None:
-        images = f"one image at a time, RGB in 0-1, of {options.fixed_size[0]} x {options.fixed_size[1]} pixels (h x w)"
+        images = f"one image at a time, {what}, of {options.fixed_size[0]} x {options.fixed_size[1]} pixels (h x w)"
     return (images,) if backbone.readout is None else (images, "the readout layer is part of the graph")
 
 

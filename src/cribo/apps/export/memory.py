@@ -23,6 +23,7 @@ from cribo.data.randomness import keyed_generator
 from cribo.features.memory import SegmentationMemory
 from cribo.features.memory.graph import MOST_PIXELS, MemoryGraph
 from cribo.models import describe
+from cribo.models.backbone import RGB
 from cribo.models.hub.card import CARD, model_card
 from cribo.models.hub.download import source_name
 
@@ -53,7 +54,7 @@ pixels = torch.from_numpy(numpy.array(picture.convert("RGB")))  # uint8, of any 
 labels, confidence = label(pixels)""",
 }
 
-Label = Callable[[UInt8[Tensor, "h w 3"]], tuple[UInt8[Tensor, "h w"], Float[Tensor, "h w"]]]
+Label = Callable[[UInt8[Tensor, "h w c"]], tuple[UInt8[Tensor, "h w"], Float[Tensor, "h w"]]]
 """Computes labels and confidence of the pixels of an image with the target's library only."""
 
 
@@ -96,9 +97,9 @@ def export_memory(
 ) -> MemoryReport:
     """Export a memory with its backbone as one graph, and verify its labels.
 
-    The graph maps `image` (H, W, 3), RGB in uint8, of any size, to `labels` (H, W) in uint8 and `confidence` (H, W) in
-    float32. At three sizes, 99.9 % of the pixels must have the label of the memory, and the confidence may differ by
-    0.001 on average. The folder is created once it is complete and verified.
+    The graph maps `image` (H, W, C) in uint8, of any size and with the C channels of the backbone, to `labels` (H, W)
+    in uint8 and `confidence` (H, W) in float32. At three sizes, 99.9 % of the pixels must have the label of the memory,
+    and the confidence may differ by 0.001 on average. The folder is created once it is complete and verified.
 
     Args:
         memory: the memory, on the host; it is not changed.
@@ -131,8 +132,10 @@ def export_memory(
             program = _trace(graph)
         _write(program, folder / _FILES[to], to, memory, opset, step)
         equal, difference = compare_labels(memory, lambda: load(folder, to), progress)
-        report = MemoryReport(to, out, {}, equal, difference, _SIZES, _LOAD[to].replace("{folder}", out.as_posix()))
-        in_folder = _LOAD[to].replace("{folder}", ".")
+        report = MemoryReport(
+            to, out, {}, equal, difference, _SIZES, _how_to_load(to, memory).replace("{folder}", out.as_posix())
+        )
+        in_folder = _how_to_load(to, memory).replace("{folder}", ".")
         write_json(folder / ABOUT, _describe(report, memory, opset, in_folder))
         write_text(folder / CARD, _card(report, memory, in_folder))
         files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
@@ -158,7 +161,7 @@ def load(folder: Path, to: Target) -> Label:
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 
-    def label(image: UInt8[Tensor, "h w 3"]) -> tuple[Tensor, Tensor]:
+    def label(image: UInt8[Tensor, "h w c"]) -> tuple[Tensor, Tensor]:
         labels, confidence = session.run(["labels", "confidence"], {"image": image.numpy()})
         return torch.from_numpy(labels), torch.from_numpy(confidence)
 
@@ -178,7 +181,7 @@ def compare_labels(
         label = load()
     for number, (height, width) in enumerate(_SIZES):
         progress("comparing", number, len(_SIZES))
-        spots = torch.rand(1, 3, 5, 6, generator=keyed_generator(_IMAGES, number))
+        spots = torch.rand(1, memory.encoder.in_chans, 5, 6, generator=keyed_generator(_IMAGES, number))
         image = (F.interpolate(spots, size=(height, width), mode="bicubic")[0].clamp(0, 1) * 255).to(torch.uint8)
         at = f"an image of {height}x{width}"
         with naming_failures(f"the export fails on {at}"):
@@ -198,7 +201,9 @@ def compare_labels(
 
 def _trace(graph: MemoryGraph) -> ExportedProgram:
     sides = {place: Dim(name, min=2, max=MOST_PIXELS) for place, name in enumerate(("height", "width"))}
-    return trace_module(graph, graph.backbone, torch.zeros(*_TRACED, 3, dtype=torch.uint8), {"image": sides})
+    return trace_module(
+        graph, graph.backbone, torch.zeros(*_TRACED, graph.backbone.in_chans, dtype=torch.uint8), {"image": sides}
+    )
 
 
 def _write(program: ExportedProgram, path: Path, to: Target, memory: SegmentationMemory, opset: int, step: Any) -> None:
@@ -226,9 +231,24 @@ def _about(memory: SegmentationMemory) -> dict[str, Any]:
         "classes": memory.classes,
         "palette": [list(colour) for colour in memory.palette],
         "probe": str(memory.fit().probe),
-        "image": f"RGB in uint8, (height, width, 3){_read_with(memory)}",
+        "image": _images(memory),
         "unlabelled": 255,
     }
+
+
+def _images(memory: SegmentationMemory) -> str:
+    """Describe the input of the graph."""
+    channels = memory.encoder.in_chans
+    what = "RGB" if channels == RGB else f"{channels} channels"
+    return f"{what} in uint8, (height, width, {channels}), of any size{_read_with(memory)}"
+
+
+def _how_to_load(to: Target, memory: SegmentationMemory) -> str:
+    """Return the code that loads the graph; images of other than three channels are arrays, not pictures."""
+    channels = memory.encoder.in_chans
+    if channels == RGB:
+        return _LOAD[to]
+    return _LOAD[to].replace('picture.convert("RGB")', "pixels").replace("uint8, of", f"uint8, (h, w, {channels}), of")
 
 
 def _read_with(memory: SegmentationMemory) -> str:
@@ -269,7 +289,7 @@ def _card(report: MemoryReport, memory: SegmentationMemory, how_to_load: str) ->
         how_to_load=f"# in the folder of this file\n{how_to_load}",
         written_by=f"`cribo export --memory --to {report.target}`",
         sections=(
-            f"## Images\n\nThe graph takes RGB in uint8, (height, width, 3), of any size{_read_with(memory)}.",
+            f"## Images\n\nThe graph takes {_images(memory)}.",
             f"## Classes\n\n| label | class | colour |\n|---|---|---|\n{rows}",
             f"## Check\n\nLoaded back, at least {report.equal:.2%} of the pixels of each image have the label of the "
             f"memory, and the confidence differs by at most {report.difference:.1e} on average.",

@@ -104,8 +104,9 @@ def export_backbone(
         backbone: the backbone, on any device; it is not changed.
         to: `timm`: a folder for `timm.create_model("local-dir:...", pretrained=True)`.
             `transformers`: a folder for `AutoModel.from_pretrained`.
-            `onnx`: `backbone.onnx`, which maps RGB `images` in 0-1 to `tokens` (B, N, D) and `global_token` (B, D);
-            batch size, height and width are dynamic. Images are float32 in both precisions.
+            `onnx`: `backbone.onnx`, which maps `images` in 0-1 (RGB, or the channels of the backbone) to `tokens`
+            (B, N, D) and `global_token` (B, D); batch size, height and width are dynamic. Images are float32 in both
+            precisions.
             `torch-export`: `backbone.pt2`, the same for `torch.export.load`, without timm or this package.
         out: the folder to write.
         overwrite: replace an existing export.
@@ -210,9 +211,9 @@ def compare_features(
         encode = load()
     for number, (batch, height, width) in enumerate(sizes):
         progress("comparing", number, len(sizes))
-        images = torch.rand(batch, 3, height, width, generator=keyed_generator(_IMAGES, number))
+        images = torch.rand(batch, backbone.in_chans, height, width, generator=keyed_generator(_IMAGES, number))
         expected = backbone.encode(normalise(images, mean=backbone.mean, std=backbone.std), options.layers)
-        at = f"images of {batch}x3x{height}x{width}"
+        at = f"images of {batch}x{backbone.in_chans}x{height}x{width}"
         with naming_failures(f"the export fails on {at}"):
             tokens, global_token = encode(images)
         for name, own, other in (
@@ -318,7 +319,7 @@ def _by_timm_positions(backbone: Backbone, to: Target, options: ExportOptions) -
         return ""
     changes = []
     for number, (batch, height, width) in enumerate(_sizes(backbone, None)):
-        images = torch.rand(batch, 3, height, width, generator=keyed_generator(_IMAGES, number))
+        images = torch.rand(batch, backbone.in_chans, height, width, generator=keyed_generator(_IMAGES, number))
         images = normalise(images, mean=backbone.mean, std=backbone.std)
         own, changed = plain.encode(images).tokens, other.encode(images).tokens
         changes.append((_difference(own, changed, "tokens"), f"{height}x{width}"))

@@ -14,7 +14,7 @@ from cribo.apps.export.config import ExportOptions
 from cribo.models import Backbone
 
 Encode = Callable[[Float[Tensor, "b c h w"]], tuple[Float[Tensor, "b n d"], Float[Tensor, "b d"]]]
-"""Computes tokens and global token of float32 RGB images in 0-1 with the target's library only."""
+"""Computes tokens and global token of float32 images in 0-1 with the target's library only."""
 
 Step = Callable[[str], AbstractContextManager[object]]
 """Shows the progress of a step of unknown length, with its name, until the end of a `with` statement."""

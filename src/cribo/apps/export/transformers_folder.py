@@ -23,12 +23,14 @@ from cribo.apps.export import timm_folder
 from cribo.apps.export.config import ExportOptions
 from cribo.apps.export.target import Encode, Exporter, Step, Written, data_type, in_precision, no_step
 from cribo.models import Backbone, normalise
+from cribo.models.backbone import RGB
+from cribo.models.channels import described_images
 from cribo.models.formats.inverse import write_as
 from cribo.models.formats.naming import State, fold_positions
 from cribo.models.formats.reading import read_json
 from cribo.models.formats.table import NAMINGS
 from cribo.models.hub.timm_layout import how_to_encode, not_of_timm, resizes_otherwise
-from cribo.models.saving import late_norm
+from cribo.models.saving import how_to_normalise, late_norm
 
 _LOAD = """\
 from transformers import AutoImageProcessor, AutoModel
@@ -63,20 +65,38 @@ def write(backbone: Backbone, folder: Path, options: ExportOptions, progress: St
             size = {"height": backbone.image_size, "width": backbone.image_size}
             mean, std = list(backbone.mean), list(backbone.std)
             processor = transformers.ViTImageProcessor(
-                size=size, resample=3, image_mean=mean, image_std=std, do_convert_rgb=True
+                size=size, resample=3, image_mean=mean, image_std=std, do_convert_rgb=backbone.in_chans == RGB
             )
             processor.save_pretrained(folder)
     if model is not None:
         prefix = 1 + getattr(model.config, "num_register_tokens", 0)
         encode = in_precision(_LOAD + _TOKENS.replace("{prefix}", str(prefix)), options)
-        return Written(encode, (f"transformers loads it as {type(model).__name__}",))
+        return Written(
+            _of_channels(encode, backbone), (f"transformers loads it as {type(model).__name__}", *_images(backbone))
+        )
     notes = timm_folder.write(backbone, folder, options, progress).notes
     if backbone.readout is None:
         encode, name = _LOAD + how_to_encode(backbone, _MAP, _TOKENS), "TimmWrapperModel"
     else:
         encode = _LOAD_READOUT + how_to_encode(backbone, _TIMM_MAP, _TIMM_TOKENS)
         name = "TimmWrapperForImageClassification"
-    return Written(in_precision(encode, options), (*notes, _BY_WRAPPER.format(name=name)))
+    return Written(_of_channels(in_precision(encode, options), backbone), (*notes, _BY_WRAPPER.format(name=name)))
+
+
+def _images(backbone: Backbone) -> tuple[str, ...]:
+    is_usual = backbone.in_chans == RGB and not backbone.pixels
+    return () if is_usual else (f"images are {described_images(backbone)}",)
+
+
+def _of_channels(code: str, backbone: Backbone) -> str:
+    """Return code of pictures as code of `pixels` (h, w, C), an array in uint8, which processors do not take."""
+    if backbone.in_chans == RGB:
+        return code
+    pixels = f"{how_to_normalise(backbone)}  # of pixels (height, width, {backbone.in_chans}) in uint8"
+    lines = [line for line in code.splitlines() if not line.startswith("processor =")]
+    half = ".half()" if code.find(").half()") >= 0 else ""
+    lines = [pixels.replace("[None]", f"[None]{half}") if line.startswith("images =") else line for line in lines]
+    return "\n".join(["import torch", *(line.replace("AutoImageProcessor, ", "") for line in lines)])
 
 
 def load(folder: Path, options: ExportOptions) -> Encode:
@@ -136,6 +156,7 @@ def _native(backbone: Backbone, transformers: Any) -> Any | None:
     if not _may_be_native(backbone):
         return None
     common = {
+        "num_channels": backbone.in_chans,
         "hidden_size": network.embed_dim,
         "num_hidden_layers": len(network.blocks),
         "num_attention_heads": network.blocks[0].attn.num_heads,

@@ -17,6 +17,7 @@ from cribo.base.errors import ConfigError, MissingPackage
 from cribo.base.packages import install_command
 from cribo.evaluation.detection.config import ADVICE
 from cribo.models import Backbone
+from cribo.models.backbone import RGB
 from cribo.models.formats.inverse import write_as
 from cribo.models.formats.naming import State
 from cribo.models.formats.table import NAMINGS
@@ -121,6 +122,7 @@ def refusal(backbone: Backbone) -> str | None:
     plain_attention = type(attention) is Attention and getattr(attention, "gate", None) is None
     activation = type(getattr(mlp, "act", None))
     reasons = {
+        f"it takes images of {backbone.in_chans} channels": backbone.in_chans != RGB,
         "it has no [CLS] token": network.cls_token is None,
         f"it has {network.num_reg_tokens} register tokens": network.num_reg_tokens > 0,
         "it has no position embedding": network.pos_embed is None,

@@ -12,9 +12,10 @@ import torch
 
 from cribo.base.errors import InputError
 from cribo.base.files import write_json
-from cribo.models.backbone import Backbone
+from cribo.models.backbone import RGB, Backbone
+from cribo.models.channels import described_images
 from cribo.models.numerics import Numerics
-from cribo.models.saving import DESCRIBED, TIMM_TAG, describe, how_to_read_out, late_norm
+from cribo.models.saving import DESCRIBED, TIMM_TAG, describe, how_to_normalise, how_to_read_out, late_norm
 
 WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"
 
@@ -77,7 +78,7 @@ def timm_config(backbone: Backbone) -> dict[str, Any]:
         "pretrained_cfg": {
             "tag": TIMM_TAG,
             "custom_load": False,
-            "input_size": [3, size, size],
+            "input_size": [backbone.in_chans, size, size],
             "fixed_input_size": not backbone.takes_any_size,
             "interpolation": "bicubic",
             "crop_pct": 1.0,
@@ -86,7 +87,8 @@ def timm_config(backbone: Backbone) -> dict[str, Any]:
             "std": list(backbone.std),
             "num_classes": width,
             "pool_size": None,
-            "first_conv": about.get("first_conv"),
+            # timm would inflate a first layer that it knows, also one with the channels of the images.
+            "first_conv": about.get("first_conv") if backbone.in_chans == RGB else None,
             "classifier": about.get("classifier"),
             "license": names.pop() if len(names) == 1 else None,
         },
@@ -97,7 +99,16 @@ def timm_config(backbone: Backbone) -> dict[str, Any]:
 def how_to_load(backbone: Backbone, place: str, dtype: torch.dtype = torch.float32) -> str:
     """Return Python code that loads the layout from a place, such as `hf-hub:owner/name`, and encodes a picture."""
     code = _LOAD.replace("{place}", place) + how_to_encode(backbone, _MAP, _TOKENS)
+    if backbone.in_chans != RGB:
+        code = _of_channels(code, backbone)
     return code.replace("{half}", ".half()" if dtype == torch.float16 else "")
+
+
+def _of_channels(code: str, backbone: Backbone) -> str:
+    """Return code of pictures as code of `pixels` (h, w, C), an array in uint8."""
+    lines = code.replace("import timm\n", "import timm, torch\n").replace("transform(picture)[None]", "images")
+    pixels = f"{how_to_normalise(backbone)}  # of pixels (height, width, {backbone.in_chans}) in uint8"
+    return "\n".join(pixels if line.startswith("transform =") else line for line in lines.splitlines())
 
 
 def how_to_encode(backbone: Backbone, feature_map: str, tokens: str) -> str:
@@ -114,6 +125,8 @@ def how_to_encode(backbone: Backbone, feature_map: str, tokens: str) -> str:
 def notes_on(backbone: Backbone) -> tuple[str, ...]:
     """Return notes for users of the layout: what timm does differently."""
     notes = []
+    if backbone.in_chans != RGB or backbone.pixels:
+        notes.append(f"images are {described_images(backbone)}")
     if backbone.numerics != Numerics():
         what = ", ".join(
             f"{field.name} {getattr(backbone.numerics, field.name)}"

@@ -241,7 +241,8 @@ class _Drawer:
 
     def _images(self) -> list[UInt8[Tensor, "c h w"]]:
         if self._files:
-            return [read_image(Path(file), reading=self.options.reading) for file in self._files]
+            reading = self.options.reading.completed(self.config.data.reading.given)
+            return [read_image(Path(file), reading=reading) for file in self._files]
         assert self._source is not None
         order = torch.randperm(len(self._source), generator=keyed_generator(self.config.seed)).tolist()
         return [self._source.load(index) for index in order[: self.options.pictures]]
