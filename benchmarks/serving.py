@@ -5,7 +5,8 @@
 CAMVID has images/train and labels/train, images/val and classes.txt. A memory of `--examples` training images is
 written to a temporary file. In each round, one process labels the files of `--images` validation images, and then
 clients, each in a thread with a connection of its own, send the same files to the server for palette PNGs of their
-labels. Printed are images per second, their ratio in each round, and the latency of requests.
+labels. Printed are images per second and CPU seconds per image of both processes, their ratios in each round, and the
+latency of requests. The ratio of CPU seconds does not depend on other load of the machine.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import psutil
 from PIL import Image
 
 from cribo.data.config import spread
@@ -56,6 +58,12 @@ def serving(backbone: str, file: Path, *options: str) -> Iterator[tuple[str, int
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(120)
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """Return the CPU seconds that a process has used."""
+    used = process.cpu_times()
+    return used.user + used.system
 
 
 def send_all(address: str, files: Sequence[bytes], clients: int) -> tuple[list[bytes], list[float]]:
@@ -91,30 +99,42 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "memory.safetensors"
         memory = write_memory(options.backbone, options.data, options.examples, file)
-        with serving(options.backbone, file) as (address, _):
+        with serving(options.backbone, file) as (address, pid):
+            server = psutil.Process(pid)
             send_all(address, files[:1], 1)
             expected = [memory.segment(paths[0])]
             latencies: dict[int, list[float]] = {clients: [] for clients in options.clients}
             ratios: dict[int, list[float]] = {clients: [] for clients in options.clients}
+            costs: dict[int, list[float]] = {clients: [] for clients in options.clients}
             for number in range(options.rounds):
-                begun = time.perf_counter()
+                begun, used = time.perf_counter(), time.process_time()
                 expected = [memory.segment(path) for path in paths]
                 alone = len(paths) / (time.perf_counter() - begun)
-                print(f"round {number}: segment {alone:.2f} images/s", flush=True)
+                cost = (time.process_time() - used) / len(paths)
+                print(f"round {number}: segment {alone:.2f} images/s, {cost:.3f} CPU s per image", flush=True)
                 for clients in options.clients:
-                    begun = time.perf_counter()
+                    begun, used = time.perf_counter(), cpu_seconds(server)
                     answers, seconds = send_all(address, files, clients)
                     speed = len(paths) / (time.perf_counter() - begun)
+                    own = (cpu_seconds(server) - used) / len(paths)
                     latencies[clients] += seconds
+                    costs[clients].append(cost / own)
                     ratios[clients].append(speed / alone)
-                    print(f"  {clients} clients: {speed:.2f} images/s, ratio {speed / alone:.2f}", flush=True)
+                    print(
+                        f"  {clients} clients: {speed:.2f} images/s (ratio {speed / alone:.2f}), {own:.3f} CPU s per "
+                        f"image (ratio {cost / own:.2f})",
+                        flush=True,
+                    )
                     found = [np.array(Image.open(io.BytesIO(answer))) for answer in answers]
                     same = [float((a == b.labels.numpy()).mean()) for a, b in zip(found, expected, strict=True)]
                     print(f"    equal labels: {min(same):.5f} of the pixels of the worst image", flush=True)
     for clients in options.clients:
         p50, p99 = np.percentile(latencies[clients], [50, 99])
         middle = statistics.median(ratios[clients])
-        print(f"{clients} clients: ratio {middle:.2f} (median), latency p50 {p50:.2f} s, p99 {p99:.2f} s")
+        cost = statistics.median(costs[clients])
+        print(
+            f"{clients} clients: ratio {middle:.2f}, by CPU seconds {cost:.2f} (medians); latency p50 {p50:.2f} s, p99 {p99:.2f} s"
+        )
 
 
 if __name__ == "__main__":

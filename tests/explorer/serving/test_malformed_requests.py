@@ -16,8 +16,8 @@ from tests.commands import Commands
 from tests.explorer.serving.conftest import Running, draw, png
 from tests.explorer.serving.test_command import start
 
-PATHS = ["/segment", "/segment", "/segment", "/features", "/memory", "/health", "/openapi.json", "/", "/x/../segment"]
-METHODS = ["POST"] * 8 + ["GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "X"]
+PATHS = [*["/segment"] * 9, "/features", "/memory", "/health", "/openapi.json", "/", "/x/../segment"]
+METHODS = ["POST"] * 40 + ["GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "X"]
 QUERIES = [
     "",
     "",
@@ -127,9 +127,8 @@ def statuses(address: str, draw: random.Random, count: int) -> Counter[int]:
 def test_malformed_requests_are_no_errors_of_the_server(running: Running) -> None:
     found = statuses(running.address, random.Random(63), 500)
     assert not [status for status in found if status >= 500], found
-    assert found[200] > 50
-    assert found[422] > 20
-    assert found[400] > 10
+    assert min(found[status] for status in (200, 400, 403, 404, 405, 406, 415, 422)) > 0, found
+    assert found[200] > 20
     assert running.segment(png(draw(3))).status_code == 200
 
 
