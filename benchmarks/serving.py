@@ -132,9 +132,8 @@ def main() -> None:
         p50, p99 = np.percentile(latencies[clients], [50, 99])
         middle = statistics.median(ratios[clients])
         cost = statistics.median(costs[clients])
-        print(
-            f"{clients} clients: ratio {middle:.2f}, by CPU seconds {cost:.2f} (medians); latency p50 {p50:.2f} s, p99 {p99:.2f} s"
-        )
+        print(f"{clients} clients: ratio {middle:.2f}, by CPU seconds {cost:.2f} (medians)")
+        print(f"  latency p50 {p50:.2f} s, p99 {p99:.2f} s")
 
 
 if __name__ == "__main__":
