@@ -6,9 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from traceback import clear_frames
 from typing import Any
-
-from cribo.base.errors import causes
 
 log = logging.getLogger("cribo")
 
@@ -85,8 +84,9 @@ def _compute(compute: Compute, tasks: Sequence[_Task]) -> None:
             for task in tasks:
                 _compute(compute, [task])
             return
-        for each in causes(error):
-            each.__traceback__ = None  # its frames have the images
+        if error.__traceback__ is not None:  # its frames have the images
+            clear_frames(error.__traceback__)
+            error.__traceback__ = error.__traceback__.tb_next
         tasks[0].future.set_exception(error)
         return
     for task, result in zip(tasks, results, strict=True):

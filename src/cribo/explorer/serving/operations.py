@@ -3,12 +3,13 @@
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from importlib.metadata import version
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-import cribo
+from cribo.base.packages import PACKAGE
 from cribo.explorer.serving.schemas import Schema, record, string
 from cribo.explorer.serving.service import Service
 
@@ -77,7 +78,7 @@ def describe(operations: Sequence[Operation]) -> dict[str, Any]:
         paths.setdefault(each.path, {})[each.method.lower()] = _described(each)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "cribo serve", "version": cribo.__version__, "summary": "A segmentation memory over HTTP"},
+        "info": {"title": "cribo serve", "version": version(PACKAGE), "summary": "A segmentation memory over HTTP"},
         "paths": paths,
         "components": {
             "schemas": {"Error": ERROR},

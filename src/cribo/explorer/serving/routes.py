@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import asdict
 from http import HTTPStatus
+from importlib.metadata import version
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-import cribo
+from cribo.base.packages import PACKAGE
 from cribo.explorer.access import Denied
 from cribo.explorer.serving.operations import Operation, Parameter
 from cribo.explorer.serving.results import FEATURES, LABELS, Format, media_types
@@ -88,7 +89,7 @@ async def _health(service: Service, request: Request) -> Response:
             "memory": state,
             "active": service.active,
             "device": str(file.device),
-            "version": cribo.__version__,
+            "version": version(PACKAGE),
         }
     )
 

@@ -3,13 +3,14 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
+from traceback import clear_frames
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive
 
@@ -47,12 +48,15 @@ class Service:
         self.memory, self.pictures, self.requests = memory, pictures, requests
         self.active = 0
         self._batches = Batches(batch_size)
+        # Starlette's threads keep the last result, here an image, until their next one.
+        self._threads = ThreadPoolExecutor(thread_name_prefix="cribo-pictures")
         # One batch is computed while the images of the next are decoded; others wait as encoded bytes.
         self._decoded = asyncio.Semaphore(2 * batch_size)
 
     def close(self) -> None:
-        """Stop the thread, after running requests."""
+        """Stop the threads, after running requests."""
         self._batches.close()
+        self._threads.shutdown()
 
     async def compute(self, request: Request, compute: Compute, encode: Callable[[Any], Result]) -> Result:
         """Read the picture of a request, compute with it, and encode the result.
@@ -65,18 +69,20 @@ class Service:
         Raises:
             Denied: the request is invalid, or the server is busy.
         """
+        run = asyncio.get_running_loop().run_in_executor
         async with self._admitted():
             content = await self._content(request)
             async with self._decoded:
                 try:
                     read = partial(self.memory.read, content, max_pixels=self.pictures.pixels)
-                    image = await run_in_threadpool(read)
+                    image = await run(self._threads, read)
                     del content, read
                     result = await self._computed(request, compute, image)
-                    return await run_in_threadpool(encode, result)
+                    return await run(self._threads, encode, result)
                 except Denied:
                     raise
                 except Exception as error:
+                    clear_frames(error.__traceback__)  # which have the image
                     raise self._as_denied(error) from error
 
     @asynccontextmanager
