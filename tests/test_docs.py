@@ -220,6 +220,7 @@ PAGE_OF = {
     "merge": "scale.md",
     "search": "object-search.md",
     "explore": "explorer.md",
+    "serve": "serving.md",
     "figures": "figures.md",
     "export": "export.md",
     "shard": "sharding.md",

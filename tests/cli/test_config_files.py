@@ -24,6 +24,7 @@ CASES = {
     "index": ("--db D --images I", "backbone", "mean-colour", "resnet18", "num_object", "num_objects"),
     "merge": ("PART", "out", "here", "there", "overwrit", "overwrite"),
     "search": ("--db D --image I", "k", 7, 9, "points", "point"),
+    "serve": ("--memory M --backbone mean-colour", "max_waiting", 7, 9, "hosts", "host"),
     "explore": ("--run R", "limit", 7, 9, "hosts", "host"),
     "figures": ("", "run", ["a", "b"], ["c"], "querys", "queries"),
     "export": ("--backbone mean-colour", "to", "timm", "onnx", "opsets", "opset"),

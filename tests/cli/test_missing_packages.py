@@ -20,6 +20,7 @@ NOWHERE = ("--images", "nowhere")
         (("index", *NETWORK, *NOWHERE, "--db", "new.db"), "lance", "search"),
         (("explore", *NETWORK, *NOWHERE, "--port", "0"), "gradio", "explore"),
         (("explore", *NETWORK, *NOWHERE, "--port", "0"), "lance", "explore"),
+        (("serve", *NETWORK, "--memory", "nowhere", "--port", "0"), "uvicorn", "explore"),
         (("embed", "nowhere", *NETWORK, "--format", "lance", "--out", "out"), "lance", "search"),
         (("embed", "nowhere", *NETWORK, "--engine", "ray", "--out", "out"), "ray", "cluster"),
         (("evaluate", "dense-nn", *NETWORK, "--data", "camvid", "--search", "faiss"), "faiss", "search"),

@@ -38,6 +38,7 @@ REFUSED = {
     "index": ["--db", "x", "--batch_size", "0"],
     "merge": ["x"],
     "search": ["--db", "x", "--image", "x", "--k", "0"],
+    "serve": ["--memory", "x", "--backbone", "x", "--batch_size", "0"],
     "explore": [],
     "figures": ["--run", "x", "--only", "x"],
     "export": ["--backbone", "x", "--to", "x"],

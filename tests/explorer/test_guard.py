@@ -185,7 +185,7 @@ def test_logging_out_requires_a_post(guard: Guard) -> None:
 
 
 def test_failed_logins_are_limited(uploads: Uploads, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cribo.explorer.guard._ALL_LOGINS", 25)
+    monkeypatch.setattr("cribo.explorer.access._ALL_FAILURES", 25)
 
     async def login(scope: Any, receive: Any, send: Any) -> None:
         right = b"right" in (await receive())["body"]
@@ -203,5 +203,5 @@ def test_failed_logins_are_limited(uploads: Uploads, monkeypatch: pytest.MonkeyP
     assert attempts("192.0.2.3", 7) == [400] * 5 + [429] * 2  # in total
     assert attempts("192.0.2.9", 3, b"right") == [200] * 3  # not locked out by others
     now = time.monotonic()
-    monkeypatch.setattr("cribo.explorer.guard.time.monotonic", lambda: now + 61)
+    monkeypatch.setattr("cribo.explorer.access.time.monotonic", lambda: now + 61)
     assert attempts("192.0.2.1", 1, b"right") == [200]

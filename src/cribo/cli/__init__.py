@@ -23,6 +23,7 @@ GROUPS = {
         "index": "find the objects of a collection and store them in a database",
         "search": "find the objects in a database most similar to a given one",
         "embed": "write the features of many images to files (Parquet, NumPy, ...)",
+        "serve": "label images over HTTP, by a memory of segment",
         "explore": "open a web page to inspect a run and a collection's objects",
         "export": "write a backbone for timm, transformers, ONNX or torch.export",
         "figures": "draw the figures of a paper from a run",

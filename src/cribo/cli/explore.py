@@ -1,11 +1,11 @@
 """`cribo explore`: a web page to inspect a run or a collection."""
 
-import os
 import secrets
 from pathlib import Path
 
 from cribo.base.arguments import Parser
 from cribo.base.console import importing_networks
+from cribo.cli.access import read_secret
 from cribo.cli.command import Call, Command
 from cribo.cli.running import (
     BACKBONE_SHORT,
@@ -65,7 +65,10 @@ def run(call: Call) -> None:
         backbone=optional_backbone(call.options),
         trust=call.options.backbone.trust,
     )
-    password = _password(call.options.password, call.options.password_file, none=call.options.no_password)
+    options = call.options
+    password = read_secret(
+        "password", PASSWORD, options.password_file, given=options.password, none=options.no_password
+    )
     with importing_networks(call.console):
         from cribo.explorer.run import explore
         from cribo.explorer.server import is_loopback
@@ -75,29 +78,6 @@ def run(call: Call) -> None:
     explore(
         config, host=call.options.host, port=call.options.port, limits=limits, console=call.console, password=password
     )
-
-
-def _password(given: str | None, file: Path | None, *, none: bool) -> str | None:
-    """Return the password of the options or of the environment variable; None if there is none."""
-    from cribo.base.errors import ConfigError
-
-    options = {"--password": given, "--password_file": file, "--no_password": none or None}
-    named = [name for name, value in options.items() if value is not None]
-    if len(named) > 1:
-        raise ConfigError(f"{named[0]} and {named[1]} exclude each other: omit one of them")
-    if none:
-        return None
-    source = named[0] if named else PASSWORD
-    if file is not None:
-        try:
-            given = next(iter(file.expanduser().read_text(encoding="utf-8").splitlines()), "")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read --password_file {file}: {error}") from error
-    elif given is None:
-        given = os.environ.get(PASSWORD)
-    if given is not None and not given.strip():
-        raise ConfigError(f"{source} must not be empty: give a password, or use --no_password")
-    return given
 
 
 COMMAND = Command(

@@ -1,31 +1,25 @@
-"""Security middleware of the server: checks hosts, origins, file references, sizes and logins; writes the policy.
+"""Security middleware of the page: checks hosts, origins, file references, sizes and logins; writes the policy.
 
 Gradio restricts the files that it serves, uvicorn adds the headers in `HEADERS`, and Starlette limits JSON bodies. The
 other checks are implemented here, because existing middleware does not cover them:
 
-- `TrustedHostMiddleware` cannot allow all IP addresses, which are needed in a container or behind a router.
-- `CORSMiddleware` prevents other origins from reading responses, but not from sending requests.
+- hosts and origins: see `cribo.explorer.access`.
 - Gradio fetches URLs given instead of an uploaded file, and does not limit the total size of uploads.
 - Gradio does not limit logins, ends all sessions by a link, and answers malformed requests with errors of the server.
 
 The checks do not depend on Gradio's route names, except that only two routes accept bodies other than JSON.
 """
 
-import ipaddress
 import json
 import logging
 import re
-import time
 from base64 import b64encode
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from hashlib import sha256
 from http import HTTPStatus
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.formparsers import MultiPartException
@@ -34,6 +28,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cribo.explorer.access import Denied, FailureLimit, client_network, require_known_host, require_own_origin
 from cribo.explorer.uploads import Uploads
 
 log = logging.getLogger("cribo")
@@ -42,8 +37,6 @@ _UPLOAD = "/gradio_api/upload"
 _LOGIN, _LOGOUT = "/login", "/logout"
 _JSON_BYTES = 2**20
 _FORM_BYTES = 2**16  # of a form, without its file
-_LOGIN_SECONDS = 60
-_LOGINS, _ALL_LOGINS = 10, 200  # failed logins of an address, and in total
 _INVALID = "Invalid request."
 
 _SCRIPT = re.compile(rb"<script\b[^>]*>(.*?)</script\s*>", re.DOTALL | re.IGNORECASE)
@@ -67,18 +60,6 @@ _POLICY = "; ".join(
         "form-action 'self'",
     )
 )
-HEADERS = [
-    ("referrer-policy", "no-referrer"),
-    ("x-content-type-options", "nosniff"),
-    ("x-frame-options", "DENY"),
-]
-"""Headers of every response; `Guard` adds the Content-Security-Policy."""
-
-
-class _Denied(Exception):
-    def __init__(self, status: HTTPStatus, reason: str, headers: Mapping[str, str] = MappingProxyType({})) -> None:
-        super().__init__(reason)
-        self.status, self.headers = status, headers
 
 
 class Guard:
@@ -97,7 +78,7 @@ class Guard:
         self._uploads = uploads
         self._hosts = hosts
         self._upload = _UploadQuota(app, uploads, folder_bytes)
-        self._logins = _LoginLimit(RequestBodyLimitMiddleware(app, _FORM_BYTES))
+        self._logins = _Logins(RequestBodyLimitMiddleware(app, _FORM_BYTES))
         self._json = RequestBodyLimitMiddleware(self._with_own_files, _JSON_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -118,7 +99,7 @@ class Guard:
                 await self._logins(scope, receive, send)
             else:
                 await self._json(scope, receive, send)
-        except _Denied as error:
+        except Denied as error:
             # Part of the body may be unread, so the connection cannot be reused.
             response = PlainTextResponse(f"{error}\n", error.status, headers={"connection": "close", **error.headers})
             await response(scope, receive, send)
@@ -132,24 +113,17 @@ class Guard:
                 await PlainTextResponse(_INVALID, HTTPStatus.BAD_REQUEST)(scope, receive, send)
 
     def _require_own_page(self, scope: Scope) -> None:
-        headers = Headers(scope=scope)
-        host = headers.get("host", "").lower()
-        name = re.sub(r":\d+$", "", host)
-        if name not in self._hosts and not _is_ip_address(name):
-            raise _Denied(
-                HTTPStatus.FORBIDDEN,
-                f"Unknown host name {host!r}: open the page by its IP address, as in http://127.0.0.1:7860, or start "
-                "it with --host NAME.",
-            )
-        origin = headers.get("origin")
+        require_known_host(
+            scope,
+            self._hosts,
+            "open the page by its IP address, as in http://127.0.0.1:7860, or start it with --host NAME.",
+        )
         # Links on sandboxed pages have the origin "null". They can open the page, but not read it.
-        opens_page = origin == "null" and scope["method"] in ("GET", "HEAD") and scope["path"] == "/"
-        if origin is not None and not opens_page and not _same_origin(origin, host):
-            raise _Denied(HTTPStatus.FORBIDDEN, f"Requests from other origins are refused: {origin!r}.")
-        if scope["method"] == "POST" and headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
-            raise _Denied(HTTPStatus.FORBIDDEN, "Requests from other origins are refused.")
+        opens_page = scope["method"] in ("GET", "HEAD") and scope["path"] == "/"
+        if not (opens_page and Headers(scope=scope).get("origin") == "null"):
+            require_own_origin(scope)
         if re.search("https?:/", scope["path"], re.IGNORECASE):
-            raise _Denied(HTTPStatus.FORBIDDEN, "URLs of other servers are refused.")
+            raise Denied(HTTPStatus.FORBIDDEN, "URLs of other servers are refused.")
 
     async def _with_own_files(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward a JSON body after checking that it refers only to uploaded files."""
@@ -160,7 +134,7 @@ class Guard:
                 self._require_own_files(value)
                 body = json.dumps(value).encode()  # so that Gradio parses exactly the checked value
         except (ValueError, RecursionError) as error:
-            raise _Denied(HTTPStatus.BAD_REQUEST, "Invalid request: the body must be JSON.") from error
+            raise Denied(HTTPStatus.BAD_REQUEST, "Invalid request: the body must be JSON.") from error
         pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
@@ -172,7 +146,7 @@ class Guard:
         # Gradio would fetch URLs, and copy local files, given instead of an uploaded file.
         if isinstance(value, dict):
             if isinstance(path := value.get("path"), str) and path and not self._uploads.holds(path):
-                raise _Denied(HTTPStatus.FORBIDDEN, "Only files uploaded to this page can be used.")
+                raise Denied(HTTPStatus.FORBIDDEN, "Only files uploaded to this page can be used.")
             for part in value.values():
                 self._require_own_files(part)
         elif isinstance(value, list):
@@ -236,15 +210,12 @@ class _Answer:
 def _logout(scope: Scope) -> Scope:
     """Return the request for Gradio that ends one session, which links of other pages cannot send."""
     if scope["method"] != "POST":
-        raise _Denied(HTTPStatus.METHOD_NOT_ALLOWED, "Logging out requires a POST request.", {"allow": "POST"})
+        raise Denied(HTTPStatus.METHOD_NOT_ALLOWED, "Logging out requires a POST request.", {"allow": "POST"})
     return {**scope, "method": "GET", "query_string": b"all_session=false"}
 
 
-class _LoginLimit:
-    """ASGI middleware that limits failed logins per minute, of an address and in total.
-
-    The limit in total does not apply to an address that has logged in before, so that attempts of others do not lock
-    it out; that of an address ends after a minute.
+class _Logins:
+    """ASGI middleware that limits failed logins.
 
     Args:
         app: the wrapped application.
@@ -252,44 +223,18 @@ class _LoginLimit:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._failed: deque[tuple[float, str]] = deque()
-        self._trusted: OrderedDict[str, None] = OrderedDict()
+        self._limit = FailureLimit("logins")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one login."""
-        address, now = _network_of(scope), time.monotonic()
-        while self._failed and now - self._failed[0][0] > _LOGIN_SECONDS:
-            self._failed.popleft()
-        own = sum(other == address for _, other in self._failed)
-        if own >= _LOGINS or (len(self._failed) >= _ALL_LOGINS and address not in self._trusted):
-            raise _Denied(
-                HTTPStatus.TOO_MANY_REQUESTS,
-                f"Too many failed logins: try again in {_LOGIN_SECONDS} seconds.",
-                {"retry-after": str(_LOGIN_SECONDS)},
-            )
-        attempt = (now, address)
-        self._failed.append(attempt)  # until it succeeds; otherwise concurrent attempts would not count
+        attempt = self._limit.begin(client_network(scope))
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] < 400:
-                with suppress(ValueError):
-                    self._failed.remove(attempt)
-                self._trusted[address] = None
-                while len(self._trusted) > _ALL_LOGINS:
-                    self._trusted.popitem(last=False)
+                self._limit.succeed(attempt)
             await send(message)
 
         await self._app(scope, receive, counted)
-
-
-def _network_of(scope: Scope) -> str:
-    """Return the address of a client; for IPv6, its network, which one client can have as a whole."""
-    host = (scope.get("client") or ("", 0))[0]
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host
-    return str(ipaddress.ip_network((address, 64), strict=False)) if address.version == 6 else host
 
 
 class _UploadQuota:
@@ -327,7 +272,7 @@ class _UploadQuota:
             complete = not message.get("more_body", False)
             try:
                 self._require_room(arrived, self._total)
-            except _Denied as error:
+            except Denied as error:
                 raise MultiPartException(str(error)) from error
             return message
 
@@ -340,36 +285,17 @@ class _UploadQuota:
         """Reject an upload of `size` bytes, which would increase the size of all uploads to `total` bytes."""
         limits = self._uploads.limits
         if size > limits.bytes + _FORM_BYTES:
-            raise _Denied(
+            raise Denied(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                 f"The upload has {size / 1e6:.1f} MB, but at most {limits.max_megabytes:g} MB are allowed: make the "
                 "picture smaller, or start the page with a larger --max_megabytes.",
             )
         if total > self._folder_bytes:
-            raise _Denied(
+            raise Denied(
                 HTTPStatus.TOO_MANY_REQUESTS,
                 f"The uploads exceed {self._folder_bytes / 1e6:.0f} MB in total; they are deleted after an hour: try "
                 "again later.",
             )
-
-
-def _is_ip_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name[1:-1] if name.startswith("[") and name.endswith("]") else name)
-    except ValueError:
-        return False
-    return True
-
-
-def _same_origin(origin: str, host: str) -> bool:
-    """Whether an origin has the host and port of the request; the scheme's default port may be omitted."""
-    try:
-        page = urlsplit(origin.lower())
-        server = urlsplit(f"{page.scheme}://{host}")
-        default = {"http": 80, "https": 443}[page.scheme]
-        return (page.hostname, page.port or default) == (server.hostname, server.port or default)
-    except (KeyError, ValueError):
-        return False
 
 
 def _size_of(folder: Path) -> int:

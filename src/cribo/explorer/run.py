@@ -1,11 +1,7 @@
 """`cribo explore`: open the contents, serve the page, and clean up."""
 
-import signal
-import sys
 import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 from rich.console import Console
@@ -15,7 +11,7 @@ from cribo.base.errors import if_interrupted
 from cribo.base.packages import require_packages
 from cribo.explorer.config import ExploreConfig, Limits
 from cribo.explorer.contents import open_contents
-from cribo.explorer.server import USER, is_loopback, listening, serve, uploads_folder
+from cribo.explorer.server import USER, exit_on_sigterm, is_loopback, listening, serve, uploads_folder
 
 
 def explore(
@@ -38,7 +34,7 @@ def explore(
     """
     require_packages("the page", "gradio", "lance", extra="explore")
     with (
-        _exit_on_sigterm(),
+        exit_on_sigterm(),
         listening(host, port) as (listener, address),
         tempfile.TemporaryDirectory(prefix="cribo-objects-", ignore_cleanup_errors=True) as workspace,
         uploads_folder(limits) as uploads,
@@ -65,16 +61,3 @@ def _kept(config: ExploreConfig) -> str:
     """Return the message for Ctrl-C: the server has stopped, and what the page has saved."""
     saved = "" if config.examples is None else f"; examples that the page saved are in {config.examples}"
     return f"the server has stopped{saved}"
-
-
-@contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
-    """Exit normally on SIGTERM, so that temporary folders are removed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

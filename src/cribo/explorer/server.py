@@ -1,9 +1,12 @@
-"""The web server of the page, which is local by default and stops on Ctrl-C."""
+"""The web server, which is local by default and stops on Ctrl-C."""
 
 import ipaddress
 import os
+import signal
 import socket
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +18,7 @@ from cribo.explorer.uploads import Uploads
 
 if TYPE_CHECKING:
     import gradio
+    from starlette.types import ASGIApp
 
 _FOLDER_BYTES = 2 * 2**30
 _MAX_WAITING = 128  # requests; further ones are refused
@@ -94,11 +98,10 @@ def serve(
     """
     import fastapi
     import gradio
-    import uvicorn
     from starlette.middleware import Middleware
     from starlette.middleware.cors import CORSMiddleware
 
-    from cribo.explorer.guard import HEADERS, Guard
+    from cribo.explorer.guard import Guard
 
     page.queue(max_size=_MAX_WAITING, default_concurrency_limit=4, api_open=False)
     application = fastapi.FastAPI(
@@ -128,17 +131,47 @@ def serve(
         auth_message=f"The user name is {USER}. The password was given to the server, or printed by it, at its start.",
         **look,  # pyright: ignore[reportArgumentType]
     )
+    on_start()
+    run_server(application, listener, grace=_SHUTDOWN_SECONDS)
+
+
+def run_server(application: "ASGIApp", listener: socket.socket, *, grace: int) -> None:
+    """Serve an application until Ctrl-C.
+
+    Args:
+        application: the application.
+        listener: listening socket.
+        grace: seconds in which running requests may finish after Ctrl-C.
+
+    Raises:
+        KeyboardInterrupt: on Ctrl-C, after the server has stopped.
+    """
+    import uvicorn
+
+    from cribo.explorer.access import HEADERS
+
     config = uvicorn.Config(
         application,
         headers=HEADERS,
         log_level="critical",
-        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+        timeout_graceful_shutdown=grace,
         ws="none",
         server_header=False,
     )
-    server = uvicorn.Server(config)
-    on_start()
-    server.run(sockets=[listener])
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Exit normally on SIGTERM, so that temporary folders are removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def is_loopback(host: str) -> bool:

@@ -148,7 +148,8 @@ def read_memory(path: str | os.PathLike[str]) -> Stored:
     try:
         with safetensors.safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            # Copied, since a mapped file that another process truncates would end this one by SIGBUS.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise DataError(f"{path} is not a memory, or is damaged ({error}): create it again") from error
     if _KIND not in metadata:

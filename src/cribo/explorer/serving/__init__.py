@@ -1,0 +1,1 @@
+"""The HTTP server of `cribo serve`: a segmentation memory for other programs."""
