@@ -121,6 +121,32 @@ def test_photometric_against_torchvision_transforms() -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3)
 
 
+def without_colour(view: Tensor, parameters: Photometric, row: int) -> Tensor:
+    """The operations of a view of C channels, literally."""
+    x = view.double() / 255
+    for operation in parameters.order[row].tolist():
+        if operation == 0:
+            x = (parameters.brightness[row].double() * x).clamp(0, 1)
+        if operation == 1:
+            factor = parameters.contrast[row].double()
+            x = (factor * x + (1 - factor) * x.mean()).clamp(0, 1)
+    if (sigma := float(parameters.sigma[row])) > 0:
+        size = 2 * math.ceil(3 * sigma) + 1
+        x = torch.cat([classic.gaussian_blur(channel[None], [size, size], [sigma, sigma]) for channel in x])
+    return torch.where(x >= 128 / 255, 1 - x, x) if parameters.solarise[row] else x
+
+
+@pytest.mark.parametrize("channels", [2, 5])
+def test_views_of_c_channels_have_no_hue_saturation_or_greyscale(channels: int) -> None:
+    photometric = drawn(20)
+    views = torch.cat([photographs(40, seed=number) for number in (0, 1)], dim=1)[:, :channels]
+    views = (views.float() * torch.linspace(0.3, 1, channels)[:, None, None]).byte()  # of different brightness
+    found = apply_photometric(views, photometric)
+    expected = torch.stack([without_colour(view, photometric, row) for row, view in enumerate(views)])
+    assert {int(each) for each in photometric.greyscale} == {0, 1}
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+
+
 def test_solarise_against_the_torchvision_transform() -> None:
     p = drawn(40, ViewRecipe(solarise=(0.5, 0.5)))
     views = photographs(80)

@@ -7,6 +7,8 @@ from PIL import Image
 
 from cribo.base.errors import DataError
 from cribo.data.config import Reading
+from cribo.data.labelled.formats import find_examples
+from cribo.data.reading import read_valid
 from cribo.data.sources.collection import open_collection
 from cribo.data.survey import surveyed
 
@@ -80,3 +82,38 @@ def test_different_numbers_of_channels(tmp_path):
     with pytest.raises(DataError, match="--channels"):
         survey(tmp_path)
     assert survey(tmp_path, Reading(channels=(0, 1))).channels == (0, 1)
+
+
+def test_pixels_without_data_enter_no_range(tmp_path):
+    values = np.random.default_rng(0).integers(1000, 3000, (2, 20, 30)).astype(np.uint16)
+    values[:, :5], values[0, 5:10] = 0, 0
+    write(tmp_path / "0.tif", values, planarconfig="separate", extratags=[(42113, "s", 0, "0", True)])
+    reading = Reading(channels=(0, 1))
+    valid = read_valid(tmp_path / "0.tif", reading=reading)
+    assert valid is not None
+    assert not valid[:5].any()
+    assert valid[5:].all()  # the second channel has data
+    assert read_valid(tmp_path / "0.tif", reading=Reading(channels=(1, 1))).sum() == 15 * 30
+    low = survey(tmp_path, Reading(channels=("a=1", 1))).range[0]
+    assert 1000 <= low < 1100
+    for kind, lost in (("grey.tif", np.nan), ("big.tif", -9999)):
+        heights = np.linspace(0, 9, 600, dtype=np.float32).reshape(20, 30)
+        heights[3] = lost
+        write(tmp_path / kind, heights, extratags=[(42113, "s", 0, "-9999", True), (274, "H", 1, 6, True)])
+        valid = read_valid(tmp_path / kind)
+        np.testing.assert_array_equal(valid, np.rot90(np.arange(20)[:, None].repeat(30, 1) != 3, -1))
+    Image.fromarray(np.zeros((8, 8), dtype=np.uint8)).save(tmp_path / "0.png")
+    assert read_valid(tmp_path / "0.png") is None
+
+
+def test_labels_of_pixels_without_data_are_ignored(tmp_path):
+    for part in ("images", "labels"):
+        (tmp_path / part).mkdir()
+    values = np.full((20, 30), 5, dtype=np.float32)
+    values[:4] = np.nan
+    write(tmp_path / "images" / "0.tif", values)
+    Image.fromarray(np.ones((20, 30), dtype=np.uint8)).save(tmp_path / "labels" / "0.png")
+    found = find_examples(tmp_path, reading=Reading(range=(0, 9)))
+    for labels in (found.labels(0), found.example(0).labels.labels):
+        assert (labels[:4] == 255).all()
+        assert (labels[4:] == 1).all()

@@ -39,6 +39,31 @@ def test_the_mean_colour_encoder_returns_mean_colours() -> None:
     assert encode(images).shape == (1, 4, 3)
 
 
+def test_an_encoder_inflates_an_rgb_network_to_the_channels_of_its_images(tmp_path: Path) -> None:
+    args = {"depth": 2, "embed_dim": 32, "num_heads": 2}
+    backbone = build_backbone("vit_tiny_patch16_224", args=args, image_size=32)
+    save_backbone(backbone, tmp_path)
+    pixels = torch.randint(0, 256, (1, 3, 32, 48), dtype=torch.uint8)
+    rgb, six = Encoder(str(tmp_path), device="cpu"), Encoder(str(tmp_path), device="cpu", in_chans=6)
+    assert six.dim == rgb.dim == 32
+    assert (six.in_chans, rgb.in_chans, backbone.in_chans) == (6, 3, 3)
+    repeated = pixels.repeat(1, 2, 1, 1)
+    torch.testing.assert_close(six.grids(repeated), rgb.grids(pixels), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(six.global_tokens(repeated), rgb.global_tokens(pixels), rtol=1e-4, atol=1e-5)
+    assert len({each.identity for each in (rgb, six, Encoder(backbone, in_chans=5))}) == 3
+    assert pickle.loads(pickle.dumps(six)).identity == six.identity == Encoder(backbone, in_chans=6).identity
+    with pytest.raises(InputError):
+        six.grids(pixels)
+    with pytest.raises(InputError, match=r"6 channels.*\b4\b.*--channels"):
+        Encoder(six.backbone, in_chans=4)
+
+
+def test_the_mean_colour_of_five_channels() -> None:
+    five, rgb = Encoder("mean-colour", device="cpu", in_chans=5), Encoder("mean-colour", device="cpu")
+    assert five.dim == 5
+    assert five.identity != rgb.identity == "mean-colour-16"
+
+
 def test_global_tokens_are_those_of_the_network_in_evaluation_mode() -> None:
     backbone = build_backbone("vit_tiny_patch16_224", args={"depth": 2, "embed_dim": 32, "num_heads": 2}, image_size=32)
     backbone.train()

@@ -78,9 +78,12 @@ def elements_of(hint: Any) -> tuple[type, ...]:
     Example:
         >>> elements_of(tuple[int, int] | None), elements_of(list[float]), elements_of(int)
         ((<class 'int'>, <class 'int'>), (<class 'float'>,), ())
+        >>> elements_of(tuple[int | str, ...])
+        (<class 'str'>,)
     """
     if get_origin(hint) in (Union, types.UnionType):
         found = [part for part in get_args(hint) if part is not types.NoneType]
         return elements_of(found[0]) if len(found) == 1 else ()
     elements = tuple(without_bounds(part) for part in get_args(hint) if part is not ...)
+    elements = tuple(str if str in get_args(part) else part for part in elements)  # numbers or names
     return elements if get_origin(hint) in (tuple, list) and set(elements) <= {int, float, str} else ()

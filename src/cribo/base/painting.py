@@ -18,6 +18,18 @@ _TINT = 0.6  # opacity of a colour over a grey picture
 _PLACED = 64  # longer side, in pixels, at which the places of numbers are found
 
 
+def as_picture(image: UInt8[np.ndarray, "c h w"]) -> UInt8[np.ndarray, "h w 3"]:
+    """Return an image of C channels as an RGB picture for people: its first three channels; of two, blue is black.
+
+    >>> as_picture(np.full((2, 1, 1), 9, dtype=np.uint8)).tolist()
+    [[[9, 9, 0]]]
+    """
+    shown = image[:3]
+    if len(shown) < 3:
+        shown = np.concatenate((shown, np.zeros_like(image, shape=(3 - len(shown), *image.shape[1:]))))
+    return shown.transpose(1, 2, 0)
+
+
 def paint_regions(
     picture: UInt8[np.ndarray, "h w 3"], labels: Int[np.ndarray, "h w"], colours: Mapping[int, Colour]
 ) -> UInt8[np.ndarray, "h w 3"]:

@@ -82,8 +82,8 @@ def _add_write(parser: Parser) -> None:
         "--write",
         type=tuple[str, ...],
         default=(),
-        help="also write all labels for other tools: one or more of coco, yolo, cvat, label-studio, labelme, geojson "
-        "and voc, such as coco,yolo",
+        help="also write all labels for other tools: one or more of coco, yolo, cvat, label-studio, labelme, geojson, "
+        "voc, and in the coordinates of a map, geotiff and geojson-wgs84, such as coco,yolo",
     )
 
 

@@ -7,7 +7,7 @@ from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Real, UInt8
+from jaxtyping import Bool, Num, Real, UInt8
 
 from cribo.base.errors import InputError
 from cribo.base.wording import counted
@@ -108,6 +108,14 @@ def scaled(values: Real[np.ndarray, "*size"], low: float, high: float) -> UInt8[
     """Return values from `low` to `high` as 0 to 255."""
     grey = (values.astype(np.float32) - np.float32(low)) * np.float32(255 / (high - low))
     return np.nan_to_num(grey.clip(0, 255)).round().astype(np.uint8)
+
+
+def has_data(values: Num[np.ndarray, "h w c"], nodata: float | None) -> Bool[np.ndarray, "h w"]:
+    """Return which pixels have a channel that is finite and not the nodata value."""
+    found = np.isfinite(values) if values.dtype.kind == "f" else np.ones(values.shape, dtype=bool)
+    if nodata is not None:
+        found &= values != (values.dtype.type(nodata) if values.dtype.kind == "f" else nodata)  # rounded as stored
+    return np.any(found, axis=-1)
 
 
 class DimImages:

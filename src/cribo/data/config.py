@@ -1,8 +1,9 @@
 """Limits on the pixels and the number of images, the range of their values, and formats of labels; no torch."""
 
 import re
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal, Self
 
 from cribo.base.bounds import at_least, check_bounds
 from cribo.base.errors import InputError
@@ -95,6 +96,24 @@ class PixelOptions:
         return {name: value for name, value in lists.items() if value is not None}
 
     @property
+    def trained_with(self) -> dict[str, Any] | None:
+        """The options on which a network that is trained on the images depends, as JSON types; None without any."""
+        return {name: value for name, value in self.given.items() if name != "page"} or None
+
+    def completed(self, known: Mapping[str, Any]) -> Self:
+        """Return these options, with those of `known` where they are None.
+
+        A range for each of its channels applies to these channels only.
+
+        >>> PixelOptions(range=(0, 9)).completed({"channels": (1, 0), "range": (0, 1)}).given
+        {'range': [0, 9], 'channels': [1, 0]}
+        """
+        stored = PixelOptions(**known)
+        is_of_others = self.channels not in (None, stored.channels) and len(stored.range or ()) > 2
+        stored = replace(stored, range=None) if is_of_others else stored
+        return replace(self, **{name: each for name, each in stored.given.items() if getattr(self, name) is None})
+
+    @property
     def key(self) -> bytes:
         """Bytes that identify these options in hashes; empty for the defaults."""
         if self.channels is None and self.page is None:  # as in earlier versions
@@ -118,7 +137,7 @@ class Reading(PixelOptions):
 
 
 LabelFormatName = Literal["coco", "yolo", "cvat", "label-studio", "labelme", "geojson", "voc", "maps"]
-"""Formats of labels: the rows of `data.labelled.formats.LABEL_FORMATS`."""
+"""Formats in which labels are read: rows of `data.labelled.formats.LABEL_FORMATS`."""
 
 PIXEL_OPTIONS = tuple(field.name for field in fields(PixelOptions))
 """Names of the fields of `PixelOptions`."""

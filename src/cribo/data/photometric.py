@@ -1,6 +1,9 @@
 """Photometric operations of views: drawn for each image, applied to a batch on its device.
 
 All draws come from a generator passed by the caller. Source: docs/method.md, "Views".
+
+Images of other than three channels have neither hue nor saturation, and no greyscale: brightness, contrast, blur and
+solarisation are those of RGB, with the mean over the channels as grey level. The draws are the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -89,14 +92,15 @@ class _Operations(NamedTuple):
     """Operations of n views, as numbers for their pixels.
 
     Attributes:
-        matrices: (n, 5, 3, 3) products with the colours: the jitter's operations in the view's order, then greyscale.
+        matrices: (n, 5, 3, 3) products with the colours: the jitter's operations in the view's order, then greyscale;
+            (n, 5, 1, 1) factors of all channels if they are not RGB.
         contrast: (n, 4) share of the view's mean grey level that each operation of the jitter adds.
         turns: (n, 4) shift of the hue after each of them, in turns.
         sigma: (n,) standard deviation of the blur in pixels, 0 for none.
         solarise: (n,) whether the view is solarised.
     """
 
-    matrices: Float[Tensor, "n 5 3 3"]
+    matrices: Float[Tensor, "n 5 k k"]
     contrast: Float[Tensor, "n 4"]
     turns: Float[Tensor, "n 4"]
     sigma: Float[Tensor, " n"]
@@ -106,19 +110,19 @@ class _Operations(NamedTuple):
 @torch.no_grad()
 @tf32_under_autocast
 def apply_photometric(
-    views: UInt8[Tensor, "n 3 h w"], photometric: Photometric, *, solarise_threshold: float = 128
-) -> Float[Tensor, "n 3 h w"]:
+    views: UInt8[Tensor, "n c h w"], photometric: Photometric, *, solarise_threshold: float = 128
+) -> Float[Tensor, "n c h w"]:
     """Jitter, greyscale, blur and solarise a batch of views on its device.
 
     Views do not depend on the other views of the batch, apart from rounding.
 
     Args:
-        views: (n, 3, H, W) in 0-255.
+        views: (n, C, H, W) in 0-255; RGB if C is 3.
         photometric: parameters of each view.
         solarise_threshold: threshold of solarisation in grey levels, 0 to 255.
 
     Returns:
-        (n, 3, H, W) float32 in 0-1, not normalised.
+        (n, C, H, W) float32 in 0-1, not normalised.
 
     Example:
         >>> recipe, generator = ViewRecipe(size=32), torch.Generator().manual_seed(0)
@@ -126,7 +130,7 @@ def apply_photometric(
         >>> apply_photometric(views, sample_photometric(recipe, generator=generator)).shape
         torch.Size([2, 3, 32, 32])
     """
-    operations, threshold = _operations(photometric), solarise_threshold / 255
+    operations, threshold = _operations(photometric, is_rgb=views.shape[1] == 3), solarise_threshold / 255
     with torch.autocast(views.device.type, enabled=False):
         if _compiled is not None:
             return _compiled(views, _Operations(*(_on_device(each, views) for each in operations)), threshold)
@@ -154,11 +158,12 @@ def _on_device(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.to(like.device, non_blocking=True)
 
 
-def _operations(photometric: Photometric) -> _Operations:
+def _operations(photometric: Photometric, *, is_rgb: bool) -> _Operations:
     """Return the operations of views, on the host: selecting the views of one does not synchronise with the device."""
     n, order, dtype = len(photometric.order), photometric.order, photometric.saturation.dtype
-    identity = torch.eye(3, dtype=dtype).expand(n, 3, 3)
-    to_grey = torch.tensor(_LUMA, dtype=dtype).expand(3, 3)
+    size = 3 if is_rgb else 1  # factors serve any number of channels
+    identity = torch.eye(size, dtype=dtype).expand(n, size, size)
+    to_grey = torch.tensor(_LUMA, dtype=dtype).expand(3, 3) if is_rgb else identity
     brightness = photometric.brightness[:, None, None] * identity
     contrast = photometric.contrast[:, None, None] * identity
     saturation = torch.lerp(to_grey, identity, photometric.saturation[:, None, None])
@@ -168,13 +173,13 @@ def _operations(photometric: Photometric) -> _Operations:
     return _Operations(
         matrices=torch.cat((ordered, greyscale[:, None]), dim=1),
         contrast=(1 - photometric.contrast[:, None]).where(order == _CONTRAST, 0.0),
-        turns=photometric.hue[:, None].where(order == _HUE, 0.0),
+        turns=photometric.hue[:, None].where((order == _HUE) & is_rgb, 0.0),
         sigma=photometric.sigma,
         solarise=photometric.solarise,
     )
 
 
-def _augment(views: UInt8[Tensor, "n 3 h w"], operations: _Operations, threshold: float) -> Float[Tensor, "n 3 h w"]:
+def _augment(views: UInt8[Tensor, "n c h w"], operations: _Operations, threshold: float) -> Float[Tensor, "n c h w"]:
     """Apply all operations, with parameters on the host, or on the device in compiled code."""
     x = _jitter((views.contiguous().float() / 255).flatten(2), operations).unflatten(2, views.shape[2:])
     x = _where(operations.sigma > 0, x, _blur, operations.sigma)
@@ -182,8 +187,8 @@ def _augment(views: UInt8[Tensor, "n 3 h w"], operations: _Operations, threshold
 
 
 def _where(
-    chosen: Bool[Tensor, " n"], x: Float[Tensor, "n 3 *size"], operation: Callable[..., Tensor], *parameters: Tensor
-) -> Float[Tensor, "n 3 *size"]:
+    chosen: Bool[Tensor, " n"], x: Float[Tensor, "n c *size"], operation: Callable[..., Tensor], *parameters: Tensor
+) -> Float[Tensor, "n c *size"]:
     """Apply an operation to some of the views, in place; compiled, to all of them, to keep those of the chosen."""
     if torch.compiler.is_compiling():
         return operation(x, *parameters).where(chosen.view(-1, *[1] * (x.ndim - 1)), x)
@@ -194,24 +199,33 @@ def _where(
     return x
 
 
-def _jitter(pixels: Float[Tensor, "n 3 p"], operations: _Operations) -> Float[Tensor, "n 3 p"]:
+def _jitter(pixels: Float[Tensor, "n c p"], operations: _Operations) -> Float[Tensor, "n c p"]:
     """Apply the four operations of the jitter, in each view's own order, then greyscale.
 
-    Brightness, contrast and saturation are affine in a pixel's colour: each of them is a 3 x 3 matrix and an
-    offset, so one batched product applies the n-th operation of every view. Values are clipped after every operation.
+    Brightness, contrast and saturation are affine in a pixel's colour: each of them is a 3 x 3 matrix, or a factor,
+    and an offset, so one batched product applies the n-th operation of every view. Values are clipped after every
+    operation.
     """
     matrices, contrast = _on_device(operations.matrices, pixels), _on_device(operations.contrast, pixels)
     for place in range(4):
         # Contrast interpolates with the view's mean grey level; the other operations have no offset.
-        red, green, blue = pixels.mean(dim=2).unbind(dim=1)
-        grey = _LUMA[0] * red + _LUMA[1] * green + _LUMA[2] * blue
+        grey = _grey(pixels.mean(dim=2))
         pixels = _product(matrices[:, place], pixels).add_((contrast[:, place] * grey)[:, None, None]).clamp_(0, 1)
         turns = operations.turns[:, place]
         pixels = _where(turns != 0, pixels, _shift_hue, turns)
     return _product(matrices[:, 4], pixels)
 
 
-def _product(matrices: Float[Tensor, "n 3 3"], pixels: Float[Tensor, "n 3 p"]) -> Float[Tensor, "n 3 p"]:
+def _grey(colours: Float[Tensor, "n c"]) -> Float[Tensor, " n"]:
+    if colours.shape[1] != 3:
+        return colours.mean(dim=1)
+    red, green, blue = colours.unbind(dim=1)
+    return _LUMA[0] * red + _LUMA[1] * green + _LUMA[2] * blue
+
+
+def _product(matrices: Float[Tensor, "n k k"], pixels: Float[Tensor, "n c p"]) -> Float[Tensor, "n c p"]:
+    if matrices.shape[-1] == 1:
+        return matrices * pixels
     if torch.compiler.is_compiling():  # part of a kernel, unlike a product of matrices
         return (matrices[..., None] * pixels[:, None]).sum(dim=2)
     return matrices @ pixels
@@ -235,7 +249,7 @@ def _shift_hue(pixels: Float[Tensor, "n 3 p"], turns: Float[Tensor, " n"]) -> Fl
     return torch.addcmul(lowest[:, None], chroma[:, None], height)
 
 
-def _blur(x: Float[Tensor, "n 3 h w"], sigma: Float[Tensor, " n"]) -> Float[Tensor, "n 3 h w"]:
+def _blur(x: Float[Tensor, "n c h w"], sigma: Float[Tensor, " n"]) -> Float[Tensor, "n c h w"]:
     """Blur with a Gaussian and mirrored borders, as a matrix product along each side."""
     height, width = x.shape[2:]
     down = _blur_matrix(height, sigma)

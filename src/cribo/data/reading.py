@@ -26,7 +26,7 @@ from cribo.data.readers import ImageKind, Picture, WindowedPicture
 
 if TYPE_CHECKING:
     import numpy as np
-    from jaxtyping import UInt8
+    from jaxtyping import Bool, UInt8
     from PIL import Image
     from torch import Tensor
 
@@ -284,6 +284,20 @@ def read_reduced(
     with open_picture(path, reading=reading) as picture:
         pixels, factor = picture.reduced_pixels(reduction)
         return _tensor(pixels), factor
+
+
+def read_valid(
+    path: str | os.PathLike[str] | EncodedImage, *, reading: Reading = DEFAULT_READING
+) -> Bool[np.ndarray, "h w"] | None:
+    """Return which pixels of an upright image have data; None if all have.
+
+    Pixels without data are those that have the nodata value of their TIFF (tag 42113, GDAL's), NaN or infinity in all
+    channels that are read. Their labels are 255, and they enter no range of values.
+
+    Raises UnreadableImage as `read_image` does.
+    """
+    with open_picture(path, reading=reading) as picture:
+        return picture.valid()
 
 
 def largest_factor(fits: Callable[[int], bool]) -> int:

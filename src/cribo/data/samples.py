@@ -74,12 +74,12 @@ class LazyImage:
             raise DataError(f"{self.name} is an image, not a clip: set clip_frames in the objective")
         return [LazyImage(self.source.images, frame) for frame in self.source.frames(self.index)]
 
-    def load(self) -> UInt8[Tensor, "3 h w"]:
+    def load(self) -> UInt8[Tensor, "c h w"]:
         """Load the full-size image as RGB."""
         with _named_errors(self.name):
             return self.source.load(self.index)
 
-    def load_reduced(self, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "3 h w"], int]:
+    def load_reduced(self, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "c h w"], int]:
         """Load the image at a fraction of its size if that is faster; return it and the factor: 8, 4, 2 or 1.
 
         Args:

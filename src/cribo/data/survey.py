@@ -94,13 +94,13 @@ def _values(images: ImageCollection, index: int, reading: Reading) -> Real[np.nd
     """Return evenly spread values of an image whose range is unknown; None for other images."""
     try:
         with open_picture(images.read(index), reading=reading) as picture:
-            values = picture.unscaled()
+            values, valid = picture.unscaled(), picture.valid()
     except (UnreadableImage, MissingPackage, OSError):
         return None
     if values is None:
         return None
-    flat = values.reshape(-1, values.shape[-1])
-    return flat[:: -(-len(flat) // _MOST_VALUES)]
+    flat = values.reshape(-1, values.shape[-1]) if valid is None else values[valid]
+    return flat[:: max(1, -(-len(flat) // _MOST_VALUES))]
 
 
 def _limits(values: Real[np.ndarray, "n c"]) -> Float[np.ndarray, "c 2"]:

@@ -29,7 +29,7 @@ from cribo.base.drawing import (
     write_figure,
 )
 from cribo.base.errors import InputError
-from cribo.base.painting import paint_classes, stripes, tint
+from cribo.base.painting import as_picture, paint_classes, stripes, tint
 from cribo.data import LabelledImages
 from cribo.data.config import spread
 from cribo.data.labelled.crops import resize_labels
@@ -66,19 +66,19 @@ class Picture(NamedTuple):
     """An image of a page.
 
     Attributes:
-        image: RGB image, a (3, h, w) tensor or an (h, w, 3) array.
+        image: a (C, h, w) tensor, or an RGB picture as an (h, w, 3) array.
         overlays: what is drawn over it, such as `box` or `point`.
         nearest: whether it is not interpolated: a mixture of two class colours may equal the colour of a third class.
     """
 
-    image: UInt8[Tensor, "3 h w"] | UInt8[np.ndarray, "h w 3"]
+    image: UInt8[Tensor, "c h w"] | UInt8[np.ndarray, "h w 3"]
     overlays: Sequence[Overlay] = ()
     nearest: bool = False
 
     @property
     def pixels(self) -> UInt8[np.ndarray, "h w 3"]:
         """The image as an array."""
-        return self.image.permute(1, 2, 0).numpy() if isinstance(self.image, Tensor) else self.image
+        return as_picture(self.image.numpy()) if isinstance(self.image, Tensor) else self.image
 
 
 class Row(NamedTuple):
@@ -207,7 +207,7 @@ class Panel:
     """
 
     name: str
-    image: UInt8[Tensor, "3 h w"]
+    image: UInt8[Tensor, "c h w"]
     labels: UInt8[Tensor, "h w"]
     prediction: UInt8[Tensor, "h w"]
     ignore_index: int = 255
@@ -409,7 +409,7 @@ def _verdict(confusion: Int[Tensor, "c p"]) -> str:
 def paint_right_and_wrong(panel: Panel) -> UInt8[np.ndarray, "h w 3"]:
     """Return the greyscale image tinted with `RIGHT` or `WRONG`; unlabelled pixels are striped."""
     right = (panel.prediction == panel.labels).numpy()[..., None]
-    painted = tint(panel.image.permute(1, 2, 0).numpy(), np.where(right, RIGHT, WRONG))
+    painted = tint(as_picture(panel.image.numpy()), np.where(right, RIGHT, WRONG))
     unlabelled = ~panel.counts.numpy()
     painted[unlabelled] = stripes(panel.labels.shape)[unlabelled]
     return painted

@@ -28,6 +28,7 @@ from cribo.evaluation.run import Run
 from cribo.features.config import BackboneSource
 from cribo.features.encoder import open_network
 from cribo.features.patches import resize_image
+from cribo.features.reading import completed_for
 from cribo.models import Backbone, normalise
 
 log = logging.getLogger("cribo")
@@ -106,8 +107,9 @@ def open_run(
     protocol.check_backbone(source)
     runtime = protocol.runtime_type(**protocol.runtime_defaults) if runtime is None else runtime
     started = time.perf_counter()
+    reading = completed_for(source, reading)
     splits = data.open().read_by(reading)
-    network, about = open_network(source)
+    network, about = open_network(source, in_chans=reading.in_chans)
     run = Run(source, splits, runtime, network, about, console or Console(quiet=True), pictures, started=started)
     return run, protocol.prepare(run)
 
@@ -211,7 +213,7 @@ def calibrate_batch_norms(backbone: Backbone, images: LabelledImages) -> None:
     """
     device = next(backbone.parameters()).device
 
-    def normalised(index: int) -> Float[Tensor, "1 3 h w"]:
+    def normalised(index: int) -> Float[Tensor, "1 c h w"]:
         image, patch = images.load(index), backbone.patch_size
         height, width = (side // patch * patch for side in image.shape[1:])
         if not backbone.takes_any_size:

@@ -17,7 +17,7 @@ from cribo.features.probes.fitting import FittedProbe, concatenate
 
 log = logging.getLogger("cribo")
 
-Encode = Callable[[Sequence[UInt8[Tensor, "3 h w"]], Sequence[int]], list[Float[Tensor, "rows columns l d"]]]
+Encode = Callable[[Sequence[UInt8[Tensor, "c h w"]], Sequence[int]], list[Float[Tensor, "rows columns l d"]]]
 """Computes the features of some blocks for a list of images, as `SegmentationMemory.encode` does."""
 
 ENCODED = 512

@@ -63,7 +63,7 @@ class Collection:
         """Return the objects of an image, largest first."""
         return self.database.objects_of(self.name(number))
 
-    def load(self, number: int, longest: int) -> UInt8[Tensor, "3 h w"]:
+    def load(self, number: int, longest: int) -> UInt8[Tensor, "c h w"]:
         """Load an image, at a reduced size if that is at least as large as shown.
 
         Args:

@@ -5,6 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import tifffile
+from jaxtyping import UInt8
+from PIL import Image
+
 from cribo.apps.search import DatabaseInfo, ObjectDatabase, ObjectSettings, index_images
 from cribo.base.console import Progress
 from cribo.base.devices import resolve_devices
@@ -24,6 +29,7 @@ from cribo.explorer.segmenting import Visitors
 from cribo.features import BackboneSource, Encoder
 from cribo.features.memory import probe_encoder
 from cribo.features.probes.fitting import default_blocks
+from cribo.features.reading import completed_for
 from cribo.pretraining.files import CONFIG
 
 if TYPE_CHECKING:
@@ -72,7 +78,6 @@ def open_contents(config: ExploreConfig, workspace: Path, progress: Progress) ->
     if device == "cpu":
         keep_freed_memory()
     database = None if config.db is None else ObjectDatabase.open(config.db, images=config.images, trust=config.trust)
-    reading = config.reading if database is None else database.reading(config.reading)
     source = config.backbone
     if source is None and database is not None:
         source = database.info.backbone_source(trust=config.trust)
@@ -80,12 +85,16 @@ def open_contents(config: ExploreConfig, workspace: Path, progress: Progress) ->
         source = BackboneSource(of_run, trust=config.trust)
     if source is None:
         raise InputError(f"{config.run} has no checkpoint yet: wait for its first one, or give --backbone")
+    if database is None:
+        config = replace(config, reading=completed_for(source, config.reading))
+    reading = config.reading if database is None else database.reading(config.reading)
     pairs = None
     if config.run is not None and of_run is not None:
         from cribo.explorer.view_pairs import PairSample  # imports Lightning, which a database does not need
 
         pairs = PairSample(config.run, of_run, config.images, device, reading=config.reading, trust=config.trust)
-    plain = Encoder(source, blocks=None if database is None else database.info.blocks, device=device)
+    blocks = None if database is None else database.info.blocks
+    plain = Encoder(source, blocks=blocks, device=device, in_chans=reading.in_chans)
     probed = probe_encoder(plain.backbone)
     encoder = SharedNetwork(plain, probed=probe_encoder(plain.backbone, default_blocks(probed.blocks)))
     if database is not None:
@@ -173,15 +182,22 @@ def _images(config: ExploreConfig, workspace: Path, notes: list[str], progress: 
         log.warning("no collection: %s", error)
         notes.append("No collection. Restart the page with --images DIR or --db DIR.")
         return None
-    from torchvision.transforms.v2.functional import to_pil_image
-
     folder = workspace / "images"
     folder.mkdir()
     chosen = spread(len(source), config.limit or _GENERATED)
     for done, number in enumerate(chosen, start=1):  # images that are generated, or packed in shards
-        to_pil_image(source.load(number)).save(folder / f"{number:07d}.png")
+        _save(source.load(number).permute(1, 2, 0).numpy(), folder / f"{number:07d}")
         progress("images", done, len(chosen))
-    return open_images(folder)
+    in_chans = config.reading.in_chans
+    return open_images(folder, reading=Reading(channels=None if in_chans == 3 else tuple(range(in_chans))))
+
+
+def _save(pixels: UInt8[np.ndarray, "h w c"], stem: Path) -> None:
+    """Save decoded pixels without loss: as PNG, or with other channels than RGB as TIFF."""
+    if pixels.shape[2] == 3:
+        Image.fromarray(pixels).save(stem.with_suffix(".png"))
+    else:
+        tifffile.imwrite(stem.with_suffix(".tif"), pixels, photometric="minisblack", planarconfig="contig")
 
 
 def _example_folder(path: Path, files: ImageFiles | None) -> ExampleFolder:

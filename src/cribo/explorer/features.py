@@ -43,7 +43,7 @@ def cosines(tokens: Float[Tensor, "h w d"], row: int, column: int) -> Float[Tens
     return directions @ directions[row, column]
 
 
-def patch_similarity(image: UInt8[Tensor, "3 h w"], dense: Dense, row: int, column: int) -> PatchSimilarity:
+def patch_similarity(image: UInt8[Tensor, "c h w"], dense: Dense, row: int, column: int) -> PatchSimilarity:
     """Compare all patches of an image with the patch at (row, column), which is clamped to the grid."""
     row, column = dense.clamped(row, column)
     similarity = cosines(dense.tokens, row, column)

@@ -56,7 +56,7 @@ class PageImage:
         except OSError as error:
             raise Refused(f"{self.name} cannot be read: {error.strerror}.") from error
 
-    def read(self, longest: int) -> UInt8[Tensor, "3 h w"]:
+    def read(self, longest: int) -> UInt8[Tensor, "c h w"]:
         """Read the image, reduced while decoding if its longer side then still has `longest` pixels.
 
         Raises:
@@ -71,7 +71,7 @@ class PageImage:
         except UnreadableImage as error:
             raise self._refused(error) from error
 
-    def load(self, longest: int) -> UInt8[Tensor, "3 h w"]:
+    def load(self, longest: int) -> UInt8[Tensor, "c h w"]:
         """Read the image, with its longer side reduced to at most `longest` pixels.
 
         Raises:

@@ -78,7 +78,7 @@ class SharedNetwork:
         return sum(features.nbytes for features in self._kept.values())
 
     @torch.no_grad()
-    def encode(self, image: UInt8[Tensor, "3 h w"]) -> Dense:
+    def encode(self, image: UInt8[Tensor, "c h w"]) -> Dense:
         """Compute the features of an image.
 
         Raises:
@@ -89,7 +89,7 @@ class SharedNetwork:
         return Dense(tokens.cpu(), (image.shape[1], image.shape[2]))
 
     def _shared(self, encoder: Encoder, precision: torch.dtype) -> Encoder:
-        def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n d"]:
+        def encode(images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b n d"]:
             if len(images) > 1:  # batches of a collection, whose images are encoded only once
                 with self._lock:
                     return encoder.tokens(images)

@@ -107,7 +107,7 @@ class ObjectFinder:
         image = as_shown(self.collection.load(number, SHOWN))
         return QueryImage(image, self.collection.objects(number), number, self.collection.name(number))
 
-    def of_picture(self, image: UInt8[Tensor, "3 h w"]) -> QueryImage:
+    def of_picture(self, image: UInt8[Tensor, "c h w"]) -> QueryImage:
         """Return a query with an uploaded picture."""
         key = hashlib.sha256(str(tuple(image.shape)).encode() + image.contiguous().numpy().tobytes()).digest()
         with self._lock:

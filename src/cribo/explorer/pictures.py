@@ -11,7 +11,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as TF
 
 from cribo.base.colours import Colour
-from cribo.base.painting import MARK, region_places
+from cribo.base.painting import MARK, as_picture, region_places
 
 SHOWN = 768
 """Longer side of a picture on the page, in pixels."""
@@ -30,10 +30,10 @@ def shown_size(height: int, width: int, longest: int = SHOWN) -> tuple[int, int]
     return max(1, round(scale * height)), max(1, round(scale * width))
 
 
-def as_shown(image: UInt8[Tensor, "3 h w"], longest: int = SHOWN) -> UInt8[np.ndarray, "new_h new_w 3"]:
+def as_shown(image: UInt8[Tensor, "c h w"], longest: int = SHOWN) -> UInt8[np.ndarray, "new_h new_w 3"]:
     """Resize an image to the shown size."""
     size = shown_size(image.shape[1], image.shape[2], longest)
-    return np.ascontiguousarray(TF.resize(image, list(size), antialias=True).permute(1, 2, 0).numpy())
+    return np.ascontiguousarray(as_picture(TF.resize(image, list(size), antialias=True).numpy()))
 
 
 def heat_picture(

@@ -24,6 +24,7 @@ from cribo.apps.segment.pictures import overlay
 from cribo.base.colours import Colour, class_colours
 from cribo.base.console import Progress
 from cribo.base.errors import InputError, UnreadableImage
+from cribo.base.painting import as_picture
 from cribo.data.config import Reading
 from cribo.data.labelled.crops import resize_labels
 from cribo.data.labelled.inputs import open_labels
@@ -423,7 +424,7 @@ class Session:
         return self._fitted_probe
 
     def _predicted(
-        self, image: PageImage, shown: UInt8[Tensor, "3 h w"], refine: Refine
+        self, image: PageImage, shown: UInt8[Tensor, "c h w"], refine: Refine
     ) -> UInt8[Tensor, "h w"] | None:
         """Return the predicted labels of an image at the shown size; None without examples."""
         if (fitted := self._fitted()) is None:
@@ -470,7 +471,7 @@ class Session:
             predicted = self._predicted(image, shown, "none")
         except Refused:
             return np.full((_TILE, _TILE, 3), 128, dtype=np.uint8), f"{image.name}: cannot be read"
-        picture = shown.permute(1, 2, 0).numpy()
+        picture = as_picture(shown.numpy())
         return picture if predicted is None else overlay(shown, predicted, self._colours), image.name
 
     def painted(self) -> list[Tile]:
@@ -483,7 +484,7 @@ class Session:
         shown = image.load(_TILE)
         labels = resize_labels(self._paintings[key].labels, (shown.shape[1], shown.shape[2]))
         unpainted = (labels == IGNORE_INDEX).numpy()[..., None]
-        return np.where(unpainted, shown.permute(1, 2, 0).numpy(), overlay(shown, labels, self._colours)), image.name
+        return np.where(unpainted, as_picture(shown.numpy()), overlay(shown, labels, self._colours)), image.name
 
     def score(self) -> None:
         """Measure the score on left-out examples, and calibrate the probabilities that suggestions compare."""
@@ -641,7 +642,7 @@ def _place(corners: Any, height: int, width: int) -> LabelledBox | tuple[float, 
     raise Refused("The marked place is outside the picture: mark it again.")
 
 
-def _data_url(image: UInt8[Tensor, "3 h w"]) -> str:
+def _data_url(image: UInt8[Tensor, "c h w"]) -> str:
     content = io.BytesIO()
-    to_pil_image(image).save(content, "JPEG", quality=90)
+    to_pil_image(as_picture(image.numpy())).save(content, "JPEG", quality=90)
     return f"data:image/jpeg;base64,{base64.b64encode(content.getvalue()).decode()}"

@@ -36,7 +36,7 @@ class Uploads:
         except (OSError, ValueError):  # a loop of links, or a null byte
             return False
 
-    def read(self, sent: Any, *, what: str = "picture") -> UInt8[Tensor, "3 h w"]:
+    def read(self, sent: Any, *, what: str = "picture") -> UInt8[Tensor, "c h w"]:
         """Read an uploaded picture.
 
         Args:

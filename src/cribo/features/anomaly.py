@@ -130,7 +130,7 @@ class PatchEncoder:
         self._settings = ProbeSettings(size=settings.size, scale=settings.scale)
         self._batch_size = batch_size
 
-    def __call__(self, images: Sequence[UInt8[Tensor, "3 _ _"]]) -> list[Float[Tensor, "_ _ d"]]:
+    def __call__(self, images: Sequence[UInt8[Tensor, "c _ _"]]) -> list[Float[Tensor, "_ _ d"]]:
         """Return the features of images of any sizes, as float16 on the CPU."""
         grids = encode_grids(self.encoder, images, self._settings, batch_size=self._batch_size, blocks=self.blocks)
         return [(grid.flatten(2) / len(self.blocks) ** 0.5).half().cpu() for grid in grids]

@@ -17,7 +17,8 @@ from cribo.base.errors import ConfigError, InputError
 from cribo.features.config import MEAN_COLOUR, BackboneSource, backbone_name, portable_source
 from cribo.features.grid import encoding_size
 from cribo.features.patches import resize_image
-from cribo.models import Backbone, evaluation_mode, load_backbone, normalise
+from cribo.models import Backbone, evaluation_mode, inflate, load_backbone, normalise
+from cribo.models.backbone import RGB
 from cribo.models.licences import describe_licences
 
 _MEAN_COLOUR_PATCH = 16
@@ -71,7 +72,7 @@ def map_by_size(
     return [found[number] for number in range(len(items))]
 
 
-Tokens = Callable[[Float[Tensor, "b 3 h w"]], Float[Tensor, "b n d"]]
+Tokens = Callable[[Float[Tensor, "b c h w"]], Float[Tensor, "b n d"]]
 """Returns the features of N patches, row by row, of images in 0-1."""
 
 
@@ -82,6 +83,7 @@ class _Network(NamedTuple):
         tokens: computes the features of patches.
         patch_size: in pixels.
         blocks: 1-based indices of the blocks whose features are concatenated.
+        in_chans: C, channels of an image.
         image_size: H and W of a network with a fixed input size.
         device: returns its device.
         identity: returns the key of its features; None if it has none.
@@ -92,6 +94,7 @@ class _Network(NamedTuple):
     tokens: Tokens
     patch_size: int
     blocks: tuple[int, ...]
+    in_chans: int
     image_size: int | None
     device: Callable[[], torch.device]
     identity: Callable[[], str | None]
@@ -114,6 +117,8 @@ class Encoder:
             pass. A readout is not applied, since it is fitted to the last block. [the last ones]
         layers: number of last blocks without `blocks` (`Backbone.encode`). [that of the source, or 1]
         device: of a source, such as cuda:0. [the first GPU of the process, else the CPU]
+        in_chans: C, channels of the images; the first layer of an RGB network is inflated to them (`inflate`). [those
+            of the network]
 
     Example:
         >>> Encoder("mean-colour", device="cpu").grids(torch.zeros(1, 3, 32, 64, dtype=torch.uint8)).shape
@@ -127,11 +132,13 @@ class Encoder:
         blocks: Sequence[int] | None = None,
         layers: int | None = None,
         device: str | None = None,
+        in_chans: int | None = None,
     ) -> None:
-        self._backbone = network if isinstance(network, Backbone) else None
-        self.source = None if isinstance(network, Backbone) else portable_source(network)
+        given = isinstance(network, Backbone)
+        self._backbone = (network if in_chans is None else inflate(network, in_chans)) if given else None
+        self.source = None if given else portable_source(network)
         self._blocks = tuple(sorted(set(blocks))) if blocks else None
-        self._layers, self._device = layers, device
+        self._layers, self._device, self._in_chans = layers, device, in_chans
         self._expected: str | None = None
         if self._backbone is not None:
             self.open()
@@ -150,7 +157,7 @@ class Encoder:
         """Create an encoder from a function that returns the features of patches.
 
         Args:
-            encode: maps images (B, 3, H, W) in 0-1, on the device, to features (B, N, D) of N patches, row by row.
+            encode: maps RGB images (B, 3, H, W) in 0-1, on the device, to features (B, N, D) of N patches, row by row.
             patch_size: patch size in pixels; H and W are multiples of it.
             identity: key of the features in the disk cache; None disables caching.
             blocks: numbers of the blocks whose features are concatenated in D.
@@ -162,6 +169,7 @@ class Encoder:
                 encode,
                 patch_size,
                 tuple(blocks),
+                RGB,
                 image_size,
                 lambda: torch.device(device),
                 lambda: identity,
@@ -209,7 +217,7 @@ class Encoder:
         if self._backbone is not None:
             return _opened(self._backbone, {"name": self._backbone.name}, self._blocks, self._layers or 1)
         assert self.source is not None
-        backbone, about = open_network(self.source)
+        backbone, about = open_network(self.source, in_chans=self._in_chans)
         backbone.eval().to(resolve_device(self._device))
         network = _opened(backbone, about, self._blocks, self._layers or self.source.layers)
         if self._expected is not None and self._expected != network.identity():
@@ -242,7 +250,7 @@ class Encoder:
 
     @property
     def tokens(self) -> Tokens:
-        """Computes the features of patches, row by row, of images (B, 3, H, W) in 0-1 on the device."""
+        """Computes the features of patches, row by row, of images (B, C, H, W) in 0-1 on the device."""
         return self._opened.tokens
 
     @property
@@ -254,6 +262,11 @@ class Encoder:
     def blocks(self) -> tuple[int, ...]:
         """1-based indices of the blocks whose features are concatenated."""
         return self._opened.blocks
+
+    @property
+    def in_chans(self) -> int:
+        """C, channels of an image."""
+        return self._opened.in_chans
 
     @property
     def image_size(self) -> int | None:
@@ -274,7 +287,7 @@ class Encoder:
     def dim(self) -> int:
         """D, the dimension of a patch's features, measured on a small black image."""
         side = 4 * self.patch_size
-        return self.grids(torch.zeros(1, 3, *self.size(side, side), dtype=torch.uint8)).shape[-1]
+        return self.grids(torch.zeros(1, self.in_chans, *self.size(side, side), dtype=torch.uint8)).shape[-1]
 
     def size(self, height: int, width: int, *, scale: float = 1.0, max_patches: int | None = None) -> tuple[int, int]:
         """Return the (height, width) in pixels at which to encode an image (`encoding_size`)."""
@@ -283,21 +296,22 @@ class Encoder:
         )
 
     def resized(
-        self, image: UInt8[Tensor, "3 h w"], *, scale: float = 1.0, max_patches: int | None = None
-    ) -> UInt8[Tensor, "3 new_h new_w"]:
+        self, image: UInt8[Tensor, "c h w"], *, scale: float = 1.0, max_patches: int | None = None
+    ) -> UInt8[Tensor, "c new_h new_w"]:
         """Resize an image to the size at which to encode it, with bicubic interpolation."""
         size = self.size(image.shape[1], image.shape[2], scale=scale, max_patches=max_patches)
         return resize_image(image, size, "bicubic")
 
     @torch.no_grad()
-    def grids(self, pixels: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b rows columns d"]:
+    def grids(self, pixels: UInt8[Tensor, "b c h w"]) -> Float[Tensor, "b rows columns d"]:
         """Encode images as grids of float32 features, on the device.
 
         Args:
-            pixels: RGB; H and W must be multiples of the patch size.
+            pixels: images with the channels of the network; H and W must be multiples of the patch size.
 
         Raises:
-            ValueError: the network returns a number of features that differs from the number of patches.
+            ValueError: the network returns a number of features that differs from the number of patches, or takes
+                images of another number of channels.
         """
         grid = pixels.shape[2] // self.patch_size, pixels.shape[3] // self.patch_size
         features = self.tokens(self._moved(pixels)).float()
@@ -306,21 +320,26 @@ class Encoder:
         return features.unflatten(1, grid)
 
     @torch.no_grad()
-    def global_tokens(self, pixels: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b d"]:
+    def global_tokens(self, pixels: UInt8[Tensor, "b c h w"]) -> Float[Tensor, "b d"]:
         """Encode images as one float32 feature each, the global token, on the device.
 
         Args:
-            pixels: RGB; H and W must be multiples of the patch size.
+            pixels: images with the channels of the network; H and W must be multiples of the patch size.
 
         Raises:
-            InputError: the encoder was created from a function.
+            InputError: the encoder was created from a function, or takes images of another number of channels.
         """
         backbone = self.backbone
         with evaluation_mode(backbone):
             images = normalise(self._moved(pixels), mean=backbone.mean, std=backbone.std)
             return backbone.encode(images).global_token.float()
 
-    def _moved(self, pixels: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b 3 h w"]:
+    def _moved(self, pixels: UInt8[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+        if pixels.shape[1] != self.in_chans:
+            raise InputError(
+                f"the images have {pixels.shape[1]} channels, and the network takes {self.in_chans}: choose as many "
+                "with --channels (in_chans of an Encoder inflates an RGB network)"
+            )
         return pixels.to(self.device).float().div_(255)
 
 
@@ -337,7 +356,7 @@ def _opened(backbone: Backbone, about: dict[str, Any], blocks: tuple[int, ...] |
         read.check_layers(layers)
     every = range(read.depth - layers + 1, read.depth + 1)
 
-    def tokens(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n d"]:
+    def tokens(images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b n d"]:
         with evaluation_mode(read):
             features = read.encode(normalise(images, mean=read.mean, std=read.std), layers).tokens
         if blocks is None:
@@ -346,13 +365,17 @@ def _opened(backbone: Backbone, about: dict[str, Any], blocks: tuple[int, ...] |
 
     def identity() -> str:
         if read.name == MEAN_COLOUR:
-            return f"{MEAN_COLOUR}-{read.patch_size}{chosen}"  # as stored in existing object databases
+            channels = "" if read.in_chans == RGB else f"-channels-{read.in_chans}"
+            return f"{MEAN_COLOUR}-{read.patch_size}{channels}{chosen}"  # as stored in existing object databases
         return f"{read.fingerprint()}-{layers}{chosen}"
 
     def device() -> torch.device:
         return next(read.parameters()).device
 
-    return _Network(tokens, read.patch_size, blocks or tuple(every), read.fixed_size, device, identity, about, backbone)
+    chosen_blocks = blocks or tuple(every)
+    return _Network(
+        tokens, read.patch_size, chosen_blocks, read.in_chans, read.fixed_size, device, identity, about, backbone
+    )
 
 
 def encoders_on(backbone: Backbone, devices: Sequence[str]) -> list[Encoder]:
@@ -367,20 +390,21 @@ def encoders_on(backbone: Backbone, devices: Sequence[str]) -> list[Encoder]:
 
 
 class _MeanColour(nn.Module):
-    """A network that returns the mean colour of each patch, in normalised RGB."""
+    """A network that returns the mean colour of each patch, normalised."""
 
     def __init__(self, patch_size: int) -> None:
         super().__init__()
         self.patch_size = patch_size
         self.scale = nn.Parameter(torch.ones(()))  # a backbone's type and device are those of its parameters
 
-    def forward_features(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b 3 rows columns"]:
+    def forward_features(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c rows columns"]:
         return self.scale * F.avg_pool2d(images, self.patch_size)
 
 
-def mean_colour_backbone(patch_size: int = _MEAN_COLOUR_PATCH) -> Backbone:
+def mean_colour_backbone(patch_size: int = _MEAN_COLOUR_PATCH, in_chans: int = RGB) -> Backbone:
     """Create the baseline, a network whose tokens are the mean colours of patches."""
-    return Backbone(_MeanColour(patch_size), MEAN_COLOUR, {}, patch_size)
+    arguments = {} if in_chans == RGB else {"in_chans": in_chans}
+    return Backbone(_MeanColour(patch_size), MEAN_COLOUR, arguments, patch_size)
 
 
 def mean_colour_encoder(patch_size: int = _MEAN_COLOUR_PATCH) -> Encoder:
@@ -388,20 +412,23 @@ def mean_colour_encoder(patch_size: int = _MEAN_COLOUR_PATCH) -> Encoder:
     return Encoder(mean_colour_backbone(patch_size))
 
 
-def open_backbone(config: BackboneSource, *, image_size: int | None = None, drop_path: float = 0.0) -> Backbone:
+def open_backbone(
+    config: BackboneSource, *, image_size: int | None = None, drop_path: float = 0.0, in_chans: int | None = None
+) -> Backbone:
     """Load a backbone on the host; `config.layers` is ignored.
 
     Args:
         config: source and options.
         image_size: image size in pixels to which the position embedding is resized; None keeps its size.
         drop_path: rate of stochastic depth in the last block, for training.
+        in_chans: C, channels of the images, to which the first layer of an RGB network is inflated. [the network's]
 
     Raises:
-        InputError: the source is `mean-colour`, which is no network; see also `load_backbone`.
+        InputError: the source is `mean-colour`, which is no network; see also `load_backbone` and `inflate`.
     """
     if config.source == MEAN_COLOUR:
         raise InputError(f"{MEAN_COLOUR} is a baseline without weights: choose a network")
-    return load_backbone(
+    backbone = load_backbone(
         config.source,
         name=config.architecture,
         args=None if config.heads is None else {"num_heads": config.heads},
@@ -414,15 +441,23 @@ def open_backbone(config: BackboneSource, *, image_size: int | None = None, drop
         drop_path=drop_path,
         seed=config.seed,
     )
+    return backbone if in_chans is None else inflate(backbone, in_chans)
 
 
-def open_network(config: BackboneSource) -> tuple[Backbone, dict[str, Any]]:
+def open_network(config: BackboneSource, *, in_chans: int | None = None) -> tuple[Backbone, dict[str, Any]]:
     """Load a backbone on the host, or the baseline `mean-colour`, with the metadata that identifies it.
 
+    Args:
+        config: source and options.
+        in_chans: as in `open_backbone`.
+
     Raises:
-        errors of `load_backbone` and `about_backbone`.
+        errors of `open_backbone` and `about_backbone`.
     """
-    backbone = mean_colour_backbone() if config.source == MEAN_COLOUR else open_backbone(config)
+    if config.source == MEAN_COLOUR:
+        backbone = mean_colour_backbone(in_chans=in_chans or RGB)
+    else:
+        backbone = open_backbone(config, in_chans=in_chans)
     return backbone, about_backbone(config, backbone)
 
 

@@ -61,7 +61,7 @@ class Preparation:
     seed: int = 0
     unit: bool = True
 
-    def image(self, images: LabelledImages, view: EncodedView) -> UInt8[Tensor, "3 h w"]:
+    def image(self, images: LabelledImages, view: EncodedView) -> UInt8[Tensor, "c h w"]:
         """Return the resized or augmented image."""
         image = images.load(view.image)
         size = self.size or grid_size(image.shape[1], image.shape[2], self.patch_size)
@@ -244,7 +244,7 @@ class _Prepared(NamedTuple):
     """A prepared view; `image` is None if its features are cached."""
 
     view: EncodedView
-    image: UInt8[np.ndarray, "3 h w"] | None
+    image: UInt8[np.ndarray, "c h w"] | None
     counts: csr_array
     size: tuple[int, int]
     path: Path | None

@@ -41,7 +41,7 @@ class SquareCrop:
     resize: int = 256
     crop: int = 224
 
-    def __call__(self, image: UInt8[Tensor, "3 h w"]) -> UInt8[Tensor, "3 crop crop"]:
+    def __call__(self, image: UInt8[Tensor, "c h w"]) -> UInt8[Tensor, "c crop crop"]:
         """Return the preprocessed image."""
         small = TF.resize(image, [self.resize], interpolation=InterpolationMode.BICUBIC, antialias=True)
         return TF.center_crop(small, [self.crop, self.crop])
@@ -159,7 +159,7 @@ def _is_stored(path: Path | None, images: int, cache: FeatureCache | None) -> bo
 
 
 @dataclass
-class _Prepared(Dataset[UInt8[np.ndarray, "3 h w"]]):
+class _Prepared(Dataset[UInt8[np.ndarray, "c h w"]]):
     """Data set that reads and preprocesses images in the workers."""
 
     images: ClassifiedFiles
@@ -169,13 +169,13 @@ class _Prepared(Dataset[UInt8[np.ndarray, "3 h w"]]):
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, number: int) -> UInt8[np.ndarray, "3 h w"]:
+    def __getitem__(self, number: int) -> UInt8[np.ndarray, "c h w"]:
         # Contiguous, since rounding in sums depends on the memory layout.
         return self.preparation(self.images.load(int(self.indices[number]))).contiguous().numpy()
 
 
 def _encoded(
-    encoders: Sequence[Encoder], batches: Iterable[UInt8[np.ndarray, "b 3 h w"]]
+    encoders: Sequence[Encoder], batches: Iterable[UInt8[np.ndarray, "b c h w"]]
 ) -> Iterator[Float[Tensor, "b d"]]:
     """Yield features of unit length by batch, with one thread per device and round-robin distribution."""
     ahead: deque[Future[Tensor]] = deque()
@@ -190,7 +190,7 @@ def _encoded(
             yield ahead.popleft().result()
 
 
-def _encode(encoder: Encoder, batch: UInt8[np.ndarray, "b 3 h w"]) -> Float[Tensor, "b d"]:
+def _encode(encoder: Encoder, batch: UInt8[np.ndarray, "b c h w"]) -> Float[Tensor, "b d"]:
     return F.normalize(encoder.global_tokens(torch.from_numpy(batch)), dim=1).cpu()
 
 

@@ -71,7 +71,7 @@ class PreparedImage(NamedTuple):
         key: hash of the pixels, the key of the image's random draws.
     """
 
-    pixels: UInt8[Tensor, "3 h w"]
+    pixels: UInt8[Tensor, "c h w"]
     height: int
     width: int
     key: int
@@ -126,7 +126,7 @@ def read_prepared_or_open(
 
 
 def prepare_image(
-    image: UInt8[Tensor, "3 h w"], encoder: Encoder, settings: ObjectSettings, whole: tuple[int, int] | None = None
+    image: UInt8[Tensor, "c h w"], encoder: Encoder, settings: ObjectSettings, whole: tuple[int, int] | None = None
 ) -> PreparedImage:
     """Resize an image for `extract_prepared`; can run in threads ahead of the encoder.
 
@@ -149,7 +149,7 @@ def _size(encoder: Encoder, height: int, width: int, settings: ObjectSettings) -
 
 def extract_objects(
     encoder: Encoder,
-    images: Sequence[UInt8[Tensor, "3 h w"]],
+    images: Sequence[UInt8[Tensor, "c h w"]],
     settings: ObjectSettings | None = None,
 ) -> list[ImageObjects]:
     """Extract the objects of images, independently for each image.

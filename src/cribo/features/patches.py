@@ -21,8 +21,8 @@ _CROP_ATTEMPTS = 10
 
 
 def resize_image(
-    image: UInt8[Tensor, "3 h w"], size: tuple[int, int], interpolation: Interpolation
-) -> UInt8[Tensor, "3 new_h new_w"]:
+    image: UInt8[Tensor, "c h w"], size: tuple[int, int], interpolation: Interpolation
+) -> UInt8[Tensor, "c new_h new_w"]:
     """Resize a uint8 image with antialiasing."""
     return TF.resize(image, list(size), interpolation=InterpolationMode(interpolation), antialias=True)
 
@@ -144,11 +144,12 @@ def rarest_patches(counts: Int[Tensor, "n c"], number: int, generator: torch.Gen
 
 
 def augment_image(
-    image: UInt8[Tensor, "3 h w"], size: tuple[int, int], interpolation: Interpolation, key: tuple[int, ...]
-) -> UInt8[Tensor, "3 new_h new_w"]:
+    image: UInt8[Tensor, "c h w"], size: tuple[int, int], interpolation: Interpolation, key: tuple[int, ...]
+) -> UInt8[Tensor, "c new_h new_w"]:
     """Augment an image of a memory with colour jitter and a random resized crop.
 
-    Brightness, contrast, saturation and hue are each jittered by up to 0.1 with probability 0.5. The crop has
+    Brightness, contrast, saturation and hue are each jittered by up to 0.1 with probability 0.5; of images of other
+    than three channels, only the brightness, and the contrast with the mean of all values as grey. The crop has
     0.5 to 2 times the area of the image (crops that do not fit are drawn again) and an aspect ratio of 3/4 to 4/3.
 
     Args:
@@ -158,7 +159,7 @@ def augment_image(
         key: key of the random draws: seed, image and index of the augmentation.
     """
     jitter, window = _draw_augmentation(image.shape[1], image.shape[2], key)
-    for adjust, amount in zip(_ADJUSTMENTS, jitter, strict=True):
+    for adjust, amount in zip(_ADJUSTMENTS if len(image) == 3 else _OF_ANY_CHANNELS, jitter, strict=False):
         if amount is not None:
             image = adjust(image, amount)
     return resize_image(image[:, *window], size, interpolation)
@@ -178,6 +179,21 @@ _ADJUSTMENTS: tuple[Callable[[Tensor, float], Tensor], ...] = (
     TF.adjust_saturation,
     TF.adjust_hue,
 )
+
+
+def _brighten(image: UInt8[Tensor, "c h w"], factor: float) -> UInt8[Tensor, "c h w"]:
+    return _blend(image, 0.0, factor)
+
+
+def _contrast(image: UInt8[Tensor, "c h w"], factor: float) -> UInt8[Tensor, "c h w"]:
+    return _blend(image, image.float().mean().item(), factor)
+
+
+def _blend(image: UInt8[Tensor, "c h w"], grey: float, factor: float) -> UInt8[Tensor, "c h w"]:
+    return (image.float() * factor).add_((1 - factor) * grey).clamp_(0, 255).to(torch.uint8)
+
+
+_OF_ANY_CHANNELS = _brighten, _contrast
 _NEUTRAL = (1.0, 1.0, 1.0, 0.0)
 
 

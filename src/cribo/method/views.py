@@ -52,8 +52,8 @@ def sample_crops(height: int, width: int, recipe: ViewRecipe, *, generator: torc
 
 
 def cut_views(
-    image: UInt8[Tensor, "3 h w"], crops: Crops, size: int, *, interpolation: Interpolation = "bicubic"
-) -> UInt8[Tensor, "v 3 s s"]:
+    image: UInt8[Tensor, "c h w"], crops: Crops, size: int, *, interpolation: Interpolation = "bicubic"
+) -> UInt8[Tensor, "v c s s"]:
     """Cut the views from an image: crop, resize (antialiased), flip; 8 bits per channel."""
     # Importing torchvision takes as long as importing PyTorch, and only this function needs it.
     from torchvision.transforms.v2 import InterpolationMode

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from cribo.models.backbone import Features as Features
     from cribo.models.backbone import evaluation_mode as evaluation_mode
     from cribo.models.backbone import normalise as normalise
+    from cribo.models.channels import inflate as inflate
     from cribo.models.hub.download import HubName as HubName
     from cribo.models.hub.download import hub_name as hub_name
     from cribo.models.licences import Licence as Licence

@@ -36,13 +36,14 @@ if TYPE_CHECKING:
     from cribo.models.origin import LoadedWeights
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+RGB = 3
+"""Number of channels of the images of most networks."""
 
 # Arguments that build_backbone sets itself, with what to use instead.
 RESERVED_ARGS = {
     "img_size": "use image_size",
     "dynamic_img_size": "it is always on if the network has it",
     "num_classes": "a backbone has no classifier; set_readout adds a linear layer",
-    "in_chans": "images are RGB",
     "drop_path_rate": "use drop_path",
     "pretrained": "use the argument `pretrained` of build_backbone",
     "checkpoint_path": "use the argument `pretrained` of build_backbone",
@@ -75,15 +76,24 @@ class Trunk(NamedTuple):
 
 
 def normalise(
-    images: Float[Tensor, "*b 3 h w"],
+    images: Float[Tensor, "*b c h w"],
     *,
     mean: Sequence[float] = IMAGENET_MEAN,
     std: Sequence[float] = IMAGENET_STD,
-) -> Float[Tensor, "*b 3 h w"]:
+) -> Float[Tensor, "*b c h w"]:
     """Subtract the channels' mean and divide by their standard deviation; images in 0-1."""
     # A tensor that is created on a GPU waits for it.
     shift, scale = (torch.tensor(each, dtype=images.dtype).to(images.device, non_blocking=True) for each in (mean, std))
     return (images - shift[:, None, None]) / scale[:, None, None]
+
+
+def repeated(values: Sequence[float], in_chans: int) -> tuple[float, ...]:
+    """Return a value for each channel of an image: those of RGB images, repeated cyclically.
+
+    >>> repeated((1, 2, 3), 5)
+    (1, 2, 3, 1, 2)
+    """
+    return tuple(values[channel % len(values)] for channel in range(in_chans))
 
 
 @contextmanager
@@ -136,18 +146,21 @@ class Backbone(nn.Module, ModelHubMixin):
         arguments: the keyword arguments with which `timm.create_model(name, ...)` builds the same network.
         image_size: size in pixels for which the position embedding is stored.
         takes_any_size: whether images of other sizes can be encoded.
+        in_chans: C, channels of an image; 3 unless the network was built with `args={"in_chans": C}`.
         embed_dim: D, channels of a token.
         patch_size: pixels per token along each side; the output stride of a convolutional network.
         readout: linear layer after the features (`set_readout`), or None.
         depth: number of blocks whose tokens can be requested (`layers` of `encode`); 1 for a feature map.
         num_drop_path_sites: number of residual branches that can be dropped.
         drop_path_rates: drop probability of each of these branches.
-        mean: RGB means (of values in 0-1) that the weights expect.
-        std: RGB standard deviations that the weights expect.
+        mean: mean of each channel (of values in 0-1) that the weights expect.
+        std: standard deviation of each channel that the weights expect.
         numerics: numerics that the weights expect, such as epsilon (`set_numerics`).
         checkpointing: activations that blocks save for the backward pass (`set_checkpointing`).
         loaded: origin of the weights; None for random ones.
         licences: licences of the weights from which the backbone was made; empty for random ones.
+        pixels: channels and range with which the images of its training were read, by the names of their options
+            (`cribo.data.config.PixelOptions`); None without any.
     """
 
     def __init__(self, model: nn.Module, name: str, arguments: Mapping[str, Any], image_size: int) -> None:
@@ -156,13 +169,15 @@ class Backbone(nn.Module, ModelHubMixin):
         self.name = name
         self.arguments = dict(arguments)
         self.image_size = image_size
-        self.mean: tuple[float, ...] = IMAGENET_MEAN
-        self.std: tuple[float, ...] = IMAGENET_STD
+        self.in_chans: int = self.arguments.get("in_chans", RGB)
+        self.mean: tuple[float, ...] = repeated(IMAGENET_MEAN, self.in_chans)
+        self.std: tuple[float, ...] = repeated(IMAGENET_STD, self.in_chans)
         self.numerics = Numerics()
         self._own_epsilons = norm_epsilons(model)
         self._positions: RelativePositions | None = None
         self.loaded: LoadedWeights | None = None
         self.licences: tuple[Licence, ...] = ()
+        self.pixels: Mapping[str, Any] | None = None
         self._is_transformer = isinstance(model, VisionTransformer | Eva | Beit)
         is_sequence = isinstance(model, Xcit | NaFlexVit)
         self.takes_any_size = "img_size" not in arguments or is_sequence or _has_argument(model, "dynamic_img_size")
@@ -172,7 +187,9 @@ class Backbone(nn.Module, ModelHubMixin):
         elif isinstance(model, networks.Capi):
             self.patch_size = model.patch_size
         else:
-            self.patch_size = _map_stride(model, name, _PROBE_SIZE if self.takes_any_size else image_size)
+            self.patch_size = _map_stride(
+                model, name, self.in_chans, _PROBE_SIZE if self.takes_any_size else image_size
+            )
             # Convolutions in channels-last layout are 1.5 times as fast on CPUs, and also faster on GPUs in 16 bits.
             model.to(memory_format=torch.channels_last)
         _check_divisible((image_size,), self.patch_size)
@@ -341,7 +358,7 @@ class Backbone(nn.Module, ModelHubMixin):
 
     def encode(
         self,
-        images: Float[Tensor, "b 3 h w"],
+        images: Float[Tensor, "b c h w"],
         layers: int = 1,
         *,
         normalised_layers: NormalisedLayers = "all",
@@ -351,7 +368,7 @@ class Backbone(nn.Module, ModelHubMixin):
         """Encode normalised images as a global token and a grid of tokens each.
 
         Args:
-            images: (B, 3, H, W) of any float type, normalised with `mean` and `std`; H and W multiples of `patch_size`.
+            images: (B, C, H, W) of any float type, normalised with `mean` and `std`; H and W multiples of `patch_size`.
             layers: number of last blocks whose tokens are concatenated along the channels, the last block last. The
                 global token is always the last block's.
             normalised_layers: apply the final norm to `all` of these layers, or only to the `last`.
@@ -412,11 +429,11 @@ class Backbone(nn.Module, ModelHubMixin):
             size = self.patch_size * (1 if self._is_transformer else 2)
         # In evaluation mode, so that batch norms neither use nor record the statistics of one image.
         with evaluation_mode(self.model), torch.enable_grad():
-            return self.encode(torch.zeros(1, 3, size, size, device=next(self.parameters()).device))
+            return self.encode(torch.zeros(1, self.in_chans, size, size, device=next(self.parameters()).device))
 
     def forward(
         self,
-        images: Float[Tensor, "b 3 h w"],
+        images: Float[Tensor, "b c h w"],
         layers: int = 1,
         *,
         drop_path_noise: Float[Tensor, "b sites"] | None = None,
@@ -580,7 +597,7 @@ class Backbone(nn.Module, ModelHubMixin):
             global_token = prefix[:, 0]
         return Features(global_token, tokens[0] if len(tokens) == 1 else torch.cat(tokens, dim=-1), grid)
 
-    def encode_trunk(self, images: Float[Tensor, "b 3 h w"], blocks: int, *, mask: Mask | None = None) -> "Trunk":
+    def encode_trunk(self, images: Float[Tensor, "b c h w"], blocks: int, *, mask: Mask | None = None) -> "Trunk":
         """Run the first blocks of a vision transformer without drop path, for `encode_rest`.
 
         Raises:
@@ -680,8 +697,8 @@ class Backbone(nn.Module, ModelHubMixin):
         return Features(global_token, feature_map.flatten(2).transpose(1, 2), grid)
 
     def _check(self, images: Tensor, layers: int, drop_path_noise: Tensor | None) -> None:
-        if images.ndim != 4 or images.shape[1] != 3:
-            raise InputError(f"images must be (B, 3, H, W), got {tuple(images.shape)}")
+        if images.ndim != 4 or images.shape[1] != self.in_chans:
+            raise InputError(f"images must be (B, {self.in_chans}, H, W), got {tuple(images.shape)}")
         height, width = images.shape[2], images.shape[3]
         _check_divisible((height, width), self.patch_size)
         if not self.takes_any_size and (height, width) != (self.image_size, self.image_size):
@@ -758,11 +775,11 @@ _SUPPORTED = (
 )
 
 
-def _map_stride(model: Any, name: str, size: int) -> int:
+def _map_stride(model: Any, name: str, in_chans: int, size: int) -> int:
     """Measure the pixels per position of the feature map: timm's own values ignore removed stages."""
     try:
         with evaluation_mode(model), torch.no_grad():
-            output = model.forward_features(torch.zeros(1, 3, size, size))
+            output = model.forward_features(torch.zeros(1, in_chans, size, size))
     except AssertionError as error:  # timm checks sizes by assertions, often without a message
         reason = f" ({error})" if str(error) else ""
         own = getattr(model, "pretrained_cfg", None)  # only of timm's networks

@@ -103,21 +103,22 @@ def untrained(backbone: Backbone, *, seed: int = 0, drop_path: float = 0.0) -> B
         >>> untrained(first).name, untrained(first).fingerprint() == first.fingerprint()
         ('resnet18', False)
     """
-    return _build_again(backbone, {}, drop_path=drop_path, seed=seed)
+    return build_again(backbone, {}, drop_path=drop_path, seed=seed)
 
 
-def _build_again(backbone: Backbone, changes: Mapping[str, Any], **options: Any) -> Backbone:
-    """Build the same network with some arguments changed; `options` are passed to `build_network`."""
+def build_again(backbone: Backbone, changes: Mapping[str, Any], **options: Any) -> Backbone:
+    """Build the same network with some arguments changed, and its normalisation; `options` are for `build_network`."""
     again = build_network(backbone.name, args={**backbone.args, **changes}, image_size=backbone.image_size, **options)
-    again.mean, again.std = backbone.mean, backbone.std
+    if again.in_chans == backbone.in_chans:
+        again.mean, again.std = backbone.mean, backbone.std
     again.set_numerics(backbone.numerics)
     return again
 
 
 def _changed(backbone: Backbone, **changes: Any) -> Backbone:
     """Build the same network with some arguments changed, without weights."""
-    changed = _build_again(backbone, changes, initialise=False)
-    changed.loaded, changed.licences = backbone.loaded, backbone.licences
+    changed = build_again(backbone, changes, initialise=False)
+    changed.loaded, changed.licences, changed.pixels = backbone.loaded, backbone.licences, backbone.pixels
     return changed.to(next(backbone.parameters()))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cribo.base.errors import InputError
 from cribo.models.backbone import Backbone
+from cribo.models.channels import inflated
 from cribo.models.formats.architecture import project_of_fixed_positions
 from cribo.models.formats.recognised import Recognised
 from cribo.models.formats.recognising import first_keys, required_keys
@@ -37,7 +38,7 @@ def original_resizing(recognised: Recognised) -> Resizing | None:
 def fit(
     state: dict[str, Tensor], backbone: Backbone, source: str, numerics: Numerics
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Resize the position embedding, then apply the checkpoint filter of timm's model family, if it has one.
+    """Resize the position embedding, apply the checkpoint filter of timm's model family, and inflate the first layer.
 
     Also returns the names of resized tensors.
     """
@@ -56,6 +57,7 @@ def fit(
             raise InputError(
                 f"{source} does not fit {backbone.name}: timm's filter failed ({type(error).__name__}: {error})"
             ) from error
+    fitted = inflated(fitted, backbone)
     resampled = (key for key, value in fitted.items() if key in shapes and shapes[key] != value.shape)
     return fitted, tuple(resampled)
 

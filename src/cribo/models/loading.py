@@ -18,8 +18,9 @@ from timm.models._pretrained import PretrainedCfg
 
 from cribo.base.errors import Damaged, InputError
 from cribo.base.files import check_archive, nearest_path
-from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, RESERVED_ARGS, Backbone
+from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, RESERVED_ARGS, RGB, Backbone, repeated
 from cribo.models.building import build_network, check_network, untrained
+from cribo.models.channels import inflation_note
 from cribo.models.config import NetworkName
 from cribo.models.fitting import fit, load_all_or_nothing, original_resizing
 from cribo.models.formats import recognising
@@ -67,7 +68,8 @@ def build_backbone(
         name: timm name, such as `vit_small_patch16_224`, `vit_base_patch14_reg4_dinov2`, `resnet50`, `convnext_tiny`;
             or the import path of a custom function or class, called with `args`, that returns a module whose
             `forward_features(images)` is a feature map (B, D, h, w).
-        args: arguments of timm's constructor (`depth`, `embed_dim`, `num_heads`, `output_stride`, ...).
+        args: arguments of timm's constructor (`depth`, `embed_dim`, `num_heads`, `output_stride`, ...); for images of
+            C channels, `in_chans`.
         pretrained: initial weights: a file, `"timm"`, or a timm name with its tag (`load_pretrained`). If None, weights
             are random: [CLS] and position embedding from a truncated normal of 0.02, the rest as in timm.
         image_size: size in pixels for which the position embedding is stored; it is interpolated for others.
@@ -499,8 +501,10 @@ def _declared(request: Request, file: WeightFile) -> Architecture | None:
     if name is not None:
         return Architecture(name, args, _own_size(name))
     if isinstance(run := file.content.get("cribo"), Mapping) and isinstance(settings := run.get("config"), Mapping):
-        backbone = settings["backbone"]
-        return Architecture(backbone["name"], {**(backbone["args"] or {}), **args}, settings["views"]["size"])
+        backbone, described = settings["backbone"], run.get("backbone") or {}
+        channels = {key: value for key, value in described.get("args", {}).items() if key == "in_chans"}
+        own = {**(backbone["args"] or {}), **channels, **args}
+        return Architecture(backbone["name"], own, settings["views"]["size"])
     # Other programs also write a config.json with an `architecture`.
     if isinstance(timm_name := config.get("architecture"), str) and timm.is_model(timm_name):
         declared = {key: value for key, value in config.get("model_args", {}).items() if key not in RESERVED_ARGS}
@@ -606,9 +610,13 @@ def adopt(weights: Weights) -> None:
         numerics = replace(numerics, positions=wanted)
     state, resampled = fit(recognised.state, backbone, weights.source, numerics)
     load_all_or_nothing(backbone, state, weights.source, recognised.used)
-    backbone.mean, backbone.std = expected.mean or IMAGENET_MEAN, expected.std or IMAGENET_STD
+    backbone.mean = repeated(expected.mean or IMAGENET_MEAN, backbone.in_chans)
+    backbone.std = repeated(expected.std or IMAGENET_STD, backbone.in_chans)
     backbone.set_numerics(numerics)
     notes = [*weights.notes, *recognised.notes]
+    of_rgb = (key for key in resampled if recognised.state[key].ndim == 4 and recognised.state[key].shape[1] == RGB)
+    if backbone.in_chans != RGB and any(of_rgb):
+        notes.append(inflation_note(backbone.in_chans))
     if "pos_embed" in state and isinstance(backbone.model, VisionTransformer):
         if wanted is not None:
             notes.append(f"positions are resized to other sizes as requested ({wanted})")
@@ -632,6 +640,7 @@ def adopt(weights: Weights) -> None:
         parent=recognised.parent if repository is None else repository.repo,
     )
     backbone.licences = _licences(weights)
+    backbone.pixels = _pixels(weights.about)
     _logger.info("%s", backbone.loaded)
     log_licences(backbone.licences)
 
@@ -640,6 +649,12 @@ _UNKNOWN_RESIZING = (
     "for other image sizes, its position embedding is resized as timm does, because the file does not say which "
     "project trained it; if that was DINO, iBOT or DINOv2, add --backbone.positions bicubic_offset for exact features"
 )
+
+
+def _pixels(about: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return how the images of the training were read, as a description states it."""
+    stated = (about or {}).get("pixels")
+    return stated if isinstance(stated, Mapping) else None
 
 
 def _licences(weights: Weights) -> tuple[Licence, ...]:

@@ -34,7 +34,7 @@ class MaskedEmbedding:
     def __init__(self, embedding: nn.Module) -> None:
         self.embedding = embedding
 
-    def __call__(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b *patches d"]:
+    def __call__(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b *patches d"]:
         """Return the embeddings as a map or a sequence, as the network expects them."""
         patches = type(self.embedding).forward(self.embedding, images)
         if self.mask is None:

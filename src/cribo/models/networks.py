@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from cribo.base.errors import InputError
 
 
-def resnet_with_stem(name: str, stem_channels: int, **args: Any) -> nn.Module:
+def resnet_with_stem(name: str, stem_channels: int, in_chans: int = 3, **args: Any) -> nn.Module:
     """Build a timm ResNet with other than 64 channels in its stem, such as the wide ResNets of SwAV (RN50w2).
 
     Source: github.com/facebookresearch/swav, `src/resnet50.py`.
     """
     _require_timm(name)
     model: Any = timm.create_model(name, num_classes=0, **args)
-    model.conv1 = nn.Conv2d(3, stem_channels, kernel_size=7, stride=2, padding=3, bias=False)
+    model.conv1 = nn.Conv2d(in_chans, stem_channels, kernel_size=7, stride=2, padding=3, bias=False)
     model.bn1 = nn.BatchNorm2d(stem_channels)
     first: Any = model.layer1[0]
     for owner, key in ((first, "conv1"), *(((first.downsample, "0"),) if first.downsample is not None else ())):
@@ -46,7 +46,7 @@ class ConvolutionalStem(nn.Module):
             layers += [nn.Conv2d(width, wider, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(wider), nn.ReLU()]
         self.proj = nn.Sequential(*layers, nn.Conv2d(embed_dim, embed_dim, 1))
 
-    def forward(self, images: Float[Tensor, "b 3 y x"]) -> Float[Tensor, "b h w d"]:
+    def forward(self, images: Float[Tensor, "b c y x"]) -> Float[Tensor, "b h w d"]:
         """Embed patches of 16 x 16 pixels."""
         return self.proj(images).permute(0, 2, 3, 1)
 
@@ -75,18 +75,21 @@ class Capi(nn.Module):
         heads: number of attention heads.
         patch_size: side of a patch in pixels.
         registers: number of registers, a multiple of 4; they are positioned along the edges of the image.
+        in_chans: number of channels of an image.
 
     Source: github.com/facebookresearch/capi, `model.py`.
     """
 
-    def __init__(self, dim: int, depth: int, heads: int, patch_size: int = 14, registers: int = 16) -> None:
+    def __init__(
+        self, dim: int, depth: int, heads: int, patch_size: int = 14, registers: int = 16, in_chans: int = 3
+    ) -> None:
         super().__init__()
         self.patch_size = patch_size
         self.registers = nn.Parameter(torch.zeros(1, registers, dim))
-        self.patch_embed = nn.Conv2d(3, dim, patch_size, patch_size)
+        self.patch_embed = nn.Conv2d(in_chans, dim, patch_size, patch_size)
         self.encoder = nn.ModuleDict({"blocks": nn.ModuleList(_CapiBlock(dim, heads) for _ in range(depth))})
 
-    def forward_features(self, images: Float[Tensor, "b 3 y x"]) -> Float[Tensor, "b d h w"]:
+    def forward_features(self, images: Float[Tensor, "b c y x"]) -> Float[Tensor, "b d h w"]:
         """Return the patch tokens as a map."""
         patches = self.patch_embed(images)
         grid = patches.shape[2:]

@@ -115,6 +115,7 @@ def describe(backbone: Backbone) -> dict[str, Any]:
         **asdict(backbone.numerics),
         "parent": None if backbone.loaded is None else backbone.loaded.parent,
         "licences": describe_licences(backbone.licences),
+        **({} if backbone.pixels is None else {"pixels": dict(backbone.pixels)}),
     }
 
 

@@ -20,13 +20,16 @@ from cribo.base.bounds import find_bounds
 from cribo.base.console import Progress
 from cribo.base.errors import ConfigError, InputError
 from cribo.base.trust import import_by_path
+from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, SampleDataset, SampleTransform
 from cribo.data.sources.images import ImageSource
 from cribo.models import Backbone, build_backbone
+from cribo.models.backbone import RGB
+from cribo.models.channels import first_layer
 from cribo.models.config import CompileMode, Resizing
 from cribo.models.lora import add_adapters, has_adapters, merged_parameters
-from cribo.objectives.config import ObjectiveOptions
+from cribo.objectives.config import BackboneConfig, ObjectiveOptions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,23 +65,29 @@ class Setting:
         options: the sections of the configuration that objectives read.
         num_images: number of images in the collection.
         steps_per_epoch: number of optimiser steps per epoch.
+        reading: how the images are read, which decides the number of their channels.
     """
 
     options: ObjectiveOptions
     num_images: int
     steps_per_epoch: int
+    reading: Reading = DEFAULT_READING
 
     def build_backbone(self) -> Backbone:
-        """Build the network of the section `backbone`; random weights depend only on the seed."""
+        """Build the network of the section `backbone`; random weights depend only on the seed.
+
+        For images of other than three channels, the first layer of pretrained weights is inflated and always trained.
+        """
         options = self.options
         backbone = build_backbone(
             options.backbone.name,
-            args=options.backbone.args,
+            args=_args_of(options.backbone, self.reading.in_chans),
             pretrained=options.backbone.pretrained,
             image_size=options.views.size,
             drop_path=options.backbone.drop_path,
             seed=keyed_generator(options.seed, 0).initial_seed() % 2**31,
         )
+        backbone.pixels = self.reading.trained_with
         backbone.set_checkpointing(options.backbone.checkpointing)
         if options.backbone.positions is not None:
             _set_positions(backbone, options.backbone.positions)
@@ -94,7 +103,25 @@ class Setting:
                 )
             except ValueError as error:
                 raise ConfigError(f"backbone.lora: {error}") from error
+        if backbone.in_chans != RGB and (options.backbone.train_blocks or options.backbone.lora):
+            if options.backbone.cache_trunk is not None:
+                raise ConfigError(
+                    f"backbone.cache_trunk needs a frozen first layer, which is trained for images of "
+                    f"{backbone.in_chans} channels: remove it"
+                )
+            first_layer(backbone).requires_grad_(True)
         return backbone
+
+
+def _args_of(config: BackboneConfig, in_chans: int) -> dict[str, Any]:
+    """Return the arguments of the network for images of C channels."""
+    own = config.args.get("in_chans", in_chans)
+    if own != in_chans:
+        raise ConfigError(
+            f"backbone.args has in_chans {own}, and the images are read with {in_chans} channels: choose {own} of them "
+            "with data.channels, or remove in_chans"
+        )
+    return config.args if in_chans == RGB else {**config.args, "in_chans": in_chans}
 
 
 def _set_positions(backbone: Backbone, how: Resizing) -> None:

@@ -35,7 +35,7 @@ class ClusterHistory:
     """Clusters of the same view pairs at several epochs of a run.
 
     Attributes:
-        views: (P, 2, 3, H, W) 8-bit views, without photometric augmentation.
+        views: (P, 2, C, H, W) 8-bit views, without photometric augmentation.
         grid: (h, w) tokens of a view.
         epochs: E numbers of completed epochs; 0 is the teacher before training.
         labels: (E, P, 2, N) the teacher's cluster of each token.

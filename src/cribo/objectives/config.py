@@ -25,7 +25,8 @@ class BackboneConfig:
             vit_small_patch16_224.dino, hf://owner/name, or `timm` for the default weights of the model.
         drop_path: rate of stochastic depth in the last block, in the student; in LOCA, also in the teacher.
         train_blocks: number of last blocks to train, with the final norm, or of last stages of a convolutional network;
-            all by default. In timm's VisionTransformer, student and teacher share the frozen blocks.
+            all by default. In timm's VisionTransformer, student and teacher share the frozen blocks. For images of
+            other than three channels, the first layer is trained, too, and nothing is shared.
         lora: rank of LoRA: the weights of the backbone are frozen, and only low-rank additions to the linear layers of
             its blocks (the last `train_blocks` of them) are trained. Requires the extra `lora`. 8 is a good start; use
             a larger learning rate than for full training.

@@ -38,7 +38,7 @@ class _SizedImage(LazyImage):
 
     size = (0, 0)
 
-    def load_reduced(self, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "3 h w"], int]:
+    def load_reduced(self, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "c h w"], int]:
         def noted(height: int, width: int) -> int:
             self.size = (height, width)
             return reduction(height, width)

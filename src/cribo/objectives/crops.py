@@ -20,7 +20,7 @@ _BLUR_OF_LOCAL_CROPS = 0.5
 
 def load_for_crops(
     image: LazyImage, draw: Callable[[int, int], Sequence[tuple[Crops, int]]]
-) -> tuple[UInt8[Tensor, "3 h w"], list[Crops], int]:
+) -> tuple[UInt8[Tensor, "c h w"], list[Crops], int]:
     """Decode an image, reduced as far as the crops drawn for it allow.
 
     Args:
@@ -70,7 +70,7 @@ class CropSet:
         pairs = [sample_crops(height, width, self.recipe, generator=generator) for _ in self.pairs]
         return concatenate_crops(pairs, limit=self.count)
 
-    def cut(self, pixels: UInt8[Tensor, "3 h w"], crops: Crops) -> UInt8[Tensor, "v 3 s s"]:
+    def cut(self, pixels: UInt8[Tensor, "c h w"], crops: Crops) -> UInt8[Tensor, "v c s s"]:
         """Cut views from an image."""
         return cut_views(pixels, crops, self.recipe.size, interpolation=self.recipe.interpolation)
 
@@ -84,7 +84,7 @@ class CropSampler:
     """Transform of an image into sets of crops, and random numbers.
 
     Draws first the crops (`draw_crops`), then `places`, `photometric` and `draw`. A batch contains the views of each
-    set by its name, (B, V, 3, s, s) in 8 bits; `photometric` with parameters (B, V) of all sets together; and
+    set by its name, (B, V, C, s, s) in 8 bits; `photometric` with parameters (B, V) of all sets together; and
     `drop_path_noise` (B, V, sites), uniform in [0, 1), for the student's stochastic depth.
 
     Args:
@@ -138,7 +138,7 @@ class CropSampler:
         """Return the crops of each set with the size of their views, for `load_for_crops`."""
         return [(part, each.recipe.size) for each, part in zip(self.sets, crops, strict=True)]
 
-    def cut(self, pixels: UInt8[Tensor, "3 h w"], crops: Sequence[Crops]) -> dict[str, Any]:
+    def cut(self, pixels: UInt8[Tensor, "c h w"], crops: Sequence[Crops]) -> dict[str, Any]:
         """Cut the views of each set from an image."""
         return {each.name: each.cut(pixels, part) for each, part in zip(self.sets, crops, strict=True)}
 
@@ -221,7 +221,7 @@ def augmented(
     return changed.unflatten(0, views.shape[:2])
 
 
-def augmented_crops(batch: Batch, recipe: ViewRecipe, backbone: Backbone) -> list[Float[Tensor, "r 3 h w"]]:
+def augmented_crops(batch: Batch, recipe: ViewRecipe, backbone: Backbone) -> list[Float[Tensor, "r c h w"]]:
     """Return the global and the local crops of a batch, crop after crop, augmented and normalised for a backbone."""
     views, local = (
         augmented(batch, name, recipe, backbone, first=first) for name, first in (("global", 0), ("local", 2))

@@ -14,7 +14,7 @@ from cribo.base.bounds import at_least
 from cribo.base.errors import ConfigError
 from cribo.data.samples import Batch
 from cribo.method.precision import at_least_float32, in_float32
-from cribo.models import Backbone, Features, load_backbone, normalise
+from cribo.models import Backbone, Features, inflate, load_backbone, normalise
 from cribo.models.config import CompileMode
 from cribo.models.licences import with_teacher
 from cribo.objectives.base import Columns, Objective, Output, Setting, Step, sum_over_ranks
@@ -91,7 +91,7 @@ class Distill(Objective):
         if not self.weights:
             raise ConfigError("all weights in objective.args are 0: set patches and cosine to 1, for example")
         try:
-            loaded = load_backbone(teacher, name=teacher_network)
+            loaded = inflate(load_backbone(teacher, name=teacher_network), setting.reading.in_chans)
         except (OSError, ValueError) as error:
             raise ConfigError(f"objective.args.teacher: {error}") from error
         self.teacher_source = teacher

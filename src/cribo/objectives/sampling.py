@@ -10,7 +10,7 @@ from jaxtyping import Int, UInt8
 from torch import Tensor
 
 from cribo.base.colours import Colour, distinct_colours
-from cribo.base.painting import outline_region, paint_regions
+from cribo.base.painting import as_picture, outline_region, paint_regions
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.sources.images import ImageSource
@@ -74,8 +74,8 @@ class ObjectSample:
     grid: tuple[int, int]
 
     def view(self, image: int, view: int) -> UInt8[np.ndarray, "h w 3"]:
-        """Return one view, (H, W, 3), without photometric augmentation."""
-        return self.pairs["views"][image, view].permute(1, 2, 0).numpy()
+        """Return one view as a picture, (H, W, 3), without photometric augmentation."""
+        return as_picture(self.pairs["views"][image, view].numpy())
 
     def clusters(self, image: int, view: int) -> Int[Tensor, "h w"]:
         """Return the cluster of each pixel of a view."""

@@ -7,24 +7,28 @@ from torch import Tensor
 
 from cribo.data.samples import Batch
 from cribo.models import Backbone
-from cribo.models.backbone import Features, Trunk
+from cribo.models.backbone import RGB, Features, Trunk
 from cribo.models.masking import Mask
 from cribo.objectives.config import BackboneConfig, ObjectiveOptions
 from cribo.objectives.views import normalised_views
 from cribo.training.timing import part
 
-Inputs = Float[Tensor, "b 3 h w"] | Trunk
+Inputs = Float[Tensor, "b c h w"] | Trunk
 """Views, or their tokens after the shared blocks."""
 
 
 def shared_blocks(backbone: Backbone, config: BackboneConfig) -> int:
-    """Return the number of frozen blocks shared by student and teacher; 0 if the network cannot be split."""
-    return config.frozen_blocks(backbone.depth) if isinstance(backbone.model, VisionTransformer) else 0
+    """Return the number of frozen blocks shared by student and teacher.
+
+    0 if the network cannot be split, or if images have other than three channels: then the first layer is trained.
+    """
+    is_split = isinstance(backbone.model, VisionTransformer) and backbone.in_chans == RGB
+    return config.frozen_blocks(backbone.depth) if is_split else 0
 
 
 @torch.no_grad()
 def encode_frozen(
-    backbone: Backbone, views: Float[Tensor, "b 3 h w"], config: BackboneConfig, *, mask: Mask | None = None
+    backbone: Backbone, views: Float[Tensor, "b c h w"], config: BackboneConfig, *, mask: Mask | None = None
 ) -> Inputs:
     """Run the frozen blocks shared by student and teacher; return the views unchanged if there are none."""
     blocks = shared_blocks(backbone, config)

@@ -16,7 +16,7 @@ from cribo.objectives.crops import CropSampler, CropSet, augmented
 class ViewPairs(CropSampler):
     """Transform of an image into two views and random numbers: the sample of CrIBo.
 
-    A batch contains `views` (B, 2, 3, H, W) in 8 bits, `coordinates` (B, 2, N, 2), the patch centres (x, y) in pixels
+    A batch contains `views` (B, 2, C, H, W) in 8 bits, `coordinates` (B, 2, N, 2), the patch centres (x, y) in pixels
     of the source image, `initial_tokens` (B, K), those of the 2N tokens that initialise the clusters,
     `drop_path_noise` (B, 2, sites), and `photometric` with parameters (B, 2).
 
@@ -84,6 +84,6 @@ def split_views(features: Features) -> tuple[Float[Tensor, "2 b d"], Float[Tenso
     return features.global_token.unflatten(0, (-1, 2)).transpose(0, 1), features.tokens.unflatten(0, (-1, 2))
 
 
-def normalised_views(batch: Batch, recipe: ViewRecipe, backbone: Backbone) -> Float[Tensor, "2b 3 h w"]:
+def normalised_views(batch: Batch, recipe: ViewRecipe, backbone: Backbone) -> Float[Tensor, "2b c h w"]:
     """Apply the photometric operations to a batch's views and normalise them for a backbone; image after image."""
     return augmented(batch, "views", recipe, backbone).flatten(0, 1)

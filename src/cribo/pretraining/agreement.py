@@ -86,7 +86,7 @@ def neighbour_agreement(points: Float[Tensor, "m 2 p d"]) -> float:
 
 
 @torch.inference_mode()
-def encode_pixels(backbone: Backbone, images: Float[Tensor, "b 3 h w"], *, layers: int = 1) -> Features:
+def encode_pixels(backbone: Backbone, images: Float[Tensor, "b c h w"], *, layers: int = 1) -> Features:
     """Encode images with values in [0, 1], in evaluation mode and on the backbone's device."""
     pixels = images.to(next(backbone.parameters()).device)
     with evaluation_mode(backbone):

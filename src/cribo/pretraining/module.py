@@ -45,7 +45,7 @@ class PretrainingModule(ResumableModule):
         self.automatic_optimization = False
         self.config = config
         self.num_images = num_images
-        setting = Setting(config, num_images, steps_per_epoch)
+        setting = Setting(config, num_images, steps_per_epoch, config.data.reading)
         self.objective = make_objective(config.objective.name, config.objective.args, setting)
         if self.objective.whole_batch and config.optim.micro_batches > 1:
             raise ConfigError(

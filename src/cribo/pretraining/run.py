@@ -4,7 +4,7 @@ import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from cribo.base.job import Job, describe_changes, flat, named_folder
 from cribo.base.machine import end_with_launcher
 from cribo.base.versions import versions
 from cribo.base.wording import command_line
+from cribo.features.reading import completed_for
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import CONFIG, REPORT, SUMMARY, TRUNK_CACHE
@@ -134,6 +135,9 @@ def pretrain(
     if continue_run and (name is None or overwrite):
         what = "cannot be combined with --overwrite" if name is not None else "requires the --name of the run"
         raise ConfigError(f"--continue {what}: it resumes the run of that name, or starts it")
+    if config.backbone.pretrained is not None:
+        reading = completed_for(config.backbone.pretrained, config.data.reading)
+        config = replace(config, data=replace(config.data, **asdict(reading)))
     return _run(
         config,
         Path(out),

@@ -19,6 +19,7 @@ from cribo.evaluation import DenseNN, Splits
 from cribo.evaluation.runner import calibrate_batch_norms, measure
 from cribo.features.encoder import mean_colour_backbone
 from cribo.models import Backbone
+from cribo.models.backbone import RGB
 from cribo.objectives.base import objective_class
 from cribo.pretraining.agreement import INDICATOR_IMAGES, neighbour_agreement, view_points
 from cribo.pretraining.config import PretrainConfig
@@ -33,10 +34,10 @@ _IMAGES_PER_HELD_OUT = 10
 def open_score_data(config: PretrainConfig) -> Splits | None:
     """Open the labelled images of the score: train is the memory, val are the queries.
 
-    Returns None if no score is configured.
+    Returns None if no score is configured, or if it is that of the synthetic scenes and the images are not RGB.
     """
     root = config.data.root if config.score.root == "data" else config.score.root
-    if root is None:
+    if root is None or (root == "scenes" and config.data.reading.in_chans != RGB):
         return None
     if root == "scenes":
         train, val = held_out_scenes(*config.score.images)
@@ -181,7 +182,7 @@ class RetrievalScore(L.Callback):
     def mean_colour(self, module: PretrainingModule) -> float | None:
         """Return the mean IoU of the baseline `mean-colour`; None for unsupported image sizes or unreadable images."""
         try:
-            return self._score(mean_colour_backbone(), module.device)
+            return self._score(mean_colour_backbone(in_chans=self.config.data.reading.in_chans), module.device)
         except (UnreadableImage, ValueError) as error:
             log.error("could not compute the score of the mean colour: %s", error)
             return None

@@ -27,6 +27,7 @@ from cribo.data.sources.cache import CachedImages
 from cribo.data.sources.clips import Clips
 from cribo.data.sources.images import has_images, require_readable
 from cribo.data.sources.video_files import has_video_files, open_video_files
+from cribo.models.backbone import RGB
 from cribo.objectives.base import BUILT_IN, Stages, objective_class
 from cribo.objectives.trunk_cache import fill
 from cribo.pretraining.batches import advice_for_few, advice_for_groups
@@ -226,6 +227,8 @@ def _open_sources(config: PretrainConfig) -> tuple[ImageSource, ImageSource | No
     data = config.data
     reads_clips = objective_class(config.objective.name).clip_frames > 0
     if data.root == "scenes":
+        if data.reading.in_chans != RGB:
+            raise ConfigError(f"data.root scenes are RGB, got {data.reading.in_chans} of data.channels: remove it")
         frames = data.scenes.frames if reads_clips else 1
         scenes = Scenes(data.scenes.count, size=data.scenes.size, seed=data.scenes.seed, frames=frames)
         images: ImageSource = CachedImages(scenes, limit_bytes=_SCENE_CACHE_BYTES)

@@ -21,7 +21,7 @@ from cribo.data.labelled.regions import polygon, trace
 
 CLASSES = ["background", "cell", "it's a dog"]
 HEIGHT, WIDTH = 40, 56
-WRITTEN = [name for name, row in LABEL_FORMATS.items() if row.write is not None]
+WRITTEN = [name for name, row in LABEL_FORMATS.items() if row.write is not None and row.read is not None]
 
 
 def save_image(path: Path, height: int = HEIGHT, width: int = WIDTH) -> None:

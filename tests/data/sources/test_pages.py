@@ -6,9 +6,10 @@ import tifffile
 from PIL import Image
 
 from cribo.apps.segment.targets import open_targets, result_name
-from cribo.base.errors import UnreadableImage
+from cribo.base.errors import DataError, UnreadableImage
 from cribo.data import open_images
 from cribo.data.config import Reading
+from cribo.data.labelled.formats import find_examples
 from cribo.data.reading import page_name, read_image, stored_page
 from cribo.data.sources.collection import open_collection
 
@@ -76,3 +77,19 @@ def test_names_of_pages(tmp_path):
     assert stored_page(tmp_path / "stack.page007.tif") == (str(tmp_path / "stack.page007.tif"), None)
     with pytest.raises(UnreadableImage, match="no such file"):
         read_image(tmp_path / "gone.page1.tif")
+
+
+def test_labels_of_pages(folder):
+    (folder / "c.png").unlink()
+    (folder / "a.tif").unlink()
+    for page in (2, 11):
+        Image.fromarray(np.full((16, 20), page, dtype=np.uint8)).save(folder / f"b.page{page:02}_labels.png")
+    with pytest.raises(DataError, match=r"b\.page00"):
+        find_examples(folder)
+    Image.fromarray(np.full((16, 20), 7, dtype=np.uint8)).save(folder / "b_labels.png")
+    for page in (2, 11):
+        (folder / f"b.page{page:02}_labels.png").unlink()
+    found = find_examples(folder, reading=Reading(page=5))
+    assert len(found) == 1
+    np.testing.assert_array_equal(found.load(0)[0].numpy(), VALUES[5])
+    assert (found.labels(0) == 7).all()

@@ -297,7 +297,7 @@ def test_files_with_several_networks_of_which_none_is_the_teacher(tmp_path: Path
         (lambda state: {**state, "norm.weight": torch.ones(5)}, r"norm\.weight \(5,\) instead of \(128,\)"),
         (lambda state: {**state, "norm.weight": torch.full((128,), math.nan)}, "1 keys that are not finite: norm"),
         (lambda state: {**state, "pos_embed": torch.ones(1, 8, 128)}, "8 positions, .* is not a square grid"),
-        (lambda state: {**state, "patch_embed.proj.weight": torch.ones(128, 1, 16, 16)}, "for square patches of RGB"),
+        (lambda state: {**state, "patch_embed.proj.weight": torch.ones(128, 1, 16, 16)}, "for square patches"),
     ],
 )
 def test_incomplete_networks_are_rejected(tmp_path: Path, change: Callable[[State], State], message: str):

@@ -11,13 +11,12 @@ from rich.console import Console
 from cribo.apps.adapt.averaging import averaged
 from cribo.apps.adapt.config import DistillConfig
 from cribo.apps.adapt.labelled import mean_iou
-from cribo.apps.adapt.planning import fast_precision, plan_training
+from cribo.apps.adapt.planning import fast_precision, inflation_of, open_for, plan_training
 from cribo.apps.adapt.regression import predict_teacher
 from cribo.apps.adapt.sequence import Exported, Start, Steps, run_steps
 from cribo.apps.adapt.verdict import DISTILLATION, Candidate, Measures, Verdict, judge, measure
 from cribo.base.console import Progress
 from cribo.data import ImageFiles
-from cribo.features.encoder import open_backbone
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.models.building import is_import_path
 from cribo.models.saving import DESCRIPTION_FILE, reserve_readout
@@ -103,7 +102,7 @@ class Distillation(Steps[DistillConfig, DistillVerdict]):
     def __init__(self, config: DistillConfig, images: ImageFiles) -> None:
         super().__init__(config, images)
         self.teacher, self.student = (
-            open_backbone(source).to(self.device) for source in (config.teacher, config.backbone)
+            open_for(source, config.reading).to(self.device) for source in (config.teacher, config.backbone)
         )
         self.networks = (self.teacher, self.student)
         reserve_readout(copy.deepcopy(self.student), self.teacher.embed_dim)  # an error if this is not possible
@@ -168,6 +167,8 @@ class Distillation(Steps[DistillConfig, DistillVerdict]):
             progress=progress,
         )
         measured = measure([Candidate(_TEACHER, self.teacher)], self.labelled, None, progress=progress)
+        inflation = inflation_of(self.student, trained=run is not None)
+        verdict = replace(verdict, sentences=[*verdict.sentences, *inflation])
         return _with_teacher(verdict, measured), students[verdict.kept][0]
 
 

@@ -12,7 +12,7 @@ PATCHES = 432
 """Approximate number of patches per encoded image, such as 24 x 18 for an aspect ratio of 4:3."""
 
 
-def encode(backbone: Backbone, image: UInt8[Tensor, "3 h w"], *, layers: int = 1) -> Features:
+def encode(backbone: Backbone, image: UInt8[Tensor, "c h w"], *, layers: int = 1) -> Features:
     """Encode one image in evaluation mode, on the backbone's device, resized to about `PATCHES` patches."""
     size = encoding_size(
         image.shape[1], image.shape[2], backbone.patch_size, fixed=backbone.fixed_size, patches=PATCHES

@@ -13,7 +13,7 @@ from cribo.apps.adapt.verdict import Candidate
 from cribo.base.colours import rgb
 from cribo.base.console import Progress
 from cribo.base.drawing import house_style, panel_grid
-from cribo.base.painting import MARK
+from cribo.base.painting import MARK, as_picture
 from cribo.data import ImageSource
 from cribo.data.config import spread
 from cribo.data.randomness import keyed_generator
@@ -92,7 +92,7 @@ def _nearest(
     ]
 
 
-def _draw_patch(axes: Axes, picture: UInt8[Tensor, "3 h w"], grid: tuple[int, int], patch: int) -> None:
+def _draw_patch(axes: Axes, picture: UInt8[Tensor, "c h w"], grid: tuple[int, int], patch: int) -> None:
     """Draw a framed patch with its surroundings inside the image."""
     height, width = picture.shape[1:]
     side = height // grid[0]
@@ -100,7 +100,7 @@ def _draw_patch(axes: Axes, picture: UInt8[Tensor, "3 h w"], grid: tuple[int, in
     row, column = divmod(patch, grid[1])
     top = min(max(0, (row - _REACH) * side), height - length)
     left = min(max(0, (column - _REACH) * side), width - length)
-    axes.imshow(picture[:, top : top + length, left : left + length].permute(1, 2, 0).numpy())
+    axes.imshow(as_picture(picture[:, top : top + length, left : left + length].numpy()))
     corner = (column * side - left - 0.5, row * side - top - 0.5)
     for colour, width in (("black", 3.2), (rgb(MARK), 1.4)):
         axes.add_patch(Rectangle(corner, side, side, fill=False, edgecolor=colour, linewidth=width))

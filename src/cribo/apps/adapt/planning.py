@@ -18,7 +18,10 @@ from cribo.base.files import write_text
 from cribo.base.wording import counted, is_utf8
 from cribo.data import ImageFiles, open_images
 from cribo.data.config import Reading, spread
+from cribo.features.config import BackboneSource
+from cribo.features.encoder import open_backbone
 from cribo.models import Backbone
+from cribo.models.channels import inflation_note
 from cribo.models.saving import WEIGHTS_FILE
 from cribo.objectives.base import objective_class
 from cribo.pretraining.config import Precision, PretrainConfig
@@ -49,6 +52,21 @@ def load_recipe(config: AdaptConfig | DistillConfig) -> PretrainConfig:
     check_packages(recipe)
     require_logins(recipe.runtime.logger)
     return recipe
+
+
+def open_for(source: BackboneSource, reading: Reading) -> Backbone:
+    """Open a network for images with the channels of `reading`, which are stored with it; errors as `open_backbone`."""
+    backbone = open_backbone(source, in_chans=reading.in_chans)
+    backbone.pixels = reading.trained_with
+    return backbone
+
+
+def inflation_of(backbone: Backbone, *, trained: bool) -> list[str]:
+    """Return a sentence about the first layer of an opened network if it was inflated; empty otherwise."""
+    if backbone.loaded is None or inflation_note(backbone.in_chans) not in backbone.loaded.notes:
+        return []
+    how = "the training also trained it" if trained else "the closed form does not train it"
+    return [f"The first layer was inflated from 3 to {backbone.in_chans} channels; {how}."]
 
 
 def require_time(

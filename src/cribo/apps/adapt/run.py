@@ -12,14 +12,13 @@ from cribo.apps.adapt.config import AdaptConfig
 from cribo.apps.adapt.indicators import measure_indicators
 from cribo.apps.adapt.labelled import open_labelled
 from cribo.apps.adapt.pictures import draw_neighbours
-from cribo.apps.adapt.planning import fast_precision, plan_training
+from cribo.apps.adapt.planning import fast_precision, inflation_of, open_for, plan_training
 from cribo.apps.adapt.sequence import Exported, Start, Steps, run_steps
 from cribo.apps.adapt.verdict import ADAPTATION, Candidate, Verdict, judge
 from cribo.base.console import Progress
 from cribo.base.drawing import write_figure
 from cribo.base.errors import ConfigError
 from cribo.data import ImageFiles
-from cribo.features.encoder import open_backbone
 from cribo.models import Backbone
 from cribo.models.building import with_stride
 from cribo.pretraining.batches import fit_batch
@@ -88,7 +87,7 @@ class Adaptation(Steps[AdaptConfig, Verdict]):
     def __init__(self, config: AdaptConfig, images: ImageFiles) -> None:
         super().__init__(config, images)
         self.second = None if config.second is None else open_labelled(config.second, reading=config.reading)
-        self.original = open_backbone(config.backbone).to(self.device)
+        self.original = open_for(config.backbone, config.reading).to(self.device)
         self.networks = (self.original,)
         _check_network(config, self.original)
 
@@ -163,6 +162,8 @@ class Adaptation(Steps[AdaptConfig, Verdict]):
             process=ADAPTATION,
             progress=progress,
         )
+        inflation = inflation_of(self.original, trained=run is not None)
+        verdict = replace(verdict, sentences=[*verdict.sentences, *inflation])
         write_figure(folder / PICTURE, draw_neighbours(candidates[0], candidates[-1], self.images, progress))
         return verdict, next(each.backbone for each in candidates if each.name == verdict.kept)
 

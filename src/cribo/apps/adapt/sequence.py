@@ -4,7 +4,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -30,6 +30,7 @@ from cribo.base.wording import command_line
 from cribo.data import ImageFiles
 from cribo.data.sources.collection import sampled_hash
 from cribo.features.config import backbone_name
+from cribo.features.reading import completed_for
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import CONFIG
@@ -157,6 +158,7 @@ def run_steps(
         option="--name",
         inputs=config.inputs,
     )
+    config = replace(config, reading=completed_for(config.backbone, config.reading))
     images = open_listable(config.images, config.reading)
     steps = make(config, images)
     if config.trains:

@@ -92,7 +92,7 @@ class Embedder(ImageFunction[PreparedImage | LargeImage, Rows]):
         reading: Reading = DEFAULT_READING,
     ) -> None:
         super().__init__(batch_size, workers, reading=reading)
-        self.encoder = Encoder(backbone, blocks=blocks, device=device)
+        self.encoder = Encoder(backbone, blocks=blocks, device=device, in_chans=reading.in_chans)
         self.features: Kind = features
         self.precision: FeaturePrecision = precision
         self._settings = settings

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from cribo.data.sources.images import collection_name, is_url, require_readable
 from cribo.features.config import ObjectSettings
 from cribo.features.object_extraction import MAX_PATCHES
 from cribo.features.prefetching import BUDGET
+from cribo.features.reading import completed_for
 from cribo.features.spread.engines import open_engine
 from cribo.features.spread.parts import ImagePart, part_size
 
@@ -99,6 +100,7 @@ def embed_images(
         overwrite=overwrite,
         inputs=(config.images, config.backbone.source),
     )
+    config = replace(config, reading=completed_for(config.backbone, config.reading))
     images = open_collection(config.images, column=config.column, reading=config.reading)
     require_readable(images, config.images, windows=True)
     embedder = Embedder(
@@ -110,6 +112,7 @@ def embed_images(
         batch_size=config.batch_size,
         workers=config.workers,
         device=config.device,
+        reading=config.reading,
     )
     # Workers open the backbone on their own devices; here it is only described.
     described = embedder if config.engine == "local" else embedder.on("cpu")

@@ -182,7 +182,7 @@ def load_torch(folder: Path, options: ExportOptions) -> Encode:
     module = torch.export.load(folder / _TORCH_FILE).module()
 
     @torch.no_grad()
-    def encode(images: Float[Tensor, "b 3 h w"]) -> tuple[Tensor, Tensor]:
+    def encode(images: Float[Tensor, "b c h w"]) -> tuple[Tensor, Tensor]:
         return module(images)
 
     return encode
@@ -228,7 +228,7 @@ def load_onnx(folder: Path, options: ExportOptions) -> Encode:
 
     session = onnxruntime.InferenceSession(folder / _ONNX_FILE, providers=["CPUExecutionProvider"])
 
-    def encode(images: Float[Tensor, "b 3 h w"]) -> tuple[Tensor, Tensor]:
+    def encode(images: Float[Tensor, "b c h w"]) -> tuple[Tensor, Tensor]:
         tokens, global_token = session.run(["tokens", "global_token"], {"images": images.numpy()})
         return torch.from_numpy(tokens), torch.from_numpy(global_token)
 

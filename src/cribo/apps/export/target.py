@@ -13,7 +13,7 @@ from torch import Tensor
 from cribo.apps.export.config import ExportOptions
 from cribo.models import Backbone
 
-Encode = Callable[[Float[Tensor, "b 3 h w"]], tuple[Float[Tensor, "b n d"], Float[Tensor, "b d"]]]
+Encode = Callable[[Float[Tensor, "b c h w"]], tuple[Float[Tensor, "b n d"], Float[Tensor, "b d"]]]
 """Computes tokens and global token of float32 RGB images in 0-1 with the target's library only."""
 
 Step = Callable[[str], AbstractContextManager[object]]

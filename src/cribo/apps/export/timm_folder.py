@@ -29,7 +29,7 @@ def load(folder: Path, options: ExportOptions) -> Encode:
     about = resolve_data_config({}, model=model)
 
     @torch.no_grad()
-    def encode(images: Float[Tensor, "b 3 h w"]) -> tuple[Tensor, Tensor]:
+    def encode(images: Float[Tensor, "b c h w"]) -> tuple[Tensor, Tensor]:
         images = normalise(images, mean=about["mean"], std=about["std"]).to(data_type(options))
         return split(model, model.forward_features(images))
 

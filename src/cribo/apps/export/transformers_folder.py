@@ -91,7 +91,7 @@ def load(folder: Path, options: ExportOptions) -> Encode:
     about = getattr(processor, "data_config", None) or {"mean": processor.image_mean, "std": processor.image_std}
 
     @torch.no_grad()
-    def encode(images: Float[Tensor, "b 3 h w"]) -> tuple[Tensor, Tensor]:
+    def encode(images: Float[Tensor, "b c h w"]) -> tuple[Tensor, Tensor]:
         images = normalise(images, mean=about["mean"], std=about["std"]).to(data_type(options))
         if has_readout:
             return timm_folder.split(model.timm_model, model.timm_model.forward_features(images))

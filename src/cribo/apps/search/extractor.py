@@ -70,7 +70,7 @@ class ObjectExtractor(ImageFunction[PreparedImage | LargeImage, Found]):
     ) -> None:
         super().__init__(batch_size, workers, at_once=READ_AHEAD * batch_size, reading=reading)
         given = isinstance(backbone, Encoder)
-        self.encoder = backbone if given else Encoder(backbone, blocks=blocks, device=device)
+        self.encoder = backbone if given else Encoder(backbone, blocks=blocks, device=device, in_chans=reading.in_chans)
         self.settings = settings or ObjectSettings()
 
     def open(self) -> None:

@@ -20,7 +20,7 @@ from cribo.apps.search.database import FoundObject
 from cribo.apps.search.queries import Query
 from cribo.base.errors import DataError, ShardError, UnreadableImage
 from cribo.base.files import write_whole
-from cribo.base.painting import outline_region
+from cribo.base.painting import as_picture, outline_region
 from cribo.base.wording import counted, shortened
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.reading import EncodedImage, largest_factor, open_picture
@@ -229,13 +229,14 @@ def _load(name: str, locate: Locate, room: tuple[int, int], reading: Reading) ->
 
 
 def _read(path: Path | EncodedImage, room: tuple[int, int], reading: Reading) -> Pixels:
-    """Read an image as RGB, scaled to fit into (width, height) = `room`."""
+    """Read an image as a picture, scaled to fit into (width, height) = `room`."""
 
     def reduction(height: int, width: int) -> int:
         return largest_factor(lambda factor: min(height, width) // factor >= 2 * max(room))
 
     with open_picture(path, reading=reading) as opened:  # unlike `read_reduced`, does not import torch
-        picture = Image.fromarray(opened.reduced_pixels(reduction)[0])
+        pixels, _ = opened.reduced_pixels(reduction)
+        picture = Image.fromarray(np.ascontiguousarray(as_picture(pixels.transpose(2, 0, 1))))
     scale = min(side / own for side, own in zip(room, picture.size, strict=True))
     width, height = (max(1, round(scale * side)) for side in picture.size)
     return np.array(picture.resize((width, height), Image.Resampling.BILINEAR))

@@ -21,6 +21,7 @@ from cribo.data.sources.collection import ImageCollection, names_hash, open_coll
 from cribo.data.sources.images import ImageFiles, collection_name, is_url, require_readable
 from cribo.features.config import BackboneSource, ObjectSettings
 from cribo.features.encoder import Encoder
+from cribo.features.reading import completed_for
 from cribo.features.spread.engines import open_engine
 
 log = logging.getLogger("cribo")
@@ -52,7 +53,7 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
     place = as_uri(config.db or _default_database(config))
     opened = ObjectDatabase.open(place) if holds_database(place) else None
     known = None if opened is None else opened.info
-    reading = config.reading if opened is None else opened.reading(config.reading)
+    reading = completed_for(config.backbone, config.reading) if opened is None else opened.reading(config.reading)
     images, source = _open_images(config, known, reading)
     own = images.part(config.share.of(range(len(images))))
     settings = config.settings(ObjectSettings() if known is None else known.settings)
@@ -62,7 +63,7 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
     else:
         _require_same_images(known, images, source, place, config)
         config = dataclasses.replace(config, blocks=config.blocks or known.blocks)
-    encoder = Encoder(backbone, blocks=config.blocks, device=config.device)
+    encoder = Encoder(backbone, blocks=config.blocks, device=config.device, in_chans=reading.in_chans)
     # Workers open the backbone on their own devices; here it is only described.
     described = (encoder if config.engine == "local" else encoder.on("cpu")).open()
     of_images = {

@@ -133,7 +133,8 @@ def _open_known(config: SearchConfig, database: ObjectDatabase) -> "Encoder":
     from cribo.features.encoder import Encoder
 
     backbone = database.info.backbone_source(config.backbone, trust=config.trust)
-    encoder = Encoder(backbone, blocks=database.info.blocks, device=config.device)
+    channels = database.reading(config.reading).in_chans
+    encoder = Encoder(backbone, blocks=database.info.blocks, device=config.device, in_chans=channels)
     database.require_encoder(encoder, encoder.about["name"])
     return encoder
 

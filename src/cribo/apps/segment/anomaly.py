@@ -4,7 +4,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from cribo.base.drawing import house_style, panel_grid, title_row, write_figure
 from cribo.base.errors import UnreadableImage
 from cribo.base.files import write_text, write_whole
 from cribo.base.job import Job
+from cribo.base.painting import as_picture
 from cribo.base.tables import Table, texts
 from cribo.base.versions import versions
 from cribo.base.wording import counted
@@ -37,6 +38,7 @@ from cribo.features.config import AnomalySettings
 from cribo.features.encoder import open_network
 from cribo.features.prefetching import prefetch
 from cribo.features.probes.examples import content_hash
+from cribo.features.reading import completed_for
 
 KIND = "anomalies"
 
@@ -161,11 +163,12 @@ def find_anomalies(
         overwrite=overwrite,
         inputs=(config.images, config.examples, config.backbone.source),
     )
+    config = replace(config, reading=completed_for(config.backbone, config.reading))
     images = open_targets(config.images, apart_from=out or OUT, reading=config.reading)
     examples = open_targets(config.examples, apart_from=out or OUT, reading=config.reading)
     require_readable(images, config.images)
     require_readable(examples, config.examples)
-    network, about = open_network(config.backbone)
+    network, about = open_network(config.backbone, in_chans=config.reading.in_chans)
     network = network.eval().to(resolve_device(config.device))
     encode = PatchEncoder(network, settings, batch_size=config.batch_size)
     names = [images.name(index) for index in range(len(images))]
@@ -252,7 +255,7 @@ class _Read(NamedTuple):
     """An image by its number, or the reason why it could not be read."""
 
     number: int
-    image: UInt8[Tensor, "3 h w"] | None
+    image: UInt8[Tensor, "c h w"] | None
     reason: str = ""
 
     @property
@@ -352,7 +355,7 @@ def _files_of(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 def _write_files(
-    folder: Path, name: str, image: UInt8[Tensor, "3 h w"], distances: Float[Tensor, "h w"], brightest: float
+    folder: Path, name: str, image: UInt8[Tensor, "c h w"], distances: Float[Tensor, "h w"], brightest: float
 ) -> None:
     """Write the map and the overlay of an image, each atomically."""
     map_file, overlay_file = _files_of(folder.absolute(), name)
@@ -365,13 +368,13 @@ def _write_files(
 
 
 def heat(
-    image: UInt8[Tensor, "3 h w"], distances: Float[np.ndarray, "h w"], brightest: float
+    image: UInt8[Tensor, "c h w"], distances: Float[np.ndarray, "h w"], brightest: float
 ) -> UInt8[np.ndarray, "h w 3"]:
     """Blend an image with the colours of its distances: unchanged at 0, lightest at `brightest` and above."""
     strength = np.clip(distances / brightest, 0, 1)
     colours = matplotlib.colormaps[_COLOURS](strength)[..., :3] * 255
     opacity = _OPACITY * strength[..., None]
-    return np.rint((1 - opacity) * image.permute(1, 2, 0).numpy() + opacity * colours).astype(np.uint8)
+    return np.rint((1 - opacity) * as_picture(image.numpy()) + opacity * colours).astype(np.uint8)
 
 
 def _write_summary(found: Anomalies, names: Sequence[str]) -> None:
@@ -406,7 +409,7 @@ def _draw_overview(
         step = max(1, -(-max(image.size) // _OVERVIEW_SIDE))
         values = np.array(read_values(_files_of(found.folder, image.name)[0]))[::step, ::step] / STEPS
         small = pixels[:, ::step, ::step]
-        row[0].imshow(small.permute(1, 2, 0).numpy())
+        row[0].imshow(as_picture(small.numpy()))
         row[1].imshow(heat(small, values, brightest))
         row[2].imshow(values, cmap=_COLOURS, vmin=0, vmax=brightest)
         title_row(row, image.name, f"{image.score:.3f}{', above the threshold' if found.is_above(image) else ''}")

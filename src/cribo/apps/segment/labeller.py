@@ -34,7 +34,7 @@ class LabelledImage(NamedTuple):
         found: its labels and their confidence.
     """
 
-    image: UInt8[Tensor, "3 h w"]
+    image: UInt8[Tensor, "c h w"]
     found: Segmentation
 
     @property
@@ -83,7 +83,7 @@ class PixelLabeller(ImageFunction[Pixels, LabelledImage | LabelledLargeImage]):
         }
 
 
-class Labeller(PixelLabeller[UInt8[Tensor, "3 h w"] | LargeImage]):
+class Labeller(PixelLabeller[UInt8[Tensor, "c h w"] | LargeImage]):
     """Labels images with a memory; can be sent to other processes. For batches, see `PixelLabeller`.
 
     Args:
@@ -155,16 +155,16 @@ class Labeller(PixelLabeller[UInt8[Tensor, "3 h w"] | LargeImage]):
         """Colour of each class."""
         return self.memory.palette
 
-    def prepare(self, file: ImageContent, reading: Reading) -> UInt8[Tensor, "3 h w"] | LargeImage:
+    def prepare(self, file: ImageContent, reading: Reading) -> UInt8[Tensor, "c h w"] | LargeImage:
         """Decode an image; one above the limit of pixels is read when it is labelled, unless classes are split."""
         return read_image(file, reading=reading) if self._whole else read_or_open(file, reading)
 
     def compute(
-        self, images: Sequence[UInt8[Tensor, "3 h w"] | LargeImage]
+        self, images: Sequence[UInt8[Tensor, "c h w"] | LargeImage]
     ) -> Iterator[LabelledImage | LabelledLargeImage | UnreadableImage]:
         """Return images with their labels; or the error of a large image that cannot be decoded."""
 
-        def together(small: list[UInt8[Tensor, "3 h w"]]) -> Iterator[LabelledImage]:
+        def together(small: list[UInt8[Tensor, "c h w"]]) -> Iterator[LabelledImage]:
             return map(LabelledImage, small, self.memory.segment_all(small) if small else ())
 
         return with_large(images, together, partial(label_large, self.memory))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cribo.base.colours import BLACK, Colour, rgb
 from cribo.base.drawing import house_style, number_regions, panel_grid, short_name
-from cribo.base.painting import paint_classes, tint
+from cribo.base.painting import as_picture, paint_classes, tint
 from cribo.data.labelled.segmentation import IGNORE_INDEX
 
 _BORDER = 0.35  # brightness of pixels at the border of classes
@@ -34,14 +34,14 @@ class SegmentedPanel:
     """
 
     name: str
-    image: UInt8[Tensor, "3 h w"]
+    image: UInt8[Tensor, "c h w"]
     labels: UInt8[Tensor, "h w"]
     confidence: Float[Tensor, "h w"]
     instances: Int32[Tensor, "h w"] | None = None
 
 
 def overlay(
-    image: UInt8[Tensor, "3 h w"],
+    image: UInt8[Tensor, "c h w"],
     labels: UInt8[Tensor, "h w"],
     palette: Sequence[Colour],
     instances: Int32[Tensor, "h w"] | None = None,
@@ -52,7 +52,7 @@ def overlay(
 
     Class 0 is the background if it is black in the palette; there, the image is unchanged.
     """
-    picture = image.permute(1, 2, 0).numpy()
+    picture = as_picture(image.numpy())
     painted = tint(picture, paint_classes(labels.numpy(), palette, IGNORE_INDEX))
     if palette and tuple(palette[0]) == BLACK:
         background = labels.numpy() == 0
@@ -106,7 +106,7 @@ def draw_overview(
         text=0.1,
     )
     for row, panel in zip(rows, panels, strict=True):
-        row[0].imshow(panel.image.permute(1, 2, 0).numpy())
+        row[0].imshow(as_picture(panel.image.numpy()))
         row[0].set_title(short_name(panel.name, 36), fontsize="medium", loc="left")
         row[1].imshow(overlay(panel.image, panel.labels, palette, panel.instances), interpolation="nearest")
         number_regions(row[1], panel.labels.numpy(), dict(zip(present, present, strict=True)), smallest=0.03)

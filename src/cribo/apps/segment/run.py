@@ -39,6 +39,7 @@ from cribo.features.memory.memory import SegmentationMemory
 from cribo.features.memory.settings import SegmentationSettings
 from cribo.features.memory.storage import memory_lock, stored_reading
 from cribo.features.prefetching import prefetch
+from cribo.features.reading import completed_for
 from cribo.features.spread.engines import open_engine
 from cribo.features.spread.parts import ImagePart, part_size
 from cribo.features.spread.work import Engine
@@ -112,6 +113,8 @@ def segment_images(
     )
     settings = SegmentationSettings(**config.settings)
     file = None if config.memory is None else Path(config.memory).expanduser()
+    if file is None or not file.exists():
+        settings = completed_for(config.backbone, settings)  # as in the training of the backbone
     known = {} if file is None else stored_reading(file).given
     reading = Reading(max_pixels=config.max_pixels, **{**known, **settings.given})
     images = open_targets(config.images, column=config.column, apart_from=out or OUT, reading=reading)
@@ -132,6 +135,7 @@ def segment_images(
             memory.fit(progress)
             describe_memory(memory, console)
             results = _Results(job, images, memory, config, splitter)
+            results.require_coordinates(formats)
             held.enter_context(
                 job.open(
                     results.identity(collection), command=command, share=str(config.share), changes=changes_between

@@ -13,7 +13,7 @@ _PATCHES = 24  # per image
 _LABELLED = 2048  # limit on the labelled patches that images are compared with
 
 
-def suggest(memory: SegmentationMemory, images: Iterable[UInt8[Tensor, "3 h w"]], count: int) -> list[int]:
+def suggest(memory: SegmentationMemory, images: Iterable[UInt8[Tensor, "c h w"]], count: int) -> list[int]:
     """Return indices of images with uncertain regions to label next, at most `count` (see `cover`).
 
     Raises:

@@ -82,6 +82,7 @@ def apply_segmenter(
     require_readable(images, config.images)
     labeller = SegmenterLabeller(segmenter, workers=config.workers)
     results = LabelResults(job, images, segmenter.classes, labeller.palette)
+    results.require_coordinates(formats)
     results.uncalibrated = _UNCALIBRATED
     with segmenter_file(config.segmenter).open("rb") as content:
         sha256 = hashlib.file_digest(content, "sha256").hexdigest()
@@ -105,7 +106,7 @@ def apply_segmenter(
     return results.segmented(time.perf_counter() - started, seconds)
 
 
-class SegmenterLabeller(PixelLabeller[UInt8[Tensor, "3 h w"]]):
+class SegmenterLabeller(PixelLabeller[UInt8[Tensor, "c h w"]]):
     """Labels images with a trained segmenter; for batches, see `PixelLabeller`.
 
     Args:
@@ -125,14 +126,14 @@ class SegmenterLabeller(PixelLabeller[UInt8[Tensor, "3 h w"]]):
     def open(self) -> None:
         """No-op: the segmenter is already loaded."""
 
-    def prepare(self, file: ImageContent, reading: Reading) -> UInt8[Tensor, "3 h w"]:
+    def prepare(self, file: ImageContent, reading: Reading) -> UInt8[Tensor, "c h w"]:
         """Decode an image."""
         return read_image(file, reading=reading)
 
-    def compute(self, images: Sequence[UInt8[Tensor, "3 h w"]]) -> Iterable[LabelledImage]:
+    def compute(self, images: Sequence[UInt8[Tensor, "c h w"]]) -> Iterable[LabelledImage]:
         """Return images with their labels."""
         return (LabelledImage(image, self._labels_of(image)) for image in images)
 
-    def _labels_of(self, image: UInt8[Tensor, "3 h w"]) -> Segmentation:
+    def _labels_of(self, image: UInt8[Tensor, "c h w"]) -> Segmentation:
         labels, confidence = (values.cpu() for values in self._segmenter.label(image))
         return Segmentation.of(labels, confidence, self._segmenter.classes)

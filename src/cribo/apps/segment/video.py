@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice, pairwise
 from pathlib import Path, PurePosixPath
 from typing import IO, NamedTuple
@@ -44,6 +44,7 @@ from cribo.features.patches import resize_image
 from cribo.features.prefetching import prefetch
 from cribo.features.probes.examples import content_hash
 from cribo.features.propagation import encoded_size, frame_labels, propagate, soft_labels
+from cribo.features.reading import completed_for
 
 KIND = "video segmentation"
 
@@ -96,10 +97,11 @@ def segment_video(
         overwrite=overwrite,
         inputs=(config.images, config.examples, config.labels, config.classes, config.backbone.source),
     )
+    config = replace(config, reading=completed_for(config.backbone, config.reading))
     frames = _open_frames(config.images, out or OUT, config.reading)
     require_readable(frames, config.images)
     examples = _open_labels(config)
-    network, about = open_network(config.backbone)
+    network, about = open_network(config.backbone, in_chans=config.reading.in_chans)
     encoder = Encoder(network.eval().to(resolve_device(config.device)))
     videos = _Videos(frames, examples, encoder, settings, config)
     identity = {
@@ -111,6 +113,7 @@ def segment_video(
         "classes": videos.classes,
     }
     results = LabelResults(job, frames, videos.classes, videos.palette)
+    results.require_coordinates(formats)
     results.uncalibrated = _UNCALIBRATED
     about_results = {
         "command": command,
@@ -128,7 +131,7 @@ def segment_video(
     return results.segmented(time.perf_counter() - started, seconds)
 
 
-_Segmented = tuple[int, UInt8[Tensor, "3 h w"], Segmentation]
+_Segmented = tuple[int, UInt8[Tensor, "c h w"], Segmentation]
 """Index of a frame, its pixels and its labels."""
 
 
@@ -253,7 +256,7 @@ class _Frame(NamedTuple):
     number: int
     size: tuple[int, int]
     features: Float[Tensor, "rows columns d"]
-    image: UInt8[Tensor, "3 h w"] | None
+    image: UInt8[Tensor, "c h w"] | None
 
 
 class _Videos:
@@ -370,7 +373,7 @@ class _Videos:
                 for (index, image), own in zip(batch, features, strict=True):
                     yield _Frame(index, size, own, image)
 
-    def _read(self, index: int) -> UInt8[Tensor, "3 h w"] | None:
+    def _read(self, index: int) -> UInt8[Tensor, "c h w"] | None:
         """Read a frame; None if it is unreadable and has no labels."""
         if index in self.labels:
             return self._labelled(index)
@@ -380,7 +383,7 @@ class _Videos:
             self.skipped[self.names[index]] = error.reason
             return None
 
-    def _labelled(self, index: int) -> UInt8[Tensor, "3 h w"]:
+    def _labelled(self, index: int) -> UInt8[Tensor, "c h w"]:
         """Read a labelled frame."""
         try:
             image = self.frames.load(index)
@@ -389,7 +392,7 @@ class _Videos:
         self._require_size(index, image, self.labels[index].shape)
         return image
 
-    def _require_size(self, index: int, image: UInt8[Tensor, "3 h w"], size: tuple[int, ...]) -> None:
+    def _require_size(self, index: int, image: UInt8[Tensor, "c h w"], size: tuple[int, ...]) -> None:
         if image.shape[1:] != size:
             raise DataError(
                 f"{self.names[index]}: all frames of a video must have the size of its labels, {size[1]} x {size[0]}, "

@@ -45,13 +45,15 @@ from cribo.apps.segment.targets import result_name
 from cribo.base.colours import Colour
 from cribo.base.console import Progress
 from cribo.base.drawing import write_figure
-from cribo.base.errors import UnreadableImage
+from cribo.base.errors import DataError, UnreadableImage
 from cribo.base.files import write_folder_whole, write_whole
 from cribo.base.job import Job
 from cribo.data.config import spread
 from cribo.data.labelled.formats import LabelFormat
+from cribo.data.labelled.georeferenced import Georeference, read_georeference
 from cribo.data.labelled.label_maps import IGNORE_INDEX, Labelling, Task, write_labels
 from cribo.data.reading import read_values
+from cribo.data.sources.collection import ImageCollection
 from cribo.data.sources.images import EncodedImages, ImageSource
 from cribo.data.windows import LargeImage
 from cribo.features.memory.memory import Segmentation
@@ -76,7 +78,7 @@ class ResultWriter(NamedTuple):
     palette: list[Colour]
     splitter: Splitter | None = None
 
-    def write(self, name: str, sha256: str, image: UInt8[Tensor, "3 h w"], found: Segmentation) -> Record:
+    def write(self, name: str, sha256: str, image: UInt8[Tensor, "c h w"], found: Segmentation) -> Record:
         """Write the files of an image, each atomically; raises UnreadableImage if it has too many instances."""
         instances = None if self.splitter is None else self.splitter(found)
         labels, painted, confidence = files_of(self.folder, name)
@@ -167,7 +169,7 @@ class LabelResults:
         """A writer of the files of images in the folder."""
         return ResultWriter(self.folder.absolute(), self.palette, self.splitter)
 
-    def load(self, name: str) -> UInt8[Tensor, "3 h w"]:
+    def load(self, name: str) -> UInt8[Tensor, "c h w"]:
         """Load an image by its name."""
         return self.images.load(self.names[name])
 
@@ -229,6 +231,12 @@ class LabelResults:
             instance_counts(everything, self.classes, self.split),
         )
 
+    def require_coordinates(self, formats: Iterable[LabelFormat]) -> None:
+        """Raise DataError for an image without coordinates, if a format writes labels in those of a map."""
+        if any(each.on_map for each in formats):
+            for name in self.names:
+                self._place(name)
+
     def write(self, labels_format: LabelFormat, tasks: Mapping[str, Task], progress: Progress) -> None:
         """Write all labels in a format of the table, to a file or a folder.
 
@@ -245,7 +253,7 @@ class LabelResults:
             return self._split_labels(name)
 
         instances = None if self.splitter is None else self._instances
-        labelling = Labelling(sizes, self.classes, labels, tasks, instances)
+        labelling = Labelling(sizes, self.classes, labels, tasks, instances, self._place)
         path = self.folder / labels_format.written
         write, holes = labels_format.write, []
         assert write is not None
@@ -258,6 +266,13 @@ class LabelResults:
                 "%s cannot hold holes in regions: %d were filled; use --write coco or geojson for exact regions",
                 *(labels_format.title, sum(holes)),
             )
+
+    def _place(self, name: str) -> Georeference:
+        if not hasattr(self.images, "read"):
+            raise DataError(
+                f"{name} has no coordinates: frames of videos have none, so omit formats of maps in --write"
+            )
+        return read_georeference(cast("ImageCollection", self.images), self.names[name])
 
     def draw_overview(self, pictures: int) -> None:
         """Draw some images, evenly spread, with their labels and confidence."""

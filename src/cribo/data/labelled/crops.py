@@ -36,23 +36,23 @@ class Crop(NamedTuple):
     """A crop of a labelled image; all crops have the same size.
 
     Attributes:
-        pixels: RGB, 0 beyond the image.
+        pixels: the image, 0 beyond it.
         labels: class of each pixel, `ignore_index` beyond the image.
         extent: height and width of the valid region, from the top left corner; outside it, network inputs are 0 after
             normalisation.
         drop_path_noise: a uniform random number for each drop path site.
     """
 
-    pixels: UInt8[Tensor, "3 size size"]
+    pixels: UInt8[Tensor, "c size size"]
     labels: UInt8[Tensor, "mask mask"]
     extent: Int[Tensor, "2"]
     drop_path_noise: Float[Tensor, " sites"]
 
 
 class WholeImage(NamedTuple):
-    """A resized RGB image with the labels to score, which may have another size."""
+    """A resized image with the labels to score, which may have another size."""
 
-    pixels: UInt8[Tensor, "3 h w"]
+    pixels: UInt8[Tensor, "c h w"]
     labels: UInt8[Tensor, "label_h label_w"]
 
 
@@ -81,8 +81,8 @@ class MMSegPreparation:
     black_padding: bool = False
 
     def crop(
-        self, image: UInt8[Tensor, "3 h w"], labels: UInt8[Tensor, "h w"], ignore_index: int, draws: torch.Generator
-    ) -> tuple[UInt8[Tensor, "3 size size"], UInt8[Tensor, "size size"], tuple[int, int]]:
+        self, image: UInt8[Tensor, "c h w"], labels: UInt8[Tensor, "h w"], ignore_index: int, draws: torch.Generator
+    ) -> tuple[UInt8[Tensor, "c size size"], UInt8[Tensor, "size size"], tuple[int, int]]:
         """Return pixels, labels and extent of a random `Crop`."""
         ratio, flip = torch.rand(2, generator=draws).tolist()
         places = torch.rand(_ATTEMPTS + 1, 2, generator=draws).tolist()
@@ -99,7 +99,7 @@ class MMSegPreparation:
         extent = (side, side) if self.black_padding else (height, width)
         return F.pad(pixels, padding), F.pad(labels, padding, value=ignore_index), extent
 
-    def whole(self, image: UInt8[Tensor, "3 h w"], labels: UInt8[Tensor, "h w"]) -> WholeImage:
+    def whole(self, image: UInt8[Tensor, "c h w"], labels: UInt8[Tensor, "h w"]) -> WholeImage:
         """Return the resized image with its labels at their original size."""
         return WholeImage(resize(image, fitted_size(image.shape[1], image.shape[2], self.scale)), labels)
 
@@ -136,8 +136,8 @@ class SquarePreparation:
     mask_size: int
 
     def crop(
-        self, image: UInt8[Tensor, "3 h w"], labels: UInt8[Tensor, "h w"], ignore_index: int, draws: torch.Generator
-    ) -> tuple[UInt8[Tensor, "3 size size"], UInt8[Tensor, "mask mask"], tuple[int, int]]:
+        self, image: UInt8[Tensor, "c h w"], labels: UInt8[Tensor, "h w"], ignore_index: int, draws: torch.Generator
+    ) -> tuple[UInt8[Tensor, "c size size"], UInt8[Tensor, "mask mask"], tuple[int, int]]:
         """Return pixels, labels and extent of a random `Crop`."""
         views = sample_crops(labels.shape[0], labels.shape[1], _SQUARES, generator=draws)
         top, left, height, width = views.boxes[0].tolist()
@@ -147,7 +147,7 @@ class SquarePreparation:
             pixels, labels = pixels.flip(2), labels.flip(1)
         return pixels, labels, (self.size, self.size)
 
-    def whole(self, image: UInt8[Tensor, "3 h w"], labels: UInt8[Tensor, "h w"]) -> WholeImage:
+    def whole(self, image: UInt8[Tensor, "c h w"], labels: UInt8[Tensor, "h w"]) -> WholeImage:
         """Return the image, resized bilinearly with antialiasing, as PIL does, and its label map.
 
         The label map is resized by nearest pixels to the size of the image, then to that of the mask.
@@ -238,7 +238,7 @@ def fitted_size(height: int, width: int, scale: Scale | None, ratio: float = 1.0
     return max(1, int(height * factor + 0.5)), max(1, int(width * factor + 0.5))
 
 
-def resize(image: UInt8[Tensor, "3 h w"], size: tuple[int, int]) -> UInt8[Tensor, "3 new_h new_w"]:
+def resize(image: UInt8[Tensor, "c h w"], size: tuple[int, int]) -> UInt8[Tensor, "c new_h new_w"]:
     """Resize an image bilinearly without antialiasing, as OpenCV does."""
     return TF.resize(image, list(size), interpolation=InterpolationMode.BILINEAR, antialias=False)
 
@@ -260,18 +260,20 @@ def is_varied(labels: UInt8[Tensor, "h w"], ignore_index: int) -> bool:
     return bool((counts > 0).sum() > 1) and counts.max().item() < CATEGORY_LIMIT * counts.sum().item()
 
 
-def distort(image: UInt8[Tensor, "3 h w"], generator: torch.Generator) -> UInt8[Tensor, "3 h w"]:
+def distort(image: UInt8[Tensor, "c h w"], generator: torch.Generator) -> UInt8[Tensor, "c h w"]:
     """Distort brightness, contrast, saturation and hue, each with probability 0.5.
 
     Brightness adds or subtracts up to 32 (of 255). Contrast, a factor of 0.5 to 1.5 on all values, comes second or
     last with equal probability. Saturation, a factor of 0.5 to 1.5, and hue, rotated by up to 36 degrees, are changed
     in HSV. Values are clipped to 0-255 after each step, and rounded once at the end (MMSegmentation rounds down after
-    each step). Nine random numbers are drawn.
+    each step). Images of other than three channels have neither saturation nor hue. Nine random numbers are drawn.
     """
     chances = torch.rand(5, generator=generator).tolist()
     amounts = torch.rand(3, generator=generator).tolist()
     turn = int(torch.randint(-HUE, HUE, (), generator=generator)) / _HUE_STEPS
     brighter, contrasted, contrast_first, saturated, turned = (chance < 0.5 for chance in chances)
+    if len(image) != 3:
+        saturated = turned = False
     if not (brighter or contrasted or saturated or turned):
         return image
     values = image.float() / 255

@@ -103,7 +103,7 @@ class BoxedImages(ImageFiles):
         height, width = self._sizes[index].tolist()
         return height, width
 
-    def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
+    def load(self, index: int) -> UInt8[Tensor, "c h w"]:
         """Load an image as upright RGB.
 
         Raises:

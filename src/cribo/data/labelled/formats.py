@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from cribo.base.errors import DataError, InputError
 from cribo.base.files import read_json, require
-from cribo.data.config import DEFAULT_READING, Reading
+from cribo.data.config import DEFAULT_READING, LabelFormatName, Reading
 from cribo.data.labelled.coco import CocoLabels, DamagedLabels, is_coco, write_label_maps_as_coco
 from cribo.data.labelled.cvat import is_cvat, read_cvat, read_root, write_cvat
 from cribo.data.labelled.geojson import is_geojson, read_geojson, write_geojson
+from cribo.data.labelled.georeferenced import write_geojson_in_degrees, write_geotiff
 from cribo.data.labelled.label_maps import CLASSES_FILE, MASK_CLASSES, Labelling
 from cribo.data.labelled.label_studio import is_label_studio, read_label_studio, write_label_studio
 from cribo.data.labelled.labelme import is_labelme, read_labelme, write_labelme
@@ -65,6 +66,7 @@ class LabelFormat:
             results are not written in this format.
         written: name of that file or folder.
         per_image: whether each image has a file of its own.
+        on_map: whether labels are written in the coordinates of a map, which the images must have.
     """
 
     title: str
@@ -74,6 +76,7 @@ class LabelFormat:
     write: Callable[[Path, Labelling], int] | None = None
     written: str = ""
     per_image: bool = False
+    on_map: bool = False
 
 
 def _single(read: Callable[[Path, Path | None], LabelledExamples]) -> Reader:
@@ -148,6 +151,14 @@ LABEL_FORMATS = {
         "voc",
         per_image=True,
     ),
+    "geotiff": LabelFormat(
+        "GeoTIFF", (), lambda file: False, None, write_geotiff, "geotiff", per_image=True, on_map=True
+    ),
+    "geojson-wgs84": LabelFormat(
+        *("GeoJSON in degrees", (), lambda file: False, None, write_geojson_in_degrees, "geojson-wgs84"),
+        per_image=True,
+        on_map=True,
+    ),
     "maps": LabelFormat("label maps", (), lambda file: False, None),
 }
 """All formats of labels, recognised by the content of files; what has none of the others is label maps."""
@@ -176,7 +187,7 @@ def open_labels_of(
     if not place.is_dir():
         files = sorted(file for file in place.parent.glob(f"{glob.escape(place.name)}.*") if file.is_file())
         place = next((file for file in files if _rows_of(file)), place)
-    found = _opened(Path(images).expanduser(), place, None if classes is None else Path(classes), None, True)
+    found = _opened(Path(images).expanduser(), place, None if classes is None else Path(classes), None, True, reading)
     found.reading = reading
     return found
 
@@ -206,8 +217,8 @@ def find_examples(
         DataError: there are no examples, images without labels, labels without images, a damaged file, or files of
             several formats; or `classes` is given for annotations that define their own.
     """
-    if label_format is not None and label_format not in LABEL_FORMATS:
-        raise InputError(f"--format must be one of {', '.join(LABEL_FORMATS)}, got {label_format!r}")
+    if label_format is not None and label_format not in (known := get_args(LabelFormatName)):
+        raise InputError(f"--format must be one of {', '.join(known)}, got {label_format!r}")
     folder = Path(source).expanduser()
     require(folder)
     masks = known_classes in (None, len(MASK_CLASSES))
@@ -216,9 +227,9 @@ def find_examples(
     if labels is not None:
         place = Path(labels).expanduser()
         require(place)
-        found = _opened(folder, place, listed, label_format, masks)
+        found = _opened(folder, place, listed, label_format, masks, reading)
     elif folder.is_dir():
-        found = _found(folder, listed, label_format, masks)
+        found = _found(folder, listed, label_format, masks, reading)
     elif label_format is not None or _recognised_file(folder) is not None:
         found = _read(folder, [folder], None, _format_of(folder, label_format), listed)
     else:
@@ -255,7 +266,7 @@ def _mapping_or_list(classes: str | Path | None) -> tuple[Path | None, Path | No
 
 
 def _opened(
-    images: Path, labels: Path, classes: Path | None, label_format: str | None, masks: bool
+    images: Path, labels: Path, classes: Path | None, label_format: str | None, masks: bool, reading: Reading
 ) -> LabelledExamples:
     """Open images with labels in another place."""
     if labels.is_file():
@@ -266,13 +277,15 @@ def _opened(
             label_format is None and LABEL_FORMATS[chosen].per_image and any(labels.rglob("*.png"))
         ):
             listed = classes or _class_file(images) or _class_file(labels)
-            found = LabelledFolder(images, labels, listed, masks=masks)
+            found = LabelledFolder(images, labels, listed, masks=masks, reading=reading)
         else:
             found = _read(labels, files, images, chosen, classes)
     return found
 
 
-def _found(folder: Path, classes: Path | None, label_format: str | None, masks: bool) -> LabelledExamples:
+def _found(
+    folder: Path, classes: Path | None, label_format: str | None, masks: bool, reading: Reading
+) -> LabelledExamples:
     """Return the labelled images of a folder."""
     damaged: DataError | None = None
     try:
@@ -283,7 +296,7 @@ def _found(folder: Path, classes: Path | None, label_format: str | None, masks: 
     if row.read is not None and (label_format is not None or not row.per_image):
         return _read(folder, files, None, chosen, classes)
     try:
-        maps = find_label_maps(folder, classes or _class_file(folder), masks)
+        maps = find_label_maps(folder, classes or _class_file(folder), masks, reading=reading)
     except DataError as error:
         if row.read is not None:
             return _read(folder, files, None, chosen, classes)

@@ -1,6 +1,6 @@
 """Labels as GeoJSON in pixels, such as QuPath's: a file for each image, with polygons and their holes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +86,34 @@ def _label(properties: object) -> str:
 
 def write_geojson(folder: Path, labelling: Labelling) -> int:
     """Write a collection of polygons for each image, with holes; coordinates are pixels from the first corner."""
+    return write_features(folder, labelling, lambda name: lambda ring: [*map(list, ring)])
+
+
+def write_features(
+    folder: Path,
+    labelling: Labelling,
+    placing: Callable[[str], Callable[[Sequence[tuple[float, float]]], list[list[float]]]],
+) -> int:
+    """Write a collection of polygons for each image, with holes.
+
+    Args:
+        folder: output folder.
+        labelling: the labels.
+        placing: returns, by the name of an image, the function from the (column, row) of corners to coordinates.
+
+    Returns:
+        0, the number of holes that were lost.
+    """
     named = things(labelling.classes)
     for name, stem in stems(labelling.sizes).items():
+        placed = placing(name)
         features = [
             {
                 "type": "Feature",
                 "properties": {"objectType": "annotation", "classification": {"name": named[region.label]}},
                 "geometry": {
                     "type": "Polygon",
-                    "coordinates": [[*map(list, ring), list(ring[0])] for ring in region.rings],
+                    "coordinates": [placed([*ring, ring[0]]) for ring in region.rings],
                 },
             }
             for region in trace(labelling.labels(name).numpy(), named, labelling.instances_of(name))

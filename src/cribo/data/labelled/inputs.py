@@ -17,7 +17,7 @@ from cribo.data.readers.pillow import upright_rgb
 from cribo.data.reading import read_image, read_values
 
 ImageLike = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
-"""A file; a Pillow image; a uint8 array (H, W, 3); or a uint8 tensor (3, H, W)."""
+"""A file; a Pillow image; a uint8 array (H, W, C); or a uint8 tensor (C, H, W), with C = 3 for RGB."""
 
 LabelsLike = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor | LabelMap | Sequence[LabelledBox]
 """A grey or palette PNG whose values are class indices; such a Pillow image; integers (H, W); a label map; or boxes."""
@@ -37,8 +37,15 @@ class Example(NamedTuple):
     name: str | None = None
 
 
-def open_image(image: ImageLike, reading: Reading = DEFAULT_READING) -> UInt8[Tensor, "3 h w"]:
-    """Return an image as an RGB tensor on the CPU.
+def open_image(
+    image: ImageLike, reading: Reading = DEFAULT_READING, in_chans: int | None = None
+) -> UInt8[Tensor, "c h w"]:
+    """Return an image as a tensor on the CPU.
+
+    Args:
+        image: the image.
+        reading: how files and Pillow images are read.
+        in_chans: C of arrays and tensors. [that of `reading`]
 
     Raises:
         UnreadableImage: the file cannot be read as an image.
@@ -48,12 +55,13 @@ def open_image(image: ImageLike, reading: Reading = DEFAULT_READING) -> UInt8[Te
         return read_image(image, reading=reading)
     if isinstance(image, Image.Image):
         return torch.from_numpy(upright_rgb(image, reading)).permute(2, 0, 1)
+    channels = reading.in_chans if in_chans is None else in_chans
     if isinstance(image, np.ndarray):
-        if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
-            raise InputError(f"an image must be a uint8 array (H, W, 3), got {image.dtype} {image.shape}")
+        if image.ndim != 3 or image.shape[2] != channels or image.dtype != np.uint8:
+            raise InputError(f"an image must be a uint8 array (H, W, {channels}), got {image.dtype} {image.shape}")
         return torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)
-    if image.ndim != 3 or image.shape[0] != 3 or image.dtype != torch.uint8:
-        raise InputError(f"an image must be a uint8 tensor (3, H, W), got {image.dtype} {tuple(image.shape)}")
+    if image.ndim != 3 or image.shape[0] != channels or image.dtype != torch.uint8:
+        raise InputError(f"an image must be a uint8 tensor ({channels}, H, W), got {image.dtype} {tuple(image.shape)}")
     return image.detach().cpu()
 
 

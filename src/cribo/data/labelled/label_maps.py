@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -95,6 +95,10 @@ class Task(NamedTuple):
     split: str = ""
 
 
+def _no_place(name: str) -> Any:
+    raise DataError(f"{name} has no coordinates")
+
+
 class Labelling(NamedTuple):
     """Labels of many images, to be written to a file.
 
@@ -104,6 +108,7 @@ class Labelling(NamedTuple):
         labels: returns the class of each pixel of an image by its name.
         tasks: ids and splits by the name of an image, or by the last part of its name.
         instances: returns the number of the instance of each pixel, 0 for none; None if no class has instances.
+        place: returns where an image lies on the map, a `Georeference`; only for formats with coordinates.
     """
 
     sizes: Mapping[str, tuple[int, int]]
@@ -111,6 +116,7 @@ class Labelling(NamedTuple):
     labels: Callable[[str], UInt8[Tensor, "h w"]]
     tasks: Mapping[str, Task] = {}
     instances: Callable[[str], Int32[Tensor, "h w"]] | None = None
+    place: Callable[[str], Any] = _no_place
 
     def task(self, name: str) -> Task:
         """Return what a tool knows of an image."""

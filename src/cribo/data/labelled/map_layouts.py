@@ -4,6 +4,7 @@ from pathlib import Path
 
 from cribo.base.errors import DataError
 from cribo.base.wording import enumerated
+from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.labelled.label_maps import ClassList, read_classes
 from cribo.data.labelled.segmentation import (
     LabelledFiles,
@@ -14,7 +15,7 @@ from cribo.data.labelled.segmentation import (
     require_images,
 )
 from cribo.data.reading import EXTENSIONS
-from cribo.data.sources.images import ImageFiles, list_files, open_images
+from cribo.data.sources.images import ImageFiles, by_pages, list_files, open_images
 
 _MARK = "_labels"  # suffix of the label map of an image
 _VOC_IMAGES, _VOC_LABELS = "JPEGImages", ("SegmentationClassPNG", "SegmentationClass")
@@ -24,32 +25,34 @@ _LAYOUTS = (
 )
 
 
-def find_label_maps(folder: Path, classes: Path | None, masks: bool) -> LabelledFiles:
+def find_label_maps(
+    folder: Path, classes: Path | None, masks: bool, *, reading: Reading = DEFAULT_READING
+) -> LabelledFiles:
     """Open the images and label maps of a folder in one of three layouts (see `LabelledFolder` for the arguments).
 
     Raises:
         DataError: the folder has no images, images without labels, or labels without images.
     """
     if (folder / "images").is_dir() and (folder / "labels").is_dir():
-        return LabelledFolder(folder / "images", folder / "labels", classes, masks=masks)
+        return LabelledFolder(folder / "images", folder / "labels", classes, masks=masks, reading=reading)
     voc_labels = next((folder / name for name in _VOC_LABELS if (folder / name).is_dir()), None)
     if voc_labels is not None and (folder / _VOC_IMAGES).is_dir():
-        return _in_voc(folder / _VOC_IMAGES, voc_labels, classes, masks)
-    return _side_by_side(folder, classes, masks)
+        return _in_voc(folder / _VOC_IMAGES, voc_labels, classes, masks, reading)
+    return _side_by_side(folder, classes, masks, reading)
 
 
-def _in_voc(images: Path, labels: Path, classes: Path | None, masks: bool) -> LabelledFiles:
+def _in_voc(images: Path, labels: Path, classes: Path | None, masks: bool, reading: Reading) -> LabelledFiles:
     """Open the labelled images in the folders of Pascal VOC, in which most images have no labels."""
-    maps, found = label_maps_in(labels), by_stem(open_images(images).names, EXTENSIONS)
+    maps, found = label_maps_in(labels), by_stem(open_images(images, reading=reading).names, EXTENSIONS)
     if not maps:
         there = sorted(path.name for path in labels.iterdir())
         raise DataError(f"no label maps in {labels}: they must be PNG, got {enumerated(there) or 'no files'}")
     require_images(maps, found, labels, images)
-    files = ImageFiles(images, (found[stem] for stem in maps))
+    files = ImageFiles(images, (found[stem] for stem in maps), reading=reading)
     return _opened(files, labels, [*maps.values()], classes, masks)
 
 
-def _side_by_side(folder: Path, classes: Path | None, masks: bool) -> LabelledFiles:
+def _side_by_side(folder: Path, classes: Path | None, masks: bool, reading: Reading) -> LabelledFiles:
     files = list(list_files(folder, EXTENSIONS))
     if not files:
         open_images(folder)  # raises an error that describes the folder
@@ -57,7 +60,7 @@ def _side_by_side(folder: Path, classes: Path | None, masks: bool) -> LabelledFi
     others = [name for name in files if name not in maps.values()]
     pictures = [name for name in others if not name.lower().endswith(".png")]
     plain = by_stem((name for name in others if name.lower().endswith(".png")), [".png"])
-    images = by_stem(pictures, EXTENSIONS)
+    images = by_stem(by_pages(ImageFiles(folder, pictures, reading=reading)).names, EXTENSIONS)
     for stem, name in plain.items():
         if stem in images:
             if stem in maps:
@@ -79,7 +82,7 @@ def _side_by_side(folder: Path, classes: Path | None, masks: bool) -> LabelledFi
         if stem not in images:
             raise DataError(f"the labels {name} have no image: {folder} does not contain {stem}")
     stems = sorted(images)
-    found = ImageFiles(folder, (images[stem] for stem in stems))
+    found = ImageFiles(folder, (images[stem] for stem in stems), reading=reading)
     return _opened(found, folder, [maps[stem] for stem in stems], classes, masks)
 
 

@@ -33,7 +33,7 @@ from cribo.data.labelled.label_maps import (
     read_classes,
     unlisted_colours,
 )
-from cribo.data.reading import EXTENSIONS, IMAGE_KINDS, image_size, read_values
+from cribo.data.reading import EXTENSIONS, IMAGE_KINDS, image_size, read_valid, read_values, stored_page
 from cribo.data.sources.images import (
     ImageFiles,
     ImageSource,
@@ -113,11 +113,18 @@ class LabelledExamples(ImageFiles):
 
     def labels(self, index: int) -> UInt8[Tensor, "h w"]:
         """Return the class of each pixel, 255 for ignored pixels; raises the errors of `label_map`."""
-        return self.label_map(index).labels
+        return self._of_data(index).labels
 
     def example(self, index: int) -> Example:
         """Return an image with its labels as an example of segmentation."""
-        return Example(self.path(index), self.label_map(index), self.name(index))
+        return Example(self.path(index), self._of_data(index), self.name(index))
+
+    def _of_data(self, index: int) -> LabelMap:
+        """Return the label map of an image, 255 where the image has no data."""
+        found, valid = self.label_map(index), read_valid(self.path(index), reading=self.reading)
+        if valid is None:
+            return found
+        return found._replace(labels=found.labels.where(torch.from_numpy(valid), IGNORE_INDEX))
 
     def require_images(self) -> None:
         """Raise DataError for labels without an image."""
@@ -316,7 +323,7 @@ class LabelledSubset:
         """Return the name of an image."""
         return self.images.name(self.indices[index])
 
-    def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
+    def load(self, index: int) -> UInt8[Tensor, "c h w"]:
         """Load an image as RGB."""
         return self.images.load(self.indices[index])
 
@@ -373,6 +380,7 @@ def other_annotations(image: Path, labels: Path) -> str:
     Empty if there are none.
     """
     stem = composed(labels.stem)
+    image = Path(stored_page(image)[0])
     files = sorted(path for path in labels.parent.glob("*") if path.is_file() and not path.samefile(image))
     found = [path for path in files if composed(path.stem) == stem]
     found += [path for path in files if path not in found and is_marked(path.stem, stem)]

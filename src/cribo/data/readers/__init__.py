@@ -16,7 +16,7 @@ from cribo.base.errors import InputError
 
 if TYPE_CHECKING:
     import numpy as np
-    from jaxtyping import Real, UInt8
+    from jaxtyping import Bool, Real, UInt8
     from PIL import Image
 
 
@@ -80,7 +80,14 @@ class Picture(ABC):
         """
 
     def unscaled(self) -> Real[np.ndarray, "h w c"] | None:
-        """Decode values whose black and white nothing states; None if the file or its type states them."""
+        """Decode values, upright, whose black and white nothing states; None if the file or its type states them."""
+        return None
+
+    def valid(self) -> Bool[np.ndarray, "h w"] | None:
+        """Return which pixels of the upright image have data in a channel; None if all have.
+
+        NaN, infinity and the nodata value of the file (GDAL's) are no data.
+        """
         return None
 
     def size(self) -> tuple[int, int]:

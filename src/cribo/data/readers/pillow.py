@@ -13,25 +13,17 @@ import numpy as np
 from PIL import Image, ImageChops, UnidentifiedImageError
 
 from cribo.base.errors import InputError, TooManyPixels
-from cribo.data.channels import Samples, grey_to_8_bits, require_bright, require_high_bits, scaled
+from cribo.data.channels import Samples, grey_to_8_bits, has_data, require_bright, require_high_bits, scaled
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.readers import ImageKind, Picture
-from cribo.data.readers.headers import require_one_picture, samples_of, why_no_tiff
+from cribo.data.readers.headers import nodata_of, require_one_picture, samples_of, why_no_tiff
 
 if TYPE_CHECKING:
-    from jaxtyping import Real, UInt8
+    from jaxtyping import Bool, Real, Shaped, UInt8
 
 _EXIF_ORIENTATION = 0x0112
-UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-"""Transposition that turns an image of each EXIF orientation upright."""
+ORIENTATIONS = range(1, 9)
+"""The orientations of EXIF; 1 is upright, and 5 to 8 lie on their side."""
 
 # Pillow's warnings and messages, such as of a broken EXIF block, do not contain the name of the file. What affects the
 # pixels is an error.
@@ -100,7 +92,16 @@ class _PillowPicture(Picture):
         values = np.asarray(self._image)
         if values.ndim > 2 or (samples.high is not None and values.max() * samples.scale <= samples.high):
             return None
-        return values[..., None] * samples.scale if samples.scale != 1 else values[..., None]
+        values = values * samples.scale if samples.scale != 1 else values
+        return upright(values[..., None], _orientation(self._image))
+
+    def valid(self) -> Bool[np.ndarray, "h w"] | None:
+        nodata = nodata_of(self._image)
+        if nodata is None and self._image.mode != "F":
+            return None
+        self._image.load()
+        values = np.asarray(self._image)
+        return upright(has_data(values if values.ndim == 3 else values[..., None], nodata), _orientation(self._image))
 
     def size(self) -> tuple[int, int]:
         image = self._image
@@ -115,7 +116,7 @@ class _PillowPicture(Picture):
         width, height = image.size
         factor = reduction(*self.size())
         whole = factor not in (2, 4, 8) or min(width, height) < factor**2
-        outside = _orientation(image) in UPRIGHT and (width % factor or height % factor)
+        outside = _orientation(image) > 1 and (width % factor or height % factor)
         if whole or outside or image.draft(None, (width // factor, height // factor)) is None:
             factor = 1
         return self.pixels(), factor
@@ -133,9 +134,17 @@ def upright_rgb(image: Image.Image, reading: Reading = DEFAULT_READING) -> UInt8
     """
     samples = samples_of(image)
     image.load()
-    rgb = _to_rgb(image, samples, reading.limits())
-    turn = UPRIGHT.get(_orientation(image))
-    return np.array(rgb if turn is None else rgb.transpose(turn))
+    return upright(np.array(_to_rgb(image, samples, reading.limits())), _orientation(image))
+
+
+def upright(pixels: Shaped[np.ndarray, "h w *c"], orientation: int) -> Shaped[np.ndarray, "new_h new_w *c"]:
+    """Turn and flip pixels that are stored in one of `ORIENTATIONS`."""
+    if orientation == 1:
+        return pixels
+    if orientation >= 5:
+        pixels = pixels.swapaxes(0, 1)
+    down, right = (-1 if orientation in each else 1 for each in ((3, 4, 7, 8), (2, 3, 6, 7)))
+    return np.ascontiguousarray(pixels[::down, ::right])
 
 
 def _orientation(image: Image.Image) -> int:
@@ -144,7 +153,7 @@ def _orientation(image: Image.Image) -> int:
         found = int(image.getexif().get(_EXIF_ORIENTATION, 1))
     except Exception:  # a broken EXIF block does not affect the pixels
         return 1
-    return found if found in UPRIGHT else 1
+    return found if found in ORIENTATIONS else 1
 
 
 def _to_rgb(image: Image.Image, samples: Samples, limits: tuple[float, float] | None) -> Image.Image:

@@ -17,13 +17,13 @@ from PIL import Image
 from cribo.base.errors import InputError
 from cribo.base.packages import require_packages
 from cribo.base.wording import counted
-from cribo.data.channels import FULL, Samples, grey_to_8_bits, require_bright, scaled
+from cribo.data.channels import FULL, Samples, grey_to_8_bits, has_data, require_bright, scaled
 from cribo.data.config import Reading
 from cribo.data.readers import ImageKind, Picture, WindowedPicture, pillow
-from cribo.data.readers.headers import samples_of_tiff
+from cribo.data.readers.headers import nodata_of_tiff, samples_of_tiff
 
 if TYPE_CHECKING:
-    from jaxtyping import Num, UInt8
+    from jaxtyping import Bool, Num, UInt8
 
 # Its messages do not contain the name of the file, and what affects the pixels is an error.
 logging.getLogger("tifffile").addHandler(logging.NullHandler())
@@ -162,7 +162,7 @@ class _TiffPicture(WindowedPicture):
     def pixels(self) -> UInt8[np.ndarray, "h w c"]:
         values, opacity = self._chosen(self._decoded())
         shared = self._shared_limits(values) if self._reading.range is None and values.shape[-1] > 1 else None
-        return _upright(self._in_colour(values, opacity, shared), self._orientation)
+        return pillow.upright(self._in_colour(values, opacity, shared), self._orientation)
 
     @property
     def unit_pixels(self) -> int:
@@ -214,12 +214,20 @@ class _TiffPicture(WindowedPicture):
             pixels = np.array(pillow.over_white(Image.fromarray(np.dstack((pixels, opacity)))))
         return pixels
 
+    def valid(self) -> Bool[np.ndarray, "h w"] | None:
+        nodata = nodata_of_tiff(self._tags)
+        if nodata is None and self._page.dtype.kind != "f":
+            return None
+        return pillow.upright(has_data(self._chosen(self._decoded())[0], nodata), self._orientation)
+
     def unscaled(self) -> Num[np.ndarray, "h w c"] | None:
         samples = self._samples
         if self._page.dtype in (np.bool_, np.uint8):
             return None
-        values, _ = self._chosen(self._decoded())
-        return None if samples.high is not None and values.max() <= samples.high else values
+        values = self._chosen(self._decoded())[0]
+        if samples.high is not None and values.max() <= samples.high:
+            return None
+        return pillow.upright(values, self._orientation)
 
     def _decoded(self, rows: slice = slice(None), columns: slice = slice(None)) -> Num[np.ndarray, "h w c"]:
         """Decode all channels of the page, or of a window of it."""
@@ -311,7 +319,7 @@ class _TiffPicture(WindowedPicture):
     def _orientation(self) -> int:
         tag = self._page.tags.get(_ORIENTATION)
         found = 1 if tag is None else int(tag.value)
-        return found if found in pillow.UPRIGHT else 1
+        return found if found in pillow.ORIENTATIONS else 1
 
     def _shared_limits(self, values: Num[np.ndarray, "h w c"]) -> tuple[float, float] | None:
         """Return the values of black and white of all channels; None for 8 bits and types without a known range."""
@@ -336,7 +344,11 @@ class _TiffPicture(WindowedPicture):
     @property
     def _samples(self) -> Samples:
         """Bits and range of the values according to the header."""
-        return samples_of_tiff({tag.code: tag.value for tag in self._page.tags})
+        return samples_of_tiff(self._tags)
+
+    @property
+    def _tags(self) -> dict[int, Any]:
+        return {tag.code: tag.value for tag in self._page.tags}
 
 
 def _whole(content: bytes, size: int) -> bytes:
@@ -344,11 +356,3 @@ def _whole(content: bytes, size: int) -> bytes:
     if len(content) < size:
         raise InputError("image file is truncated")
     return content
-
-
-def _upright(pixels: UInt8[np.ndarray, "h w c"], orientation: int) -> UInt8[np.ndarray, "new_h new_w c"]:
-    """Turn and flip pixels stored in one of the eight orientations of EXIF."""
-    if orientation >= 5:
-        pixels = pixels.swapaxes(0, 1)
-    down, right = (-1 if orientation in each else 1 for each in ((3, 4, 7, 8), (2, 3, 6, 7)))
-    return np.ascontiguousarray(pixels[::down, ::right])

@@ -29,7 +29,7 @@ class CachedImages:
     def __len__(self) -> int:
         return len(self._source)
 
-    def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
+    def load(self, index: int) -> UInt8[Tensor, "c h w"]:
         """Return an image, which must not be modified in place; raises UnreadableImage as the source does."""
         if index in self._kept:
             return self._kept[index]

@@ -64,7 +64,7 @@ class Clips:
         first, last = (self.images.name(self.frames(index)[place]) for place in (0, -1))
         return f"{first} to {_LAST_NUMBER.fullmatch(PurePosixPath(last).stem)[2] or last}"  # pyright: ignore
 
-    def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
+    def load(self, index: int) -> UInt8[Tensor, "c h w"]:
         """Load the middle frame of a clip; raises UnreadableImage as `images` does."""
         frames = self.frames(index)
         return self.images.load(frames[len(frames) // 2])

@@ -65,7 +65,7 @@ class ImageSource(Protocol):
         """Number of images."""
         ...
 
-    def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
+    def load(self, index: int) -> UInt8[Tensor, "c h w"]:
         """Load an image as RGB; raises UnreadableImage for a broken one, which training skips and reports."""
         ...
 
@@ -81,7 +81,7 @@ class ReducingSource(ImageSource, Protocol):
     Pretraining calls `load_reduced` if available, and `load` otherwise.
     """
 
-    def load_reduced(self, index: int, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "3 h w"], int]:
+    def load_reduced(self, index: int, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "c h w"], int]:
         """Load an image reduced by at most the factor that `reduction` returns; return the image and its factor.
 
         The factor is 8, 4, 2 or 1. `reduction` must be called exactly once, with height and width of the full-size
@@ -168,7 +168,7 @@ class EncodedImages:
         """Read the bytes of an image; a large file is opened where it is decoded."""
         raise NotImplementedError
 
-    def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
+    def load(self, index: int) -> UInt8[Tensor, "c h w"]:
         """Load an image as upright RGB. Raises UnreadableImage (see `read_image`)."""
         return read_image(self._encoded(index), reading=self.reading)
 
@@ -176,7 +176,7 @@ class EncodedImages:
         """Load an image; one above the limit of pixels is returned unread (see `read_or_open`)."""
         return read_or_open(self._encoded(index), self.reading)
 
-    def load_reduced(self, index: int, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "3 h w"], int]:
+    def load_reduced(self, index: int, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "c h w"], int]:
         """Load an image as upright RGB at a fraction of its size if that is faster (see `read_reduced`)."""
         return read_reduced(self._encoded(index), reduction, reading=self.reading)
 
@@ -254,7 +254,7 @@ class ImageFiles(EncodedImages):
         names = (self.names[index] for index in ascending(indices, len(self)).tolist())
         return ImageFiles(self.folder, names, reading=self.reading)
 
-    def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
+    def load(self, index: int) -> UInt8[Tensor, "c h w"]:
         """Load an image as upright RGB. Raises UnreadableImage (see `read_image`)."""
         return read_image(self.path(index), reading=self.reading)
 
@@ -266,7 +266,7 @@ class ImageFiles(EncodedImages):
                 f"{what} must have the size of image {self.name(index)}, {width} x {height}, got {size[1]} x {size[0]}"
             )
 
-    def load_reduced(self, index: int, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "3 h w"], int]:
+    def load_reduced(self, index: int, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "c h w"], int]:
         """Load an image as upright RGB at a fraction of its size if that is faster (see `read_reduced`)."""
         return read_reduced(self.path(index), reduction, reading=self.reading)
 

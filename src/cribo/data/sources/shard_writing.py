@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cribo.base.bounds import at_least, between
 from cribo.base.console import Progress
-from cribo.base.errors import DataError, FolderError, TooManySkipped, UnreadableImage
+from cribo.base.errors import ConfigError, DataError, FolderError, TooManySkipped, UnreadableImage
 from cribo.base.files import write_folder_whole
 from cribo.base.job import require_writable
 from cribo.data.randomness import keyed_generator
@@ -75,7 +75,7 @@ def write_shards(
 
     Raises:
         FolderError: `out` exists, or its parent folder is not writable.
-        ConfigError: a value is out of range.
+        ConfigError: a value is out of range, or images of other than three channels are to be reduced.
         DataError: no image can be read.
         TooManySkipped: more images than allowed are unreadable; nothing is left on disk.
 
@@ -85,6 +85,11 @@ def write_shards(
     at_least(_MIN_SHARD_BYTES).check(shard_bytes=shard_bytes)
     at_least(0).check(workers=workers)
     between(0, 1).check(max_unreadable=max_unreadable)
+    if size is not None and source.reading.in_chans != 3:
+        raise ConfigError(
+            f"images of {source.reading.in_chans} channels cannot be reduced, since JPEG has three: omit --size, so "
+            "that the files are copied, or --channels"
+        )
     out = Path(out).expanduser()
     if out.exists() or out.is_symlink():
         has_shards = (out / INDEX).is_file()
@@ -185,7 +190,7 @@ def _read(source: ImageFiles, index: int, size: int | None) -> Encoded | Unreada
         return UnreadableImage(path, error.strerror or str(error))
 
 
-def _shrunk(pixels: UInt8[Tensor, "3 h w"], height: int, width: int, size: int) -> Encoded:
+def _shrunk(pixels: UInt8[Tensor, "c h w"], height: int, width: int, size: int) -> Encoded:
     """Encode an image, originally of `height` x `width` pixels, as a JPEG with a shorter side of `size`."""
     height, width = (max(size, round(side * size / min(height, width))) for side in (height, width))
     image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())

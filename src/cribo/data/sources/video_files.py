@@ -64,7 +64,7 @@ class VideoFiles:
         file, frame = self._place(index)
         return f"{self.names[file]}/{frame:06d}"
 
-    def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
+    def load(self, index: int) -> UInt8[Tensor, "c h w"]:
         """Decode a frame as RGB.
 
         Raises:
@@ -109,7 +109,7 @@ class _Reader:
         self._frame: Any = None
         self._earliest = 0.0  # time from which on `_frame` is the first one, in seconds
 
-    def read(self, number: int) -> UInt8[Tensor, "3 h w"]:
+    def read(self, number: int) -> UInt8[Tensor, "c h w"]:
         import torch
 
         stream, unit = self._stream, self._stream.time_base or Fraction(1, 90_000)

@@ -20,6 +20,7 @@ from cribo.evaluation.runner import evaluate_run, identity, is_result_of, open_r
 from cribo.evaluation.training import is_evaluation_of
 from cribo.features.config import MEAN_COLOUR, BackboneSource
 from cribo.features.encoder import mean_colour_backbone, open_network
+from cribo.features.reading import completed_for
 from cribo.models import Backbone
 
 log = logging.getLogger("cribo")
@@ -73,8 +74,9 @@ def benchmark(
         NonFiniteLoss: training has diverged.
     """
     console = console or Console(quiet=True)
+    config = replace(config, reading=completed_for(config.backbone, config.reading))  # also for the baselines
     plan = make_plan(config)
-    network, about = open_network(config.backbone)
+    network, about = open_network(config.backbone, in_chans=config.reading.in_chans)
     subjects = _subjects(config.backbone, network)
     del network
     target = Job(

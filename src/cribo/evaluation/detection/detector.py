@@ -129,7 +129,7 @@ class Detector(ResumableModule):
         self.mean, self.std = tuple(mean), tuple(std)
         self.loss, self.gathered = SetLoss(len(images.classes)), Gathered()
 
-    def forward(self, images: UInt8[Tensor, "b 3 h w"]) -> tuple[Float[Tensor, "b q classes"], Float[Tensor, "b q 4"]]:
+    def forward(self, images: UInt8[Tensor, "b c h w"]) -> tuple[Float[Tensor, "b q classes"], Float[Tensor, "b q 4"]]:
         """Return class logits ("no object" last), and centre, width and height of boxes relative to the canvas.
 
         The two heads always compute in float32 or higher precision: values above 1/2 have a resolution of 1/256 in

@@ -70,7 +70,7 @@ class DetectionView(NamedTuple):
         labels: (n,) classes of the boxes.
     """
 
-    image: UInt8[Tensor, "3 h w"]
+    image: UInt8[Tensor, "c h w"]
     corners: Float[Tensor, "n 4"]
     labels: Int64[Tensor, " n"]
 
@@ -150,7 +150,7 @@ class Batch(NamedTuple):
         indices: (B,) image indices.
     """
 
-    images: UInt8[Tensor, "b 3 h w"]
+    images: UInt8[Tensor, "b c h w"]
     boxes: list[Float[Tensor, "n 4"]]
     labels: list[Int64[Tensor, " n"]]
     extents: Float[Tensor, "b 2"]

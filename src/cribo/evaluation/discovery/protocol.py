@@ -281,7 +281,7 @@ def discover(
 
 
 def _features(
-    backbone: Backbone, pixels: UInt8[Tensor, "3 h w"], kind: str, name: str
+    backbone: Backbone, pixels: UInt8[Tensor, "c h w"], kind: str, name: str
 ) -> tuple[Float[Tensor, "n d"], tuple[int, int]]:
     """Return the patch features of an image, padded to whole patches with the mean colour, and their grid."""
     patch = backbone.patch_size
@@ -326,7 +326,7 @@ class _Resized(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int) -> tuple[UInt8[np.ndarray, "3 h w"], tuple[int, int]]:
+    def __getitem__(self, index: int) -> tuple[UInt8[np.ndarray, "c h w"], tuple[int, int]]:
         image = self.images.load(index)
         height, width = image.shape[1:]
         target = height, width

@@ -128,7 +128,7 @@ class SegmenterFinetuning(SegmentationModule):
         return Segmenter(self.backbone, self.decoder)
 
     def logits(
-        self, images: Float[Tensor, "b 3 h w"], *, drop_path_noise: Float[Tensor, "b sites"] | None = None
+        self, images: Float[Tensor, "b chans h w"], *, drop_path_noise: Float[Tensor, "b sites"] | None = None
     ) -> Float[Tensor, "1 b c rows columns"]:
         """Return the scores of each class on the grid of patches."""
         return self.segmenter(images, drop_path_noise=drop_path_noise)[None]
@@ -144,7 +144,9 @@ def build_segmenter(settings: SegmenterSettings, run: Run) -> Segmenter:
     Raises:
         ValueError: backbone, decoder and settings are incompatible.
     """
-    backbone = open_backbone(run.source, image_size=settings.crop, drop_path=settings.drop_path)
+    backbone = open_backbone(
+        run.source, image_size=settings.crop, drop_path=settings.drop_path, in_chans=run.backbone.in_chans
+    )
     backbone.set_checkpointing(settings.checkpointing)
     decoder = MaskTransformer(
         backbone.embed_dim,

@@ -17,7 +17,7 @@ from cribo.features.grid import window_starts
 from cribo.features.memory.pixels import PixelLabels
 from cribo.models import Backbone, normalise
 
-Logits = Callable[[Float[Tensor, "b 3 h w"]], Float[Tensor, "heads b c rows columns"]]
+Logits = Callable[[Float[Tensor, "b chans h w"]], Float[Tensor, "heads b c rows columns"]]
 """Returns the logits of each class on the grid of patches, for one or more heads, of normalised images."""
 
 _BUDGET = 2**28  # maximum bytes of upsampled logits, in addition to those of the image
@@ -63,7 +63,7 @@ class Inference:
 
 
 def segment_pixels(
-    pixels: UInt8[Tensor, "3 h w"], backbone: Backbone, logits: Logits, size: tuple[int, int], inference: Inference
+    pixels: UInt8[Tensor, "chans h w"], backbone: Backbone, logits: Logits, size: tuple[int, int], inference: Inference
 ) -> UInt8[Tensor, "heads label_h label_w"]:
     """Normalise an RGB image for a backbone, and segment it with `segment_image`.
 
@@ -79,7 +79,7 @@ def segment_pixels(
 
 
 def segment_with_softmax(
-    pixels: UInt8[Tensor, "3 h w"], backbone: Backbone, logits: Logits, size: tuple[int, int], inference: Inference
+    pixels: UInt8[Tensor, "chans h w"], backbone: Backbone, logits: Logits, size: tuple[int, int], inference: Inference
 ) -> PixelLabels:
     """Return the classes of the first head as `segment_pixels` does, with the softmax of the averaged logits.
 
@@ -96,7 +96,7 @@ def segment_with_softmax(
 
 @torch.no_grad()
 def segment_image(
-    image: Float[Tensor, "3 h w"], logits: Logits, size: tuple[int, int], inference: Inference, *, divisor: int
+    image: Float[Tensor, "chans h w"], logits: Logits, size: tuple[int, int], inference: Inference, *, divisor: int
 ) -> UInt8[Tensor, "heads label_h label_w"]:
     """Return the class of each pixel of an image at a given size, for each head.
 
@@ -119,14 +119,14 @@ def segment_image(
     return torch.stack([_classes(head, windows, full, image, size)[0] for head in coarse])
 
 
-def _input_of(pixels: UInt8[Tensor, "3 h w"], backbone: Backbone) -> tuple[Float[Tensor, "3 h w"], int]:
+def _input_of(pixels: UInt8[Tensor, "chans h w"], backbone: Backbone) -> tuple[Float[Tensor, "chans h w"], int]:
     """Return the normalised image, and the divisor of the sides of the network's inputs."""
     image = normalise(pixels[None].float().div_(255), mean=backbone.mean, std=backbone.std)[0]
     return image, backbone.patch_size if backbone.takes_any_size else backbone.image_size
 
 
 def _coarse_logits(
-    image: Float[Tensor, "3 h w"], logits: Logits, inference: Inference, divisor: int
+    image: Float[Tensor, "chans h w"], logits: Logits, inference: Inference, divisor: int
 ) -> tuple[Float[Tensor, "heads windows c rows columns"], list[tuple[slice, slice]], tuple[int, int]]:
     """Return the logits of all windows, the windows, and the size to which the logits of one are upsampled."""
     windows = inference.windows(image.shape[1], image.shape[2])
@@ -145,7 +145,7 @@ def _classes(
     coarse: Float[Tensor, "windows c rows columns"],
     windows: list[tuple[slice, slice]],
     full: tuple[int, int],
-    image: Float[Tensor, "3 h w"],
+    image: Float[Tensor, "chans h w"],
     size: tuple[int, int],
 ) -> tuple[UInt8[Tensor, "label_h label_w"], Float[Tensor, "label_h label_w"]]:
     """Return the class of each pixel for one head, and its logit."""
@@ -163,7 +163,7 @@ def _upsampled(
     coarse: Float[Tensor, "windows c rows columns"],
     windows: list[tuple[slice, slice]],
     full: tuple[int, int],
-    image: Float[Tensor, "3 h w"],
+    image: Float[Tensor, "chans h w"],
     size: tuple[int, int],
 ) -> Iterator[tuple[Integer[Tensor, " part"], Float[Tensor, "part label_h label_w"]]]:
     """Yield chunks of the classes with their logits for each pixel."""
@@ -180,7 +180,7 @@ def _averaged(
     windows: list[tuple[slice, slice]],
     full: tuple[int, int],
     count: Float[Tensor, "h w"],
-) -> Float[Tensor, "c h w"]:
+) -> Float[Tensor, "chans h w"]:
     """Return the averaged logits of pixels; those of a window are upsampled to `full` and cropped to the window."""
     total = count.new_zeros(coarse.shape[1], *count.shape)
     for (rows, columns), part in zip(windows, coarse, strict=True):
@@ -189,7 +189,7 @@ def _averaged(
     return total.div_(count)
 
 
-def _resized(maps: Float[Tensor, "c h w"], size: tuple[int, int]) -> Float[Tensor, "c new_h new_w"]:
+def _resized(maps: Float[Tensor, "chans h w"], size: tuple[int, int]) -> Float[Tensor, "chans new_h new_w"]:
     if maps.shape[1:] == size:
         return maps
     return F.interpolate(maps[None], size=size, mode="bilinear")[0]

@@ -129,7 +129,7 @@ class LinearSegmentation(SegmentationModule):
         self.train(self.training)
 
     def logits(
-        self, images: Float[Tensor, "b 3 h w"], *, drop_path_noise: Float[Tensor, "b sites"] | None = None
+        self, images: Float[Tensor, "b chans h w"], *, drop_path_noise: Float[Tensor, "b sites"] | None = None
     ) -> Float[Tensor, "heads b c rows columns"]:
         """Return the logits of each class on the grid of patches, for each head."""
         with torch.no_grad():
@@ -174,7 +174,7 @@ def open_frozen(settings: LinearSettings, run: Run) -> Backbone:
     if settings.drop_path > 0:
         if run.source.source == MEAN_COLOUR:
             raise ConfigError(f"{MEAN_COLOUR} has no drop path: use --drop_path 0, got {settings.drop_path:g}")
-        backbone = open_backbone(run.source, drop_path=settings.drop_path)
+        backbone = open_backbone(run.source, drop_path=settings.drop_path, in_chans=run.backbone.in_chans)
     follow_rules(settings.rules, backbone)
     return backbone
 

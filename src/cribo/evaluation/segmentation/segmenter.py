@@ -175,7 +175,7 @@ class Segmenter(nn.Module):
         return self.backbone.num_drop_path_sites + self.decoder.num_drop_path_sites
 
     def forward(
-        self, images: Float[Tensor, "b 3 h w"], *, drop_path_noise: Float[Tensor, "b sites"] | None = None
+        self, images: Float[Tensor, "b c h w"], *, drop_path_noise: Float[Tensor, "b sites"] | None = None
     ) -> Float[Tensor, "b k rows columns"]:
         """Return the scores of each class in each patch.
 

@@ -55,22 +55,22 @@ class TrainedSegmenter:
     inference: Inference
 
     @torch.no_grad()
-    def segment(self, image: UInt8[Tensor, "3 h w"]) -> UInt8[Tensor, "h w"]:
+    def segment(self, image: UInt8[Tensor, "chans h w"]) -> UInt8[Tensor, "h w"]:
         """Return the class of each pixel of an RGB image, on the network's device."""
         size = (image.shape[1], image.shape[2])
         return segment_pixels(self._resized(image), self.network.backbone, self._logits, size, self.inference)[0]
 
     @torch.no_grad()
-    def label(self, image: UInt8[Tensor, "3 h w"]) -> PixelLabels:
+    def label(self, image: UInt8[Tensor, "chans h w"]) -> PixelLabels:
         """Return the classes of `segment` with their softmax as confidence, which is not calibrated."""
         size = (image.shape[1], image.shape[2])
         return segment_with_softmax(self._resized(image), self.network.backbone, self._logits, size, self.inference)
 
-    def _resized(self, image: UInt8[Tensor, "3 h w"]) -> UInt8[Tensor, "3 new_h new_w"]:
+    def _resized(self, image: UInt8[Tensor, "chans h w"]) -> UInt8[Tensor, "chans new_h new_w"]:
         device = next(self.network.backbone.parameters()).device
         return resize(image, fitted_size(image.shape[1], image.shape[2], self.scale)).to(device)
 
-    def _logits(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "1 b c rows columns"]:
+    def _logits(self, images: Float[Tensor, "b chans h w"]) -> Float[Tensor, "1 b c rows columns"]:
         return self.network(images)[None]
 
 

@@ -126,7 +126,7 @@ class SegmentationModule(ResumableModule):
         )
 
     def logits(
-        self, images: Float[Tensor, "b 3 h w"], *, drop_path_noise: Float[Tensor, "b sites"] | None = None
+        self, images: Float[Tensor, "b chans h w"], *, drop_path_noise: Float[Tensor, "b sites"] | None = None
     ) -> Float[Tensor, "heads b c rows columns"]:
         """Return the logits of each class on the grid of patches, for each head.
 
@@ -154,7 +154,9 @@ class SegmentationModule(ResumableModule):
         self.log("loss", total.detach() / len(losses), prog_bar=True)
         return total
 
-    def segment(self, pixels: UInt8[Tensor, "3 h w"], size: tuple[int, int]) -> UInt8[Tensor, "heads label_h label_w"]:
+    def segment(
+        self, pixels: UInt8[Tensor, "chans h w"], size: tuple[int, int]
+    ) -> UInt8[Tensor, "heads label_h label_w"]:
         """Return the class of each pixel of an image, for each head.
 
         Args:

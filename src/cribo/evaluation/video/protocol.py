@@ -21,7 +21,7 @@ from cribo.base.colours import rgb
 from cribo.base.console import Phases, Progress, no_progress
 from cribo.base.drawing import marker_handle
 from cribo.base.files import write_whole
-from cribo.base.painting import tint
+from cribo.base.painting import as_picture, tint
 from cribo.data.labelled.segmentation import LabelledSubset
 from cribo.data.labelled.video import Video, VideoFrames, object_palette
 from cribo.data.reading import image_size
@@ -297,9 +297,9 @@ def videos_page(found: Sequence[Segmented], images: VideoFrames) -> Page:
 
 
 def _painted(
-    image: UInt8[Tensor, "3 h w"], found: UInt8[Tensor, "h w"], true: UInt8[Tensor, "h w"]
+    image: UInt8[Tensor, "c h w"], found: UInt8[Tensor, "h w"], true: UInt8[Tensor, "h w"]
 ) -> UInt8[np.ndarray, "h w 3"]:
-    painted = image.permute(1, 2, 0).numpy().copy()
+    painted = as_picture(image.numpy()).copy()
     colours = np.array(object_palette(max(int(found.max()), int(true.max()))))
     inside = found.numpy() > 0
     painted[inside] = tint(painted[inside], colours[found.numpy()[inside]])

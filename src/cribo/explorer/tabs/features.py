@@ -5,6 +5,7 @@ from typing import Any
 
 import gradio as gr
 
+from cribo.base.painting import as_picture
 from cribo.explorer.features import colour_picture, patch_similarity
 from cribo.explorer.images import FolderImages
 from cribo.explorer.network import SharedNetwork
@@ -61,7 +62,7 @@ def features_tab(
         def open_image(number: Any) -> tuple[Any, ...]:
             assert images is not None
             place = min(max(whole_number(number) + by, 0), len(images) - 1)
-            return place, images[place].load(_LONGEST).permute(1, 2, 0).numpy()
+            return place, as_picture(images[place].load(_LONGEST).numpy())
 
         return open_image
 

@@ -111,6 +111,6 @@ def _numbers(sizes: Float[Tensor, " n"]) -> list[int]:
     return numbers
 
 
-def _resized(pixels: UInt8[Tensor, "3 h w"], size: tuple[int, int]) -> Float[Tensor, "3 new_h new_w"]:
+def _resized(pixels: UInt8[Tensor, "c h w"], size: tuple[int, int]) -> Float[Tensor, "c new_h new_w"]:
     """Resize in 8 bits, as `resize_image`; the result is in 0-1."""
     return F.interpolate(pixels[None], size=size, mode="bicubic", antialias=True)[0].float() / 255

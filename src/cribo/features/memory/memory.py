@@ -20,7 +20,7 @@ from cribo.base.colours import Colour, class_colours
 from cribo.base.console import Progress, no_progress
 from cribo.base.devices import resolve_devices
 from cribo.base.errors import ConfigError, DataError, InputError, MissingBlocks
-from cribo.data.config import PIXEL_OPTIONS
+from cribo.data.config import PIXEL_OPTIONS, PixelOptions
 from cribo.data.labelled.inputs import Example, ImageLike, LabelsLike, open_image, open_labels
 from cribo.data.labelled.label_maps import IGNORE_INDEX, LabelMap, read_classes
 from cribo.features.config import BackboneSource
@@ -42,7 +42,7 @@ from cribo.features.probes.fitting import (
     left_out_confusions,
     thinned,
 )
-from cribo.models import Backbone
+from cribo.models import Backbone, inflate
 
 log = logging.getLogger("cribo")
 
@@ -127,7 +127,7 @@ class SegmentationMemory:
         self.reading = self.settings.reading
         wanted = keep_blocks or self.settings.blocks
         at_least(1).check(batch_size=batch_size)
-        encoder, self.backbone = _opened(backbone, wanted, device)
+        encoder, self.backbone = _opened(backbone, wanted, device, self.settings)
         self.settings.check(encoder.patch_size)
         if not set(wanted or ()) <= set(encoder.blocks):
             raise MissingBlocks(
@@ -238,7 +238,8 @@ class SegmentationMemory:
         and other labels is stored, it is replaced.
 
         Args:
-            image: a file, a Pillow image, a uint8 array (H, W, 3) or a uint8 tensor (3, H, W).
+            image: a file, a Pillow image, a uint8 array (H, W, C) or a uint8 tensor (C, H, W) with
+                the C channels of the backbone.
             labels: the class of each pixel, 255 for none: a grey or palette PNG, or integers (H, W). Or boxes around
                 objects (`LabelledBox`), whose pixels are found by their features (`prompts.PromptImage`).
             name: name in messages; by default the name of the file.
@@ -263,7 +264,7 @@ class SegmentationMemory:
             fresh: dict[str, tuple[str, Tensor, LabelMap]] = {}  # by the hash of the image
             for number, example in enumerate(examples):
                 name = example.name or _name_of(example.image, len(self) + number + 1)
-                image = open_image(example.image, self.reading)
+                image = open_image(example.image, self.reading, self.encoder.in_chans)
                 labels = open_labels(example.labels, (image.shape[1], image.shape[2]))
                 self._check(name, image, labels)
                 palette = _joined(palette, labels, name)
@@ -299,7 +300,7 @@ class SegmentationMemory:
                 self._choice = self._fitted = None
             return len(stored)
 
-    def prompts(self, image: UInt8[Tensor, "3 h w"], features: Float[Tensor, "rows columns l d"]) -> PromptImage:
+    def prompts(self, image: UInt8[Tensor, "chans h w"], features: Float[Tensor, "rows columns l d"]) -> PromptImage:
         """Return an image with its features of all blocks (`encode`), to find objects from boxes and points."""
         blocks = self.encoder.blocks
         places = [blocks.index(block) for block in default_blocks(blocks)]
@@ -355,7 +356,7 @@ class SegmentationMemory:
     # ---------------------------------------------------------------------------------------------- new images
 
     def encode(
-        self, images: Sequence[UInt8[Tensor, "3 h w"]], blocks: Sequence[int] | None = None
+        self, images: Sequence[UInt8[Tensor, "chans h w"]], blocks: Sequence[int] | None = None
     ) -> list[Float[Tensor, "rows columns l d"]]:
         """Compute the features of images, by default of all blocks; see `encode_grids`."""
         return encode_grids(self.encoder, images, self.settings, batch_size=self.batch_size, blocks=blocks)
@@ -376,7 +377,7 @@ class SegmentationMemory:
         Raises:
             DataError: the memory is empty.
         """
-        opened = [open_image(image, self.reading) for image in images]
+        opened = [open_image(image, self.reading, self.encoder.in_chans) for image in images]
         fitted = self.fitted()
         features = self.encode(opened, fitted.choice.probe.blocks)
         votes = fitted(fitted.rows(torch.cat([own.flatten(0, 1) for own in features])))
@@ -386,7 +387,7 @@ class SegmentationMemory:
             for part, own, image in zip(parts, features, opened, strict=True)
         ]
 
-    def _segmentation(self, votes: Float[Tensor, "rows columns c"], image: UInt8[Tensor, "3 h w"]) -> Segmentation:
+    def _segmentation(self, votes: Float[Tensor, "rows columns c"], image: UInt8[Tensor, "chans h w"]) -> Segmentation:
         settings = self.settings
         found = label_pixels(
             votes,
@@ -570,13 +571,20 @@ def _hash_of(labels: LabelMap) -> str:
 
 
 def _opened(
-    backbone: BackboneLike, blocks: Sequence[int] | None, device: torch.device | str | None
+    backbone: BackboneLike,
+    blocks: Sequence[int] | None,
+    device: torch.device | str | None,
+    pixels: PixelOptions,
 ) -> tuple[Encoder, dict[str, Any]]:
-    """Open an encoder of these blocks and the last one; return it with its description."""
+    """Open an encoder of these blocks and the last one for images of these channels; return it with its description."""
+    in_chans = None if pixels.channels is None else pixels.in_chans
     if isinstance(backbone, Backbone):
         place = next(backbone.parameters()).device if device is None else torch.device(device)
         source = backbone.loaded.source if backbone.loaded else f"{backbone.name} with random weights"
-        return probe_encoder(backbone.to(place), blocks), {"source": source, "architecture": backbone.name}
+        return probe_encoder((backbone if in_chans is None else inflate(backbone, in_chans)).to(place), blocks), {
+            "source": source,
+            "architecture": backbone.name,
+        }
     if isinstance(backbone, Encoder):
         return backbone, {"source": f"an encoder named {backbone.identity}"}
     if not isinstance(backbone, BackboneSource):
@@ -584,7 +592,7 @@ def _opened(
     if backbone.layers != 1:
         raise ConfigError(f"layers must be 1, got {backbone.layers}: set blocks in the settings (--blocks 9,10)")
     place = resolve_devices(None if device is None else (str(device),), "device")[0]
-    network, about = open_network(backbone)
+    network, about = open_network(backbone, in_chans=pixels.in_chans)
     return probe_encoder(network.eval().to(place), blocks), about
 
 

@@ -20,7 +20,7 @@ STEPS = 2
 _DEVIATION = 0.75  # standard deviation of the spatial weights, relative to the radius
 
 
-Sharpen = Callable[[Float[Tensor, "c h w"]], Float[Tensor, "c h w"]]
+Sharpen = Callable[[Float[Tensor, "chans h w"]], Float[Tensor, "chans h w"]]
 """A filter of maps of scores, guided by an image."""
 
 
@@ -39,7 +39,7 @@ def write_confidence(confidence: Float[Tensor, "h w"], file: Path | IO[bytes]) -
 @torch.no_grad()
 def label_pixels(
     votes: Float[Tensor, "rows columns c"],
-    image: UInt8[Tensor, "3 h w"],
+    image: UInt8[Tensor, "chans h w"],
     *,
     patch_size: int,
     refine: Refine = "none",
@@ -58,8 +58,8 @@ def label_pixels(
         patch_size: patch size in pixels of the encoded image.
         refine: the filter, or `none`.
         reach: radius of the filter, in patches.
-        contrast: sum of the differences of the three channels (0 to 1 each) at which the weight of a pixel falls to
-            e^-1/2.
+        contrast: three times the mean difference of the channels (0 to 1 each) at which the weight of a pixel falls to
+            e^-1/2; with three channels, the sum of their differences.
     """
     height, width = image.shape[1:]
     present = (votes.amax(dim=(0, 1)) > 0).nonzero()[:, 0]  # skip classes without votes
@@ -112,24 +112,25 @@ def spacing(radius: int) -> int:
     return max(1, round(radius / STEPS))
 
 
-def _resized(maps: Float[Tensor, "c h w"], size: tuple[int, int]) -> Float[Tensor, "c new_h new_w"]:
+def _resized(maps: Float[Tensor, "chans h w"], size: tuple[int, int]) -> Float[Tensor, "chans new_h new_w"]:
     # A comparison of sizes would fix those of a traced graph; maps of this size are not changed.
     return F.interpolate(maps[None], size=size, mode="bilinear")[0]
 
 
-def bilateral(guide: Float[Tensor, "3 h w"], spacing: int, contrast: float) -> Sharpen:
+def bilateral(guide: Float[Tensor, "chans h w"], spacing: int, contrast: float) -> Sharpen:
     """Return a joint bilateral filter (Petschnigg et al. 2004).
 
     It averages nearby pixels of similar colour. The maps are smooth, so 5 x 5 pixels, evenly spaced over the square
     window, are sufficient.
 
     Args:
-        guide: RGB image in 0-1.
+        guide: image in 0-1.
         spacing: distance between the samples in pixels.
         contrast: see `label_pixels`.
     """
     height, width = guide.shape[1:]
     pad, deviation = STEPS * spacing, _DEVIATION * STEPS
+    per_channel = 3 / len(guide)
     places = range(-STEPS, STEPS + 1)
 
     def shifted(padded: Tensor, y: int, x: int) -> Tensor:
@@ -148,6 +149,7 @@ def bilateral(guide: Float[Tensor, "3 h w"], spacing: int, contrast: float) -> S
             for x in places:
                 distance = (y**2 + x**2) / (2 * deviation**2)
                 colour = (shifted(guides, y, x) - guide).abs_().sum(dim=0)
+                colour = colour if per_channel == 1 else colour.mul_(per_channel)
                 weight = colour.square_().div_(-2 * contrast**2).sub_(distance).exp_()
                 total.addcmul_(shifted(padded, y, x), weight)
                 weights += weight

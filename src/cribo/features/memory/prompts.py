@@ -29,7 +29,7 @@ class PromptImage(NamedTuple):
         refine: filter of the borders (see `label_pixels`).
     """
 
-    image: UInt8[Tensor, "3 h w"]
+    image: UInt8[Tensor, "c h w"]
     features: Float[Tensor, "rows columns e"]
     patch_size: int
     refine: Refine = "bilateral"

@@ -23,7 +23,7 @@ class SegmentationSettings(ProbeSettings, PixelOptions):
         min_confidence: leave pixels below this confidence unlabelled (255).
         refine: align the borders of the labels with the edges of the image by a joint bilateral filter; or none.
         reach: radius of the filter, in patches.
-        contrast: difference in colour (sum over three channels, each 0 to 1) that counts as an edge.
+        contrast: difference in colour (three times the mean over the channels, each 0 to 1) that counts as an edge.
 
     Raises:
         ValueError: a value is out of range, or two values exclude each other.

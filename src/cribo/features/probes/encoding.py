@@ -49,7 +49,7 @@ def probe_encoder(backbone: Backbone, blocks: Sequence[int] | None = None) -> En
 @torch.no_grad()
 def encode_grids(
     encoder: Encoder,
-    images: Sequence[UInt8[Tensor, "3 h w"]],
+    images: Sequence[UInt8[Tensor, "c h w"]],
     settings: ProbeSettings,
     *,
     batch_size: int,
@@ -71,7 +71,7 @@ def encode_grids(
     settings.check(encoder.patch_size)
     chosen = [encoder.blocks.index(block) for block in blocks or encoder.blocks]
 
-    def unit(pixels: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b rows columns l d"]:
+    def unit(pixels: UInt8[Tensor, "b c h w"]) -> Float[Tensor, "b rows columns l d"]:
         features = encoder.grids(pixels)
         if not features.isfinite().all():
             raise InputError("the encoder's features are not finite: check its weights, or use float32")
@@ -101,8 +101,8 @@ def unit_blocks(features: Float[Tensor, "*n ld"], blocks: int, chosen: Sequence[
 
 
 def _in_windows(
-    unit: Callable[[UInt8[Tensor, "b 3 h w"]], Float[Tensor, "b rows columns l d"]],
-    pixels: UInt8[Tensor, "b 3 h w"],
+    unit: Callable[[UInt8[Tensor, "b c h w"]], Float[Tensor, "b rows columns l d"]],
+    pixels: UInt8[Tensor, "b c h w"],
     settings: ProbeSettings,
     patch: int,
     batch_size: int,

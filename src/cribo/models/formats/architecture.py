@@ -116,7 +116,9 @@ def infer_architecture(
     known = _Known(heads or {}, num_heads, act_layer, assumed_act_layer, output_stride)
     for patterns, read in _READERS:
         if all(any(re.search(pattern, key) for key in state) for pattern in patterns):
-            return read(state, known)
+            found = read(state, known)
+            channels = next(state[key].shape[1] for key in _FIRST_LAYERS if key in state)
+            return found if channels == 3 else found._replace(args={**found.args, "in_chans": channels})
     raise InputError(
         "these are not weights of a vision transformer with a position embedding, DINOv3, Swin, ConvNeXt or ResNet: "
         "give the timm name of their architecture"
@@ -425,6 +427,17 @@ _READERS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Tensor], _Known], 
 )
 """Keys that identify a family, and the function that reads its values from shapes; the first that matches is taken."""
 
+_FIRST_LAYERS = (
+    "patch_embed.proj.weight",
+    "patch_embed.proj.0.weight",
+    "patch_embed.proj.0.0.weight",
+    "patch_embed.weight",
+    "conv1.weight",
+    "conv1.0.weight",
+    "stem.0.weight",
+)
+"""Names of the kernels (D, C, P, P) of the first layers of these families."""
+
 
 # --------------------------------------------------------------------------------------------------------- shapes
 
@@ -436,9 +449,10 @@ def _check_activation(kind: str, known: _Known, usual: str) -> None:
 
 def _transformer_shape(state: Mapping[str, Tensor]) -> tuple[int, int, int]:
     patches = state["patch_embed.proj.weight"]
-    if patches.ndim != 4 or patches.shape[2] != patches.shape[3] or patches.shape[1] != 3:
+    if patches.ndim != 4 or patches.shape[2] != patches.shape[3] or patches.shape[1] == 1:
         raise InputError(
-            f"patch_embed.proj.weight must be (D, 3, P, P) for square patches of RGB images, got {tuple(patches.shape)}"
+            "patch_embed.proj.weight must be (D, C, P, P) for square patches of images of C > 1 channels, got "
+            f"{tuple(patches.shape)}"
         )
     return patches.shape[0], patches.shape[-1], _count(state, "blocks")
 

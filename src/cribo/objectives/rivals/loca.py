@@ -365,18 +365,18 @@ class LOCA(StudentTeacher):
 
     def compare(
         self,
-        reference: Float[Tensor, "b 3 h w"],
-        random: Float[Tensor, "b 3 h w"],
-        focal: Float[Tensor, "vb 3 s s"],
+        reference: Float[Tensor, "b c h w"],
+        random: Float[Tensor, "b c h w"],
+        focal: Float[Tensor, "vb c s s"],
         batch: Batch,
         step: Step,
     ) -> Output:
         """Return the losses of normalised crops.
 
         Args:
-            reference: (B, 3, S, S) reference crops.
-            random: (B, 3, S, S) large queries.
-            focal: (VB, 3, s, s) small queries, crop after crop.
+            reference: (B, C, S, S) reference crops.
+            random: (B, C, S, S) large queries.
+            focal: (VB, C, s, s) small queries, crop after crop.
             batch: kept patches, places and drop path noise of the images.
             step: sets the temperatures.
         """

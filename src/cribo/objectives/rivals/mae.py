@@ -120,7 +120,7 @@ class MAE(Objective):
             self.decoder = Decoder(
                 self.backbone.embed_dim,
                 (side, side),
-                3 * self.backbone.patch_size**2,
+                self.backbone.in_chans * self.backbone.patch_size**2,
                 prefix=int(self.backbone.has_class_token),
                 dim=decoder_dim,
                 depth=decoder_depth,
@@ -163,9 +163,9 @@ def masked_error(
     return (gather_tokens(predicted, masked) - gather_tokens(targets, masked)).float().square().mean()
 
 
-def patchify(images: Float[Tensor, "b 3 h w"], size: int) -> Float[Tensor, "b n p"]:
-    """Return the pixels of each patch in row-major order: (B, N, 3 * size * size), channels last."""
-    patches = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # (B, 3, h, size, w, size)
+def patchify(images: Float[Tensor, "b c h w"], size: int) -> Float[Tensor, "b n p"]:
+    """Return the pixels of each patch in row-major order: (B, N, C * size * size), channels last."""
+    patches = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # (B, C, h, size, w, size)
     return patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
 

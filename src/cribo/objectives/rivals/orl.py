@@ -28,7 +28,7 @@ from cribo.objectives.views import noise_of_views
 class RegionCrops(CropSampler):
     """Transform of an image into two views, and patches of two pairs of regions.
 
-    A batch contains `global` (B, 2, 3, S, S), the views, and `local` (B, 4, 3, s, s), the patches: a region of the
+    A batch contains `global` (B, 2, C, S, S), the views, and `local` (B, 4, C, s, s), the patches: a region of the
     image and a jittered copy; another region, and a similar region of a neighbour.
 
     Args:
@@ -68,7 +68,7 @@ class RegionCrops(CropSampler):
         cut["local"] = torch.cat((cut["local"], self.neighbours_patch(image, drawn, flips[3:])))
         return {**cut, **self.photometric(generator), **self.draw(generator)}
 
-    def neighbours_patch(self, image: LazyImage, drawn: DrawnRegions | None, flips: Tensor) -> UInt8[Tensor, "1 3 s s"]:
+    def neighbours_patch(self, image: LazyImage, drawn: DrawnRegions | None, flips: Tensor) -> UInt8[Tensor, "1 c s s"]:
         """Decode the drawn neighbour and cut its patch."""
         patches = self.sets[1]
 

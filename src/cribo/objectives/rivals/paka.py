@@ -177,7 +177,7 @@ class PaKA(StudentTeacher):
             target = self.teacher.head(wanted)
         return Output({"paka": 1 - kernel_alignment(self.student.head(seen), target).mean()})
 
-    def _global_views(self, batch: Batch) -> Float[Tensor, "r 3 h w"]:
+    def _global_views(self, batch: Batch) -> Float[Tensor, "r c h w"]:
         """Return the global crops, crop after crop, without photometric augmentation."""
         backbone = self.teacher.backbone
         views = batch["global"].transpose(0, 1).flatten(0, 1)

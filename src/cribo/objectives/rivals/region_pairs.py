@@ -106,7 +106,7 @@ class RegionPairs:
 class RegionSearch:
     """Transform of an image into its regions, cut out, and a central crop.
 
-    A sample contains `boxes` (R, 4), and `views` (1 + R, 3, S, S) in 8 bits, the central crop first. If no region has
+    A sample contains `boxes` (R, 4), and `views` (1 + R, C, S, S) in 8 bits, the central crop first. If no region has
     the minimum size, R is 1: the first region of any size.
 
     Attributes:

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, UInt8
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from cribo.base.errors import MissingPackage
 from cribo.base.packages import install_command
+from cribo.base.painting import as_picture
 
 SEARCH_SIDE = 512
 """Longest side in pixels of the image that selective search reads; larger images are reduced."""
@@ -22,7 +24,7 @@ _PAIRED_SHARE = 0.1
 
 
 def selective_search(
-    pixels: UInt8[Tensor, "3 h w"], *, generator: torch.Generator, side: int = SEARCH_SIDE
+    pixels: UInt8[Tensor, "c h w"], *, generator: torch.Generator, side: int = SEARCH_SIDE
 ) -> Int[Tensor, "r 4"]:
     """Return the boxes (top, left, height, width) of selective search (Uijlings et al. 2013) in its fast mode.
 
@@ -30,7 +32,7 @@ def selective_search(
     hierarchy. Since OpenCV's random numbers depend on earlier calls, the order is drawn again here.
 
     Args:
-        pixels: the image.
+        pixels: the image; of more than three channels, the first three are searched.
         generator: source of the order.
         side: longest side of the image to search, in pixels; larger images are reduced to it.
 
@@ -45,7 +47,7 @@ def selective_search(
         pixels = TF.resize(pixels, [max(1, round(factor * length)) for length in pixels.shape[1:]], antialias=True)
     scale = (lengths / torch.tensor(pixels.shape[1:]).double())[:, None]  # exact: reduced sides are rounded
     search = _segmentation().createSelectiveSearchSegmentation()
-    search.setBaseImage(pixels.flip(0).permute(1, 2, 0).contiguous().numpy())  # BGR
+    search.setBaseImage(np.ascontiguousarray(as_picture(pixels.numpy())[..., ::-1]))  # BGR
     search.switchToSelectiveSearchFast()
     left, top, width, height = torch.from_numpy(search.process()).double().unbind(dim=1)
     start, end = (

@@ -36,7 +36,7 @@ _PREVIOUS_FRAMES = 7
 class ClipFrames(CropSampler):
     """Transform of a clip into frames at random times, with one crop, flip and colour jitter.
 
-    A batch contains `frames` (B, F, 3, S, S) in 8 bits, in temporal order, `photometric` with parameters (B, F), of
+    A batch contains `frames` (B, F, C, S, S) in 8 bits, in temporal order, `photometric` with parameters (B, F), of
     which only the sigma of the blur differs between the frames of a clip, and `drop_path_noise` (B, 1, sites).
 
     Args:
@@ -259,7 +259,7 @@ class TimeT(StudentTeacher):
         )
         return Output({"timet": loss}, {"prototypes": self._share_of_prototypes(targets, assignments.shape[2])})
 
-    def _views(self, batch: Batch) -> list[Float[Tensor, "b 3 h w"]]:
+    def _views(self, batch: Batch) -> list[Float[Tensor, "b c h w"]]:
         """Return the frames of all clips, augmented and normalised; frame after frame."""
         return list(augmented(batch, "frames", self.options.views, self.student.backbone).unbind(dim=1))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cribo.base.colours import distinct_colours
 from cribo.base.drawing import frame, hide_ticks, number_regions, panel_grid
-from cribo.base.painting import paint_regions
+from cribo.base.painting import as_picture, paint_regions
 from cribo.objectives.cluster_record import ClusterHistory
 from cribo.objectives.sampling import ObjectSample, enlarge_labels, match_sample
 
@@ -67,7 +67,7 @@ def lay_out_clusters(history: ClusterHistory, *, pairs: int) -> Figure:
         colours = distinct_colours(1 + max((place for own in numbers for place in own.values()), default=0))
         for view in (0, 1):
             row = panels[2 * place + view]
-            picture = history.views[pair, view].permute(1, 2, 0).numpy()
+            picture = as_picture(history.views[pair, view].numpy())
             row[0].imshow(picture)
             for time, axes in enumerate(row[1:]):
                 labels = enlarge_labels(history.labels[time, pair, view], history.grid, (height, width)).numpy()

@@ -16,6 +16,7 @@ from cribo.base.drawing import paper_style, write_figure
 from cribo.base.errors import ConfigError, DataError, Untrusted
 from cribo.base.files import matching_files, require, write_json, write_text
 from cribo.base.job import Job
+from cribo.base.painting import as_picture
 from cribo.data import ImageSource
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import read_image
@@ -232,20 +233,20 @@ class _Drawer:
         grids = [encoder.grids(encoder.resized(image)[None])[0].cpu() for image in images]
         colours = PCAColours(grids)
         painted = [colours(grid, (image.shape[1], image.shape[2])) for grid, image in zip(grids, images, strict=True)]
-        pictures = [image.permute(1, 2, 0).numpy() / 255 for image in images]
+        pictures = [as_picture(image.numpy()) / 255 for image in images]
         return lay_out_features(pictures, [picture.numpy() for picture in painted]), (
             "Images and their dense features: the first three principal components over the patches of all shown "
             "images, as red, green and blue."
         )
 
-    def _images(self) -> list[UInt8[Tensor, "3 h w"]]:
+    def _images(self) -> list[UInt8[Tensor, "c h w"]]:
         if self._files:
             return [read_image(Path(file), reading=self.options.reading) for file in self._files]
         assert self._source is not None
         order = torch.randperm(len(self._source), generator=keyed_generator(self.config.seed)).tolist()
         return [self._source.load(index) for index in order[: self.options.pictures]]
 
-    def _reduced(self, image: UInt8[Tensor, "3 h w"]) -> UInt8[Tensor, "3 new_h new_w"]:
+    def _reduced(self, image: UInt8[Tensor, "c h w"]) -> UInt8[Tensor, "c new_h new_w"]:
         height, width = image.shape[1:]
         scale = min(1.0, self.options.size / min(height, width))
         return resize_image(image, (round(scale * height), round(scale * width)), "bicubic")
