@@ -83,7 +83,7 @@ class PixelLabeller(ImageFunction[Pixels, LabelledImage | LabelledLargeImage]):
         }
 
 
-class Labeller(PixelLabeller[UInt8[Tensor, "3 h w"] | LargeImage]):
+class Labeller(PixelLabeller[UInt8[Tensor, "c h w"] | LargeImage]):
     """Labels images with a memory; can be sent to other processes. For batches, see `PixelLabeller`.
 
     Args:

@@ -106,7 +106,7 @@ def apply_segmenter(
     return results.segmented(time.perf_counter() - started, seconds)
 
 
-class SegmenterLabeller(PixelLabeller[UInt8[Tensor, "3 h w"]]):
+class SegmenterLabeller(PixelLabeller[UInt8[Tensor, "c h w"]]):
     """Labels images with a trained segmenter; for batches, see `PixelLabeller`.
 
     Args:
