@@ -112,6 +112,7 @@ def open_run(
     splits = opened.read_by(reading).surveyed()
     reading = splits.reading or reading
     network, about = open_network(source, in_chans=reading.in_chans)
+    network.pixels = reading.trained_with  # described with a trained segmenter
     run = Run(source, splits, runtime, network, about, console or Console(quiet=True), pictures, started=started)
     return run, protocol.prepare(run)
 

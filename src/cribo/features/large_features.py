@@ -79,7 +79,7 @@ def large_patches(
         raise UnreadableImage(
             image.file,
             f"the features of {rows} x {columns} patches with {dim} channels take {size / 2**30:.1f} GiB, more than 1: "
-            "embed objects or global features, or read the image at a larger --pixel_size",
+            "embed objects or global features,",
         )
     found, weights = np.zeros((rows, columns, dim), np.float32), np.zeros((rows, columns, 1), np.float32)
     weight = (hann(height)[:, None, None] * hann(width)[:, None]).numpy()

@@ -10,6 +10,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from cribo.base.errors import UnreadableImage
+from cribo.base.machine import give_freed_memory_back
 from cribo.data.windows import LargeImage
 from cribo.features.grid import window_starts
 
@@ -91,6 +92,8 @@ def read_bands(
             if any(beyond):
                 rows = F.pad(rows[None].float(), (0, beyond[1], 0, beyond[0]), mode="replicate")[0].byte()
             yield top, rows
+            # Freed arrays of various sizes would fragment the heap (`keep_freed_memory`), which grows with every row.
+            give_freed_memory_back()
 
 
 def hann(length: int) -> Float[Tensor, " n"]:

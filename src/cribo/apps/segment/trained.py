@@ -78,7 +78,8 @@ def apply_segmenter(
         inputs=(config.images, config.segmenter),
     )
     segmenter = load_segmenter(config.segmenter, resolve_device(config.device), trust=config.trust)
-    images = open_targets(config.images, column=config.column, apart_from=out or OUT, reading=config.reading)
+    reading = config.reading.completed(segmenter.network.backbone.pixels or {})
+    images = open_targets(config.images, column=config.column, apart_from=out or OUT, reading=reading)
     require_readable(images, config.images)
     labeller = SegmenterLabeller(segmenter, workers=config.workers)
     results = LabelResults(job, images, segmenter.classes, labeller.palette)
@@ -87,7 +88,7 @@ def apply_segmenter(
     with segmenter_file(config.segmenter).open("rb") as content:
         sha256 = hashlib.file_digest(content, "sha256").hexdigest()
     place = place_of(images, config.images)
-    identity = {"folder": place, "segmenter": sha256, "reading": config.reading.given}
+    identity = {"folder": place, "segmenter": sha256, "reading": reading.given}
     about = {
         "command": command,
         "images": {"folder": place},

@@ -188,6 +188,7 @@ def _build(of_backbone: Mapping[str, Any], of_decoder: Mapping[str, Any]) -> Seg
         initialise=False,
     )
     backbone.mean, backbone.std = tuple(of_backbone["mean"]), tuple(of_backbone["std"])
+    backbone.pixels = of_backbone.get("pixels")
     backbone.set_numerics(numerics_of(of_backbone))
     with limited_size():
         return Segmenter(backbone, MaskTransformer(backbone.embed_dim, **of_decoder))
