@@ -78,7 +78,7 @@ class Batches:
 def _compute(compute: Compute, tasks: Sequence[_Task]) -> None:
     """Set the results of tasks with the same function."""
     try:
-        results = compute([task.item for task in tasks])
+        results = list(zip(tasks, compute([task.item for task in tasks]), strict=True))
     except Exception as error:
         if len(tasks) > 1:
             for task in tasks:
@@ -89,5 +89,5 @@ def _compute(compute: Compute, tasks: Sequence[_Task]) -> None:
             error.__traceback__ = error.__traceback__.tb_next
         tasks[0].future.set_exception(error)
         return
-    for task, result in zip(tasks, results, strict=True):
+    for task, result in results:
         task.future.set_result(result)
