@@ -8,8 +8,7 @@ import torch
 from PIL import Image
 
 from cribo.base.errors import DataError, InputError
-from cribo.data.labelled.formats import LABEL_FORMATS
-from cribo.data.labelled.georeferenced import read_georeference
+from cribo.data.labelled.georeferenced import read_georeference, write_geojson_in_degrees, write_geotiff
 from cribo.data.labelled.label_maps import Labelling
 from cribo.data.sources.images import ImageFiles
 
@@ -36,7 +35,7 @@ def labelling(images):
 
 
 def test_geotiff_lies_where_the_image_does(labelling, tmp_path):
-    LABEL_FORMATS["geotiff"].write(tmp_path / "maps", labelling)
+    write_geotiff(tmp_path / "maps", labelling)
     with rasterio.open(tmp_path / "maps" / "a.tif") as file:
         assert file.transform == PLACE
         assert file.crs.to_epsg() == 32632
@@ -48,7 +47,7 @@ def test_geojson_in_degrees_covers_the_labels(labelling, tmp_path):
     from rasterio.features import rasterize
     from rasterio.warp import transform_geom
 
-    LABEL_FORMATS["geojson-wgs84"].write(tmp_path / "maps", labelling)
+    write_geojson_in_degrees(tmp_path / "maps", labelling)
     features = json.loads((tmp_path / "maps" / "a.geojson").read_text())["features"]
     roofs = [each for each in features if each["properties"]["classification"]["name"] == "roof"]
     longitude, latitude = roofs[0]["geometry"]["coordinates"][0][0]
