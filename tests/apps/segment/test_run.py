@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import tifffile
 import torch
 from faster_coco_eval.core import mask as coco_mask
 from filelock import FileLock
@@ -249,6 +250,28 @@ def test_results_of_images_that_were_removed_are_kept_on_resume(folder: Path) ->
     }
     assert sorted(path.stem for path in (folder / "out" / "labels").rglob("*.png")) == ["1", "2", "3"]
     assert json.loads((folder / "out" / "about.json").read_text())["images"]["earlier"] == 2
+
+
+def test_pixels_without_data_have_no_labels_and_the_range_is_that_of_the_examples(folder: Path) -> None:
+    """Elevations in metres, of which no file states the range; -9999 is no data."""
+    examples, images = folder / "heights", folder / "maps"
+    heights = np.kron(np.array([[0, 1], [1, 0]], dtype=np.float32), np.ones((64, 64), dtype=np.float32)) * 800 + 100
+    lost = heights.copy()
+    lost[:20, :30] = -9999
+    nodata = [(42113, "s", 0, "-9999", True)]
+    for place, values in ((examples / "0.tif", heights), (images / "1.tif", lost), (images / "2.tif", heights * 50)):
+        place.parent.mkdir(exist_ok=True)
+        tifffile.imwrite(place, values, extratags=nodata)
+    Image.fromarray((heights > 500).astype(np.uint8)).save(examples / "0_labels.png")
+    found = segment_images(config(folder, images=str(images), examples=str(examples)), out=folder / "out")
+    assert read_record(found.folder, run.KIND).identity["settings"]["range"] == [100, 900]
+    labels = np.array(Image.open(found.folder / "labels" / "1.png"))
+    np.testing.assert_array_equal(labels[:20, :30], 255)
+    assert (np.delete(labels, np.s_[:20], axis=0) == (heights > 500)[20:]).mean() > 0.95
+    confidence = np.array(Image.open(found.folder / "confidence" / "1.png"))
+    assert not confidence[:20, :30].any()
+    # Brighter than white everywhere: the range is not that of each image.
+    assert (np.array(Image.open(found.folder / "labels" / "2.png")) == 1).all()
 
 
 def test_other_images_settings_or_examples_are_not_resumed(folder: Path) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from torch import Tensor
 
 from cribo.apps.segment.config import SegmenterConfig
-from cribo.apps.segment.labeller import LabelledImage, PixelLabeller
+from cribo.apps.segment.labeller import ImageToLabel, LabelledImage, PixelLabeller
 from cribo.apps.segment.results import OUT, Segmented
 from cribo.apps.segment.run import label_collection
 from cribo.apps.segment.targets import open_targets, place_of
@@ -107,7 +107,7 @@ def apply_segmenter(
     return results.segmented(time.perf_counter() - started, seconds)
 
 
-class SegmenterLabeller(PixelLabeller[UInt8[Tensor, "c h w"]]):
+class SegmenterLabeller(PixelLabeller[ImageToLabel]):
     """Labels images with a trained segmenter; for batches, see `PixelLabeller`.
 
     Args:
@@ -127,13 +127,13 @@ class SegmenterLabeller(PixelLabeller[UInt8[Tensor, "c h w"]]):
     def open(self) -> None:
         """No-op: the segmenter is already loaded."""
 
-    def prepare(self, file: ImageContent, reading: Reading) -> UInt8[Tensor, "c h w"]:
+    def prepare(self, file: ImageContent, reading: Reading) -> ImageToLabel:
         """Decode an image."""
-        return read_image(file, reading=reading)
+        return ImageToLabel.of(read_image(file, reading=reading), file, reading)
 
-    def compute(self, images: Sequence[UInt8[Tensor, "c h w"]]) -> Iterable[LabelledImage]:
+    def compute(self, images: Sequence[ImageToLabel]) -> Iterable[LabelledImage]:
         """Return images with their labels."""
-        return (LabelledImage(image, self._labels_of(image)) for image in images)
+        return (image.labelled(self._labels_of(image.pixels), self._segmenter.classes) for image in images)
 
     def _labels_of(self, image: UInt8[Tensor, "c h w"]) -> Segmentation:
         labels, confidence = (values.cpu() for values in self._segmenter.label(image))
