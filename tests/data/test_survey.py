@@ -6,6 +6,7 @@ from PIL import Image
 
 from cribo.data.config import Reading
 from cribo.data.labelled.formats import find_examples
+from cribo.data.labelled.label_maps import LabelMap
 from cribo.data.reading import read_valid
 from cribo.data.sources.collection import open_collection
 from cribo.data.survey import surveyed
@@ -15,6 +16,12 @@ DEFAULT = Reading()
 
 def survey(folder, reading=DEFAULT):
     return surveyed(open_collection(folder, reading=reading))
+
+
+def limits(folder, reading=DEFAULT) -> tuple[float, ...]:
+    found = survey(folder, reading).range
+    assert found is not None
+    return found
 
 
 def write(path, values, **options):
@@ -27,30 +34,28 @@ def test_ranges_are_percentiles_of_each_channel_over_the_collection(tmp_path):
     for image in range(4):
         values = np.stack([base * (channel + 1) + 10 * image for channel in range(5)])
         write(tmp_path / f"{image}.tif", values.astype(np.uint16), planarconfig="separate")
-    found = survey(tmp_path, Reading(channels=(0, 1, 2, 3, 4)))
+    found = limits(tmp_path, Reading(channels=(0, 1, 2, 3, 4)))
     expected = np.percentile(
         np.stack([base.ravel()[:, None] * np.arange(1, 6) + 10 * image for image in range(4)]).reshape(-1, 5),
         (0.1, 99.9),
         axis=0,
     )
-    np.testing.assert_allclose(np.reshape(found.range, (5, 2)).T, expected, rtol=1e-3, atol=1)
-    chosen = survey(tmp_path, Reading(channels=("nuclei=4", 1)))
-    assert chosen.range == (*found.range[8:], *found.range[2:4])
+    np.testing.assert_allclose(np.reshape(found, (5, 2)).T, expected, rtol=1e-3, atol=1)
+    assert limits(tmp_path, Reading(channels=("nuclei=4", 1))) == (*found[8:], *found[2:4])
 
 
 def test_the_balance_of_colours_is_kept(tmp_path):
     values = np.random.default_rng(0).integers(0, (1000, 2000, 4000), (20, 30, 3)).astype(np.uint16)
     write(tmp_path / "0.tif", values, photometric="rgb")
-    found = survey(tmp_path)
-    assert found.channels is None
-    np.testing.assert_allclose(found.range, np.percentile(values, (0.1, 99.9)), rtol=1e-3)
+    assert survey(tmp_path).channels is None
+    np.testing.assert_allclose(limits(tmp_path), np.percentile(values, (0.1, 99.9)), rtol=1e-3)
 
 
 def test_values_that_are_not_finite_enter_no_range(tmp_path):
     values = np.linspace(-1, 3, 600, dtype=np.float32).reshape(20, 30)
     values[0, :5] = np.nan, np.inf, -np.inf, np.nan, np.inf
     write(tmp_path / "0.tif", values)
-    np.testing.assert_allclose(survey(tmp_path).range, (-1, 3), atol=0.05)
+    np.testing.assert_allclose(limits(tmp_path), (-1, 3), atol=0.05)
     write(tmp_path / "0.tif", np.full((20, 30), np.nan, dtype=np.float32))
     assert survey(tmp_path).range == (0, 1)
 
@@ -82,8 +87,10 @@ def test_pixels_without_data_enter_no_range(tmp_path):
     assert valid is not None
     assert not valid[:5].any()
     assert valid[5:].all()  # the second channel has data
-    assert read_valid(tmp_path / "0.tif", reading=Reading(channels=(1, 1))).sum() == 15 * 30
-    low = survey(tmp_path, Reading(channels=("a=1", 1))).range[0]
+    second = read_valid(tmp_path / "0.tif", reading=Reading(channels=(1, 1)))
+    assert second is not None
+    assert second.sum() == 15 * 30
+    low = limits(tmp_path, Reading(channels=("a=1", 1)))[0]
     assert 1000 <= low < 1100
     for kind, lost in (("grey.tif", np.nan), ("big.tif", -9999)):
         heights = np.linspace(0, 9, 600, dtype=np.float32).reshape(20, 30)
@@ -103,6 +110,8 @@ def test_labels_of_pixels_without_data_are_ignored(tmp_path):
     write(tmp_path / "images" / "0.tif", values)
     Image.fromarray(np.ones((20, 30), dtype=np.uint8)).save(tmp_path / "labels" / "0.png")
     found = find_examples(tmp_path, reading=Reading(range=(0, 9)))
-    for labels in (found.labels(0), found.example(0).labels.labels):
+    example = found.example(0).labels
+    assert isinstance(example, LabelMap)
+    for labels in (found.labels(0), example.labels):
         assert (labels[:4] == 255).all()
         assert (labels[4:] == 1).all()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cribo.base.errors import DataError
 from cribo.data.config import Reading
-from cribo.data.reading import EncodedImage, read_image
+from cribo.data.reading import ImageContent, read_image
 from cribo.data.sources.collection import open_collection
 from cribo.features import stream
 from cribo.features.spread.parts import ImagePart
@@ -28,7 +28,7 @@ class Means(ImageFunction[Tensor, float]):
     def open(self) -> None:
         pass
 
-    def prepare(self, file: EncodedImage, reading: Reading) -> Tensor:
+    def prepare(self, file: ImageContent, reading: Reading) -> Tensor:
         return read_image(file, reading=reading)
 
     def compute(self, images: Sequence[Tensor]) -> list[float]:

@@ -55,6 +55,8 @@ def test_inflation_keeps_everything_else() -> None:
     wide = inflate(rgb, 4)
     assert wide.drop_path_rates == rgb.drop_path_rates
     assert wide.training
+    assert wide.readout is not None
+    assert rgb.readout is not None
     assert torch.equal(wide.readout.weight, rgb.readout.weight)
     assert wide.encode(images(4)).tokens.shape[-1] == 7
     flags = [[each.requires_grad for each in net.parameters()] for net in (rgb, wide)]

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def test_the_code_of_an_export_gives_the_features(name: str, to: Target, tmp_pat
     assert OPTIONS in (tmp_path / "out" / "README.md").read_text()
     assert json.loads((tmp_path / "out" / "export.json").read_text())["backbone"]["pixels"] == PIXELS
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 5), dtype=np.uint8)
-    names = {"pixels": pixels}
+    names: dict[str, Any] = {"pixels": pixels}
     with torch.no_grad():
         exec(report.how_to_load, names)
         images = torch.from_numpy(pixels / 255).float().permute(2, 0, 1)[None]
@@ -61,7 +62,9 @@ def test_the_code_of_an_export_gives_the_features(name: str, to: Target, tmp_pat
 
 @pytest.mark.parametrize("to", ["torch-export", pytest.param("onnx", marks=pytest.mark.slow)])
 def test_a_memory_becomes_a_graph_of_five_channels(to: Target, tmp_path: Path) -> None:
-    settings = SegmentationSettings(scale=1.0, head="knn", whiten=False, prior=0.0, **PIXELS)
+    settings = SegmentationSettings(
+        scale=1.0, head="knn", whiten=False, prior=0.0, channels=(4, 3, 2, 1, 0), range=(0, 4095)
+    )
     memory = SegmentationMemory(five_channels("vit_tiny_patch16_224"), classes=["a", "b"], settings=settings)
     image = torch.randint(0, 256, (5, 64, 96), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     image[4, :, :48] = 255

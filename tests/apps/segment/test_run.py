@@ -264,7 +264,9 @@ def test_pixels_without_data_have_no_labels_and_the_range_is_that_of_the_example
         tifffile.imwrite(place, values, extratags=nodata)
     Image.fromarray((heights > 500).astype(np.uint8)).save(examples / "0_labels.png")
     found = segment_images(config(folder, images=str(images), examples=str(examples)), out=folder / "out")
-    assert read_record(found.folder, run.KIND).identity["settings"]["range"] == [100, 900]
+    identity = read_record(found.folder, run.KIND).identity
+    assert identity is not None
+    assert identity["settings"]["range"] == [100, 900]
     labels = np.array(Image.open(found.folder / "labels" / "1.png"))
     np.testing.assert_array_equal(labels[:20, :30], 255)
     assert (np.delete(labels, np.s_[:20], axis=0) == (heights > 500)[20:]).mean() > 0.95
