@@ -6,7 +6,7 @@ import sys
 import pytest
 
 LINES = {
-    "cribo se": {"segment", "search"},
+    "cribo se": {"segment", "search", "serve"},
     "cribo evaluate over": {"overclustering "},
     "cribo segment --images X --he": {"--help", "--head"},
     "cribo segment --head ": {"knn", "ridge", "both"},

@@ -13,8 +13,6 @@ from cribo.base.errors import ConfigError, DataError
 from cribo.base.trust import import_by_path
 from cribo.data.config import DEFAULT_READING, Reading, spread
 from cribo.data.labelled.sets import HELD_OUT_SCENES, SEGMENTATION_SETS, SegmentationSet, segmentation_set
-from cribo.data.sources.images import EncodedImages
-from cribo.data.survey import surveyed
 
 SCENES = "scenes"
 PLACES = ("root", "train_annotations", "val_annotations")
@@ -53,6 +51,9 @@ class Splits:
 
     def surveyed(self) -> Self:
         """Return the splits with the range of the first one, the training images, if nothing states theirs."""
+        from cribo.data.sources.images import EncodedImages
+        from cribo.data.survey import surveyed
+
         first = next((images for images in self._files() if isinstance(images, EncodedImages)), None)
         return self if first is None else self.read_by(surveyed(first))
 

@@ -249,7 +249,8 @@ def _open_sources(config: PretrainConfig) -> tuple[ImageSource, ImageSource | No
             cache_dir=data.cache_dir,
             cache_gib=data.cache_gib,
         )
-        images.reading = surveyed(images)
+        if isinstance(images, EncodedImages):
+            images.reading = surveyed(images)
     if reads_clips:
         return Clips(images, most=data.video.frames, stride=data.video.stride), None
     return split_held_out(images, config)

@@ -127,7 +127,7 @@ def test_checkpointing_gives_equal_results(folder: Path, whole: Path, tmp_path: 
 
 def test_positions_are_resized_to_the_crops(folder: Path) -> None:
     protocol, source, data, _ = config(folder, crop=128)
-    run = SimpleNamespace(source=source, data=data.open())
+    run = SimpleNamespace(source=source, data=data.open(), backbone=SimpleNamespace(in_chans=3))
     network = build_segmenter(protocol, run)  # pyright: ignore[reportArgumentType]
     assert network.backbone.model.pos_embed.shape[1] == 1 + 8 * 8
     assert network.backbone.num_drop_path_sites == 2
