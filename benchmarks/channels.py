@@ -38,7 +38,7 @@ EXAMPLES, QUERIES = 8, 24
 
 
 def score(folder: Path, reading: Reading, backbone: Backbone) -> float:
-    """Label validation images by all training images, with the ranges of these."""
+    """Return the mIoU of validation images labelled from all training images, whose range of values is used."""
     reading = surveyed(open_collection(folder / "images" / "train", reading=reading))
     known = open_labelled(folder, reading=reading)
     memory = SegmentationMemory(backbone, classes=known.memory.classes, settings=SegmentationSettings(**reading.given))

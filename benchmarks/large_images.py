@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 _TILE = 256
-_CELL = 160  # pixels between the random values that form the regions
+_CELL = 160  # spacing in pixels of the random values between which regions are interpolated
 _COLOURS = np.array([[60, 120, 60], [150, 120, 90], [90, 90, 160]])
 _SHIFT = (5, 11)  # patches
 _MARGIN = 256  # pixels

@@ -1,4 +1,4 @@
-"""Labels of an image from `cribo serve`, which this example starts and stops.
+"""Start `cribo serve`, request the labels of an image, and stop it.
 
     python examples/use_server.py [MEMORY BACKBONE]
 

@@ -75,7 +75,7 @@ def _fibre(generator: np.random.Generator) -> np.ndarray:
 
 
 def _shades(generator: np.random.Generator) -> np.ndarray:
-    """Return the uneven light of the background."""
+    """Return an uneven background: a few wide bright spots."""
     y, x = np.mgrid[:SIDE, :SIDE]
     shades = np.zeros((SIDE, SIDE))
     for _ in range(_SHADES):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +9,11 @@ import pytest
 import tifffile
 import torch
 from PIL import Image
+from tests.end_to_end.conftest import Run
 
-from cribo.cli import main
 from cribo.features.memory.storage import stored_reading
 from cribo.models import build_backbone, inflate, load_backbone, save_backbone
 
-Run = Callable[..., str]
 CHANNELS = ("--channels", "0,1,2,3,4", "--range", "0,4095")
 VIT_ARGS = {"depth": 2, "embed_dim": 32, "num_heads": 2}
 VIT = ("--backbone", "net", "--device", "cpu")
@@ -23,21 +21,11 @@ COLOURS = ("--backbone", "mean-colour", "--device", "cpu")
 
 
 @pytest.fixture
-def cribo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command in a folder with images, examples, and an RGB network; returns its output, or its error."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "1000")
+def cribo(cribo: Run, tmp_path: Path) -> Run:
+    """`cribo` in a folder with images, examples, and an RGB network."""
     write_images(tmp_path)
     save_backbone(build_backbone("vit_tiny_patch16_224", args=VIT_ARGS, image_size=64), tmp_path / "net")
-
-    def run(*words: object, status: int = 0) -> str:
-        ended = main([str(word) for word in words])
-        shown = capsys.readouterr()
-        assert ended == status, shown.err
-        assert "Traceback" not in shown.err
-        return shown.err if status else shown.out
-
-    return run
+    return cribo
 
 
 def write_images(folder: Path) -> None:

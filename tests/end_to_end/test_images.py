@@ -2,13 +2,13 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tifffile
 from PIL import Image
+from tests.end_to_end.conftest import Run
 
 from cribo.apps.adapt.planning import open_listable
 from cribo.base.errors import DataError
@@ -16,25 +16,8 @@ from cribo.cli import main
 from cribo.data.config import DEFAULT_READING
 from cribo.evaluation.config import PROTOCOLS
 
-Run = Callable[..., str]
 NOT_UTF8 = os.fsdecode(b"caf\xe9.png")
 HOW = ("--backbone", "mean-colour", "--device", "cpu")
-
-
-@pytest.fixture
-def cribo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command in the folder of the test and returns its output, or its error if it fails."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "1000")
-
-    def run(*words: object, status: int = 0) -> str:
-        ended = main([str(word) for word in words])
-        shown = capsys.readouterr()
-        assert ended == status, shown.err
-        assert "Traceback" not in shown.err
-        return shown.err if status else shown.out
-
-    return run
 
 
 def picture(number: int, highest: int) -> np.ndarray:

@@ -22,9 +22,9 @@ class PixelOptions:
 
     Attributes:
         range: LOW,HIGH, the values that become black and white in images with more than 8 bits per channel, such as
-            0,4095 for a camera of 12 bits; or LOW,HIGH for each of `channels`. Give it if images are refused as nearly
-            black, if the log reports dark images, or for pixels of 32 bits. [the range that the file states, else
-            0,65535]
+            0,4095 for a camera of 12 bits; or LOW,HIGH for each of `channels`. Give it if images are too dark or
+            too bright, or for a single image of 32 bits. [the range that the file states, else
+            the percentiles 0.1 and 99.9 of the collection]
         channels: numbers, from 0, of the channels to read, such as 3,2,1, with names if you like, such as
             nuclei=0,membrane=2. Three become red, green and blue, one becomes grey; for any other number, the first
             layer of an RGB network is inflated to take them. Required for images with other numbers of channels. [all

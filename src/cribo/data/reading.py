@@ -192,8 +192,7 @@ def image_content(name: str, path: str) -> ImageContent:
         OSError: the file cannot be read.
     """
     place, page = stored_page(path)
-    kind = kind_of_name(place)
-    if Path(place).stat().st_size > HELD_BYTES or (kind is not None and kind.on_disk):
+    if Path(place).stat().st_size > HELD_BYTES:
         return ImageOnDisk(name, place, page)
     return EncodedImage(name, Path(place).read_bytes(), page)
 

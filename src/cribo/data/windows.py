@@ -1,4 +1,4 @@
-"""Images with more pixels than the limit, of which bands of rows are decoded."""
+"""Images above the limit of pixels, which are decoded in bands of rows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Bands:
         self._top, self._rows = 0, None
 
     def __call__(self, top: int, height: int) -> UInt8[Tensor, "c height w"]:
-        """Return rows of the image.
+        """Decode rows of the image.
 
         Raises:
             TooManyPixels: they have more pixels than the limit.

@@ -39,23 +39,25 @@ class Splits:
     about: dict[str, Any] = field(default_factory=dict)
 
     def read_by(self, reading: Reading) -> Self:
-        """Return the splits with these reading options, of which those that are given join the description."""
+        """Return the splits with these reading options, of which those that are given join the description.
+
+        If nothing states the range of the values, it is that of the training images (`surveyed`).
+        """
+        from cribo.data.sources.images import EncodedImages
+        from cribo.data.survey import surveyed
+
         for images in self._files():
             images.reading = reading
+        if isinstance(first := next(self._files(), None), EncodedImages):
+            reading = surveyed(first)
+            for images in self._files():
+                images.reading = reading
         return replace(self, about={**self.about, **reading.given})
 
     @property
     def reading(self) -> Reading | None:
         """How the images are read; None if they are not files."""
         return next((images.reading for images in self._files()), None)
-
-    def surveyed(self) -> Self:
-        """Return the splits with the range of the first one, the training images, if nothing states theirs."""
-        from cribo.data.sources.images import EncodedImages
-        from cribo.data.survey import surveyed
-
-        first = next((images for images in self._files() if isinstance(images, EncodedImages)), None)
-        return self if first is None else self.read_by(surveyed(first))
 
     def _files(self) -> Iterator[Any]:
         """Yield the collections of files, also those that others wrap."""
@@ -75,6 +77,14 @@ class LabelledData:
     """
 
     layout: ClassVar[str]
+
+    def open(self) -> Splits:
+        """Open both splits."""
+        raise NotImplementedError
+
+    def open_by(self, reading: Reading) -> Splits:
+        """Open both splits, and read their images by these options (`Splits.read_by`)."""
+        return self.open().read_by(reading)
 
     def __post_init__(self) -> None:
         check_bounds(self, "data.")
@@ -137,6 +147,10 @@ class SegmentationData(LabelledData):
                 return cls(data_set.name, str(folder))
         own = all((folder / part).is_dir() for part in ("images", "labels"))
         return cls("folder", str(folder)) if own else None
+
+    def open_by(self, reading: Reading) -> Splits:
+        """Open both splits, and read their images and label maps by these options."""
+        return self.open(reading).read_by(reading)
 
     def open(self, reading: Reading = DEFAULT_READING) -> Splits:
         """Open both splits; without a list of classes, the label maps are read.

@@ -19,7 +19,7 @@ from cribo.base.versions import versions
 from cribo.data import LabelledImages
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.evaluation.config import EvaluationRuntime
-from cribo.evaluation.data import PLACES, SegmentationData, Splits
+from cribo.evaluation.data import PLACES, Splits
 from cribo.evaluation.intervals import write_counts
 from cribo.evaluation.pictures import write_pictures
 from cribo.evaluation.protocol import Outcome, Protocol
@@ -108,8 +108,7 @@ def open_run(
     runtime = protocol.runtime_type(**protocol.runtime_defaults) if runtime is None else runtime
     started = time.perf_counter()
     reading = completed_for(source, reading)
-    opened = data.open(reading) if isinstance(data, SegmentationData) else data.open()
-    splits = opened.read_by(reading).surveyed()
+    splits = data.open_by(reading)
     reading = splits.reading or reading
     network, about = open_network(source, in_chans=reading.in_chans)
     network.pixels = reading.trained_with  # described with a trained segmenter

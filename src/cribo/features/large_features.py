@@ -17,7 +17,7 @@ from cribo.features.config import ObjectSettings
 from cribo.features.encoder import Encoder
 from cribo.features.object_extraction import MAX_PATCHES, extract_prepared, prepare_image
 from cribo.features.objects import Box, GridMask, ImageObject
-from cribo.features.windows import WINDOW, WindowGrid, hann, window_batches
+from cribo.features.windows import WINDOW, WindowGrid, hann_weights, window_batches
 
 _MOST_BYTES = 2**30  # of the features of an image's patches
 
@@ -82,7 +82,7 @@ def large_patches(
             "embed objects or global features,",
         )
     found, weights = np.zeros((rows, columns, dim), np.float32), np.zeros((rows, columns, 1), np.float32)
-    weight = (hann(height)[:, None, None] * hann(width)[:, None]).numpy()
+    weight = hann_weights(height, width).numpy()
     for places, pixels in window_batches(image, windows, batch_size):
         for (top, left), grid in zip(places, encoder.grids(pixels).cpu().numpy(), strict=True):
             area = slice(top, top + height), slice(left, left + width)

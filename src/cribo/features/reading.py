@@ -19,7 +19,7 @@ Options = TypeVar("Options", bound=PixelOptions)
 
 
 def completed_for(source: BackboneSource | str | None, reading: Options) -> Options:
-    """Return how images are read for a backbone: by the given options, else by those of its training.
+    """Complete reading options with those that a backbone was trained with.
 
     Args:
         source: of the backbone; None for none.

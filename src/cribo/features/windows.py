@@ -96,9 +96,10 @@ def read_bands(
             give_freed_memory_back()
 
 
-def hann(length: int) -> Float[Tensor, " n"]:
-    """Return non-zero Hann weights: patches near the border of a window have the least context."""
-    return torch.hann_window(length + 2, periodic=False)[1:-1]
+def hann_weights(height: int, width: int) -> Float[Tensor, "height width 1"]:
+    """Return non-zero Hann weights of the patches of a window, which have the least context near its border."""
+    down, across = (torch.hann_window(side + 2, periodic=False)[1:-1] for side in (height, width))
+    return down[:, None, None] * across[:, None]
 
 
 def window_batches(
@@ -123,7 +124,7 @@ def with_large(
     together: Callable[[list[Item]], Iterable[Result]],
     alone: Callable[[LargeImage], Result],
 ) -> Iterator[Result | UnreadableImage]:
-    """Apply a function to images that have been read, and another one to each large image; keep their order.
+    """Process decoded images together and large images one by one, and yield the results in order.
 
     Args:
         images: the images.

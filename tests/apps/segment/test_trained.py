@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 
 from cribo.apps.segment.config import SegmenterConfig
-from cribo.apps.segment.labeller import ImageToLabel
 from cribo.apps.segment.trained import SegmenterLabeller, apply_segmenter
 from cribo.base.errors import FolderError, InputError
 from cribo.cli import main
+from cribo.data.labelled.inputs import DecodedImage
 from cribo.data.reading import read_image
 from cribo.evaluation.segmentation.inference import Inference
 from cribo.evaluation.segmentation.segmenter import MaskTransformer, Segmenter
@@ -91,7 +91,7 @@ def test_the_confidence_is_the_softmax() -> None:
     expected, classes = (
         torch.nn.functional.interpolate(logits, size=(64, 48), mode="bilinear").softmax(dim=1).max(dim=1)
     )
-    (found,) = SegmenterLabeller(whole).compute([ImageToLabel(image)])
+    (found,) = SegmenterLabeller(whole).compute([DecodedImage(image)])
     assert torch.equal(found.found.labels, classes[0].byte())
     torch.testing.assert_close(found.found.confidence, expected[0])
 

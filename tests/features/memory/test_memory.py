@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 import torch
 from PIL import Image
 from safetensors.torch import save_file
@@ -14,6 +15,7 @@ import cribo
 from cribo.apps.segment.suggesting import suggest
 from cribo.base.colours import distinct_colours
 from cribo.base.errors import DataError, UnreadableImage
+from cribo.data.labelled.label_maps import IGNORE_INDEX
 from cribo.data.scenes import Scenes
 from cribo.features import BackboneSource, Encoder
 from cribo.features.memory import Example, SegmentationMemory, SegmentationSettings
@@ -441,3 +443,19 @@ def test_a_memory_with_a_filter_of_an_earlier_version_is_read(tmp_path: Path) ->
 def test_invalid_settings(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SegmentationSettings(**settings)
+
+
+def test_pixels_without_data_are_no_examples_and_get_no_labels(tmp_path: Path) -> None:
+    heights = np.full((64, 64), 100, dtype=np.float32)
+    heights[:, 32:] = 900
+    heights[:16] = np.nan
+    tifffile.imwrite(tmp_path / "0.tif", heights)
+    memory = SegmentationMemory("mean-colour", settings=SegmentationSettings(range=(0, 1000), scale=1.0))
+    memory.add(tmp_path / "0.tif", (torch.arange(64) >= 32).expand(64, 64))
+    assert sum(memory.classes_of(0).values()) == pytest.approx(1)
+    assert memory.patches == 12  # of 16
+    found = memory.segment(tmp_path / "0.tif")
+    assert (found.labels[:16] == IGNORE_INDEX).all()
+    assert not found.confidence[:16].any()
+    assert (found.labels[16:] != IGNORE_INDEX).all()
+    assert sum(found.shares.values()) == pytest.approx(0.75)

@@ -8,8 +8,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from jaxtyping import Bool, UInt8
+from jaxtyping import UInt8
 from torch import Tensor
 
 from cribo.apps.segment.large import LabelledLargeImage, label_large
@@ -17,8 +16,9 @@ from cribo.base.colours import Colour
 from cribo.base.devices import resolve_device
 from cribo.base.errors import InputError, UnreadableImage
 from cribo.data.config import Reading
-from cribo.data.labelled.label_maps import IGNORE_INDEX, write_labels
-from cribo.data.reading import ImageContent, read_image, read_valid
+from cribo.data.labelled.inputs import DecodedImage, open_valid
+from cribo.data.labelled.label_maps import write_labels
+from cribo.data.reading import ImageContent, read_image
 from cribo.data.windows import LargeImage, read_or_open
 from cribo.features.config import BackboneSource, portable_source
 from cribo.features.memory.memory import Segmentation, SegmentationMemory
@@ -42,36 +42,6 @@ class LabelledImage(NamedTuple):
     def nbytes(self) -> int:
         """Size of the pixels and labels in bytes."""
         return self.image.nbytes + self.found.labels.nbytes + self.found.confidence.nbytes
-
-
-class ImageToLabel(NamedTuple):
-    """An image that has been read.
-
-    Attributes:
-        pixels: its pixels.
-        valid: which of them have data (`read_valid`); None for all.
-    """
-
-    pixels: UInt8[Tensor, "c h w"]
-    valid: Bool[Tensor, "h w"] | None = None
-
-    @classmethod
-    def of(cls, pixels: UInt8[Tensor, "c h w"], file: ImageContent, reading: Reading) -> "ImageToLabel":
-        """Read which pixels of a file have data; raise UnreadableImage as `read_image` does."""
-        valid = read_valid(file, reading=reading)
-        return cls(pixels, None if valid is None else torch.from_numpy(valid))
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the pixels in bytes."""
-        return self.pixels.nbytes + (0 if self.valid is None else self.valid.nbytes)
-
-    def labelled(self, found: Segmentation, classes: Sequence[str]) -> LabelledImage:
-        """Return the image with its labels; pixels without data have none, and no confidence."""
-        if self.valid is None:
-            return LabelledImage(self.pixels, found)
-        labels = found.labels.where(self.valid, torch.tensor(IGNORE_INDEX, dtype=torch.uint8))
-        return LabelledImage(self.pixels, Segmentation.of(labels, found.confidence * self.valid, classes))
 
 
 class PixelLabeller(ImageFunction[Pixels, LabelledImage | LabelledLargeImage]):
@@ -114,7 +84,7 @@ class PixelLabeller(ImageFunction[Pixels, LabelledImage | LabelledLargeImage]):
         }
 
 
-class Labeller(PixelLabeller[ImageToLabel | LargeImage]):
+class Labeller(PixelLabeller[DecodedImage | LargeImage]):
     """Labels images with a memory; can be sent to other processes. For batches, see `PixelLabeller`.
 
     Args:
@@ -186,18 +156,18 @@ class Labeller(PixelLabeller[ImageToLabel | LargeImage]):
         """Colour of each class."""
         return self.memory.palette
 
-    def prepare(self, file: ImageContent, reading: Reading) -> ImageToLabel | LargeImage:
+    def prepare(self, file: ImageContent, reading: Reading) -> DecodedImage | LargeImage:
         """Decode an image; one above the limit of pixels is read when it is labelled, unless classes are split."""
         read = read_image(file, reading=reading) if self._whole else read_or_open(file, reading)
-        return read if isinstance(read, LargeImage) else ImageToLabel.of(read, file, reading)
+        return read if isinstance(read, LargeImage) else DecodedImage(read, open_valid(file, reading))
 
     def compute(
-        self, images: Sequence[ImageToLabel | LargeImage]
+        self, images: Sequence[DecodedImage | LargeImage]
     ) -> Iterator[LabelledImage | LabelledLargeImage | UnreadableImage]:
         """Return images with their labels; or the error of a large image that cannot be decoded."""
 
-        def together(small: list[ImageToLabel]) -> Iterator[LabelledImage]:
-            found = self.memory.segment_all([image.pixels for image in small]) if small else ()
-            return (image.labelled(each, self.memory.classes) for image, each in zip(small, found, strict=True))
+        def together(small: list[DecodedImage]) -> Iterator[LabelledImage]:
+            found = self.memory.segment_all(small) if small else ()
+            return (LabelledImage(image.pixels, each) for image, each in zip(small, found, strict=True))
 
         return with_large(images, together, partial(label_large, self.memory))

@@ -5,12 +5,10 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from jaxtyping import UInt8
 from rich.console import Console
-from torch import Tensor
 
 from cribo.apps.segment.config import SegmenterConfig
-from cribo.apps.segment.labeller import ImageToLabel, LabelledImage, PixelLabeller
+from cribo.apps.segment.labeller import LabelledImage, PixelLabeller
 from cribo.apps.segment.results import OUT, Segmented
 from cribo.apps.segment.run import label_collection
 from cribo.apps.segment.targets import open_targets, place_of
@@ -23,6 +21,7 @@ from cribo.base.job import Job
 from cribo.base.versions import versions
 from cribo.data.config import Reading
 from cribo.data.labelled.formats import written_formats
+from cribo.data.labelled.inputs import DecodedImage, open_valid
 from cribo.data.reading import ImageContent, read_image
 from cribo.data.sources.images import collection_name, require_readable
 from cribo.evaluation.segmentation.trained import TrainedSegmenter, load_segmenter, segmenter_file
@@ -107,7 +106,7 @@ def apply_segmenter(
     return results.segmented(time.perf_counter() - started, seconds)
 
 
-class SegmenterLabeller(PixelLabeller[ImageToLabel]):
+class SegmenterLabeller(PixelLabeller[DecodedImage]):
     """Labels images with a trained segmenter; for batches, see `PixelLabeller`.
 
     Args:
@@ -127,14 +126,14 @@ class SegmenterLabeller(PixelLabeller[ImageToLabel]):
     def open(self) -> None:
         """No-op: the segmenter is already loaded."""
 
-    def prepare(self, file: ImageContent, reading: Reading) -> ImageToLabel:
+    def prepare(self, file: ImageContent, reading: Reading) -> DecodedImage:
         """Decode an image."""
-        return ImageToLabel.of(read_image(file, reading=reading), file, reading)
+        return DecodedImage(read_image(file, reading=reading), open_valid(file, reading))
 
-    def compute(self, images: Sequence[ImageToLabel]) -> Iterable[LabelledImage]:
+    def compute(self, images: Sequence[DecodedImage]) -> Iterable[LabelledImage]:
         """Return images with their labels."""
-        return (image.labelled(self._labels_of(image.pixels), self._segmenter.classes) for image in images)
+        return (LabelledImage(image.pixels, self._labels_of(image)) for image in images)
 
-    def _labels_of(self, image: UInt8[Tensor, "c h w"]) -> Segmentation:
-        labels, confidence = (values.cpu() for values in self._segmenter.label(image))
-        return Segmentation.of(labels, confidence, self._segmenter.classes)
+    def _labels_of(self, image: DecodedImage) -> Segmentation:
+        labels, confidence = (values.cpu() for values in self._segmenter.label(image.pixels))
+        return Segmentation.of(labels, confidence, self._segmenter.classes, image.valid)

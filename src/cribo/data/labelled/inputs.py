@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import UInt8
+from jaxtyping import Bool, UInt8
 from PIL import Image
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from cribo.base.errors import DataError, InputError
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.labelled.label_maps import IGNORE_INDEX, LabelledBox, LabelMap, class_indices
 from cribo.data.readers.pillow import upright_rgb
-from cribo.data.reading import read_image, read_values
+from cribo.data.reading import ImageContent, read_image, read_valid, read_values
 
 ImageLike = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
 """A file; a Pillow image; a uint8 array (H, W, C); or a uint8 tensor (C, H, W), with C = 3 for RGB."""
@@ -63,6 +63,44 @@ def open_image(
     if image.ndim != 3 or image.shape[0] != channels or image.dtype != torch.uint8:
         raise InputError(f"an image must be a uint8 tensor ({channels}, H, W), got {image.dtype} {tuple(image.shape)}")
     return image.detach().cpu()
+
+
+class DecodedImage(NamedTuple):
+    """An image with the pixels that have data.
+
+    Attributes:
+        pixels: the image.
+        valid: which pixels have data (`read_valid`); None for all.
+    """
+
+    pixels: UInt8[Tensor, "c h w"]
+    valid: Bool[Tensor, "h w"] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.pixels.nbytes + (0 if self.valid is None else self.valid.nbytes)
+
+
+def decode_image(
+    image: ImageLike | DecodedImage, reading: Reading = DEFAULT_READING, in_chans: int | None = None
+) -> DecodedImage:
+    """Return an image with the pixels that have data; arguments and errors as in `open_image`."""
+    if isinstance(image, DecodedImage):
+        return image
+    return DecodedImage(open_image(image, reading, in_chans), open_valid(image, reading))
+
+
+def open_valid(image: ImageLike | ImageContent, reading: Reading = DEFAULT_READING) -> Bool[Tensor, "h w"] | None:
+    """Return which pixels of an image file have data (`read_valid`); None for all, and for images in memory.
+
+    Raises:
+        UnreadableImage: the file cannot be read as an image.
+    """
+    if isinstance(image, Image.Image | np.ndarray | Tensor):
+        return None
+    valid = read_valid(image, reading=reading)
+    return None if valid is None else torch.from_numpy(valid)
 
 
 def open_labels(labels: LabelsLike, size: tuple[int, int] | None = None) -> LabelMap:

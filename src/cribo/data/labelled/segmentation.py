@@ -16,7 +16,7 @@ from cribo.base.errors import DataError, MissingData
 from cribo.base.files import require
 from cribo.base.wording import enumerated
 from cribo.data.config import DEFAULT_READING, Reading
-from cribo.data.labelled.inputs import Example
+from cribo.data.labelled.inputs import Example, open_valid
 from cribo.data.labelled.label_maps import (
     IGNORE_INDEX,
     MASK_CLASSES,
@@ -33,7 +33,7 @@ from cribo.data.labelled.label_maps import (
     read_classes,
     unlisted_colours,
 )
-from cribo.data.reading import EXTENSIONS, IMAGE_KINDS, image_size, read_valid, read_values, stored_page
+from cribo.data.reading import EXTENSIONS, IMAGE_KINDS, image_size, read_values, stored_page
 from cribo.data.sources.images import (
     ImageFiles,
     ImageSource,
@@ -121,10 +121,8 @@ class LabelledExamples(ImageFiles):
 
     def _of_data(self, index: int) -> LabelMap:
         """Return the label map of an image, 255 where the image has no data."""
-        found, valid = self.label_map(index), read_valid(self.path(index), reading=self.reading)
-        if valid is None:
-            return found
-        return found._replace(labels=found.labels.where(torch.from_numpy(valid), IGNORE_INDEX))
+        found, valid = self.label_map(index), open_valid(self.path(index), self.reading)
+        return found if valid is None else found._replace(labels=found.labels.masked_fill(~valid, IGNORE_INDEX))
 
     def require_images(self) -> None:
         """Raise DataError for labels without an image."""

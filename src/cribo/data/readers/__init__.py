@@ -36,7 +36,6 @@ class ImageKind:
         packages: import names of the optional packages of the reader.
         extra: extra of cribo that installs them.
         has_windows: whether parts of an image can be decoded, by `open_windows` of the reader.
-        on_disk: whether files are read from disk only, not from bytes inside other files.
     """
 
     name: str
@@ -49,7 +48,6 @@ class ImageKind:
     packages: tuple[str, ...] = ()
     extra: str = ""
     has_windows: bool = False
-    on_disk: bool = False
 
 
 class Picture(ABC):
@@ -98,11 +96,6 @@ class Picture(ABC):
     def pages(self) -> int:
         """Number of pages that are images of their own."""
         return 1
-
-    @property
-    def channels(self) -> int:
-        """Number of channels without opacity, 3 for grey and RGB."""
-        return 3
 
     def reduced_pixels(self, reduction: Callable[[int, int], int]) -> tuple[UInt8[np.ndarray, "h w c"], int]:
         """Decode the image at a fraction of its size if that is faster (see `cribo.data.reading.read_reduced`)."""

@@ -112,11 +112,6 @@ class _TiffPicture(WindowedPicture):
         return axes
 
     @property
-    def channels(self) -> int:
-        count = self._channels - self._has_opacity
-        return 3 if count == 1 else count
-
-    @property
     def _channels(self) -> int:
         return math.prod(self._sizes.values()) // math.prod(self._sizes[axis] for axis in f"YX{self._of_pages}")
 

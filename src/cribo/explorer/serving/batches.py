@@ -76,7 +76,7 @@ class Batches:
 
 
 def _compute(compute: Compute, tasks: Sequence[_Task]) -> None:
-    """Set the results of tasks with the same function."""
+    """Compute tasks that share a function, and set their results."""
     try:
         results = list(zip(tasks, compute([task.item for task in tasks]), strict=True))
     except Exception as error:

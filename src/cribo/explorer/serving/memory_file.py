@@ -14,15 +14,13 @@ from torch import Tensor
 from cribo.base.devices import resolve_device
 from cribo.base.errors import InputError
 from cribo.data.config import Reading
+from cribo.data.labelled.inputs import DecodedImage, open_valid
 from cribo.data.reading import EncodedImage, FileState, read_image
 from cribo.features.config import BackboneSource
 from cribo.features.encoder import open_network
 from cribo.features.memory import Segmentation, SegmentationMemory
 
 log = logging.getLogger("cribo")
-
-Image = UInt8[Tensor, "c h w"]
-
 
 _MOST_PATCHES = 65_536  # of a picture of 2 x 20,000,000 pixels, 2.5 million would be encoded
 
@@ -91,7 +89,7 @@ class MemoryFile:
         """Device of the backbone."""
         return self.memory.encoder.device
 
-    def read(self, content: bytes, *, max_pixels: int) -> Image:
+    def read(self, content: bytes, *, max_pixels: int) -> DecodedImage:
         """Decode an image as the examples were decoded.
 
         Raises:
@@ -101,7 +99,8 @@ class MemoryFile:
         """
         memory = self.memory
         reading = Reading(**memory.settings.reading.given, max_pixels=max_pixels)
-        image = read_image(EncodedImage("the picture", content), reading=reading)
+        file = EncodedImage("the picture", content)
+        image = read_image(file, reading=reading)
         height, width = image.shape[1:]
         encoded = memory.encoder.size(height, width, scale=memory.settings.factor(height, width))
         if (patches := math.prod(encoded) // memory.encoder.patch_size**2) > _MOST_PATCHES:
@@ -109,24 +108,24 @@ class MemoryFile:
                 f"a picture of {width} x {height} pixels would be encoded as {patches} patches, and {_MOST_PATCHES} is "
                 "the limit: cut it into less elongated pictures, or use a memory with a smaller --size or --scale"
             )
-        return image
+        return DecodedImage(image, open_valid(file, reading))
 
-    def segment(self, images: Sequence[Image]) -> list[Labelled]:
+    def segment(self, images: Sequence[DecodedImage]) -> list[Labelled]:
         """Label images, after reading the file if it has changed; see `SegmentationMemory.segment_all`."""
         self.refresh()
         memory = self.memory
         return [Labelled(found, memory) for found in memory.segment_all(images)]
 
-    def encode(self, images: Sequence[Image]) -> list[Features]:
+    def encode(self, images: Sequence[DecodedImage]) -> list[Features]:
         """Encode images, after reading the file if it has changed."""
         self.refresh()
-        memory = self.memory
-        grids = memory.encode(images, memory.fit().probe.blocks)
+        memory, pixels = self.memory, [image.pixels for image in images]
+        grids = memory.encode(pixels, memory.fit().probe.blocks)
         return [
-            Features(grid.float().cpu(), self._global_token(image)) for grid, image in zip(grids, images, strict=True)
+            Features(grid.float().cpu(), self._global_token(image)) for grid, image in zip(grids, pixels, strict=True)
         ]
 
-    def _global_token(self, image: Image) -> Float[Tensor, " e"]:
+    def _global_token(self, image: UInt8[Tensor, "c h w"]) -> Float[Tensor, " e"]:
         encoder, factor = self.memory.encoder, self.memory.settings.factor(image.shape[1], image.shape[2])
         return encoder.global_tokens(encoder.resized(image, scale=factor)[None])[0].cpu()
 

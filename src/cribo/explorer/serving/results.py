@@ -139,7 +139,7 @@ LABELS = {
     "png": Format("image/png", BINARY, _labels_png),
     "confidence": Format("image/png", BINARY, _confidence_png),
 }
-"""Formats of labels: the first of a media type is that of an Accept header."""
+"""Formats of labels. An Accept header selects the first format of its media type."""
 
 FEATURES = {
     "npy": Format("application/octet-stream", BINARY, _npy),

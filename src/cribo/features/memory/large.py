@@ -14,7 +14,7 @@ from cribo.data.windows import LargeImage
 from cribo.features.memory.memory import SegmentationMemory
 from cribo.features.memory.pixels import PixelLabels, label_pixels
 from cribo.features.probes.encoding import encode_grids
-from cribo.features.windows import PATCHES_AT_ONCE, WINDOW, WindowGrid, hann, read_bands
+from cribo.features.windows import PATCHES_AT_ONCE, WINDOW, WindowGrid, hann_weights, read_bands
 
 _BLOCK_PIXELS = 2**21  # labelled at once
 
@@ -109,7 +109,7 @@ class _Votes:
             torch.cat((values, values.new_zeros(max(0, more), *values.shape[1:])))
             for values in (self._sums, self._weights)
         )
-        weight = hann(height)[:, None, None] * hann(width)[:, None]
+        weight = hann_weights(height, width)
         rows, lefts = slice(top - self._first, top - self._first + height), self._windows.lefts
         for start in range(0, len(lefts), self._at_once):
             part = lefts[start : start + self._at_once]

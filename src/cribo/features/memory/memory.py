@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from cribo.base.bounds import at_least
@@ -21,7 +21,7 @@ from cribo.base.console import Progress, no_progress
 from cribo.base.devices import resolve_devices
 from cribo.base.errors import ConfigError, DataError, InputError, MissingBlocks
 from cribo.data.config import PIXEL_OPTIONS, PixelOptions
-from cribo.data.labelled.inputs import Example, ImageLike, LabelsLike, open_image, open_labels
+from cribo.data.labelled.inputs import DecodedImage, Example, ImageLike, LabelsLike, decode_image, open_labels
 from cribo.data.labelled.label_maps import IGNORE_INDEX, LabelMap, read_classes
 from cribo.features.config import BackboneSource
 from cribo.features.encoder import Encoder, open_network
@@ -68,9 +68,15 @@ class Segmentation:
 
     @classmethod
     def of(
-        cls, labels: UInt8[Tensor, "h w"], confidence: Float[Tensor, "h w"], classes: Sequence[str]
+        cls,
+        labels: UInt8[Tensor, "h w"],
+        confidence: Float[Tensor, "h w"],
+        classes: Sequence[str],
+        valid: Bool[Tensor, "h w"] | None = None,
     ) -> "Segmentation":
-        """Count the pixels of each class."""
+        """Count the pixels of each class; pixels without data get no class and no confidence."""
+        if valid is not None:
+            labels, confidence = labels.masked_fill(~valid, IGNORE_INDEX), confidence * valid
         counts = labels[labels != IGNORE_INDEX].bincount().tolist()
         shares = {classes[label]: count / labels.numel() for label, count in enumerate(counts) if count}
         return cls(labels, confidence, dict(sorted(shares.items(), key=lambda share: -share[1])))
@@ -264,9 +270,11 @@ class SegmentationMemory:
             fresh: dict[str, tuple[str, Tensor, LabelMap]] = {}  # by the hash of the image
             for number, example in enumerate(examples):
                 name = example.name or _name_of(example.image, len(self) + number + 1)
-                image = open_image(example.image, self.reading, self.encoder.in_chans)
+                image, valid = decode_image(example.image, self.reading, self.encoder.in_chans)
                 labels = open_labels(example.labels, (image.shape[1], image.shape[2]))
                 self._check(name, image, labels)
+                if valid is not None:
+                    labels = labels._replace(labels=labels.labels.masked_fill(~valid, IGNORE_INDEX))
                 palette = _joined(palette, labels, name)
                 hashes = content_hash(image), _hash_of(labels)
                 if not any(hashes == (stored.image, stored.labels) for stored in self._stored):
@@ -371,23 +379,28 @@ class SegmentationMemory:
         return self.segment_all([image])[0]
 
     @torch.no_grad()
-    def segment_all(self, images: Sequence[ImageLike]) -> list[Segmentation]:
-        """Label several images; images of equal size are encoded as batches.
+    def segment_all(self, images: Sequence[ImageLike | DecodedImage]) -> list[Segmentation]:
+        """Label several images; images of equal size are encoded as batches. Pixels without data get no label.
 
         Raises:
             DataError: the memory is empty.
         """
-        opened = [open_image(image, self.reading, self.encoder.in_chans) for image in images]
+        opened = [decode_image(image, self.reading, self.encoder.in_chans) for image in images]
         fitted = self.fitted()
-        features = self.encode(opened, fitted.choice.probe.blocks)
+        features = self.encode([image.pixels for image in opened], fitted.choice.probe.blocks)
         votes = fitted(fitted.rows(torch.cat([own.flatten(0, 1) for own in features])))
         parts = votes.split([own.shape[0] * own.shape[1] for own in features])
         return [
-            self._segmentation(part.unflatten(0, own.shape[:2]), image)
+            self._segmentation(part.unflatten(0, own.shape[:2]), *image)
             for part, own, image in zip(parts, features, opened, strict=True)
         ]
 
-    def _segmentation(self, votes: Float[Tensor, "rows columns c"], image: UInt8[Tensor, "chans h w"]) -> Segmentation:
+    def _segmentation(
+        self,
+        votes: Float[Tensor, "rows columns c"],
+        image: UInt8[Tensor, "chans h w"],
+        valid: Bool[Tensor, "h w"] | None,
+    ) -> Segmentation:
         settings = self.settings
         found = label_pixels(
             votes,
@@ -398,7 +411,7 @@ class SegmentationMemory:
             contrast=settings.contrast,
         )
         labels = found.labels.masked_fill(found.confidence < settings.min_confidence, IGNORE_INDEX)
-        return Segmentation.of(labels, found.confidence, self.classes)
+        return Segmentation.of(labels, found.confidence, self.classes, valid)
 
     # ---------------------------------------------------------------------------------------------------- fit
 

@@ -12,7 +12,7 @@ from cribo.features.config import ProbeSettings
 from cribo.features.encoder import Encoder, map_by_size
 from cribo.features.grid import window_starts
 from cribo.features.probes.fitting import block_sets
-from cribo.features.windows import hann
+from cribo.features.windows import hann_weights
 from cribo.models import Backbone
 
 
@@ -116,7 +116,7 @@ def _in_windows(
     places = [(top, left) for top in window_starts(rows, side, step) for left in window_starts(columns, side, step)]
     crops = [(image, top, left) for image in range(len(pixels)) for top, left in places]
     height, width = min(side, rows), min(side, columns)
-    weight = hann(height)[:, None, None, None] * hann(width)[:, None, None]
+    weight = hann_weights(height, width)[..., None]
     total = torch.zeros(0)
     for start in range(0, len(crops), batch_size):
         part = crops[start : start + batch_size]
