@@ -71,7 +71,7 @@ class PixelOptions:
 
     @property
     def channel_numbers(self) -> tuple[int, ...] | None:
-        """Number of each of `channels` in the file."""
+        """The channels' numbers in the file; None for all channels."""
         return None if self.channels is None else tuple(int(str(each).rpartition("=")[2]) for each in self.channels)
 
     def channel_name(self, place: int) -> str:
@@ -97,7 +97,7 @@ class PixelOptions:
 
     @property
     def trained_with(self) -> dict[str, Any] | None:
-        """The options on which a network that is trained on the images depends, as JSON types; None without any."""
+        """The options that matter to a network trained on the images, as JSON types; None without any."""
         return {name: value for name, value in self.given.items() if name != "page"} or None
 
     def completed(self, known: Mapping[str, Any]) -> Self:

@@ -86,7 +86,7 @@ def described_images(backbone: Backbone) -> str:
 
 
 def require_channels(own: int, in_chans: int, name: str) -> None:
-    """Require that weights for images of some number of channels can be used with images of another one.
+    """Check that weights for one number of channels can be used for another.
 
     Raises:
         InputError: they are of C channels, or of RGB.
@@ -127,7 +127,7 @@ def inflated(state: Mapping[str, Tensor], backbone: Backbone) -> dict[str, Tenso
 
 
 def _differs_in_channels(value: Tensor, own: Tensor, channels: int) -> bool:
-    """Whether a kernel differs from a network's own in the number of channels of images only."""
+    """Whether a kernel differs from the network's own only in its number of input channels."""
     if value.ndim != 4 or own.ndim != 4 or value.shape[1] == own.shape[1]:
         return False
     return own.shape[1] == channels and (value.shape[0], *value.shape[2:]) == (own.shape[0], *own.shape[2:])
