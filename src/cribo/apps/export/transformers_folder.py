@@ -89,7 +89,7 @@ def _images(backbone: Backbone) -> tuple[str, ...]:
 
 
 def _of_channels(code: str, backbone: Backbone) -> str:
-    """Rewrite code that reads a picture to take `pixels`, a uint8 array (h, w, C), since image processors are for RGB."""
+    """Rewrite code that reads a picture to take `pixels`, a uint8 array (h, w, C); image processors are for RGB."""
     if backbone.in_chans == RGB:
         return code
     pixels = f"{how_to_normalise(backbone)}  # of pixels (height, width, {backbone.in_chans}) in uint8"
