@@ -1,6 +1,6 @@
 """Tracking of masks and polygons in CVAT, with the interface of `cvat-sdk`: labels are propagated by patch features.
 
-    cvat-cli function create-native cribo --function-file examples/tools/cvat_tracker.py -p backbone=str:runs/mine
+    cvat-cli function create-native tracker --function-file examples/tools/cvat_tracker.py -p backbone=str:runs/mine
     cvat-cli function run-agent FUNCTION --function-file examples/tools/cvat_tracker.py -p backbone=str:runs/mine
 
 The second command runs on this machine, and follows the objects that somebody marks in a frame through the next ones.
