@@ -45,11 +45,13 @@ from cribo.features.probes.encoding import unit_blocks
 from cribo.features.probes.fitting import default_blocks
 from cribo.features.scores import iou
 from cribo.models import load_backbone
+from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD
 
 WIDTH, LENGTH = 3, 60
 """Width and greatest length of a stroke in pixels."""
 
 _DIRECTIONS = 16
+_MEAN, _STD = (torch.tensor(values)[:, None, None] for values in (IMAGENET_MEAN, IMAGENET_STD))
 
 Predict = Callable[[UInt8[Tensor, "3 h w"]], UInt8[Tensor, "h w"]]
 """Predicts the class of each pixel."""
@@ -123,14 +125,15 @@ def convpaint_extractor(encoder: Encoder, name: str, blocks: Sequence[int], *, u
         def extract_features_from_stack(
             self, image: Float[np.ndarray, "3 z h w"], **options: object
         ) -> list[Float[np.ndarray, "f z rows columns"]]:
-            planes = torch.from_numpy(np.ascontiguousarray(np.moveaxis(image, 1, 0))).float()
+            normalised = torch.from_numpy(np.ascontiguousarray(np.moveaxis(image, 1, 0))).float()
+            planes = normalised * _STD + _MEAN  # the encoder normalises values from 0 to 1 itself
             with torch.no_grad():
-                tokens = encoder.tokens(planes)
+                tokens = encoder.tokens(planes.to(encoder.device))
             parts = tokens.unflatten(-1, (len(encoder.blocks), -1))[..., places, :]
             found = unit_blocks(tokens, len(encoder.blocks), places) if unit else parts
             grid = image.shape[2] // encoder.patch_size, image.shape[3] // encoder.patch_size
             rows = found.flatten(2).unflatten(1, grid)
-            return [rows.permute(3, 0, 1, 2).numpy()]
+            return [rows.permute(3, 0, 1, 2).cpu().numpy()]
 
     if not model.FE_MODELS_TYPES_DICT:
         model._init_fe_models_dict()
