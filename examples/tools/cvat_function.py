@@ -5,8 +5,8 @@
 
 The function runs on this machine: it receives the images from CVAT and returns a mask for each region of a class, with
 its mean confidence as the score. Regions smaller than a patch are merged into the nearest larger region. Use
-`--conv-mask-to-poly` for polygons, and `--conf-threshold` to omit uncertain regions. The task needs labels with the names
-of the classes; `--allow-unmatched-labels` ignores other classes.
+`--conv-mask-to-poly` for polygons, and `--conf-threshold` to omit uncertain regions. The task needs labels with the
+names of the classes; `--allow-unmatched-labels` ignores other classes.
 """
 
 from collections.abc import Sequence
