@@ -37,6 +37,7 @@ def read_secret(
         given = os.environ.get(variable)
     if given is not None and not given.strip():
         raise ConfigError(
-            f"{source} must not be empty: give a {name}" + ("" if none is None else f", or use --no_{name}")
+            f"{source} must not be empty: give a {name.rpartition('_')[2]}"
+            + ("" if none is None else f", or use --no_{name}")
         )
     return given

@@ -101,11 +101,17 @@ def _names(data: Mapping[str, Any], path: Path) -> tuple[str, ...]:
 def file_names(address: str) -> tuple[str, ...]:
     """Return the possible file names of an image by its URL in a task.
 
+    Raises:
+        DataError: it is no URL.
+
     Example:
         >>> file_names("/data/upload/1/0f3c2a19-my%20street.jpg")
         ('0f3c2a19-my street.jpg', 'my street.jpg', 'data/upload/1/0f3c2a19-my street.jpg')
     """
-    url = urlsplit(address)
+    try:
+        url = urlsplit(address)
+    except ValueError as error:
+        raise DataError(f"a task must have the address of an image, got {address!r:.60} ({error})") from error
     stated = unquote(parse_qs(url.query)["d"][0] if "d" in parse_qs(url.query) else url.path).lstrip("/")
     name = PurePosixPath(stated).name
     return tuple(dict.fromkeys((name, _UPLOADED.sub("", name), stated)))

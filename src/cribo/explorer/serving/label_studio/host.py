@@ -1,7 +1,6 @@
 """The host of Label Studio: images and annotations of its tasks, within limits, and nothing from elsewhere."""
 
 import base64
-import binascii
 import time
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -86,7 +85,7 @@ class Host:
             if answer.status_code == HTTPStatus.UNAUTHORIZED and self._access is not None:
                 self._access = None  # expired
                 answer, content = self._read(url, most, what, option)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeEncodeError) as error:
             raise DataError(f"cannot fetch {_shown(url)}: {type(error).__name__}: {error}") from error
         if answer.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             raise DataError(
@@ -167,12 +166,12 @@ def _of_data_uri(address: str, most: int) -> bytes:
     head, _, body = address[5:].partition(",")
     if len(body) > 3 * most:
         raise DataError(f"an image may have at most {most / 1e6:g} MB, a data: URI has more: use --max_megabytes")
-    content = unquote_to_bytes(body)
-    if head.lower().endswith(";base64"):
-        try:
+    try:
+        content = unquote_to_bytes(body)
+        if head.lower().endswith(";base64"):
             content = base64.b64decode(content)
-        except (binascii.Error, ValueError) as error:
-            raise DataError(f"a data: URI is not valid base64: {error}") from error
+    except ValueError as error:
+        raise DataError(f"a data: URI is not valid: {error}") from error
     if len(content) > most:
         raise DataError(f"an image may have at most {most / 1e6:g} MB, a data: URI has more: use --max_megabytes")
     return content

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cribo.base.errors import DataError, InputError, UnreadableImage
-from cribo.base.wording import counted, enumerated, printable
+from cribo.base.wording import counted, enumerated, is_utf8, printable
 from cribo.data.labelled.inputs import DecodedImage, Example
 from cribo.data.labelled.label_maps import IGNORE_INDEX
 from cribo.data.labelled.label_studio import file_names, read_annotation
@@ -41,6 +41,7 @@ class Annotation:
         task: number of its task.
         content: the annotation, whose `result` has the regions of one image.
         address: of the image.
+        file: name of the image.
         labelling: configuration of the project.
     """
 
@@ -48,12 +49,8 @@ class Annotation:
     task: int
     content: Mapping[str, Any]
     address: str
+    file: str
     labelling: Labelling
-
-    @property
-    def file(self) -> str:
-        """Name of the image file."""
-        return f"image of task {self.task}" if self.address[:5].lower() == "data:" else file_names(self.address)[-2]
 
     def __str__(self) -> str:
         return printable(f"annotation {self.id} of task {self.task} ({self.file:.80})")
@@ -235,6 +232,8 @@ def learn(memory: SegmentationMemory, *, annotation: Annotation, image: DecodedI
     drawn = dict.fromkeys(region.label for region in regions.regions)
     matched = class_of_labels(drawn, memory.classes)
     fresh = [label for label in drawn if label not in matched and not is_ignored(label)]
+    if invalid := [label for label in fresh if not label.strip() or not is_utf8(label)]:
+        raise DataError(f"a label must be a text, got {invalid[0]!r:.40}")
     if fresh:
         memory.add_classes(fresh)
         log.info("new classes: %s", printable(enumerated(fresh)))
@@ -311,13 +310,23 @@ def annotation_of(annotation: object, task: object, labelling: Labelling) -> Ann
     """
     if not isinstance(annotation, Mapping) or not isinstance(task, Mapping):
         raise DataError(f"an annotation and its task must be objects, got {annotation!r:.40} and {task!r:.40}")
+    number, address = number_of(task, "task"), labelling.address(task.get("data"))
     return Annotation(
-        number_of(annotation, "annotation"),
-        number_of(task, "task"),
-        labelling.own(annotation),
-        labelling.address(task.get("data")),
-        labelling,
+        id=number_of(annotation, "annotation"),
+        task=number,
+        content=labelling.own(annotation),
+        address=address,
+        file=_file_name(address) or f"image of task {number}",
+        labelling=labelling,
     )
+
+
+def _file_name(address: str) -> str:
+    """Return the name of an uploaded file; empty without one."""
+    if address[:5].lower() == "data:":
+        return ""
+    names = file_names(address)
+    return names[1] if len(names) == 3 else names[0]  # without the prefix of uploaded files
 
 
 def number_of(value: object, what: str) -> int:
