@@ -19,6 +19,7 @@ from cribo.base.machine import keep_freed_memory
 from cribo.base.redaction import without_secrets
 from cribo.data.config import Reading, spread
 from cribo.data.sources.images import ImageFiles, ImageSource, open_images, require_readable
+from cribo.data.survey import surveyed
 from cribo.explorer.collection import Collection
 from cribo.explorer.config import ExploreConfig
 from cribo.explorer.example_folder import ExampleFolder
@@ -48,6 +49,7 @@ class Contents:
     Attributes:
         title: title of the page.
         encoder: the network.
+        reading: how the images are read.
         notes: sentences about missing contents.
         visitors: sessions of the Segment tab, with all images of the collection.
         pairs: view pairs of the run.
@@ -56,6 +58,7 @@ class Contents:
 
     title: str
     encoder: SharedNetwork
+    reading: Reading
     visitors: Visitors
     notes: tuple[str, ...] = ()
     pairs: "PairSample | None" = None
@@ -101,7 +104,8 @@ def open_contents(config: ExploreConfig, workspace: Path, progress: Progress) ->
         database.require_encoder(plain, str(plain.about["name"]))
     notes: list[str] = []
     files = _files_of(database, reading) if database is not None else _images(config, workspace, notes, progress)
-    folder = None if config.examples is None else _example_folder(config.examples, files)
+    reading = reading if files is None else files.reading  # with the range of the collection
+    folder = None if config.examples is None else _example_folder(config.examples, files, reading)
     visitors = Visitors(encoder, None if files is None else FolderImages(files), folder)
     visitors.warm(progress)
     if database is None and files is not None and config.limit:
@@ -118,7 +122,7 @@ def open_contents(config: ExploreConfig, workspace: Path, progress: Progress) ->
     finder = None
     if database is not None:
         finder = ObjectFinder(Collection(database, reading=reading), encoder)
-    return Contents(_title(config), encoder, visitors, tuple(notes), pairs, finder)
+    return Contents(_title(config), encoder, reading, visitors, tuple(notes), pairs, finder)
 
 
 def _network_of(run: Path) -> str | None:
@@ -173,7 +177,7 @@ def _images(config: ExploreConfig, workspace: Path, notes: list[str], progress: 
         else:
             return None
         if isinstance(source, ImageFiles):
-            files = ImageFiles(source.folder, source.names, reading=source.reading)
+            files = ImageFiles(source.folder, source.names, reading=surveyed(source))
             require_readable(files, str(config.images or config.run))
             return files
     except (ValueError, OSError) as error:
@@ -200,11 +204,11 @@ def _save(pixels: UInt8[np.ndarray, "h w c"], stem: Path) -> None:
         tifffile.imwrite(stem.with_suffix(".tif"), pixels, photometric="minisblack", planarconfig="contig")
 
 
-def _example_folder(path: Path, files: ImageFiles | None) -> ExampleFolder:
+def _example_folder(path: Path, files: ImageFiles | None, reading: Reading) -> ExampleFolder:
     """Open the folder of the examples, which must be outside the collection."""
     if files is not None and path.expanduser().resolve().is_relative_to(Path(files.folder).resolve()):
         raise InputError(
             f"--examples {path} is inside the folder of the images, {files.folder}, where its images would be listed "
             "too: choose another folder"
         )
-    return ExampleFolder(path)
+    return ExampleFolder(path, reading)
