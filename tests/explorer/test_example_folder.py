@@ -3,17 +3,21 @@ import shutil
 import unicodedata
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tifffile
 import torch
 from PIL import Image
 from tests.explorer.conftest import encoded
 
 from cribo.base.errors import InputError
+from cribo.data.config import DEFAULT_READING
 from cribo.data.labelled.formats import find_examples
 from cribo.data.labelled.inputs import open_labels
 from cribo.data.reading import EncodedImage
-from cribo.explorer.example_folder import ExampleFolder, ExistingLabels, Written
-from cribo.explorer.images import PageImage
+from cribo.data.sources.images import open_images
+from cribo.explorer.example_folder import ExampleFolder, ExistingLabels, PageOfStack, Written
+from cribo.explorer.images import PageImage, image_in
 from cribo.explorer.uploads import Refused
 
 
@@ -94,6 +98,15 @@ def test_another_image_of_the_same_name_gets_a_number(tmp_path: Path) -> None:
         folder.save(picture("a.png", shade), halves(0), ["road"], written)
     folder.save(picture("a.webp", 3), halves(0), ["road"], written)  # would share the labels of a.png
     assert names_in(folder) == ["a-2.png", "a-3.webp", "a.png"]
+
+
+def test_a_page_of_a_stack_is_not_saved(tmp_path: Path) -> None:
+    tifffile.imwrite(tmp_path / "stack.tif", np.zeros((3, 30, 40), np.uint8), photometric="minisblack")
+    name = open_images(tmp_path).names[1]
+    folder = ExampleFolder(tmp_path / "ex")
+    with pytest.raises(PageOfStack):
+        folder.save(image_in(tmp_path, name, reading=DEFAULT_READING), halves(0), ["road"], Written())
+    assert not folder.path.exists()
 
 
 def test_labels_pair_with_their_image_in_any_unicode_form(tmp_path: Path) -> None:

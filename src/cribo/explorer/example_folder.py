@@ -41,6 +41,10 @@ class ExistingLabels(Refused):
     """The folder contains other labels of an image."""
 
 
+class PageOfStack(Refused):
+    """An image is one page of a stack, whose other pages would need labels, too."""
+
+
 @dataclass
 class Written:
     """Files and classes that a session has added to a folder of examples.
@@ -132,9 +136,15 @@ class ExampleFolder:
 
         Raises:
             ExistingLabels: there are other labels of this image, and `replace` is not set; nothing is written.
+            PageOfStack: the image is one page of a stack; nothing is written.
             Refused: the folder would have more than 255 classes.
             OSError: a file cannot be written; existing files are unchanged.
         """
+        if image.is_page:
+            raise PageOfStack(
+                f"{image.name} is a page of a stack, which cannot be copied alone: convert the stack to one file per "
+                "page."
+            )
         content = image.content
         for folder in (self._images, self._labels):
             folder.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from torchvision.transforms.v2 import functional as TF
 
 from cribo.base.errors import UnreadableImage
 from cribo.data.config import DEFAULT_READING, Reading
-from cribo.data.reading import EncodedImage, image_size, largest_factor, read_reduced
+from cribo.data.reading import EncodedImage, image_size, largest_factor, read_reduced, stored_page
 from cribo.data.sources.images import ImageFiles
 from cribo.explorer.uploads import Refused
 
@@ -43,8 +43,13 @@ class PageImage:
             raise self._refused(error) from error
 
     @property
+    def is_page(self) -> bool:
+        """Whether the image is one page of a stack, by its name."""
+        return isinstance(self.source, Path) and stored_page(self.source)[1] is not None
+
+    @property
     def content(self) -> bytes:
-        """The bytes of the image file.
+        """The bytes of the image file; of a page, those of its whole stack.
 
         Raises:
             Refused: the file was deleted or cannot be read.
@@ -52,7 +57,7 @@ class PageImage:
         if isinstance(self.source, EncodedImage):
             return self.source.content
         try:
-            return self.source.read_bytes()
+            return Path(stored_page(self.source)[0]).read_bytes()
         except OSError as error:
             raise Refused(f"{self.name} cannot be read: {error.strerror}.") from error
 

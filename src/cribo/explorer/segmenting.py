@@ -31,7 +31,7 @@ from cribo.data.labelled.inputs import open_labels
 from cribo.data.labelled.label_maps import IGNORE_INDEX, LabelledBox
 from cribo.data.reading import EncodedImage, open_picture
 from cribo.explorer.candidates import ENCODED, Candidates
-from cribo.explorer.example_folder import ExampleFolder, ExistingLabels, Written
+from cribo.explorer.example_folder import ExampleFolder, ExistingLabels, PageOfStack, Written
 from cribo.explorer.images import FolderImages, PageImage, bounded
 from cribo.explorer.network import SharedNetwork
 from cribo.explorer.painting import Painting, from_runs, to_runs
@@ -380,6 +380,8 @@ class Session:
             self._folder.save(self.image(key), labels, self.classes, self._written, replace=replace)
         except ExistingLabels:
             self.unsaved[key] = "it contains other labels"
+        except PageOfStack:
+            self.unsaved[key] = "a page of a stack: convert the stack to one file per page"
         except (OSError, InputError) as error:
             log.exception("cannot save an example")
             self.unsaved[key] = (error.strerror if isinstance(error, OSError) else None) or "see the log"

@@ -340,6 +340,7 @@ ENTITIES = '<!DOCTYPE v [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;">]><Vi
         ("/webhook", webhook("ANNOTATION_CREATED", annotation(1, region()), task(1, "")), 422, "'image'"),
         ("/webhook", webhook("ANNOTATION_CREATED", {"result": []}, task(1, "/a.png")), 422, "id"),
         ("/webhook", webhook("ANNOTATION_CREATED", annotation(1), task(1, "/a.png"), "<View/>"), 422, "BrushLabels"),
+        ("/webhook", {}, 422, "action"),
         ("/webhook", {"action": "ANNOTATIONS_CREATED", "project": project(POLYGONS)}, 422, "object"),
         ("/webhook", {"action": "START_TRAINING"}, 422, "XML"),
     ],

@@ -211,6 +211,8 @@ def _events(content: Mapping[str, Any]) -> list[Event]:
         DataError: the content is invalid.
     """
     action = content.get("action")
+    if not isinstance(action, str):
+        raise DataError(f"action must be a text, such as ANNOTATION_CREATED, got {action!r:.40}")
     if action in ("ANNOTATIONS_DELETED", "TASKS_DELETED"):
         what = "annotations" if action == "ANNOTATIONS_DELETED" else "tasks"
         ids = frozenset(number_of(each, "annotation or task") for each in _listed(content.get(what)))
