@@ -53,6 +53,7 @@ USES = {
     "dicom": "DICOM images",
     "geo": "segment --write geotiff and geojson-wgs84",
     "cluster": "--engine ray of embed, index and segment",
+    "map": "embed --map umap",
     "regions": "the objective orl",
     "wandb": "--logger wandb",
     "mlflow": "--logger mlflow",

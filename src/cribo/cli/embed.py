@@ -14,6 +14,7 @@ Write the features of many images to Parquet, Lance, NumPy or safetensors files.
   cribo embed IMAGES --backbone SOURCE                         a vector for each image
   cribo embed IMAGES --backbone SOURCE --features patches      one for each patch, with row and column
   cribo embed IMAGES --backbone SOURCE --features objects      one for each object, with box and area
+  cribo embed IMAGES --backbone SOURCE --map umap              and x, y of each vector, to show them as points
   cribo embed IMAGES --backbone SOURCE --engine ray            on several GPUs, or on a cluster
 
 IMAGES is a folder (read recursively), a text file that lists images, tar shards, Parquet files, or a URL of any of
@@ -46,7 +47,8 @@ def run(call: Call) -> None:
     before = f", {embedded.reused} already encoded" if embedded.reused else ""
     call.console.print(f"{counted(fresh, 'image')} in {duration(embedded.seconds)}{before}")
     print_unreadable(call.console, [*embedded.skipped.items()], SKIPPED)
-    print_places(call.console, {"features": embedded.features, "about": embedded.folder / ABOUT})
+    drawn = {} if embedded.map is None else {"map": embedded.map}
+    print_places(call.console, {"features": embedded.features, **drawn, "about": embedded.folder / ABOUT})
 
 
 COMMAND = Command(

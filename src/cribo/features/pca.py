@@ -1,6 +1,7 @@
-"""Visualisation of dense features: their first three principal components as red, green and blue."""
+"""Principal components of features, and dense features in colour: three components as red, green and blue."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,13 +14,48 @@ _CHANNELS = 3
 _TAIL = 0.01  # fraction of the patches clipped at each end of a component, so that outliers do not set the scale
 
 
+class PrincipalComponents(NamedTuple):
+    """The directions in which features differ most.
+
+    The sign of each component is chosen so that its largest weight is positive, which makes them deterministic.
+
+    Attributes:
+        mean: of the features.
+        axes: the components, of unit length, in descending order of their variance; all D if there are fewer than
+            requested.
+    """
+
+    mean: Float[Tensor, " d"]
+    axes: Float[Tensor, "d k"]
+
+    @classmethod
+    def fit(cls, blocks: Iterable[Float[Tensor, "n d"]], count: int) -> "PrincipalComponents":
+        """Fit components to blocks of rows in double precision, of which one is in memory at a time.
+
+        Args:
+            blocks: the features, at least one row in all; D must not differ.
+            count: number of components.
+        """
+        rows, total, products = 0, torch.zeros(()), torch.zeros(())
+        for block in blocks:
+            rows, total, products = rows + len(block), total + block.sum(dim=0), products + block.mT @ block
+        mean = total / rows
+        _, vectors = torch.linalg.eigh(products - rows * torch.outer(mean, mean))
+        axes = vectors[:, -count:].flip(1)  # eigh sorts in ascending order
+        greatest = axes.abs().argmax(dim=0, keepdim=True)
+        return cls(mean, axes * axes.gather(0, greatest).sign())
+
+    def project(self, rows: Float[Tensor, "*n d"]) -> Float[Tensor, "*n k"]:
+        """Return the coordinates of rows along the components."""
+        return (rows - self.mean) @ self.axes
+
+
 class PCAColours:
     """Colours of patch features by their first three principal components, fitted to some images.
 
     Features are scaled to unit length first, as in retrieval. The components are fitted to all patches of all images,
     so that equal colours mean equal features across these and further images. Each component is scaled by its 1 % and
-    99 % quantiles, and its sign is chosen so that its largest weight is positive, which makes the colours
-    deterministic.
+    99 % quantiles.
 
     Args:
         grids: (h, w, D) patch features of each image; h and w may differ, D must not.
@@ -39,13 +75,8 @@ class PCAColours:
             raise InputError("colours need the features of at least one image, got none")
         self.dim = grids[0].shape[-1]
         directions = torch.cat([self._directions(grid).flatten(0, 1) for grid in grids])
-        self._mean = directions.mean(dim=0)
-        centred = directions - self._mean
-        _, vectors = torch.linalg.eigh(centred.mT @ centred)
-        components = vectors[:, -_CHANNELS:].flip(1)  # eigh sorts in ascending order
-        greatest = components.abs().argmax(dim=0, keepdim=True)
-        self._components = components * components.gather(0, greatest).sign()
-        projected = (centred @ self._components).sort(dim=0).values
+        self._components = PrincipalComponents.fit([directions], _CHANNELS)
+        projected = self._components.project(directions).sort(dim=0).values
         cut = int(_TAIL * (len(projected) - 1))
         self._low, self._high = projected[cut], projected[len(projected) - 1 - cut]
 
@@ -65,7 +96,7 @@ class PCAColours:
         Raises:
             ValueError: the shape is invalid, D differs from that of the fitted features, or features are not finite.
         """
-        projected = (self._directions(grid) - self._mean) @ self._components
+        projected = self._components.project(self._directions(grid))
         if size is not None:
             maps = projected.permute(2, 0, 1)[None]
             projected = F.interpolate(maps, size=size, mode="bilinear", align_corners=False)[0].permute(1, 2, 0)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from cribo.base.bounds import at_least, check_bounds, sorted_blocks
+from cribo.base.bounds import at_least, between, check_bounds, sorted_blocks
 from cribo.base.errors import ConfigError
 from cribo.data.config import DEFAULT_READING, Reading
 from cribo.features.config import BackboneSource, FeaturePrecision, ObjectOptions
@@ -11,6 +11,7 @@ from cribo.features.spread.config import EngineOptions
 
 Kind = Literal["global", "patches", "objects"]
 Format = Literal["parquet", "lance", "numpy", "safetensors"]
+MapMethod = Literal["pca", "umap"]
 
 
 @dataclass
@@ -28,6 +29,10 @@ class EmbedConfig(ObjectOptions, EngineOptions):
         precision: data type of the written features; float16 takes half the space.
         blocks: numbers, from 1, of the blocks whose features are concatenated, such as 6,8,9,10; not for global. [the
             last block]
+        map: also write map.parquet, with two coordinates x and y for each row of the features, to show them as points:
+            pca (the first two principal components) or umap (places similar features near each other; requires the
+            extra `map`). For existing features, repeat their command with --resume. [no map]
+        map_seed: seed of --map umap.
         reading: how the images are read.
         batch_size: number of images of equal size to encode at once. Lower it if the device runs out of memory.
         workers: number of threads that read images. [half of the cores]
@@ -41,6 +46,8 @@ class EmbedConfig(ObjectOptions, EngineOptions):
     format: Format = "parquet"
     precision: FeaturePrecision = "float32"
     blocks: tuple[int, ...] | None = None
+    map: MapMethod | None = None
+    map_seed: Annotated[int, between(0, 2**32 - 1)] = 0
     reading: Reading = DEFAULT_READING
     batch_size: Annotated[int, at_least(1)] = 16
     workers: Annotated[int, at_least(0)] | None = None
@@ -49,6 +56,11 @@ class EmbedConfig(ObjectOptions, EngineOptions):
     def __post_init__(self) -> None:
         check_bounds(self)
         self.check_engine()
+        if self.map is not None and self.part is not None:
+            raise ConfigError(
+                f"--map needs all images, and --part {self.part} is a share: join the parts with cribo merge, then "
+                "repeat this command without --part, with --resume and --out of the merged results"
+            )
         if self.blocks is not None:
             self.blocks = sorted_blocks(self.blocks)
             if self.features == "global":

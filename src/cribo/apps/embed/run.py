@@ -14,6 +14,7 @@ from rich.console import Console
 
 from cribo.apps.embed.config import EmbedConfig, Format
 from cribo.apps.embed.embedder import Embedder
+from cribo.apps.embed.mapping import require_mappable, write_map
 from cribo.apps.embed.writing import PARTS, complete_parts, part_path, require_writer, write_part
 from cribo.base.console import Phases
 from cribo.base.errors import Stopped
@@ -52,6 +53,7 @@ class Embedded:
         reused: number of these images in parts that already existed.
         skipped: reasons why images could not be read, by name.
         seconds: duration of encoding the other images.
+        map: file of the map; None without one.
     """
 
     folder: Path
@@ -60,6 +62,7 @@ class Embedded:
     reused: int
     skipped: dict[str, str]
     seconds: float
+    map: Path | None = None
 
 
 def embed_images(
@@ -88,11 +91,14 @@ def embed_images(
             anything is written.
         FileNotFoundError: a file of the backbone or the images does not exist.
         ConnectionError: the images, the weights or the cluster cannot be reached.
-        ImportError: the library of the format, or Ray, is not installed.
+        ImportError: the library of the format, UMAP or Ray is not installed.
+        DataError: the map cannot be computed from the features, which are complete.
         OSError: results cannot be written.
     """
     console = console or Console(quiet=True)
     require_writer(config.format)
+    if config.map is not None:
+        require_mappable(config.map)
     job = Job(
         out or OUT / f"{collection_name(config.images)}{config.share.suffix}",
         KIND,
@@ -125,6 +131,8 @@ def embed_images(
     embedder.encoder.expect(described.encoder.identity)
     options = _options(config, described)
     plan = _Plan(images, config.share, _images_in_part(config, described, len(images)), options)
+    if config.map is not None and config.features == "global":
+        require_mappable(config.map, plan.images)
     place = config.images if is_url(config.images) else os.path.realpath(config.images)
     identity = {**options, "images": plan.images, "files": plan.fingerprint, "parts": plan.count, "place": place}
 
@@ -154,9 +162,13 @@ def embed_images(
         features = complete_parts(out, config.format)
         write_json(out / ABOUT, _about(identity, described, command, len(skipped)))
         job.finish()
+        seconds = time.perf_counter() - started
+        drawn = None
+        if config.map is not None:
+            drawn = write_map(out, config.format, config.map, seed=config.map_seed, progress=progress)
         new = {part.name for part in missing}
         reused -= sum(len(job.accounts[part.name]["skipped"]) for part in plan.parts if part.name not in new)
-        return Embedded(out, features, total - len(skipped), reused, skipped, time.perf_counter() - started)
+        return Embedded(out, features, total - len(skipped), reused, skipped, seconds, drawn)
 
 
 def _settings(config: EmbedConfig) -> ObjectSettings | None:

@@ -1,12 +1,14 @@
-"""Writing of feature files in Parquet, Lance, NumPy or safetensors format."""
+"""Writing and reading of feature files in Parquet, Lance, NumPy or safetensors format."""
 
 import base64
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
+import safetensors
 import safetensors.numpy
 
 from cribo.apps.embed.config import Format
@@ -30,6 +32,12 @@ def _table(rows: Features) -> Any:
             "embedding": pa.FixedSizeListArray.from_arrays(flat, rows.embedding.shape[1]),
         }
     )
+
+
+def _read_parquet(path: Path) -> Any:
+    import pyarrow.parquet as pq
+
+    return pq.read_table(path)
 
 
 def _write_parquet(path: Path, rows: Features) -> None:
@@ -73,6 +81,15 @@ def _fragment_files(folder: Path, path: Path) -> list[Path]:
     return [path_inside(folder / DATASET / "data", name, source=path) for name in names]
 
 
+def _read_fragment(path: Path) -> Any:
+    """Return the rows of a part of the committed dataset."""
+    folder = path.parents[1]
+    files = {file.name for file in _fragment_files(folder, path)}
+    dataset = load_lance("--format lance").dataset(str(folder / DATASET))
+    fragments = [each for each in dataset.get_fragments() if {file.path for file in each.data_files()} <= files]
+    return dataset.scanner(fragments=fragments).to_table()
+
+
 def _write_numpy(path: Path, rows: Features) -> None:
     def write(part: Path) -> None:
         with part.open("wb") as file:  # for a path, NumPy would append .npz
@@ -80,6 +97,11 @@ def _write_numpy(path: Path, rows: Features) -> None:
             np.savez(file, embedding=rows.embedding, **arrays)
 
     write_whole(path, write)
+
+
+def _read_numpy(path: Path) -> Any:
+    with np.load(path) as part:
+        return _read_table(part["names"], {name: part[name] for name in part.files if name != "names"})
 
 
 def _write_safetensors(path: Path, rows: Features) -> None:
@@ -94,24 +116,36 @@ def _write_safetensors(path: Path, rows: Features) -> None:
     )
 
 
-class _Writer(NamedTuple):
-    """A format: the suffix of a part, and the function that writes it; what completes the parts, and what to show.
+def _read_safetensors(path: Path) -> Any:
+    with safetensors.safe_open(path, "np") as file:
+        names = json.loads(file.metadata()["names"])
+        return _read_table(names, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+
+
+def _read_table(names: Sequence[str], arrays: Mapping[str, np.ndarray]) -> Any:
+    columns = {name: values for name, values in arrays.items() if name != "embedding"}
+    return _table(Features([*map(str, names)], {}, columns, arrays["embedding"], content=""))
+
+
+class _Format(NamedTuple):
+    """A format: the suffix of a part, and the functions that write and read it; what completes the parts.
 
     `others` returns the further files of a part, given the folder of the results and the file of the part.
     """
 
     suffix: str
     write: Callable[[Path, Features], None]
+    read: Callable[[Path], Any]
     complete: Callable[[Path], None] = lambda folder: None
     result: str = PARTS
     others: Callable[[Path, Path], list[Path]] = lambda folder, path: []
 
 
-_WRITERS: Mapping[Format, _Writer] = {
-    "parquet": _Writer(".parquet", _write_parquet),
-    "lance": _Writer(".json", _write_fragment, _commit_fragments, DATASET, _fragment_files),
-    "numpy": _Writer(".npz", _write_numpy),
-    "safetensors": _Writer(".safetensors", _write_safetensors),
+_FORMATS: Mapping[Format, _Format] = {
+    "parquet": _Format(".parquet", _write_parquet, _read_parquet),
+    "lance": _Format(".json", _write_fragment, _read_fragment, _commit_fragments, DATASET, _fragment_files),
+    "numpy": _Format(".npz", _write_numpy, _read_numpy),
+    "safetensors": _Format(".safetensors", _write_safetensors, _read_safetensors),
 }
 
 
@@ -122,11 +156,25 @@ def part_files(folder: Path, kind: Format) -> dict[str, list[Path]]:
         InputError: a part is damaged, or refers to a file outside the folder.
         OSError: a file cannot be read.
     """
-    suffix = _WRITERS[kind].suffix
+    suffix = _FORMATS[kind].suffix
     return {
-        path.name.removesuffix(suffix): [path, *_WRITERS[kind].others(folder, path)]
+        path.name.removesuffix(suffix): [path, *_FORMATS[kind].others(folder, path)]
         for path in sorted((folder / PARTS).glob(f"part-*{suffix}"))
     }
+
+
+def read_parts(folder: Path, kind: Format) -> Iterator[Any]:
+    """Yield the rows of each part of complete results as an Arrow table, in order, one part in memory at a time.
+
+    Raises:
+        InputError: a part is damaged.
+        OSError: a file cannot be read.
+    """
+    for path in sorted((folder / PARTS).glob(f"part-*{_FORMATS[kind].suffix}")):
+        try:
+            yield _FORMATS[kind].read(path)
+        except (ValueError, KeyError, EOFError, BadZipFile, safetensors.SafetensorError) as error:
+            raise InputError(f"{path} is damaged: repeat the command of {folder} with --overwrite") from error
 
 
 def require_writer(kind: Format) -> None:
@@ -137,7 +185,7 @@ def require_writer(kind: Format) -> None:
 
 def part_path(folder: Path, name: str, kind: Format) -> Path:
     """Return the path of a part in the folder of the results."""
-    return folder / PARTS / f"{name}{_WRITERS[kind].suffix}"
+    return folder / PARTS / f"{name}{_FORMATS[kind].suffix}"
 
 
 def write_part(folder: Path, name: str, kind: Format, rows: Features) -> None:
@@ -146,7 +194,7 @@ def write_part(folder: Path, name: str, kind: Format, rows: Features) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    _WRITERS[kind].write(part_path(folder, name, kind), rows)
+    _FORMATS[kind].write(part_path(folder, name, kind), rows)
 
 
 def complete_parts(folder: Path, kind: Format) -> Path:
@@ -155,5 +203,5 @@ def complete_parts(folder: Path, kind: Format) -> Path:
     Raises:
         OSError: the results cannot be written.
     """
-    _WRITERS[kind].complete(folder)
-    return folder / _WRITERS[kind].result
+    _FORMATS[kind].complete(folder)
+    return folder / _FORMATS[kind].result
