@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from cribo.base.errors import TooManyPixels
 from cribo.data.config import Reading
+from cribo.data.readers import Window
 from cribo.data.reading import ImageContent, open_windows, read_image
 
 if TYPE_CHECKING:
-    import numpy as np
-    from jaxtyping import UInt8
+    from jaxtyping import Bool, UInt8
     from torch import Tensor
 
     from cribo.data.readers import WindowedPicture
@@ -44,34 +46,58 @@ class LargeImage:
             yield Bands(picture, self)
 
 
+class Rows(NamedTuple):
+    """Rows of a large image.
+
+    Attributes:
+        pixels: their pixels.
+        valid: which of them have data (`cribo.data.reading.read_valid`); None if all have.
+    """
+
+    pixels: UInt8[Tensor, "c h w"]
+    valid: Bool[Tensor, "h w"] | None = None
+
+
 class Bands:
     """Reads bands of rows of an open image, from top to bottom; rows that the last band had are not decoded again."""
 
     def __init__(self, picture: WindowedPicture, image: LargeImage) -> None:
         self._picture, self._image = picture, image
-        self._top, self._rows = 0, None
+        self._top, self._rows = 0, Window(np.zeros((0, 0, 0), np.uint8))
 
-    def __call__(self, top: int, height: int) -> UInt8[Tensor, "c height w"]:
+    def __call__(self, top: int, height: int) -> Rows:
         """Decode rows of the image.
 
         Raises:
             TooManyPixels: they have more pixels than the limit.
         """
-        import numpy as np
         import torch
 
         image, width = self._image, self._image.size[1]
         if height * width > image.reading.max_pixels:
             raise TooManyPixels(image.file, f"{height} rows of {width} pixels", image.reading.max_pixels)
         rows, start = self._rows, top
-        kept: list[np.ndarray] = []
-        if rows is not None and self._top <= top < self._top + len(rows):
-            kept, start = [rows[top - self._top :][:height]], self._top + len(rows)
+        kept: list[Window] = []
+        if self._top <= top < self._top + len(rows.pixels):
+            within = slice(top - self._top, top - self._top + height)
+            kept = [Window(rows.pixels[within], None if rows.valid is None else rows.valid[within])]
+            start = self._top + len(rows.pixels)
         if start < top + height:
             kept.append(self._picture.window(start, 0, top + height - start, width))
-        rows = np.concatenate(kept) if len(kept) > 1 else kept[0]
-        self._top, self._rows = top, rows
-        return torch.from_numpy(rows).permute(2, 0, 1)
+        self._top, self._rows = top, _joined(kept)
+        pixels, valid = self._rows
+        return Rows(torch.from_numpy(pixels).permute(2, 0, 1), None if valid is None else torch.from_numpy(valid))
+
+
+def _joined(parts: Sequence[Window]) -> Window:
+    """Return windows below each other as one."""
+    if len(parts) == 1:
+        return parts[0]
+    pixels, valid = zip(*parts, strict=True)
+    if all(each is None for each in valid):
+        return Window(np.concatenate(pixels))
+    known = [np.ones(part.pixels.shape[:2], bool) if part.valid is None else part.valid for part in parts]
+    return Window(np.concatenate(pixels), np.concatenate(known))
 
 
 def read_or_open(file: ImageContent, reading: Reading) -> UInt8[Tensor, "c h w"] | LargeImage:

@@ -169,7 +169,7 @@ def read_reduced_image(image: LargeImage, step: int) -> UInt8[Tensor, "c h w"]:
     """
     height = image.size[0]
     with image.open() as read:
-        parts = [reduced(read(top, min(TILE, height - top)), step) for top in range(0, height, TILE)]
+        parts = [reduced(read(top, min(TILE, height - top)).pixels, step) for top in range(0, height, TILE)]
     return torch.cat(parts, dim=1)
 
 
