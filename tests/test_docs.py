@@ -265,6 +265,7 @@ OTHER_NAMES = {
     *("YolosForObjectDetection.from_pretrained", "AutoImageProcessor.from_pretrained", "ViTModel"),  # transformers
     *("interpolate_pos_encoding", "forward_features", "--hypothesis-profile", "AWS_ACCESS_KEY_ID", "AWS_ENDPOINT_URL"),
     "labelme2voc.py",  # LabelMe
+    *("--allow-unmatched-labels", "--clear-existing", "--conf-threshold", "--conv-mask-to-poly"),  # CVAT
     *("--build-arg", "--cpus", "--gpus", "--init", "--read-only", "--rm", "--shm-size", "--tmpfs", "--user"),  # Docker
     "HF_TOKEN",  # Hugging Face
     *("MLFLOW_TRACKING_URI", "WANDB_ENTITY", "WANDB_TAGS", "WANDB_RUN_GROUP"),

@@ -4,12 +4,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
+import torch
 
 from cribo.base.colours import distinct_colours
 from cribo.base.errors import InputError
-from cribo.explorer.config import ExploreConfig
+from cribo.data.config import Reading
+from cribo.explorer.config import ExploreConfig, Limits
 from cribo.explorer.contents import Contents, open_contents
-from cribo.explorer.uploads import Refused
+from cribo.explorer.uploads import Refused, Uploads
 from cribo.explorer.view_pairs import PairSample
 from cribo.features import BackboneSource
 
@@ -100,3 +103,36 @@ def test_pairs_are_views_of_one_image_with_common_colours(run_folder: Path) -> N
     assert outlines
     assert outlines <= second
     assert np.array_equal(pairs.picture(1)[1].views[0], picture.views[0])
+
+
+def test_images_of_five_channels_and_16_bits_are_read_by_the_range_of_the_collection(tmp_path: Path) -> None:
+    (tmp_path / "cells").mkdir()
+    pixels = np.random.default_rng(0).integers(100, 900, (5, 32, 32), dtype=np.uint16)
+    for name in ("a.tif", "b.tif"):
+        tifffile.imwrite(tmp_path / "cells" / name, pixels, photometric="minisblack")
+    reading = Reading(channels=(0, 1, 2, 3, 4))
+    backbone = BackboneSource("vit_tiny_patch16_224", pretrained=False)
+    config = ExploreConfig(
+        backbone=backbone, images=tmp_path / "cells", examples=tmp_path / "ex", reading=reading, device="cpu"
+    )
+    contents = opened(config, tmp_path / "work")
+    assert contents.reading.range is not None
+    assert len(contents.reading.range) == 10
+    assert contents.visitors.images is not None
+    shown = contents.visitors.images[0].load(32)
+    assert shown.shape == (5, 32, 32)
+    assert shown.max() == 255  # not nearly black
+    session = contents.visitors.session("v")
+    uploads = Uploads(tmp_path, Limits(), contents.reading)
+    session.upload("c.tif", (tmp_path / "cells" / "a.tif").read_bytes(), reading=uploads.reading)
+    assert session.current is not None
+    assert torch.equal(session.image(session.current).load(32), shown)
+    contents.visitors.close()
+
+    from cribo.explorer.page import build_page  # imports Gradio
+
+    page = build_page(contents, uploads)
+    [features] = (each for each in page.fns.values() if each.api_name == "features")
+    assert features.fn is not None
+    colours, *_ = features.fn(None, 0)  # without an upload, the first image
+    assert colours is not None

@@ -59,7 +59,7 @@ def test_paths_outside_the_uploads_are_refused(served: Served, visitor: Visitor,
 def test_a_file_named_like_a_path_is_stored_in_the_folder(visitor: Visitor) -> None:
     sent = visitor.send(draw_square(COLOURS["red"], (0, 0)), "../../../../tmp/evil.png")
     assert "cribo-explore-" in Path(sent["path"]).parts[-3]
-    assert visitor.ask("features", sent)[1:3] == [3, 3]
+    assert visitor.ask("features", sent, None)[1:3] == [3, 3]
 
 
 def test_concurrent_requests_get_their_own_responses(served: Served) -> None:
@@ -71,7 +71,7 @@ def test_concurrent_requests_get_their_own_responses(served: Served) -> None:
         sent = visitor.send(draw_square(COLOURS[names[number]], places[number]))
         said = visitor.ask("nearest", sent, 0, 1, 1)[2]
         row = places[number][0] // 16
-        likeness = visitor.ask("likeness", sent, row, places[number][1] // 16)
+        likeness = visitor.ask("likeness", sent, None, row, places[number][1] // 16)
         return said, likeness[3]
 
     with ThreadPoolExecutor(20) as pool:
@@ -100,7 +100,7 @@ def test_shown_pictures_match_the_requests(visitor: Visitor) -> None:
         ("nearest", (None, 99, 0, 3), "The image must be 0 to 7, got 99."),
         ("nearest", (None, "../../etc/passwd", 0, 3), "Not a number"),
         ("nearest", ({"path": "", "url": "http://127.0.0.1:9/"}, 0, 0, 3), "No picture was uploaded yet"),
-        ("likeness", (None, 0, 0), "No picture was uploaded yet"),
+        ("likeness", (None, None, 0, 0), "No picture was uploaded yet"),
         ("upload", ("visitor-with-errors", None), "No picture was uploaded yet"),
         ("open_number", ("visitor-with-errors", 99), "The picture must be 0 to 7, got 99."),
         ("open_image", ("../../etc/passwd",), "Not a number"),

@@ -15,6 +15,7 @@ from cribo.base.colours import Colour, class_colours
 from cribo.base.errors import InputError
 from cribo.base.files import write_beside, write_text
 from cribo.base.job import require_writable
+from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.labelled.coco import find_coco
 from cribo.data.labelled.crops import resize_labels
 from cribo.data.labelled.formats import find_examples
@@ -61,13 +62,14 @@ class ExampleFolder:
 
     Args:
         path: the folder, which need not exist.
+        reading: how its images are read.
 
     Raises:
         InputError: the folder has another layout, or is not writable.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path.expanduser()
+    def __init__(self, path: Path, reading: Reading = DEFAULT_READING) -> None:
+        self.path, self.reading = path.expanduser(), reading
         self._images, self._labels = self.path / "images", self.path / "labels"
         require_writable(self.path, "--examples")
         if self.path.exists():
@@ -105,7 +107,8 @@ class ExampleFolder:
         Raises:
             DataError: see `find_examples`.
         """
-        return find_examples(self.path) if self._images.is_dir() and has_images(self._images) else None
+        there = self._images.is_dir() and has_images(self._images)
+        return find_examples(self.path, reading=self.reading) if there else None
 
     def save(
         self,

@@ -12,6 +12,7 @@ from cribo.base.packages import require_packages
 from cribo.explorer.config import ExploreConfig, Limits
 from cribo.explorer.contents import open_contents
 from cribo.explorer.server import USER, exit_on_sigterm, is_loopback, listening, serve, uploads_folder
+from cribo.explorer.uploads import Uploads
 
 
 def explore(
@@ -37,13 +38,14 @@ def explore(
         exit_on_sigterm(),
         listening(host, port) as (listener, address),
         tempfile.TemporaryDirectory(prefix="cribo-objects-", ignore_cleanup_errors=True) as workspace,
-        uploads_folder(limits) as uploads,
+        uploads_folder() as folder,
     ):
         with Phases(console) as progress:
             contents = open_contents(config, Path(workspace), progress)
         with loading(console):
             from cribo.explorer.page import build_page, look
 
+            uploads = Uploads(folder, limits, contents.reading)
             page = build_page(contents, uploads)
 
         def announce() -> None:

@@ -138,7 +138,7 @@ class Session:
         numbers = {} if self._candidates is None else self._candidates.images.numbers
         for index in range(len(examples)):
             path, label_map, name = examples.example(index)
-            image, labels = PageImage(str(name), Path(str(path))), open_labels(label_map).labels
+            image, labels = PageImage(str(name), Path(str(path)), folder.reading), open_labels(label_map).labels
             key = f"c{numbers.get(image.name)}"
             if image.name not in numbers or not self._has_content(key, image.content):
                 key = f"e{index}"

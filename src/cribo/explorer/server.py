@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cribo.base.errors import CannotListen
-from cribo.explorer.config import Limits
 from cribo.explorer.uploads import Uploads
 
 if TYPE_CHECKING:
@@ -63,13 +62,13 @@ def listening(host: str, port: int) -> Iterator[tuple[socket.socket, str]]:
 
 
 @contextmanager
-def uploads_folder(limits: Limits) -> Iterator[Uploads]:
+def uploads_folder() -> Iterator[Path]:
     """Yield a temporary folder for uploads; must be entered before Gradio is imported."""
     with tempfile.TemporaryDirectory(prefix="cribo-explore-", ignore_cleanup_errors=True) as folder:
         # Folders from which Gradio serves files; it reads these variables when imported.
         os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_EXAMPLES_CACHE": folder}
         os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False"}
-        yield Uploads(Path(folder), limits)
+        yield Path(folder)
 
 
 def serve(

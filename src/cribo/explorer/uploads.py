@@ -1,6 +1,7 @@
 """Validation and reading of uploaded pictures."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from cribo.base.errors import InputError, UnreadableImage
-from cribo.data.config import Reading
+from cribo.data.config import DEFAULT_READING, Reading
 from cribo.data.reading import EncodedImage, read_image
 from cribo.explorer.config import Limits
 
@@ -23,11 +24,13 @@ class Uploads:
     Args:
         folder: folder of the uploads; requests cannot read files outside it.
         limits: limits of a picture.
+        reading: how pictures are read; the limit of pixels is that of `limits`.
     """
 
-    def __init__(self, folder: Path, limits: Limits) -> None:
+    def __init__(self, folder: Path, limits: Limits, reading: Reading = DEFAULT_READING) -> None:
         self.folder = folder.resolve()
         self.limits = limits
+        self.reading = replace(reading, max_pixels=limits.pixels)
 
     def holds(self, path: str | os.PathLike[str]) -> bool:
         """Whether a path, with links resolved, is inside the folder."""
@@ -48,7 +51,7 @@ class Uploads:
         """
         content = self.content(sent, what=what)
         try:
-            return read_image(EncodedImage(what, content), reading=Reading(max_pixels=self.limits.pixels))
+            return read_image(EncodedImage(what, content), reading=self.reading)
         except UnreadableImage as error:
             if "max_pixels" in error.reason:
                 pixels = error.reason.partition(" pixels")[0]

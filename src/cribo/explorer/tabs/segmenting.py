@@ -8,7 +8,6 @@ from typing import Any
 
 import gradio as gr
 
-from cribo.data.config import Reading
 from cribo.explorer.segmenting import Session, Tile, Visitors
 from cribo.explorer.tabs.fields import HIDDEN, REQUEST, show_errors, whole_number
 from cribo.explorer.uploads import Refused, Uploads
@@ -95,8 +94,7 @@ def segmenting_tab(tab: gr.Tab, identity: gr.BrowserState, visitors: Visitors, u
     def upload(visitor: Any, sent: Any) -> tuple[Any, ...]:
         content = uploads.content(sent)
         name = str(sent.get("orig_name") or "picture")
-        reading = Reading(max_pixels=uploads.limits.pixels)
-        return changed(visitor, lambda session: session.upload(name, content, reading=reading))
+        return changed(visitor, lambda session: session.upload(name, content, reading=uploads.reading))
 
     @show_errors
     def replace(visitor: Any) -> tuple[Any, ...]:

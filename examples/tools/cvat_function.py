@@ -1,0 +1,95 @@
+"""Auto-annotation of CVAT tasks by a memory of `cribo segment`, with the interface of `cvat-sdk`.
+
+    cvat-cli task auto-annotate TASK --function-file examples/tools/cvat_function.py \
+        -p memory=str:mine.safetensors -p backbone=str:runs/mine
+
+The function runs on this machine: it receives the images from CVAT and returns a mask for each region of a class, with
+its mean confidence as the score. Regions smaller than a patch are merged into the nearest larger region. Use
+`--conv-mask-to-poly` for polygons, and `--conf-threshold` to omit uncertain regions. The task needs labels with the
+names of the classes; `--allow-unmatched-labels` ignores other classes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import cvat_sdk.auto_annotation as cvataa
+import numpy as np
+import PIL.Image
+import torch
+from cvat_sdk.masks import encode_mask
+from jaxtyping import UInt8
+from scipy import ndimage
+from torch import Tensor
+
+from cribo import SegmentationMemory
+from cribo.apps.segment.instances import Splitter
+from cribo.data.labelled.regions import things, trace
+
+
+class Segmenter:
+    """Labels images by a memory, as a detection function of CVAT.
+
+    Args:
+        memory: the memory file.
+        backbone: the backbone with which it was created.
+        device: such as cuda:0. [the first GPU, else the CPU]
+        instances: comma-separated classes whose objects get a separate mask each, even if they touch.
+    """
+
+    def __init__(self, memory: str, backbone: str, device: str | None = None, instances: str = "") -> None:
+        self.memory = SegmentationMemory.load(memory, backbone, device=device)
+        self.splitter = Splitter.of_names([name for name in instances.split(",") if name], None, self.memory)
+        # In CVAT, pixels without a shape are background.
+        self.classes = things(self.memory.classes)
+
+    @property
+    def spec(self) -> cvataa.DetectionFunctionSpec:
+        """The classes that are returned as masks."""
+        labels = [cvataa.label_spec(name, label, type="mask") for label, name in self.classes.items()]
+        return cvataa.DetectionFunctionSpec(labels=labels)
+
+    def detect(
+        self, context: cvataa.DetectionFunctionContext, image: PIL.Image.Image
+    ) -> Sequence[cvataa.DetectionAnnotation]:
+        """Return the regions of each class, largest first, so that regions inside holes are drawn on top."""
+        found = self.memory.segment(image)
+        height, width = found.labels.shape
+        patch = self.memory.encoder.patch_size / self.memory.settings.factor(height, width)
+        found = replace(found, labels=without_specks(found.labels, patch**2))
+        numbers = self.splitter(found).numbers.numpy() if self.splitter.classes else None
+        confidence = found.confidence.numpy()
+        shapes = []
+        for order, region in enumerate(trace(found.labels.numpy(), self.classes, numbers)):
+            (rows, columns), left, top = region.mask.shape, region.left, region.top
+            score = float(confidence[top : top + rows, left : left + columns][region.mask].mean())
+            if score < (context.conf_threshold or 0):
+                continue
+            if context.conv_mask_to_poly:  # a polygon of CVAT has no holes
+                corners = [float(value) for corner in region.rings[0] for value in corner]
+                shapes.append(cvataa.polygon(region.label, corners, z_order=order, score=score))
+            else:
+                runs = encode_mask(region.mask)[:-4]  # followed by the box, here within the region
+                box = [left, top, left + columns - 1, top + rows - 1]
+                points = [float(value) for value in (*runs, *box)]
+                shapes.append(cvataa.mask(region.label, points, z_order=order, score=score))
+        return shapes
+
+
+def without_specks(labels: UInt8[Tensor, "h w"], area: float) -> UInt8[Tensor, "h w"]:
+    """Relabel regions below an area in pixels as the nearest larger region; no-op if all are smaller."""
+    values = labels.numpy()
+    small = np.zeros(values.shape, dtype=bool)
+    for label in np.unique(values):
+        regions = np.zeros(values.shape, dtype=np.int32)
+        ndimage.label(values == label, output=regions)
+        sizes = np.bincount(regions.ravel())
+        sizes[0] = values.size  # the pixels outside
+        small |= (sizes < area)[regions]
+    if small.all():
+        return labels
+    nearest: Any = ndimage.distance_transform_edt(small, return_distances=False, return_indices=True)
+    return torch.from_numpy(values[tuple(nearest)])
+
+
+create = Segmenter
