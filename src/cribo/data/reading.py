@@ -248,16 +248,17 @@ def read_image(
 
     Reads `IMAGE_KINDS`, the first frame of an animation and the first picture of a phone's MPO.
     Transparent pixels are composited over white, since the colour stored under them is arbitrary. EXIF orientation is
-    applied, embedded colour profiles are ignored. 9 to 16 bits per channel are scaled to 8 by
-    `reading.range`, else by the range that the file states, else by 0 to 65535. With `reading.pixel_size`, the level of
-    a pyramid that is just as fine or finer is read and resized. The tensor is writable and
-    channels-last in memory (strides (1, 3 w, 3)), the layout that torchvision resizes fastest.
+    applied, embedded colour profiles are ignored. 9 to 16 bits per channel are scaled to 8 by `reading.range`, else by
+    the range that the file states, else by 0 to 65535. With `reading.pixel_size`, the level of a pyramid that is just
+    as fine or finer is read and resized. The tensor is writable and channels-last in memory (strides (1, 3 w, 3)), the
+    layout that torchvision resizes fastest.
 
     Raises UnreadableImage if the file is missing, empty, truncated or not an image, has a side shorter than 2 pixels,
     has several pages without `reading.page` and is not the name of one of them (`page_name`), has more channels than
     RGB and transparency without `reading.channels`, has 16-bit values below 2^13 of an unknown range, has 32-bit pixels
-    without `reading.range`, does not state its pixel size or is coarser than `reading.pixel_size`, or has more than `reading.max_pixels` pixels according to its header, in which case it is
-    not decoded. Pillow's limit for the whole process, `PIL.Image.MAX_IMAGE_PIXELS`, is raised to `reading.max_pixels`.
+    without `reading.range`, does not state its pixel size or is coarser than `reading.pixel_size`, or has more than
+    `reading.max_pixels` pixels according to its header, in which case it is not decoded. Pillow's limit for the whole
+    process, `PIL.Image.MAX_IMAGE_PIXELS`, is raised to `reading.max_pixels`.
 
     >>> read_image("street.jpg").shape  # doctest: +SKIP
     torch.Size([3, 360, 480])
@@ -326,6 +327,20 @@ def image_size(path: str | os.PathLike[str] | ImageContent, *, reading: Reading 
     """
     with open_picture(path, reading=reading) as picture:
         return picture.size()
+
+
+def full_size(path: str | os.PathLike[str] | ImageContent, *, reading: Reading = DEFAULT_READING) -> tuple[int, int]:
+    """Return height and width of an image at full resolution, of any size, reading only the header.
+
+    Raises UnreadableImage as `image_size` does, except for too many pixels of a kind with windows.
+    """
+    try:
+        return image_size(path, reading=reading.full_resolution)
+    except TooManyPixels:
+        with open_windows(path, reading=reading.full_resolution) as picture:
+            if picture is None:
+                raise
+            return picture.size()
 
 
 def read_values(path: str | os.PathLike[str] | ImageContent, *, reading: Reading = DEFAULT_READING) -> Image.Image:

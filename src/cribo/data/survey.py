@@ -32,9 +32,10 @@ _PERCENTILES = (0.1, 99.9)
 def surveyed(images: ImageCollection | EncodedImages) -> Reading:
     """Return how the images of a collection are read, with a range of values if nothing states it.
 
-    Up to 16 evenly spread images are decoded, if their kind may have more than 8 bits; 64 windows of large ones. If nothing states the values of
-    black and white, and its reading does not give them, they are the percentiles 0.1 and 99.9 of the finite values:
-    of each of its `channels`, of all channels together for RGB, whose balance is kept. They are logged.
+    Up to 16 evenly spread images are decoded, if their kind may have more than 8 bits; 64 windows of large ones. If
+    nothing states the values of black and white, and its reading does not give them, they are the percentiles 0.1 and
+    99.9 of the finite values: of each of its `channels`, of all channels together for RGB, whose balance is kept. They
+    are logged.
 
     >>> surveyed(open_collection("cells", reading=Reading(channels=(0, 2)))).range  # doctest: +SKIP
     (108.0, 3014.0, 97.0, 1460.0)
@@ -71,9 +72,8 @@ def _values(images: ImageCollection | EncodedImages, index: int) -> Real[np.ndar
         try:
             with open_picture(file, reading=images.reading) as picture:
                 values, valid = picture.unscaled(), picture.valid()
-            values = (
-                None if values is None else values.reshape(-1, values.shape[-1]) if valid is None else values[valid]
-            )
+            if values is not None:
+                values = values.reshape(-1, values.shape[-1]) if valid is None else values[valid]
         except TooManyPixels:
             values = _values_of_windows(file, images.reading)
     except (UnreadableImage, MissingPackage, OSError):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cribo.data.readers import WindowedPicture
+    from cribo.data.readers.scale import PixelSize
 
 
 class LargeImage:
@@ -28,12 +29,19 @@ class LargeImage:
         file: its file.
         size: height and width in pixels.
         reading: how it is read; `max_pixels` limits what is decoded at once.
+        pixel_size: size of its pixels as it is read; None if it is unknown.
     """
 
     nbytes = 0  # in the queue of images that have been read
 
-    def __init__(self, file: str | os.PathLike[str] | ImageContent, size: tuple[int, int], reading: Reading) -> None:
-        self.file, self.size, self.reading = file, size, reading
+    def __init__(
+        self,
+        file: str | os.PathLike[str] | ImageContent,
+        size: tuple[int, int],
+        reading: Reading,
+        pixel_size: PixelSize | None = None,
+    ) -> None:
+        self.file, self.size, self.reading, self.pixel_size = file, size, reading, pixel_size
 
     @contextmanager
     def open(self) -> Iterator[Bands]:
@@ -121,4 +129,4 @@ def open_large(file: str | os.PathLike[str] | ImageContent, reading: Reading) ->
         UnreadableImage: see `open_windows`.
     """
     with open_windows(file, reading=reading) as picture:
-        return None if picture is None else LargeImage(file, picture.size(), reading)
+        return None if picture is None else LargeImage(file, picture.size(), reading, picture.pixel_size)

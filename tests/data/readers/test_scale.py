@@ -123,10 +123,9 @@ def test_deep_channels_are_resized_before_they_are_scaled(tmp_path: Path) -> Non
     about = {"axes": "CYX", "PhysicalSizeX": 250.0, "PhysicalSizeXUnit": "nm", "PhysicalSizeY": 0.25}
     tifffile.imwrite(path, values, metadata=about, photometric="minisblack")
     found = read(path, 0.5, channels=(4, 0), range=(0, 30_000))
-    expected = [
-        Image.fromarray(values[c].astype(np.float32)).resize((48, 32), Image.Resampling.BILINEAR) for c in (4, 0)
-    ]
-    scaled = np.stack([(np.rint(each).clip(0, 30_000) / 30_000 * 255) for each in expected], axis=-1)
+    chosen = [Image.fromarray(values[channel].astype(np.float32)) for channel in (4, 0)]
+    expected = np.stack([np.array(each.resize((48, 32), Image.Resampling.BILINEAR)) for each in chosen], axis=-1)
+    scaled = np.rint(expected).clip(0, 30_000) / 30_000 * 255
     np.testing.assert_allclose(found, scaled, atol=1)
 
 

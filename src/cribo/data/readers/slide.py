@@ -91,8 +91,9 @@ class _Slide(WindowedPicture):
         place = round(columns.start * downsample), round(rows.start * downsample)
         size = columns.stop - columns.start, rows.stop - rows.start
         image = self._slide.read_region(place, self._scale.level, size)
-        opacity = image.getchannel("A")
-        return np.dstack((over_white(image) if opacity.getextrema() != (255, 255) else image.convert("RGB"), opacity))
+        opacity = np.array(image.getchannel("A"))
+        colours = image.convert("RGB") if opacity.min() == 255 else over_white(image)
+        return np.dstack((np.array(colours), opacity))
 
 
 def _stated(slide: openslide.OpenSlide) -> PixelSize | None:
