@@ -8,7 +8,7 @@ import pytest
 import tifffile
 from PIL import Image
 
-from cribo.base.errors import InputError, TooManyPixels, UnreadableImage
+from cribo.base.errors import InputError, MissingPackage, TooManyPixels, UnreadableImage
 from cribo.data.config import Reading
 from cribo.data.readers.scale import MAP_UNITS, MICROMETRES, PixelSize, Scale
 from cribo.data.reading import image_size, open_windows, read_image, read_valid
@@ -96,6 +96,37 @@ def test_levels_of_pyramids_are_read(tmp_path: Path) -> None:
         for number, values in enumerate((SMOOTH, halved(SMOOTH))):
             file.write(values, photometric="rgb", subfiletype=number, metadata=None, **OF_TILES, **resolution)
     np.testing.assert_array_equal(read(tmp_path / "pages.tif", 1.0), halved(SMOOTH))
+
+
+def test_files_without_a_coarser_level_are_resized_from_what_they_have(tmp_path: Path) -> None:
+    whole = write_pyramid(tmp_path / "a.tif", SMOOTH, levels=1)
+    np.testing.assert_allclose(read(whole, 1.0), halved(SMOOTH), atol=3)
+    assert read(whole, 4.0).shape == (38, 51, 3)
+    with pytest.raises(UnreadableImage, match="--pixel_size"):
+        read(whole, 0.1)
+
+
+@pytest.mark.parametrize("pixel_size", [1.0, 2.0])
+def test_a_truncated_pyramid_gives_no_other_pixels(tmp_path: Path, pixel_size: float) -> None:
+    path = write_pyramid(tmp_path / "a.tif", SMOOTH)
+    content, whole = path.read_bytes(), read(path, pixel_size)
+    refused = 0
+    for part in range(20):
+        path.write_bytes(content[: len(content) * part // 20])
+        try:  # of the levels that are left
+            np.testing.assert_allclose(read(path, pixel_size), whole, atol=4)
+        except UnreadableImage:
+            refused += 1
+    assert refused >= 15
+
+
+def test_levels_with_compression_need_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("imagecodecs", reason="requires the extra tiff")
+    path = write_pyramid(tmp_path / "a.tif", SMOOTH, compression="lzw")
+    np.testing.assert_array_equal(read(path, 1.0), halved(SMOOTH))
+    monkeypatch.setattr("cribo.base.packages.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingPackage, match="tiff"):
+        read(path, 1.0)
 
 
 def test_windows_equal_the_resized_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
