@@ -147,7 +147,8 @@ def test_what_is_written_at_a_pixel_size_is_read_at_any(image: Path, tmp_path: P
     values = torch.from_numpy(EXPECTED)
     written = values if row.any_resolution else resized(values, FULL)
     row.write(place, Labelling({"a.tif": FULL}, CLASSES, lambda _: written))
-    source, options = image.parent, dict[str, Any](labels=place)
+    source = image.parent
+    options: dict[str, Any] = {"labels": place}
     if name == "label-studio":  # results are predictions, which somebody must accept
         place.write_text(place.read_text().replace('"predictions"', '"annotations"'))
     elif name == "voc":

@@ -74,8 +74,8 @@ class GrowingMemory(MemoryFile):
         memory = super()._load()
         if memory.settings.pixel_size:
             raise DataError(
-                f"the memory {self.file} reads images at --pixel_size {memory.settings.pixel_size:g}, but their regions "
-                "are labelled at full resolution: give another --memory, created without it"
+                f"the memory {self.file} reads images at --pixel_size {memory.settings.pixel_size:g}, but regions of "
+                "Label Studio are at full resolution: give another --memory, created without it"
             )
         self._is_new = False
         return memory
