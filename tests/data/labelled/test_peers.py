@@ -88,7 +88,9 @@ def test_supervision_reads_and_writes_the_same_regions(tmp_path: Path) -> None:
     ask("supervision==0.26.*", SUPERVISION, place, tmp_path / "images" / "train", out)
     regions = trace(labels.numpy(), (1, 2))
     expected = {
-        name: np.any([polygon(each.rings[0])(Scaling(SIZE, SIZE)) for each in regions if each.label == label], axis=0)
+        name: np.any(
+            [polygon(each.rings[0])(Scaling.unscaled(SIZE)) for each in regions if each.label == label], axis=0
+        )
         for label, name in enumerate(CLASSES[1:], start=1)
     }
     for name, drawn in np.load(out / "masks.npz").items():

@@ -49,7 +49,7 @@ def test_traced_regions_are_drawn_as_they_were(smooth: float) -> None:
     drawn = np.full_like(values, 9)
     regions = trace(values, range(3))
     for region in regions:
-        shape = polygon(*region.rings)(Scaling((HEIGHT, WIDTH), (HEIGHT, WIDTH)))
+        shape = polygon(*region.rings)(Scaling.unscaled((HEIGHT, WIDTH)))
         assert shape.sum() == region.mask.sum()
         drawn[shape] = region.label
     assert (drawn == values).all()

@@ -274,7 +274,7 @@ def draw_regions(image: RegionImage, scaling: Scaling, labels: Mapping[str, int]
         within = [(x, y) for x, y in places if 0 <= x <= width and 0 <= y <= height]
         outside += [] if within else [region.name]
         for x, y in within:
-            drawn[ellipse(x, y, radius, radius)(Scaling(size, size))] = labels[region.label]
+            drawn[ellipse(x, y, radius, radius)(Scaling.unscaled(size))] = labels[region.label]
     return Drawn(LabelMap(torch.from_numpy(drawn), boxes=tuple(boxes)), int(several.sum()), outside)
 
 

@@ -24,6 +24,11 @@ class Scaling(NamedTuple):
     full: tuple[int, int]
     read: tuple[int, int]
 
+    @classmethod
+    def unscaled(cls, size: tuple[int, int]) -> "Scaling":
+        """Return the sizes of an image that is read at full resolution."""
+        return cls(size, size)
+
     @property
     def factors(self) -> tuple[float, float]:
         """Height and width of a pixel of the full resolution, in pixels as read; 1 without a pixel size."""

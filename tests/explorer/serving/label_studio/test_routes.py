@@ -78,7 +78,7 @@ def names(running: Running) -> list[str]:
 def drawn(found: dict[str, Any], labels: dict[str, int], size: tuple[int, int] = (48, 64)) -> torch.Tensor:
     """Draw the regions of a prediction."""
     regions = read_annotation(found, RegionSet(Path("prediction"), [], []), names=("a.png",))
-    return draw_regions(regions, Scaling(size, size), labels, name="a.png").map.labels
+    return draw_regions(regions, Scaling.unscaled(size), labels, name="a.png").map.labels
 
 
 @pytest.mark.parametrize("types", [("brushlabels",), ("polygonlabels", "brushlabels", "rectanglelabels")])

@@ -243,7 +243,7 @@ def learn(memory: SegmentationMemory, *, annotation: Annotation, image: DecodedI
     labels |= {label: IGNORE_INDEX for label in drawn if label not in labels}
     rest = next((place for place, each in enumerate(memory.classes) if is_background(each)), IGNORE_INDEX)
     size = image.pixels.shape[1], image.pixels.shape[2]
-    label_map = draw_regions(regions, Scaling(size, size), labels, name=annotation.file, rest=rest).map
+    label_map = draw_regions(regions, Scaling.unscaled(size), labels, name=annotation.file, rest=rest).map
     name = f"{annotation.file} (task {annotation.task}, annotation {annotation.id} of {host})"
     changed = memory.extend([Example(image, label_map, name)]) > 0
     if changed:
